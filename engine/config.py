@@ -1,0 +1,39 @@
+"""Frozen configuration of one engine. Defaults are resolved once, by `engine.build`; nothing here reads files or the environment."""
+
+from dataclasses import dataclass
+
+from engine.tree import Expansion
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of the scheduler. Tokens are counted in packed rows of one target forward, slots in cached tokens."""
+
+    max_running: int = 32
+    max_waiting: int = 256
+    max_step_tokens: int = 512
+    num_slots: int = 32768
+    max_model_len: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the worker needs to load models and run.
+
+    `model` and `draft_model` are references that engine.weights resolves. `drafter` is `none`, `ngram`, `early-exit` or
+    `model`; `policy` is `plain`, `fixed` or `adaptive`. `dtype` is float32 or bfloat16. None lets the engine choose:
+    the device (cuda if there is one), threads (the physical processors).
+    """
+
+    model: str
+    model_name: str | None = None
+    drafter: str = "none"
+    draft_model: str | None = None
+    lens: str | None = None
+    verifier: str = "traversal"
+    policy: str = "adaptive"
+    expansion: Expansion = Expansion(4, 1, 0)
+    dtype: str = "float32"
+    device: str | None = None
+    num_threads: int | None = None
+    scheduler: SchedulerConfig = SchedulerConfig()

@@ -1,0 +1,142 @@
+"""Records that pass between the engine's rooms and across the process border. Frozen, free of torch.
+
+They are plain dataclasses so that msgspec can carry them between processes as they are.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.tree import Expansion
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. The wire knows `stop` and `length`; the others are metrics labels and errors."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are drawn. Every field is honoured exactly under speculation.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. With a `seed` the text is a pure function of
+    (seed, prompt, sampling), whatever is drafted. `num_logprobs` None returns no log-probabilities, 0 only the
+    chosen tokens', k also the k likeliest. `stop_token_ids` end the request and are not part of its text; they come
+    beside the model's own end tokens unless `ignore_eos`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the law is a point mass at the arg max."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """A request's own wishes about speculation; None leaves the choice to the server's policy."""
+
+    is_enabled: bool = True
+    expansion: Expansion | None = None
+    verifier: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `request_id` is unique among the living ones."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculation: Speculation = field(default_factory=Speculation)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The target's own log-probabilities (raw: before temperature and truncation) at one emitted token."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What one step made of one request.
+
+    `token_ids` are new and already cut at stop tokens and limits; a stop token itself is among them only as the last
+    one and is not text (`stop_token_id` says which ended it). `logprobs` has an entry for each token or is empty.
+    Exactly one event of a request carries `finish`; with `FinishReason.ERROR` it carries `error` too.
+    The last three fields say how the tokens came: `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the
+    returned tokens were drafted ones.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    expansion: Expansion | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Numbers of one engine step; counts are this step's own, gauges the state after it.
+
+    Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` laws and verification, `host_s` the rest.
+    `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1. `expansions` counts decoding rows by
+    the expansion they got, written `trunk.branches.depth`.
+    """
+
+    step: int
+    num_running: int
+    num_waiting: int
+    num_used_slots: int
+    num_slots: int
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_decoding_rows: int = 0
+    num_target_tokens: int = 0
+    num_preemptions: int = 0
+    accepted_per_depth: tuple[int, ...] = ()
+    expansions: dict[str, int] = field(default_factory=dict)
+    expected_tokens: float | None = None
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    judge_s: float = 0.0
+    host_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the front end must know of the loaded models."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    num_slots: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    drafter: str
+    verifier: str
+    policy: str

@@ -1,0 +1,33 @@
+"""What a verifier says of one tree, and the Protocol of those who say it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.forest import Forest
+from engine.noise import StepKey
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The accepted path, root first, and the extra token that follows it.
+
+    `expected_tokens` is E[tau + 1 | tree], exactly, where the rule can tell it from masses alone; else None.
+    """
+
+    path: tuple[int, ...]
+    extra_id: int
+    expected_tokens: float | None = None
+
+
+class Verifier(Protocol):
+    """A lossless rule. With trees drawn from the forest's draft laws, the emitted tokens have the target's law."""
+
+    name: str
+
+    def judge(self, forest: Forest, target_laws_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
+        """Return one verdict a tree. `target_laws_NV`: processed float32 law after each packed node; one key a tree."""
+        ...
