@@ -1,4 +1,4 @@
-"""Frozen configuration of one engine. Defaults are resolved once, by `engine.build`; nothing here reads files or the environment."""
+"""Frozen configuration of one engine; nothing here reads files or the environment."""
 
 from dataclasses import dataclass
 

@@ -2,7 +2,7 @@
 
 No generator has a state here, so a draw does not depend on batch mates, on the order of requests, on preemption or on the
 device. Streams keep draws that must be independent apart: what drafts a token must not also judge it
-(docs/verification.md, the shared-noise mistake). The coupled rule alone shares TOKEN noise between drafter and verifier, by design.
+(the shared-noise mistake). The coupled rule alone shares TOKEN noise between drafter and verifier, by design.
 """
 
 from collections.abc import Sequence
