@@ -1,0 +1,93 @@
+"""Tree-masked attention over slots, as a transformers attention implementation named "latebranch".
+
+Each layer writes its new keys and values to the cache, then every group of segments attends to its own slots. Grouped-query heads
+are folded into the query rows, so keys and values are never expanded.
+Shape key: T packed tokens, B segments, Q queries of a group, L keys, H key-value heads, G query heads for each, K head size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.kv_cache import KVCache
+from engine.packing import Group, PackedBatch
+
+NAME = "latebranch"
+
+
+class UnsupportedAttention(ValueError):
+    """The model asks of attention what this implementation cannot do exactly."""
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What every layer of one forward shares; travels through the model as a keyword argument."""
+
+    batch: PackedBatch
+    cache: KVCache
+
+
+def group_attention(
+    query_THGK: Float[Tensor, "T H G K"],
+    keys_BLHK: Float[Tensor, "B L H K"],
+    values_BLHK: Float[Tensor, "B L H V"],
+    group: Group,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "B*Q H*G*V"]:
+    """Return the attention output of one group, padded rows included."""
+    num_rows, num_queries = group.token_index_BT.shape
+    num_heads, num_groups, head_size = query_THGK.shape[1:]
+    query = query_THGK[group.token_index_BT.reshape(-1)].view(num_rows, num_queries, num_heads, num_groups, head_size)
+    query = query.permute(0, 2, 3, 1, 4).reshape(num_rows, num_heads, num_groups * num_queries, head_size)
+    scores = torch.matmul(query, keys_BLHK.permute(0, 2, 3, 1)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(num_rows, num_heads, num_groups, num_queries, -1) + group.bias(window, scores.dtype)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = weights.view(num_rows, num_heads, num_groups * num_queries, -1)
+    out = torch.matmul(weights, values_BLHK.permute(0, 2, 1, 3)).view(num_rows, num_heads, num_groups, num_queries, -1)
+    return out.permute(0, 3, 1, 2, 4).reshape(num_rows * num_queries, -1)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 HG T K"],
+    key: Float[Tensor, "1 H T K"],
+    value: Float[Tensor, "1 H T V"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention_context: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 T HG V"], None]:
+    """Write the layer's keys and values, then attend; the signature is transformers' AttentionInterface.
+
+    Raises UnsupportedAttention for attention sinks and for a call without context (which would be unmasked).
+    """
+    if attention_context is None or attention_mask is not None:
+        raise UnsupportedAttention("this attention needs its context and makes its own masks")
+    if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
+        raise UnsupportedAttention("attention sinks are not supported")
+    batch, cache, layer = attention_context.batch, attention_context.cache, module.layer_idx
+    cache.write(layer, batch.write_slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))  # type: ignore[arg-type]
+    num_tokens, num_heads, head_size = query.shape[2], key.shape[1], query.shape[3]
+    query_THGK = query[0].transpose(0, 1).reshape(num_tokens, num_heads, -1, head_size)
+    scale = head_size**-0.5 if scaling is None else scaling
+    outputs = [
+        group_attention(query_THGK, *cache.gather(layer, group.key_slots_BL), group, scale, sliding_window, softcap)  # type: ignore[arg-type]
+        for group in batch.groups
+    ]
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if not batch.is_identity:
+        out = out.index_select(0, batch.unpad_T)
+    return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
+
+
+AttentionInterface.register(NAME, tree_attention)

@@ -1,0 +1,102 @@
+"""Builds an engine from its configuration: resolves weights, loads and checks models, chooses drafter and policy."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.draft.drafter import Drafter
+from engine.draft.early_exit import Lens, early_exit_drafter
+from engine.draft.model import ModelDrafter
+from engine.draft.ngram import NgramDrafter
+from engine.engine import Engine
+from engine.kv_cache import KVCache
+from engine.model import CausalModel, load_model
+from engine.policy import AdaptiveExpansion, ExpansionPolicy, FixedExpansion, PlainDecoding
+from engine.target import Target
+from engine.types import ModelInfo
+from engine.verify.rules import TreeKind, require_exact
+from engine.weights import resolve
+
+_logger = logging.getLogger(__name__)
+
+
+class BadConfiguration(ValueError):
+    """The configuration asks for something that does not exist or does not fit together."""
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load everything and return an engine that is ready to step. Takes seconds to a minute.
+
+    Raises BadConfiguration, engine.model.UnsupportedModel or what engine.weights raises.
+    """
+    require_exact(TreeKind.IID, config.verifier)
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = _load(config.model, config, device)
+    target = Target(model, config.scheduler.num_slots)
+    drafter = _drafter(config, target)
+    policy = _policy(config, drafter)
+    max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
+    info = ModelInfo(
+        name=config.model_name or config.model,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        num_slots=config.scheduler.num_slots,
+        eos_token_ids=model.eos_token_ids,
+        dtype=config.dtype,
+        device=str(device),
+        drafter=drafter.name if drafter else "none",
+        verifier=config.verifier,
+        policy=policy.name,
+    )
+    _logger.info("engine ready: %s", info)
+    return Engine(info, config.scheduler, target, drafter, policy)
+
+
+def _load(reference: str, config: EngineConfig, device: torch.device) -> CausalModel:
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    linears = "packed" if device.type == "cpu" and has_onednn else "plain"
+    return load_model(resolve(reference).folder, config.dtype, device, linears)
+
+
+def _drafter(config: EngineConfig, target: Target) -> Drafter | None:
+    if config.drafter == "none":
+        return None
+    if config.drafter == "ngram":
+        return NgramDrafter(target.model.vocab_size, target.model.device)
+    if config.drafter == "early-exit":
+        return early_exit_drafter(target.model, target.cache, Lens.load(Path(_required(config.lens, "lens"))))
+    if config.drafter == "model":
+        return _model_drafter(_required(config.draft_model, "draft_model"), config, target)
+    raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, model")
+
+
+def _required(value: str | None, name: str) -> str:
+    if value is None:
+        raise BadConfiguration(f"this drafter needs the setting {name!r}")
+    return value
+
+
+def _model_drafter(reference: str, config: EngineConfig, target: Target) -> ModelDrafter:
+    draft = _load(reference, config, target.model.device)
+    if draft.eos_token_ids != target.model.eos_token_ids:
+        _logger.warning("end tokens differ: target %s, drafter %s", target.model.eos_token_ids, draft.eos_token_ids)
+    if draft.vocab_size != target.model.vocab_size:
+        raise BadConfiguration(f"the drafter {reference} has {draft.vocab_size} tokens, the target {target.model.vocab_size}")
+    if draft.max_positions < min(config.scheduler.max_model_len, target.model.max_positions):
+        raise BadConfiguration(f"the drafter {reference} knows {draft.max_positions} positions only")
+    cache = KVCache(config.scheduler.num_slots, draft.device)
+    return ModelDrafter(f"model {reference}", draft, cache, has_own_cache=True)
+
+
+def _policy(config: EngineConfig, drafter: Drafter | None) -> ExpansionPolicy:
+    if drafter is None or config.policy == "plain":
+        return PlainDecoding()
+    if config.policy == "fixed":
+        return FixedExpansion(config.expansion)
+    if config.policy == "adaptive":
+        return AdaptiveExpansion(config.expansion)
+    raise BadConfiguration(f"unknown policy {config.policy!r}; known: plain, fixed, adaptive")

@@ -1,0 +1,91 @@
+"""Who proposes tokens: the Protocol of drafters, and the growing trees they see.
+
+Shape key: P proposals, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.plan import Row
+from engine.tree import ROOT, TokenTree
+
+
+@dataclass
+class GrowingTree:
+    """A tree under construction for one row. Owned by the growth loop; drafters only read it."""
+
+    row: Row
+    parents: list[int] = field(default_factory=lambda: [-1])
+    token_ids: list[int] = field(default_factory=list)
+    draws: list[list[int]] = field(default_factory=lambda: [[]])
+    depths: list[int] = field(default_factory=lambda: [0])
+    law_rows: list[int | None] = field(default_factory=lambda: [None])
+    fed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.token_ids.append(self.row.certain_ids[-1])
+
+    def add(self, parent: int, token_id: int) -> int:
+        """Add a child drawn for `parent` and return its node; a token drawn before is the same node drawn again."""
+        for child in self.draws[parent]:
+            if self.token_ids[child] == token_id:
+                self.draws[parent].append(child)
+                return child
+        node = len(self.parents)
+        self.parents.append(parent)
+        self.token_ids.append(token_id)
+        self.draws.append([])
+        self.depths.append(self.depths[parent] + 1)
+        self.law_rows.append(None)
+        self.draws[parent].append(node)
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """Return the nodes from the root to `node`, both included."""
+        nodes = [node]
+        while nodes[-1] != ROOT:
+            nodes.append(self.parents[nodes[-1]])
+        return nodes[::-1]
+
+    def frozen(self) -> TokenTree:
+        """Return the finished tree."""
+        return TokenTree(tuple(self.parents), tuple(self.token_ids), tuple(tuple(drawn) for drawn in self.draws))
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierNode:
+    """A node that is to get children: `num_draws` of them are drawn, some of which may coincide."""
+
+    tree: GrowingTree
+    node: int
+    num_draws: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Raw draft logits for some of the nodes asked about; the others stay leaves.
+
+    `indices[i]` is the asked node that row i of `logits_PV` (float32) answers; ascending.
+    """
+
+    indices: tuple[int, ...]
+    logits_PV: Float[Tensor, "P V"]
+
+
+class Drafter(Protocol):
+    """Proposes laws for the next token. Any law is lossless; a good one is accepted often."""
+
+    name: str
+    has_own_cache: bool  # whether it must be fed what the target is fed, into a cache of its own
+
+    def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
+        """Feed the `draft_ids` of the rows (level 0 of every tree) and propose for the roots, in order."""
+        ...
+
+    def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
+        """Feed the frontier's nodes, one level of every tree, nodes of one tree side by side, and propose for each."""
+        ...

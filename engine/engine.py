@@ -1,0 +1,174 @@
+"""The step: the one place where scheduler, policy, drafter, target and verifier meet.
+
+Synchronous and single-threaded; the worker turns its loop. Knows token ids, never text, never HTTP.
+"""
+
+import logging
+import secrets
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.config import SchedulerConfig
+from engine.draft.drafter import Drafter
+from engine.draft.growth import Growth, grow, plain_growth
+from engine.judge import Judge, logprobs_of
+from engine.plan import StepPlan
+from engine.policy import ExpansionPolicy
+from engine.scheduler import RowResult, Scheduler
+from engine.sequence import Sequence
+from engine.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
+from engine.target import Target
+from engine.types import FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
+from engine.verify.rules import TreeKind, require_exact
+from engine.verify.verdict import Verdict
+
+_logger = logging.getLogger(__name__)
+
+
+class RequestRefused(ValueError):
+    """The request can never run here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step brought: events of requests, and its numbers."""
+
+    events: tuple[TokenEvent, ...]
+    stats: StepStats
+
+
+class Engine:
+    """Owns the scheduler and the models. Not thread-safe: one caller adds, aborts and steps."""
+
+    def __init__(
+        self, info: ModelInfo, config: SchedulerConfig, target: Target, drafter: Drafter | None, policy: ExpansionPolicy
+    ) -> None:
+        self.info = info
+        self._config = config
+        self._target = target
+        self._drafter = drafter
+        self._policy = policy
+        self._judge = Judge()
+        self._scheduler = Scheduler(config, drafts_own_cache=drafter is not None and drafter.has_own_cache)
+        self._aborted: list[TokenEvent] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or say something."""
+        return self._scheduler.has_work or bool(self._aborted)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raise RequestRefused if it can never run."""
+        self._check(request)
+        sampling, speculation = request.sampling, request.speculation
+        if not sampling.ignore_eos:
+            stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self.info.eos_token_ids)))
+            request = replace(request, sampling=replace(sampling, stop_token_ids=stops))
+        default = self.info.verifier if sampling.seed is None else "coupled"
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._scheduler.add(Sequence(request, seed, speculation.verifier or default))
+
+    def _check(self, request: Request) -> None:
+        num_prompt, sampling = len(request.prompt_ids), request.sampling
+        if not request.prompt_ids or sampling.max_tokens < 1:
+            raise RequestRefused("a request needs a prompt of at least one token and max_tokens of at least 1")
+        if num_prompt + sampling.max_tokens > self.info.max_model_len:
+            raise RequestRefused(
+                f"{num_prompt} prompt tokens and {sampling.max_tokens} to generate exceed {self.info.max_model_len} tokens"
+            )
+        if any(not 0 <= token_id < self.info.vocab_size for token_id in request.prompt_ids):
+            raise RequestRefused(f"prompt token ids must lie in [0, {self.info.vocab_size})")
+        if request.speculation.verifier is not None:
+            try:
+                require_exact(TreeKind.IID, request.speculation.verifier)
+            except ValueError as error:
+                raise RequestRefused(str(error)) from error
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; the next step tells of it. Unknown ids are ignored."""
+        if self._scheduler.remove(request_id):
+            self._aborted.append(TokenEvent(request_id, finish=FinishReason.ABORT))
+
+    def step(self) -> StepOutput:
+        """Advance every running sequence by one tree; return the tokens that left the engine."""
+        watch = Stopwatch()
+        # 1. Who runs, and how far each may speculate.
+        self._scheduler.admit()
+        plan = self._scheduler.plan(self._policy.choose(self._scheduler.views()))
+        watch.lap("plan")
+        # 2. A tree for each decoding row.
+        growth = self._grow(plan)
+        watch.lap("draft")
+        # 3. One tree-masked pass of the target over every row.
+        logits_NV = self._target.forward(plan, growth.forest.trees)
+        watch.lap("verify")
+        # 4. Judge every tree.
+        verdicts = self._judge.judge(plan.decoding, growth.forest, logits_NV)
+        watch.lap("judge")
+        # 5. Keep the accepted paths; tokens out.
+        committed = self._commit(plan, growth, verdicts)
+        events = [*self._taken_aborts(), *(self._event(one, logits_NV) for one in committed)]
+        watch.lap("commit")
+        record = StepRecord(plan, tuple(committed), watch.laps)
+        self._policy.observe(feedback_of(record))
+        return StepOutput(tuple(events), stats_of(record, self._scheduler))
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if slots, tables and sequences contradict each other. Valid between steps."""
+        self._scheduler.check_integrity()
+
+    def _taken_aborts(self) -> list[TokenEvent]:
+        aborted, self._aborted = self._aborted, []
+        return aborted
+
+    def _grow(self, plan: StepPlan) -> Growth:
+        model = self._target.model
+        if self._drafter is None:
+            return plain_growth(plan.rows, model.vocab_size, model.device)
+        return grow(self._drafter, plan.rows, model.vocab_size, model.device)
+
+    def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | None]) -> list[RowOutcome]:
+        """Commit chunks and paths; return what became of the decoding rows, in order."""
+        for row in plan.rows:
+            if not row.is_decoding:
+                self._scheduler.commit_chunk(row)
+        outcomes = []
+        for index, (row, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
+            emission = None
+            if verdict is None:
+                self._scheduler.remove(row.request_id)
+            else:
+                emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
+            outcomes.append(RowOutcome(row, growth.forest.trees[index], growth.forest.offsets[index], verdict, emission))
+        return outcomes
+
+    def _event(self, outcome: RowOutcome, logits_NV: Float[Tensor, "N V"]) -> TokenEvent:
+        """Return the row's event; log-probabilities are read here, where the logits still are."""
+        row, emission, verdict = outcome.row, outcome.emission, outcome.verdict
+        if emission is None or verdict is None:
+            text = f"the target's logits at position {row.root_position} are not finite"
+            _logger.error("request %s: %s", row.request_id, text)
+            return TokenEvent(row.request_id, finish=FinishReason.ERROR, error=text)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if row.sampling.num_logprobs is not None:
+            nodes = [outcome.offset + node for node in verdict.path[: len(emission.new_ids)]]
+            logprobs = logprobs_of(logits_NV, nodes, emission.new_ids, row.sampling.num_logprobs)
+        return TokenEvent(
+            request_id=row.request_id,
+            token_ids=emission.new_ids,
+            logprobs=logprobs,
+            finish=emission.finish,
+            stop_token_id=emission.new_ids[-1] if emission.finish is FinishReason.STOP else None,
+            expansion=row.expansion,
+            num_draft_tokens=outcome.tree.num_nodes - 1,
+            num_accepted_tokens=emission.num_accepted,
+        )
+
+
+def _row_result(growth: Growth, index: int, verdict: Verdict) -> RowResult:
+    fed = growth.fed[index]
+    drafted_len = next((i for i, node in enumerate(verdict.path) if node not in fed), len(verdict.path))
+    return RowResult(growth.forest.trees[index], verdict.path, verdict.extra_id, drafted_len)

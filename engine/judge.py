@@ -1,0 +1,74 @@
+"""Sends each tree to the rule that judges it: greedy rows by arg max, seeded rows by the coupled rule, others by their verifier.
+
+Also reads the target's own log-probabilities of what was emitted. Shape key: N nodes of all trees, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.forest import Forest
+from engine.plan import Row
+from engine.sampling import processed_laws
+from engine.types import TokenLogprobs
+from engine.verify.coupled import judge_greedy
+from engine.verify.rules import create_verifier
+from engine.verify.verdict import Verdict, Verifier
+
+
+class Judge:
+    """Verifiers by name, made when first needed."""
+
+    def __init__(self) -> None:
+        self._verifiers: dict[str, Verifier] = {}
+
+    def judge(self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]) -> list[Verdict | None]:
+        """Return a verdict for each row, in order; None where the target's logits of its tree are not finite."""
+        verdicts: list[Verdict | None] = [None] * len(rows)
+        is_sound = self._sound(forest, logits_NV)
+        for rule in dict.fromkeys(_rule(row) for row in rows):
+            indices = [i for i, row in enumerate(rows) if _rule(row) == rule and is_sound[i]]
+            if indices:
+                for index, verdict in zip(indices, self._by_rule(rule, indices, rows, forest, logits_NV), strict=True):
+                    verdicts[index] = verdict
+        return verdicts
+
+    def _sound(self, forest: Forest, logits_NV: Tensor) -> list[bool]:
+        """Return for each tree whether no logit is NaN and no maximum infinite (-inf is a masked token and sound)."""
+        is_sound_N = torch.isfinite(logits_NV.amax(-1)).tolist()
+        return [all(is_sound_N[a:b]) for a, b in zip(forest.offsets, forest.offsets[1:])]
+
+    def _by_rule(
+        self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, logits_NV: Tensor
+    ) -> list[Verdict]:
+        part = forest.subset(indices)
+        nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
+        part_NV = logits_NV if len(nodes) == len(logits_NV) else logits_NV[torch.tensor(nodes, device=logits_NV.device)]
+        if rule == _GREEDY:
+            return judge_greedy(part.trees, part_NV.argmax(-1).tolist())
+        sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
+        verifier = self._verifiers.setdefault(rule, create_verifier(rule))
+        return verifier.judge(part, processed_laws(part_NV, sampling), [rows[i].key for i in indices])
+
+
+_GREEDY = "greedy"
+
+
+def _rule(row: Row) -> str:
+    return _GREEDY if row.sampling.is_greedy else row.verifier
+
+
+def logprobs_of(
+    logits_NV: Float[Tensor, "N V"], nodes: Sequence[int], ids: Sequence[int], num_top: int
+) -> tuple[TokenLogprobs, ...]:
+    """Return the raw log-probability of `ids[i]` after packed node `nodes[i]`, and the `num_top` likeliest there."""
+    index = torch.tensor(list(nodes), device=logits_NV.device)
+    logprobs = torch.log_softmax(logits_NV[index], dim=-1)
+    chosen = logprobs.gather(-1, torch.tensor(list(ids), device=logits_NV.device)[:, None])[:, 0].tolist()
+    top = logprobs.topk(num_top, dim=-1)
+    return tuple(
+        TokenLogprobs(logprob, tuple(top_ids), tuple(values))
+        for logprob, top_ids, values in zip(chosen, top.indices.tolist(), top.values.tolist(), strict=True)
+    )

@@ -1,0 +1,52 @@
+"""Keys and values of cached tokens, by slot: one pool a layer, slot-major. Knows slots and layers, not sequences.
+
+Shape key: S slots, T tokens, B segments, L keys, H key-value heads, K head size.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class KVCache:
+    """Pools [S, H, K] of keys and values for each layer, made when a layer first writes (its shape is known then).
+
+    Owns the tensors. Which slot belongs to whom is the scheduler's business.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self._device = device
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have written."""
+        return len(self._keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(pool.nbytes for pool in (*self._keys.values(), *self._values.values()))
+
+    def write(
+        self, layer: int, slots_T: Int[Tensor, " T"], keys_THK: Float[Tensor, "T H K"], values_THK: Float[Tensor, "T H V"]
+    ) -> None:
+        """Store the keys and values of T tokens."""
+        if layer not in self._keys:
+            self._keys[layer] = self._pool(keys_THK)
+            self._values[layer] = self._pool(values_THK)
+        self._keys[layer].index_copy_(0, slots_T, keys_THK)
+        self._values[layer].index_copy_(0, slots_T, values_THK)
+
+    def gather(self, layer: int, slots_BL: Int[Tensor, "B L"]) -> tuple[Float[Tensor, "B L H K"], Float[Tensor, "B L H V"]]:
+        """Return the keys and the values at the slots."""
+        flat = slots_BL.reshape(-1)
+        keys, values = self._keys[layer].index_select(0, flat), self._values[layer].index_select(0, flat)
+        rows, length = slots_BL.shape
+        return keys.view(rows, length, *keys.shape[1:]), values.view(rows, length, *values.shape[1:])
+
+    def _pool(self, example: Tensor) -> Tensor:
+        # Zeros and not empty memory: a masked slot has weight 0, and 0 times a stray NaN would be NaN.
+        return torch.zeros((self.num_slots, *example.shape[1:]), dtype=example.dtype, device=self._device)

@@ -1,0 +1,46 @@
+"""How the models' linear layers are computed: the seam for prepacked and quantised weights.
+
+`plain` leaves them to torch. `packed` reorders float weights once into the blocked layout oneDNN multiplies fastest on a CPU;
+the function computed is the same up to rounding.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class PackedLinear(nn.Module):
+    """A linear layer over a weight in oneDNN's blocked layout. CPU, inference only."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        weight = linear.weight.detach()
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _plain(_: nn.Module) -> None:
+    """Leave the layers as they are."""
+
+
+def _packed(model: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child))
+
+
+_KINDS: dict[str, Callable[[nn.Module], None]] = {"plain": _plain, "packed": _packed}
+
+
+def prepare_linears(model: nn.Module, kind: str) -> None:
+    """Replace the model's linear layers in place; raise ValueError for an unknown kind."""
+    if kind not in _KINDS:
+        raise ValueError(f"unknown linear kind {kind!r}; known: {', '.join(_KINDS)}")
+    _KINDS[kind](model)

@@ -1,0 +1,169 @@
+"""Packs many sequences' tokens into one forward: which token attends to which slot.
+
+A Segment is one sequence's part: query tokens, where their keys go, and which keys each may see. A prompt chunk, a root with its
+tree and a level of a growing tree are all segments; a chunk is a chain. Segments of like size share a padded Group, so that
+attention is a few batched products. Shape key: T query tokens, L keys, W tail keys, B segments of a group.
+
+    keys of a segment   [ earlier context: seen by every query | tail: seen as tail_visible_TW says ]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+_MAX_PADDING = 2.0  # a group may be at most this many times as large as its segments together
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sequence's queries. `key_slots` ends with the W tail keys at `tail_positions`; the keys before are at 0, 1, 2, ..."""
+
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    write_slots: Sequence[int]
+    key_slots: Sequence[int]
+    tail_visible_TW: NDArray[np.bool_]
+    tail_positions: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens, T."""
+        return len(self.token_ids)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys, L."""
+        return len(self.key_slots)
+
+    def key_positions(self) -> NDArray[np.int64]:
+        """Return the absolute position of every key, int64 [L]."""
+        num_context = self.num_keys - len(self.tail_positions)
+        return np.concatenate([np.arange(num_context), np.asarray(self.tail_positions, dtype=np.int64)])
+
+
+@dataclass(frozen=True)
+class Group:
+    """B segments padded to T queries and L keys. `token_index_BT` picks packed tokens; a padding query sees one key."""
+
+    token_index_BT: Int[Tensor, "B T"]
+    key_slots_BL: Int[Tensor, "B L"]
+    visible_BTL: Bool[Tensor, "B T L"]
+    query_positions_BT: Int[Tensor, "B T"]
+    key_positions_BL: Int[Tensor, "B L"]
+    _biases: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 T L"]:
+        """Return the additive mask: 0 where a query sees a key, -inf elsewhere; made once a step for each window.
+
+        `window`: a query at position i sees keys at positions (i - window, i].
+        """
+        key = (window, dtype)
+        if key not in self._biases:
+            visible = self.visible_BTL
+            if window is not None:
+                visible = visible & (self.query_positions_BT[:, :, None] - self.key_positions_BL[:, None, :] < window)
+            bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+            self._biases[key] = bias[:, None, None]
+        return self._biases[key]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """What one forward needs, on the device. `unpad_T` finds each packed token in the groups' padded outputs, end to end."""
+
+    input_ids_1T: Int[Tensor, "1 T"]
+    position_ids_1T: Int[Tensor, "1 T"]
+    write_slots_T: Int[Tensor, " T"]
+    groups: tuple[Group, ...]
+    unpad_T: Int[Tensor, " T"]
+    starts: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens, T."""
+        return int(self.input_ids_1T.shape[1])
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Whether the groups' outputs are already in packed order without padding."""
+        return bool((self.unpad_T == torch.arange(len(self.unpad_T), device=self.unpad_T.device)).all())
+
+
+def _grouped(segments: Sequence[Segment]) -> list[list[int]]:
+    """Return indices of segments that share a group: like sizes together, so that padding stays bounded."""
+    order = sorted(range(len(segments)), key=lambda i: (segments[i].num_tokens, segments[i].num_keys))
+    groups: list[list[int]] = []
+    area = height = width = 0
+    for index in order:
+        tokens, keys = segments[index].num_tokens, segments[index].num_keys
+        new_area, new_height, new_width = area + tokens * keys, max(height, tokens), max(width, keys)
+        if groups and (len(groups[-1]) + 1) * new_height * new_width <= _MAX_PADDING * new_area:
+            groups[-1].append(index)
+            area, height, width = new_area, new_height, new_width
+        else:
+            groups.append([index])
+            area, height, width = tokens * keys, tokens, keys
+    return groups
+
+
+def _group(segments: Sequence[Segment], starts: Sequence[int], device: torch.device) -> Group:
+    num_rows = len(segments)
+    height, width = max(s.num_tokens for s in segments), max(s.num_keys for s in segments)
+    token_index = np.zeros((num_rows, height), dtype=np.int64)
+    slots = np.empty((num_rows, width), dtype=np.int64)
+    visible = np.zeros((num_rows, height, width), dtype=np.bool_)
+    query_positions = np.zeros((num_rows, height), dtype=np.int64)
+    key_positions = np.zeros((num_rows, width), dtype=np.int64)
+    for row, (segment, start) in enumerate(zip(segments, starts, strict=True)):
+        tokens, keys = segment.num_tokens, segment.num_keys
+        num_context = keys - len(segment.tail_positions)
+        token_index[row, :tokens] = np.arange(start, start + tokens)
+        token_index[row, tokens:] = start
+        slots[row, :keys] = segment.key_slots
+        slots[row, keys:] = segment.key_slots[0]
+        visible[row, :tokens, :num_context] = True
+        visible[row, :tokens, num_context:keys] = segment.tail_visible_TW
+        visible[row, tokens:, 0] = True
+        query_positions[row, :tokens] = segment.positions
+        key_positions[row, :keys] = segment.key_positions()
+    arrays = (token_index, slots, visible, query_positions, key_positions)
+    tensors = [torch.from_numpy(array).to(device) for array in arrays]
+    return Group(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4])
+
+
+def _unpadding(segments: Sequence[Segment], starts: Sequence[int], groups: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    unpad = np.empty(starts[-1], dtype=np.int64)
+    base = 0
+    for group in groups:
+        height = max(segments[index].num_tokens for index in group)
+        for row, index in enumerate(group):
+            first = base + row * height
+            unpad[starts[index] : starts[index + 1]] = np.arange(first, first + segments[index].num_tokens)
+        base += len(group) * height
+    return unpad
+
+
+def pack(segments: Sequence[Segment], device: torch.device) -> PackedBatch:
+    """Pack segments in their order into one batch on `device`. `starts` has the first packed token of each, and the end."""
+    starts = [0]
+    for segment in segments:
+        starts.append(starts[-1] + segment.num_tokens)
+    groups = _grouped(segments)
+
+    def flat(lists: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor([item for items in lists for item in items], dtype=torch.int64, device=device)
+
+    return PackedBatch(
+        input_ids_1T=flat([s.token_ids for s in segments])[None],
+        position_ids_1T=flat([s.positions for s in segments])[None],
+        write_slots_T=flat([s.write_slots for s in segments]),
+        groups=tuple(_group([segments[i] for i in group], [starts[i] for i in group], device) for group in groups),
+        unpad_T=torch.from_numpy(_unpadding(segments, starts, groups)).to(device),
+        starts=tuple(starts),
+    )

@@ -1,0 +1,67 @@
+"""What one step will do: a Row for each sequence that runs, self-contained, so that a step can be replayed from its plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.keys import StepKey
+from engine.tree import Expansion
+from engine.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step.
+
+    `certain_ids` are committed tokens the target has not cached: positions [context_len, context_len + len(certain_ids)).
+    If `is_decoding` their last is the root, and a tree may grow from it; else this is a chunk of a prompt still to be fed.
+    `slots` maps the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots: node v of
+    the tree lies at position root_position + v, whatever its depth. `draft_ids` are the committed tokens the drafter is to be
+    fed this step, from position `draft_len` on. `history` is the whole committed text, a read-only view.
+    """
+
+    request_id: str
+    context_len: int
+    certain_ids: tuple[int, ...]
+    is_decoding: bool
+    draft_len: int
+    draft_ids: tuple[int, ...]
+    expansion: Expansion
+    slots: tuple[int, ...]
+    sampling: SamplingParams
+    verifier: str
+    seed: int
+    history: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """Logical position one past the certain tokens."""
+        return self.context_len + len(self.certain_ids)
+
+    @property
+    def root_position(self) -> int:
+        """Absolute position of the root."""
+        return self.end - 1
+
+    @property
+    def key(self) -> StepKey:
+        """Names this row's randomness in this step."""
+        return StepKey(self.seed, self.root_position)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether children are the best of a fixed ranking (greedy, coupled) and not i.i.d. draws."""
+        return self.sampling.is_greedy or self.verifier == "coupled"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The rows of one step, oldest sequence first, and how many sequences lost their slots to make room."""
+
+    step: int
+    rows: tuple[Row, ...]
+    num_preempted: int = 0
+
+    @property
+    def decoding(self) -> tuple[Row, ...]:
+        """Rows that emit tokens this step."""
+        return tuple(row for row in self.rows if row.is_decoding)

@@ -1,0 +1,239 @@
+"""Waiting and running sequences, and the step plan: no phases, only rows with tokens to feed.
+
+Keeps the token budget and the slot pool; preempts the youngest when slots run out and starts it anew later (its text does not
+change: randomness is keyed by position). Knows no tensors and no models.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from engine.blocks import IntegrityError, SlotPool
+from engine.config import SchedulerConfig
+from engine.plan import Row, StepPlan
+from engine.policy import DraftOutcome, SequenceView
+from engine.sequence import Sequence
+from engine.tree import PLAIN, Expansion, TokenTree
+from engine.types import FinishReason
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What became of a row. `drafted_len` counts leading nodes of `path` whose keys the drafter has cached."""
+
+    tree: TokenTree
+    path: tuple[int, ...]
+    extra_id: int
+    drafted_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens that leave the engine for one sequence, cut at stop tokens and limits, and why they are the last if they are."""
+
+    row: Row
+    new_ids: tuple[int, ...]
+    num_accepted: int
+    finish: FinishReason | None
+
+
+class Scheduler:
+    """Owns every Sequence and the slot pool."""
+
+    def __init__(self, config: SchedulerConfig, drafts_own_cache: bool) -> None:
+        self.pool = SlotPool(config.num_slots)
+        self._config = config
+        self._drafts_own_cache = drafts_own_cache
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._by_id: dict[str, Sequence] = {}
+        self._step = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no slots yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that take part in each step."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._by_id)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; raise ValueError if its id is taken."""
+        if sequence.request_id in self._by_id:
+            raise ValueError(f"request id {sequence.request_id!r} is in use")
+        self._by_id[sequence.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def remove(self, request_id: str) -> bool:
+        """End a sequence at once and free its slots; return whether it was there."""
+        sequence = self._by_id.pop(request_id, None)
+        if sequence is None:
+            return False
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        else:
+            self._running.remove(sequence)
+        self.pool.free(sequence.forget_caches())
+        return True
+
+    def admit(self) -> None:
+        """Let waiting sequences run, oldest first, while there is room for what they must be fed."""
+        promised = sum(sequence.num_uncached for sequence in self._running)
+        while self._waiting and len(self._running) < self._config.max_running:
+            need = self._waiting[0].num_uncached
+            if self._running and promised + need > self.pool.num_free:
+                return
+            promised += need
+            self._running.append(self._waiting.popleft())
+
+    def views(self) -> list[SequenceView]:
+        """Return what a policy may see of the running sequences, oldest first."""
+        return [sequence.view() for sequence in self._running]
+
+    def plan(self, wanted: SequenceOf[Expansion]) -> StepPlan:
+        """Turn wishes (one expansion for each of `views`) into rows that fit the token budget and the slots.
+
+        Every row gets one token; then decoding rows their trees, as far as half the budget is kept for prompts that
+        wait to be fed; then prompts their chunks.
+        """
+        sequences = list(self._running)
+        budget = self._config.max_step_tokens - len(sequences)
+        prompt_tokens = sum(sequence.num_uncached - 1 for sequence in sequences)
+        tree_budget = max(0, budget - min(prompt_tokens, self._config.max_step_tokens // 2))
+        rows: list[Row] = []
+        num_preempted = 0
+        self._step += 1
+        for sequence, expansion in zip(sequences, wanted, strict=True):
+            if sequence not in self._running:  # preempted for the sake of an older one
+                continue
+            num_certain = min(sequence.num_uncached, max(0, budget) + 1)
+            fitted = self._fitted(sequence, expansion, num_certain, min(tree_budget, budget - num_certain + 1))
+            row, preempted = self._row(sequence, fitted, num_certain)
+            num_preempted += preempted
+            if row is None:
+                continue
+            rows.append(row)
+            budget -= num_certain - 1 + row.expansion.num_draft_tokens
+            tree_budget -= row.expansion.num_draft_tokens
+        return StepPlan(self._step, tuple(rows), num_preempted)
+
+    def _fitted(self, sequence: Sequence, expansion: Expansion, num_certain: int, max_draft_tokens: int) -> Expansion:
+        """Trim a wish: no tree on an unfinished prompt or far ahead of the drafter, none deeper than tokens remain."""
+        speculation = sequence.request.speculation
+        if num_certain < sequence.num_uncached or not speculation.is_enabled:
+            return PLAIN
+        expansion = speculation.expansion or expansion
+        if self._drafts_own_cache and sequence.num_tokens - sequence.draft_len > self._config.max_step_tokens:
+            return PLAIN
+        return expansion.limited(max(0, sequence.num_remaining - 1), max(0, max_draft_tokens))
+
+    def _row(self, sequence: Sequence, expansion: Expansion, num_certain: int) -> tuple[Row | None, int]:
+        """Return the row and how many sequences were preempted for it; None if it was itself preempted."""
+        num_preempted = 0
+        if num_certain + expansion.num_draft_tokens > self.pool.num_free:
+            expansion = PLAIN
+        while num_certain > self.pool.num_free:
+            victim = self._running[-1]
+            self._preempt(victim)
+            num_preempted += 1
+            if victim is sequence:
+                return None, num_preempted
+        fresh = self.pool.allocate(num_certain + expansion.num_draft_tokens)
+        context_len = sequence.target_len
+        sequence.slots.extend(fresh)
+        return self._frozen_row(sequence, context_len, num_certain, expansion), num_preempted
+
+    def _frozen_row(self, sequence: Sequence, context_len: int, num_certain: int, expansion: Expansion) -> Row:
+        end = context_len + num_certain
+        is_decoding = end == sequence.num_tokens
+        return Row(
+            request_id=sequence.request_id,
+            context_len=context_len,
+            certain_ids=tuple(sequence.token_ids[context_len:end]),
+            is_decoding=is_decoding,
+            draft_len=sequence.draft_len,
+            draft_ids=tuple(self._draft_feed(sequence, end, is_decoding, expansion)),
+            expansion=expansion,
+            slots=tuple(sequence.slots),
+            sampling=sequence.request.sampling,
+            verifier=sequence.verifier,
+            seed=sequence.seed,
+            history=sequence.token_ids,
+        )
+
+    def _draft_feed(self, sequence: Sequence, end: int, is_decoding: bool, expansion: Expansion) -> list[int]:
+        """Return the tokens to feed the drafter: up to the root for a tree, else what keeps it from falling behind."""
+        if not expansion.is_plain:
+            return sequence.token_ids[sequence.draft_len : end]
+        if not self._drafts_own_cache or not sequence.request.speculation.is_enabled:
+            return []
+        lag = end - sequence.draft_len
+        keeps_pace = not is_decoding or lag > self._config.max_step_tokens
+        return sequence.token_ids[sequence.draft_len : end][: self._config.max_step_tokens] if keeps_pace else []
+
+    def _preempt(self, sequence: Sequence) -> None:
+        _logger.info("request %s preempted at %d tokens", sequence.request_id, sequence.num_tokens)
+        self._running.remove(sequence)
+        self.pool.free(sequence.forget_caches())
+        self._waiting.appendleft(sequence)
+
+    def commit_chunk(self, row: Row) -> None:
+        """Record that a chunk of a prompt is cached by the target, and by the drafter if it was fed."""
+        sequence = self._by_id[row.request_id]
+        self._keep(sequence, row.end, [])
+        sequence.draft_len = row.draft_len + len(row.draft_ids) if self._drafts_own_cache else row.end
+
+    def commit(self, row: Row, result: RowResult) -> Emission:
+        """Append the accepted path and the extra token, keep the path's slots, free the others; finish if it ends here.
+
+        The path's slots move to the front of the tree's part of the table, in path order:
+
+            table before  [ context | certain .. root  n1 n2 n3 n4 ]     path = root, n2, n4
+            table after   [ context | certain .. root  n2 n4 ]           n1 and n3 are freed
+        """
+        sequence = self._by_id[row.request_id]
+        drafted = [result.tree.token_ids[node] for node in result.path[1:]]
+        new_ids, finish = sequence.accept([*drafted, result.extra_id])
+        num_accepted = min(len(drafted), len(new_ids))
+        sequence.token_ids.extend(new_ids)
+        if not row.expansion.is_plain:
+            sequence.recent.append(DraftOutcome(max(result.tree.depths), len(drafted)))
+        if finish is not None:
+            self.remove(row.request_id)
+            return Emission(row, tuple(new_ids), num_accepted, finish)
+        self._keep(sequence, row.root_position, [row.slots[row.root_position + node] for node in result.path])
+        sequence.draft_len = self._draft_len_after(row, result)
+        return Emission(row, tuple(new_ids), num_accepted, None)
+
+    def _draft_len_after(self, row: Row, result: RowResult) -> int:
+        if not self._drafts_own_cache:
+            return row.root_position + len(result.path)
+        if row.expansion.is_plain:
+            return row.draft_len + len(row.draft_ids)
+        return row.root_position + result.drafted_len
+
+    def _keep(self, sequence: Sequence, num_kept: int, path_slots: list[int]) -> None:
+        """Make the table its first `num_kept` slots and then `path_slots`; free what falls out."""
+        kept = set(path_slots)
+        self.pool.free([slot for slot in sequence.slots[num_kept:] if slot not in kept])
+        sequence.slots[num_kept:] = path_slots
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless sequences, tables and the pool agree. Valid between steps."""
+        if len(self._by_id) != len(self._waiting) + len(self._running):
+            raise IntegrityError("a sequence is neither waiting nor running, or both")
+        self.pool.check(sequence.slots for sequence in self._by_id.values())
+        for sequence in self._by_id.values():
+            if not sequence.draft_len <= sequence.target_len < sequence.num_tokens:
+                lengths = f"{sequence.draft_len} <= {sequence.target_len} < {sequence.num_tokens}"
+                raise IntegrityError(f"{sequence.request_id}: {lengths} does not hold")

@@ -1,0 +1,84 @@
+"""One request's state inside the engine: its tokens, its slot table and how far each cache has come.
+
+Knows integers only. The scheduler owns every Sequence; others see SequenceView and Row.
+"""
+
+from collections import deque
+
+from engine.policy import DraftOutcome, SequenceView
+from engine.types import FinishReason, Request
+
+_RECENT_OUTCOMES = 32
+
+
+class Sequence:
+    """A request in progress. Mutable; its one owner is the scheduler.
+
+    Layout, in logical positions:
+
+        token_ids  [ prompt ............ | generated ....... root ]      len == num_tokens
+        slots      [ cached by the target ........ ]                     len == target_len <= num_tokens - 1
+        draft_len  [ cached by the drafter .. ]                          draft_len <= target_len
+
+    The root, the last token, is never cached between steps: the next step feeds it.
+    """
+
+    def __init__(self, request: Request, seed: int, verifier: str) -> None:
+        self.request = request
+        self.seed = seed
+        self.verifier = verifier
+        self.token_ids: list[int] = list(request.prompt_ids)
+        self.slots: list[int] = []
+        self.draft_len = 0
+        self.recent: deque[DraftOutcome] = deque(maxlen=_RECENT_OUTCOMES)
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that left the engine so far."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.sampling.max_tokens - self.num_generated
+
+    @property
+    def target_len(self) -> int:
+        """Tokens whose keys and values the target has cached."""
+        return len(self.slots)
+
+    @property
+    def num_uncached(self) -> int:
+        """Tokens the target must still be fed, the root included; at least 1."""
+        return len(self.token_ids) - len(self.slots)
+
+    def view(self) -> SequenceView:
+        """Return what a policy may see."""
+        return SequenceView(
+            self.request_id, self.num_tokens, self.num_generated, self.request.sampling, self.verifier, tuple(self.recent)
+        )
+
+    def accept(self, new_ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Return how much of `new_ids` belongs to the output, and why the output ends there if it does."""
+        sampling = self.request.sampling
+        for count, token_id in enumerate(new_ids, start=1):
+            if token_id in sampling.stop_token_ids:
+                return new_ids[:count], FinishReason.STOP
+            if count == self.num_remaining:
+                return new_ids[:count], FinishReason.LENGTH
+        return new_ids, None
+
+    def forget_caches(self) -> list[int]:
+        """Return all slots to the caller and remember nothing cached: the sequence is fed anew when it is next run."""
+        slots, self.slots, self.draft_len = self.slots, [], 0
+        return slots

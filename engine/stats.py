@@ -1,0 +1,115 @@
+"""A step's numbers: what the engine reports outward and what a policy learns from."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from engine.plan import Row, StepPlan
+from engine.policy import DraftOutcome, StepFeedback
+from engine.scheduler import Emission, Scheduler
+from engine.tree import TokenTree
+from engine.types import StepStats
+from engine.verify.verdict import Verdict
+
+
+class Stopwatch:
+    """Seconds between laps, by name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Charge the time since the last lap to `name`."""
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """A decoding row after the step. `offset` is its root among the packed nodes; no verdict means that logits were broken."""
+
+    row: Row
+    tree: TokenTree
+    offset: int
+    verdict: Verdict | None
+    emission: Emission | None
+
+    @property
+    def accepted_depth(self) -> int:
+        """Drafted tokens on the accepted path, before limits cut it."""
+        return len(self.verdict.path) - 1 if self.verdict else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Everything a step was: its plan, what became of the decoding rows, seconds by stage."""
+
+    plan: StepPlan
+    outcomes: tuple[RowOutcome, ...]
+    laps: dict[str, float]
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Packed tokens of the target's forward."""
+        certain = sum(len(row.certain_ids) for row in self.plan.rows)
+        return certain + sum(outcome.tree.num_nodes - 1 for outcome in self.outcomes)
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens that left the engine."""
+        return sum(len(outcome.emission.new_ids) for outcome in self.outcomes if outcome.emission)
+
+
+def feedback_of(record: StepRecord) -> StepFeedback:
+    """Return what a policy may learn."""
+    outcomes = [DraftOutcome(max(outcome.tree.depths), outcome.accepted_depth) for outcome in record.outcomes]
+    return StepFeedback(
+        expansions=tuple(outcome.row.expansion for outcome in record.outcomes),
+        outcomes=tuple(outcomes),
+        num_target_tokens=record.num_target_tokens,
+        num_emitted=record.num_emitted,
+        draft_s=record.laps["draft"],
+        verify_s=record.laps["verify"],
+        step_s=sum(record.laps.values()),
+        has_prefill=any(len(row.certain_ids) > 1 for row in record.plan.rows),
+    )
+
+
+def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
+    """Return the step's numbers; gauges are the scheduler's state after it."""
+    drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
+    accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
+    expected = [outcome.verdict.expected_tokens for outcome in record.outcomes if outcome.verdict]
+    known = [value for value in expected if value is not None]
+    laps = record.laps
+    return StepStats(
+        step=record.plan.step,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_used_slots=scheduler.pool.num_used,
+        num_slots=scheduler.pool.num_slots,
+        num_prompt_tokens=_num_prompt_tokens(record),
+        num_generated_tokens=record.num_emitted,
+        num_drafts=len(drafted),
+        num_draft_tokens=sum(outcome.tree.num_nodes - 1 for outcome in drafted),
+        num_accepted_tokens=sum(accepted),
+        num_decoding_rows=len(record.outcomes),
+        num_target_tokens=record.num_target_tokens,
+        num_preemptions=record.plan.num_preempted,
+        accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
+        expansions=dict(Counter(str(outcome.row.expansion) for outcome in record.outcomes)),
+        expected_tokens=sum(known) / len(known) if known and len(known) == len(expected) else None,
+        draft_s=laps["draft"],
+        verify_s=laps["verify"],
+        judge_s=laps["judge"],
+        host_s=laps["plan"] + laps["commit"],
+        step_s=sum(laps.values()),
+    )
+
+
+def _num_prompt_tokens(record: StepRecord) -> int:
+    """Count prompt tokens fed this step; a preempted sequence that is fed again counts again."""
+    roots = sum(row.is_decoding for row in record.plan.rows)
+    return sum(len(row.certain_ids) for row in record.plan.rows) - roots

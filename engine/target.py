@@ -1,0 +1,41 @@
+"""The target model and its cache: the one tree-masked forward of a step.
+
+Shape key: N nodes of all decoding rows' trees (tree after tree), V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.model import CausalModel
+from engine.packing import Segment, pack
+from engine.plan import StepPlan
+from engine.segments import tree_segment
+from engine.tree import TokenTree
+
+
+class Target:
+    """The model whose law is served. Owns its cache's contents; slots are the scheduler's."""
+
+    def __init__(self, model: CausalModel, num_slots: int) -> None:
+        self.model = model
+        self.cache = KVCache(num_slots, model.device)
+
+    def forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> Float[Tensor, "N V"]:
+        """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees."""
+        remaining = iter(trees)
+        segments: list[Segment] = []
+        logit_rows: list[int] = []
+        start = 0
+        for row in plan.rows:
+            tree = next(remaining) if row.is_decoding else TokenTree.single(row.certain_ids[-1])
+            segments.append(tree_segment(row.certain_ids, tree, row.context_len, row.slots))
+            end = start + segments[-1].num_tokens
+            if row.is_decoding:
+                logit_rows.extend(range(end - tree.num_nodes, end))
+            start = end
+        rows_N = torch.tensor(logit_rows, dtype=torch.int64, device=self.model.device)
+        return self.model.forward(pack(segments, self.model.device), self.cache, rows_N)

@@ -1,0 +1,96 @@
+"""Tiny models with random weights, of the families the presets have: real architectures, nothing mocked, milliseconds a pass.
+
+Their laws are peaked like a trained model's (a random head over large embeddings), so that acceptance and arg max mean something.
+"""
+
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen2Config
+
+from engine.config import SchedulerConfig
+from engine.draft.drafter import Drafter
+from engine.draft.model import ModelDrafter
+from engine.engine import Engine
+from engine.kv_cache import KVCache
+from engine.model import CausalModel, adopt
+from engine.policy import ExpansionPolicy, FixedExpansion
+from engine.target import Target
+from engine.tree import Expansion
+from engine.types import ModelInfo
+
+_COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES = ("llama", "qwen2", "gemma3")
+
+
+def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3) -> PreTrainedModel:
+    """Return a random float32 model; gemma3 has a sliding window of 6 tokens on every other layer."""
+    common = {**_COMMON, "num_hidden_layers": num_layers}
+    if family == "llama":
+        config = LlamaConfig(**common)
+    elif family == "qwen2":
+        config = Qwen2Config(**common)
+    else:
+        layer_types = ["sliding_attention", "full_attention"] * num_layers
+        config = Gemma3TextConfig(**common, sliding_window=6, layer_types=layer_types[:num_layers], query_pre_attn_scalar=8)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        for parameter in module.parameters():
+            if parameter.dim() == 2:
+                parameter.data.normal_(0.0, 0.35)
+    return module.eval()
+
+
+def tiny_model(family: str = "llama", seed: int = 0, num_layers: int = 3) -> CausalModel:
+    """Return the same model, driven by us."""
+    return adopt(tiny_module(family, seed, num_layers), torch.device("cpu"))
+
+
+def tiny_pair(family: str = "llama", seed: int = 0, noise: float = 0.01) -> tuple[CausalModel, CausalModel]:
+    """Return a target and a drafter that often agree: the same weights with noise on the drafter's."""
+    target, draft = tiny_module(family, seed), tiny_module(family, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter in draft.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * noise)
+    return adopt(target, torch.device("cpu")), adopt(draft, torch.device("cpu"))
+
+
+def tiny_engine(
+    target: CausalModel,
+    draft: CausalModel | Drafter | None = None,
+    policy: ExpansionPolicy | None = None,
+    verifier: str = "traversal",
+    config: SchedulerConfig | None = None,
+) -> Engine:
+    """Return an engine over given models; a model as drafter gets a cache of its own."""
+    config = config or SchedulerConfig(num_slots=2048, max_model_len=256)
+    drafter: Drafter | None
+    if isinstance(draft, CausalModel):
+        drafter = ModelDrafter("tiny", draft, KVCache(config.num_slots, draft.device), has_own_cache=True)
+    else:
+        drafter = draft
+    policy = policy or FixedExpansion(Expansion(2, 2, 2))
+    info = ModelInfo(
+        name="tiny",
+        vocab_size=target.vocab_size,
+        max_model_len=config.max_model_len,
+        num_slots=config.num_slots,
+        eos_token_ids=target.eos_token_ids,
+        dtype="float32",
+        device="cpu",
+        drafter=drafter.name if drafter else "none",
+        verifier=verifier,
+        policy=policy.name,
+    )
+    return Engine(info, config, Target(target, config.num_slots), drafter, policy)
