@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.forest import Forest
-from engine.noise import StepKey
+from engine.keys import StepKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,14 @@ class Verdict:
 class Verifier(Protocol):
     """A lossless rule. With trees drawn from the forest's draft laws, the emitted tokens have the target's law."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name by which configurations and traces call it."""
+        ...
 
     def judge(self, forest: Forest, target_laws_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
-        """Return one verdict a tree. `target_laws_NV`: processed float32 law after each packed node; one key a tree."""
+        """Return one verdict a tree. `target_laws_NV`: processed float32 law after each packed node; one key a tree.
+
+        A tree's verdict depends on its own laws and key alone. Raises a LawError that names the trees it cannot judge.
+        """
         ...

@@ -1,0 +1,125 @@
+"""Verification by one choice per node: the coupled rule and greedy decoding.
+
+Knows how a path follows choices and which noise the coupled rule uses. Needs no draft law: exact on any tree, however it was
+grown, because what is emitted is plain decoding's own text for that seed.
+
+Shape key: B trees, N packed nodes, M visited nodes of one depth, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.forest import Forest
+from engine.noise import StepKey, Stream, gumbels, stream_key
+from engine.tree import ROOT, TokenTree
+from engine.verify.errors import NotFiniteLawError
+from engine.verify.verdict import Verdict
+
+
+class Walk:
+    """The path of one tree as it follows choices; mutable, owned by whoever walks."""
+
+    def __init__(self, tree: TokenTree) -> None:
+        self._tree = tree
+        self._path = [ROOT]
+        self._extra_id: int | None = None
+
+    @property
+    def node(self) -> int:
+        """The last node of the path."""
+        return self._path[-1]
+
+    @property
+    def depth(self) -> int:
+        """Its depth."""
+        return len(self._path) - 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a choice has left the tree."""
+        return self._extra_id is not None
+
+    def choose(self, token_id: int) -> None:
+        """Descend into the child that carries the token, or end with it as the extra token."""
+        tree = self._tree
+        child = next((child for child in tree.children[self.node] if tree.token_ids[child] == token_id), None)
+        if child is None:
+            self._extra_id = token_id
+        else:
+            self._path.append(child)
+
+    def verdict(self) -> Verdict:
+        """Return the finished path and its extra token."""
+        if self._extra_id is None:
+            raise ValueError("the walk is not over")
+        return Verdict(tuple(self._path), self._extra_id)
+
+
+def follow(tree: TokenTree, choice_by_node: Sequence[int]) -> Verdict:
+    """Return the longest path on which every token is its parent's choice; the last node's choice is the extra token."""
+    walk = Walk(tree)
+    while not walk.is_over:
+        walk.choose(choice_by_node[walk.node])
+    return walk.verdict()
+
+
+def judge_greedy(trees: Sequence[TokenTree], choice_ids_N: Sequence[int]) -> list[Verdict]:
+    """Verify at temperature 0: `choice_ids_N` is the target's arg max after each packed node, tree after tree.
+
+    Nothing is random, so `expected_tokens` is the number that comes out.
+    """
+    verdicts = []
+    offset = 0
+    for tree in trees:
+        verdict = follow(tree, choice_ids_N[offset : offset + tree.num_nodes])
+        verdicts.append(Verdict(verdict.path, verdict.extra_id, float(len(verdict.path))))
+        offset += tree.num_nodes
+    return verdicts
+
+
+class Coupled:
+    """Same seed, same text: the token after a node of depth d is arg max (log p + g), g the noise of its own position.
+
+    A drafter that ranks its children by log q + g with the same g is accepted often; any other is exact as well.
+    """
+
+    name = "coupled"
+
+    def judge(self, forest: Forest, target_laws_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
+        """Return one verdict a tree, the same whatever other trees are in the forest.
+
+        Walks all trees a depth at a time and computes noise and choices for the visited nodes only; the choices of a depth
+        cross to the host together. Raises NotFiniteLawError if a visited law has no arg max.
+        """
+        walks = [Walk(tree) for tree in forest.trees]
+        while walking := [b for b, walk in enumerate(walks) if not walk.is_over]:
+            rows = [forest.offsets[b] + walks[b].node for b in walking]
+            score_M, choice_M = _choices(target_laws_NV, rows, [_noise_key(keys[b], walks[b].depth) for b in walking])
+            if faulty := [b for b, score in zip(walking, score_M.tolist()) if not math.isfinite(score)]:
+                raise NotFiniteLawError(faulty)
+            for b, token_id in zip(walking, choice_M.tolist()):
+                walks[b].choose(token_id)
+        return [walk.verdict() for walk in walks]
+
+
+class _Choices(NamedTuple):
+    score_M: Tensor
+    token_M: Tensor
+
+
+def _choices(target_laws_NV: Tensor, rows: Sequence[int], noise_keys: Sequence[int]) -> _Choices:
+    """Return each row's best perturbed log-probability, NaN or infinite where the law is no law, and its token."""
+    device = target_laws_NV.device
+    laws_MV = target_laws_NV.index_select(0, torch.tensor(rows, device=device))
+    best = (laws_MV.log() + gumbels(noise_keys, laws_MV.shape[-1], device)).max(-1)
+    return _Choices(best.values, best.indices)
+
+
+def _noise_key(key: StepKey, depth: int) -> int:
+    """Name the noise that decides the token after a node of this depth: that of the token's own position."""
+    return stream_key(key.seed, key.root_position + depth + 1, Stream.TOKEN)
