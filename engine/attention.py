@@ -39,7 +39,7 @@ def group_attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> Float[Tensor, "B*Q H*G*V"]:
+) -> Float[Tensor, "BQ HGV"]:
     """Return the attention output of one group, padded rows included."""
     num_rows, num_queries = group.token_index_BT.shape
     num_heads, num_groups, head_size = query_THGK.shape[1:]
