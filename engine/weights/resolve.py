@@ -41,7 +41,7 @@ def resolve(reference: str, *, cache: Path | None = None, progress: bool = True)
     presets = load_presets()
     path = Path(reference).expanduser()
     if reference in presets:
-        return _from_preset(presets[reference], store, progress)
+        return resolve_preset(presets[reference], store, progress=progress)
     if path.is_dir():
         return _from_folder(path)
     if path.is_file() and path.suffix == ".gguf":
@@ -60,7 +60,8 @@ def find_preset(preset: Preset, cache: WeightsCache) -> LocalWeights | None:
     return LocalWeights(preset.name, folder, gguf if gguf.exists() else None) if folder.exists() else None
 
 
-def _from_preset(preset: Preset, cache: WeightsCache, progress: bool) -> LocalWeights:
+def resolve_preset(preset: Preset, cache: WeightsCache, *, progress: bool = True) -> LocalWeights:
+    """As `resolve`, for a preset that need not be one of configs/models.yaml."""
     if found := find_preset(preset, cache):
         return found
     gguf = cache.obtain(cache.gguf(preset.key), lambda target, scratch: fetch_gguf(preset, target, scratch, progress=progress))

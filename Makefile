@@ -1,0 +1,57 @@
+# One set of commands for people and machines; CI (.ci/run) calls only these. `make help` lists them.
+#
+# ARGS reaches the program of serve, test and bench:   make test ARGS="-k tree"   make serve ARGS="--port 9000"
+# Where pip's index has only CUDA builds of torch:     make install PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-135m
+ARGS ?=
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+ifdef PIP_EXTRA_INDEX_URL
+export PIP_EXTRA_INDEX_URL
+endif
+
+.PHONY: help install weights serve test lint format bench clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## make the environment in .venv, with the versions of constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+weights: $(INSTALLED) ## fetch and convert the weights of MODEL (smollm2-135m), once
+	$(BIN)/latebranch weights fetch $(MODEL)
+
+serve: weights ## serve the default model on 127.0.0.1:8000
+	$(BIN)/latebranch serve $(ARGS)
+
+test: $(INSTALLED) ## run the whole suite
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## check style, layout, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED) ## lay the code out and mend what ruff can mend
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(INSTALLED) ## measure a running engine on this machine
+	$(BIN)/latebranch bench $(ARGS)
+
+clean: ## delete the environment and every tool's cache; weights stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
