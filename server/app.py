@@ -1,0 +1,86 @@
+"""The composition root: settings, engine, tokenizer, layers and routes become one ASGI app."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from engine.client import WorkerClient
+from engine.service import EngineError, EngineService
+from engine.weights import resolve
+from engine.worker import ProcessLauncher
+from server.auth import ApiKeyGate
+from server.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
+from server.metrics.http import HttpMeter
+from server.middleware import BodyLimit, ErrorBoundary, RequestContext
+from server.routes import generation, models, operations
+from server.runtime import Runtime
+from server.settings import Settings
+from server.text import Tokenizer, load_tokenizer
+
+
+def create_app(
+    settings: Settings,
+    engine: EngineService | None = None,
+    tokenizer: Tokenizer | None = None,
+    on_fatal: Callable[[str], None] | None = None,
+) -> FastAPI:
+    """Return the app. Without an `engine` it is a worker process of its own; without a `tokenizer`, that of the weights.
+
+    `on_fatal` is told, on the event loop, why the server can never serve (again).
+    """
+    runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal)
+    app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, redoc_url=None)
+    app.state.runtime = runtime
+    for router in (generation.router, models.router, operations.router):
+        app.include_router(router)
+    _add_layers(app, runtime)
+    _add_error_answers(app)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    runtime: Runtime = app.state.runtime
+    runtime.begin()
+    yield
+    await runtime.stop(0.0)
+
+
+def _add_layers(app: FastAPI, runtime: Runtime) -> None:
+    """Add the layers from the innermost to the outermost."""
+    settings = runtime.settings
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(ApiKeyGate, keys=[key.get_secret_value() for key in settings.api_keys])
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(ErrorBoundary)
+    app.add_middleware(HttpMeter, metrics=runtime.metrics.http)
+    app.add_middleware(RequestContext)
+
+
+def _add_error_answers(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, answer_api_error)
+    app.add_exception_handler(EngineError, answer_api_error)
+    app.add_exception_handler(RequestValidationError, answer_validation_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+
+
+def _worker(settings: Settings) -> EngineService:
+    config = settings.to_engine_config()
+    return WorkerClient(ProcessLauncher(config), config.scheduler)
+
+
+def _tokenizer_of(reference: str) -> Tokenizer:
+    return load_tokenizer(str(resolve(reference).folder))

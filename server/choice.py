@@ -1,0 +1,143 @@
+"""One sample's way from token events to pieces of text, log-probabilities and counts.
+
+Knows ids, text and the engine's records. Does not know the wire format, and gets the same result however tokens are
+spread over events: it looks at one token at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.types import FinishReason, TokenEvent, TokenLogprobs
+from server.detokenizer import Detokenizer
+from server.stops import StopFinder
+from server.text import TokenText
+
+_LOWEST_LOGPROB = -9999.0  # what the OpenAI format writes for "hardly ever"; JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """One returned token with its log-probabilities. `offset`: characters of the whole text before its own."""
+
+    token: TokenText
+    logprob: float
+    top: tuple[tuple[TokenText, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event adds to one choice."""
+
+    index: int
+    text: str = ""
+    entries: tuple[TokenEntry, ...] = ()
+    finish: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """What became of the drafts of the returned tokens; `histogram[j]` counts steps of which j drafted tokens were returned."""
+
+    num_draft_tokens: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def add_step(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count one step that drafted."""
+        self.num_draft_tokens += num_draft_tokens
+        self._count(num_accepted, 1)
+
+    def add(self, other: "AcceptanceCounts") -> None:
+        """Count another sample's steps too."""
+        self.num_draft_tokens += other.num_draft_tokens
+        for accepted, steps in enumerate(other.histogram):
+            self._count(accepted, steps)
+
+    def _count(self, num_accepted: int, num_steps: int) -> None:
+        self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
+        self.histogram[num_accepted] += num_steps
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that drafted."""
+        return sum(self.histogram)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafted tokens that were returned."""
+        return sum(accepted * steps for accepted, steps in enumerate(self.histogram))
+
+
+class Choice:
+    """Owns the text state of one sample. `finish` is set once, by a stop string or by the engine."""
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        token_text: Callable[[int], TokenText],
+        num_top_logprobs: int | None = None,
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+        self.acceptance = AcceptanceCounts()
+        self._detokenizer = detokenizer
+        self._stops = StopFinder(stops)
+        self._token_text = token_text
+        self._num_top_logprobs = num_top_logprobs
+        self._num_chars = 0
+        self._entries: list[TokenEntry] = []
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a stop string ended it, so that the engine need not go on."""
+        return self._stops.is_hit
+
+    def take(self, event: TokenEvent) -> Piece:
+        """Add an event's tokens up to the one that completes a stop string; return what they add."""
+        num_before = self.num_tokens
+        text = "".join(self._text_of(event, at) for at in range(len(event.token_ids)))
+        if event.finish is not None and not self.is_cut:
+            text += self._close()
+        if self.finish is None:
+            self.finish = FinishReason.STOP if self.is_cut else event.finish
+            self._count_drafts(event, self.num_tokens - num_before)
+        return Piece(self.index, text, self._ready_entries(text), self.finish)
+
+    def _text_of(self, event: TokenEvent, at: int) -> str:
+        """Return the text that token `at` of the event lets out; nothing once a stop string is complete."""
+        token_id = event.token_ids[at]
+        text = "" if self.is_cut else self._let_out(self._detokenizer.settle(token_id))
+        if self.is_cut:
+            return text
+        self.num_tokens += 1
+        if self._num_top_logprobs is not None and event.logprobs:
+            self._entries.append(self._entry(token_id, event.logprobs[at], self._num_top_logprobs))
+        is_stop_token = token_id == event.stop_token_id and at == len(event.token_ids) - 1
+        return text if is_stop_token else text + self._let_out(self._detokenizer.push(token_id))
+
+    def _let_out(self, text: str) -> str:
+        self._num_chars += len(text)
+        return self._stops.feed(text) if text else ""
+
+    def _close(self) -> str:
+        text = self._let_out(self._detokenizer.close())
+        return text + self._stops.close()
+
+    def _count_drafts(self, event: TokenEvent, num_kept: int) -> None:
+        if event.num_draft_tokens and num_kept:
+            self.acceptance.add_step(event.num_draft_tokens, min(event.num_accepted_tokens, num_kept))
+
+    def _entry(self, token_id: int, logprobs: TokenLogprobs, num_top: int) -> TokenEntry:
+        pairs = zip(logprobs.top_ids[:num_top], logprobs.top_logprobs[:num_top], strict=True)
+        top = tuple((self._token_text(i), max(logprob, _LOWEST_LOGPROB)) for i, logprob in pairs)
+        return TokenEntry(self._token_text(token_id), max(logprobs.logprob, _LOWEST_LOGPROB), top, self._num_chars)
+
+    def _ready_entries(self, text: str) -> tuple[TokenEntry, ...]:
+        """Return the entries that wait for a chunk: they travel with text or with the finish, never alone."""
+        if not text and self.finish is None:
+            return ()
+        ready, self._entries = tuple(self._entries), []
+        return ready

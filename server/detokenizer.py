@@ -1,0 +1,73 @@
+"""Incremental detokenisation: the pieces put together are exactly what decoding all ids at once gives.
+
+Knows ids, a decode function and which ids can change their neighbours' text. Does not know stop strings or HTTP.
+"""
+
+from collections.abc import Callable, Sequence
+
+_REPLACEMENT = "\ufffd"
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Detokenizer:
+    """Owns the undecided end of one text. Two things can still change a decoded end, and both are held back:
+
+    - an incomplete UTF-8 character, which decodes to one U+FFFD at the end and turns into the character later;
+    - a run of byte-fallback tokens (`<0xNN>`), which is text only if the run as a whole is UTF-8.
+
+        emitted ... | context ids | pending ids      decode(context + pending) minus decode(context) is the new text
+
+    The context keeps decoders honest that strip or add a space at the beginning of what they are given.
+    """
+
+    def __init__(self, decode: Decode, byte_ids: frozenset[int] = frozenset(), silent_ids: frozenset[int] = frozenset()) -> None:
+        """Take a `decode` that renders ids as they are, ids of byte-fallback tokens, and ids that are never text."""
+        self._decode = decode
+        self._byte_ids = byte_ids
+        self._silent_ids = silent_ids
+        self._context: list[int] = []
+        self._num_context_chars = 0
+        self._pending: list[int] = []
+        self._num_emitted = 0  # characters of the pending ids' text that have left already
+
+    def settle(self, next_id: int) -> str:
+        """Return what the coming of `next_id` decides about the ids before it: the end of a byte run."""
+        if not self._ends_in_byte_run or next_id in self._byte_ids or next_id in self._silent_ids:
+            return ""
+        return self._emit(self._pending_text())
+
+    def push(self, token_id: int) -> str:
+        """Add an id; return the text that is now certain."""
+        if token_id in self._silent_ids:
+            return ""
+        self._pending.append(token_id)
+        if self._ends_in_byte_run:
+            return ""
+        text = self._pending_text()
+        certain = text.removesuffix(_REPLACEMENT)
+        piece = self._emit(certain)
+        if text and certain == text:
+            self._advance()
+        return piece
+
+    def close(self) -> str:
+        """Return all that is left: nothing can change it any more."""
+        return self._emit(self._pending_text()) if self._pending else ""
+
+    @property
+    def _ends_in_byte_run(self) -> bool:
+        return bool(self._pending) and self._pending[-1] in self._byte_ids
+
+    def _pending_text(self) -> str:
+        return self._decode(self._context + self._pending)[self._num_context_chars :]
+
+    def _emit(self, text: str) -> str:
+        piece = text[self._num_emitted :]
+        self._num_emitted = max(self._num_emitted, len(text))
+        return piece
+
+    def _advance(self) -> None:
+        """Forget the old context: what was pending is decided, ends at a character and is the context of what follows."""
+        self._context, self._pending, self._num_emitted = self._pending, [], 0
+        self._num_context_chars = len(self._decode(self._context))

@@ -1,0 +1,183 @@
+"""What can go wrong, and its face on the wire: always `{"error": {message, type, param, code}}`.
+
+    ApiError
+    ├── InvalidRequest (400)
+    │   └── ContextTooLong (400, context_length_exceeded)
+    ├── BadApiKey (401)
+    ├── UnknownModel (404, model_not_found)
+    ├── BodyTooLarge (413)
+    ├── GenerationFailed (500)
+    └── Overloaded (503, Retry-After)
+
+Error text is bounded: a client's input must not come back larger than it was sent.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.service import EngineBusy, EngineError, EngineUnavailable
+from server.schemas.answer import ErrorBody, ErrorDetail
+
+MAX_ERRORS = 10
+MAX_MESSAGE_CHARS = 1000
+MAX_INPUT_CHARS = 200
+
+
+def clipped(text: str, limit: int) -> str:
+    """Return `text` cut to `limit` characters and fit for UTF-8 (no lone surrogates)."""
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+class ApiError(Exception):
+    """Base of every error that has an answer; subclasses say status and type."""
+
+    status = 500
+    type = "server_error"
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> ErrorBody:
+        """The answer's body."""
+        param = None if self.param is None else clipped(self.param, MAX_INPUT_CHARS)
+        message = clipped(str(self), MAX_MESSAGE_CHARS)
+        return ErrorBody(error=ErrorDetail(message=message, type=self.type, param=param, code=self.code))
+
+    def response(self) -> Response:
+        """Return the HTTP answer."""
+        return JSONResponse(self.body.model_dump(), self.status, self.headers)
+
+
+class InvalidRequest(ApiError):
+    """The client's mistake; `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and answer do not fit."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message, param, "context_length_exceeded")
+
+
+class BadApiKey(ApiError):
+    """No key, or a wrong one."""
+
+    status = 401
+    type = "authentication_error"
+
+    def __init__(self) -> None:
+        super().__init__("missing or wrong API key", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+
+
+class UnknownModel(ApiError):
+    """A model that is not served here."""
+
+    status = 404
+    type = "invalid_request_error"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the model {clipped(name, MAX_INPUT_CHARS)!r} is not served here", "model", "model_not_found")
+
+
+class BodyTooLarge(ApiError):
+    """A body over the limit."""
+
+    status = 413
+    type = "invalid_request_error"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the request body is larger than {limit_bytes} bytes", None, "body_too_large", {"Connection": "close"})
+
+
+class GenerationFailed(ApiError):
+    """The engine gave up on a request."""
+
+
+class Overloaded(ApiError):
+    """Not now; the header says when to try again."""
+
+    status = 503
+    type = "service_unavailable"
+
+    def __init__(self, message: str, code: str, retry_after_s: float) -> None:
+        super().__init__(message, None, code, {"Retry-After": str(max(1, math.ceil(retry_after_s)))})
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return the answer to any exception; what is not known is a 500 that tells nothing of the inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineBusy):
+        return Overloaded(str(error), "engine_busy", error.retry_after_s)
+    if isinstance(error, EngineUnavailable):
+        return Overloaded(str(error), "engine_unavailable", error.retry_after_s)
+    if isinstance(error, EngineError):
+        return GenerationFailed(str(error))
+    return ApiError("internal error; the log has it under this X-Request-Id")
+
+
+# What pydantic puts into a location for a branch of a union; it is no field name.
+_BRANCHES = ("str", "int", "constrained-", "list[", "dict[", "function-")
+
+
+def _param_of(error: Mapping[str, Any]) -> str | None:
+    if named := error.get("ctx", {}).get("param"):
+        return str(named)
+    parts = [str(part) for part in error["loc"][1:] if not str(part).startswith(_BRANCHES)]
+    return ".".join(clipped(part, MAX_INPUT_CHARS) for part in parts) or None
+
+
+def _sentence_of(error: Mapping[str, Any]) -> str:
+    param = _param_of(error)
+    if error["type"] == "extra_forbidden":
+        return f"unknown parameter: {param}"
+    if error["type"] == "json_invalid":
+        return f"the body is not valid JSON: {error['ctx']['error']}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{param}: {clipped(message, MAX_INPUT_CHARS)}" if param else clipped(message, MAX_INPUT_CHARS)
+
+
+def as_invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """Return the 400 of what validation found: the first field is `param`, the first ten errors are told."""
+    sentences = list(dict.fromkeys(_sentence_of(error) for error in errors[:MAX_ERRORS]))
+    if len(errors) > MAX_ERRORS:
+        sentences.append(f"and {len(errors) - MAX_ERRORS} more")
+    is_json = errors[0]["type"] != "json_invalid"
+    return InvalidRequest("; ".join(sentences), _param_of(errors[0]) if is_json else None)
+
+
+async def answer_api_error(_: Request, error: Exception) -> Response:
+    """Answer an ApiError or an EngineError."""
+    return as_api_error(error).response()
+
+
+async def answer_validation_error(_: Request, error: Exception) -> Response:
+    """Answer what pydantic refused: 400, not 422."""
+    assert isinstance(error, RequestValidationError)
+    return as_invalid_request(error.errors()).response()
+
+
+async def answer_http_exception(_: Request, error: Exception) -> Response:
+    """Answer what the router raises: unknown paths, wrong methods."""
+    assert isinstance(error, HTTPException)
+    status_error = ApiError(error.detail, None, None, error.headers)
+    status_error.status = error.status_code
+    status_error.type = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return status_error.response()

@@ -1,0 +1,1 @@
+"""From pieces of text to the two wire formats."""

@@ -1,0 +1,86 @@
+"""What both wire formats share: their Protocol, the numbers of a generation, ends, and samples put together again."""
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Literal, Protocol
+
+from pydantic import BaseModel
+
+from engine.types import FinishReason
+from server.choice import AcceptanceCounts, Piece
+from server.generation import Generation
+from server.schemas.answer import Metrics, PromptTokensDetails, SpeculativeDecoding, Usage
+
+
+class Format(Protocol):
+    """One answer in one of the formats: it has one id and one time, however many chunks it is sent in."""
+
+    def chunks(self, piece: Piece) -> Iterable[BaseModel]:
+        """Return what a stream says of one piece; nothing if it adds nothing."""
+        ...
+
+    def usage_chunk(self, generation: Generation) -> BaseModel:
+        """Return a stream's last chunk, which has the numbers and no choices."""
+        ...
+
+    def answer(self, pieces: Sequence[Piece], generation: Generation) -> BaseModel:
+        """Return the answer that is no stream; `pieces` has one piece for each choice, in order."""
+        ...
+
+
+def finish_reason(finish: FinishReason | None) -> Literal["stop", "length"] | None:
+    """Return what the wire calls an end. Errors and aborts never come here: they are error answers."""
+    if finish is None:
+        return None
+    return "length" if finish is FinishReason.LENGTH else "stop"
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Return the token counts. No prompt token is reported as cached: the engine does not tell."""
+    num_prompt, num_completion = generation.num_prompt_tokens, generation.num_completion_tokens
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_completion,
+        total_tokens=num_prompt + num_completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+    )
+
+
+def metrics_of(counts: AcceptanceCounts) -> Metrics:
+    """Return what speculation did for the returned tokens."""
+    num_steps, num_accepted = counts.num_steps, counts.num_accepted_tokens
+    speculative = SpeculativeDecoding(
+        mean_acceptance_length=1 + num_accepted / num_steps if num_steps else 1.0,
+        draft_acceptance_rate=num_accepted / counts.num_draft_tokens if counts.num_draft_tokens else 0.0,
+        num_spec_steps=num_steps,
+        num_accepted_draft_tokens=num_accepted,
+        num_draft_tokens=counts.num_draft_tokens,
+        acceptance_histogram=counts.histogram,
+    )
+    return Metrics(speculative_decoding=speculative)
+
+
+async def joined(pieces: AsyncIterator[Piece], num_choices: int) -> list[Piece]:
+    """Return one piece for each choice, in the order of their indices, when all have come."""
+    parts: list[list[Piece]] = [[] for _ in range(num_choices)]
+    async for piece in pieces:
+        parts[piece.index].append(piece)
+    return [_joined_choice(index, of_choice) for index, of_choice in enumerate(parts)]
+
+
+def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
+    text = "".join(piece.text for piece in pieces)
+    entries = tuple(entry for piece in pieces for entry in piece.entries)
+    return Piece(index, text, entries, pieces[-1].finish)
+
+
+async def streamed(
+    first: Piece, rest: AsyncIterator[Piece], form: Format, generation: Generation, has_usage: bool
+) -> AsyncIterator[BaseModel]:
+    """Yield the chunks of a whole stream."""
+    for chunk in form.chunks(first):
+        yield chunk
+    async for piece in rest:
+        for chunk in form.chunks(piece):
+            yield chunk
+    if has_usage:
+        yield form.usage_chunk(generation)

@@ -1,0 +1,70 @@
+"""The wire format of /v1/completions."""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from server.choice import Piece, TokenEntry
+from server.formats.common import finish_reason, metrics_of, usage_of
+from server.generation import Generation
+from server.schemas.completion import Completion, CompletionChoice, CompletionLogprobs
+from server.text import TokenText
+
+
+class CompletionFormat:
+    """One answer: its chunks and its whole have the same shape."""
+
+    def __init__(self, model: str, num_top_logprobs: int | None, has_usage: bool) -> None:
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._num_top = num_top_logprobs
+        self._in_chunks: dict[str, Any] = {"usage": None} if has_usage else {}
+
+    def chunks(self, piece: Piece) -> Iterator[Completion]:
+        """Yield one chunk if there is text or the end."""
+        if piece.text or piece.finish is not None:
+            yield self._completion([self._choice(piece)], self._in_chunks)
+
+    def usage_chunk(self, generation: Generation) -> Completion:
+        """Return a stream's last chunk."""
+        return self._completion([], self._numbers(generation))
+
+    def answer(self, pieces: Sequence[Piece], generation: Generation) -> Completion:
+        """Return the whole answer."""
+        return self._completion([self._choice(piece) for piece in pieces], self._numbers(generation))
+
+    def _completion(self, choices: list[CompletionChoice], rest: dict[str, Any]) -> Completion:
+        return Completion(
+            id=self._id, object="text_completion", created=self._created, model=self._model, choices=choices, **rest
+        )
+
+    def _numbers(self, generation: Generation) -> dict[str, Any]:
+        return {"usage": usage_of(generation), "metrics": metrics_of(generation.acceptance)}
+
+    def _choice(self, piece: Piece) -> CompletionChoice:
+        logprobs = None if self._num_top is None else _logprobs(piece.entries, self._num_top)
+        return CompletionChoice(index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=finish_reason(piece.finish))
+
+
+def _logprobs(entries: Sequence[TokenEntry], num_top: int) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        tokens=[_spelled(entry.token) for entry in entries],
+        token_logprobs=[entry.logprob for entry in entries],
+        top_logprobs=[_top(entry) for entry in entries] if num_top else None,
+        text_offset=[entry.offset for entry in entries],
+    )
+
+
+def _top(entry: TokenEntry) -> dict[str, float]:
+    """Return the likeliest tokens, and the chosen one where it is not among them."""
+    top = {_spelled(token): logprob for token, logprob in entry.top}
+    return top if _spelled(entry.token) in top else {**top, _spelled(entry.token): entry.logprob}
+
+
+def _spelled(token: TokenText) -> str:
+    """Return a token as the format writes it: one whose bytes are no UTF-8 by themselves as `bytes:\\xNN`."""
+    if token.text.encode("utf-8", "replace") == token.raw:
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)

@@ -1,0 +1,124 @@
+"""One HTTP request's samples, from submission to their merged pieces. Every way out ends every sample in the engine.
+
+Knows the engine's door and choices. Does not know the wire format.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from engine.service import EngineError, EngineService
+from engine.types import FinishReason, Request, TokenEvent
+from server.choice import AcceptanceCounts, Choice, Piece
+from server.errors import GenerationFailed, Overloaded, as_api_error
+from server.metrics.requests import RequestMeter, SampleMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One engine request, what its tokens become, and its account."""
+
+    request: Request
+    choice: Choice
+    meter: SampleMeter
+
+
+_Arrival = tuple[Sample, TokenEvent] | Exception
+
+
+class Generation:
+    """Owns the samples of one HTTP request: `start`, iterate over `pieces`, and `close` on every way out."""
+
+    def __init__(self, engine: EngineService, samples: Sequence[Sample], meter: RequestMeter, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self._engine = engine
+        self._samples = tuple(samples)
+        self._meter = meter
+        self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()
+        self._pumps: list[asyncio.Task[None]] = []
+
+    @property
+    def choices(self) -> Iterator[Choice]:
+        """The choices in the order of their indices."""
+        return (sample.choice for sample in self._samples)
+
+    @property
+    def num_choices(self) -> int:
+        """Samples, all prompts together."""
+        return len(self._samples)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def acceptance(self) -> AcceptanceCounts:
+        """What became of the drafts, all choices together."""
+        total = AcceptanceCounts()
+        for choice in self.choices:
+            total.add(choice.acceptance)
+        return total
+
+    async def start(self) -> Self:
+        """Submit every sample, or none: what the engine refuses is raised here, before any answer began."""
+        try:
+            for sample in self._samples:
+                stream = self._engine.submit(sample.request)
+                self._pumps.append(asyncio.create_task(self._pump(sample, stream)))
+        except EngineError as error:
+            self._meter.reject(as_api_error(error).code or "engine_error")
+            await self.close()
+            raise
+        return self
+
+    async def _pump(self, sample: Sample, stream: AsyncIterator[TokenEvent]) -> None:
+        """Move one sample's events to the common queue; whatever ends them early goes there too."""
+        try:
+            async for event in stream:
+                self._arrivals.put_nowait((sample, event))
+                if event.finish is not None:
+                    return
+            self._arrivals.put_nowait(GenerationFailed("the engine ended a request without saying why"))
+        except EngineError as error:
+            self._arrivals.put_nowait(error)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield what each event adds, until every choice has finished. Raises ApiError or EngineError if one fails."""
+        while any(choice.finish is None for choice in self.choices):
+            arrival = await self._arrivals.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            sample, event = arrival
+            if sample.choice.finish is None:
+                piece = self._take(sample, event)
+                if event.token_ids or piece.finish is not None:
+                    yield piece
+
+    def _take(self, sample: Sample, event: TokenEvent) -> Piece:
+        sample.meter.on_event(event)
+        if event.finish is FinishReason.ERROR:
+            sample.meter.end(FinishReason.ERROR)
+            raise GenerationFailed(event.error or "the engine failed on this request")
+        if event.finish is FinishReason.ABORT:
+            raise Overloaded("the server is shutting down", "engine_unavailable", 1.0)
+        piece = sample.choice.take(event)
+        if sample.choice.is_cut and event.finish is None:
+            self._engine.abort(sample.request.request_id)
+        if piece.finish is not None:
+            sample.meter.end(piece.finish)
+        return piece
+
+    async def close(self) -> None:
+        """Abort what still runs in the engine and let go of its streams. Can be called again."""
+        pumps, self._pumps = self._pumps, []
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        for sample in self._samples[: len(pumps)]:
+            if not sample.meter.is_ended:
+                self._engine.abort(sample.request.request_id)
+                sample.meter.end(FinishReason.ABORT)
+        if pumps:
+            self._meter.close()

@@ -1,0 +1,35 @@
+"""Prometheus metrics of one server, in a registry of their own. docs/metrics.md lists them."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from engine.service import EngineHealth
+from server.metrics.families import Families
+from server.metrics.health import HealthCollector
+from server.metrics.http import HttpMetrics
+from server.metrics.requests import RequestMetrics
+from server.metrics.steps import StepMetrics
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """Owns the registry; its parts are fed by the engine's steps, by requests, by HTTP and at each scrape."""
+
+    def __init__(self, model_name: str, max_model_len: int, health: Callable[[], EngineHealth]) -> None:
+        self.registry = CollectorRegistry()
+        families = Families(self.registry, model_name)
+        self.steps = StepMetrics(families)
+        self.requests = RequestMetrics(families, max_model_len)
+        self.http = HttpMetrics(self.registry)
+        self.registry.register(HealthCollector(model_name, health))
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+
+    def render(self) -> bytes:
+        """Return the exposition text."""
+        return generate_latest(self.registry)

@@ -1,0 +1,149 @@
+"""Metrics of requests as a client lives them: latencies, lengths, ends. Fed by one RequestMeter a request.
+
+The queue ends with the first event of a sample and the prefill with its first token. An engine that does not announce
+admission with an event of its own gives both at once; the whole wait is then counted as prefill.
+"""
+
+import time
+from collections.abc import Callable
+
+from engine.types import FinishReason, TokenEvent
+from server.metrics.families import (
+    FIRST_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    SAMPLES_BUCKETS,
+    STEP_TOKENS_BUCKETS,
+    TOKEN_BUCKETS,
+    Families,
+    length_buckets,
+)
+
+
+class RequestMetrics:
+    """The families; `meter` begins the account of one request."""
+
+    def __init__(self, families: Families, max_model_len: int) -> None:
+        self._add_latencies(families)
+        self._add_lengths(families, length_buckets(max_model_len))
+        ends = [reason.value for reason in FinishReason]
+        self.success = families.counters("vllm:request_success", "Samples ended, by reason.", "finished_reason", ends)
+        self.rejections = families.counters(
+            "latebranch_rejected_requests", "Requests the engine did not take.", "reason", ["engine_busy", "engine_unavailable"]
+        )
+
+    def _add_latencies(self, families: Families) -> None:
+        self.first_token_s = families.histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS
+        )
+        self.inter_event_s = families.histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between output events of a sample: a step, which may bring several tokens.",
+            TOKEN_BUCKETS,
+        )
+        self.per_token_s = families.histogram(
+            "vllm:request_time_per_output_token_seconds", "Decode time over tokens after the first.", TOKEN_BUCKETS
+        )
+        self.e2e_s = families.histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS)
+        self.queue_s = families.histogram("vllm:request_queue_time_seconds", "Arrival to admission.", REQUEST_BUCKETS)
+        self.prefill_s = families.histogram("vllm:request_prefill_time_seconds", "Admission to first token.", REQUEST_BUCKETS)
+        self.decode_s = families.histogram("vllm:request_decode_time_seconds", "First token to last.", REQUEST_BUCKETS)
+        self.inference_s = families.histogram("vllm:request_inference_time_seconds", "Admission to last token.", REQUEST_BUCKETS)
+
+    def _add_lengths(self, families: Families, lengths: tuple[int, ...]) -> None:
+        self.prompt_tokens = families.histogram("vllm:request_prompt_tokens", "Prompt tokens of a sample.", lengths)
+        self.generation_tokens = families.histogram("vllm:request_generation_tokens", "Generated tokens of a sample.", lengths)
+        self.max_generation_tokens = families.histogram(
+            "vllm:request_max_num_generation_tokens", "Generated tokens of a request's longest sample.", lengths
+        )
+        self.params_max_tokens = families.histogram("vllm:request_params_max_tokens", "The max_tokens of a request.", lengths)
+        self.params_n = families.histogram("vllm:request_params_n", "The n of a request.", SAMPLES_BUCKETS)
+        self.step_tokens = families.histogram(
+            "latebranch_step_tokens", "Block efficiency: tokens one decoding step brought one sample.", STEP_TOKENS_BUCKETS
+        )
+
+    def meter(self, num_samples: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> "RequestMeter":
+        """Begin the account of a request that has just arrived."""
+        self.params_n.observe(num_samples)
+        self.params_max_tokens.observe(max_tokens)
+        return RequestMeter(self, clock)
+
+
+class SampleMeter:
+    """Times of one sample, which ends once."""
+
+    def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int, arrival_s: float, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._num_prompt_tokens = num_prompt_tokens
+        self._clock = clock
+        self._arrival_s = arrival_s
+        self._admitted_s: float | None = None
+        self._first_token_s: float | None = None
+        self._last_token_s = arrival_s
+        self.num_tokens = 0
+        self.is_ended = False
+
+    def on_event(self, event: TokenEvent) -> None:
+        """Count one event of the engine."""
+        if event.token_ids:
+            self._on_tokens(event)
+        elif self._admitted_s is None and event.finish is None:
+            self._admitted_s = self._clock()
+
+    def _on_tokens(self, event: TokenEvent) -> None:
+        now_s = self._clock()
+        is_decoding = self._first_token_s is not None or event.num_draft_tokens > 0  # else the prompt's own step
+        if is_decoding:
+            self._metrics.step_tokens.observe(len(event.token_ids))
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+            self._metrics.first_token_s.observe(now_s - self._arrival_s)
+        else:
+            self._metrics.inter_event_s.observe(now_s - self._last_token_s)
+        self._last_token_s = now_s
+        self.num_tokens += len(event.token_ids)
+
+    def end(self, reason: FinishReason) -> None:
+        """Count the end."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        metrics = self._metrics
+        metrics.success(reason.value).inc()
+        metrics.e2e_s.observe(self._clock() - self._arrival_s)
+        metrics.prompt_tokens.observe(self._num_prompt_tokens)
+        metrics.generation_tokens.observe(self.num_tokens)
+        if self._first_token_s is not None:
+            self._end_phases(metrics, self._first_token_s)
+
+    def _end_phases(self, metrics: RequestMetrics, first_token_s: float) -> None:
+        admitted_s = self._arrival_s if self._admitted_s is None else self._admitted_s
+        decode_s = self._last_token_s - first_token_s
+        metrics.queue_s.observe(admitted_s - self._arrival_s)
+        metrics.prefill_s.observe(first_token_s - admitted_s)
+        metrics.decode_s.observe(decode_s)
+        metrics.inference_s.observe(self._last_token_s - admitted_s)
+        if self.num_tokens > 1:
+            metrics.per_token_s.observe(decode_s / (self.num_tokens - 1))
+
+
+class RequestMeter:
+    """The account of one HTTP request: a SampleMeter for each sample."""
+
+    def __init__(self, metrics: RequestMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._arrival_s = clock()
+        self._samples: list[SampleMeter] = []
+
+    def sample(self, num_prompt_tokens: int) -> SampleMeter:
+        """Return the meter of one more sample."""
+        self._samples.append(SampleMeter(self._metrics, num_prompt_tokens, self._arrival_s, self._clock))
+        return self._samples[-1]
+
+    def reject(self, reason: str) -> None:
+        """Count a request that the engine did not take."""
+        self._metrics.rejections(reason).inc()
+
+    def close(self) -> None:
+        """Count what is known only when every sample has ended."""
+        self._metrics.max_generation_tokens.observe(max((sample.num_tokens for sample in self._samples), default=0))

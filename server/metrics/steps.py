@@ -1,0 +1,102 @@
+"""Metrics of engine steps: load, throughput, speculation. Fed with the StepStats of each step."""
+
+from engine.types import ModelInfo, StepStats
+from server.metrics.families import ITERATION_BUCKETS, PHASE_BUCKETS, Families
+
+_MAX_EXPANSION_LABELS = 64
+_OTHER = "other"
+
+
+class StepMetrics:
+    """Adds up steps. Ratios are left to PromQL, so that replicas can be summed first."""
+
+    def __init__(self, families: Families) -> None:
+        self._families = families
+        self._has_info = False
+        self._expansion_labels: set[str] = set()
+        self._add_load(families)
+        self._add_speculation(families)
+
+    def _add_load(self, families: Families) -> None:
+        self._running = families.gauge("vllm:num_requests_running", "Requests that take part in steps.")
+        self._waiting = families.gauge("vllm:num_requests_waiting", "Requests that wait to be admitted.")
+        self._cache_usage = families.gauge("vllm:kv_cache_usage_perc", "Share of the cache's slots in use; 1 is full.")
+        self._prompt_tokens = families.counter("vllm:prompt_tokens", "Prompt tokens processed.")
+        self._generation_tokens = families.counter("vllm:generation_tokens", "Tokens generated.")
+        self._preemptions = families.counter("vllm:num_preemptions", "Sequences that lost their cache slots and were put back.")
+        self._iteration_tokens = families.histogram(
+            "vllm:iteration_tokens_total", "Prompt and generated tokens of a step.", ITERATION_BUCKETS
+        )
+
+    def _add_speculation(self, families: Families) -> None:
+        self._drafts = families.counter("vllm:spec_decode_num_drafts", "Trees verified: decoding rows that had drafts.")
+        self._draft_tokens = families.counter(
+            "vllm:spec_decode_num_draft_tokens", "Drafted tokens verified; a tree's are its nodes."
+        )
+        self._accepted_tokens = families.counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
+        self._accepted_per_position = families.counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Trees whose accepted path reached a depth (0 is the first).",
+            "position",
+        )
+        self._row_steps = families.counter("latebranch_decoding_row_steps", "Sequences advanced, summed over steps.")
+        self._target_tokens = families.counter(
+            "latebranch_target_tokens", "Packed tokens through the target model, prompts included."
+        )
+        self._expansions = families.counters(
+            "latebranch_expansions", "Decoding rows by the tree shape they got, trunk.branches.depth.", "expansion"
+        )
+        self._steps = families.counter("latebranch_steps", "Engine steps.")
+        self._phase_s = families.histograms(
+            "latebranch_step_phase_seconds", "Seconds of a step: draft, verify, judge, host.", "phase", PHASE_BUCKETS
+        )
+        self._step_s = families.histogram("latebranch_step_seconds", "Seconds of a whole step.", PHASE_BUCKETS)
+
+    def on_model(self, model: ModelInfo) -> None:
+        """Show what the engine loaded; a restarted engine has loaded the same."""
+        if self._has_info:
+            return
+        self._has_info = True
+        cache = {"block_size": "1", "num_gpu_blocks": str(model.num_slots), "cache_dtype": model.dtype}
+        self._families.info("vllm:cache_config_info", "The key-value cache; a block is one slot, a slot one token.", cache)
+        speculation = {"drafter": model.drafter, "verifier": model.verifier, "policy": model.policy}
+        engine = {"device": model.device, "dtype": model.dtype, **speculation}
+        self._families.info("latebranch_engine_info", "What the engine runs.", engine)
+
+    def on_step(self, stats: StepStats) -> None:
+        """Add one step."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._cache_usage.set(stats.num_used_slots / max(1, stats.num_slots))
+        self._prompt_tokens.inc(stats.num_prompt_tokens)
+        self._generation_tokens.inc(stats.num_generated_tokens)
+        self._preemptions.inc(stats.num_preemptions)
+        self._iteration_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)
+        self._on_speculation(stats)
+        self._on_seconds(stats)
+
+    def _on_speculation(self, stats: StepStats) -> None:
+        self._drafts.inc(stats.num_drafts)
+        self._draft_tokens.inc(stats.num_draft_tokens)
+        self._accepted_tokens.inc(stats.num_accepted_tokens)
+        for position, count in enumerate(stats.accepted_per_depth):
+            self._accepted_per_position(str(position)).inc(count)
+        self._row_steps.inc(stats.num_decoding_rows)
+        self._target_tokens.inc(stats.num_target_tokens)
+        for expansion, count in stats.expansions.items():
+            self._expansions(self._bounded(expansion)).inc(count)
+
+    def _on_seconds(self, stats: StepStats) -> None:
+        self._steps.inc()
+        self._step_s.observe(stats.step_s)
+        phases = {"draft": stats.draft_s, "verify": stats.verify_s, "judge": stats.judge_s, "host": stats.host_s}
+        for phase, seconds in phases.items():
+            self._phase_s(phase).observe(seconds)
+
+    def _bounded(self, expansion: str) -> str:
+        """Return the label of an expansion: clients can ask for any shape, but not for any number of series."""
+        if expansion not in self._expansion_labels:
+            if len(self._expansion_labels) >= _MAX_EXPANSION_LABELS:
+                return _OTHER
+            self._expansion_labels.add(expansion)
+        return expansion

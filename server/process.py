@@ -1,0 +1,87 @@
+"""The server process: uvicorn around the app, signals, draining and the exit status.
+
+SIGTERM, SIGINT    stop listening, admit nothing more, drain, end
+a second signal    end now
+the engine fails   end with a reason and a status that is not 0
+"""
+
+import asyncio
+import contextlib
+import math
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from server.app import create_app
+from server.runtime import Runtime
+from server.settings import Settings
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAST_BYTES_S = 5.0  # for answers on their way out, after the drain has ended the requests
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with the engine drained at the same time as the connections and signals that are not raised again."""
+
+    def __init__(self, config: uvicorn.Config, runtime: Runtime, drain_s: float) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+        self._drain_s = drain_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving; uvicorn's own raises them again at the end, which kills a clean exit."""
+        previous = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; the second time, at once."""
+        del sig, frame
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    def give_up(self) -> None:
+        """Stop because the engine cannot serve any more."""
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain the engine while uvicorn waits for the connections: its ABORTs end answers that outlast the drain."""
+        draining = asyncio.create_task(self._runtime.stop(self._drain_s))
+        await super().shutdown(sockets)
+        await self._runtime.stop(0.0)
+        await draining
+
+
+def serve(settings: Settings) -> str | None:
+    """Serve until told to stop; return why it could not go on, or None."""
+
+    def on_fatal(_: str) -> None:
+        server.give_up()
+
+    app = create_app(settings, on_fatal=on_fatal)
+    runtime: Runtime = app.state.runtime
+    server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
+    server.run()
+    return runtime.fatal
+
+
+def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,  # our own, set up by the command line
+        access_log=False,  # RequestContext writes it, with the request's id
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=math.ceil(settings.drain_s + _LAST_BYTES_S),
+    )

@@ -1,0 +1,130 @@
+"""From a validated request to samples for the engine: prompt ids, limits, seeds, stop strings.
+
+Knows what the engine loaded and refuses, by the field's name, what it could not honour.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+
+from engine.keys import derived_seed
+from engine.types import ModelInfo, Request, SamplingParams, Speculation
+from server.choice import Choice
+from server.errors import ContextTooLong, InvalidRequest, UnknownModel
+from server.generation import Generation, Sample
+from server.runtime import Runtime
+from server.schemas.chat import ChatRequest
+from server.schemas.common import GenerationRequest
+from server.schemas.completion import CompletionRequest, Prompt
+from server.text import TextCodec, TextError
+
+_DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
+
+PromptIds = tuple[int, ...]
+
+
+async def completion_generation(runtime: Runtime, body: CompletionRequest) -> Generation:
+    """Return the samples of a completion request, submitted to the engine."""
+    _check_model(runtime, body.model)
+    codec = runtime.codec
+    _check_num_choices(runtime, len(body.prompts) * body.num_samples)
+    prompts = [await _prompt_ids(codec, prompt) for prompt in body.prompts]
+    room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
+    max_tokens = min(_DEFAULT_COMPLETION_TOKENS, room) if body.token_limit is None else body.token_limit
+    return await _submitted(runtime, codec, body, prompts, max_tokens)
+
+
+async def chat_generation(runtime: Runtime, body: ChatRequest) -> Generation:
+    """Return the samples of a chat request, submitted to the engine."""
+    _check_model(runtime, body.model)
+    codec = runtime.codec
+    _check_num_choices(runtime, body.num_samples)
+    messages = [message.to_template() for message in body.messages]
+    ids = await _in_thread(codec, lambda: codec.encode_chat(messages), "messages")
+    room = _room(runtime.engine.model, ids, "messages", body.token_limit)
+    return await _submitted(runtime, codec, body, [ids], room if body.token_limit is None else body.token_limit)
+
+
+def _check_model(runtime: Runtime, name: str) -> None:
+    if name != runtime.settings.served_name:
+        raise UnknownModel(name)
+
+
+def _check_num_choices(runtime: Runtime, num_choices: int) -> None:
+    limit = runtime.settings.max_choices
+    if num_choices > limit:
+        raise InvalidRequest(f"{num_choices} choices (prompts times n) are asked for; at most {limit} are given", "n")
+
+
+async def _prompt_ids(codec: TextCodec, prompt: Prompt) -> PromptIds:
+    if isinstance(prompt, str):
+        return await _in_thread(codec, lambda: codec.encode(prompt), "prompt")
+    return tuple(prompt)
+
+
+async def _in_thread(codec: TextCodec, encode: Callable[[], PromptIds], param: str) -> PromptIds:
+    try:
+        return await asyncio.get_running_loop().run_in_executor(codec.thread, encode)
+    except TextError as error:
+        raise InvalidRequest(str(error), param) from error
+
+
+def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None) -> int:
+    """Return the tokens that can follow a prompt; refuse one that is empty, unknown to the model, or leaves too little."""
+    if not ids:
+        raise InvalidRequest("the prompt is empty", param)
+    if max(ids) >= model.vocab_size:
+        raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {model.vocab_size}", param)
+    longest = min(model.max_model_len, model.num_slots)
+    room = longest - len(ids)
+    if room < (token_limit or 1):
+        wanted = f"{token_limit or 1} more are asked for" if token_limit else "one more is needed"
+        raise ContextTooLong(
+            f"prompt and answer together have at most {longest} tokens; the prompt has {len(ids)}, {wanted}", param
+        )
+    return room
+
+
+async def _submitted(
+    runtime: Runtime, codec: TextCodec, body: GenerationRequest, prompts: Sequence[PromptIds], max_tokens: int
+) -> Generation:
+    """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
+    model = runtime.engine.model
+    _check_speculation(model, body)
+    sampling = [_sampling(model, body, k, max_tokens) for k in range(body.num_samples)]
+    meter = runtime.metrics.requests.meter(body.num_samples, max_tokens)
+    group = uuid.uuid4().hex
+    speculation = body.speculative.to_speculation() if body.speculative else Speculation()
+    samples = [
+        Sample(
+            Request(f"{group}-{index}", ids, sampling[index % body.num_samples], speculation),
+            Choice(index, codec.detokenizer(), body.stops, codec.token_text, body.num_top_logprobs),
+            meter.sample(len(ids)),
+        )
+        for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))
+    ]
+    return await Generation(runtime.engine, samples, meter, sum(map(len, prompts))).start()
+
+
+def _sampling(model: ModelInfo, body: GenerationRequest, sample: int, max_tokens: int) -> SamplingParams:
+    """Return how sample `sample` is drawn; null fields are the OpenAI defaults."""
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    if any(i >= model.vocab_size for i in stop_token_ids):
+        raise InvalidRequest(f"a stop token is outside the vocabulary of {model.vocab_size}", "stop_token_ids")
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        seed=None if body.seed is None else derived_seed(body.seed, sample),
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        num_logprobs=body.num_top_logprobs,
+    )
+
+
+def _check_speculation(model: ModelInfo, body: GenerationRequest) -> None:
+    shape = body.speculative and body.speculative.expansion
+    if shape and not shape.is_plain and model.drafter == "none":
+        raise InvalidRequest("this server has no drafter, so no tree shape can be honoured", "speculative")

@@ -1,0 +1,69 @@
+"""POST /v1/completions and POST /v1/chat/completions."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from server.disconnect import ClientGone, until_disconnect
+from server.formats.chat import ChatFormat
+from server.formats.common import Format, joined, streamed
+from server.formats.completion import CompletionFormat
+from server.generation import Generation
+from server.prompts import chat_generation, completion_generation
+from server.routes.common import ERRORS, runtime_of
+from server.routes.strict import StrictRoute
+from server.schemas.chat import ChatCompletion, ChatRequest
+from server.schemas.common import GenerationRequest
+from server.schemas.completion import Completion, CompletionRequest
+from server.streaming import EventStream
+
+router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["generation"])
+
+_CLIENT_LEFT = 499  # nobody reads this answer
+
+_ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@router.post("/completions", response_model=Completion, responses={**_ALSO_A_STREAM, **ERRORS})
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue one or several prompts."""
+    form = CompletionFormat(body.model, body.num_top_logprobs, body.includes_usage)
+    return await _answer(request, body, await completion_generation(runtime_of(request), body), form)
+
+
+@router.post("/chat/completions", response_model=ChatCompletion, responses={**_ALSO_A_STREAM, **ERRORS})
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    form = ChatFormat(body.model, body.num_top_logprobs, body.includes_usage)
+    return await _answer(request, body, await chat_generation(runtime_of(request), body), form)
+
+
+async def _answer(request: Request, body: GenerationRequest, generation: Generation, form: Format) -> Response:
+    """Return the answer or its stream. Whichever way it goes, the generation is closed."""
+    is_handed_over = False
+    try:
+        if not body.stream:
+            return await until_disconnect(request.receive, _whole(generation, form))
+        stream = await until_disconnect(request.receive, _stream(body, generation, form))
+        is_handed_over = True
+        return stream
+    except ClientGone:
+        return Response(status_code=_CLIENT_LEFT)
+    finally:
+        if not is_handed_over:
+            await generation.close()
+
+
+async def _whole(generation: Generation, form: Format) -> Response:
+    pieces = await joined(generation.pieces(), generation.num_choices)
+    answer = form.answer(pieces, generation)
+    return JSONResponse(answer.model_dump(mode="json", exclude_unset=True))
+
+
+async def _stream(body: GenerationRequest, generation: Generation, form: Format) -> Response:
+    """Return the stream once there is something to send: what fails before is a plain HTTP error."""
+    pieces = generation.pieces()
+    first = await anext(pieces)
+    return EventStream(streamed(first, pieces, form, generation, body.includes_usage), generation.close)

@@ -1,0 +1,34 @@
+"""GET /v1/models and GET /v1/models/{id}."""
+
+from fastapi import APIRouter, Request
+
+from engine.service import EngineUnavailable
+from server.errors import UnknownModel
+from server.routes.common import ERRORS, runtime_of
+from server.runtime import Runtime
+from server.schemas.answer import ModelCard, ModelList
+
+router = APIRouter(prefix="/v1", tags=["models"])
+
+
+@router.get("/models", responses={status: ERRORS[status] for status in (401, 500)})
+async def list_models(request: Request) -> ModelList:
+    """List the one served model."""
+    return ModelList(data=[_card(runtime_of(request))])
+
+
+@router.get("/models/{model_id:path}", responses={status: ERRORS[status] for status in (401, 404, 500, "default")})
+async def get_model(model_id: str, request: Request) -> ModelCard:
+    """Describe the served model."""
+    runtime = runtime_of(request)
+    if model_id != runtime.settings.served_name:
+        raise UnknownModel(model_id)
+    return _card(runtime)
+
+
+def _card(runtime: Runtime) -> ModelCard:
+    try:
+        max_model_len = runtime.engine.model.max_model_len
+    except EngineUnavailable:
+        max_model_len = None
+    return ModelCard(id=runtime.settings.served_name, created=runtime.created_s, max_model_len=max_model_len)

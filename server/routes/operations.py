@@ -1,0 +1,51 @@
+"""For those who run the server: /live, /ready, /health, /metrics, /version."""
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from server.health import HealthReport, health_report
+from server.metrics import CONTENT_TYPE
+from server.routes.common import ERRORS, runtime_of
+from server.schemas.answer import Version
+
+router = APIRouter(tags=["operations"])
+
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {"model": HealthReport, "description": "The engine is not in that state; the body says in which"}
+}
+
+
+@router.get("/live")
+async def live() -> dict[str, str]:
+    """Answer 200 as long as the process serves."""
+    return {"status": "live"}
+
+
+@router.get("/ready", response_model=HealthReport, responses={**_NOT_READY, 401: ERRORS[401]})
+async def ready(request: Request) -> Response:
+    """Answer 200 if a request would be taken now."""
+    runtime = runtime_of(request)
+    return JSONResponse(health_report(runtime).model_dump(), 200 if runtime.is_ready else 503)
+
+
+@router.get("/health", response_model=HealthReport, responses={**_NOT_READY})
+async def health(request: Request) -> Response:
+    """Answer 200 if the engine is ready and has given a sign of life lately."""
+    runtime = runtime_of(request)
+    return JSONResponse(health_report(runtime).model_dump(), 200 if runtime.is_healthy else 503)
+
+
+@router.get("/metrics", responses={200: {"content": {"text/plain": {}}}, 401: ERRORS[401]})
+async def metrics(request: Request) -> Response:
+    """Answer with the metrics in Prometheus's text format."""
+    return Response(runtime_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get("/version", responses={401: ERRORS[401]})
+async def get_version() -> Version:
+    """Answer with the version of the server."""
+    return Version(version=version("latebranch"))

@@ -1,0 +1,131 @@
+"""What one running server is made of, and its life: begin in the background, serve, drain.
+
+Knows settings, engine, tokenizer and metrics. Does not know HTTP.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from engine.service import EngineService, EngineState, EngineUnavailable
+from server.metrics import Metrics
+from server.settings import Settings
+from server.text import TextCodec, Tokenizer
+
+log = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 0.5
+
+T = TypeVar("T")
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """Return what `work` returns. Unlike an executor's, its thread does not hold up the end of the process: fetching weights
+    takes minutes.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def settle(method: Callable[[Any], None], value: Any) -> None:
+        if not outcome.done():  # else nobody waits any more
+            method(value)
+
+    def post(method: Callable[[Any], None], value: Any) -> None:
+        with suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(settle, method, value)
+
+    def run() -> None:
+        try:
+            post(outcome.set_result, work())
+        except Exception as error:
+            log.debug("the loader failed", exc_info=True)
+            post(outcome.set_exception, error)
+
+    threading.Thread(target=run, name="loader", daemon=True).start()
+    return await outcome
+
+
+class Runtime:
+    """Owns the engine's and the tokenizer's life. `fatal` says why the server cannot go on, once it cannot."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineService,
+        load_tokenizer: Callable[[], Tokenizer],
+        on_fatal: Callable[[str], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.metrics = Metrics(settings.served_name, settings.max_model_len, lambda: engine.health)
+        self.created_s = int(time.time())
+        self.fatal: str | None = None
+        self._load_tokenizer = load_tokenizer
+        self._on_fatal = on_fatal
+        self._codec: TextCodec | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        engine.add_listener(self.metrics.steps.on_step)
+
+    @property
+    def codec(self) -> TextCodec:
+        """The tokenizer; raises EngineUnavailable before the engine is ready, which is later."""
+        if self._codec is None or self._is_stopping:
+            raise EngineUnavailable("the server is shutting down" if self._is_stopping else "the model is loading")
+        return self._codec
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be taken now."""
+        return self._codec is not None and not self._is_stopping and self.engine.health.state is EngineState.READY
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine is ready and not silent: one that hangs is alive and well to anybody who does not listen."""
+        age_s = self.engine.health.heartbeat_age_s
+        return self.is_ready and age_s is not None and age_s <= self.settings.max_heartbeat_age_s
+
+    def begin(self) -> None:
+        """Start loading and return at once, so that the port can say how it goes."""
+        self._life = asyncio.create_task(self._live(), name="runtime")
+
+    async def _live(self) -> None:
+        """Load, then watch for an engine that has failed for good. Whatever goes wrong ends in `fatal`."""
+        try:
+            tokenizer = await _in_daemon_thread(self._load_tokenizer)
+            await self.engine.start()
+            self._codec = TextCodec(tokenizer)
+            self.metrics.steps.on_model(self.engine.model)
+            log.info("serving %s", self.settings.served_name)
+            await self._failure()
+            self._fail(self.engine.health.detail or "the engine failed for good")
+        except Exception as error:
+            log.exception("the server cannot start")
+            self._fail(str(error) or repr(error))
+
+    async def _failure(self) -> None:
+        """Return when the engine has failed for good; the door has no bell for that."""
+        while self.engine.health.state is not EngineState.FAILED:  # noqa: ASYNC110
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+
+    def _fail(self, reason: str) -> None:
+        if self._is_stopping:
+            return
+        self.fatal = reason
+        log.critical("giving up: %s", reason)
+        if self._on_fatal is not None:
+            self._on_fatal(reason)
+
+    async def stop(self, drain_s: float) -> None:
+        """Admit nothing more, let requests finish for up to `drain_s`, end the rest. A second call with less forces."""
+        self._is_stopping = True
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+        await self.engine.stop(drain_s)
+        if self._codec is not None:
+            self._codec.close()

@@ -1,0 +1,79 @@
+"""Parts of answers that both generation endpoints share, the error body, and the model list."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class PromptTokensDetails(BaseModel):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Tokens of a request, all choices together; a prompt counts once however many samples it gets."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class SpeculativeDecoding(BaseModel):
+    """What speculation did for the returned tokens.
+
+    `acceptance_histogram[j]` counts steps of which j drafted tokens were returned: it adds up to `num_spec_steps`, and
+    weighted with j to `num_accepted_draft_tokens`. Drafted tokens of a tree are its nodes.
+    """
+
+    mean_acceptance_length: float = Field(description="Tokens of a drafting step, the verifier's own included; 1 without drafts.")
+    draft_acceptance_rate: float = Field(description="Accepted over drafted tokens; 0 without drafts.")
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    acceptance_histogram: list[int]
+
+
+class Metrics(BaseModel):
+    """Numbers of this request."""
+
+    speculative_decoding: SpeculativeDecoding
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong; `param` names the request field."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """Every error's body."""
+
+    error: ErrorDetail
+
+
+class ModelCard(BaseModel):
+    """One served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "latebranch"
+    max_model_len: int | None = Field(None, description="Prompt and answer together, in tokens; null while the engine starts.")
+
+
+class ModelList(BaseModel):
+    """Answer to GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    """Answer to GET /version."""
+
+    version: str

@@ -1,0 +1,143 @@
+"""Request and response of POST /v1/chat/completions (the OpenAI format, completed by this server's own fields)."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from server.schemas.answer import Metrics, Usage
+from server.schemas.common import MAX_LOGPROBS, GenerationRequest, Neutral, Strict, misfit
+
+
+class TextPart(Strict):
+    """A part of a message; text is the only kind that is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One message. What an assistant's message carries beside its text is accepted where it is empty."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    name: Annotated[object, Neutral()] = None
+    refusal: Annotated[object, Neutral()] = None
+    tool_calls: Annotated[object, Neutral([])] = None
+    function_call: Annotated[object, Neutral()] = None
+    audio: Annotated[object, Neutral()] = None
+    annotations: Annotated[object, Neutral([])] = None
+
+    def to_template(self) -> dict[str, str]:
+        """Return what a chat template reads: `developer` is the newer name of `system`, parts are lines."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1, description="Wins over max_tokens; default: the room that is left.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: Annotated[object, Neutral({"type": "text"})] = None
+    tools: Annotated[object, Neutral([])] = None
+    tool_choice: Annotated[object, Neutral("none", "auto")] = None
+    parallel_tool_calls: bool | None = Field(None, description="Accepted; there are no tools.")
+    service_tier: Annotated[object, Neutral("auto", "default")] = None
+    store: Annotated[object, Neutral(False)] = None
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise misfit("top_logprobs", "top_logprobs is accepted only with logprobs: true")
+        return self
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Alternatives to return for each token; None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Tokens to generate at most; None for the room that is left."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TopLogprob(BaseModel):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """One returned token."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of the returned tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One sample."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatCompletion(BaseModel):
+    """Answer to POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics
+
+
+class Delta(BaseModel):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(BaseModel):
+    """What a chunk adds to one sample."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class ChatChunk(BaseModel):
+    """One event of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    metrics: Metrics | None = None

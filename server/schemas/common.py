@@ -1,0 +1,144 @@
+"""Request fields that both generation endpoints share, and how a field that is not honoured is refused.
+
+Every model is strict and forbids unknown fields. A field of the OpenAI API that this server does not implement is declared
+as `Neutral`: its neutral values change nothing and are accepted, anything else is an error that names the field.
+"""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function
+
+from engine.tree import Expansion
+from engine.types import Speculation
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 256
+
+
+class Neutral:
+    """Marks a field that is accepted only where it changes nothing: null, or one of `values`. True is not 1 here."""
+
+    def __init__(self, *values: object) -> None:
+        self._values = (None, *values)
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Validate with `_check`."""
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Show the accepted values."""
+        return {"enum": list(self._values)}
+
+    def _check(self, value: object) -> object:
+        if any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self._values):
+            return value
+        raise ValueError(f"not supported by this server; accepted: {', '.join(map(json.dumps, self._values))}")
+
+
+def misfit(param: str, reason: str) -> PydanticCustomError:
+    """Return the error of a field that is valid alone but not beside the others."""
+    return PydanticCustomError("misfit", "{reason}", {"reason": reason, "param": param})
+
+
+class Strict(BaseModel):
+    """Base of every request model."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Accepted; this server pads nothing.")
+
+
+class SpeculativeOptions(Strict):
+    """A request's wishes about speculation. They change speed, never the law of the text."""
+
+    enabled: bool = Field(True, description="False decodes one token a step.")
+    verifier: Literal["traversal", "specinfer", "nss", "coupled"] | None = Field(
+        None, description="Rule that accepts drafted tokens; null: the server's."
+    )
+    trunk: int | None = Field(None, ge=0, le=64, description="Tokens drafted before the tree branches.")
+    branches: int | None = Field(None, ge=1, le=16, description="Paths below the trunk.")
+    depth: int | None = Field(None, ge=0, le=64, description="Tokens of each path below the trunk.")
+
+    @model_validator(mode="after")
+    def _has_one_wish(self) -> Self:
+        if not self.enabled and (self.verifier is not None or self.expansion is not None):
+            raise misfit("speculative", "enabled is false, so verifier, trunk, branches and depth cannot be honoured")
+        return self
+
+    @property
+    def expansion(self) -> Expansion | None:
+        """The tree's shape if any part of it was given: what was not is no trunk, one branch, no depth."""
+        if self.trunk is None and self.branches is None and self.depth is None:
+            return None
+        return Expansion(self.trunk or 0, self.branches or 1, self.depth or 0)
+
+    def to_speculation(self) -> Speculation:
+        """Return the engine's record."""
+        return Speculation(self.enabled, self.expansion, self.verifier)
+
+
+TokenId = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class GenerationRequest(Strict):
+    """What completions and chat completions share."""
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    n: int | None = Field(None, ge=1, le=128)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculative: SpeculativeOptions | None = None
+    user: str | None = Field(None, description="Accepted; changes nothing.")
+    presence_penalty: Annotated[object, Neutral(0)] = None
+    frequency_penalty: Annotated[object, Neutral(0)] = None
+    logit_bias: Annotated[object, Neutral({})] = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise misfit("stream_options", "stream_options is accepted only with stream: true")
+        return self
+
+    @property
+    def num_samples(self) -> int:
+        """Samples for each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, however they were given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Alternatives to return for each token; None for no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def token_limit(self) -> int | None:
+        """Tokens to generate at most; None leaves it to the endpoint."""
+        return self.max_tokens

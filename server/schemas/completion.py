@@ -1,0 +1,74 @@
+"""Request and response of POST /v1/completions (the OpenAI format, completed by this server's own fields)."""
+
+from typing import Annotated, Literal, Self, cast
+
+from pydantic import BaseModel, Field, model_validator
+
+from server.schemas.answer import Metrics, Usage
+from server.schemas.common import MAX_LOGPROBS, GenerationRequest, Neutral, TokenId, misfit
+
+Prompt = str | list[int]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]], Field(min_length=1, fail_fast=True)]
+    ) = Field(description="One prompt or several, each text or token ids.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, description="Accepted only if it equals n.")
+    echo: Annotated[object, Neutral(False)] = None
+    suffix: Annotated[object, Neutral()] = None
+
+    @model_validator(mode="after")
+    def _best_of_equals_n(self) -> Self:
+        if self.best_of is not None and self.best_of != self.num_samples:
+            raise misfit("best_of", "best_of is accepted only if it equals n")
+        return self
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts as a list, whichever of the four forms they came in."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        is_token_ids = isinstance(self.prompt[0], int)
+        return cast(list[Prompt], [self.prompt] if is_token_ids else self.prompt)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Alternatives to return for each token; None for no log-probabilities at all."""
+        return self.logprobs
+
+
+class CompletionLogprobs(BaseModel):
+    """Four lists of one length, an entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One sample, or in a stream what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Completion(BaseModel):
+    """Answer to POST /v1/completions; in a stream, one chunk of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    metrics: Metrics | None = None

@@ -1,0 +1,164 @@
+"""Every setting of the server, where it may come from, and the engine configuration it becomes.
+
+Precedence: command line, then environment (`LATEBRANCH_...`), then the YAML file, then the defaults here. A key or a
+variable that is not a setting is refused by name. docs/configuration.md lists them all.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.tree import Expansion
+
+ENV_PREFIX = "LATEBRANCH_"
+OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.weights reads it
+
+
+class SettingsError(Exception):
+    """A setting that is unknown or wrong."""
+
+
+def _split(value: Any) -> Any:
+    """Return the items of a comma-separated string; lists of a YAML file pass."""
+    return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+
+
+def parse_expansion(text: str) -> Expansion:
+    """Return the shape written `trunk.branches.depth`; ValueError says what is wrong."""
+    parts = text.split(".")
+    if len(parts) != 3 or not all(part.isascii() and part.isdecimal() for part in parts):
+        raise ValueError(f"an expansion is written trunk.branches.depth, for example 4.1.0, not {text!r}")
+    trunk, branches, depth = map(int, parts)
+    return Expansion(trunk, branches, depth)
+
+
+def _checked_expansion(value: Any) -> Any:
+    return str(parse_expansion(value)) if isinstance(value, str) else value
+
+
+class Settings(BaseSettings):
+    """One server's settings; see each description."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = Field(
+        (), description="Keys that open the API, comma-separated; none leaves it open. /live and /health never need one."
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        (), description="Origins whose pages may call the API, comma-separated; * for any."
+    )
+    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Largest request body.")
+    max_choices: int = Field(128, ge=1, description="Most choices of one request: prompts times n.")
+    drain_s: float = Field(30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
+    max_heartbeat_age_s: float = Field(10.0, gt=0, description="/health fails when the engine has been silent for longer.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written.")
+    log_format: Literal["text", "json"] = Field("text", description="How a log line is written.")
+
+    model: str = Field("smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
+    model_name: str | None = Field(None, description="Name clients use for the model; unset: the value of model.")
+    drafter: Literal["none", "ngram", "early-exit", "model"] = Field("ngram", description="What drafts tokens.")
+    draft_model: str | None = Field(None, description="Draft model, as in model; for drafter model.")
+    lens: str | None = Field(None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
+    verifier: Literal["traversal", "specinfer", "nss", "coupled"] = Field(
+        "traversal", description="Rule that accepts drafted tokens."
+    )
+    policy: Literal["plain", "fixed", "adaptive"] = Field("adaptive", description="Who chooses each sequence's tree shape.")
+    expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
+        "4.1.0", description="Tree shape trunk.branches.depth: the fixed one, or where the adaptive policy begins."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of weights and cache.")
+    device: str | None = Field(None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
+    num_threads: int | None = Field(None, ge=1, description="Threads of the engine on a processor; unset: the physical cores.")
+    max_running: int = Field(32, ge=1, description="Sequences that take part in a step.")
+    max_waiting: int = Field(256, ge=0, description="Sequences that may wait; more are answered 503 with Retry-After.")
+    max_step_tokens: int = Field(512, ge=1, description="Packed tokens of one target forward.")
+    num_slots: int = Field(32768, ge=1, description="Tokens the key-value cache holds.")
+    max_model_len: int = Field(8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
+
+    @model_validator(mode="after")
+    def _draft_model_belongs_to_its_drafter(self) -> Self:
+        if (self.drafter == "model") != (self.draft_model is not None):
+            raise ValueError("draft_model is given with drafter model, and only then")
+        if self.lens is not None and self.drafter != "early-exit":
+            raise ValueError("lens is given only with drafter early-exit")
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """The name clients use for the model."""
+        return self.model_name or self.model
+
+    def to_engine_config(self) -> EngineConfig:
+        """Return the engine's part."""
+        return EngineConfig(
+            model=self.model,
+            model_name=self.served_name,
+            drafter=self.drafter,
+            draft_model=self.draft_model,
+            lens=self.lens,
+            verifier=self.verifier,
+            policy=self.policy,
+            expansion=parse_expansion(self.expansion),
+            dtype=self.dtype,
+            device=self.device,
+            num_threads=self.num_threads,
+            scheduler=SchedulerConfig(
+                max_running=self.max_running,
+                max_waiting=self.max_waiting,
+                max_step_tokens=self.max_step_tokens,
+                num_slots=self.num_slots,
+                max_model_len=self.max_model_len,
+            ),
+        )
+
+
+def load_settings(config_file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Return the settings of a YAML file, the environment and `overrides` (the command line). Raises SettingsError."""
+    if config_file is not None and not config_file.is_file():
+        raise SettingsError(f"no such configuration file: {config_file}")
+    _refuse_unknown_variables(os.environ)
+    try:
+        return _settings_from(config_file)(**(overrides or {}))
+    except ValidationError as error:
+        raise SettingsError("; ".join(map(_sentence, error.errors()))) from error
+    except Exception as error:  # what the YAML reader raises has no common base
+        raise SettingsError(f"{config_file or 'environment'}: {error}") from error
+
+
+def _settings_from(config_file: Path | None) -> type[Settings]:
+    """Return Settings that read this file beside the environment."""
+
+    class FromFile(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, YamlConfigSettingsSource(settings_cls, yaml_file=config_file)
+
+    return FromFile
+
+
+def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | OTHER_VARIABLES
+    unknown = sorted(name for name in environment if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
+    if unknown:
+        raise SettingsError(f"unknown environment variables: {', '.join(unknown)}")
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown setting: {name}"
+    return f"{name}: {error['msg']}" if name else str(error["msg"])

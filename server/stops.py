@@ -1,0 +1,44 @@
+"""Stop strings found in text that comes in pieces. Knows text only."""
+
+from collections.abc import Sequence
+
+
+class StopFinder:
+    """Lets text through up to the first stop string and holds back an end that may become one.
+
+    The first stop string is the one that is complete first, and of those the one that began first: a function of the
+    text alone, however it was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.is_hit = False
+
+    def feed(self, text: str) -> str:
+        """Add text; return what certainly comes before any stop string. After a hit everything is swallowed."""
+        if self.is_hit:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.is_hit, self._held = True, ""
+            return text[: min(found)[1]]
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def close(self) -> str:
+        """Return what was held back: no more text comes, so it is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Return the length of the longest end of `text` that begins a stop string."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

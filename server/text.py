@@ -1,0 +1,148 @@
+"""Between text and token ids: prompts, chat templates, and the strings of single tokens.
+
+Knows the tokenizer of the served model. Does not know requests, engines or HTTP; what a client did wrong is a TextError.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+from jinja2 import TemplateError
+
+from server.detokenizer import Detokenizer
+
+log = logging.getLogger(__name__)
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_REPLACEMENT = "\ufffd"
+
+
+class TextError(Exception):
+    """The client's text cannot become a prompt."""
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    chat_template: Any
+    added_tokens_decoder: Mapping[int, Any]
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of `text`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        """Return the text of ids."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        """Return the tokenizer's own spelling of a token."""
+        ...
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool) -> str:
+        """Return the prompt text of a conversation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token on its own: its text (U+FFFD where its bytes are no UTF-8) and its bytes."""
+
+    text: str
+    raw: bytes
+
+
+class TextCodec:
+    """Owns a tokenizer. Encoding runs on a thread of its own, one text at a time: long prompts do not stop the event loop,
+    and a tokenizer is not asked to work on two threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        self._byte_ids = {i: int(m[1], 16) for token, i in tokenizer.get_vocab().items() if (m := _BYTE_TOKEN.fullmatch(token))}
+        self._special_ids = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._token_texts: dict[int, TokenText] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    @property
+    def thread(self) -> ThreadPoolExecutor:
+        """Where `encode` and `encode_chat` are to be run."""
+        return self._thread
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a bare prompt, with the special tokens that the model expects around it."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=True))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Return the ids of a conversation up to where the assistant speaks. Raises TextError with the template's reason."""
+        if not self._tokenizer.chat_template:
+            raise TextError("this model has no chat template; use /v1/completions")
+        conversation = [dict(message) for message in messages]
+        try:
+            prompt = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise TextError(f"the model's chat template refuses these messages: {error}") from error
+        return tuple(self._tokenizer.encode(prompt, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of all ids at once, special tokens left out."""
+        return self._decode([i for i in token_ids if i not in self._special_ids])
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a fresh detokenizer whose pieces add up to what `decode` gives."""
+        return Detokenizer(self._decode, frozenset(self._byte_ids), self._special_ids)
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Return the text and bytes of one token as it stands inside a text; special tokens are spelled out."""
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self._find_token_text(token_id)
+        return self._token_texts[token_id]
+
+    def _find_token_text(self, token_id: int) -> TokenText:
+        if token_id in self._byte_ids:
+            raw = bytes([self._byte_ids[token_id]])
+            return TokenText(raw.decode("utf-8", "replace"), raw)
+        # Some decoders strip a leading space from whatever they are given; behind the anchor a token keeps its own.
+        text = self._decode([*self._anchor, token_id])[len(self._decode(self._anchor)) :]
+        if _REPLACEMENT in text:
+            return TokenText(text, _byte_level_bytes(self._tokenizer.convert_ids_to_tokens(token_id) or "") or text.encode())
+        return TokenText(text, text.encode("utf-8", "replace"))
+
+
+def _byte_level_table() -> dict[str, int]:
+    """Return GPT-2's printable stand-in for each byte, inverted (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_table()
+
+
+def _byte_level_bytes(token: str) -> bytes | None:
+    """Return the bytes that a byte-level token stands for; None if it is not spelled that way."""
+    if all(char in _BYTE_LEVEL for char in token):
+        return bytes(_BYTE_LEVEL[char] for char in token)
+    return None
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """Return the tokenizer in a weights folder. Slow: transformers is imported here, not when the server is."""
+    from transformers import AutoTokenizer
+
+    load = cast(Callable[[str], Tokenizer], AutoTokenizer.from_pretrained)
+    return load(folder)

@@ -1,0 +1,46 @@
+"""Small real tokenizers, trained here in milliseconds: byte-level BPE and sentencepiece-like BPE with byte fallback."""
+
+from functools import cache
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "stop here", "naïve café", "日本語 text", "😀 smile"]
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system must come first') }}{% endif %}"
+    "<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|start|>", "<unk>"]
+
+
+@cache
+def byte_level() -> PreTrainedTokenizerFast:
+    """Return byte-level BPE, as GPT-2, Llama 3, Qwen and SmolLM2 have it. Every byte is a token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
+
+
+@cache
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Return BPE with `<0xNN>` tokens for what it does not know and a stripped first space, as Llama 2 and Gemma have it."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = ["▁", *sorted({c for text in CORPUS[:3] for c in text if c != " "})]
+    words = ["▁t", "▁th", "▁the", "he", "ll"]
+    tokens = [*SPECIAL, *byte_tokens, *letters, *words]
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("l", "l")]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", unk_token="<unk>")
