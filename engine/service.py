@@ -17,6 +17,7 @@ class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
+    STOPPING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"
 

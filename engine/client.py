@@ -1,0 +1,204 @@
+"""The front end's side of the worker process: requests in, events out, and a dead or hung worker replaced.
+
+Knows requests, the life of a worker and the event loop. Does not know models or HTTP, nor how a worker is made: a Launcher
+does. Client and worker share nothing but the wire.
+"""
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from engine.config import SchedulerConfig
+from engine.ledger import MAX_RETRY_S, Ledger, clamped_retry_s
+from engine.link import Launcher, WorkerDied, WorkerLink
+from engine.listeners import Listener, Listeners
+from engine.service import EngineHealth, EngineState, EngineUnavailable
+from engine.supervision import DeathRecord, Supervision
+from engine.types import FinishReason, ModelInfo, Request, TokenEvent
+from engine.wire import Abort, Add, Ready, Report, Turn, encoded
+
+_logger = logging.getLogger(__name__)
+
+
+class WorkerClient:
+    """An EngineService whose engine runs in another process. Started once, stopped once, used on one event loop.
+
+    One task, the supervisor, owns the worker: it launches, listens, buries and launches again.
+
+        STOPPED -start-> STARTING -> READY -death-> RESTARTING -> READY ...
+                            |                           |
+                            +-----------> FAILED <------+             from anywhere: STOPPING -> STOPPED
+    """
+
+    def __init__(self, launcher: Launcher, limits: SchedulerConfig, supervision: Supervision | None = None) -> None:
+        self._launcher = launcher
+        self._supervision = supervision or Supervision()
+        self._ledger = Ledger(limits, self._post_abort)
+        self._listeners = Listeners()
+        self._deaths = DeathRecord(self._supervision)
+        self._state = EngineState.STOPPED
+        self._detail = ""
+        self._model: ModelInfo | None = None
+        self._link: WorkerLink | None = None
+        self._num_launches = 0
+        self._launched_at = 0.0
+        self._ready_at: float | None = None
+        self._start_took_s = 0.0
+        self._supervisor: asyncio.Task[None] | None = None
+        self._is_settled = asyncio.Event()  # the first start succeeded or failed
+        self._is_stopping = asyncio.Event()
+
+    @property
+    def model(self) -> ModelInfo:
+        """The loaded models; raises EngineUnavailable before the engine is first ready."""
+        if self._model is None:
+            raise EngineUnavailable("the engine has not been ready yet")
+        return self._model
+
+    @property
+    def health(self) -> EngineHealth:
+        """Where the engine stands; `detail` tells of the last death, also after recovery."""
+        age_s = self._link.heartbeat_age_s if self._link else None
+        return EngineHealth(self._state, age_s, max(0, self._num_launches - 1), self._detail)
+
+    async def start(self) -> None:
+        """Launch the worker and return once it is ready; raise EngineUnavailable with its own words if it cannot be."""
+        if self._supervisor is not None:
+            raise RuntimeError("a WorkerClient is started once")
+        self._state = EngineState.STARTING
+        self._supervisor = asyncio.create_task(self._supervise(), name="worker-supervisor")
+        await self._is_settled.wait()
+        if self._state is not EngineState.READY:
+            raise EngineUnavailable(self._detail or "the engine was stopped while it started", MAX_RETRY_S)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Admit nothing more, drain for up to `drain_s`, end the rest with ABORT, end the worker.
+
+        May be called again while it drains: a second call with less patience forces the first.
+        """
+        self._is_stopping.set()
+        if self._supervisor is not None and not self._supervisor.done():
+            self._state = EngineState.STOPPING
+            await self._ledger.wait_empty(drain_s)
+            self._ledger.end_all(FinishReason.ABORT)
+            await self._end_worker(self._supervisor)
+        self._state = EngineState.STOPPED
+
+    async def _end_worker(self, supervisor: asyncio.Task[None]) -> None:
+        """Let the worker leave by itself; kill it if it is still loading or does not leave in time."""
+        if self._link is not None and self._ready_at is not None:
+            self._link.dismiss()
+            await asyncio.wait({supervisor}, timeout=self._supervision.stop_limit_s)
+        if self._link is not None:
+            self._link.kill("the engine was stopped")
+        await supervisor
+
+    def submit(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """Queue a request and return its events, the last with `finish`; closing the iterator early aborts it.
+
+        Raises EngineUnavailable, EngineBusy, or ValueError for an id that is in use; then nothing was queued.
+        """
+        link = self._ready_link()
+        letter = encoded(Add(request))
+        self._ledger.check_room(request.request_id)
+        events = self._ledger.open(request)
+        link.post(letter)
+        return events
+
+    def abort(self, request_id: str) -> None:
+        """Ask that a request end; its iterator then gives a last event with ABORT. Unknown ids are ignored."""
+        self._ledger.abort(request_id)
+
+    def add_listener(self, listener: Listener) -> None:
+        """Have `listener` called on the event loop with the numbers of each step."""
+        self._listeners.add(listener)
+
+    def _ready_link(self) -> WorkerLink:
+        if self._state is EngineState.READY and self._link is not None:
+            return self._link
+        raise EngineUnavailable(f"the engine is {self._state}: {self._detail}".rstrip(": "), self._retry_after_s)
+
+    @property
+    def _retry_after_s(self) -> float:
+        """Seconds until a restart may be over, judging by the last start."""
+        if self._state is not EngineState.RESTARTING:
+            return MAX_RETRY_S
+        return clamped_retry_s(self._deaths.backoff_s + self._start_took_s)
+
+    def _post_abort(self, request_id: str) -> None:
+        if self._link is not None:  # without a link there is no living request: a death has ended them all
+            self._link.post(encoded(Abort(request_id)))
+
+    async def _supervise(self) -> None:
+        """Keep a worker alive until told to stop or until it is hopeless."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="latebranch-") as folder:  # made with mode 700
+                await self._live_and_die(Path(folder))
+                while not self._is_stopping.is_set() and not self._deaths.is_hopeless:
+                    await self._pause(self._deaths.backoff_s)
+                    await self._live_and_die(Path(folder))
+        except Exception as error:
+            _logger.exception("the supervisor fails")
+            self._detail = f"the supervisor failed: {error!r}"
+        finally:
+            self._give_up()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._is_stopping.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _live_and_die(self, folder: Path) -> None:
+        """Run one worker to its end, and give every request it leaves behind an answer."""
+        if self._is_stopping.is_set():
+            return
+        self._num_launches += 1
+        self._launched_at, self._ready_at = time.monotonic(), None
+        link = self._link = WorkerLink(self._launcher, folder, self._num_launches, self._supervision)
+        try:
+            async for report in link.reports():
+                self._read(report)
+        except WorkerDied as death:
+            self._bury(str(death))
+        finally:
+            self._link = None
+            link.close()
+
+    def _read(self, report: Report) -> None:
+        match report:
+            case Ready(info):
+                self._be_ready(info)
+            case Turn(events, stats):
+                self._ledger.deliver(events)
+                if stats is not None:
+                    self._listeners.tell(stats)
+
+    def _be_ready(self, info: ModelInfo) -> None:
+        self._model = info
+        self._ready_at = time.monotonic()
+        self._start_took_s = self._ready_at - self._launched_at
+        _logger.info("worker %d is ready after %.1f s", self._num_launches, self._start_took_s)
+        if not self._is_stopping.is_set():
+            self._state = EngineState.READY
+        self._is_settled.set()
+
+    def _bury(self, cause: str) -> None:
+        if self._is_stopping.is_set() and not len(self._ledger):  # it left as it was told
+            return
+        if not self._is_stopping.is_set():
+            self._state = EngineState.RESTARTING
+        self._deaths.note(None if self._ready_at is None else time.monotonic() - self._ready_at)
+        verb = "did not start" if self._ready_at is None else "died"
+        self._detail = f"the engine's worker {verb}: {cause}"
+        _logger.error("%s (worker %d, %d requests in flight)", self._detail, self._num_launches, len(self._ledger))
+        self._ledger.end_all(FinishReason.ERROR, self._detail)
+
+    def _give_up(self) -> None:
+        """Leave nobody waiting, neither for tokens nor for the start."""
+        self._state = EngineState.STOPPED if self._is_stopping.is_set() else EngineState.FAILED
+        self._ledger.end_all(FinishReason.ERROR, self._detail)
+        self._is_settled.set()

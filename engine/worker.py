@@ -1,0 +1,189 @@
+"""The worker process: loads an engine, turns its loop, tells of every turn, and dies with its parent.
+
+Knows the wire and one synchronous engine. Does not know who listens, nor why requests come and go. Importing this module
+loads no model code: the client's process launches workers without paying for that.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import zmq
+
+from engine.config import EngineConfig
+from engine.desk import Desk, EngineFactory, SteppedEngine
+from engine.wire import Addresses, Beat, Failed, Letter, Ready, Report, Shutdown, decoded_letter, encoded
+
+_logger = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+_LAST_WORDS_MS = 2000  # how long a dying worker tries to get its reports out
+_MAX_ERROR_CHARS = 2000
+_PROCESS_NAME = "latebranch-work"  # the kernel keeps 15 characters
+
+ReadLetters = Callable[[float], list[Letter]]  # waits for up to so many seconds if there is none
+Say = Callable[[Report], None]  # must not wait for a reader
+
+
+def load_engine(config: EngineConfig) -> SteppedEngine:
+    """Build the real engine; raise what its loading raises."""
+    from engine.build import build_engine  # here, because it brings torch
+
+    return build_engine(config)
+
+
+class Worker:
+    """The loop: read letters, turn the engine once, tell of it.
+
+    Each round says exactly one thing, a Turn or a Beat; so silence longer than BEAT_S means that a step is under way.
+    """
+
+    def __init__(self, engine: SteppedEngine, read: ReadLetters, say: Say) -> None:
+        self._engine = engine
+        self._desk = Desk(engine)
+        self._read = read
+        self._say = say
+
+    def serve(self) -> None:
+        """Say Ready, then turn until a Shutdown letter; raise what the engine raises, and IntegrityError."""
+        self._say(Ready(self._engine.info))
+        while self._take_letters():
+            turn = self._desk.turn()
+            self._say(turn or Beat())
+            if turn is not None:
+                _logger.debug("%d events, %s", len(turn.events), turn.stats)
+                if not self._desk.has_work:
+                    self._desk.check_idle()
+
+    def _take_letters(self) -> bool:
+        """Take all letters, waiting for one if there is no work; return False after a Shutdown."""
+        for letter in self._read(0.0 if self._desk.has_work else BEAT_S):
+            if isinstance(letter, Shutdown):
+                return False
+            self._desk.take(letter)
+        return True
+
+
+def described(error: Exception) -> str:
+    """Return an error's kind and text, cut to a length that fits an answer."""
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+
+
+class ProcessLauncher:
+    """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it."""
+
+    def __init__(self, config: EngineConfig, factory: EngineFactory = load_engine) -> None:
+        self._config = config
+        self._factory = factory
+
+    def launch(self, addresses: Addresses) -> BaseProcess:
+        """Return a started worker process that will read letters from and send reports to `addresses`."""
+        level = logging.getLogger().getEffectiveLevel()
+        order = _Order(self._config, self._factory, addresses, level)
+        # daemon: ends with a parent that exits in order; a parent that is killed is noticed by the worker itself.
+        process = multiprocessing.get_context("spawn").Process(
+            target=_worker_main, args=(order,), name="latebranch-worker", daemon=True
+        )
+        process.start()
+        return process
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """All that a new worker is told."""
+
+    config: EngineConfig
+    factory: EngineFactory
+    addresses: Addresses
+    log_level: int
+
+
+def _worker_main(order: _Order) -> None:
+    """Run a worker from its first word to its last; exit with status 1 if it failed."""
+    _settle_process(order)
+    with _streets(order.addresses) as (inbox, outbox):
+
+        def say(report: Report) -> None:
+            outbox.send(encoded(report))
+
+        try:
+            with _beating(say):
+                engine = order.factory(order.config)
+            _logger.info("ready: %s", engine.info)
+            Worker(engine, partial(_read_letters, inbox), say).serve()
+        except Exception as error:
+            _logger.exception("the worker fails")
+            say(Failed(described(error)))
+            sys.exit(1)
+
+
+def _settle_process(order: _Order) -> None:
+    """Make the process deaf to Ctrl-C, mortal under SIGTERM, an orphan never, and known by name."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the whole group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
+    with suppress(OSError):  # only Linux has it
+        Path("/proc/self/comm").write_text(_PROCESS_NAME)
+    logging.basicConfig(
+        stream=sys.stderr, level=order.log_level, format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
+    )
+
+
+def _die_with_parent() -> None:
+    """Wait for the parent's end, then end at once, even in the middle of a step or of loading."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def _streets(addresses: Addresses) -> "Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]":
+    """Open the inbox and the outbox; on leaving, give unsent reports a moment to get out."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
+        # Letters are bounded by the client's queue, reports by max_tokens; a full buffer must never stop the loop.
+        inbox.set_hwm(0)
+        outbox.set_hwm(0)
+        outbox.linger = _LAST_WORDS_MS
+        inbox.bind(addresses.letters)
+        outbox.connect(addresses.reports)
+        yield inbox, outbox
+
+
+def _read_letters(inbox: "zmq.Socket[bytes]", wait_s: float) -> list[Letter]:
+    letters = []
+    inbox.poll(int(wait_s * 1000))
+    while inbox.poll(0):
+        letters.append(decoded_letter(inbox.recv()))
+    return letters
+
+
+@contextmanager
+def _beating(say: Say) -> Iterator[None]:
+    """Beat from a thread while the caller loads models.
+
+    The thread is gone when the block is left: afterwards only the loop beats, so that a hung step falls silent.
+    """
+    is_over = threading.Event()
+
+    def beat() -> None:
+        say(Beat())
+        while not is_over.wait(BEAT_S):
+            say(Beat())
+
+    thread = threading.Thread(target=beat, name="beat-while-loading")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()  # also the memory barrier that ZeroMQ asks for when a socket changes threads

@@ -1,0 +1,178 @@
+"""Every opened request ends exactly once, whatever happens in whatever order; and the house fills up as it should."""
+
+import asyncio
+import gc
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import SchedulerConfig
+from engine.ledger import EventStream, Ledger
+from engine.service import EngineBusy
+from engine.types import FinishReason, TokenEvent
+from tests.counting_engine import counting_request
+
+IDS = ("a", "b", "c")
+operations = st.lists(st.tuples(st.sampled_from(["submit", "token", "finish", "abort", "close", "die"]), st.sampled_from(IDS)))
+
+
+def no_abort(_request_id: str) -> None:
+    """Stand for an engine that takes aborts and says nothing."""
+
+
+class ForgetfulLedger(Ledger):
+    """The mutant: at a death, answers only those who have had a token."""
+
+    def end_all(self, finish: FinishReason, error: str | None = None) -> None:
+        for entry in list(self._living.values()):
+            if entry.token_ids:
+                self._put(entry, TokenEvent(entry.request.request_id, finish=finish, error=error))
+
+
+class DoubtfulLedger(Ledger):
+    """The mutant: a request that ended can be heard of again."""
+
+    def _put(self, entry, event) -> None:
+        super()._put(entry, event)
+        self._living.setdefault(event.request_id, entry)
+
+
+async def play(ledger: Ledger, steps: list[tuple[str, str]]) -> list[EventStream]:
+    """Do the steps and end all; return the streams that nobody closed."""
+    streams: list[EventStream] = []
+    latest: dict[str, EventStream] = {}
+    for verb, request_id in steps:
+        match verb:
+            case "submit":
+                try:
+                    ledger.check_room(request_id)
+                except ValueError:
+                    continue
+                latest[request_id] = ledger.open(counting_request(request_id, 1))
+                streams.append(latest[request_id])
+            case "token":
+                ledger.deliver([TokenEvent(request_id, (1,))])
+            case "finish":
+                ledger.deliver([TokenEvent(request_id, (1,), finish=FinishReason.STOP)])
+            case "abort":
+                ledger.abort(request_id)
+            case "close":
+                if request_id in latest:
+                    stream = latest.pop(request_id)
+                    await stream.aclose()
+                    streams.remove(stream)
+            case "die":
+                ledger.end_all(FinishReason.ERROR, "dead")
+    ledger.end_all(FinishReason.ERROR, "dead")
+    return streams
+
+
+def ends_in(stream: EventStream) -> int:
+    mailbox = stream._entry.mailbox
+    return sum(mailbox.get_nowait().finish is not None for _ in range(mailbox.qsize()))
+
+
+def check_each_ends_once(make: Callable[..., Ledger], steps: list[tuple[str, str]]) -> None:
+    async def scenario() -> None:
+        ledger = make(SchedulerConfig(), no_abort)
+        streams = await play(ledger, steps)
+        assert [ends_in(stream) for stream in streams] == [1] * len(streams)
+        assert len(ledger) == 0
+
+    asyncio.run(scenario())
+
+
+@given(operations)
+def test_each_request_ends_exactly_once(steps: list[tuple[str, str]]) -> None:
+    check_each_ends_once(Ledger, steps)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "steps"),
+    [(ForgetfulLedger, [("submit", "a"), ("die", "a")]), (DoubtfulLedger, [("submit", "a"), ("finish", "a"), ("finish", "a")])],
+)
+def test_mutants_are_noticed(mutant: type[Ledger], steps: list[tuple[str, str]]) -> None:
+    with pytest.raises(AssertionError):
+        check_each_ends_once(mutant, steps)
+
+
+async def test_only_those_beyond_the_running_limit_wait() -> None:
+    ledger = Ledger(SchedulerConfig(max_running=2, max_waiting=3), no_abort)
+    streams = []
+    for number in range(5):
+        ledger.check_room(str(number))
+        streams.append(ledger.open(counting_request(str(number), 1)))
+    assert ledger.num_waiting == 3
+    with pytest.raises(EngineBusy) as busy:
+        ledger.check_room("one more")
+    assert busy.value.retry_after_s == 5.0, "nothing is known of the rate yet"
+    ledger.deliver([TokenEvent("0", (1,)), TokenEvent("1", (1,))])
+    assert ledger.num_waiting == 3, "to begin is not to make room"
+    ledger.deliver([TokenEvent("0", finish=FinishReason.STOP)])
+    assert ledger.num_waiting == 2
+    ledger.check_room("one more")
+    with pytest.raises(ValueError, match="in use"):
+        ledger.check_room("1")
+    ledger.end_all(FinishReason.ABORT)
+
+
+@pytest.mark.parametrize(("seconds_each", "retry_after_s"), [(0.001, 1.0), (2.0, 8.0), (100.0, 30.0)])
+async def test_retry_after_follows_the_recent_rate_of_finishing(seconds_each: float, retry_after_s: float) -> None:
+    now_s = 0.0
+    ledger = Ledger(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
+    streams = [ledger.open(counting_request(str(number), 1)) for number in range(8)]
+    for number in range(3):
+        now_s += seconds_each
+        ledger.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
+    assert ledger.num_waiting == 4
+    now_s += seconds_each
+    assert ledger.retry_after_s == pytest.approx(retry_after_s)
+    ledger.end_all(FinishReason.ABORT)
+    assert len(streams) == 8
+
+
+async def test_closing_before_the_first_event_aborts_once_and_the_id_stays_taken() -> None:
+    aborted: list[str] = []
+    ledger = Ledger(SchedulerConfig(), aborted.append)
+    stream = ledger.open(counting_request("a", 1))
+    await stream.aclose()
+    await stream.aclose()
+    assert aborted == ["a"]
+    with pytest.raises(ValueError, match="in use"):
+        ledger.check_room("a")
+    ledger.deliver([TokenEvent("a", finish=FinishReason.ABORT)])
+    ledger.check_room("a")
+    assert [event async for event in stream] == []
+
+
+async def test_a_stream_that_is_dropped_aborts_too() -> None:
+    aborted: list[str] = []
+    ledger = Ledger(SchedulerConfig(), aborted.append)
+    stream = ledger.open(counting_request("a", 1))
+    del stream
+    gc.collect()
+    await asyncio.sleep(0)
+    assert aborted == ["a"]
+    ledger.end_all(FinishReason.ABORT)
+
+
+async def test_an_ended_stream_aborts_nothing() -> None:
+    aborted: list[str] = []
+    ledger = Ledger(SchedulerConfig(), aborted.append)
+    stream = ledger.open(counting_request("a", 1))
+    ledger.deliver([TokenEvent("a", (1,)), TokenEvent("a", (2,), finish=FinishReason.LENGTH)])
+    assert [event.token_ids async for event in stream] == [(1,), (2,)]
+    await stream.aclose()
+    ledger.abort("a")
+    assert aborted == []
+
+
+async def test_a_cancelled_wait_leaves_the_stream_usable() -> None:
+    ledger = Ledger(SchedulerConfig(), no_abort)
+    stream = ledger.open(counting_request("a", 1))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(stream), 0.01)
+    ledger.deliver([TokenEvent("a", (1,), finish=FinishReason.LENGTH)])
+    assert [event.token_ids async for event in stream] == [(1,)]

@@ -1,0 +1,104 @@
+"""What is decoded is what was encoded, and nothing else is ever decoded."""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.tree import Expansion
+from engine.types import FinishReason, ModelInfo, Request, SamplingParams, Speculation, StepStats, TokenEvent, TokenLogprobs
+from engine.wire import Abort, Add, Beat, Failed, Letter, Ready, Report, Shutdown, Turn, decoded_letter, decoded_report, encoded
+
+# The run-time type checker of the tests looks at a random item of each container, also of records built inside a strategy.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
+
+texts = st.text("aé\n\0", max_size=6)
+token_ids = st.lists(st.integers(0, 2**20), max_size=6).map(tuple)
+seconds = st.floats(0, 1e6)
+expansions = st.builds(Expansion, st.integers(0, 9), st.integers(1, 9), st.integers(0, 9))
+samplings = st.builds(
+    SamplingParams,
+    temperature=seconds,
+    top_p=seconds,
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    stop_token_ids=token_ids,
+    num_logprobs=st.none() | st.integers(0, 20),
+)
+speculations = st.builds(Speculation, st.booleans(), st.none() | expansions, st.none() | texts)
+requests = st.builds(Request, texts, token_ids, samplings, speculations)
+logprobs = st.builds(TokenLogprobs, st.floats(allow_nan=False), token_ids, st.lists(seconds, max_size=3).map(tuple))
+events = st.builds(
+    TokenEvent,
+    texts,
+    token_ids,
+    st.lists(logprobs, max_size=3).map(tuple),
+    st.none() | st.sampled_from(FinishReason),
+    st.none() | st.integers(0, 9),
+    st.none() | texts,
+    st.none() | expansions,
+)
+stats = st.builds(StepStats, *[st.integers(0, 2**40)] * 5, expansions=st.dictionaries(texts, st.integers(0, 9)), draft_s=seconds)
+infos = st.builds(ModelInfo, *[texts, *[st.integers(0, 9)] * 3, token_ids, *[texts] * 5])
+
+letters: st.SearchStrategy[Letter] = st.builds(Add, requests) | st.builds(Abort, texts) | st.just(Shutdown())
+reports: st.SearchStrategy[Report] = st.one_of(
+    st.just(Beat()),
+    st.builds(Ready, infos),
+    st.builds(Turn, st.lists(events, max_size=4).map(tuple), st.none() | stats),
+    st.builds(Failed, texts),
+)
+
+
+def check_survives(message: Letter | Report, code: Callable[[Letter | Report], bytes] = encoded) -> None:
+    decode: Callable[[bytes], Letter | Report] = decoded_letter if isinstance(message, Letter) else decoded_report
+    arrived = decode(code(message))
+    assert arrived == message
+    assert type(arrived) is type(message)
+
+
+@given(letters)
+def test_letters_survive(letter: Letter) -> None:
+    check_survives(letter)
+
+
+@given(reports)
+@settings(deadline=None)
+def test_reports_survive(report: Report) -> None:
+    check_survives(report)
+
+
+def test_a_codec_that_drops_logprobs_is_noticed() -> None:
+    """The mutant: log-probabilities thought too bulky for the wire."""
+
+    def lossy(message: Letter | Report) -> bytes:
+        assert isinstance(message, Turn)
+        return encoded(Turn(tuple(replace(event, logprobs=()) for event in message.events), message.stats))
+
+    with pytest.raises(AssertionError):
+        check_survives(Turn((TokenEvent("r", (1,), (TokenLogprobs(-0.5),)),)), lossy)
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps(Abort), encoded(Beat()), encoded(Failed("x"))])
+def test_what_is_no_letter_is_refused(data: bytes) -> None:
+    with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):
+        decoded_letter(data)
+
+
+def test_values_are_checked_on_arrival() -> None:
+    wild = msgspec.msgpack.encode({"type": "add", "request": {"request_id": 3, "prompt_ids": "abc"}})
+    with pytest.raises(msgspec.ValidationError):
+        decoded_letter(wild)
+    bad_shape = msgspec.msgpack.encode(
+        {"type": "add", "request": {"request_id": "r", "prompt_ids": [], "speculation": {"expansion": [0, 0, 0]}}}
+    )
+    with pytest.raises(msgspec.ValidationError):
+        decoded_letter(bad_shape)
+
+
+def test_an_integer_beyond_64_bits_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(OverflowError):
+        encoded(Add(Request("r", (1,), SamplingParams(seed=2**70))))
