@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.forest import Forest
-from engine.noise import StepKey, Stream, gumbels, stream_key
+from engine.keys import StepKey, Stream, stream_key
+from engine.noise import gumbels
 from engine.tree import ROOT, TokenTree
 from engine.verify.errors import NotFiniteLawError
 from engine.verify.verdict import Verdict

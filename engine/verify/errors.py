@@ -1,11 +1,11 @@
 """The errors of verification. Each names what it is about, so that one bad tree need not fail its batch mates.
 
-    ValueError
-    +-- LawError                 trees that no verifier can judge; `trees` are their indices in the forest
-    |   +-- NotFiniteLawError    a target or draft law holds NaN or infinity
-    |   +-- ImpossibleDraftError a drafted token that its draft law cannot draw
-    +-- InexactPairError         a (tree kind, verifier) pair that would change the target's law
-    +-- UnknownVerifierError     a name that is not in the registry
+ValueError
++-- LawError                 trees that no verifier can judge; `trees` are their indices in the forest
+|   +-- NotFiniteLawError    a target or draft law holds NaN or infinity
+|   +-- ImpossibleDraftError a drafted token that its draft law cannot draw
++-- InexactPairError         a (tree kind, verifier) pair that would change the target's law
++-- UnknownVerifierError     a name that is not in the registry
 """
 
 from collections.abc import Iterable

@@ -72,9 +72,7 @@ def lay_out(forest: Forest, tries: Sequence[Sequence[Sequence[int]]], device: to
     """Build the tables; `tries[b][v]` are the children of node v of tree b that a plan tries, in its order."""
     num_nodes = forest.num_nodes
     packed = tuple(
-        tuple(offset + child for child in kids)
-        for offset, tree_tries in zip(forest.offsets, tries)
-        for kids in tree_tries
+        tuple(offset + child for child in kids) for offset, tree_tries in zip(forest.offsets, tries) for kids in tree_tries
     )
     token_ids = [*chain.from_iterable(tree.token_ids for tree in forest.trees), 0]
     children_PC = _padded([*packed, ()], num_nodes)

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.forest import Forest
-from engine.noise import StepKey, Stream, stream_key, uniforms
+from engine.keys import StepKey, Stream, stream_key
+from engine.noise import uniforms
 from engine.verify.directions import Direction, Masses
 from engine.verify.faults import check_laws, check_trees
 from engine.verify.layout import Layout, Level, lay_out

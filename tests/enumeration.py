@@ -1,0 +1,240 @@
+"""Every tree that a growth can draw, with its probability, and the law of the text that a rule makes of them. Exact, float64.
+
+Knows how trees are grown and what a lossless rule must achieve; knows nothing of how verifiers work: a rule is judged by the
+law of where its paths end and of what its extra tokens are.
+"""
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.forest import Forest
+from engine.tree import Expansion, TokenTree
+
+Context = tuple[int, ...]
+Law = NDArray[np.float64]
+
+
+class TinyModel:
+    """A target and a drafter over a few tokens; every context has its own laws.
+
+    `flavour`: `generic` laws are positive everywhere, `sparse` ones have zeros in different places, `equal` makes the
+    drafter the target, `peaked` puts almost all mass on one token.
+    """
+
+    def __init__(self, vocab_size: int, seed: int, flavour: str = "generic") -> None:
+        self.vocab_size = vocab_size
+        self._seed = seed
+        self._flavour = flavour
+        self.target: Callable[[Context], Law] = cache(lambda context: self._law("target", context))
+        self.draft: Callable[[Context], Law] = (
+            self.target if flavour == "equal" else cache(lambda context: self._law("draft", context))
+        )
+
+    def _law(self, role: str, context: Context) -> Law:
+        rng = np.random.default_rng([self._seed, zlib.crc32(role.encode()), *context])
+        law = rng.dirichlet(np.full(self.vocab_size, 0.2 if self._flavour == "peaked" else 1.0)) + 1e-9
+        if self._flavour == "sparse":
+            law[rng.integers(self.vocab_size)] = 0.0
+        return np.asarray(law / law.sum())
+
+
+@dataclass(frozen=True)
+class DrawnTree:
+    """One outcome of growing: the tree, the tokens below the root on the way to each node, and how likely it is."""
+
+    tree: TokenTree
+    contexts: tuple[Context, ...]
+    probability: float
+
+
+class TreeBuilder:
+    """Collects draws: a child is named by its context, drawing it again adds multiplicity, not a node."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[Context, int] = {(): 0}
+        self._draws: dict[Context, list[int]] = {(): []}
+
+    def draw(self, context: Context, token_id: int) -> None:
+        """Record that `token_id` was drawn after `context`."""
+        child = (*context, token_id)
+        node = self._nodes.setdefault(child, len(self._nodes))
+        self._draws.setdefault(child, [])
+        self._draws[context].append(node)
+
+    def drawn(self, probability: float) -> DrawnTree:
+        """Return the finished tree."""
+        contexts = tuple(self._nodes)
+        parents = tuple(self._nodes[context[:-1]] if context else -1 for context in contexts)
+        tokens = tuple(context[-1] if context else 0 for context in contexts)
+        return DrawnTree(TokenTree(parents, tokens, tuple(tuple(self._draws[c]) for c in contexts)), contexts, probability)
+
+
+def delayed_trees(model: TinyModel, expansion: Expansion) -> list[DrawnTree]:
+    """Return every delayed tree: a drawn trunk, then i.i.d. paths from its end with duplicates merged."""
+    num_tokens = expansion.num_draft_tokens
+    outcomes = itertools.product(range(model.vocab_size), repeat=num_tokens)
+    return [drawn for tokens in outcomes if (drawn := _delayed_tree(model, expansion, tokens)).probability > 0.0]
+
+
+def _delayed_tree(model: TinyModel, expansion: Expansion, tokens: Sequence[int]) -> DrawnTree:
+    trunk, rest = tuple(tokens[: expansion.trunk]), tokens[expansion.trunk :]
+    paths = [trunk + tuple(rest[i : i + expansion.depth]) for i in range(0, len(rest), expansion.depth or 1)] or [trunk]
+    builder, probability = TreeBuilder(), 1.0
+    for depth in range(expansion.max_depth):
+        for path in paths[:1] if depth < expansion.trunk else paths:
+            builder.draw(path[:depth], path[depth])
+            probability *= model.draft(path[:depth])[path[depth]]
+    return builder.drawn(probability)
+
+
+def distinct_trees(model: TinyModel, widths: Sequence[int]) -> list[DrawnTree]:
+    """Return every static tree: widths[d] children below each node of depth d, without replacement, fewer once q is empty."""
+    return [_distinct_tree(plan, probability) for plan, probability in _distinct_draws(model, (), widths)]
+
+
+_Draws = tuple[tuple[Context, int], ...]
+
+
+def _distinct_tree(draws: _Draws, probability: float) -> DrawnTree:
+    builder = TreeBuilder()
+    for context, token_id in draws:
+        builder.draw(context, token_id)
+    return builder.drawn(probability)
+
+
+def _distinct_draws(model: TinyModel, context: Context, widths: Sequence[int]) -> Iterator[tuple[_Draws, float]]:
+    """Yield the draws of the subtree below a context, siblings before their children, with their probability."""
+    if not widths:
+        yield (), 1.0
+        return
+    for siblings, probability in _orderings(model.draft(context), widths[0]):
+        below = [list(_distinct_draws(model, (*context, token_id), widths[1:])) for token_id in siblings]
+        for combination in itertools.product(*below):
+            draws = tuple((context, token_id) for token_id in siblings)
+            yield draws + tuple(itertools.chain(*(c[0] for c in combination))), probability * _product(c[1] for c in combination)
+
+
+def _orderings(law: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yield ordered draws without replacement until `count` are drawn or the law is empty."""
+    count = min(count, int((law > 0).sum()))
+    for tokens in itertools.permutations(range(len(law)), count):
+        probability, left = 1.0, law.copy()
+        for token_id in tokens:
+            probability *= left[token_id] / left.sum() if left[token_id] > 0 else 0.0
+            left[token_id] = 0.0
+        if probability > 0.0:
+            yield tokens, probability
+
+
+def heap_trees(model: TinyModel, budget: int) -> list[DrawnTree]:
+    """Return every greedy DySpec tree (arXiv 2410.11744): the place of most value draws the next token, `budget` times."""
+    return list(_heap_trees(model, ((1.0, (), model.draft(())),), (), 1.0, budget))
+
+
+_Place = tuple[float, Context, Law]
+
+
+def _heap_trees(
+    model: TinyModel, places: tuple[_Place, ...], draws: _Draws, probability: float, budget: int
+) -> Iterator[DrawnTree]:
+    if not budget or not places:
+        yield _distinct_tree(draws, probability)
+        return
+    value, context, law = best = max(places, key=lambda place: place[0])
+    others = tuple(place for place in places if place is not best)
+    for token_id in np.flatnonzero(law).tolist():
+        rest = law.copy()
+        rest[token_id] = 0.0
+        sibling = ((value * (1.0 - law[token_id]), context, rest / rest.sum()),) if rest.sum() > 0 else ()
+        child = (value * law[token_id], (*context, token_id), model.draft((*context, token_id)))
+        drawn = (*draws, (context, token_id))
+        yield from _heap_trees(model, (*others, child, *sibling), drawn, probability * law[token_id], budget - 1)
+
+
+def set_and_sample_trees(model: TinyModel) -> list[DrawnTree]:
+    """Return the trees of a fixed likeliest child and one child drawn from q without it."""
+    law = model.draft(()).copy()
+    best = int(law.argmax())
+    law[best] = 0.0
+    law /= law.sum()
+    return [_distinct_tree((((), best), ((), y)), float(law[y])) for y in np.flatnonzero(law).tolist()]
+
+
+def beam_trees(model: TinyModel, width: int, depth: int) -> list[DrawnTree]:
+    """Return the one deterministic tree of the `width` likeliest children of every node."""
+    builder = TreeBuilder()
+    frontier: list[Context] = [()]
+    for _ in range(depth):
+        children: list[Context] = []
+        for context in frontier:
+            for token_id in np.argsort(-model.draft(context))[:width].tolist():
+                builder.draw(context, token_id)
+                children.append((*context, token_id))
+        frontier = children
+    return [builder.drawn(1.0)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Drawn trees as a verifier sees them, in float64."""
+
+    trees: tuple[DrawnTree, ...]
+    forest: Forest
+    target_laws_NV: Tensor
+
+
+def batch_of(model: TinyModel, trees: Sequence[DrawnTree], dtype: torch.dtype = torch.float64) -> Batch:
+    """Return the forest of the trees and the target's law after each node."""
+    contexts = [context for drawn in trees for context in drawn.contexts]
+    rows = itertools.count()
+    law_rows = tuple(tuple(row if drawn else None for drawn, row in zip(tree.tree.draws, rows)) for tree in trees)
+    draft_laws = torch.tensor(np.stack([model.draft(context) for context in contexts])).to(dtype)
+    target_laws = torch.tensor(np.stack([model.target(context) for context in contexts])).to(dtype)
+    return Batch(tuple(trees), Forest(tuple(drawn.tree for drawn in trees), draft_laws, law_rows), target_laws)
+
+
+def emitted_law(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tensor) -> Law:
+    """Return the law of the text: path and extra token, completed by the target to one token more than the deepest tree.
+
+    `stop_N`: probability that a tree's path ends at each packed node; `extra_NV`: law of the extra token there.
+    """
+    length = 1 + max(max(drawn.tree.depths) for drawn in batch.trees)
+    weight: dict[Context, float] = {}
+    contexts = [(drawn.probability, context) for drawn in batch.trees for context in drawn.contexts]
+    for (probability, context), stop, extra in zip(contexts, stop_N.tolist(), extra_NV.tolist(), strict=True):
+        for token_id, share in enumerate(extra):
+            text = (*context, token_id)
+            weight[text] = weight.get(text, 0.0) + probability * stop * share
+    return sum((share * completed(model, text, length) for text, share in weight.items()), start=np.zeros(1))
+
+
+def completed(model: TinyModel, prefix: Context, length: int) -> Law:
+    """Return the target's law of texts of `length` tokens that begin with `prefix`, flattened."""
+    laws = np.zeros((model.vocab_size,) * length)
+    laws[prefix] = _continuations(model, prefix, length)
+    return laws.reshape(-1)
+
+
+def _continuations(model: TinyModel, prefix: Context, length: int) -> Law:
+    if len(prefix) == length:
+        return np.ones(())
+    law = model.target(prefix)
+    return np.stack([law[y] * _continuations(model, (*prefix, y), length) for y in range(model.vocab_size)])
+
+
+def loss(model: TinyModel, law: Law) -> float:
+    """Return the largest error of a law of texts against the target's; 0 for a lossless rule."""
+    length = round(np.log(law.size) / np.log(model.vocab_size))
+    return float(np.abs(law - completed(model, (), length)).max())
+
+
+def _product(factors: Iterable[float]) -> float:
+    return float(np.prod(list(factors)))

@@ -1,0 +1,54 @@
+"""The exact law of what a rule of the form plan x direction makes of a batch of trees: its masses, not samples of it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.verify.directions import BottomUp, Direction, TopDown
+from engine.verify.masses import Case, TwoPhase
+from engine.verify.plans import LocalPlan, Naive, WithoutReplacement, WithReplacement
+from engine.verify.rules import create_verifier
+from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, emitted_law, loss
+
+TRAVERSAL = TwoPhase("traversal", WithoutReplacement(), BottomUp())
+SPECINFER = TwoPhase("specinfer", WithReplacement(), TopDown())
+NSS = TwoPhase("nss", Naive(), TopDown())
+EXACT = 1e-12
+
+
+class Outcomes(NamedTuple):
+    """Where paths end, by packed node, and the law of the extra token there."""
+
+    stop_N: Tensor
+    extra_NV: Tensor
+
+
+def outcomes_of(rule: TwoPhase, batch: Batch) -> Outcomes:
+    """Return the exact outcome laws of phase 1 and of what phase 2 draws from."""
+    case = Case.of(batch.forest, batch.target_laws_NV, rule.plan)
+    masses = case.masses(rule.direction)
+    stop_N = rule.direction.stop_law(case.layout, masses)[:-1]
+    extra_NV = torch.zeros_like(batch.target_laws_NV)
+    level = case.layout.level(range(batch.forest.num_nodes))
+    weights_NV = case.extra_weights(level, masses.prefix_P)
+    extra_NV[level.nodes_M] = weights_NV / weights_NV.sum(-1, keepdim=True)
+    return Outcomes(stop_N, extra_NV)
+
+
+def loss_of(rule: TwoPhase, model: TinyModel, trees: list[DrawnTree]) -> float:
+    """Return how far the law of the emitted text is from the target's."""
+    batch = batch_of(model, trees)
+    return loss(model, emitted_law(model, batch, *outcomes_of(rule, batch)))
+
+
+def named(name: str) -> TwoPhase:
+    """Return a registered rule, which must be of the form plan x direction."""
+    rule = create_verifier(name)
+    assert isinstance(rule, TwoPhase)
+    return rule
+
+
+def rule_of(plan: LocalPlan, direction: Direction) -> TwoPhase:
+    """Return an unregistered rule."""
+    return TwoPhase("under test", plan, direction)

@@ -1,0 +1,140 @@
+"""Coupled and greedy verification: the text is plain decoding's own, whatever is drafted."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.forest import Forest
+from engine.keys import StepKey, Stream, stream_key
+from engine.noise import gumbels
+from engine.tree import TokenTree
+from engine.verify import coupled
+from engine.verify.coupled import Coupled, follow, judge_greedy
+from engine.verify.verdict import Verdict
+from tests.enumeration import Context, DrawnTree, TinyModel, TreeBuilder, batch_of
+
+VOCAB = 4
+NUM_TOKENS = 12
+
+
+def any_tree(rng: random.Random) -> DrawnTree:
+    """Return a random tree of up to ten nodes grown by no law at all."""
+    builder = TreeBuilder()
+    contexts: list[Context] = [()]
+    for _ in range(rng.randrange(10)):
+        child = (*rng.choice(contexts), rng.randrange(VOCAB))
+        if child not in contexts:
+            builder.draw(child[:-1], child[-1])
+            contexts.append(child)
+    return builder.drawn(1.0)
+
+
+class After:
+    """A model as it continues a text."""
+
+    def __init__(self, model: TinyModel, text: Context) -> None:
+        self.vocab_size = model.vocab_size
+        self.target = lambda context: model.target(text + context)
+        self.draft = lambda context: model.draft(text + context)
+
+
+def plain_text(model: TinyModel, seed: int) -> Context:
+    """Decode token by token: arg max of log p plus the noise of the token's own position; the prompt's last position is 0."""
+    text: Context = ()
+    for position in range(1, NUM_TOKENS + 1):
+        noise = gumbels([stream_key(seed, position, Stream.TOKEN)], VOCAB)[0]
+        text += (int((torch.tensor(model.target(text)).log() + noise).argmax()),)
+    return text
+
+
+def emitted(drawn: DrawnTree, verdict: Verdict) -> Context:
+    return (*drawn.contexts[verdict.path[-1]], verdict.extra_id)
+
+
+def speculative_text(model: TinyModel, seed: int, rng: random.Random) -> Context:
+    text: Context = ()
+    while len(text) < NUM_TOKENS:
+        drawn = any_tree(rng)
+        batch = batch_of(After(model, text), [drawn])  # type: ignore[arg-type]
+        text += emitted(drawn, Coupled().judge(batch.forest, batch.target_laws_NV, [StepKey(seed, len(text))])[0])
+    return text[:NUM_TOKENS]
+
+
+@pytest.mark.parametrize("flavour", ["generic", "sparse", "peaked"])
+def test_any_trees_give_the_text_of_plain_decoding(flavour: str) -> None:
+    for seed in range(25):
+        model = TinyModel(VOCAB, seed, flavour)
+        assert speculative_text(model, seed, random.Random(seed)) == plain_text(model, seed)
+
+
+@pytest.mark.parametrize("shift", [-1, 1, "root"], ids=["early", "late", "one-noise-for-all-depths"])
+def test_noise_of_another_position_is_noticed(shift, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = coupled._noise_key
+    monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: right(key, 0 if shift == "root" else depth + shift))
+    with pytest.raises(AssertionError):
+        test_any_trees_give_the_text_of_plain_decoding("generic")
+
+
+def surprise_of_pairs(model: TinyModel, num_seeds: int) -> float:
+    """Return how far the counts of the first two tokens of a two-node path are from their law, in standard deviations."""
+    likeliest = int(np.argmax(model.target(())))
+    drawn = DrawnTree(TokenTree((-1, 0), (0, likeliest), ((1,), ())), ((), (likeliest,)), 1.0)
+    batch = batch_of(model, [drawn])
+    keys = [StepKey(seed, 0) for seed in range(num_seeds)]
+    forest = Forest(batch.forest.trees * num_seeds, batch.forest.draft_laws_RV, batch.forest.law_rows * num_seeds)
+    counts = np.zeros(VOCAB)
+    for verdict in Coupled().judge(forest, batch.target_laws_NV.repeat(num_seeds, 1), keys):
+        if len(verdict.path) == 2:
+            counts[verdict.extra_id] += 1
+    expected = num_seeds * model.target(())[likeliest] * model.target((likeliest,))
+    return float((((counts - expected) ** 2 / expected).sum() - VOCAB) / (2 * VOCAB) ** 0.5)
+
+
+def test_tokens_at_two_depths_are_independent_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No equality of texts can see noise that is reused at the next position; the joint law can."""
+    model = TinyModel(VOCAB, seed=2)
+    assert surprise_of_pairs(model, 3000) < 5.0
+    right = coupled._noise_key
+    monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: right(key, 0))
+    assert surprise_of_pairs(model, 3000) > 20.0
+
+
+def greedy_text(model: TinyModel, rng: random.Random) -> Context:
+    text: Context = ()
+    while len(text) < NUM_TOKENS:
+        drawn = any_tree(rng)
+        choices = [int(np.argmax(model.target(text + context))) for context in drawn.contexts]
+        text += emitted(drawn, judge_greedy([drawn.tree], choices)[0])
+    return text[:NUM_TOKENS]
+
+
+def plain_greedy_text(model: TinyModel) -> Context:
+    text: Context = ()
+    while len(text) < NUM_TOKENS:
+        text += (int(np.argmax(model.target(text))),)
+    return text
+
+
+@given(st.integers(0, 10_000))
+def test_greedy_text_is_the_plain_arg_max_text(seed: int) -> None:
+    model = TinyModel(VOCAB, seed % 50)
+    assert greedy_text(model, random.Random(seed)) == plain_greedy_text(model)
+
+
+def test_a_bonus_token_taken_from_the_root_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def follow_with_root_bonus(tree: TokenTree, choices: list[int]) -> Verdict:
+        return Verdict(follow(tree, choices).path, choices[0])
+
+    monkeypatch.setattr(coupled, "follow", follow_with_root_bonus)
+    models = [TinyModel(VOCAB, seed) for seed in range(20)]
+    assert any(greedy_text(model, random.Random(0)) != plain_greedy_text(model) for model in models)
+
+
+def test_greedy_reads_each_tree_of_a_forest_by_its_own_choices() -> None:
+    chain = TokenTree((-1, 0, 1), (9, 5, 6), ((1,), (2,), ()))
+    verdicts = judge_greedy([TokenTree.single(1), chain, chain], [7, 5, 6, 8, 5, 4, 3])
+    assert verdicts == [Verdict((0,), 7, 1.0), Verdict((0, 1, 2), 8, 3.0), Verdict((0, 1), 4, 2.0)]

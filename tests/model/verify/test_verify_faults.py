@@ -1,0 +1,145 @@
+"""Rounding, empty residuals, and inputs that no verifier can judge: errors with names, never a wrong token."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.forest import Forest
+from engine.keys import StepKey
+from engine.tree import Expansion, TokenTree
+from engine.verify.directions import BottomUp
+from engine.verify.errors import ImpossibleDraftError, LawError, NotFiniteLawError
+from engine.verify.layout import Level
+from engine.verify.masses import Case
+from engine.verify.plans import LocalPlan, Naive, WithoutReplacement, WithReplacement
+from engine.verify.rules import VERIFIER_NAMES, create_verifier
+from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, delayed_trees, distinct_trees
+from tests.model.verify.rules_under_test import TRAVERSAL, outcomes_of
+
+READS_DRAFT = ["traversal", "specinfer"]
+
+
+class UniformFallback(Case):
+    """The mutant that answers an empty residual with a uniform law."""
+
+    def extra_weights(self, level: Level, prefix_P: Tensor) -> Tensor:
+        weights_MV = self.plan.residual(self.families(level, prefix_P))
+        return torch.where(weights_MV.sum(-1, keepdim=True) > 0.0, weights_MV, 1.0)
+
+
+def drawable_after_root(case: Case) -> list[int]:
+    """Return the tokens that can be drawn once all children of the first root are refused."""
+    weights_MV = case.extra_weights(case.layout.level([0]), case.masses(BottomUp()).prefix_P)
+    return weights_MV[0].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("plan", [WithoutReplacement(), WithReplacement()], ids=lambda plan: type(plan).__name__)
+def test_an_empty_residual_falls_back_to_the_target_never_to_uniform(plan: LocalPlan) -> None:
+    """With p = q the first child is taken for certain, so S = 0; token 2 has probability 0 and must stay impossible."""
+    law = np.array([0.25, 0.75, 0.0])
+    model = TinyModel(3, seed=0)
+    model.target = model.draft = lambda context: law
+    batch = batch_of(model, [DrawnTree(TokenTree((-1, 0), (0, 1), ((1,), ())), ((), (1,)), 1.0)])
+    assert drawable_after_root(Case.of(batch.forest, batch.target_laws_NV, plan)) == [0, 1]
+    assert drawable_after_root(UniformFallback.of(batch.forest, batch.target_laws_NV, plan)) == [0, 1, 2]
+
+
+def test_float32_laws_give_the_masses_of_float64_even_after_a_near_certain_draft() -> None:
+    """Renormalising by 1 - q(x) would divide by 0 here: q(x) rounds to 1 in float32."""
+    draft, target = np.array([1.0 - 3e-9, 2e-9, 1e-9]), np.array([0.2, 0.5, 0.3])
+    model = TinyModel(3, seed=0)
+    model.draft, model.target = lambda context: draft, lambda context: target
+    assert 1.0 - np.float32(draft[0]) == 0.0
+    single, double = (
+        outcomes_of(TRAVERSAL, batch_of(model, distinct_trees(model, (2,)), dtype)) for dtype in (torch.float32, torch.float64)
+    )
+    assert torch.allclose(single.stop_N.double(), double.stop_N, atol=1e-6)
+    assert torch.allclose(single.extra_NV.double(), double.extra_NV, atol=1e-6)
+
+
+def two_trees() -> Batch:
+    model = TinyModel(3, seed=4)
+    return batch_of(model, delayed_trees(model, Expansion(0, 2, 1))[1:3], torch.float32)
+
+
+def judge(name: str, batch: Batch) -> None:
+    create_verifier(name).judge(batch.forest, batch.target_laws_NV, [StepKey(0, 1), StepKey(1, 1)])
+
+
+@pytest.mark.parametrize("name", VERIFIER_NAMES)
+def test_sound_laws_are_judged(name: str) -> None:
+    judge(name, two_trees())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", VERIFIER_NAMES)
+def test_a_target_law_that_is_not_finite_names_its_tree(name: str, value: float) -> None:
+    batch = two_trees()
+    batch.target_laws_NV[batch.forest.offsets[1], 2] = value
+    with pytest.raises(NotFiniteLawError, match="trees 1 of") as caught:
+        judge(name, batch)
+    assert caught.value.trees == (1,)
+
+
+@pytest.mark.parametrize("name", READS_DRAFT)
+def test_a_draft_law_that_is_not_finite_names_its_tree(name: str) -> None:
+    batch = two_trees()
+    batch.forest.draft_laws_RV[0, 2] = float("nan")
+    with pytest.raises(NotFiniteLawError) as caught:
+        judge(name, batch)
+    assert caught.value.trees == (0,)
+    judge("nss", batch)
+    judge("coupled", batch)
+
+
+@pytest.mark.parametrize("name", READS_DRAFT)
+def test_a_drafted_token_of_draft_probability_zero_names_its_tree(name: str) -> None:
+    batch = two_trees()
+    tree = batch.forest.trees[1]
+    row = batch.forest.law_rows[1][0]
+    assert row is not None
+    batch.forest.draft_laws_RV[row, tree.token_ids[tree.draws[0][0]]] = 0.0
+    with pytest.raises(ImpossibleDraftError) as caught:
+        judge(name, batch)
+    assert caught.value.trees == (1,)
+    judge("nss", batch)
+
+
+@pytest.mark.parametrize("name", READS_DRAFT)
+def test_children_without_a_draft_law_are_refused(name: str) -> None:
+    batch = two_trees()
+    lawless = replace(batch.forest, law_rows=(batch.forest.law_rows[0], (None,) * batch.forest.trees[1].num_nodes))
+    with pytest.raises(ImpossibleDraftError):
+        judge(name, replace(batch, forest=lawless))
+    judge("nss", replace(batch, forest=lawless))
+
+
+def test_twins_are_refused() -> None:
+    """Two nodes for one token would be tried against a law from which it was removed."""
+    twins = TokenTree((-1, 0, 0), (0, 1, 1), ((1, 2), (), ()))
+    laws = torch.full((3, 3), 1 / 3)
+    with pytest.raises(ImpossibleDraftError):
+        create_verifier("traversal").judge(Forest((twins,), laws, ((0, None, None),)), laws, [StepKey(0, 0)])
+
+
+def test_every_law_error_is_a_value_error_with_trees() -> None:
+    assert issubclass(LawError, ValueError)
+    assert all(issubclass(error, LawError) for error in (NotFiniteLawError, ImpossibleDraftError))
+
+
+def test_a_missing_target_law_is_an_error() -> None:
+    batch = two_trees()
+    with pytest.raises(ValueError, match="target laws for"):
+        Case.of(batch.forest, batch.target_laws_NV[:-1], Naive())
+
+
+@pytest.mark.parametrize("name", VERIFIER_NAMES)
+def test_a_forest_that_drafted_nothing_is_plain_decoding(name: str) -> None:
+    law = torch.tensor([[0.0, 1.0, 0.0]])
+    forest = Forest((TokenTree.single(7),), torch.empty((0, 3)), ((None,),))
+    verdict = create_verifier(name).judge(forest, law, [StepKey(3, 5)])[0]
+    assert (verdict.path, verdict.extra_id) == ((0,), 1)
+    assert verdict.expected_tokens in (1.0, None)
