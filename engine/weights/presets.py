@@ -48,12 +48,14 @@ def load_presets(path: Path = PRESETS_FILE) -> dict[str, Preset]:
         entries = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise WeightsError(f"cannot read the list of models {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(entries, dict):
+        raise WeightsError(f"the list of models {path} does not map names to models")
     return {name: _read_preset(name, entry) for name, entry in entries.items()}
 
 
-def _read_preset(name: str, entry: Mapping[str, Any]) -> Preset:
-    values = dict(entry)
+def _read_preset(name: str, entry: Any) -> Preset:
     try:
+        values = dict(entry)
         parts = _read_parts(values.pop("packages"), values.pop("file"))
         return Preset(name=name, parts=parts, **values)
     except (TypeError, KeyError, ValueError) as error:

@@ -42,7 +42,7 @@ def resolve(reference: str, *, cache: Path | None = None, progress: bool = True)
     path = Path(reference).expanduser()
     if reference in presets:
         return resolve_preset(presets[reference], store, progress=progress)
-    if path.is_dir():
+    if reference and path.is_dir():  # an empty one would be the working folder
         return _from_folder(path)
     if path.is_file() and path.suffix == ".gguf":
         return _from_gguf(path, store, progress)
