@@ -55,4 +55,4 @@ def derived_seed(seed: int, index: int) -> int:
 
 def uniform(key: int, index: int) -> float:
     """Return draw `index` of a stream, in the open interval (0, 1): the same number as `engine.noise.uniforms` has there."""
-    return ((_mix(key + (index + 1) * GOLDEN) >> 11) + 0.5) * 2.0**-53
+    return ((_mix(key + (index + 1) * GOLDEN) >> 12) + 0.5) * 2.0**-52

@@ -36,7 +36,7 @@ def uniforms(keys: Sequence[int], count: int, device: torch.device | str = "cpu"
     bits = (bits ^ _shifted(bits, 30)) * _signed(MIX_1)
     bits = (bits ^ _shifted(bits, 27)) * _signed(MIX_2)
     bits = bits ^ _shifted(bits, 31)
-    return (_shifted(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
+    return (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # 53 bits would round to 1.0 at the top
 
 
 def gumbels(keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> Float[Tensor, "K V"]:
