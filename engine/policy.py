@@ -95,8 +95,8 @@ class StepCosts:
         self._level_s: float | None = None
 
     def observe(self, feedback: StepFeedback) -> None:
-        """Learn from a step without prompt chunks (theirs cost otherwise: no logits)."""
-        if feedback.has_prefill:
+        """Learn from a step without prompt chunks (theirs cost otherwise: no logits) in which anything ran."""
+        if feedback.has_prefill or not feedback.num_target_tokens:
             return
         x, y = float(feedback.num_target_tokens), feedback.step_s - feedback.draft_s
         self._sums = [self._memory * old + new for old, new in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)]

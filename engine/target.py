@@ -26,6 +26,8 @@ class Target:
 
     def forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> Float[Tensor, "N V"]:
         """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees."""
+        if not plan.rows:  # a step that only tells of aborts
+            return torch.empty((0, self.model.vocab_size), device=self.model.device)
         remaining = iter(trees)
         segments: list[Segment] = []
         logit_rows: list[int] = []
