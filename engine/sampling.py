@@ -1,10 +1,12 @@
 """Logits to processed laws: what temperature, top-k, top-p and min-p make of them, row by row.
 
-The order is transformers' (temperature, top-k, top-p, min-p), so that our law is `generate`'s. Knows laws, not tokens' history.
+The order is transformers' (temperature, top-k, top-p, min-p), so that our law is `generate`'s. Tokens of equal probability are
+kept or dropped together: a law is a function of its own logits, never of the order in which a sort leaves ties.
 Shape key: N rows, V vocabulary, C candidates.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -13,11 +15,12 @@ from torch import Tensor
 from engine.types import SamplingParams
 
 _FIRST_CANDIDATES = 1024  # a nucleus is looked for among this many likeliest tokens before all are sorted
+_MIN_TEMPERATURE = 1e-30  # below it logits would overflow; the law is a point mass long before
 
 
 def processed_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams]) -> Float[Tensor, "N V"]:
     """Return each row's law after its own sampling parameters, float32 rows that sum to 1. Temperature must not be 0."""
-    temperature_N1 = _column([params.temperature for params in sampling], logits_NV)
+    temperature_N1 = _column([max(params.temperature, _MIN_TEMPERATURE) for params in sampling], logits_NV)
     laws_NV = torch.softmax(logits_NV / temperature_N1, dim=-1)
     rows = [row for row, params in enumerate(sampling) if _truncates(params)]
     if rows:
@@ -41,25 +44,29 @@ def _truncated(laws_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     num_candidates = min(_FIRST_CANDIDATES, vocab_size)
     if any(num_candidates < top_k < vocab_size for top_k in top_ks):
         num_candidates = vocab_size
-    values_NC, ids_NC, is_kept_NC = _nucleus(laws_NV, sampling, top_ks, num_candidates)
-    reaches_end_N = is_kept_NC[:, -1] & (torch.tensor(top_ks, device=laws_NV.device) > num_candidates)
-    if bool(reaches_end_N.any()):
-        values_NC, ids_NC, is_kept_NC = _nucleus(laws_NV, sampling, top_ks, vocab_size)
-    kept_NC = torch.where(is_kept_NC, values_NC, 0.0)
-    return torch.zeros_like(laws_NV).scatter_(-1, ids_NC, kept_NC / kept_NC.sum(-1, keepdim=True))
+    edges = _edges(laws_NV, sampling, top_ks, num_candidates)
+    if num_candidates < vocab_size and bool(edges.may_lie_lower_N.any()):
+        edges = _edges(laws_NV, sampling, top_ks, vocab_size)
+    kept_NV = torch.where(laws_NV >= edges.least_N1, laws_NV, 0.0)
+    return kept_NV / kept_NV.sum(-1, keepdim=True)
 
 
-def _nucleus(
-    laws_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence[int], num_candidates: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the likeliest candidates [N, C], their ids, and which of them are kept.
+class _Edges(NamedTuple):
+    """The least probability each row keeps, and whether the answer needs more candidates than were looked at."""
+
+    least_N1: Tensor
+    may_lie_lower_N: Tensor
+
+
+def _edges(laws_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence[int], num_candidates: int) -> _Edges:
+    """Look for each row's edge among its likeliest candidates.
 
     A row whose top-k is the whole vocabulary is normalised by its whole mass, so the answer holds for the candidates even if
     they are not all of it.
     """
-    values_NC, ids_NC = laws_NV.topk(num_candidates, dim=-1)
+    values_NC = laws_NV.topk(num_candidates, dim=-1).values
     top_k_N1 = torch.tensor(top_ks, device=laws_NV.device)[:, None]
-    is_allowed_NC = torch.arange(num_candidates, device=laws_NV.device)[None] < top_k_N1
+    is_allowed_NC = values_NC >= values_NC.gather(-1, top_k_N1.clamp(max=num_candidates) - 1)
     allowed_NC = torch.where(is_allowed_NC, values_NC, 0.0)
     is_uncut_N1 = top_k_N1 == laws_NV.shape[-1]
     mass_N1 = torch.where(is_uncut_N1, laws_NV.sum(-1, keepdim=True), allowed_NC.sum(-1, keepdim=True))
@@ -67,4 +74,6 @@ def _nucleus(
     top_p_N1 = _column([params.top_p for params in sampling], laws_NV)
     min_p_N1 = _column([params.min_p for params in sampling], laws_NV)
     is_nucleus_NC = (before_NC < top_p_N1) | (top_p_N1 >= 1.0)
-    return values_NC, ids_NC, is_allowed_NC & is_nucleus_NC & (values_NC >= min_p_N1 * values_NC[:, :1])
+    is_kept_NC = is_allowed_NC & is_nucleus_NC & (values_NC >= min_p_N1 * values_NC[:, :1])
+    least_N1 = values_NC.gather(-1, is_kept_NC.sum(-1, keepdim=True).clamp(min=1) - 1)
+    return _Edges(least_N1, torch.where(is_uncut_N1[:, 0], is_kept_NC[:, -1], is_allowed_NC[:, -1]))
