@@ -68,13 +68,16 @@ def _wanting(nodes: Sequence[FrontierNode]) -> list[FrontierNode]:
 
 
 def _drawn(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Tensor]) -> list[FrontierNode]:
-    """Give the answered nodes their children; return the children with the number of paths through each."""
+    """Give the answered nodes their children; return the children with the number of paths through each.
+
+    Where the draft logits are broken (NaN, infinity) the tree ends: any tree is lossless, and the target says what is an error.
+    """
     answered = [frontier[index] for index in proposal.indices]
     for asked in answered:
         asked.tree.fed.add(asked.node)
-    is_ranked = [asked.tree.row.is_ranked for asked in answered]
-    ranked = [i for i, flag in enumerate(is_ranked) if flag]
-    sampled = [i for i, flag in enumerate(is_ranked) if not flag]
+    sound = torch.isfinite(proposal.logits_PV.amax(-1)).nonzero()[:, 0].tolist()
+    ranked = [i for i in sound if answered[i].tree.row.is_ranked]
+    sampled = [i for i in sound if not answered[i].tree.row.is_ranked]
     tokens: dict[int, list[int]] = {}
     if ranked:
         chosen = _ranked([answered[i] for i in ranked], _rows(proposal.logits_PV, ranked))
@@ -82,7 +85,7 @@ def _drawn(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Tens
     if sampled:
         drawn = _sampled([answered[i] for i in sampled], _rows(proposal.logits_PV, sampled), laws)
         tokens.update(zip(sampled, drawn, strict=True))
-    return [child for i, asked in enumerate(answered) for child in _children(asked, tokens[i])]
+    return [child for i in sound for child in _children(answered[i], tokens[i])]
 
 
 def _rows(logits_PV: Tensor, indices: list[int]) -> Tensor:
@@ -129,7 +132,10 @@ def _sampled(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], law
     width = max(node.num_draws for node in asked)
     draws_PD = torch.tensor([_uniforms(node, width) for node in asked], dtype=torch.float64, device=laws_PV.device)
     cumulative_PV = laws_PV.cumsum(-1, dtype=torch.float64)
-    drawn = torch.searchsorted(cumulative_PV, draws_PD * cumulative_PV[:, -1:], right=True).tolist()
+    total_P1 = cumulative_PV[:, -1:]
+    # A product that rounds up to the total would fall past the last token.
+    points_PD = torch.minimum(draws_PD * total_P1, torch.nextafter(total_P1, torch.zeros_like(total_P1)))
+    drawn = torch.searchsorted(cumulative_PV, points_PD, right=True).tolist()
     return [ids[: node.num_draws] for ids, node in zip(drawn, asked, strict=True)]
 
 
