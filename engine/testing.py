@@ -42,7 +42,14 @@ def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3) -> Pr
         config = Qwen2Config(**common)
     else:
         layer_types = ["sliding_attention", "full_attention"] * num_layers
-        config = Gemma3TextConfig(**common, sliding_window=6, layer_types=layer_types[:num_layers], query_pre_attn_scalar=8)
+        # Untied: Gemma scales embeddings by sqrt(width), so a random tied head would repeat its input for ever.
+        config = Gemma3TextConfig(
+            **common,
+            sliding_window=6,
+            layer_types=layer_types[:num_layers],
+            query_pre_attn_scalar=8,
+            tie_word_embeddings=False,
+        )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
