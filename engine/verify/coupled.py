@@ -19,6 +19,7 @@ from engine.keys import StepKey, Stream, stream_key
 from engine.noise import gumbels
 from engine.tree import ROOT, TokenTree
 from engine.verify.errors import NotFiniteLawError
+from engine.verify.layout import chunks, rows_at_once
 from engine.verify.verdict import Verdict
 
 
@@ -95,30 +96,32 @@ class Coupled:
         """Return one verdict a tree, the same whatever other trees are in the forest.
 
         Walks all trees a depth at a time and computes noise and choices for the visited nodes only; the choices of a depth
-        cross to the host together. Raises NotFiniteLawError if a visited law has no arg max.
+        cross to the host. Raises NotFiniteLawError if a visited law has no arg max.
         """
         walks = [Walk(tree) for tree in forest.trees]
+        max_rows = rows_at_once(target_laws_NV.shape[-1], target_laws_NV.device)
         while walking := [b for b, walk in enumerate(walks) if not walk.is_over]:
-            rows = [forest.offsets[b] + walks[b].node for b in walking]
-            score_M, choice_M = _choices(target_laws_NV, rows, [_noise_key(keys[b], walks[b].depth) for b in walking])
-            if faulty := [b for b, score in zip(walking, score_M.tolist()) if not math.isfinite(score)]:
-                raise NotFiniteLawError(faulty)
-            for b, token_id in zip(walking, choice_M.tolist()):
-                walks[b].choose(token_id)
+            for trees in chunks(walking, max_rows):
+                rows = [forest.offsets[b] + walks[b].node for b in trees]
+                choices = _choices(target_laws_NV, rows, [_noise_key(keys[b], walks[b].depth) for b in trees])
+                if faulty := [b for b, choice in zip(trees, choices) if not math.isfinite(choice.score)]:
+                    raise NotFiniteLawError(faulty)
+                for b, choice in zip(trees, choices):
+                    walks[b].choose(choice.token_id)
         return [walk.verdict() for walk in walks]
 
 
-class _Choices(NamedTuple):
-    score_M: Tensor
-    token_M: Tensor
+class _Choice(NamedTuple):
+    score: float
+    token_id: int
 
 
-def _choices(target_laws_NV: Tensor, rows: Sequence[int], noise_keys: Sequence[int]) -> _Choices:
-    """Return each row's best perturbed log-probability, NaN or infinite where the law is no law, and its token."""
+def _choices(target_laws_NV: Tensor, rows: Sequence[int], noise_keys: Sequence[int]) -> list[_Choice]:
+    """Return each row's token of best perturbed log-probability; its score is NaN or infinite where the law is no law."""
     device = target_laws_NV.device
     laws_MV = target_laws_NV.index_select(0, torch.tensor(rows, device=device))
     best = (laws_MV.log() + gumbels(noise_keys, laws_MV.shape[-1], device)).max(-1)
-    return _Choices(best.values, best.indices)
+    return [_Choice(score, token_id) for score, token_id in zip(best.values.tolist(), best.indices.tolist())]
 
 
 def _noise_key(key: StepKey, depth: int) -> int:

@@ -19,7 +19,7 @@ from engine.keys import StepKey, Stream, stream_key
 from engine.noise import uniforms
 from engine.verify.directions import Direction, Masses
 from engine.verify.faults import check_laws, check_trees
-from engine.verify.layout import Layout, Level, lay_out
+from engine.verify.layout import Layout, Level, chunks, lay_out, rows_at_once
 from engine.verify.plans import Families, LocalPlan
 from engine.verify.verdict import Verdict
 
@@ -40,7 +40,8 @@ class Case:
             raise ValueError(f"{target_laws_NV.shape[0]} target laws for {forest.num_nodes} nodes")
         check_trees(forest, reads_draft=plan.reads_draft)
         tries = [plan.tries(tree) for tree in forest.trees]
-        return cls(forest, target_laws_NV, lay_out(forest, tries, target_laws_NV.device), plan)
+        layout = lay_out(forest, tries, _max_rows(target_laws_NV), target_laws_NV.device)
+        return cls(forest, target_laws_NV, layout, plan)
 
     def families(self, level: Level, prefix_P: Float[Tensor, " P"]) -> Families:
         """Return what the plan may see of the nodes of a level."""
@@ -90,10 +91,11 @@ class TwoPhase:
     direction: Direction
 
     def judge(self, forest: Forest, target_laws_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
-        """Return one verdict a tree, the same whatever other trees are in the forest.
+        """Return one verdict a tree, whatever other trees are in the forest.
 
-        Rows are computed in the dtype of the laws, scalars in float64. Raises a LawError that names the trees whose laws
-        cannot be judged. Results cross to the host twice: the nodes where the paths end, then the extra tokens.
+        Rows are computed in the dtype of the laws, scalars in float64. Phase 1 stays on the device; then a few numbers a
+        tree cross to the host, the nodes where the paths end, and at last the extra tokens. Raises a LawError that names
+        the trees whose laws cannot be judged.
         """
         # 1. The masses of all nodes, and from them the law of where each accepted path ends.
         case = Case.of(forest, target_laws_NV, self.plan)
@@ -106,20 +108,35 @@ class TwoPhase:
         check_laws(forest, target_laws_NV, layout, reads_draft=self.plan.reads_draft)
         nodes = draw(stop_BW, _uniforms(keys, Stream.ACCEPT, stop_BW.device)).tolist()
 
-        # 3. The extra token, drawn from what is left after the node's children; the trees with most tries come first.
-        ends = [offset + node for offset, node in zip(forest.offsets, nodes)]
-        order = sorted(range(len(ends)), key=lambda b: -layout.num_tries(ends[b]))
-        weights_BV = case.extra_weights(layout.level(ends[b] for b in order), masses.prefix_P)
-        extra = draw(weights_BV, _uniforms([keys[b] for b in order], Stream.EXTRA, weights_BV.device))
-        extra_ids = dict(zip(order, extra.tolist()))
+        # 3. The extra token, drawn from what is left after the node's children.
+        extra_ids = _extra_ids(case, masses, nodes, keys)
         return [
-            Verdict(tree.path(nodes[b]), extra_ids[b], tokens)
-            for b, (tree, tokens) in enumerate(zip(forest.trees, expected_B.tolist()))
+            Verdict(tree.path(node), extra_id, tokens)
+            for tree, node, extra_id, tokens in zip(forest.trees, nodes, extra_ids, expected_B.tolist())
         ]
 
 
+def _extra_ids(case: Case, masses: Masses, nodes: Sequence[int], keys: Sequence[StepKey]) -> list[int]:
+    """Draw the extra token after `nodes[b]` of each tree b; nodes with most tries are worked on first, a few at a time."""
+    ends = [offset + node for offset, node in zip(case.forest.offsets, nodes)]
+    order = sorted(range(len(ends)), key=lambda b: -case.layout.num_tries(ends[b]))
+    drawn: list[Tensor] = []
+    for trees in chunks(order, _max_rows(case.target_laws_NV)):
+        weights_MV = case.extra_weights(case.layout.level(ends[b] for b in trees), masses.prefix_P)
+        drawn.append(draw(weights_MV, _uniforms([keys[b] for b in trees], Stream.EXTRA, weights_MV.device)))
+    extra_ids = dict(zip(order, torch.cat(drawn).tolist()))
+    return [extra_ids[b] for b in range(len(ends))]
+
+
+def _max_rows(laws_NV: Tensor) -> int:
+    return rows_at_once(laws_NV.shape[-1], laws_NV.device)
+
+
 def draw(weights_MV: Float[Tensor, "M V"], uniforms_M: Float[Tensor, " M"]) -> Int[Tensor, " M"]:
-    """Draw an index of each row by inverse CDF in float64; a row need not sum to 1, an index of weight 0 is never drawn."""
+    """Draw an index of each row by inverse CDF in float64; a row need not sum to 1.
+
+    An index of weight 0 is never drawn, u = 0 and u = 1 included, as long as the cumulative sums never fall.
+    """
     cdf_MV = weights_MV.cumsum(-1, dtype=torch.float64)
     total_M1 = cdf_MV[:, -1:]
     below_total_M1 = torch.nextafter(total_M1, torch.zeros_like(total_M1))

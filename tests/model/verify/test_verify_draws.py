@@ -151,7 +151,7 @@ def test_levels_of_many_nodes_are_split_without_a_trace(monkeypatch: pytest.Monk
     batch = several_trees()
     keys = [StepKey(1, 7 * b) for b in range(len(batch.trees))]
     whole = TRAVERSAL.judge(batch.forest, batch.target_laws_NV, keys)
-    monkeypatch.setattr("engine.verify.layout.MAX_LEVEL_ROWS", 1)
+    monkeypatch.setattr("engine.verify.layout._CPU_ENTRIES", 1)
     assert TRAVERSAL.judge(batch.forest, batch.target_laws_NV, keys) == whole
 
 
