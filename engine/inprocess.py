@@ -77,6 +77,7 @@ class InProcessEngine:
             self._letters.put(Shutdown())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), _STOP_LIMIT_S)
+                self._thread.join()  # to say that it ends was its last act
         self._state = EngineState.STOPPED
 
     def submit(self, request: Request) -> AsyncGenerator[TokenEvent, None]:

@@ -152,9 +152,7 @@ class EventStream(AsyncGenerator[TokenEvent, None]):
         self._is_over = event.finish is not None
         return event
 
-    async def athrow(
-        self, typ: Any, val: BaseException | object = None, tb: TracebackType | None = None
-    ) -> TokenEvent:
+    async def athrow(self, typ: Any, val: BaseException | object = None, tb: TracebackType | None = None) -> TokenEvent:
         """Close, and raise the exception."""
         await self.aclose()
         return await super().athrow(typ, val, tb)

@@ -116,6 +116,11 @@ def build_slowly(config: EngineConfig) -> CountingEngine:
     return build_counting(config)
 
 
+def build_forever(config: EngineConfig) -> CountingEngine:
+    time.sleep(3600)
+    return build_counting(config)
+
+
 def build_without_weights(config: EngineConfig) -> CountingEngine:
     raise FileNotFoundError(f"no weights at {config.model!r}")
 

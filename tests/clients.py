@@ -1,0 +1,81 @@
+"""Engine services over the counting engine, for tests: begun, used, ended, and proved to have left nothing behind."""
+
+import asyncio
+import multiprocessing
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from engine.client import WorkerClient
+from engine.config import EngineConfig, SchedulerConfig
+from engine.desk import EngineFactory
+from engine.service import EngineService, EngineState
+from engine.supervision import Supervision
+from engine.types import Request, TokenEvent
+from engine.worker import ProcessLauncher
+from tests.counting_engine import build_counting
+
+SWIFT = Supervision(min_backoff_s=0.05, max_backoff_s=0.2)
+_PATIENCE_S = 60.0
+
+T = TypeVar("T")
+
+
+def worker_client(
+    factory: EngineFactory = build_counting,
+    model: str = "counting",
+    scheduler: SchedulerConfig | None = None,
+    supervision: Supervision = SWIFT,
+    kind: type[WorkerClient] = WorkerClient,
+) -> WorkerClient:
+    """Return a client, not started, of a worker that will count."""
+    config = EngineConfig(model, scheduler=scheduler or SchedulerConfig())
+    return kind(ProcessLauncher(config, factory), config.scheduler, supervision)
+
+
+@asynccontextmanager
+async def running(service: EngineService) -> AsyncIterator[None]:
+    """Start and stop a service; afterwards no process, task, thread or folder of it may be left."""
+    threads = set(threading.enumerate())
+    tasks = asyncio.all_tasks()
+    await service.start()
+    try:
+        yield
+    finally:
+        await service.stop()
+    assert service.health.state is EngineState.STOPPED
+    assert multiprocessing.active_children() == []
+    assert asyncio.all_tasks() - tasks == set()
+    assert set(threading.enumerate()) - threads == set()
+    assert list(Path(tempfile.gettempdir()).glob("latebranch-*")) == []  # noqa: ASYNC240
+
+
+async def collect(service: EngineService, request: Request) -> list[TokenEvent]:
+    """Return all events of a request."""
+    return [event async for event in service.submit(request)]
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [token_id for event in events for token_id in event.token_ids]
+
+
+def end_of(events: list[TokenEvent]) -> TokenEvent:
+    """Return the one event with `finish`, which must be the last."""
+    finishes = [event.finish for event in events]
+    assert [finish for finish in finishes if finish is not None] == finishes[-1:], finishes
+    return events[-1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that will come."""
+    async with asyncio.timeout(_PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event to wait on)
+            await asyncio.sleep(0.01)
+
+
+async def patiently(work: Awaitable[T]) -> T:
+    """Await what should come soon, but on a busy machine may take its time."""
+    return await asyncio.wait_for(work, _PATIENCE_S)

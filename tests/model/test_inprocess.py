@@ -1,0 +1,85 @@
+"""The engine in a thread keeps the promises that the worker process keeps."""
+
+import asyncio
+import threading
+from contextlib import aclosing
+
+import pytest
+
+from engine.config import SchedulerConfig
+from engine.inprocess import InProcessEngine
+from engine.service import EngineBusy, EngineState, EngineUnavailable
+from engine.types import FinishReason, StepStats
+from tests.clients import collect, end_of, running, tokens_of, until
+from tests.counting_engine import CountingEngine, Trick, counting_request
+
+ENDLESS = 500_000
+
+
+def in_process(scheduler: SchedulerConfig | None = None) -> InProcessEngine:
+    scheduler = scheduler or SchedulerConfig()
+    return InProcessEngine(lambda: CountingEngine(scheduler.max_running), scheduler)
+
+
+async def test_many_requests_and_their_numbers() -> None:
+    service = in_process(SchedulerConfig(max_running=4))
+    stats: list[StepStats] = []
+    service.add_listener(stats.append)
+    async with running(service):
+        assert service.model.name == "counting"
+        requests = [counting_request(str(n), 100 * n, max_tokens=3) for n in range(20)]
+        results = await asyncio.gather(*(collect(service, request) for request in requests))
+        assert [tokens_of(events) for events in results] == [[100 * n + 1, 100 * n + 2, 100 * n + 3] for n in range(20)]
+        assert {end_of(events).finish for events in results} == {FinishReason.LENGTH}
+        assert service.health.heartbeat_age_s is not None
+    assert sum(one.num_generated_tokens for one in stats) == 60
+
+
+async def test_abort_close_and_a_full_queue() -> None:
+    service = in_process(SchedulerConfig(max_running=1, max_waiting=1))
+    async with running(service), aclosing(service.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))) as first:
+        await anext(first)
+        waiting = service.submit(counting_request("b", 1))
+        with pytest.raises(EngineBusy):
+            service.submit(counting_request("c", 1))
+        service.abort("b")
+        service.abort("unknown")
+        assert end_of([event async for event in waiting]).finish is FinishReason.ABORT
+        await first.aclose()
+        await until(lambda: len(service._ledger) == 0)
+
+
+async def test_stop_drains_or_aborts() -> None:
+    service = in_process()
+    async with running(service):
+        short = service.submit(counting_request("short", Trick.PACE, max_tokens=5))
+        endless = service.submit(counting_request("endless", Trick.PACE, max_tokens=ENDLESS))
+        await service.stop(drain_s=0.2)
+        assert end_of([event async for event in short]).finish is FinishReason.LENGTH
+        assert end_of([event async for event in endless]).finish is FinishReason.ABORT
+        with pytest.raises(EngineUnavailable, match="stopped"):
+            service.submit(counting_request("late", 1))
+
+
+async def test_a_failure_answers_everybody_and_is_final() -> None:
+    service = in_process()
+    async with running(service):
+        bystander = service.submit(counting_request("good", Trick.PACE, max_tokens=ENDLESS))
+        evil = service.submit(counting_request("evil", Trick.RAISE))
+        for stream in (bystander, evil):
+            end = end_of([event async for event in stream])
+            assert (end.finish, end.error) == (FinishReason.ERROR, "the engine failed: RuntimeError: an evil forward")
+        assert service.health.state is EngineState.FAILED
+        with pytest.raises(EngineUnavailable, match="an evil forward"):
+            service.submit(counting_request("late", 1))
+
+
+async def test_an_engine_that_cannot_be_built_fails_the_start() -> None:
+    def build() -> CountingEngine:
+        raise FileNotFoundError("no weights")
+
+    service = InProcessEngine(build, SchedulerConfig())
+    with pytest.raises(EngineUnavailable, match="FileNotFoundError: no weights"):
+        await service.start()
+    await service.stop()
+    await until(lambda: "engine" not in {thread.name for thread in threading.enumerate()})

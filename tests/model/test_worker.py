@@ -1,0 +1,207 @@
+"""A real worker process, spoken to over its sockets as a client would."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.config import EngineConfig
+from engine.desk import EngineFactory
+from engine.types import FinishReason
+from engine.wire import Add, Addresses, Beat, Failed, Letter, Ready, Report, Shutdown, Turn, decoded_report, encoded
+from engine.worker import ProcessLauncher
+from tests.counting_engine import Trick, build_counting, build_slowly, build_without_weights, counting_request
+
+_PATIENCE_MS = 60_000
+
+
+@dataclass
+class Talk:
+    """Both ends of a worker's streets."""
+
+    process: BaseProcess
+    letters: "zmq.Socket[bytes]"
+    reports: "zmq.Socket[bytes]"
+
+    def post(self, letter: Letter) -> None:
+        self.letters.send(encoded(letter))
+
+    def next_report(self) -> Report:
+        assert self.reports.poll(_PATIENCE_MS), "the worker is silent"
+        return decoded_report(self.reports.recv())
+
+    def until(self, is_wanted: Callable[[Report], bool]) -> list[Report]:
+        """Return the reports up to the wanted one."""
+        reports = [self.next_report()]
+        while not is_wanted(reports[-1]):
+            reports.append(self.next_report())
+        return reports
+
+    def exit_code(self) -> int | None:
+        self.process.join(_PATIENCE_MS / 1000)
+        return self.process.exitcode
+
+
+@contextmanager
+def worker(folder: Path, factory: EngineFactory = build_counting) -> Iterator[Talk]:
+    addresses = Addresses(f"ipc://{folder}/l", f"ipc://{folder}/r")
+    with zmq.Context() as context, context.socket(zmq.PUSH) as letters, context.socket(zmq.PULL) as reports:
+        letters.linger = 0
+        reports.bind(addresses.reports)
+        letters.connect(addresses.letters)
+        process = ProcessLauncher(EngineConfig("counting"), factory).launch(addresses)
+        try:
+            yield Talk(process, letters, reports)
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def is_ready(report: Report) -> bool:
+    return isinstance(report, Ready)
+
+
+def is_failed(report: Report) -> bool:
+    return isinstance(report, Failed)
+
+
+def test_loads_then_serves_then_leaves_when_told(tmp_path: Path) -> None:
+    with worker(tmp_path) as talk:
+        *before, ready = talk.until(is_ready)
+        assert all(isinstance(report, Beat) for report in before)
+        assert isinstance(ready, Ready)
+        assert ready.info.name == "counting"
+        talk.post(Add(counting_request("a", 10, max_tokens=3)))
+        turns = [report for report in talk.until(_ends("a")) if isinstance(report, Turn)]
+        assert [event.token_ids for turn in turns for event in turn.events] == [(11,), (12,), (13,)]
+        assert [turn.stats.step for turn in turns if turn.stats] == [1, 2, 3]
+        talk.post(Shutdown())
+        assert talk.exit_code() == 0
+
+
+def _ends(request_id: str) -> Callable[[Report], bool]:
+    def ends(report: Report) -> bool:
+        return isinstance(report, Turn) and any(e.request_id == request_id and e.finish is not None for e in report.events)
+
+    return ends
+
+
+def test_beats_while_loading_and_while_idle(tmp_path: Path) -> None:
+    with worker(tmp_path, build_slowly) as talk:
+        assert talk.until(is_ready)[:3] == [Beat()] * 3
+        assert [talk.next_report() for _ in range(3)] == [Beat()] * 3
+
+
+def test_a_step_is_one_message_with_every_event(tmp_path: Path) -> None:
+    with worker(tmp_path) as talk:
+        talk.until(is_ready)
+        for request_id in ("a", "b", "c"):
+            talk.post(Add(counting_request(request_id, Trick.PACE, max_tokens=20)))
+        turns = [report for report in talk.until(_ends("c")) if isinstance(report, Turn)]
+        steps = [turn.stats.step for turn in turns if turn.stats]
+        assert steps == list(range(1, len(turns) + 1))
+        assert max(len(turn.events) for turn in turns) == 3
+
+
+def test_a_refused_request_is_answered_and_harms_nobody(tmp_path: Path) -> None:
+    with worker(tmp_path) as talk:
+        talk.until(is_ready)
+        talk.post(Add(counting_request("long", 1, max_tokens=10**9)))
+        turn = talk.until(_ends("long"))[-1]
+        assert isinstance(turn, Turn)
+        assert turn.events[0].error == "too long"
+        talk.post(Add(counting_request("a", 1)))
+        talk.until(_ends("a"))
+
+
+@pytest.mark.parametrize(
+    ("trick", "error"), [(Trick.RAISE, "RuntimeError: an evil forward"), (Trick.LEAK, "IntegrityError: a slot leaked")]
+)
+def test_a_failure_ends_in_words_and_a_status(tmp_path: Path, trick: Trick, error: str) -> None:
+    with worker(tmp_path) as talk:
+        talk.until(is_ready)
+        talk.post(Add(counting_request("a", trick, max_tokens=1)))
+        assert talk.until(is_failed)[-1] == Failed(error)
+        assert talk.exit_code() == 1
+
+
+def test_a_failed_start_ends_in_words_and_a_status(tmp_path: Path) -> None:
+    with worker(tmp_path, build_without_weights) as talk:
+        assert talk.until(is_failed)[-1] == Failed("FileNotFoundError: no weights at 'counting'")
+        assert talk.exit_code() == 1
+
+
+def test_interrupts_are_the_parents_business_and_terminate_is_obeyed(tmp_path: Path) -> None:
+    with worker(tmp_path) as talk:
+        talk.until(is_ready)
+        pid = talk.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGINT)
+        talk.post(Add(counting_request("a", 1, max_tokens=2)))
+        assert _finish_of("a", talk) is FinishReason.LENGTH
+        os.kill(pid, signal.SIGTERM)
+        assert talk.exit_code() == -signal.SIGTERM
+
+
+def _finish_of(request_id: str, talk: Talk) -> FinishReason | None:
+    turn = talk.until(_ends(request_id))[-1]
+    assert isinstance(turn, Turn)
+    return turn.events[-1].finish
+
+
+_PARENT = """
+import sys, time
+from pathlib import Path
+from engine.config import EngineConfig
+from engine.wire import Addresses
+from engine.worker import ProcessLauncher
+from tests.counting_engine import build_counting, build_forever
+
+if __name__ == "__main__":
+    folder, moment = sys.argv[1:]
+    factory = {"ready": build_counting, "loading": build_forever}[moment]
+    addresses = Addresses(f"ipc://{folder}/l", f"ipc://{folder}/r")
+    worker = ProcessLauncher(EngineConfig("counting"), factory).launch(addresses)
+    print(worker.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("moment", ["ready", "loading"])
+def test_a_killed_parent_takes_the_worker_along(tmp_path: Path, moment: str) -> None:
+    """Daemons die with a parent that exits in order only; kill -9 gives the parent no chance to tell them."""
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with zmq.Context() as context, context.socket(zmq.PULL) as reports:
+        reports.bind(f"ipc://{tmp_path}/r")
+        command = [sys.executable, str(script), str(tmp_path), moment]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as parent:
+            assert parent.stdout is not None
+            worker_pid = int(parent.stdout.readline())
+            assert reports.poll(_PATIENCE_MS), "the worker is silent"  # it beats: the watch over its parent has begun
+            parent.kill()
+        _wait_gone(worker_pid)
+
+
+def _wait_gone(pid: int) -> None:
+    """Wait until a process, not a child of ours, has ended; fails by the test's own timeout."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poller = zmq.Poller()
+        poller.register(pidfd, zmq.POLLIN)
+        assert poller.poll(_PATIENCE_MS), "the worker outlives its parent"
+    finally:
+        os.close(pidfd)
