@@ -1,4 +1,4 @@
-"""The `latebranch` command: serve, weights, bench, version. Each command's handler returns the exit status."""
+"""The `latebranch` command: serve, weights, bench, drafter, version. Each command's handler returns the exit status."""
 
 import argparse
 import sys
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from server.bench_cli import add_bench_command
+from server.drafter_cli import add_drafter_command
 from server.logs import configure_logging
 from server.process import serve
 from server.settings import Settings, SettingsError, load_settings
@@ -24,6 +26,8 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve_command(subparsers)
     add_weights_command(subparsers)
+    add_bench_command(subparsers)
+    add_drafter_command(subparsers)
     subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
     return parser
 

@@ -36,6 +36,14 @@ class Lens:
         tensors = {"weight": self.weight_DD.bfloat16().contiguous(), "bias": self.bias_D.bfloat16()}
         save_file(tensors, path, metadata={"num_layers": str(self.num_layers), "recipe": json.dumps(self.recipe)})
 
+    def final_norm(self, target: CausalModel) -> nn.Module:
+        """Return what stands in place of the target's last norm; raise ValueError if the lens does not fit the target."""
+        inner = target.module.model
+        width = inner.embed_tokens.weight.shape[1]
+        if self.weight_DD.shape != (width, width) or not 0 < self.num_layers < len(inner.layers):
+            raise ValueError(f"the lens ({self.num_layers} layers, width {len(self.bias_D)}) does not fit the target")
+        return _LensedNorm(self, inner.norm, inner.embed_tokens.weight)
+
     @classmethod
     def load(cls, path: Path) -> "Lens":
         """Read a file that `save` wrote; raise ValueError if it is something else."""
@@ -82,9 +90,5 @@ def truncated(target: CausalModel, num_layers: int, final: nn.Module) -> CausalM
 
 def early_exit_drafter(target: CausalModel, target_cache: KVCache, lens: Lens) -> ModelDrafter:
     """Return the drafter; raise ValueError if the lens does not fit the target."""
-    width = target.module.model.embed_tokens.weight.shape[1]
-    if lens.weight_DD.shape != (width, width) or lens.num_layers >= len(target.module.model.layers):
-        raise ValueError(f"the lens ({lens.num_layers} layers, width {lens.weight_DD.shape[0]}) does not fit the target")
-    final = _LensedNorm(lens, target.module.model.norm, target.module.model.embed_tokens.weight)
-    model = truncated(target, lens.num_layers, final)
+    model = truncated(target, lens.num_layers, lens.final_norm(target))
     return ModelDrafter(f"early-exit {lens.num_layers}", model, target_cache, has_own_cache=False)

@@ -1,0 +1,109 @@
+"""Fits an early-exit lens: the target writes texts, and a ridge regression maps a middle layer's state to the last layer's.
+
+Shape key: T tokens of a text, D model width, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.config import SchedulerConfig
+from engine.draft.early_exit import Lens, truncated
+from engine.engine import Engine
+from engine.kv_cache import KVCache
+from engine.model import CausalModel
+from engine.packing import pack
+from engine.policy import PlainDecoding
+from engine.segments import chain_segment
+from engine.target import Target
+from engine.types import ModelInfo, Request, SamplingParams
+
+_RIDGE = 1e-3  # of the mean square of a state's entries
+
+
+@dataclass(frozen=True, slots=True)
+class LensReport:
+    """How the drafter agrees with the target on held-out text: overlap is the mean of sum min(p, q), agreement of the arg max."""
+
+    num_tokens: int
+    overlap: float
+    agreement: float
+
+
+def written_texts(model: CausalModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
+    """Return each prompt with the target's own answer; odd prompts at temperature 1, even ones at 0.7."""
+    config = SchedulerConfig(num_slots=32 * (max_tokens + 256), max_model_len=model.max_positions)
+    info = ModelInfo(
+        "fit", model.vocab_size, model.max_positions, config.num_slots, model.eos_token_ids, "", "", "none", "coupled", "plain"
+    )
+    engine = Engine(info, config, Target(model, config.num_slots), None, PlainDecoding())
+    texts = {str(index): list(prompt) for index, prompt in enumerate(prompts)}
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(1.0 if index % 2 else 0.7, seed=seed + index, max_tokens=max_tokens)
+        engine.add(Request(str(index), tuple(prompt), sampling))
+    with tqdm(total=len(prompts), desc="writing texts", unit="text") as bar:
+        while engine.has_work:
+            for event in engine.step().events:
+                texts[event.request_id].extend(event.token_ids)
+                bar.update(event.finish is not None)
+    return list(texts.values())
+
+
+def _states(model: CausalModel, text: Sequence[int], layers: Sequence[int]) -> list[Float[Tensor, "T D"]]:
+    """Return the hidden states after each of `layers` layers."""
+    found: dict[int, Tensor] = {}
+    stack = model.module.model.layers
+    hooks = [
+        stack[count - 1].register_forward_hook(lambda _m, _a, out, count=count: found.update({count: _hidden(out)[0]}))
+        for count in layers
+    ]
+    try:
+        batch = pack([chain_segment(list(text), 0, list(range(len(text))))], model.device)
+        model.forward(batch, KVCache(len(text), model.device), torch.zeros(1, dtype=torch.int64, device=model.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [found[count] for count in layers]
+
+
+def _hidden(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def fit_lens(model: CausalModel, texts: Sequence[Sequence[int]], num_layers: int, recipe: dict[str, str]) -> Lens:
+    """Return the least-squares affine map from the state after `num_layers` layers to the last layer's state."""
+    depth = len(model.module.model.layers)
+    gram = cross = None
+    for early_TD, last_TD in _progress(model, texts, [num_layers, depth]):
+        x = torch.cat([early_TD.double(), early_TD.new_ones(len(early_TD), 1).double()], dim=1)
+        gram = x.T @ x if gram is None else gram + x.T @ x
+        cross = x.T @ last_TD.double() if cross is None else cross + x.T @ last_TD.double()
+    if gram is None or cross is None:
+        raise ValueError("there is no text to fit a lens on")
+    ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    solution = torch.linalg.solve(gram + ridge, cross).float()
+    return Lens(num_layers, solution[:-1], solution[-1], recipe)
+
+
+def _progress(model: CausalModel, texts: Sequence[Sequence[int]], layers: Sequence[int]) -> Iterator[list[Tensor]]:
+    for text in tqdm(texts, desc="fitting", unit="text"):
+        yield _states(model, text, layers)
+
+
+def evaluate_lens(model: CausalModel, lens: Lens, texts: Sequence[Sequence[int]]) -> LensReport:
+    """Measure the drafter of a lens against the target on texts it was not fitted on."""
+    draft = truncated(model, lens.num_layers, lens.final_norm(model))
+    num_tokens, overlap, agreement = 0, 0.0, 0.0
+    for text in texts:
+        batch = pack([chain_segment(list(text), 0, list(range(len(text))))], model.device)
+        rows = torch.arange(len(text), device=model.device)
+        p_TV = model.forward(batch, KVCache(len(text), model.device), rows).softmax(-1)
+        q_TV = draft.forward(batch, KVCache(len(text), model.device), rows).softmax(-1)
+        num_tokens += len(text)
+        overlap += float(torch.minimum(p_TV, q_TV).sum())
+        agreement += float((p_TV.argmax(-1) == q_TV.argmax(-1)).sum())
+    return LensReport(num_tokens, overlap / num_tokens, agreement / num_tokens)
