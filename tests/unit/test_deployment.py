@@ -1,0 +1,93 @@
+"""Container, Prometheus and version files agree with each other and with the project; no Docker is needed to see it."""
+
+import fnmatch
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from server.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def _compose():
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+
+
+def _pins() -> dict[str, str]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return {_canonical(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _copied() -> list[str]:
+    """What the Dockerfile takes from the project's folder."""
+    lines = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    return [source for line in lines for source in line.split()]
+
+
+def test_prometheus_scrapes_the_server_of_the_compose_file():
+    job = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())["scrape_configs"][0]
+    service, _, port = job["static_configs"][0]["targets"][0].partition(":")
+    assert service in _compose()["services"]
+    assert port == str(Settings.model_fields["port"].default)
+    assert job["metrics_path"] == "/metrics"
+
+
+def test_compose_mounts_what_exists_and_declares_its_volumes():
+    compose = _compose()
+    for name, service in compose["services"].items():
+        assert {"build", "image"} & service.keys(), name
+        assert service["healthcheck"]["test"][0] == "CMD"
+        for mount in service["volumes"]:
+            source = mount.split(":")[0]
+            assert (ROOT / source).exists() if source.startswith(".") else source in compose["volumes"]
+
+
+def test_compose_publishes_to_this_machine_only():
+    """The server asks for no key by default, so the outside must be somebody's decision."""
+    ports = [port for service in _compose()["services"].values() for port in service["ports"]]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_compose_waits_longer_than_the_server_drains():
+    grace_s = int(_compose()["services"]["server"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > Settings.model_fields["drain_s"].default
+
+
+def test_the_image_is_given_every_file_it_copies():
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert {"engine", "server", "selector", "configs", "constraints.txt"} <= set(_copied())
+    for source in _copied():
+        assert any(fnmatch.fnmatch(source, pattern) for pattern in allowed), source
+
+
+def test_the_image_drops_root_and_keeps_weights_in_the_mounted_volume():
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    cache = re.search(r"LATEBRANCH_CACHE=(\S+)", dockerfile)
+    assert cache is not None
+    assert f"VOLUME {cache[1]}\n" in dockerfile
+    assert _compose()["services"]["server"]["volumes"] == [f"weights:{cache[1]}"]
+    assert dockerfile.index("\nUSER latebranch\n") < dockerfile.index("\nENTRYPOINT ")
+
+
+def test_every_dependency_is_pinned_to_a_version_it_allows():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    pins = _pins()
+    for requirement in map(Requirement, wanted):
+        assert Version(pins[_canonical(requirement.name)]) in requirement.specifier, requirement
+
+
+def test_pins_are_exact_and_free_of_local_builds():
+    pins = _pins()
+    assert pins["torch"] == "2.13.0"
+    assert all(Version(version).local is None for version in pins.values())
