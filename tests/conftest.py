@@ -1,16 +1,27 @@
 """Set up before any test module is imported: shapes checked at run time, one torch thread, hypothesis without deadlines."""
 
 import jaxtyping
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import tests.typechecking  # noqa: F401  (the hook looks it up as an attribute of `tests`)
 
+# The modules that hold tensors. The records of the others are built inside hypothesis strategies, where the random choices by
+# which beartype looks into containers are not welcome.
+_TENSOR_MODULES = [
+    *("noise", "sampling", "forest", "packing", "segments", "kv_cache", "attention", "linears", "model", "target"),
+    *("draft", "verify", "judge", "engine"),
+]
 # Kept installed for the whole run: test modules import the engine after this file.
-_hook = jaxtyping.install_import_hook("engine", "tests.typechecking.checked")
+_hook = jaxtyping.install_import_hook([f"engine.{name}" for name in _TENSOR_MODULES], "tests.typechecking.checked")
 
 torch.set_num_threads(1)
 
 # No deadline: a test never asserts wall-clock time. Derandomised: a red run is red again.
 settings.register_profile("latebranch", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("latebranch")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden-tokens", type=int, default=24, help="tokens compared with transformers.generate for each prompt")

@@ -1,0 +1,49 @@
+"""Pearson's chi-square as a z score, without a statistics library."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+# Draws are keyed, so a test's score is the same in every run: a limit can be strict and no run is flaky.
+PASSES_BELOW = 4.0
+FAILS_ABOVE = 8.0
+
+
+def z_score(observed: Sequence[float], expected: Sequence[float]) -> float:
+    """Return how far, in standard deviations, the counts are from what is expected (Wilson and Hilferty 1931).
+
+    Cells that expect less than 5 are pooled into one.
+    """
+    cells = [(o, e) for o, e in zip(observed, expected, strict=True) if e >= 5.0]
+    rest_observed = sum(o for o, e in zip(observed, expected, strict=True) if e < 5.0)
+    rest_expected = sum(e for e in expected if e < 5.0)
+    if rest_expected > 0.0 or rest_observed:
+        cells.append((rest_observed, max(rest_expected, 0.5)))
+    statistic = sum((o - e) ** 2 / e for o, e in cells)
+    freedom = len(cells) - 1
+    if freedom == 0:
+        return 0.0
+    spread = 2.0 / (9.0 * freedom)
+    return float(((statistic / freedom) ** (1.0 / 3.0) - (1.0 - spread)) / math.sqrt(spread))
+
+
+def z_of_counts(counts: Mapping[object, int], law: Mapping[object, float]) -> float:
+    """Return the z score of counted outcomes against a law; an outcome outside the law counts against it."""
+    total = sum(counts.values())
+    outcomes = [*law, *(outcome for outcome in counts if outcome not in law)]
+    return z_score([counts.get(o, 0) for o in outcomes], [total * law.get(o, 0.0) for o in outcomes])
+
+
+def z_of_uniforms(values: Sequence[float], num_bins: int = 32) -> float:
+    """Return the z score of numbers that should be uniform in (0, 1)."""
+    counts = [0] * num_bins
+    for value in values:
+        counts[min(int(value * num_bins), num_bins - 1)] += 1
+    return z_score(counts, [len(values) / num_bins] * num_bins)
+
+
+def z_of_pairs(first: Sequence[float], second: Sequence[float], num_bins: int = 8) -> float:
+    """Return the z score of pairs that should be uniform in the unit square: dependence shows as uneven cells."""
+    counts = [0] * num_bins**2
+    for one, other in zip(first, second, strict=True):
+        counts[min(int(one * num_bins), num_bins - 1) * num_bins + min(int(other * num_bins), num_bins - 1)] += 1
+    return z_score(counts, [len(first) / num_bins**2] * num_bins**2)

@@ -1,0 +1,215 @@
+"""Shape laws of expansions and token trees."""
+
+from functools import cached_property
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.tree import PLAIN, ROOT, Expansion, TokenTree
+from tests.strategies import expansions, token_trees
+
+# root - 1 -+- 2 - 5        node 4 was drawn first and twice
+#           +- 4
+#      - 3
+BUSHY = ((-1, 0, 1, 0, 1, 2), (7, 8, 9, 9, 7, 7), ((1, 3), (4, 2, 4), (5,), (), (), ()))
+
+
+def check_depths(tree: TokenTree) -> None:
+    assert [len(tree.path(node)) - 1 for node in range(tree.num_nodes)] == list(tree.depths)
+
+
+def check_paths(tree: TokenTree) -> None:
+    for node in range(tree.num_nodes):
+        path = tree.path(node)
+        assert path[0] == ROOT
+        assert path[-1] == node
+        assert [tree.parents[child] for child in path[1:]] == list(path[:-1])
+
+
+def check_mask(tree: TokenTree) -> None:
+    for node in range(tree.num_nodes):
+        assert set(np.flatnonzero(tree.ancestors_NN[node])) == set(tree.path(node))
+
+
+def check_children(tree: TokenTree) -> None:
+    for node, children in enumerate(tree.children):
+        assert len(children) == len(set(children))
+        assert all(tree.parents[child] == node for child in children)
+        assert sorted(children, key=tree.draws[node].index) == list(children)
+    assert sum(map(len, tree.children)) == tree.num_nodes - 1
+
+
+def check_post_order(tree: TokenTree) -> None:
+    rank = {node: i for i, node in enumerate(tree.post_order)}
+    assert sorted(rank) == list(range(tree.num_nodes))
+    assert all(rank[node] < rank[parent] for node, parent in enumerate(tree.parents) if node != ROOT)
+    for children in tree.children:
+        assert [rank[child] for child in children] == sorted(rank[child] for child in children)
+
+
+CHECKS = (check_depths, check_paths, check_mask, check_children, check_post_order)
+
+
+@given(token_trees(max_nodes=20))
+def test_shape_laws(tree):
+    for check in CHECKS:
+        check(tree)
+
+
+@given(token_trees(max_nodes=20))
+def test_a_node_is_never_shallower_than_its_index_allows(tree):
+    """Compaction moves entries left only: on any path the node at depth d has index >= d."""
+    assert all(node >= depth for node, depth in enumerate(tree.depths))
+
+
+class DepthsTwoTooDeep(TokenTree):
+    @cached_property
+    def depths(self):
+        return (0, *(depth + 2 for depth in super().depths[1:]))
+
+
+class SeesItselfOnly(TokenTree):
+    @cached_property
+    def ancestors_NN(self):
+        return np.eye(self.num_nodes, dtype=np.bool_)
+
+
+class SeesAllBefore(TokenTree):
+    @cached_property
+    def ancestors_NN(self):
+        return np.tri(self.num_nodes, dtype=np.bool_)
+
+
+class PathWithoutRoot(TokenTree):
+    def path(self, node):
+        return super().path(node)[1:] or (node,)
+
+
+class ChildrenAsOftenAsDrawn(TokenTree):
+    @cached_property
+    def children(self):
+        return self.draws
+
+
+class ChildrenByIndex(TokenTree):
+    @cached_property
+    def children(self):
+        return tuple(tuple(sorted(set(drawn))) for drawn in self.draws)
+
+
+class PreOrder(TokenTree):
+    @cached_property
+    def post_order(self):
+        return tuple(range(self.num_nodes))
+
+
+class SiblingsBackwards(TokenTree):
+    @cached_property
+    def post_order(self):
+        return (3, *(node for node in super().post_order if node != 3))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "check"),
+    [
+        (DepthsTwoTooDeep, check_depths),
+        (SeesItselfOnly, check_mask),
+        (SeesAllBefore, check_mask),
+        (PathWithoutRoot, check_paths),
+        (ChildrenAsOftenAsDrawn, check_children),
+        (ChildrenByIndex, check_children),
+        (PreOrder, check_post_order),
+        (SiblingsBackwards, check_post_order),
+    ],
+)
+def test_shape_laws_kill(mutant, check):
+    check(TokenTree(*BUSHY))
+    with pytest.raises(AssertionError):
+        check(mutant(*BUSHY))
+
+
+@pytest.mark.parametrize(
+    ("parents", "draws"),
+    [
+        ((), ()),
+        ((0,), ((),)),
+        ((-1, 2, 0), ((2,), (), (1,))),
+        ((-1, 1), ((), (1,))),
+        ((-1, 0), ((), ())),
+        ((-1, 0), ((1,), (1,))),
+        ((-1, -1), ((), ())),
+        ((-1, 0), ((1,),)),
+    ],
+)
+def test_malformed_trees_are_refused(parents, draws):
+    with pytest.raises(ValueError, match="must"):
+        TokenTree(parents, (5,) * len(parents), draws)
+
+
+def test_single_is_a_root_alone():
+    tree = TokenTree.single(9)
+    assert (tree.num_nodes, tree.depths, tree.post_order, tree.token_ids) == (1, (0,), (0,), (9,))
+    assert PLAIN.is_plain
+
+
+@given(expansions())
+def test_widths_add_up_to_the_drafted_tokens(expansion):
+    widths = [expansion.width_at(depth) for depth in range(1, expansion.max_depth + 3)]
+    assert sum(widths) == expansion.num_draft_tokens
+    assert all(widths[: expansion.max_depth])
+    assert not any(widths[expansion.max_depth :])
+    assert expansion.width_at(0) == 1
+    assert expansion.is_plain == (expansion.num_draft_tokens == 0)
+
+
+def check_limited(limited, expansion: Expansion, max_depth: int, max_tokens: int) -> None:
+    """Both limits are kept, nothing grows, and what could be kept is: the trunk, then depth, then branches."""
+    result = limited(expansion, max_depth, max_tokens)
+    assert result.max_depth <= max_depth
+    assert result.num_draft_tokens <= max_tokens
+    assert result.branches <= expansion.branches
+    assert result.trunk == min(expansion.trunk, max_depth, max_tokens)
+    assert result.depth == min(expansion.depth, max_depth - result.trunk, max_tokens - result.trunk)
+    if result.depth and result.branches < expansion.branches:
+        assert result.num_draft_tokens + result.depth > max_tokens
+
+
+@given(expansions(6, 6, 6), st.integers(0, 14), st.integers(0, 40))
+def test_limited_keeps_both_limits_and_as_much_as_it_can(expansion, max_depth, max_tokens):
+    check_limited(Expansion.limited, expansion, max_depth, max_tokens)
+
+
+@given(expansions(6, 6, 6))
+def test_limits_that_do_not_bind_change_nothing(expansion):
+    result = expansion.limited(expansion.max_depth, expansion.num_draft_tokens)
+    assert result.num_draft_tokens == expansion.num_draft_tokens
+    assert expansion.depth == 0 or result == expansion
+
+
+@pytest.mark.parametrize(
+    ("mutant", "arguments"),
+    [
+        (lambda e, _, max_tokens: e.limited(99, max_tokens), (Expansion(2, 2, 3), 4, 99)),
+        (lambda e, max_depth, _: e.limited(max_depth, 99), (Expansion(2, 2, 3), 99, 6)),
+        (lambda e, max_depth, max_tokens: e.limited(max_depth, max_tokens + 1), (Expansion(2, 3, 3), 9, 10)),
+        (lambda e, max_depth, max_tokens: PLAIN, (Expansion(2, 3, 3), 9, 10)),
+        (lambda e, d, n: Expansion(e.trunk, 1, e.depth).limited(d, n), (Expansion(1, 3, 2), 9, 9)),
+        (lambda e, d, n: Expansion(0, e.branches, e.depth).limited(d, n), (Expansion(1, 3, 2), 9, 9)),
+    ],
+)
+def test_limited_kills(mutant, arguments):
+    check_limited(Expansion.limited, *arguments)
+    with pytest.raises(AssertionError):
+        check_limited(mutant, *arguments)
+
+
+@pytest.mark.parametrize("fields", [(-1, 1, 0), (0, 0, 1), (0, 1, -1)])
+def test_impossible_expansions_are_refused(fields):
+    with pytest.raises(ValueError, match="expansion needs"):
+        Expansion(*fields)
+
+
+def test_an_expansion_is_written_with_dots():
+    assert str(Expansion(2, 3, 4)) == "2.3.4"
