@@ -15,6 +15,7 @@ from engine.model import load_model
 from engine.weights import resolve
 
 _PROMPTS = Path(__file__).parent.parent / "configs" / "fitting_prompts.yaml"
+LENS_OF_DEFAULT = Path(__file__).parent.parent / "configs" / "drafters" / "smollm2-135m-lens.safetensors"
 _HELD_OUT = 10  # one text in this many is kept to measure on
 
 

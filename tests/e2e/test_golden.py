@@ -1,0 +1,162 @@
+"""Greedy text on the presets' real weights is `transformers.generate`'s, token for token, in float32 on the CPU.
+
+Each preset runs alone and in a batch of eight mixed requests (with sampled neighbours, in chunks), over six expansions. The mutant
+at the end takes the extra token from the root and must fail. `pytest --golden-tokens 64` compares longer texts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine import judge
+from engine.config import SchedulerConfig
+from engine.draft.drafter import Drafter
+from engine.draft.early_exit import Lens, early_exit_drafter
+from engine.draft.model import ModelDrafter
+from engine.draft.ngram import NgramDrafter
+from engine.engine import Engine
+from engine.kv_cache import KVCache
+from engine.model import CausalModel, load_model
+from engine.policy import PlainDecoding
+from engine.target import Target
+from engine.tree import Expansion
+from engine.types import ModelInfo, Request, SamplingParams, Speculation
+from engine.weights import resolve
+from server.drafter_cli import LENS_OF_DEFAULT
+from tests.e2e.prompts import PROMPTS
+
+pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXPANSIONS = [Expansion(0, 1, 0), Expansion(4, 1, 0), Expansion(2, 2, 2), Expansion(0, 3, 3), Expansion(1, 4, 1), Expansion(7, 1, 0)]
+CPU = torch.device("cpu")
+SLOTS = SchedulerConfig(num_slots=4096, max_model_len=1024, max_step_tokens=48)
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A preset's drafters and what `generate` says to the prompts."""
+
+    model: CausalModel
+    target: Target
+    drafters: tuple[Drafter, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    texts: tuple[tuple[int, ...], ...]
+
+    def engine(self, drafter: Drafter) -> Engine:
+        info = ModelInfo(
+            name="golden",
+            vocab_size=self.model.vocab_size,
+            max_model_len=SLOTS.max_model_len,
+            num_slots=SLOTS.num_slots,
+            eos_token_ids=self.model.eos_token_ids,
+            dtype="float32",
+            device="cpu",
+            drafter=drafter.name,
+            verifier="traversal",
+            policy="plain",
+        )
+        return Engine(info, SLOTS, self.target, drafter, PlainDecoding())
+
+
+def _generated(preset: str, prompts: list[tuple[int, ...]], num_tokens: int) -> list[tuple[int, ...]]:
+    reference = AutoModelForCausalLM.from_pretrained(resolve(preset).folder, dtype=torch.float32)
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+        texts.append(tuple(out[0, len(prompt) :].tolist()))
+    return texts
+
+
+def _golden(preset: str, num_prompts: int, num_tokens: int) -> Golden:
+    tokenizer = AutoTokenizer.from_pretrained(resolve(preset).folder)
+    prompts = [tuple(tokenizer(text)["input_ids"]) for text in PROMPTS[:num_prompts]]
+    texts = _generated(preset, prompts, num_tokens)
+    model = load_model(resolve(preset).folder, "float32", CPU, "packed")
+    target = Target(model, SLOTS.num_slots)
+    drafters: list[Drafter] = [NgramDrafter(model.vocab_size, CPU)]
+    if preset == "smollm2-135m":
+        drafters.append(early_exit_drafter(model, target.cache, Lens.load(LENS_OF_DEFAULT)))
+    if preset == "qwen2.5-coder-1.5b":
+        draft = load_model(resolve("qwen2.5-coder-0.5b").folder, "float32", CPU, "packed")
+        drafters = [ModelDrafter("0.5b", draft, KVCache(SLOTS.num_slots, CPU), has_own_cache=True)]
+    return Golden(model, target, tuple(drafters), tuple(prompts), tuple(texts))
+
+
+@pytest.fixture(scope="module", params=["smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"])
+def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
+    num_tokens = request.config.getoption("--golden-tokens")
+    num_prompts = 8 if request.param == "smollm2-135m" else 3
+    yield _golden(request.param, num_prompts, num_tokens if num_prompts == 8 else num_tokens // 2)
+
+
+def _request(name: str, prompt: tuple[int, ...], expansion: Expansion, text: tuple[int, ...]) -> Request:
+    return Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=len(text)), Speculation(expansion=expansion))
+
+
+def _run(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]:
+    texts: dict[str, tuple[int, ...]] = {request.request_id: () for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step().events:
+            texts[event.request_id] += event.token_ids
+    engine.check_integrity()
+    return texts
+
+
+def test_alone_with_every_expansion(golden: Golden) -> None:
+    for drafter in golden.drafters:
+        for index, expansion in enumerate(EXPANSIONS):
+            which = index % len(golden.prompts)
+            request = _request("alone", golden.prompts[which], expansion, golden.texts[which])
+            assert _run(golden.engine(drafter), [request]) == {"alone": golden.texts[which]}, (drafter.name, expansion)
+
+
+def test_in_a_batch_of_eight_mixed_requests(golden: Golden) -> None:
+    for drafter in golden.drafters:
+        for shift in range(2):
+            requests, expected = _mixed_batch(golden, shift)
+            texts = _run(golden.engine(drafter), requests)
+            assert {name: texts[name] for name in expected} == expected, drafter.name
+
+
+def _mixed_batch(golden: Golden, shift: int) -> tuple[list[Request], dict[str, tuple[int, ...]]]:
+    """Six greedy requests, each with its own expansion, a seeded and an unseeded sampled one."""
+    requests, expected = [], {}
+    for index in range(6):
+        which = (index + shift) % len(golden.prompts)
+        name = f"greedy-{index}"
+        requests.append(_request(name, golden.prompts[which], EXPANSIONS[index], golden.texts[which]))
+        expected[name] = golden.texts[which]
+    for name, seed in (("seeded", 7), ("unseeded", None)):
+        sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=seed, max_tokens=12)
+        requests.append(Request(name, golden.prompts[shift], sampling, Speculation(expansion=EXPANSIONS[2])))
+    return requests, expected
+
+
+def test_a_seed_gives_one_text_plain_and_speculative(golden: Golden) -> None:
+    def text(drafter: Drafter, speculation: Speculation) -> tuple[int, ...]:
+        sampling = SamplingParams(temperature=0.8, seed=11, max_tokens=16)
+        return _run(golden.engine(drafter), [Request("seeded", golden.prompts[0], sampling, speculation)])["seeded"]
+
+    for drafter in golden.drafters:
+        texts = {text(drafter, Speculation(expansion=expansion)) for expansion in EXPANSIONS[:4]}
+        assert texts == {text(drafter, Speculation(is_enabled=False))}
+
+
+def test_the_comparison_sees_an_extra_token_taken_from_the_root(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: whatever path is accepted, the extra token is the root's arg max."""
+
+    def from_the_root(trees, choices):
+        offsets = [sum(tree.num_nodes for tree in trees[:index]) for index in range(len(trees))]
+        verdicts = honest(trees, choices)
+        return [type(v)(v.path, choices[offset]) for v, offset in zip(verdicts, offsets, strict=True)]
+
+    honest = judge.judge_greedy
+    monkeypatch.setattr(judge, "judge_greedy", from_the_root)
+    with pytest.raises(AssertionError):
+        test_in_a_batch_of_eight_mixed_requests(golden)
