@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from engine.draft.lens_fit import evaluate_lens, fit_lens, written_texts
+from engine.lens_fit import evaluate_lens, fit_lens, written_texts
 from engine.model import load_model
 from engine.weights import resolve
 
