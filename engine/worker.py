@@ -118,7 +118,6 @@ def _worker_main(order: _Order) -> None:
         try:
             with _beating(say):
                 engine = order.factory(order.config)
-            _logger.info("ready: %s", engine.info)
             Worker(engine, partial(_read_letters, inbox), say).serve()
         except Exception as error:
             _logger.exception("the worker fails")

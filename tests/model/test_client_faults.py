@@ -14,10 +14,11 @@ import pytest
 import engine.worker
 from engine.client import WorkerClient
 from engine.config import EngineConfig, SchedulerConfig
+from engine.desk import SteppedEngine
 from engine.link import WorkerLink
 from engine.service import EngineState, EngineUnavailable
 from engine.supervision import Supervision
-from engine.types import FinishReason, Request, TokenEvent
+from engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from engine.wire import Addresses, Report
 from engine.worker import ProcessLauncher, Worker
 from tests.clients import collect, end_of, running, tokens_of, until, worker_client
@@ -143,14 +144,14 @@ def _serve_noisily(self: Worker) -> None:
 _serve = Worker.serve
 
 
-def build_noisily(config: EngineConfig) -> object:
+def build_noisily(config: EngineConfig) -> SteppedEngine:
     """The mutant: a worker whose heartbeat comes from a thread, whatever the loop does."""
     Worker.serve = _serve_noisily  # type: ignore[method-assign]
     return build_counting(config)
 
 
 async def test_a_heartbeat_that_proves_nothing_is_noticed() -> None:
-    noisy = worker_client(build_noisily, supervision=WATCHFUL)  # type: ignore[arg-type]
+    noisy = worker_client(build_noisily, supervision=WATCHFUL)
     with pytest.raises(TimeoutError):
         await check_a_hung_step_is_seen(noisy, limit_s=2 * HANG_LIMIT_S)
 
@@ -236,6 +237,31 @@ async def test_a_process_that_never_says_a_word_is_given_up() -> None:
     client = WorkerClient(MuteLauncher(), SchedulerConfig(), Supervision(first_word_limit_s=0.2))
     with pytest.raises(EngineUnavailable, match=r"it said nothing for 0\.2 s after its launch"):
         await client.start()
+
+
+def build_tiny(config: EngineConfig) -> SteppedEngine:
+    from engine.testing import tiny_engine, tiny_model  # here, so that the workers of other tests need no torch
+
+    return tiny_engine(tiny_model(), config=config.scheduler)
+
+
+@pytest.mark.slow
+async def test_the_real_engine_gives_the_same_text_after_a_restart() -> None:
+    """A seeded text is the same; the mutant is the same request without its seed."""
+    client = worker_client(build_tiny, scheduler=SchedulerConfig(num_slots=2048, max_model_len=256))
+    requests = [Request(f"r{n}", (n, 2, 3), SamplingParams(seed=n, max_tokens=24, ignore_eos=True)) for n in range(1, 5)]
+    wild = Request("wild", (1, 2, 3), SamplingParams(max_tokens=24, ignore_eos=True))
+    async with running(client):
+        before = [tokens_of(events) for events in await asyncio.gather(*(collect(client, one) for one in (*requests, wild)))]
+        assert {len(tokens) for tokens in before} == {24}
+        stream = client.submit(Request("cut", (1, 2, 3), SamplingParams(max_tokens=250, ignore_eos=True)))
+        await anext(stream)
+        signal_worker(signal.SIGKILL)
+        assert end_of([event async for event in stream]).finish is FinishReason.ERROR
+        await until_ready_again(client)
+        after = [tokens_of(events) for events in [await collect(client, one) for one in (*requests, wild)]]
+    assert after[:-1] == before[:-1]
+    assert after[-1] != before[-1]
 
 
 async def test_the_default_factory_builds_the_real_engine() -> None:

@@ -163,9 +163,11 @@ import sys, time
 from pathlib import Path
 from engine.config import EngineConfig
 from engine.wire import Addresses
+import engine.worker
 from engine.worker import ProcessLauncher
 from tests.counting_engine import build_counting, build_forever
 
+# PATCH
 if __name__ == "__main__":
     folder, moment = sys.argv[1:]
     factory = {"ready": build_counting, "loading": build_forever}[moment]
@@ -176,25 +178,38 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("moment", ["ready", "loading"])
-def test_a_killed_parent_takes_the_worker_along(tmp_path: Path, moment: str) -> None:
-    """Daemons die with a parent that exits in order only; kill -9 gives the parent no chance to tell them."""
-    script = tmp_path / "parent.py"
-    script.write_text(_PARENT)
+def check_a_killed_parent_takes_the_worker_along(
+    folder: Path, moment: str, script: str = _PARENT, patience_ms: int = _PATIENCE_MS
+) -> None:
+    path = folder / "parent.py"
+    path.write_text(script)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with zmq.Context() as context, context.socket(zmq.PULL) as reports:
-        reports.bind(f"ipc://{tmp_path}/r")
-        command = [sys.executable, str(script), str(tmp_path), moment]
+        reports.bind(f"ipc://{folder}/r")
+        command = [sys.executable, str(path), str(folder), moment]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as parent:
             assert parent.stdout is not None
             worker_pid = int(parent.stdout.readline())
             assert reports.poll(_PATIENCE_MS), "the worker is silent"  # it beats: the watch over its parent has begun
             parent.kill()
-        _wait_gone(worker_pid)
+        _wait_gone(worker_pid, patience_ms)
 
 
-def _wait_gone(pid: int) -> None:
-    """Wait until a process, not a child of ours, has ended; fails by the test's own timeout."""
+@pytest.mark.parametrize("moment", ["ready", "loading"])
+def test_a_killed_parent_takes_the_worker_along(tmp_path: Path, moment: str) -> None:
+    """Daemons die with a parent that exits in order only; kill -9 gives the parent no chance to tell them."""
+    check_a_killed_parent_takes_the_worker_along(tmp_path, moment)
+
+
+def test_an_orphan_is_noticed(tmp_path: Path) -> None:
+    """The mutant: a worker that trusts in being a daemon. The child imports the parent's script, and with it the patch."""
+    trusting = _PARENT.replace("# PATCH", "engine.worker._die_with_parent = lambda: None")
+    with pytest.raises(AssertionError, match="outlives its parent"):
+        check_a_killed_parent_takes_the_worker_along(tmp_path, "loading", trusting, patience_ms=1000)
+
+
+def _wait_gone(pid: int, patience_ms: int) -> None:
+    """Wait until a process that is no child of ours has ended; if it does not end, end it and raise."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -202,6 +217,8 @@ def _wait_gone(pid: int) -> None:
     try:
         poller = zmq.Poller()
         poller.register(pidfd, zmq.POLLIN)
-        assert poller.poll(_PATIENCE_MS), "the worker outlives its parent"
+        if not poller.poll(patience_ms):
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("the worker outlives its parent")
     finally:
         os.close(pidfd)
