@@ -151,7 +151,7 @@ class AdaptiveExpansion:
         acceptance = self._acceptance(view)
         best = max(self._menu, key=lambda e: _expected_tokens(e, acceptance) / self._seconds(e, num_rows))
         if best.is_plain and view.num_generated % self._PROBE_EVERY == self._PROBE_EVERY - 1:
-            return min((shape for shape in self._menu if not shape.is_plain), key=lambda shape: shape.num_draft_tokens)
+            return min(self._menu, key=lambda shape: (shape.is_plain, shape.num_draft_tokens))
         return best
 
     def _seconds(self, expansion: Expansion, num_rows: int) -> float:
