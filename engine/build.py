@@ -15,7 +15,7 @@ from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
 from engine.policy import AdaptiveExpansion, ExpansionPolicy, FixedExpansion, PlainDecoding
 from engine.target import Target
-from engine.types import ModelInfo
+from engine.types import ModelInfo, Request, SamplingParams
 from engine.verify.rules import TreeKind, require_exact
 from engine.weights import resolve
 
@@ -52,8 +52,18 @@ def build_engine(config: EngineConfig) -> Engine:
         verifier=config.verifier,
         policy=policy.name,
     )
+    engine = Engine(info, config.scheduler, target, drafter, policy)
+    _warm_up(engine)
     _logger.info("engine ready: %s", info)
-    return Engine(info, config.scheduler, target, drafter, policy)
+    return engine
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run a few tokens through every stage: caches are made, kernels chosen, and what cannot run fails now and not at a user."""
+    prompt = tuple(index % engine.info.vocab_size for index in range(1, 9))
+    engine.add(Request("warm-up", prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
 
 
 def _load(reference: str, config: EngineConfig, device: torch.device) -> CausalModel:

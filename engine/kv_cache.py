@@ -48,5 +48,5 @@ class KVCache:
         return keys.view(rows, length, *keys.shape[1:]), values.view(rows, length, *values.shape[1:])
 
     def _pool(self, example: Tensor) -> Tensor:
-        # Zeros and not empty memory: a masked slot has weight 0, and 0 times a stray NaN would be NaN.
-        return torch.zeros((self.num_slots, *example.shape[1:]), dtype=example.dtype, device=self._device)
+        # Not zeroed: every slot is written before it is gathered, and zeroing would touch gigabytes that may never be used.
+        return torch.empty((self.num_slots, *example.shape[1:]), dtype=example.dtype, device=self._device)
