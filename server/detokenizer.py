@@ -3,7 +3,7 @@
 Knows ids, a decode function and which ids can change their neighbours' text. Does not know stop strings or HTTP.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 _REPLACEMENT = "\ufffd"
 
@@ -21,11 +21,14 @@ class Detokenizer:
     The context keeps decoders honest that strip or add a space at the beginning of what they are given.
     """
 
-    def __init__(self, decode: Decode, byte_ids: frozenset[int] = frozenset(), silent_ids: frozenset[int] = frozenset()) -> None:
-        """Take a `decode` that renders ids as they are, ids of byte-fallback tokens, and ids that are never text."""
+    def __init__(self, decode: Decode, text_ids: Set[int], byte_ids: Set[int]) -> None:
+        """Take a `decode` that renders ids as they are, the ids that are text, and those of them that are byte-fallback.
+
+        Other ids (special tokens, rows that only pad the vocabulary) are not text and end nothing.
+        """
         self._decode = decode
+        self._text_ids = text_ids
         self._byte_ids = byte_ids
-        self._silent_ids = silent_ids
         self._context: list[int] = []
         self._num_context_chars = 0
         self._pending: list[int] = []
@@ -33,13 +36,13 @@ class Detokenizer:
 
     def settle(self, next_id: int) -> str:
         """Return what the coming of `next_id` decides about the ids before it: the end of a byte run."""
-        if not self._ends_in_byte_run or next_id in self._byte_ids or next_id in self._silent_ids:
+        if not self._ends_in_byte_run or next_id in self._byte_ids or next_id not in self._text_ids:
             return ""
         return self._emit(self._pending_text())
 
     def push(self, token_id: int) -> str:
         """Add an id; return the text that is now certain."""
-        if token_id in self._silent_ids:
+        if token_id not in self._text_ids:
             return ""
         self._pending.append(token_id)
         if self._ends_in_byte_run:

@@ -66,7 +66,9 @@ class Generation:
         try:
             for sample in self._samples:
                 stream = self._engine.submit(sample.request)
-                self._pumps.append(asyncio.create_task(self._pump(sample, stream)))
+                pump = asyncio.create_task(self._pump(sample, stream))
+                pump.add_done_callback(self._on_pump_end)
+                self._pumps.append(pump)
         except EngineError as error:
             self._meter.reject(as_api_error(error).code or "engine_error")
             await self.close()
@@ -74,18 +76,20 @@ class Generation:
         return self
 
     async def _pump(self, sample: Sample, stream: AsyncIterator[TokenEvent]) -> None:
-        """Move one sample's events to the common queue; whatever ends them early goes there too."""
-        try:
-            async for event in stream:
-                self._arrivals.put_nowait((sample, event))
-                if event.finish is not None:
-                    return
-            self._arrivals.put_nowait(GenerationFailed("the engine ended a request without saying why"))
-        except EngineError as error:
+        """Move one sample's events to the common queue."""
+        async for event in stream:
+            self._arrivals.put_nowait((sample, event))
+            if event.finish is not None:
+                return
+        raise GenerationFailed("the engine ended a request without saying why")
+
+    def _on_pump_end(self, pump: asyncio.Task[None]) -> None:
+        """Tell the reader of `pieces` what ended a pump before its time, whatever it was."""
+        if not pump.cancelled() and isinstance(error := pump.exception(), Exception):
             self._arrivals.put_nowait(error)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield what each event adds, until every choice has finished. Raises ApiError or EngineError if one fails."""
+        """Yield what each event adds, until every choice has finished. Raises what made one fail."""
         while any(choice.finish is None for choice in self.choices):
             arrival = await self._arrivals.get()
             if isinstance(arrival, Exception):

@@ -46,41 +46,41 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = Field(
-        (), description="Keys that open the API, comma-separated; none leaves it open. /live and /health never need one."
+        default=(), description="Keys that open the API, comma-separated; none leaves it open. /live and /health never need one."
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
-        (), description="Origins whose pages may call the API, comma-separated; * for any."
+        default=(), description="Origins whose pages may call the API, comma-separated; * for any."
     )
-    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Largest request body.")
-    max_choices: int = Field(128, ge=1, description="Most choices of one request: prompts times n.")
-    drain_s: float = Field(30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
-    max_heartbeat_age_s: float = Field(10.0, gt=0, description="/health fails when the engine has been silent for longer.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written.")
-    log_format: Literal["text", "json"] = Field("text", description="How a log line is written.")
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
+    max_choices: int = Field(default=128, ge=1, description="Most choices of one request: prompts times n.")
+    drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
+    max_heartbeat_age_s: float = Field(default=10.0, gt=0, description="/health fails if the engine has been silent for longer.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe log line written.")
+    log_format: Literal["text", "json"] = Field(default="text", description="How a log line is written.")
 
-    model: str = Field("smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
-    model_name: str | None = Field(None, description="Name clients use for the model; unset: the value of model.")
-    drafter: Literal["none", "ngram", "early-exit", "model"] = Field("ngram", description="What drafts tokens.")
-    draft_model: str | None = Field(None, description="Draft model, as in model; for drafter model.")
-    lens: str | None = Field(None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
+    model: str = Field(default="smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
+    model_name: str | None = Field(default=None, description="Name clients use for the model; unset: the value of model.")
+    drafter: Literal["none", "ngram", "early-exit", "model"] = Field(default="ngram", description="What drafts tokens.")
+    draft_model: str | None = Field(default=None, description="Draft model, as in model; for drafter model.")
+    lens: str | None = Field(default=None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
     verifier: Literal["traversal", "specinfer", "nss", "coupled"] = Field(
-        "traversal", description="Rule that accepts drafted tokens."
+        default="traversal", description="Rule that accepts drafted tokens."
     )
-    policy: Literal["plain", "fixed", "adaptive"] = Field("adaptive", description="Who chooses each sequence's tree shape.")
+    policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="Who chooses tree shapes.")
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
-        "4.1.0", description="Tree shape trunk.branches.depth: the fixed one, or where the adaptive policy begins."
+        default="4.1.0", description="Tree shape trunk.branches.depth: the fixed one, or where the adaptive policy begins."
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of weights and cache.")
-    device: str | None = Field(None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
-    num_threads: int | None = Field(None, ge=1, description="Threads of the engine on a processor; unset: the physical cores.")
-    max_running: int = Field(32, ge=1, description="Sequences that take part in a step.")
-    max_waiting: int = Field(256, ge=0, description="Sequences that may wait; more are answered 503 with Retry-After.")
-    max_step_tokens: int = Field(512, ge=1, description="Packed tokens of one target forward.")
-    num_slots: int = Field(32768, ge=1, description="Tokens the key-value cache holds.")
-    max_model_len: int = Field(8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number format of weights and cache.")
+    device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
+    num_threads: int | None = Field(default=None, ge=1, description="Threads of the engine; unset: the physical cores.")
+    max_running: int = Field(default=32, ge=1, description="Sequences that take part in a step.")
+    max_waiting: int = Field(default=256, ge=0, description="Sequences that may wait; more are answered 503 with Retry-After.")
+    max_step_tokens: int = Field(default=512, ge=1, description="Packed tokens of one target forward.")
+    num_slots: int = Field(default=32768, ge=1, description="Tokens the key-value cache holds.")
+    max_model_len: int = Field(default=8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
 
     @model_validator(mode="after")
     def _draft_model_belongs_to_its_drafter(self) -> Self:

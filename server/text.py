@@ -68,8 +68,9 @@ class TextCodec:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        self._byte_ids = {i: int(m[1], 16) for token, i in tokenizer.get_vocab().items() if (m := _BYTE_TOKEN.fullmatch(token))}
-        self._special_ids = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        vocab = tokenizer.get_vocab()
+        self._byte_ids = {i: int(m[1], 16) for token, i in vocab.items() if (m := _BYTE_TOKEN.fullmatch(token))}
+        self._text_ids = set(vocab.values()) - {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._token_texts: dict[int, TokenText] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
@@ -99,12 +100,12 @@ class TextCodec:
         return tuple(self._tokenizer.encode(prompt, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of all ids at once, special tokens left out."""
-        return self._decode([i for i in token_ids if i not in self._special_ids])
+        """Return the text of all ids at once, special and unknown tokens left out."""
+        return self._decode([i for i in token_ids if i in self._text_ids])
 
     def detokenizer(self) -> Detokenizer:
         """Return a fresh detokenizer whose pieces add up to what `decode` gives."""
-        return Detokenizer(self._decode, frozenset(self._byte_ids), self._special_ids)
+        return Detokenizer(self._decode, self._text_ids, self._byte_ids.keys())
 
     def token_text(self, token_id: int) -> TokenText:
         """Return the text and bytes of one token as it stands inside a text; special tokens are spelled out."""

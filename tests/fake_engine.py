@@ -104,7 +104,7 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         if request_id in self.living:
             self.aborted.append(request_id)
-            self.living[request_id].set()
+            self.living.pop(request_id).set()
 
     def add_listener(self, listener: Callable[[StepStats], None]) -> None:
         self.listeners.append(listener)
@@ -118,11 +118,14 @@ class FakeEngine:
                     return
                 self._step(event)
                 if number == self.fail_after:
-                    yield TokenEvent(request.request_id, finish=FinishReason.ERROR, error="the step failed")
-                    return
+                    event = TokenEvent(request.request_id, finish=FinishReason.ERROR, error="the step failed")
+                if event.finish is not None:
+                    self.living.pop(request.request_id, None)
                 yield event
+                if event.finish is not None:
+                    return
         finally:
-            del self.living[request.request_id]
+            self.abort(request.request_id)  # closed before its end
 
     async def _until_free(self, number: int, aborted: asyncio.Event) -> None:
         await asyncio.sleep(0)

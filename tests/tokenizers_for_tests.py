@@ -5,7 +5,14 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "stop here", "naïve café", "日本語 text", "😀 smile"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "hello world, hello there",
+    "stop here",
+    "naïve café",
+    "日本語 text",
+    "😀 smile",
+]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"

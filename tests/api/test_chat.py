@@ -1,0 +1,150 @@
+"""POST /v1/chat/completions: template, format, stream."""
+
+import pytest
+
+from tests.api.harness import chat, data_of, in_process
+from tests.fake_engine import FakeEngine, says
+from tests.tokenizers_for_tests import byte_fallback, byte_level
+
+TEXT = "hello 日本語 😀, the quick fox"
+IDS = byte_level().encode(TEXT)
+URL = "/v1/chat/completions"
+
+
+def _engine(**fields) -> FakeEngine:
+    return FakeEngine(**{"script": says(IDS), "chunks": (1, 4), **fields})
+
+
+def _prompt(engine: FakeEngine) -> str:
+    return str(byte_level().decode(engine.requests[-1].prompt_ids))
+
+
+async def test_an_answer_has_the_openai_shape():
+    engine = _engine()
+    async with in_process(engine) as client:
+        answer = (await client.post(URL, json=chat())).json()
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    message = {"role": "assistant", "content": TEXT, "refusal": None}
+    assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert _prompt(engine) == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
+
+
+async def test_an_answer_may_take_the_room_that_is_left():
+    engine = _engine(max_model_len=100)
+    async with in_process(engine) as client:
+        await client.post(URL, json=chat())
+        await client.post(URL, json=chat(max_tokens=9, max_completion_tokens=7))
+    free, limited = engine.requests
+    assert free.sampling.max_tokens == 100 - len(free.prompt_ids)
+    assert limited.sampling.max_tokens == 7
+
+
+async def test_the_end_token_ends_the_answer_and_is_no_text():
+    end = byte_level().convert_tokens_to_ids("<|end|>")
+    async with in_process(_engine(script=says([*IDS, end, *IDS]), eos_token_ids=(end,))) as client:
+        answer = (await client.post(URL, json=chat(logprobs=True))).json()
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (TEXT, "stop")
+    assert answer["usage"]["completion_tokens"] == len(IDS) + 1 == len(choice["logprobs"]["content"])
+
+
+async def test_a_stream_begins_with_the_role_and_ends_with_the_finish():
+    options = {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
+    async with in_process(_engine()) as client:
+        whole = (await client.post(URL, json=chat(n=2, logprobs=True, top_logprobs=2))).json()
+        *chunks, last = data_of((await client.post(URL, json=chat(**options))).text)
+    assert (last["choices"], last["usage"], last["metrics"]) == ([], whole["usage"], whole["metrics"])
+    assert all(chunk["object"] == "chat.completion.chunk" and chunk["usage"] is None for chunk in chunks)
+    for choice in whole["choices"]:
+        first, *parts, end = (part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"])
+        assert (first["delta"], first["finish_reason"]) == ({"role": "assistant", "content": ""}, None)
+        assert (end["delta"], end["finish_reason"]) == ({}, "length")
+        assert "".join(part["delta"]["content"] for part in parts) == choice["message"]["content"]
+        assert [entry for part in parts for entry in part["logprobs"]["content"]] == choice["logprobs"]["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]).decode() == TEXT
+
+
+async def test_parts_of_text_are_lines_and_developer_is_system():
+    engine = _engine()
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": "", "refusal": None, "tool_calls": None, "annotations": []},
+        {"role": "user", "content": "three"},
+    ]
+    async with in_process(engine) as client:
+        assert (await client.post(URL, json=chat(messages=messages))).status_code == 200
+    first, second, third, *_ = _prompt(engine).split("<|start|>")[1:]
+    assert (first, second, third) == ("system\nbe brief<|end|>\n", "user\none\ntwo<|end|>\n", "assistant\n<|end|>\n")
+
+
+NEUTRAL = {
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "service_tier": "auto",
+    "store": False,
+    "metadata": {"a": "b"},
+    "user": "someone",
+    "presence_penalty": 0,
+}
+REFUSED = {
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "service_tier": "flex",
+    "store": True,
+    "metadata": {"a": 5},
+    "messages": [],
+    "top_logprobs": 2,
+    "max_completion_tokens": 0,
+    "logprobs": 5,
+    "functions": [],
+    "prediction": None,
+    "prompt": "x",
+}
+
+
+async def test_neutral_values_are_accepted_and_others_refused_by_name():
+    async with in_process(_engine()) as client:
+        for name, value in NEUTRAL.items():
+            assert (await client.post(URL, json=chat(**{name: value}))).status_code == 200, name
+        for name, value in REFUSED.items():
+            response = await client.post(URL, json=chat(**{name: value}))
+            assert (response.status_code, response.json()["error"]["param"].split(".")[0]) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content"),
+        ({"role": "user", "content": None}, "messages.0.content"),
+        ({"role": "user"}, "messages.0.content"),
+        ({"role": "tool", "content": "x"}, "messages.0.role"),
+        ({"role": "user", "content": "x", "name": "someone"}, "messages.0.name"),
+    ],
+)
+async def test_messages_that_cannot_be_honoured_are_refused(message: dict[str, object], param: str):
+    async with in_process(_engine()) as client:
+        response = await client.post(URL, json=chat(messages=[message]))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith(param)
+
+
+async def test_what_the_template_refuses_is_the_clients_error():
+    messages = [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]
+    async with in_process(_engine()) as client:
+        response = await client.post(URL, json=chat(messages=messages))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    assert "system must come first" in response.json()["error"]["message"]
+
+
+async def test_a_model_without_a_template_has_no_chat(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.api.harness.byte_level", byte_fallback)
+    async with in_process(_engine()) as client:
+        response = await client.post(URL, json=chat())
+    assert response.status_code == 400
+    assert "no chat template" in response.json()["error"]["message"]

@@ -1,0 +1,151 @@
+"""One sample's text, entries and counts do not depend on how its tokens are spread over events."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.types import FinishReason, TokenEvent, TokenLogprobs
+from server.choice import AcceptanceCounts, Choice, Piece
+from server.text import TextCodec
+from tests.tokenizers_for_tests import byte_fallback, byte_level
+
+CODECS = [TextCodec(byte_level()), TextCodec(byte_fallback())]
+
+
+def _choice(codec: TextCodec, stops: list[str], choice_type: type[Choice] = Choice) -> Choice:
+    return choice_type(0, codec.detokenizer(), stops, codec.token_text, 1)
+
+
+def _events(ids: list[int], edges: list[int], finish: FinishReason = FinishReason.LENGTH) -> list[TokenEvent]:
+    """Return events whose tokens are cut at `edges`; the last carries the end."""
+    bounds = [0, *sorted(min(edge, len(ids)) for edge in edges), len(ids)]
+    parts = [tuple(ids[a:b]) for a, b in pairwise(bounds)]
+    logprobs = [tuple(TokenLogprobs(-float(i), (i,), (-float(i),)) for i in part) for part in parts]
+    last = len(parts) - 1
+    return [TokenEvent("r", part, logprobs[k], finish if k == last else None) for k, part in enumerate(parts)]
+
+
+def _taken(choice: Choice, events: list[TokenEvent]) -> list[Piece]:
+    pieces = []
+    for event in events:
+        if choice.finish is None:
+            pieces.append(choice.take(event))
+    return pieces
+
+
+def _summary(choice: Choice, events: list[TokenEvent]) -> tuple[str, list[tuple[bytes, float, int]], int, FinishReason | None]:
+    pieces = _taken(choice, events)
+    entries = [(entry.token.raw, entry.logprob, entry.offset) for piece in pieces for entry in piece.entries]
+    return "".join(piece.text for piece in pieces), entries, choice.num_tokens, choice.finish
+
+
+def _check(choice_type: type[Choice]) -> None:
+    texts = st.text("he lo日😀\n", max_size=10).map(lambda text: list(CODECS[0].encode(text)))
+    ids = st.lists(st.integers(3, 340), max_size=12) | texts
+    stops = st.lists(st.sampled_from(["l", "ll", "o", "日", "\n", "e h", "\ufffd"]), max_size=2)
+
+    @given(st.sampled_from(CODECS), ids, stops, st.lists(st.integers(0, 12), max_size=5))
+    def any_events_give_the_same(codec: TextCodec, ids: list[int], stops: list[str], edges: list[int]) -> None:
+        one_each = _summary(_choice(codec, stops, choice_type), _events(ids, list(range(len(ids)))))
+        others = _summary(_choice(codec, stops, choice_type), _events(ids, edges))
+        assert others == one_each
+        text, entries, num_tokens, _ = others
+        assert len(entries) == num_tokens
+        whole = codec.decode(ids)
+        assert whole.startswith(text)
+        if not any(stop in whole for stop in stops):
+            assert text == whole
+            assert num_tokens == len(ids)
+
+    any_events_give_the_same()
+
+
+def test_any_events_give_the_same():
+    _check(Choice)
+
+
+class _LooksAtWholeEvents(Choice):
+    """Searches for stop strings only when an event's tokens are all in: counts the tokens behind one."""
+
+    def take(self, event: TokenEvent) -> Piece:
+        piece = super().take(event)
+        if self.is_cut:
+            self.num_tokens = max(self.num_tokens, len(event.token_ids))
+        return piece
+
+
+class _CountsWhatIsHeldBack(Choice):
+    """Offsets of entries count the characters that left in earlier events, not those that are decided."""
+
+    def take(self, event: TokenEvent) -> Piece:
+        self._num_chars = getattr(self, "num_left", 0)
+        piece = super().take(event)
+        self.num_left = self._num_chars - len(piece.text)
+        return piece
+
+
+@pytest.mark.parametrize("mutant", [_LooksAtWholeEvents, _CountsWhatIsHeldBack])
+def test_mutants_die(mutant: type[Choice]):
+    with pytest.raises(AssertionError):
+        _check(mutant)
+
+
+def test_a_stop_string_over_two_events_is_cut_and_tokens_count_up_to_it():
+    codec = CODECS[0]
+    ids = [codec.encode(text)[0] for text in ("h", "e", "l", "l", "o", "x")]
+    choice = _choice(codec, ["lo"])
+    pieces = _taken(choice, _events(ids, [3, 4]))
+    assert "".join(piece.text for piece in pieces) == "hel"
+    assert (choice.num_tokens, choice.finish, choice.is_cut) == (5, FinishReason.STOP, True)
+
+
+def test_a_byte_run_that_ends_is_a_stop_before_the_token_that_ends_it():
+    """A fallback newline is certain only when the next token comes; that token is not returned."""
+    codec = CODECS[1]
+    newline = codec.encode("a\n")[-1]
+    ids = [*codec.encode("he"), newline, *codec.encode("the")]
+    choice = _choice(codec, ["\n"])
+    assert "".join(piece.text for piece in _taken(choice, _events(ids, []))) == codec.decode(codec.encode("he"))
+    assert choice.num_tokens == len(codec.encode("he")) + 1
+
+
+def test_a_stop_token_counts_but_is_no_text():
+    codec = CODECS[0]
+    hello, there = codec.encode("hello there")[:2]
+    choice = _choice(codec, [])
+    event = TokenEvent("r", (hello, there), (), FinishReason.STOP, stop_token_id=there)
+    assert choice.take(event).text == "hello"
+    assert (choice.num_tokens, choice.finish) == (2, FinishReason.STOP)
+
+
+def test_offsets_point_at_each_token_in_the_text():
+    codec = CODECS[0]
+    text = "hello 日本語 😀, the quick fox"
+    choice = _choice(codec, [])
+    entries = [entry for piece in _taken(choice, _events(list(codec.encode(text)), [2, 5])) for entry in piece.entries]
+    for entry, following in pairwise(entries):
+        if "\ufffd" not in entry.token.text:
+            assert text[entry.offset : following.offset] == entry.token.text
+
+
+def test_drafts_are_counted_as_returned_not_as_accepted():
+    """A stop string inside an accepted path: tokens behind it were accepted but are not returned."""
+    codec = CODECS[0]
+    ids = tuple(codec.encode(text)[0] for text in "hello")
+    choice = _choice(codec, ["l"])
+    choice.take(TokenEvent("r", ids, num_draft_tokens=9, num_accepted_tokens=4))
+    assert choice.acceptance.histogram == [0, 0, 0, 1]
+    assert (choice.acceptance.num_accepted_tokens, choice.acceptance.num_draft_tokens) == (3, 9)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=8))
+def test_the_histogram_adds_up(steps: list[tuple[int, int]]):
+    one, two = AcceptanceCounts(), AcceptanceCounts()
+    for number, (drafted, accepted) in enumerate(steps):
+        (one if number % 2 else two).add_step(drafted, accepted)
+    one.add(two)
+    assert one.num_steps == len(steps)
+    assert one.num_accepted_tokens == sum(accepted for _, accepted in steps)
+    assert one.num_draft_tokens == sum(drafted for drafted, _ in steps)

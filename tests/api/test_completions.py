@@ -1,0 +1,260 @@
+"""POST /v1/completions: what is accepted is honoured, what is not is refused by name, a stream says what the whole says."""
+
+import math
+from typing import Any
+
+import pytest
+
+from engine.keys import derived_seed
+from engine.tree import Expansion
+from engine.types import Speculation
+from tests.api.harness import MODEL, completion, data_of, in_process, sample
+from tests.fake_engine import FakeEngine, says
+from tests.tokenizers_for_tests import byte_level
+
+TEXT = "hello world, the quick 日本語 😀 fox stop here"
+IDS = byte_level().encode(TEXT)
+
+
+def _engine(**fields) -> FakeEngine:
+    return FakeEngine(**{"script": says(IDS), "chunks": (1, 3, 2), **fields})
+
+
+async def test_an_answer_has_the_openai_shape():
+    async with in_process(_engine()) as client:
+        answer = (await client.post("/v1/completions", json=completion(max_tokens=50))).json()
+    assert answer["id"].startswith("cmpl-")
+    assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
+    assert answer["choices"] == [{"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "length"}]
+    num_prompt = len(byte_level().encode("hello"))
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": len(IDS), "total_tokens": num_prompt + len(IDS)}
+    assert usage.items() <= answer["usage"].items()
+
+
+async def test_speculation_numbers_add_up():
+    async with in_process(_engine()) as client:
+        answer = (await client.post("/v1/completions", json=completion(n=2, max_tokens=50))).json()
+    numbers = answer["metrics"]["speculative_decoding"]
+    histogram = numbers["acceptance_histogram"]
+    assert sum(histogram) == numbers["num_spec_steps"] > 0
+    assert sum(j * count for j, count in enumerate(histogram)) == numbers["num_accepted_draft_tokens"] > 0
+    num_accepted = numbers["num_accepted_draft_tokens"]
+    assert numbers["mean_acceptance_length"] == pytest.approx(1 + num_accepted / numbers["num_spec_steps"])
+    assert numbers["draft_acceptance_rate"] == pytest.approx(num_accepted / numbers["num_draft_tokens"])
+
+
+OPTIONS = [{}, {"stop": ["日本", "fox"]}, {"logprobs": 2}, {"logprobs": 0, "stop": "stop he"}, {"n": 3}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunks", [(1,), (3,), (2, 5), (100,)])
+async def test_a_stream_says_what_the_whole_says(options: dict[str, Any], chunks: tuple[int, ...]):
+    body = completion(max_tokens=50, **options)
+    async with in_process(_engine(chunks=chunks)) as client:
+        whole = (await client.post("/v1/completions", json=body)).json()
+        response = await client.post("/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *chunks_, last = data_of(response.text)
+    assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks_)
+    assert {(chunk["id"], chunk["created"]) for chunk in chunks_} == {(last["id"], last["created"])}
+    assert (last["choices"], last["usage"], last["metrics"]) == ([], whole["usage"], whole["metrics"])
+    for choice in whole["choices"]:
+        parts = [chunk["choices"][0] for chunk in chunks_ if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        if choice["logprobs"]:
+            for key in ("tokens", "token_logprobs", "text_offset"):
+                assert [item for part in parts for item in part["logprobs"][key]] == choice["logprobs"][key]
+
+
+async def test_a_stop_string_ends_the_request_in_the_engine_too():
+    engine = _engine(chunks=(1, 2))
+    async with in_process(engine) as client:
+        answer = (await client.post("/v1/completions", json=completion(max_tokens=50, stop="d, the q"))).json()
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hello worl", "stop")
+    assert answer["usage"]["completion_tokens"] == len(byte_level().encode("hello world, the quick"))
+    assert engine.aborted == [engine.requests[0].request_id]
+    assert engine.living == {}
+
+
+async def test_tokens_that_are_half_a_character_are_spelled_as_bytes():
+    smile = [byte_level().convert_tokens_to_ids(token) for token in ("ð", "Ł", "Ļ", "Ģ")]
+    async with in_process(_engine(script=says(smile))) as client:
+        answer = (await client.post("/v1/completions", json=completion(logprobs=0))).json()
+    (choice,) = answer["choices"]
+    assert choice["text"] == "🙀"
+    assert choice["logprobs"]["tokens"] == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x99", "bytes:\\x80"]
+    assert choice["logprobs"]["top_logprobs"] is None
+
+
+async def test_the_chosen_token_is_among_the_top_ones():
+    async with in_process(_engine()) as client:
+        answer = (await client.post("/v1/completions", json=completion(logprobs=2, max_tokens=2))).json()
+    logprobs = answer["choices"][0]["logprobs"]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [3, 3]
+    assert logprobs["top_logprobs"][0]["hello"] == logprobs["token_logprobs"][0] == pytest.approx(-IDS[0] / 100)
+    assert all(map(math.isfinite, logprobs["token_logprobs"]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hello", [tuple(byte_level().encode("hello"))]),
+        (["hello", "the"], [tuple(byte_level().encode("hello")), tuple(byte_level().encode("the"))]),
+        ([5, 6, 7], [(5, 6, 7)]),
+        ([[5, 6], [7]], [(5, 6), (7,)]),
+    ],
+)
+async def test_the_four_forms_of_a_prompt(prompt: object, expected: list[tuple[int, ...]]):
+    engine = FakeEngine()
+    async with in_process(engine) as client:
+        answer = (await client.post("/v1/completions", json=completion(prompt=prompt, n=2))).json()
+    assert [request.prompt_ids for request in engine.requests] == [ids for ids in expected for _ in range(2)]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(expected)))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+async def test_every_parameter_reaches_the_engine():
+    engine = FakeEngine(eos_token_ids=(9,))
+    body = completion(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-5, max_tokens=3, n=2)
+    body |= {"stop_token_ids": [4], "ignore_eos": True, "logprobs": 1}
+    body |= {"speculative": {"verifier": "nss", "trunk": 2, "branches": 3, "depth": 1}}
+    async with in_process(engine) as client:
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    first, second = engine.requests
+    sampling = first.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (sampling.max_tokens, sampling.stop_token_ids, sampling.ignore_eos, sampling.num_logprobs) == (3, (4,), True, 1)
+    assert (first.sampling.seed, second.sampling.seed) == (-5, derived_seed(-5, 1))
+    assert first.speculation == Speculation(True, Expansion(2, 3, 1), "nss")
+
+
+async def test_null_is_the_openai_default():
+    engine = FakeEngine()
+    nulls = dict.fromkeys(["temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "stop", "logprobs", "stream"])
+    async with in_process(engine) as client:
+        assert (await client.post("/v1/completions", json=completion(**nulls))).status_code == 200
+    (request,) = engine.requests
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (1.0, 1.0, None)
+    assert (request.sampling.max_tokens, request.speculation) == (16, Speculation())
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0, 0.0, None),
+    "frequency_penalty": (0, None),
+    "logit_bias": ({}, None),
+    "best_of": (1, None),
+    "echo": (False, None),
+    "suffix": (None,),
+    "user": ("someone", None),
+}
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0.5, False, "0"),
+    "frequency_penalty": (-1,),
+    "logit_bias": ({"5": 1}, []),
+    "best_of": (2,),
+    "echo": (True, 0),
+    "suffix": ("x", ""),
+    "user": (5,),
+    "temperature": (-0.1, 2.1, "1", True),
+    "top_p": (0, 1.1),
+    "top_k": (-2, 0.5),
+    "min_p": (-0.1, 1.5),
+    "seed": (2**63, -(2**63) - 1, 1.5),
+    "n": (0, 129),
+    "max_tokens": (0, -1, 1.5),
+    "stop": ("", ["a", ""], ["x"] * 17, [5], "x" * 257),
+    "stop_token_ids": ([-1], [100000], "5"),
+    "ignore_eos": (1,),
+    "stream_options": ({"include_usage": True},),
+    "logprobs": (-1, 21, True),
+    "prompt": ("", [], [[]], [1, "a"], [-1], [100000], None, {"a": 1}),
+    "model": (5,),
+    "speculative": ({"enabled": False, "depth": 1}, []),
+    "speculative.verifier": ("magic",),
+    "speculative.branches": (0,),
+    "speculative.colour": ("red",),
+    "repetition_penalty": (1.0,),
+    "anything": (None,),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NEUTRAL.items() for value in values])
+async def test_neutral_values_are_accepted(name: str, value: object):
+    async with in_process(FakeEngine()) as client:
+        assert (await client.post("/v1/completions", json=completion(**{name: value}))).status_code == 200
+
+
+async def test_other_values_are_refused_by_the_name_of_the_field():
+    async with in_process(FakeEngine()) as client:
+        for name, values in REFUSED.items():
+            outer, _, inner = name.partition(".")
+            for value in values:
+                response = await client.post("/v1/completions", json=completion(**{outer: {inner: value} if inner else value}))
+                error = response.json()["error"]
+                assert (response.status_code, error["type"]) == (400, "invalid_request_error"), (name, value)
+                assert error["param"].startswith(name), (name, value, error)
+
+
+async def test_no_shape_without_a_drafter():
+    async with in_process(FakeEngine(drafter="none")) as client:
+        refused = await client.post("/v1/completions", json=completion(speculative={"depth": 2}))
+        fine = await client.post("/v1/completions", json=completion(speculative={"enabled": False}))
+    assert (refused.status_code, refused.json()["error"]["param"], fine.status_code) == (400, "speculative", 200)
+
+
+async def test_prompts_times_n_is_bounded():
+    async with in_process(FakeEngine(), max_choices=4) as client:
+        response = await client.post("/v1/completions", json=completion(prompt=["a", "b", "c"], n=2))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+
+
+async def test_what_does_not_fit_is_context_length_exceeded():
+    engine = FakeEngine(max_model_len=20)
+    async with in_process(engine) as client:
+        too_long = await client.post("/v1/completions", json=completion(prompt=[5] * 20))
+        too_much = await client.post("/v1/completions", json=completion(prompt=[5] * 10, max_tokens=11))
+        fits = await client.post("/v1/completions", json=completion(prompt=[5] * 10, max_tokens=10))
+        default = await client.post("/v1/completions", json=completion(prompt=[5] * 12))
+    for response in (too_long, too_much):
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (fits.status_code, fits.json()["usage"]["completion_tokens"]) == (200, 10)
+    assert default.json()["usage"]["completion_tokens"] == 8
+
+
+async def test_an_unknown_model_is_404():
+    async with in_process(FakeEngine()) as client:
+        response = await client.post("/v1/completions", json=completion(model="gpt-9"))
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_failure_before_the_first_output_is_plain_http_and_one_after_it_an_event():
+    async with in_process(_engine(fail_after=0)) as client:
+        early = await client.post("/v1/completions", json=completion(stream=True))
+        whole = await client.post("/v1/completions", json=completion())
+    async with in_process(_engine(fail_after=2)) as client:
+        late = await client.post("/v1/completions", json=completion(stream=True))
+    assert (early.status_code, whole.status_code, late.status_code) == (500, 500, 200)
+    assert early.json()["error"]["message"] == "the step failed"
+    assert data_of(late.text)[-1]["error"]["type"] == "server_error"
+
+
+async def test_one_failed_sample_ends_the_others():
+    engine = FakeEngine(chunks=(1,))
+    engine.script = lambda request: [5] * (3 if request.request_id.endswith("-0") else 200)
+    engine.fail_after = 2
+    async with in_process(engine) as client:
+        assert (await client.post("/v1/completions", json=completion(n=2, max_tokens=200))).status_code == 500
+        assert engine.living == {}
+
+
+async def test_a_full_queue_is_503_with_a_time_and_takes_all_samples_or_none():
+    engine = FakeEngine(max_living=2)
+    async with in_process(engine) as client:
+        response = await client.post("/v1/completions", json=completion(n=3))
+        again = await client.post("/v1/completions", json=completion(n=2))
+        rejected = (await sample(client))['latebranch_rejected_requests_total{engine="0",model_name="fake",reason="engine_busy"}']
+    assert (response.status_code, response.headers["retry-after"]) == (503, "3")
+    assert response.json()["error"]["code"] == "engine_busy"
+    assert (again.status_code, rejected) == (200, 1.0)

@@ -1,0 +1,135 @@
+"""Every failure is `{"error": {message, type, param, code}}`, bounded, with the right status, and never a 422."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.harness import MODEL, chat, completion, in_process
+from tests.fake_engine import FakeEngine
+
+URL = "/v1/completions"
+JSON = {"content-type": "application/json"}
+
+
+def _assert_error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    assert len(response.content) < 3000
+    return error
+
+
+BAD_BODIES = {
+    "empty": b"",
+    "not JSON": b"{",
+    "bad UTF-8": b'{"model": "\xff"}',
+    "NaN": b'{"model": "fake", "prompt": "x", "temperature": NaN}',
+    "Infinity": b'{"model": "fake", "prompt": "x", "temperature": -Infinity}',
+    "infinite number": b'{"model": "fake", "prompt": "x", "temperature": 1e999}',
+    "lone surrogate": b'{"model": "fake", "prompt": "\\ud800"}',
+    "deep": b"[" * 50_000,
+    "deep inside": b'{"model": "fake", "prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "long number": b'{"model": "fake", "prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    "a list": b"[]",
+    "a string": b'"x"',
+    "null": b"null",
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+async def test_a_body_that_is_no_request_is_400(name: str):
+    async with in_process(FakeEngine()) as client:
+        _assert_error(await client.post(URL, content=BAD_BODIES[name], headers=JSON), 400)
+
+
+async def test_error_text_is_bounded():
+    """vLLM once answered a 4,475-byte body with 23.6 MB: many errors, each with all of the input."""
+    many_keys = {f"k{i}": "x" * 50 for i in range(200)}
+    bodies = [
+        completion(**many_keys),
+        completion(**{"k" * 3000: 1}),
+        completion(**{f"k{i}": 1 for i in range(5000)}),
+        completion(prompt=[["x" * 1000] * 100] * 20),
+        completion(model="m" * 100_000),
+        completion(stop=["x" * 5000] * 10),
+        completion(metadata={f"k{i}": i for i in range(5000)}),
+        completion(presence_penalty="x" * 5000),
+        {"model": MODEL, "messages": [{"role": "x" * 1000, "content": ["x"] * 1000}] * 100},
+    ]
+    async with in_process(FakeEngine()) as client:
+        for body in bodies:
+            response = await client.post(URL if "prompt" in body else "/v1/chat/completions", json=body)
+            error = _assert_error(response, 404 if len(body["model"]) > 100 else 400)
+            assert len(error["message"]) <= 1000
+
+
+async def test_text_of_the_client_that_is_no_utf8_can_be_quoted():
+    async with in_process(FakeEngine()) as client:
+        _assert_error(await client.get("/v1/models/%ff%fe"), 404)
+        _assert_error(await client.get("/%ff%0a%0d"), 404)
+
+
+async def test_unknown_paths_and_wrong_methods():
+    async with in_process(FakeEngine()) as client:
+        _assert_error(await client.get("/nowhere"), 404)
+        _assert_error(await client.get(URL), 405)
+        assert (await client.get(URL)).headers["allow"] == "POST"
+
+
+async def test_a_body_over_the_limit_is_413_declared_or_streamed():
+    async def stream():
+        for _ in range(3):
+            yield b"x" * 1000
+
+    async with in_process(FakeEngine(), max_body_bytes=2048) as client:
+        _assert_error(await client.post(URL, content=b"x" * 2049, headers=JSON), 413)
+        _assert_error(await client.post(URL, content=stream(), headers=JSON), 413)
+        _assert_error(await client.post(URL, content=b"x" * 2048, headers=JSON), 400)
+
+
+async def test_an_unforeseen_exception_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture):
+    engine = FakeEngine()
+
+    def broken(_):
+        raise ZeroDivisionError("secret")
+
+    engine.script = broken
+    async with in_process(engine) as client:
+        error = _assert_error(await client.post(URL, json=completion()), 500)
+    assert "secret" not in json.dumps(error)
+    assert "secret" in caplog.text
+
+
+async def test_a_request_id_is_the_clients_if_it_is_sane(caplog: pytest.LogCaptureFixture):
+    async with in_process(FakeEngine()) as client:
+        for offered, is_kept in [("abc-1.2:3_x", True), ("a b", False), ("x" * 129, False), ("é", False), ("", False)]:
+            response = await client.get("/live", headers={b"X-Request-Id": offered.encode()})
+            assert (response.headers["x-request-id"] == offered) is is_kept
+        caplog.set_level("INFO", "server.access")
+        await client.get("/a%0Ab%0D%1b[31m")
+    assert "\n" not in caplog.records[-1].getMessage()
+    assert "\x1b" not in caplog.records[-1].getMessage()
+
+
+async def test_loading_is_503_with_a_time():
+    engine = FakeEngine(start_gate=asyncio.Event())
+    async with in_process(engine, waits=False) as client:
+        for url, body in ((URL, completion()), ("/v1/chat/completions", chat())):
+            response = await client.post(url, json=body)
+            assert _assert_error(response, 503)["code"] == "engine_unavailable"
+            assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_the_openapi_document_declares_the_errors_and_no_422():
+    async with in_process(FakeEngine()) as client:
+        document = (await client.get("/openapi.json")).json()
+        assert (await client.get("/docs")).status_code == 200
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        responses = document["paths"][path]["post"]["responses"]
+        assert {"200", "400", "401", "404", "413", "500", "503"} <= set(responses)
+        assert "422" not in responses
+    assert document["components"]["schemas"]["CompletionRequest"]["additionalProperties"] is False

@@ -1,0 +1,156 @@
+"""Probes, keys, origins, models, metrics."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from engine.service import EngineState
+from engine.types import StepStats
+from server.metrics import Metrics
+from tests.api.harness import chat, completion, in_process, make_app, sample, until
+from tests.fake_engine import FakeEngine, says
+
+LABELS = '{engine="0",model_name="fake"}'
+
+
+async def test_live_ready_and_healthy_are_apart():
+    engine = FakeEngine(start_gate=(gate := asyncio.Event()))
+    async with in_process(engine, waits=False, max_heartbeat_age_s=5) as client:
+
+        async def statuses() -> list[int]:
+            return [(await client.get(path)).status_code for path in ("/live", "/ready", "/health")]
+
+        assert await statuses() == [200, 503, 503]
+        gate.set()
+        await until(lambda: engine.state is EngineState.READY)
+        await asyncio.sleep(0.01)
+        assert await statuses() == [200, 200, 200]
+        engine.heartbeat_age_s = 5.1  # it hangs
+        assert await statuses() == [200, 200, 503]
+        report = {"status": "ready", "state": "ready", "heartbeat_age_s": 5.1, "restarts": 0}
+        assert (await client.get("/health")).json() == report
+        engine.state, engine.heartbeat_age_s = EngineState.RESTARTING, None
+        assert await statuses() == [200, 503, 503]
+
+
+@pytest.mark.parametrize("fails_while", ["starting", "serving"])
+async def test_an_engine_that_fails_for_good_is_told_once(fails_while: str):
+    reasons: list[str] = []
+    engine = FakeEngine(start_error="no weights" if fails_while == "starting" else None)
+    app = make_app(engine)
+    app.state.runtime._on_fatal = reasons.append
+    async with app.router.lifespan_context(app):
+        if fails_while == "serving":
+            await until(lambda: app.state.runtime.is_ready)
+            engine.start_error, engine.state = "no weights", EngineState.FAILED
+        await until(lambda: reasons)
+    assert reasons == ["no weights"]
+    assert app.state.runtime.fatal == "no weights"
+
+
+async def test_keys_open_everything_but_liveness():
+    keys = (SecretStr("one"), SecretStr("two"))
+    async with in_process(FakeEngine(), api_keys=keys) as client:
+        for path in ("/live", "/health"):
+            assert (await client.get(path)).status_code == 200
+        for path in ("/v1/models", "/metrics", "/ready", "/version", "/docs", "/openapi.json", "/nowhere"):
+            refused = await client.get(path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert refused.headers["www-authenticate"] == "Bearer"
+        for header, status in [("Bearer one", 200), ("bearer two", 200), ("Bearer three", 401), ("Basic one", 401), ("one", 401)]:
+            assert (await client.get("/v1/models", headers={"Authorization": header})).status_code == status
+        assert (await client.post("/v1/completions", content=b"x" * 10)).status_code == 401
+
+
+async def test_origins_are_let_in_only_where_set():
+    headers = {"Origin": "https://page.test", "Access-Control-Request-Method": "POST"}
+    async with in_process(FakeEngine(), cors_origins=("https://page.test",), api_keys=(SecretStr("k"),)) as client:
+        response = await client.options("/v1/completions", headers=headers)
+        assert response.headers["access-control-allow-origin"] == "https://page.test"
+    async with in_process(FakeEngine()) as client:
+        assert "access-control-allow-origin" not in (await client.get("/live", headers=headers)).headers
+
+
+async def test_the_model_is_listed():
+    async with in_process(FakeEngine()) as client:
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 256)
+        assert (await client.get("/v1/models/fake")).json() == card
+        assert (await client.get("/version")).json()["version"]
+
+
+DASHBOARD = [
+    "e2e_request_latency_seconds_count",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "inter_token_latency_seconds_count",
+    "request_time_per_output_token_seconds_count",
+    "num_requests_running",
+    "num_requests_waiting",
+    "time_to_first_token_seconds_count",
+    "kv_cache_usage_perc",
+    "request_prompt_tokens_count",
+    "request_generation_tokens_count",
+    "request_queue_time_seconds_count",
+    "request_prefill_time_seconds_count",
+    "request_decode_time_seconds_count",
+    "request_max_num_generation_tokens_count",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "num_preemptions_total",
+    "request_params_n_count",
+    "request_params_max_tokens_count",
+    "iteration_tokens_total_count",
+]
+
+
+async def test_metrics_of_served_requests():
+    async with in_process(FakeEngine(script=says([5] * 9), chunks=(1, 4))) as client:
+        await client.post("/v1/completions", json=completion(n=2, max_tokens=9))
+        await client.post("/v1/chat/completions", json=chat(max_tokens=9, stream=True))
+        await client.post("/v1/completions", json=completion(n=0))
+        await client.get("/nowhere")
+        samples = await sample(client)
+    assert [name for name in DASHBOARD if f"vllm:{name}{LABELS}" not in samples] == []
+    assert samples[f"vllm:generation_tokens_total{LABELS}"] == 27
+    assert samples['vllm:request_success_total{engine="0",finished_reason="length",model_name="fake"}'] == 3
+    assert samples[f"vllm:time_to_first_token_seconds_count{LABELS}"] == 3
+    assert samples[f"vllm:inter_token_latency_seconds_count{LABELS}"] == 3 * 3
+    assert samples[f"vllm:spec_decode_num_drafts_total{LABELS}"] == 3 * 3
+    assert samples['vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="fake",position="2"}'] == 3
+    assert samples[f"vllm:request_max_num_generation_tokens_count{LABELS}"] == 2
+    assert samples[f"latebranch_step_tokens_sum{LABELS}"] == 3 * 8
+    assert samples[f"latebranch_step_tokens_count{LABELS}"] == 3 * 3
+    assert samples['latebranch_expansions_total{engine="0",expansion="4.1.0",model_name="fake"}'] == 3
+    assert samples['latebranch_engine_state{engine="0",model_name="fake",state="ready"}'] == 1
+    assert samples['http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'] == 1
+    assert samples['http_requests_total{handler="/v1/completions",method="POST",status="4xx"}'] == 1
+    assert samples['http_requests_total{handler="none",method="GET",status="4xx"}'] == 1
+    assert any(name.startswith("vllm:cache_config_info{") for name in samples)
+
+
+async def test_clients_cannot_make_new_series():
+    async with in_process(FakeEngine()) as client:
+        for number in range(80):
+            await client.request(f"M{number}", f"/path-{number}")
+        names = await sample(client)
+    assert len([name for name in names if name.startswith("http_requests_total")]) == 1
+    metrics = Metrics("m", 10, lambda: FakeEngine().health)
+    for trunk in range(200):
+        metrics.steps.on_step(StepStats(1, 1, 0, 0, 1, expansions={f"{trunk}.1.0": 1}))
+    expansions = [line for line in metrics.render().decode().splitlines() if line.startswith("latebranch_expansions_total{")]
+    assert len(expansions) == 65
+    assert sum("other" in line for line in expansions) == 1
+
+
+async def test_every_metric_is_documented():
+    documented = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    async with in_process(FakeEngine()) as client:
+        text = (await client.get("/metrics")).text
+    families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    ours = [name for name in families if name.startswith(("vllm:", "latebranch_", "http_")) and not name.endswith("_created")]
+    assert sorted(ours) == sorted(re.findall(r"^\| `([a-z0-9_:]+)` \|", documented, re.MULTILINE))

@@ -1,0 +1,85 @@
+"""The life of a server process: ready, drained by a signal, forced by a second one, gone when the engine cannot start."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.api.harness import completion
+
+pytestmark = pytest.mark.slow
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def _process(port: int, drain_s: float, *error: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tests.api.serve_fake", str(port), str(drain_s), *error]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _wait_ready(port: int) -> None:
+    for _ in range(600):
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the server is not ready")
+
+
+@contextlib.contextmanager
+def _open_stream(port: int) -> Iterator[Iterator[str]]:
+    """Yield the lines of a stream that has begun and, the engine's gate being shut, goes no further."""
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with httpx.stream("POST", url, json=completion(stream=True), timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def test_sigterm_drains_and_ends_what_is_left_with_an_error():
+    with _process(port := _free_port(), 0.5) as process:
+        _wait_ready(port)
+        with _open_stream(port) as lines:
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+        assert rest[-1] == "data: [DONE]"
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{port}/live")
+
+
+def test_a_second_signal_forces():
+    with _process(port := _free_port(), 1000) as process:
+        _wait_ready(port)
+        with _open_stream(port):
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+
+
+def test_an_engine_that_cannot_start_ends_the_process_with_the_reason():
+    with _process(_free_port(), 0.1, "the weights are not there") as process:
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert any("the weights are not there" in json.loads(line)["message"] for line in log.decode().splitlines())

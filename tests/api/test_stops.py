@@ -1,0 +1,70 @@
+"""Stop strings: found at the first place, whatever the pieces; a finder that holds nothing back does not survive."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.stops import StopFinder
+
+_LETTERS = "ab"
+_TEXT = st.text(_LETTERS, max_size=20)
+_STOPS = st.lists(st.text(_LETTERS, min_size=1, max_size=5), max_size=4)
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    """Cut one character at a time: the first prefix that ends in a stop string, without the longest that it ends in."""
+    for end in range(len(text) + 1):
+        endings = [stop for stop in stops if text[:end].endswith(stop)]
+        if endings:
+            return text[: end - max(map(len, endings))]
+    return text
+
+
+def _check(finder_type: type[StopFinder]) -> None:
+    @settings(max_examples=500)
+    @given(_TEXT, _STOPS, st.lists(st.integers(0, 20), max_size=6))
+    def cuts_at_the_first(text: str, stops: list[str], cuts: list[int]) -> None:
+        finder = finder_type(stops)
+        edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+        out = "".join(finder.feed(text[a:b]) for a, b in pairwise(edges))
+        assert out + finder.close() == _cut(text, stops)
+        assert finder.is_hit == any(stop in text for stop in stops)
+
+    cuts_at_the_first()
+
+
+def test_text_is_cut_at_the_first_stop_string():
+    _check(StopFinder)
+
+
+class _HoldsNothingBack(StopFinder):
+    def _num_held(self, text: str) -> int:
+        return 0
+
+
+class _TakesTheFirstListed(StopFinder):
+    def feed(self, text: str) -> str:
+        for stop in self._stops:
+            if stop in self._held + text and not self.is_hit:
+                self._stops = (stop,)
+        return super().feed(text)
+
+
+@pytest.mark.parametrize("mutant", [_HoldsNothingBack, _TakesTheFirstListed])
+def test_mutants_die(mutant: type[StopFinder]):
+    with pytest.raises(AssertionError):
+        _check(mutant)
+
+
+def test_text_that_cannot_become_a_stop_string_is_not_held_back():
+    finder = StopFinder(["end", "stop"])
+    assert [finder.feed(piece) for piece in ("the e", "n", "x s", "o st")] == ["the ", "", "enx ", "so "]
+    assert finder.close() == "st"
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        StopFinder([""])

@@ -1,0 +1,114 @@
+"""Settings: where they come from, which wins, what is refused, and that all are documented."""
+
+from pathlib import Path
+
+import pytest
+from pydantic_core import PydanticUndefined
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.tree import Expansion
+from server.settings import ENV_PREFIX, Settings, SettingsError, load_settings, parse_expansion
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_command_line_over_environment_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = _file(tmp_path, "port: 1\nmax_running: 1\nmax_waiting: 1\n")
+    monkeypatch.setenv("LATEBRANCH_PORT", "2")
+    monkeypatch.setenv("LATEBRANCH_MAX_RUNNING", "2")
+    settings = load_settings(path, {"port": "3"})
+    assert (settings.port, settings.max_running, settings.max_waiting, settings.max_step_tokens) == (3, 2, 1, 512)
+
+
+def test_what_is_unknown_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SettingsError, match="unknown setting: prot"):
+        load_settings(_file(tmp_path, "prot: 1\n"))
+    with pytest.raises(SettingsError, match="no such configuration file"):
+        load_settings(tmp_path / "missing.yaml")
+    monkeypatch.setenv("LATEBRANCH_CACHE", "/somewhere")
+    load_settings()
+    monkeypatch.setenv("LATEBRANCH_PROT", "1")
+    with pytest.raises(SettingsError, match="LATEBRANCH_PROT"):
+        load_settings()
+
+
+WRONG = ["port: [", "- port", "port: x", "port: 70000", "verifier: magic", "expansion: 4.1", "expansion: 4.0.1"]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_is_refused(tmp_path: Path, text: str):
+    with pytest.raises(SettingsError):
+        load_settings(_file(tmp_path, text + "\n"))
+
+
+def test_lists_are_split_at_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = _file(tmp_path, "cors_origins: [https://a.test, https://b.test]\n")
+    monkeypatch.setenv("LATEBRANCH_API_KEYS", "key-1, key-2")
+    settings = load_settings(path)
+    assert settings.cors_origins == ("https://a.test", "https://b.test")
+    assert [key.get_secret_value() for key in settings.api_keys] == ["key-1", "key-2"]
+    assert "key-1" not in repr(settings)
+
+
+@pytest.mark.parametrize("values", [{"drafter": "model"}, {"drafter": "none", "draft_model": "x"}, {"lens": "x"}])
+def test_settings_that_contradict_each_other_are_refused(values: dict[str, str]):
+    with pytest.raises(SettingsError, match=r"draft_model|lens"):
+        load_settings(None, values)
+
+
+def test_the_engine_gets_its_part():
+    pair = {"model": "big", "drafter": "model", "draft_model": "small"}
+    config = load_settings(None, {**pair, "expansion": "2.3.4", "max_running": "5"}).to_engine_config()
+    assert (config.model, config.model_name, config.draft_model) == ("big", "big", "small")
+    assert (config.expansion, config.scheduler.max_running) == (Expansion(2, 3, 4), 5)
+    assert load_settings(None, {"model": "big", "model_name": "public"}).to_engine_config().model_name == "public"
+
+
+def test_every_field_of_the_engines_configuration_can_be_set():
+    fields = {*EngineConfig.__dataclass_fields__, *SchedulerConfig.__dataclass_fields__} - {"scheduler"}
+    assert fields <= set(Settings.model_fields)
+
+
+def test_the_default_file_says_the_defaults():
+    assert load_settings(ROOT / "configs" / "default.yaml").model_dump() == load_settings().model_dump()
+
+
+@pytest.mark.parametrize("name", ["default.yaml", "qwen-coder.yaml", "smollm2-early-exit.yaml"])
+def test_the_files_to_start_from_load(name: str):
+    load_settings(ROOT / "configs" / name).to_engine_config()
+
+
+@pytest.mark.parametrize("text", ["", "4", "4.1", "4.1.0.0", "a.b.c", "-1.1.0", "1.0.1", "4.1.٣"])
+def test_shapes_that_are_none(text: str):
+    with pytest.raises(ValueError, match="expansion"):
+        parse_expansion(text)
+
+
+def documented_table() -> str:
+    """Return the table that docs/configuration.md must have."""
+    rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        assert field.default is not PydanticUndefined
+        default = "unset" if field.default in (None, ()) else f"`{field.default}`"
+        rows.append(f"| `{name}` | {default} | {field.description} |")
+    return "\n".join(rows)
+
+
+def test_every_setting_is_documented():
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    begin, end = text.index("<!-- settings: begin"), text.index("<!-- settings: end -->")
+    assert text[text.index("\n", begin) : end].strip() == documented_table()
