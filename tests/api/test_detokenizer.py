@@ -1,5 +1,6 @@
 """Pieces of text add up to decoding everything at once, for any ids; four plausible mistakes do not survive."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 
 from server.detokenizer import Detokenizer
 from server.text import TextCodec, Tokenizer
+from tests.api.harness import completion, in_process
+from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import byte_fallback, byte_level
 
 CODECS = {"byte-level": TextCodec(byte_level()), "byte-fallback": TextCodec(byte_fallback())}
@@ -105,6 +108,20 @@ def test_the_text_of_a_token_is_its_part_of_a_text(name: str):
     raw = b"".join(codec.token_text(i).raw for i in ids)
     assert raw.decode().strip() == "hello the café 😀"
     assert codec.token_text(0).text == "<|end|>"
+
+
+async def test_prompts_are_encoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    threads: list[str] = []
+    encode = TextCodec.encode
+
+    def watched(codec: TextCodec, text: str) -> tuple[int, ...]:
+        threads.append(threading.current_thread().name)
+        return encode(codec, text)
+
+    monkeypatch.setattr(TextCodec, "encode", watched)
+    async with in_process(FakeEngine()) as client:
+        await client.post("/v1/completions", json=completion(prompt=["hello", "there"]))
+    assert threads == ["tokenizer_0", "tokenizer_0"]
 
 
 def test_the_test_tokenizers_are_what_the_codec_takes():

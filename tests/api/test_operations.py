@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from engine.service import EngineState
-from engine.types import StepStats
+from engine.types import FinishReason, StepStats, TokenEvent
 from server.metrics import Metrics
 from tests.api.harness import chat, completion, in_process, make_app, sample, until
 from tests.fake_engine import FakeEngine, says
@@ -131,6 +131,28 @@ async def test_metrics_of_served_requests():
     assert samples['http_requests_total{handler="/v1/completions",method="POST",status="4xx"}'] == 1
     assert samples['http_requests_total{handler="none",method="GET",status="4xx"}'] == 1
     assert any(name.startswith("vllm:cache_config_info{") for name in samples)
+
+
+def test_the_phases_of_a_request_add_up():
+    """An engine that announces admission with an event of its own splits the wait into queue and prefill."""
+    now = [0.0]
+    metrics = Metrics("m", 100, lambda: FakeEngine().health)
+    sample_meter = metrics.requests.meter(1, 9, lambda: now[0]).sample(7)
+    for at_s, event in [(2.0, TokenEvent("r")), (5.0, TokenEvent("r", (1,))), (6.0, TokenEvent("r", (1, 2, 3, 4)))]:
+        now[0] = at_s
+        sample_meter.on_event(event)
+    now[0] = 7.0
+    sample_meter.end(FinishReason.STOP)
+    sample_meter.end(FinishReason.ABORT)
+    lines = metrics.render().decode().splitlines()
+    sums = {line.split("{")[0].removesuffix("_sum"): float(line.split()[-1]) for line in lines if "_sum{" in line}
+    assert sums["vllm:request_queue_time_seconds"] == 2.0
+    assert sums["vllm:request_prefill_time_seconds"] == 3.0
+    assert sums["vllm:request_decode_time_seconds"] == 1.0
+    assert sums["vllm:request_inference_time_seconds"] == 4.0
+    assert sums["vllm:request_time_per_output_token_seconds"] == 0.25
+    assert sums["vllm:e2e_request_latency_seconds"] == 7.0
+    assert not any('finished_reason="abort"' in line and line.endswith(" 1.0") for line in lines)
 
 
 async def test_clients_cannot_make_new_series():
