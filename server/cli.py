@@ -9,7 +9,6 @@ from pathlib import Path
 from server.bench_cli import add_bench_command
 from server.drafter_cli import add_drafter_command
 from server.logs import configure_logging
-from server.process import serve
 from server.settings import Settings, SettingsError, load_settings
 from server.weights_cli import add_weights_command
 
@@ -47,6 +46,8 @@ def _help(description: str | None, default: object) -> str:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
+    from server.process import serve  # here, so that the other commands need not wait for its imports
+
     flags = {name: value for name, value in vars(parsed).items() if name in Settings.model_fields}
     try:
         settings = load_settings(getattr(parsed, "config", None), flags)

@@ -6,12 +6,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import yaml
-from transformers import AutoTokenizer
 
-from engine.lens_fit import evaluate_lens, fit_lens, written_texts
-from engine.model import load_model
 from engine.weights import resolve
 
 _PROMPTS = Path(__file__).parent.parent / "configs" / "fitting_prompts.yaml"
@@ -29,11 +25,16 @@ def add_drafter_command(subparsers: "argparse._SubParsersAction[argparse.Argumen
     fit.add_argument("--max-tokens", type=int, default=160, help="tokens the target writes for each prompt")
     fit.add_argument("--prompts", type=Path, default=_PROMPTS, help="YAML file of templates and topics")
     fit.add_argument("--seed", type=int, default=0)
-    fit.add_argument("--threads", type=int, default=torch.get_num_threads())
+    fit.add_argument("--threads", type=int, default=1, help="threads of torch")
     fit.set_defaults(handler=_fit_lens)
 
 
 def _fit_lens(parsed: argparse.Namespace) -> int:
+    import torch  # here, so that the other commands need not wait for it
+
+    from engine.lens_fit import evaluate_lens, fit_lens, written_texts
+    from engine.model import load_model
+
     torch.set_num_threads(parsed.threads)
     folder = resolve(parsed.target).folder
     model = load_model(folder, "float32", torch.device("cpu"), "packed")
@@ -59,6 +60,8 @@ def _command(parsed: argparse.Namespace) -> str:
 
 
 def _prompts(path: Path, folder: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer  # as slow to import
+
     parts = yaml.safe_load(path.read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [template.format(topic=topic) for topic in parts["topics"] for template in parts["templates"]]

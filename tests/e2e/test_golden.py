@@ -1,17 +1,15 @@
 """Greedy text on the presets' real weights is `transformers.generate`'s, token for token, in float32 on the CPU.
 
-Each preset runs alone and in a batch of eight mixed requests (with sampled neighbours, in chunks), over six expansions. The mutant
-at the end takes the extra token from the root and must fail. `pytest --golden-tokens 64` compares longer texts.
+Each preset runs alone and in a batch of eight mixed requests (with sampled neighbours, in chunks), over six expansions. The
+mutant at the end takes the extra token from the root and must fail. `pytest --golden-tokens 64` compares longer texts.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine import judge
 from engine.config import SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.draft.early_exit import Lens, early_exit_drafter
@@ -24,13 +22,14 @@ from engine.policy import PlainDecoding
 from engine.target import Target
 from engine.tree import Expansion
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
+from engine.verify import coupled
 from engine.weights import resolve
 from server.drafter_cli import LENS_OF_DEFAULT
 from tests.e2e.prompts import PROMPTS
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(900)]
 
-EXPANSIONS = [Expansion(0, 1, 0), Expansion(4, 1, 0), Expansion(2, 2, 2), Expansion(0, 3, 3), Expansion(1, 4, 1), Expansion(7, 1, 0)]
+EXPANSIONS = [Expansion(*shape) for shape in [(0, 1, 0), (4, 1, 0), (2, 2, 2), (0, 3, 3), (1, 4, 1), (7, 1, 0)]]
 CPU = torch.device("cpu")
 SLOTS = SchedulerConfig(num_slots=4096, max_model_len=1024, max_step_tokens=48)
 
@@ -87,10 +86,10 @@ def _golden(preset: str, num_prompts: int, num_tokens: int) -> Golden:
 
 
 @pytest.fixture(scope="module", params=["smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"])
-def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
+def golden(request: pytest.FixtureRequest) -> Golden:
     num_tokens = request.config.getoption("--golden-tokens")
     num_prompts = 8 if request.param == "smollm2-135m" else 3
-    yield _golden(request.param, num_prompts, num_tokens if num_prompts == 8 else num_tokens // 2)
+    return _golden(request.param, num_prompts, num_tokens if num_prompts == 8 else num_tokens // 2)
 
 
 def _request(name: str, prompt: tuple[int, ...], expansion: Expansion, text: tuple[int, ...]) -> Request:
@@ -156,7 +155,7 @@ def test_the_comparison_sees_an_extra_token_taken_from_the_root(golden: Golden, 
         verdicts = honest(trees, choices)
         return [type(v)(v.path, choices[offset]) for v, offset in zip(verdicts, offsets, strict=True)]
 
-    honest = judge.judge_greedy
-    monkeypatch.setattr(judge, "judge_greedy", from_the_root)
+    honest = coupled.judge_greedy
+    monkeypatch.setattr("engine.judge.judge_greedy", from_the_root)
     with pytest.raises(AssertionError):
         test_in_a_batch_of_eight_mixed_requests(golden)

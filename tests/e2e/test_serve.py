@@ -50,8 +50,8 @@ def test_the_openai_client_streams_with_speculation_on(server: RunningServer, cl
 
 def test_streamed_plain_and_speculative_texts_are_one(client: openai.OpenAI) -> None:
     def text(speculative: dict[str, Any], **sampling: Any) -> str:
-        extra = {"speculative": speculative}
-        return client.completions.create(model=MODEL, prompt=PROMPTS[1], max_tokens=24, extra_body=extra, **sampling).choices[0].text
+        body = {"model": MODEL, "prompt": PROMPTS[1], "max_tokens": 24, "extra_body": {"speculative": speculative}, **sampling}
+        return str(client.completions.create(**body).choices[0].text)
 
     for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}):
         texts = {text({"trunk": t, "branches": b, "depth": d}, **sampling) for t, b, d in SHAPES[1:]}
