@@ -175,10 +175,14 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def cases_of(verifiers: Sequence[str], expansions: Sequence[Expansion]) -> list[Case]:
-    """Return plain decoding and then every verifier with every expansion that drafts something."""
+def cases_of(verifiers: Sequence[str], expansions: Sequence[Expansion], temperature: float) -> list[Case]:
+    """Return plain decoding and then every verifier with every expansion that drafts something.
+
+    At temperature 0 every verifier is the same walk along the arg max, so one stands for all.
+    """
     drafting = [expansion for expansion in expansions if not expansion.is_plain]
-    return [Case(verifiers[0], PLAIN), *(Case(verifier, expansion) for expansion in drafting for verifier in verifiers)]
+    different = list(verifiers) if temperature > 0 else [verifiers[0]]
+    return [Case(different[0], PLAIN), *(Case(verifier, expansion) for expansion in drafting for verifier in different)]
 
 
 def load_prompts(path: Path, kinds: Sequence[str], limit: int, encode: Encode) -> dict[str, tuple[tuple[int, ...], ...]]:

@@ -36,10 +36,10 @@ def bench(parsed: argparse.Namespace) -> int:
 def run_bench(engine: Engine, encode: Encode, parsed: argparse.Namespace) -> list[Result]:
     """Run the whole benchmark; each kind and temperature is printed as it is done."""
     results: list[Result] = []
-    cases = cases_of(parsed.verifiers, parsed.expansions)
     for kind, prompts in load_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts, encode).items():
         for temperature in parsed.temperatures:
             load = Load(prompts, temperature, parsed.max_tokens, parsed.concurrency)
+            cases = cases_of(parsed.verifiers, parsed.expansions, temperature)
             part = compare(engine, cases, load, kind, parsed.rounds)
             results += part
             sys.stderr.write(table(part) + "\n")

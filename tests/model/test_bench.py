@@ -1,0 +1,63 @@
+"""The benchmark counts what it says, runs what it names, and fails when speculation changes a greedy text."""
+
+import pytest
+
+from engine.testing import tiny_engine, tiny_pair
+from engine.tree import PLAIN, Expansion
+from engine.verify import coupled
+from server.bench import Case, Load, OutputsDiffer, cases_of, compare, run_case, table
+
+SHAPES = [Expansion(3, 1, 0), Expansion(1, 2, 2)]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine(*tiny_pair())
+
+
+def load(temperature):
+    return Load(((5, 6, 7), (8, 9), (3,), (11, 12)), temperature, max_tokens=20, concurrency=3)
+
+
+def test_every_case_makes_every_token(engine):
+    for result in compare(engine, cases_of(["traversal", "nss"], SHAPES, 1.0), load(1.0), "tiny", num_rounds=2):
+        assert result.num_tokens == 2 * 4 * 20
+        assert 1.0 <= result.block_efficiency <= 4.0
+        assert result.ratio_low <= result.ratio <= result.ratio_high
+        assert sum(result.shares.values()) == pytest.approx(1.0)
+
+
+def test_plain_decoding_is_first_and_its_own_measure(engine):
+    plain, *others = compare(engine, cases_of(["traversal"], SHAPES, 0.0), load(0.0), "tiny", num_rounds=1)
+    assert (plain.case, plain.block_efficiency, plain.ratio) == ("plain", 1.0, 1.0)
+    assert max(other.block_efficiency for other in others) > 1.5  # the tiny drafter is nearly the target
+
+
+def test_concurrency_is_kept(engine):
+    run = run_case(engine, load(0.0).requests(Case("traversal", PLAIN), 0), concurrency=2)
+    assert max(step.num_decoding_rows for step in run.steps) == 2
+
+
+def test_at_temperature_0_one_verifier_stands_for_all():
+    assert [case.name for case in cases_of(["traversal", "nss"], SHAPES, 0.0)] == ["plain", "traversal 3.1.0", "traversal 1.2.2"]
+    assert len(cases_of(["traversal", "nss"], SHAPES, 0.7)) == 5
+
+
+def test_the_table_has_a_line_for_each_result(engine):
+    results = compare(engine, cases_of(["traversal"], SHAPES, 0.0), load(0.0), "tiny", num_rounds=1)
+    assert len(table(results).splitlines()) == 1 + len(results)
+
+
+def test_a_verifier_that_changes_the_text_is_found(engine, monkeypatch):
+    """The mutant: whatever is accepted, the extra token is 1 more than it should be, but only where something was drafted."""
+
+    def shifted(trees, choices):
+        verdicts = coupled.judge_greedy(trees, choices)
+        return [
+            type(verdict)(verdict.path, (verdict.extra_id + 1) % 61) if tree.num_nodes > 1 else verdict
+            for tree, verdict in zip(trees, verdicts, strict=True)
+        ]
+
+    monkeypatch.setattr("engine.judge.judge_greedy", shifted)
+    with pytest.raises(OutputsDiffer, match="temperature 0"):
+        compare(engine, cases_of(["traversal"], SHAPES, 0.0), load(0.0), "tiny", num_rounds=1)
