@@ -56,6 +56,8 @@ def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3) -> Pr
         for parameter in module.parameters():
             if parameter.dim() == 2:
                 parameter.data.normal_(0.0, 0.35)
+            else:  # biases and norms, so that nothing can be left out unseen
+                parameter.data.add_(torch.randn(parameter.shape) * 0.1)
     return module.eval()
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from engine import keys
-from engine.keys import GOLDEN, MIX_1, MIX_2, Stream, derived_seed, stream_key, uniform
+from engine.keys import GOLDEN, Stream, derived_seed, stream_key, uniform
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_pairs, z_of_uniforms
+from tests.splitmix import key_of_first_bits
 
 NUM_DRAWS = 6000
 
@@ -22,27 +23,10 @@ def test_draws_are_splitmix64():
     assert [uniform(0, index) for index in range(3)] == [((bits >> 12) + 0.5) / 2**52 for bits in published]
 
 
-def _unmixed(value: int) -> int:
-    """Invert the finaliser of splitmix64."""
-    mask = (1 << 64) - 1
-
-    def unshifted(number: int, count: int) -> int:
-        result = number
-        for _ in range(64 // count + 1):
-            result = number ^ (result >> count)
-        return result
-
-    value = unshifted(value, 31) * pow(MIX_2, -1, 1 << 64) & mask
-    value = unshifted(value, 27) * pow(MIX_1, -1, 1 << 64) & mask
-    return unshifted(value, 30)
-
-
 def test_the_interval_is_open_at_both_ends():
     """The largest draw once rounded to 1.0, where Gumbel noise is infinite."""
-    highest = (_unmixed((1 << 64) - 1) - GOLDEN) % (1 << 64)
-    lowest = (_unmixed(0) - GOLDEN) % (1 << 64)
-    assert uniform(highest, 0) == 1.0 - 2.0**-53
-    assert uniform(lowest, 0) == 2.0**-53
+    assert uniform(key_of_first_bits((1 << 64) - 1), 0) == 1.0 - 2.0**-53
+    assert uniform(key_of_first_bits(0), 0) == 2.0**-53
 
 
 def test_sample_zero_keeps_the_seed_and_others_differ():

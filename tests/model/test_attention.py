@@ -1,0 +1,201 @@
+"""Tree pass = sequential pass: the logits at every node are those of its path run alone, whatever it is packed with."""
+
+import random
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import packing
+from engine.attention import AttentionContext, UnsupportedAttention, group_attention, tree_attention
+from engine.kv_cache import KVCache
+from engine.packing import Group, pack
+from engine.segments import chain_segment
+from engine.testing import FAMILIES
+from engine.tree import TokenTree
+from tests.model.passes import CPU, error_of, node_logits, scene_row
+from tests.model.tiny import model
+from tests.strategies import VOCAB_SIZE, token_trees
+
+EXACT = 2e-4  # float32, logits of size 10
+WRONG = 1e-2
+
+
+@st.composite
+def scenes(draw):
+    """One to four rows of 1 to 24 tokens, each with a tree and random cuts, over shuffled slots."""
+    rng = draw(st.randoms(use_true_random=False))
+    texts = draw(st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=24), min_size=1, max_size=4))
+    trees = [draw(token_trees(max_nodes=8, root_id=text[-1])) for text in texts]
+    free_slots = list(range(sum(map(len, texts)) + sum(tree.num_nodes for tree in trees)))
+    rng.shuffle(free_slots)
+    return [scene_row(rng, text, tree, free_slots) for text, tree in zip(texts, trees, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25)
+@given(rows=scenes(), max_padding=st.sampled_from([1.0, 1.2, 2.0, 100.0]))
+def test_tree_pass_is_the_sequential_pass(family, rows, max_padding):
+    """`max_padding` makes anything from one group a row to one group for all."""
+    with patch.object(packing, "_MAX_PADDING", max_padding):
+        logits = node_logits(model(family), rows)
+    assert error_of(logits, family, rows) < EXACT
+
+
+def ragged_scene():
+    """Two rows of unlike length with branching trees, cut in chunks, in one padded group."""
+    rng = random.Random(5)
+    shapes = [
+        (19, ((-1, 0, 0, 1, 2, 4, 5), ((1, 2), (3,), (4,), (), (5,), (6,), ()))),
+        (9, ((-1, 0, 0, 0, 2), ((1, 2, 3), (), (4,), (), ()))),
+    ]
+    free_slots = rng.sample(range(60), 60)
+    rows = []
+    for length, (parents, draws) in shapes:
+        text = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        tree = TokenTree(parents, (text[-1], *(10 + 3 * node for node in range(1, len(parents)))), draws)
+        rows.append(scene_row(rng, text, tree, free_slots))
+    return rows
+
+
+def causal_mask(segment):
+    return replace(segment, tail_visible_TW=np.tri(segment.num_tokens, dtype=np.bool_))
+
+
+def only_itself_seen(segment):
+    return replace(segment, tail_visible_TW=np.eye(segment.num_tokens, dtype=np.bool_))
+
+
+def positions_by_index(segment):
+    first = segment.positions[0]
+    positions = list(range(first, first + segment.num_tokens))
+    return replace(segment, positions=positions, tail_positions=positions)
+
+
+def keys_written_to_neighbours(segment):
+    return replace(segment, write_slots=[*segment.write_slots[1:], segment.write_slots[0]])
+
+
+def padding_seen(batch):
+    return replace(batch, groups=tuple(_all_padding_seen(group) for group in batch.groups))
+
+
+def _all_padding_seen(group: Group) -> Group:
+    is_padding_BL = ~group.visible_BTL.any(1)
+    return replace(group, visible_BTL=group.visible_BTL | is_padding_BL[:, None, :], _biases={})
+
+
+def outputs_of_others(batch):
+    return replace(batch, unpad_T=batch.unpad_T.flip(0))
+
+
+def window_ignored(batch):
+    return replace(batch, groups=tuple(_WindowlessGroup.like(group) for group in batch.groups))
+
+
+def window_one_too_wide(batch):
+    return replace(batch, groups=tuple(_WideWindowGroup.like(group) for group in batch.groups))
+
+
+def window_by_index(batch):
+    """The window reaches back from a node's place in the tree, not from its depth."""
+    groups = []
+    for group in batch.groups:
+        positions_BT = group.query_positions_BT
+        by_index_BT = positions_BT[:, :1] + torch.arange(positions_BT.shape[1])
+        groups.append(replace(group, query_positions_BT=by_index_BT, _biases={}))
+    return replace(batch, groups=tuple(groups))
+
+
+class _WindowlessGroup(Group):
+    @classmethod
+    def like(cls, group):
+        return cls(*(getattr(group, name) for name in _GROUP_FIELDS))
+
+    def bias(self, window, dtype):
+        return super().bias(None, dtype)
+
+
+class _WideWindowGroup(_WindowlessGroup):
+    def bias(self, window, dtype):
+        return Group.bias(self, None if window is None else window + 1, dtype)
+
+
+_GROUP_FIELDS = ("token_index_BT", "key_slots_BL", "visible_BTL", "query_positions_BT", "key_positions_BL")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_scene_is_exact(family):
+    assert error_of(node_logits(model(family), ragged_scene()), family, ragged_scene()) < EXACT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mutant", [causal_mask, only_itself_seen, positions_by_index, keys_written_to_neighbours])
+def test_tree_pass_kills_segments(family, mutant):
+    assert error_of(node_logits(model(family), ragged_scene(), segment=mutant), family, ragged_scene()) > WRONG
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mutant", [padding_seen, outputs_of_others])
+def test_tree_pass_kills_batches(family, mutant):
+    with patch.object(packing, "_MAX_PADDING", 100.0):
+        assert error_of(node_logits(model(family), ragged_scene(), batch=mutant), family, ragged_scene()) > WRONG
+
+
+@pytest.mark.parametrize("mutant", [window_ignored, window_one_too_wide, window_by_index])
+def test_tree_pass_kills_windows(mutant):
+    """Only the model with a sliding window can see these."""
+    assert error_of(node_logits(model("gemma3"), ragged_scene(), batch=mutant), "gemma3", ragged_scene()) > WRONG
+    assert error_of(node_logits(model("llama"), ragged_scene(), batch=mutant), "llama", ragged_scene()) < EXACT
+
+
+def attention_inputs(heads: int = 4, kv_heads: int = 2, size: int = 8):
+    """Return a chain of five tokens with random queries, keys and values."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(1, count, 5, size, generator=generator) for count in (heads, kv_heads, kv_heads))
+    batch = pack([chain_segment([1, 2, 3, 4, 5], 0, [4, 0, 3, 1, 2])], CPU)
+    return query, key, value, AttentionContext(batch, KVCache(5, CPU))
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+
+
+def test_matches_torch_attention():
+    """A chain alone is causal attention; grouped heads are neither expanded nor mixed up."""
+    query, key, value, context = attention_inputs()
+    out, _ = tree_attention(Layer(), query, key, value, None, attention_context=context)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    assert torch.allclose(out, expected.transpose(1, 2), atol=1e-6)
+
+
+def test_softcap_bounds_the_scores():
+    query, key, value, context = attention_inputs()
+    out, _ = tree_attention(Layer(), 50 * query, key, value, None, scaling=1.0, softcap=2.0, attention_context=context)
+    scores = torch.tanh(50 * query @ key.repeat_interleave(2, 1).transpose(2, 3) / 2.0) * 2.0
+    scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), float("-inf"))
+    expected = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+def test_a_group_returns_its_padding_too():
+    query, key, value, context = attention_inputs()
+    tree_attention(Layer(), query, key, value, None, attention_context=context)
+    group = context.batch.groups[0]
+    query_THGK = query[0].transpose(0, 1).reshape(5, 2, 2, 8)
+    out = group_attention(query_THGK, *context.cache.gather(0, group.key_slots_BL), group, 8**-0.5)
+    assert out.shape == (5, 32)
+
+
+def test_what_cannot_be_exact_is_refused():
+    query, key, value, context = attention_inputs()
+    with pytest.raises(UnsupportedAttention, match="context"):
+        tree_attention(Layer(), query, key, value, None)
+    with pytest.raises(UnsupportedAttention, match="masks"):
+        tree_attention(Layer(), query, key, value, torch.zeros(1), attention_context=context)
+    with pytest.raises(UnsupportedAttention, match="sinks"):
+        tree_attention(Layer(), query, key, value, None, attention_context=context, s_aux=torch.zeros(4))
