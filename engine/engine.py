@@ -162,6 +162,7 @@ class Engine:
             logprobs=logprobs,
             finish=emission.finish,
             stop_token_id=emission.new_ids[-1] if emission.finish is FinishReason.STOP else None,
+            queued_s=emission.queued_s,
             expansion=row.expansion,
             num_draft_tokens=outcome.tree.num_nodes - 1,
             num_accepted_tokens=emission.num_accepted,

@@ -38,6 +38,7 @@ class Emission:
     new_ids: tuple[int, ...]
     num_accepted: int
     finish: FinishReason | None
+    queued_s: float | None = None  # on a sequence's first tokens
 
 
 class Scheduler:
@@ -94,6 +95,7 @@ class Scheduler:
             if self._running and promised + need > self.pool.num_free:
                 return
             promised += need
+            self._waiting[0].leave_queue()
             self._running.append(self._waiting.popleft())
 
     def views(self) -> list[SequenceView]:
@@ -203,6 +205,7 @@ class Scheduler:
         """
         sequence = self._by_id[row.request_id]
         drafted = [result.tree.token_ids[node] for node in result.path[1:]]
+        queued_s = sequence.queued_s if sequence.num_generated == 0 else None
         new_ids, finish = sequence.accept([*drafted, result.extra_id])
         num_accepted = min(len(drafted), len(new_ids))
         sequence.token_ids.extend(new_ids)
@@ -210,10 +213,10 @@ class Scheduler:
             sequence.recent.append(DraftOutcome(max(result.tree.depths), len(drafted)))
         if finish is not None:
             self.remove(row.request_id)
-            return Emission(row, tuple(new_ids), num_accepted, finish)
+            return Emission(row, tuple(new_ids), num_accepted, finish, queued_s)
         self._keep(sequence, row.root_position, [row.slots[row.root_position + node] for node in result.path])
         sequence.draft_len = self._draft_len_after(row, result)
-        return Emission(row, tuple(new_ids), num_accepted, None)
+        return Emission(row, tuple(new_ids), num_accepted, None, queued_s)
 
     def _draft_len_after(self, row: Row, result: RowResult) -> int:
         if not self._drafts_own_cache:

@@ -3,6 +3,7 @@
 Knows integers only. The scheduler owns every Sequence; others see SequenceView and Row.
 """
 
+import time
 from collections import deque
 
 from engine.policy import DraftOutcome, SequenceView
@@ -30,6 +31,8 @@ class Sequence:
         self.token_ids: list[int] = list(request.prompt_ids)
         self.slots: list[int] = []
         self.draft_len = 0
+        self.arrival_s = time.monotonic()
+        self.queued_s: float | None = None
         self.recent: deque[DraftOutcome] = deque(maxlen=_RECENT_OUTCOMES)
 
     @property
@@ -67,6 +70,11 @@ class Sequence:
         return SequenceView(
             self.request_id, self.num_tokens, self.num_generated, self.request.sampling, self.verifier, tuple(self.recent)
         )
+
+    def leave_queue(self) -> None:
+        """Note how long the sequence has waited; after a preemption the first wait stands."""
+        if self.queued_s is None:
+            self.queued_s = time.monotonic() - self.arrival_s
 
     def accept(self, new_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Return how much of `new_ids` belongs to the output, and why the output ends there if it does."""

@@ -79,8 +79,8 @@ class TokenEvent:
     `token_ids` are new and already cut at stop tokens and limits; a stop token itself is among them only as the last
     one and is not text (`stop_token_id` says which ended it). `logprobs` has an entry for each token or is empty.
     Exactly one event of a request carries `finish`; with `FinishReason.ERROR` it carries `error` too.
-    The last three fields say how the tokens came: `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the
-    returned tokens were drafted ones.
+    `queued_s`, on a request's first tokens, is how long it waited before its first step. The last three fields say how the
+    tokens came: `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the returned tokens were drafted ones.
     """
 
     request_id: str
@@ -89,6 +89,7 @@ class TokenEvent:
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    queued_s: float | None = None
     expansion: Expansion | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -1,7 +1,6 @@
 """Metrics of requests as a client lives them: latencies, lengths, ends. Fed by one RequestMeter a request.
 
-The queue ends with the first event of a sample and the prefill with its first token. An engine that does not announce
-admission with an event of its own gives both at once; the whole wait is then counted as prefill.
+The engine says with a sample's first tokens how long it was queued; the rest of the wait is prefill.
 """
 
 import time
@@ -76,7 +75,7 @@ class SampleMeter:
         self._num_prompt_tokens = num_prompt_tokens
         self._clock = clock
         self._arrival_s = arrival_s
-        self._admitted_s: float | None = None
+        self._queued_s = 0.0
         self._first_token_s: float | None = None
         self._last_token_s = arrival_s
         self.num_tokens = 0
@@ -85,9 +84,8 @@ class SampleMeter:
     def on_event(self, event: TokenEvent) -> None:
         """Count one event of the engine."""
         if event.token_ids:
+            self._queued_s = event.queued_s or self._queued_s
             self._on_tokens(event)
-        elif self._admitted_s is None and event.finish is None:
-            self._admitted_s = self._clock()
 
     def _on_tokens(self, event: TokenEvent) -> None:
         now_s = self._clock()
@@ -116,9 +114,9 @@ class SampleMeter:
             self._end_phases(metrics, self._first_token_s)
 
     def _end_phases(self, metrics: RequestMetrics, first_token_s: float) -> None:
-        admitted_s = self._arrival_s if self._admitted_s is None else self._admitted_s
+        admitted_s = self._arrival_s + self._queued_s
         decode_s = self._last_token_s - first_token_s
-        metrics.queue_s.observe(admitted_s - self._arrival_s)
+        metrics.queue_s.observe(self._queued_s)
         metrics.prefill_s.observe(first_token_s - admitted_s)
         metrics.decode_s.observe(decode_s)
         metrics.inference_s.observe(self._last_token_s - admitted_s)

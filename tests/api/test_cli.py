@@ -17,7 +17,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         calls.append(settings)
         return "no such model" if settings.model == "broken" else None
 
-    monkeypatch.setattr(server.cli, "serve", serve)
+    monkeypatch.setattr("server.process.serve", serve)
     monkeypatch.setattr(server.cli, "configure_logging", lambda level, form: None)
     return calls
 

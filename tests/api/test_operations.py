@@ -134,11 +134,11 @@ async def test_metrics_of_served_requests():
 
 
 def test_the_phases_of_a_request_add_up():
-    """An engine that announces admission with an event of its own splits the wait into queue and prefill."""
+    """What the engine says of its queue splits the wait into queue and prefill."""
     now = [0.0]
     metrics = Metrics("m", 100, lambda: FakeEngine().health)
     sample_meter = metrics.requests.meter(1, 9, lambda: now[0]).sample(7)
-    for at_s, event in [(2.0, TokenEvent("r")), (5.0, TokenEvent("r", (1,))), (6.0, TokenEvent("r", (1, 2, 3, 4)))]:
+    for at_s, event in [(5.0, TokenEvent("r", (1,), queued_s=2.0)), (6.0, TokenEvent("r", (1, 2, 3, 4)))]:
         now[0] = at_s
         sample_meter.on_event(event)
     now[0] = 7.0

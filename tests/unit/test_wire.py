@@ -39,6 +39,7 @@ events = st.builds(
     st.none() | st.sampled_from(FinishReason),
     st.none() | st.integers(0, 9),
     st.none() | texts,
+    st.none() | seconds,
     st.none() | expansions,
 )
 stats = st.builds(StepStats, *[st.integers(0, 2**40)] * 5, expansions=st.dictionaries(texts, st.integers(0, 9)), draft_s=seconds)
