@@ -1,0 +1,48 @@
+"""Prepacked linear layers compute the same function."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.linears import PackedLinear, prepare_linears
+from engine.testing import FAMILIES, tiny_module
+
+IDS = torch.arange(3, 40)[None]
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+
+
+@torch.inference_mode()
+def logits_error(packed: nn.Module, plain: nn.Module) -> float:
+    return float((packed(input_ids=IDS).logits - plain(input_ids=IDS).logits).abs().max())
+
+
+@needs_onednn
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_is_plain_up_to_rounding(family):
+    module = tiny_module(family)
+    num_linears = sum(type(part) is nn.Linear for part in module.modules())
+    prepare_linears(module, "packed")
+    assert sum(isinstance(part, PackedLinear) for part in module.modules()) == num_linears > 10
+    assert logits_error(module, tiny_module(family)) < 1e-4
+
+
+@needs_onednn
+def test_packed_kills_a_forgotten_bias():
+    module = tiny_module("qwen2")
+    prepare_linears(module, "packed")
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            part.bias = None
+    assert logits_error(module, tiny_module("qwen2")) > 1e-2
+
+
+def test_plain_changes_nothing():
+    module = tiny_module("llama")
+    before = [type(part) for part in module.modules()]
+    prepare_linears(module, "plain")
+    assert [type(part) for part in module.modules()] == before
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(ValueError, match="known: plain, packed"):
+        prepare_linears(tiny_module("llama"), "quantised")

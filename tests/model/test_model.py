@@ -1,0 +1,99 @@
+"""Models under our attention: what is read of them, and that one we cannot drive exactly is refused by name."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GptOssConfig,
+    MambaConfig,
+    PreTrainedConfig,
+)
+
+from engine import model as engine_model
+from engine.model import CausalModel, UnsupportedModel, adopt, load_model
+from engine.packing import Group
+from engine.testing import FAMILIES, tiny_module
+from tests.model.tiny import model, own_logits
+
+CPU = torch.device("cpu")
+_SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def random_module(config: PreTrainedConfig):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_read_of_a_model(family):
+    one = model(family)
+    assert (one.vocab_size, one.max_positions, one.eos_token_ids) == (61, 512, (2,))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [(7, 2, (7,)), ([7, 8], 2, (7, 8)), (None, 2, (2,)), (None, [3, 4], (3, 4)), (None, None, ())],
+)
+def test_end_tokens_come_from_the_generation_settings_first(generation, config, expected):
+    module = tiny_module("llama")
+    module.generation_config.eos_token_id = generation
+    module.config.eos_token_id = config
+    assert CausalModel(module, CPU).eos_token_ids == expected
+
+
+def test_learned_positions_can_be_driven():
+    """Positions reach the model as an argument, so a table of them is no obstacle."""
+    assert (
+        adopt(random_module(GPT2Config(n_positions=64, vocab_size=40, n_embd=32, n_layer=2, n_head=2)), CPU).max_positions == 64
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=40, hidden_size=32, n_layer=2, n_head=2),
+        MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2, state_size=4),
+        GptOssConfig(
+            **_SMALL, num_key_value_heads=2, head_dim=16, intermediate_size=32, num_local_experts=2, num_experts_per_tok=1
+        ),
+    ],
+    ids=["attention with biases of its own", "recurrent state", "attention sinks"],
+)
+def test_models_we_cannot_drive_are_refused(config):
+    with pytest.raises(UnsupportedModel):
+        adopt(random_module(config), CPU)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_check_kills_a_broken_mask(family, monkeypatch):
+    """A pass in which everything sees everything is not the model's own, and the check says so."""
+    monkeypatch.setattr(
+        Group, "bias", lambda group, window, dtype: torch.zeros_like(group.visible_BTL[:, None, None], dtype=dtype)
+    )
+    with pytest.raises(UnsupportedModel, match="differs from the model's own"):
+        adopt(tiny_module(family), CPU)
+
+
+def test_the_check_kills_wrong_positions(monkeypatch):
+    segment_of = engine_model.tree_segment
+
+    def by_index(*arguments):
+        segment = segment_of(*arguments)
+        segment.positions[1:] = range(segment.positions[0] + 1, segment.positions[0] + segment.num_tokens)
+        return segment
+
+    monkeypatch.setattr(engine_model, "tree_segment", by_index)
+    with pytest.raises(UnsupportedModel, match="differs from the model's own"):
+        adopt(tiny_module("llama"), CPU)
+
+
+@pytest.mark.parametrize("linears", ["plain", "packed"])
+def test_a_model_is_loaded_from_its_folder(tmp_path, linears):
+    tiny_module("qwen2").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, "float32", CPU, linears)
+    ids = torch.tensor([[4, 5, 6, 7, 8]])
+    loaded.module.set_attn_implementation("eager")
+    assert torch.allclose(loaded.module(input_ids=ids).logits[0], own_logits("qwen2", ids.tolist())[0], atol=1e-4)
