@@ -1,0 +1,192 @@
+"""Processed laws are what transformers' own logits warpers make of the same logits."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from engine import sampling
+from engine.sampling import processed_laws
+from engine.types import SamplingParams
+from tests.strategies import sampling_params
+
+
+def warped(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Return transformers' scores, float64, -inf where a token is cut off."""
+    warpers = [TemperatureLogitsWarper(params.temperature)]
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    scores = logits_V[None].double()
+    for warper in warpers:
+        scores = warper(torch.zeros((1, 0), dtype=torch.int64), scores)
+    return scores[0]
+
+
+def expected_law(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Return transformers' law, with every token that ties with the least one it keeps: which of them it keeps is a sort's whim."""
+    is_kept_V = warped(logits_V, params) > float("-inf")
+    is_kept_V |= logits_V >= logits_V[is_kept_V].min()
+    return torch.softmax((logits_V.double() / params.temperature).masked_fill(~is_kept_V, float("-inf")), -1)
+
+
+def is_on_an_edge(logits_V: Tensor, params: SamplingParams) -> bool:
+    """Whether rounding in float32 may decide what top-p or min-p keeps."""
+    nearby = [
+        replace(params, top_p=min(1.0, params.top_p * (1 + shift)), min_p=params.min_p * (1 - shift)) for shift in (-1e-4, 1e-4)
+    ]
+    laws = [expected_law(logits_V, one) > 0.0 for one in nearby]
+    return not torch.equal(*laws)
+
+
+def check(laws_of, logits_NV: Tensor, params: list[SamplingParams]) -> None:
+    laws_NV = laws_of(logits_NV, params)
+    assert laws_NV.dtype == torch.float32
+    for law_V, logits_V, one in zip(laws_NV, logits_NV, params, strict=True):
+        if not is_on_an_edge(logits_V, one):
+            assert torch.allclose(law_V.double(), expected_law(logits_V, one), atol=2e-6)
+        assert torch.allclose(law_V.double().sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-5)
+
+
+def random_logits(seed: int, num_rows: int, vocab_size: int, scale: float, has_ties: bool) -> Tensor:
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+    return (logits * 2).round() / 2 if has_ties else logits
+
+
+@given(
+    st.lists(sampling_params(), min_size=1, max_size=5),
+    st.integers(0, 2**31),
+    st.sampled_from([2, 7, 61]),
+    st.sampled_from([0.1, 1.0, 4.0]),
+    st.booleans(),
+    st.sampled_from([2, 8, 40, 1024]),
+)
+def test_laws_are_transformers_laws(params, seed, vocab_size, scale, has_ties, first_candidates):
+    """Rows with unlike parameters together; vocabularies below and above the number of candidates looked at first."""
+    with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):
+        check(processed_laws, random_logits(seed, len(params), vocab_size, scale, has_ties), params)
+
+
+@given(st.lists(sampling_params(), min_size=2, max_size=5), st.integers(0, 2**31), st.booleans(), st.sampled_from([2, 8, 1024]))
+def test_a_law_does_not_depend_on_batch_mates(params, seed, has_ties, first_candidates):
+    """Where tokens tied at the edge, which of them were kept once depended on how many candidates a mate asked for."""
+    logits_NV = random_logits(seed, len(params), 61, 1.0, has_ties)
+    with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):
+        together = processed_laws(logits_NV, params)
+        alone = [processed_laws(logits_NV[row : row + 1], [one])[0] for row, one in enumerate(params)]
+    assert all(torch.equal(one > 0, other > 0) for one, other in zip(together, alone, strict=True))
+    assert torch.allclose(together, torch.stack(alone), atol=1e-7)
+
+
+def test_masked_tokens_stay_masked():
+    logits = torch.tensor([[1.0, float("-inf"), 0.0, -1.0]])
+    for params in (SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.99), SamplingParams(min_p=0.01)):
+        assert processed_laws(logits, [params])[0, 1] == 0.0
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45])
+def test_tiny_temperatures_give_a_point_mass(temperature):
+    """Logits over such a temperature overflow float32, and once made a law of NaN that failed the whole step."""
+    laws = processed_laws(torch.tensor([[300.0, 299.0, -500.0]]), [SamplingParams(temperature=temperature)])
+    assert laws.tolist() == [[1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(min_p=1.0)])
+def test_the_likeliest_token_is_always_kept(params):
+    assert processed_laws(torch.tensor([[0.0, 2.0, 1.0]]), [params]).tolist() == [[0.0, 1.0, 0.0]]
+
+
+def _renormalised(laws_NV: Tensor, is_kept_NV: Tensor) -> Tensor:
+    kept = torch.where(is_kept_NV, laws_NV, 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_p_one_too_few(logits_NV, params):
+    laws_NV = processed_laws(logits_NV, params)
+    least_N1 = torch.where(laws_NV > 0, laws_NV, 2.0).amin(-1, keepdim=True)
+    is_cut_N1 = torch.tensor([[one.top_p < 1.0] for one in params]) & (least_N1 < 1.0)
+    return _renormalised(laws_NV, (laws_NV > least_N1) | ~is_cut_N1)
+
+
+def top_p_one_too_many(logits_NV, params):
+    laws_NV = processed_laws(logits_NV, params)
+    whole_NV = processed_laws(logits_NV, [replace(one, top_p=1.0) for one in params])
+    next_N1 = torch.where(laws_NV == 0, whole_NV, 0.0).amax(-1, keepdim=True)
+    return _renormalised(whole_NV, whole_NV >= next_N1.clamp(min=1e-30))
+
+
+def truncated_before_the_temperature(logits_NV, params):
+    support_NV = processed_laws(logits_NV, [replace(one, temperature=1.0) for one in params]) > 0
+    plain = [SamplingParams(temperature=one.temperature) for one in params]
+    return _renormalised(processed_laws(logits_NV, plain), support_NV)
+
+
+def top_p_before_top_k(logits_NV, params):
+    plain = [SamplingParams(temperature=one.temperature) for one in params]
+    support_NV = processed_laws(logits_NV, [replace(one, top_k=0) for one in params]) > 0
+    support_NV &= processed_laws(logits_NV, [replace(one, top_p=1.0) for one in params]) > 0
+    return _renormalised(processed_laws(logits_NV, plain), support_NV)
+
+
+def rows_mixed_up(logits_NV, params):
+    return processed_laws(logits_NV, params[::-1])
+
+
+def candidates_are_enough(logits_NV, params):
+    edges_of = sampling._edges
+
+    def never_lower(*arguments):
+        edges = edges_of(*arguments)
+        return edges._replace(may_lie_lower_N=torch.zeros_like(edges.may_lie_lower_N))
+
+    with patch.object(sampling, "_edges", never_lower), patch.object(sampling, "_FIRST_CANDIDATES", 4):
+        return processed_laws(logits_NV, params)
+
+
+def ties_broken(logits_NV, params):
+    """Exactly k tokens are kept, whichever a sort puts first."""
+    laws_NV = processed_laws(logits_NV, params)
+    for row, one in enumerate(params):
+        if one.top_k:
+            dropped = torch.argsort(laws_NV[row], descending=True)[one.top_k :]
+            laws_NV[row, dropped] = 0.0
+    return _renormalised(laws_NV, laws_NV > 0)
+
+
+def check_all(laws_of) -> None:
+    """Check rows that mix everything, with ties and without, and rows that ask for no top-k."""
+    params = [
+        SamplingParams(temperature=0.5, top_p=0.8),
+        SamplingParams(temperature=1.5, top_k=5, top_p=0.7),
+        SamplingParams(temperature=1.0, min_p=0.2),
+        SamplingParams(temperature=2.0, top_k=3),
+    ]
+    for has_ties in (True, False):
+        check(laws_of, random_logits(1, len(params), 61, 1.0, has_ties), params)
+        check(laws_of, random_logits(2, 2, 61, 1.0, has_ties), params[::2])
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        top_p_one_too_few,
+        top_p_one_too_many,
+        truncated_before_the_temperature,
+        top_p_before_top_k,
+        rows_mixed_up,
+        candidates_are_enough,
+        ties_broken,
+    ],
+)
+def test_laws_kill(mutant):
+    check_all(processed_laws)
+    with pytest.raises(AssertionError):
+        check_all(mutant)
