@@ -95,6 +95,8 @@ class TokenTree:
             children[parent].add(node)
         if any(set(drawn) != kids for drawn, kids in zip(self.draws, children, strict=True)):
             raise ValueError("draws must name exactly the children of each node")
+        if len({*zip(self.parents, self.token_ids)}) < self.num_nodes:
+            raise ValueError("siblings must carry different tokens: a token drawn again is the same child, listed again in draws")
 
     @classmethod
     def single(cls, token_id: int) -> "TokenTree":

@@ -28,7 +28,7 @@ class NotFiniteLawError(LawError):
 
 
 class ImpossibleDraftError(LawError):
-    """A drafted token without a draft law, of probability 0 under it, or twice among the children of one node."""
+    """A drafted token without a draft law, or of probability 0 under it."""
 
     reason = "a drafted token could not have been drawn from its draft law"
 

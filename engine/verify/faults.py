@@ -8,17 +8,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.forest import Forest
-from engine.tree import TokenTree
 from engine.verify.errors import ImpossibleDraftError, NotFiniteLawError
 from engine.verify.layout import Layout
 
 
 def check_trees(forest: Forest, *, reads_draft: bool) -> None:
-    """Raise ImpossibleDraftError for twins (children of one node with one token) and for children without a draft law."""
+    """Raise ImpossibleDraftError for children without a draft law, if the verifier reads it."""
     faulty = [
         b
         for b, (tree, law_rows) in enumerate(zip(forest.trees, forest.law_rows))
-        if _has_twins(tree) or (reads_draft and any(drawn and row is None for drawn, row in zip(tree.draws, law_rows)))
+        if reads_draft and any(drawn and row is None for drawn, row in zip(tree.draws, law_rows))
     ]
     if faulty:
         raise ImpossibleDraftError(faulty)
@@ -44,7 +43,3 @@ def _raise_unless(is_finite: list[bool], is_possible: list[bool]) -> None:
         raise NotFiniteLawError(b for b, good in enumerate(is_finite) if not good)
     if not all(is_possible):
         raise ImpossibleDraftError(b for b, good in enumerate(is_possible) if not good)
-
-
-def _has_twins(tree: TokenTree) -> bool:
-    return len({*zip(tree.parents, tree.token_ids)}) < tree.num_nodes

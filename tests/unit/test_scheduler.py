@@ -43,8 +43,11 @@ def random_tree(rng: random.Random, root_id: int, expansion: Expansion) -> Token
     parents, ids, depths = [-1], [root_id], [0]
     for _ in range(rng.randint(0, expansion.num_draft_tokens)):
         parent = rng.choice([node for node, depth in enumerate(depths) if depth < expansion.max_depth])
+        token_id = rng.randrange(STOP, 12)
+        if (parent, token_id) in zip(parents, ids):
+            continue  # drawn before: the same node
         parents.append(parent)
-        ids.append(rng.randrange(STOP, 12))
+        ids.append(token_id)
         depths.append(depths[parent] + 1)
     draws = tuple(tuple(child for child, parent in enumerate(parents) if parent == node) for node in range(len(parents)))
     return TokenTree(tuple(parents), tuple(ids), draws)

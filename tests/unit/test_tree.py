@@ -141,6 +141,7 @@ def test_shape_laws_kill(mutant, check):
         ((-1, 0), ((1,), (1,))),
         ((-1, -1), ((), ())),
         ((-1, 0), ((1,),)),
+        ((-1, 0, 0), ((1, 2), (), ())),  # twins: every node carries the same token
     ],
 )
 def test_malformed_trees_are_refused(parents, draws):

@@ -117,14 +117,6 @@ def test_children_without_a_draft_law_are_refused(name: str) -> None:
     judge("nss", replace(batch, forest=lawless))
 
 
-def test_twins_are_refused() -> None:
-    """Two nodes for one token would be tried against a law from which it was removed."""
-    twins = TokenTree((-1, 0, 0), (0, 1, 1), ((1, 2), (), ()))
-    laws = torch.full((3, 3), 1 / 3)
-    with pytest.raises(ImpossibleDraftError):
-        create_verifier("traversal").judge(Forest((twins,), laws, ((0, None, None),)), laws, [StepKey(0, 0)])
-
-
 def test_every_law_error_is_a_value_error_with_trees() -> None:
     assert issubclass(LawError, ValueError)
     assert all(issubclass(error, LawError) for error in (NotFiniteLawError, ImpossibleDraftError))
