@@ -32,7 +32,7 @@ def warped(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def expected_law(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return transformers' law, with every token that ties with the least one it keeps: which of them it keeps is a sort's whim."""
+    """Return transformers' law, with all that ties with the least token it keeps: which of them it keeps is a sort's whim."""
     is_kept_V = warped(logits_V, params) > float("-inf")
     is_kept_V |= logits_V >= logits_V[is_kept_V].min()
     return torch.softmax((logits_V.double() / params.temperature).masked_fill(~is_kept_V, float("-inf")), -1)

@@ -1,0 +1,69 @@
+"""Runs an engine to the end of its work and collects what each request got."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.engine import Engine, StepOutput
+from engine.types import FinishReason, Request, SamplingParams, Speculation, StepStats, TokenEvent, TokenLogprobs
+
+MAX_STEPS = 2000
+
+
+@dataclass
+class Outcome:
+    """Everything one request was told."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+@dataclass
+class Session:
+    """What a run brought: outcomes by request, the numbers of each step."""
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    stats: list[StepStats] = field(default_factory=list)
+
+    def take(self, output: StepOutput) -> None:
+        self.stats.append(output.stats)
+        for event in output.events:
+            outcome = self.outcomes.setdefault(event.request_id, Outcome())
+            assert outcome.finish is None, f"{event.request_id} spoke after its end"
+            outcome.ids.extend(event.token_ids)
+            outcome.logprobs.extend(event.logprobs)
+            outcome.events.append(event)
+            outcome.finish = event.finish
+
+    def texts(self) -> dict[str, list[int]]:
+        return {request_id: outcome.ids for request_id, outcome in self.outcomes.items()}
+
+
+def run(engine: Engine, requests: Sequence[Request], after_step: Callable[[Engine], None] = lambda _: None) -> Session:
+    """Add the requests and step until nothing is left; every request must have ended, with sound books at each step."""
+    for request in requests:
+        engine.add(request)
+    session = Session()
+    for _ in range(MAX_STEPS):
+        if not engine.has_work:
+            break
+        session.take(engine.step())
+        engine.check_integrity()
+        after_step(engine)
+    assert not engine.has_work
+    assert all(session.outcomes[request.request_id].finish for request in requests)
+    return session
+
+
+def greedy(name: str, prompt: Sequence[int], max_tokens: int = 12, **speculation) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return Request(name, tuple(prompt), sampling, Speculation(**speculation))
+
+
+def sampled(
+    name: str, prompt: Sequence[int], seed: int, max_tokens: int = 12, verifier: str | None = None, **sampling
+) -> Request:
+    """Return a seeded request; without a named verifier it is coupled, with one its trees are i.i.d."""
+    sampling = {"temperature": 1.0, "seed": seed, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
+    return Request(name, tuple(prompt), SamplingParams(**sampling), Speculation(verifier=verifier))

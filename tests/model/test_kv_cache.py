@@ -1,0 +1,187 @@
+"""The caches: what is written is read, and after any steps they hold what feeding the committed tokens would have written."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import packing
+from engine.config import SchedulerConfig
+from engine.draft.model import ModelDrafter
+from engine.engine import Engine
+from engine.kv_cache import KVCache
+from engine.model import CausalModel
+from engine.packing import pack
+from engine.scheduler import Scheduler
+from engine.segments import chain_segment
+from engine.testing import FAMILIES, tiny_engine
+from engine.tree import Expansion
+from engine.types import FinishReason
+from tests.model.driving import greedy, run, sampled
+from tests.model.passes import CPU
+from tests.model.tiny import pair
+
+EXACT = 1e-4
+WRONG = 1e-2
+NUM_SLOTS = 90
+
+
+@given(st.permutations(range(8)), st.integers(1, 8), st.integers(0, 2**31))
+def test_what_is_written_is_read(slots, count, seed):
+    cache = KVCache(8, CPU)
+    keys, values = torch.randn(2, count, 2, 3, generator=torch.Generator().manual_seed(seed))
+    cache.write(4, torch.tensor(slots[:count]), keys, values)
+    order = torch.tensor([[slots[i % count] for i in range(6)]])
+    read_keys, read_values = cache.gather(4, order)
+    expected = torch.tensor([i % count for i in range(6)])
+    assert torch.equal(read_keys[0], keys[expected])
+    assert torch.equal(read_values[0], values[expected])
+
+
+def test_pools_are_made_by_layer_when_it_first_writes():
+    cache = KVCache(5, CPU)
+    assert (cache.num_layers, cache.num_bytes) == (0, 0)
+    for layer in (0, 3):
+        cache.write(layer, torch.tensor([1]), torch.ones(1, 2, 4), torch.ones(1, 2, 6))
+    assert cache.num_layers == 2
+    assert cache.num_bytes == 2 * 5 * 2 * (4 + 6) * 4
+    keys, values = cache.gather(3, torch.tensor([[1, 1, 1]]))
+    assert keys.sum((2, 3)).tolist() == [[8.0, 8.0, 8.0]]
+    assert values.shape == (1, 3, 2, 6)
+
+
+class RandomExpansion:
+    """A policy that wishes anything."""
+
+    name = "random"
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def choose(self, views):
+        return [Expansion(self._rng.randint(0, 3), self._rng.randint(1, 3), self._rng.randint(0, 3)) for _ in views]
+
+    def observe(self, feedback):
+        pass
+
+
+def cache_error(model: CausalModel, cache: KVCache, token_ids: list[int], slots: list[int]) -> float:
+    """Return how far the cache at the slots is from that of feeding the tokens in one chain."""
+    if not slots:
+        return 0.0
+    fresh = KVCache(len(token_ids), CPU)
+    model.forward(pack([chain_segment(token_ids, 0, range(len(token_ids)))], CPU), fresh, torch.tensor([0]))
+    where, there = torch.tensor([slots]), torch.arange(len(slots))[None]
+    layers = range(fresh.num_layers)
+    pairs = [(mine, own) for i in layers for mine, own in zip(cache.gather(i, where), fresh.gather(i, there), strict=True)]
+    return max(float((mine - own).abs().max()) for mine, own in pairs)
+
+
+class CacheErrors:
+    """The largest error of either cache over a run, for every sequence after each step."""
+
+    def __init__(self) -> None:
+        self.target = self.draft = 0.0
+        self.num_checked = 0
+
+    def look(self, engine: Engine) -> None:
+        target, drafter = engine._target, engine._drafter
+        assert isinstance(drafter, ModelDrafter)
+        for sequence in engine._scheduler._by_id.values():
+            ids = sequence.token_ids
+            self.target = max(self.target, cache_error(target.model, target.cache, ids[: sequence.target_len], sequence.slots))
+            draft_len = sequence.draft_len
+            error = cache_error(drafter._model, drafter._cache, ids[:draft_len], sequence.slots[:draft_len])
+            self.draft = max(self.draft, error)
+            self.num_checked += draft_len > len(sequence.request.prompt_ids)
+
+
+def errors_over_a_run(family: str) -> CacheErrors:
+    """Run greedy, coupled and i.i.d. rows together through chunks, random trees and preemption."""
+    config = SchedulerConfig(max_step_tokens=24, num_slots=NUM_SLOTS, max_model_len=64)
+    engine = tiny_engine(*pair(family), policy=RandomExpansion(3), config=config)
+    prompts = [[5 + (7 * row + 3 * i) % 50 for i in range(4 + 9 * row)] for row in range(4)]
+    requests = [
+        greedy("greedy", prompts[0], max_tokens=24),
+        sampled("coupled", prompts[1], seed=1, max_tokens=24),
+        sampled("traversal", prompts[2], seed=2, max_tokens=24, verifier="traversal"),
+        sampled("specinfer", prompts[3], seed=3, max_tokens=24, verifier="specinfer", temperature=0.3),
+    ]
+    errors = CacheErrors()
+    session = run(engine, requests, errors.look)
+    assert all(outcome.finish is FinishReason.LENGTH for outcome in session.outcomes.values())
+    assert sum(stats.num_preemptions for stats in session.stats)
+    return errors
+
+
+@pytest.fixture
+def poisoned_pools(monkeypatch):
+    """Pools are not zeroed, so a slot gathered before it is written may hold anything; here it holds NaN.
+
+    A mask is no protection: 0 times NaN is NaN.
+    """
+    pool_of = KVCache._pool
+    monkeypatch.setattr(KVCache, "_pool", lambda cache, example: pool_of(cache, example).fill_(float("nan")))
+
+
+@pytest.mark.usefixtures("poisoned_pools")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_hold_the_committed_tokens(family):
+    errors = errors_over_a_run(family)
+    assert errors.num_checked > 20
+    assert errors.target < EXACT
+    assert errors.draft < EXACT
+
+
+def keeps_the_first_nodes(scheduler, sequence, num_kept, path_slots):
+    _KEEP(scheduler, sequence, num_kept, sequence.slots[num_kept : num_kept + len(path_slots)])
+
+
+def keeps_the_path_backwards(scheduler, sequence, num_kept, path_slots):
+    _KEEP(scheduler, sequence, num_kept, path_slots[::-1])
+
+
+_KEEP = Scheduler._keep
+_DRAFT_LEN_AFTER = Scheduler._draft_len_after
+
+
+@pytest.mark.usefixtures("poisoned_pools")
+def test_poisoned_pools_kill_padding_with_foreign_slots(monkeypatch):
+    """Padded keys must be slots the row has written: padding with any free slot would gather NaN."""
+    group_of = packing._group
+
+    def padded_with_the_last_slot(segments, starts, device):
+        group = group_of(segments, starts, device)
+        group.key_slots_BL.masked_fill_(~group.visible_BTL.any(1), NUM_SLOTS - 1)
+        return group
+
+    monkeypatch.setattr(packing, "_group", padded_with_the_last_slot)
+    with pytest.raises(AssertionError):
+        errors_over_a_run("llama")
+
+
+@pytest.mark.parametrize("mutant", [keeps_the_first_nodes, keeps_the_path_backwards])
+def test_compaction_kills(mutant, monkeypatch):
+    monkeypatch.setattr(Scheduler, "_keep", mutant)
+    errors = errors_over_a_run("llama")
+    assert errors.target > WRONG
+
+
+def accepted_leaf_never_fed(scheduler, row, result):
+    return min(_DRAFT_LEN_AFTER(scheduler, row, result) + 1, row.root_position + len(result.path))
+
+
+def draft_cache_forgotten(scheduler, row, result):
+    """The drafter is believed to have every accepted token although plain steps fed it nothing."""
+    return row.root_position + len(result.path)
+
+
+@pytest.mark.parametrize("mutant", [accepted_leaf_never_fed, draft_cache_forgotten])
+def test_draft_catch_up_kills(mutant, monkeypatch):
+    """The text would be right still, as any draft is lossless: only the cache shows it."""
+    monkeypatch.setattr(Scheduler, "_draft_len_after", mutant)
+    errors = errors_over_a_run("llama")
+    assert errors.draft > WRONG
+    assert errors.target < EXACT
