@@ -49,8 +49,9 @@ class Judge:
         if rule == _GREEDY:
             return judge_greedy(part.trees, part_NV.argmax(-1).tolist())
         sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
-        verifier = self._verifiers.setdefault(rule, create_verifier(rule))
-        return verifier.judge(part, processed_laws(part_NV, sampling), [rows[i].key for i in indices])
+        if rule not in self._verifiers:
+            self._verifiers[rule] = create_verifier(rule)
+        return self._verifiers[rule].judge(part, processed_laws(part_NV, sampling), [rows[i].key for i in indices])
 
 
 _GREEDY = "greedy"
