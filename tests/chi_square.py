@@ -1,7 +1,10 @@
 """Pearson's chi-square as a z score, without a statistics library."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+Outcome = TypeVar("Outcome", bound=Hashable)
 
 # Draws are keyed, so a test's score is the same in every run: a limit can be strict and no run is flaky.
 PASSES_BELOW = 4.0
@@ -26,7 +29,7 @@ def z_score(observed: Sequence[float], expected: Sequence[float]) -> float:
     return float(((statistic / freedom) ** (1.0 / 3.0) - (1.0 - spread)) / math.sqrt(spread))
 
 
-def z_of_counts(counts: Mapping[object, int], law: Mapping[object, float]) -> float:
+def z_of_counts(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> float:
     """Return the z score of counted outcomes against a law; an outcome outside the law counts against it."""
     total = sum(counts.values())
     outcomes = [*law, *(outcome for outcome in counts if outcome not in law)]

@@ -187,7 +187,8 @@ def test_a_group_returns_its_padding_too():
     tree_attention(Layer(), query, key, value, None, attention_context=context)
     group = context.batch.groups[0]
     query_THGK = query[0].transpose(0, 1).reshape(5, 2, 2, 8)
-    out = group_attention(query_THGK, *context.cache.gather(0, group.key_slots_BL), group, 8**-0.5)
+    keys_BLHK, values_BLHK = context.cache.gather(0, group.key_slots_BL)
+    out = group_attention(query_THGK, keys_BLHK, values_BLHK, group, 8**-0.5)
     assert out.shape == (5, 32)
 
 

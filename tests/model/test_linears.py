@@ -32,7 +32,7 @@ def test_packed_kills_a_forgotten_bias():
     prepare_linears(module, "packed")
     for part in module.modules():
         if isinstance(part, PackedLinear):
-            part.bias = None
+            part.bias = None  # type: ignore[assignment]
     assert logits_error(module, tiny_module("qwen2")) > 1e-2
 
 

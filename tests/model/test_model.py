@@ -1,5 +1,7 @@
 """Models under our attention: what is read of them, and that one we cannot drive exactly is refused by name."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import (
@@ -14,6 +16,7 @@ from transformers import (
 from engine import model as engine_model
 from engine.model import CausalModel, UnsupportedModel, adopt, load_model
 from engine.packing import Group
+from engine.segments import tree_segment
 from engine.testing import FAMILIES, tiny_module
 from tests.model.tiny import model, own_logits
 
@@ -78,12 +81,9 @@ def test_the_check_kills_a_broken_mask(family, monkeypatch):
 
 
 def test_the_check_kills_wrong_positions(monkeypatch):
-    segment_of = engine_model.tree_segment
-
     def by_index(*arguments):
-        segment = segment_of(*arguments)
-        segment.positions[1:] = range(segment.positions[0] + 1, segment.positions[0] + segment.num_tokens)
-        return segment
+        segment = tree_segment(*arguments)
+        return replace(segment, positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
 
     monkeypatch.setattr(engine_model, "tree_segment", by_index)
     with pytest.raises(UnsupportedModel, match="differs from the model's own"):

@@ -41,7 +41,7 @@ def own_logits(family: str, texts: Sequence[Sequence[int]]) -> Tensor:
 def own_greedy_text(family: str, prompt: Sequence[int], num_tokens: int, eos: int | None = None) -> list[int]:
     """Return what `generate` adds to the prompt."""
     ids = torch.tensor([list(prompt)])
-    out = own_module(family).generate(  # type: ignore[operator]
+    out = own_module(family).generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, eos_token_id=eos, pad_token_id=0
     )
     return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]

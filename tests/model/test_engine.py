@@ -1,0 +1,223 @@
+"""Golden equality: greedy text is `generate`'s, seeded text plain decoding's, whatever drafts, in whatever batch."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import judge
+from engine.config import SchedulerConfig
+from engine.draft.early_exit import Lens, early_exit_drafter
+from engine.draft.ngram import NgramDrafter
+from engine.engine import Engine
+from engine.keys import Stream, stream_key
+from engine.noise import gumbels
+from engine.policy import FixedExpansion
+from engine.sampling import processed_laws
+from engine.scheduler import Scheduler
+from engine.testing import FAMILIES, tiny_engine
+from engine.tree import PLAIN, Expansion
+from engine.types import Request, SamplingParams, Speculation
+from engine.verify import coupled
+from engine.verify.verdict import Verdict
+from tests.model.driving import greedy, run, sampled
+from tests.model.passes import CPU
+from tests.model.tiny import model, own_greedy_text, own_logits, pair
+from tests.strategies import expansions
+
+EXPANSIONS = [PLAIN, Expansion(4, 1, 0), Expansion(0, 3, 2), Expansion(2, 2, 2), Expansion(1, 4, 1)]
+DRAFTERS = ["none", "model", "ngram", "early exit"]
+TIGHT = SchedulerConfig(max_running=6, max_step_tokens=20, num_slots=90, max_model_len=64)
+LONG = [3 + (11 * i) % 7 for i in range(19)]  # repeats itself, so that look-ups find something
+
+
+def engine_of(family: str, drafter: str, expansion: Expansion = PLAIN, config: SchedulerConfig | None = None) -> Engine:
+    policy = FixedExpansion(expansion)
+    if drafter == "model":
+        return tiny_engine(*pair(family), policy, config=config)
+    if drafter == "none":
+        return tiny_engine(model(family), None, policy, config=config)
+    engine = tiny_engine(model(family), NgramDrafter(61, CPU, min_tokens=1), policy, config=config)
+    if drafter == "early exit":
+        lens = Lens(2, torch.eye(32), torch.zeros(32), {})
+        engine._drafter = early_exit_drafter(engine._target.model, engine._target.cache, lens)
+    return engine
+
+
+@cache
+def generated(family: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    return own_greedy_text(family, prompt, num_tokens)
+
+
+@cache
+def seeded_text(family: str, request: Request) -> list[int]:
+    """Return plain decoding's text by transformers' logits: each token the arg max of log law plus its position's noise."""
+    text = list(request.prompt_ids)
+    for _ in range(request.sampling.max_tokens):
+        law = processed_laws(own_logits(family, [text])[:, -1], [request.sampling])[0].double()
+        noise = gumbels([stream_key(request.sampling.seed or 0, len(text), Stream.TOKEN)], len(law))[0]
+        text.append(int((law.log() + noise).argmax()))
+    return text[len(request.prompt_ids) :]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_generates(family, expansion, drafter):
+    session = run(engine_of(family, drafter, expansion), [greedy("r", LONG)])
+    assert session.outcomes["r"].ids == generated(family, tuple(LONG), 12)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_seeded_text_is_plain_decodings(drafter):
+    request = sampled("r", LONG, seed=2**63 - 1, temperature=0.7, top_p=0.9)
+    for expansion in EXPANSIONS:
+        assert run(engine_of("llama", drafter, expansion), [request]).outcomes["r"].ids == seeded_text("llama", request)
+
+
+def mixed_requests() -> list[Request]:
+    """Eight rows of every kind: greedy, seeded, truncated, each with its own shape; one does not want speculation."""
+    wishes = [None, *EXPANSIONS, Expansion(3, 3, 1)]
+    samplings = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, seed=7),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.6, top_p=0.9, seed=8),
+        SamplingParams(temperature=1.5, top_k=5, seed=9),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, min_p=0.05, seed=7),
+        SamplingParams(temperature=0.8, seed=10),
+    ]
+    return [
+        Request(
+            str(row),
+            tuple(LONG[row:] + [5 + row] * (1 + 2 * row)),
+            replace(sampling, max_tokens=6 + row, ignore_eos=True),
+            Speculation(is_enabled=row != 5, expansion=wishes[row % len(wishes)]),
+        )
+        for row, sampling in enumerate(samplings)
+    ]
+
+
+def check_mixed(engine: Engine, family: str, requests: list[Request]) -> None:
+    session = run(engine, requests)
+    assert sum(stats.num_preemptions for stats in session.stats) > 0
+    assert max(stats.num_running for stats in session.stats) >= 3
+    for request in requests:
+        length = request.sampling.max_tokens
+        is_greedy = request.sampling.is_greedy
+        expected = generated(family, request.prompt_ids, length) if is_greedy else seeded_text(family, request)
+        assert session.outcomes[request.request_id].ids == expected, request
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixed_batch_changes_no_text(family, drafter):
+    """Chunked prompts, few slots, preemption, eight unlike rows: each text is what it is alone."""
+    check_mixed(engine_of(family, drafter, Expansion(2, 2, 1), TIGHT), family, mixed_requests())
+
+
+def test_the_order_of_requests_changes_no_text():
+    check_mixed(engine_of("llama", "model", Expansion(1, 3, 2), TIGHT), "llama", mixed_requests()[::-1])
+
+
+class Script:
+    """A policy that reads its wishes from a list, over and over."""
+
+    name = "script"
+
+    def __init__(self, wishes: list[Expansion]) -> None:
+        self._wishes = wishes
+        self._next = 0
+
+    def choose(self, views):
+        chosen = [self._wishes[(self._next + i) % len(self._wishes)] for i in range(len(views))]
+        self._next += len(views)
+        return chosen
+
+    def observe(self, feedback):
+        pass
+
+
+@settings(max_examples=12)
+@given(st.lists(expansions(5, 4, 4), min_size=1, max_size=8))
+def test_the_policy_changes_no_text(wishes):
+    requests = [greedy("greedy", LONG), sampled("seeded", LONG[:5], seed=3, top_k=20)]
+    texts = run(tiny_engine(*pair("llama"), Script(wishes)), requests).texts()
+    assert texts == {"greedy": generated("llama", tuple(LONG), 12), "seeded": seeded_text("llama", requests[1])}
+
+
+def bonus_from_the_root(trees, choice_ids):
+    verdicts, offset = [], 0
+    for tree, verdict in zip(trees, _JUDGE_GREEDY(trees, choice_ids), strict=True):
+        verdicts.append(Verdict(verdict.path, choice_ids[offset]))
+        offset += tree.num_nodes
+    return verdicts
+
+
+def last_token_forgotten(trees, choice_ids):
+    verdicts = _JUDGE_GREEDY(trees, choice_ids)
+    return [Verdict(one.path[:-1], one.extra_id) if len(one.path) > 1 else one for one in verdicts]
+
+
+def drafts_believed(trees, choice_ids):
+    offset, verdicts = 0, []
+    for tree in trees:
+        verdicts.append(Verdict(tree.path(tree.num_nodes - 1), choice_ids[offset + tree.num_nodes - 1]))
+        offset += tree.num_nodes
+    return verdicts
+
+
+_JUDGE_GREEDY = coupled.judge_greedy
+
+
+@pytest.mark.parametrize("mutant", [bonus_from_the_root, last_token_forgotten, drafts_believed])
+def test_greedy_equality_kills(mutant, monkeypatch):
+    monkeypatch.setattr(judge, "judge_greedy", mutant)
+    texts = run(engine_of("llama", "model", Expansion(2, 2, 2)), [greedy("r", LONG)]).texts()
+    assert texts["r"] != generated("llama", tuple(LONG), 12)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda key, depth: stream_key(key.seed, key.root_position + depth, Stream.TOKEN),
+        lambda key, depth: stream_key(key.seed, key.root_position, Stream.TOKEN),
+        lambda key, depth: stream_key(key.seed, key.root_position + depth + 1, Stream.EXTRA),
+    ],
+)
+def test_seeded_equality_kills(mutant, monkeypatch):
+    """Noise of the wrong position, one noise for a whole tree, noise of another stream."""
+    monkeypatch.setattr(coupled, "_noise_key", mutant)
+    request = sampled("r", LONG, seed=5)
+    assert run(engine_of("llama", "model", Expansion(2, 2, 2)), [request]).outcomes["r"].ids != seeded_text("llama", request)
+
+
+def test_mixed_batches_kill_a_preemption_that_keeps_a_length(monkeypatch):
+    """The sequence believes that its text is still cached, in slots that hold something else."""
+
+    def preempt(scheduler, sequence):
+        num_cached = len(sequence.slots)
+        _PREEMPT(scheduler, sequence)
+        slots = scheduler.pool.allocate(min(num_cached, scheduler.pool.num_free))
+        scheduler.pool.free(slots[:1])
+        sequence.slots = slots[1:]
+
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+    with pytest.raises(AssertionError):
+        check_mixed(engine_of("llama", "model", Expansion(2, 2, 1), TIGHT), "llama", mixed_requests())
+
+
+_PREEMPT = Scheduler._preempt
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_a_perfect_drafter_is_accepted_to_the_last_token(kind):
+    """Greedy and coupled trees rank by the very numbers that judge them: a drafter equal to the target is never refused."""
+    expansion = Expansion(3, 1, 0)
+    request = greedy("r", LONG) if kind == "greedy" else sampled("r", LONG, seed=5)
+    session = run(tiny_engine(model("llama"), model("llama"), FixedExpansion(expansion)), [request])
+    assert [len(event.token_ids) for event in session.outcomes["r"].events] == [4, 4, 4]

@@ -1,0 +1,250 @@
+"""Growth: trees have the shape that was asked for, and their children the very law that is kept for the verifier."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.draft import growth
+from engine.draft.growth import grow, num_draws, plain_growth
+from engine.draft.model import ModelDrafter
+from engine.keys import Stream, stream_key
+from engine.kv_cache import KVCache
+from engine.noise import gumbels
+from engine.packing import pack
+from engine.sampling import processed_laws
+from engine.segments import chain_segment
+from engine.tree import ROOT, Expansion, TokenTree
+from engine.types import SamplingParams
+from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.model.passes import CPU
+from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
+from tests.model.tiny import pair
+from tests.strategies import VOCAB_SIZE, expansions, sampling_params
+
+
+def model_drafter() -> ModelDrafter:
+    draft = pair("llama")[1]
+    return ModelDrafter("tiny", draft, KVCache(512, CPU), has_own_cache=True)
+
+
+def draft_logits(text: list[int]) -> torch.Tensor:
+    """Return the drafter's logits after the text, fed alone."""
+    draft = pair("llama")[1]
+    batch = pack([chain_segment(text, 0, range(len(text)))], CPU)
+    return draft.forward(batch, KVCache(len(text), CPU), torch.tensor([len(text) - 1]))[0]
+
+
+def path_text(text, tree: TokenTree, node: int) -> list[int]:
+    return [*text, *(tree.token_ids[v] for v in tree.path(node)[1:])]
+
+
+def check_shape(tree: TokenTree, expansion: Expansion) -> None:
+    """Every node has the draws its depth and the paths through it ask for."""
+    num_paths = {ROOT: 1}
+    for node, drawn in enumerate(tree.draws):
+        depth, fork = tree.depths[node], expansion.branches if tree.depths[node] == expansion.trunk else 1
+        assert len(drawn) == (num_paths[node] * fork if depth < expansion.max_depth else 0)
+        num_paths.update(Counter(drawn))
+
+
+@given(expansions(), st.integers(0, 8), st.integers(1, 4))
+def test_num_draws(expansion, depth, num_paths):
+    expected = num_paths * expansion.width_at(depth + 1) / max(1, expansion.width_at(depth))
+    assert num_draws(expansion, depth, num_paths) == expected
+
+
+batches = st.lists(
+    st.tuples(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6), expansions(3, 3, 3)), min_size=1, max_size=3
+)
+
+
+def rows_of(several, sampling: SamplingParams, verifier: str, seed: int):
+    """Return one decoding row for each (text, expansion), with slots of their own."""
+    return [
+        decoding_row(text, expansion, sampling, verifier, seed + i, str(i), first_slot=100 * i)
+        for i, (text, expansion) in enumerate(several)
+    ]
+
+
+@settings(max_examples=40)
+@given(batches, sampling_params(), st.integers(0, 2**62))
+def test_sampled_trees_have_their_shape_and_their_laws(several, sampling, seed):
+    """`law_rows` names the processed law of the drafter after each node's path, and children come from its support."""
+    rows = rows_of(several, sampling, "traversal", seed)
+    grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU)
+    for row, tree, law_rows, fed in zip(rows, grown.forest.trees, grown.forest.law_rows, grown.fed, strict=True):
+        check_shape(tree, row.expansion)
+        assert fed == {node for node, drawn in enumerate(tree.draws) if drawn}
+        for node, law_row in enumerate(law_rows):
+            assert (law_row is None) == (not tree.draws[node])
+            if law_row is not None:
+                law_V = grown.forest.draft_laws_RV[law_row]
+                expected_V = processed_laws(draft_logits(path_text(row.certain_ids, tree, node))[None], [sampling])[0]
+                assert torch.allclose(law_V, expected_V, atol=1e-4)
+                assert all(law_V[tree.token_ids[child]] > 0 for child in tree.draws[node])
+
+
+@settings(max_examples=40)
+@given(batches, st.sampled_from(["greedy", "coupled"]), sampling_params(), st.integers(0, 2**62))
+def test_ranked_trees_take_the_best_of_their_ranking(several, kind, sampling, seed):
+    rows = rows_of(several, GREEDY if kind == "greedy" else sampling, "coupled", seed)
+    grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU)
+    assert len(grown.forest.draft_laws_RV) == 0
+    for row, tree in zip(rows, grown.forest.trees, strict=True):
+        for node, drawn in enumerate(tree.draws):
+            asked = num_draws(row.expansion, tree.depths[node], 1)
+            text = path_text(row.certain_ids, tree, node)
+            expected = ranking(text, row.sampling, row.seed)[:asked]
+            assert [tree.token_ids[child] for child in drawn] == expected
+
+
+def ranking(text: list[int], sampling: SamplingParams, seed: int) -> list[int]:
+    """Return the tokens of positive score, best first, at the position after the text."""
+    scores = draft_logits(text).double()
+    if not sampling.is_greedy:
+        key = stream_key(seed, len(text), Stream.TOKEN)
+        scores = processed_laws(scores[None].float(), [sampling])[0].double().log() + gumbels([key], VOCAB_SIZE)[0]
+    order = scores.argsort(descending=True).tolist()
+    return [token_id for token_id in order if scores[token_id] > float("-inf")]
+
+
+@settings(max_examples=25)
+@given(batches, st.sampled_from([("traversal", SAMPLED), ("coupled", SAMPLED), ("coupled", GREEDY)]), st.integers(0, 2**62))
+def test_a_tree_does_not_depend_on_batch_mates(several, kind, seed):
+    rows = rows_of(several, kind[1], kind[0], seed)
+    together = grow(model_drafter(), rows, VOCAB_SIZE, CPU).forest.trees
+    assert together == tuple(grow(model_drafter(), [row], VOCAB_SIZE, CPU).forest.trees[0] for row in rows)
+
+
+def test_batch_mates_kill_draws_by_place_in_the_batch(monkeypatch):
+    calls = iter(range(10**6))
+    monkeypatch.setattr(growth, "_uniforms", lambda asked, count: [(0.37 * next(calls) + 0.11 * i) % 1 for i in range(count)])
+    rows = rows_of([([5, 6], Expansion(2, 2, 2)), ([9], Expansion(0, 3, 2))], SAMPLED, "traversal", 0)
+    together = grow(model_drafter(), rows, VOCAB_SIZE, CPU).forest.trees
+    assert together[1] != grow(model_drafter(), rows[1:], VOCAB_SIZE, CPU).forest.trees[0]
+
+
+# Laws of the next token over a vocabulary of four, by last token.
+LAWS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.7, 0.1, 0.1, 0.1]])
+FORK = Expansion(1, 2, 1)
+
+
+def forks(num_seeds: int = 4000, root_position: int = 2) -> list[tuple[int, int, int]]:
+    """Return (trunk token, first branch, second branch) for each seed, all grown in one batch."""
+    text = (1,) * root_position + (0,)
+    rows = [decoding_row(text, FORK, seed=seed, request_id=str(seed)) for seed in range(num_seeds)]
+    trees = grow(TableDrafter(LAWS.log()), rows, 4, CPU).forest.trees
+    return [(tree.token_ids[1], tree.token_ids[tree.draws[1][0]], tree.token_ids[tree.draws[1][1]]) for tree in trees]
+
+
+def fork_z() -> float:
+    """Return how far trunk and branches are from independent draws of the laws."""
+    law = {(t, a, b): float(LAWS[0, t] * LAWS[t, a] * LAWS[t, b]) for t, a, b in product(range(4), repeat=3)}
+    return z_of_counts(Counter(forks()), {outcome: p for outcome, p in law.items() if p > 0})
+
+
+def test_children_are_independent_draws_of_the_law():
+    assert fork_z() < PASSES_BELOW
+
+
+def one_uniform_for_all_nodes(asked, count):
+    return _UNIFORMS(replace(asked, node=ROOT), count)
+
+
+def one_uniform_for_all_draws(asked, count):
+    return _UNIFORMS(asked, 1) * count
+
+
+def draws_of_neighbours_shared(asked, count):
+    return _UNIFORMS(asked, count + 1)[1:] if asked.node == ROOT else _UNIFORMS(replace(asked, node=ROOT), count)
+
+
+def distinct_draws(asked, logits_PV, laws):
+    """A token drawn before is replaced by another: not i.i.d. any more."""
+    drawn = _SAMPLED(asked, logits_PV, laws)
+    return [ids if len(set(ids)) == len(ids) else [ids[0], (ids[0] + 1) % 4] for ids in drawn]
+
+
+_UNIFORMS, _SAMPLED = growth._uniforms, growth._sampled
+
+
+@pytest.mark.parametrize("mutant", [one_uniform_for_all_nodes, one_uniform_for_all_draws, draws_of_neighbours_shared])
+def test_independence_of_draws_kills(mutant, monkeypatch):
+    monkeypatch.setattr(growth, "_uniforms", mutant)
+    assert fork_z() > FAILS_ABOVE
+
+
+def test_independence_of_draws_kills_draws_without_replacement(monkeypatch):
+    monkeypatch.setattr(growth, "_sampled", distinct_draws)
+    assert fork_z() > FAILS_ABOVE
+
+
+def position_z() -> float:
+    """Return the dependence between the draws at two positions, over seeds."""
+    here, there = ([trunk for trunk, *_ in forks(root_position=position)] for position in (2, 3))
+    law = {(a, b): float(LAWS[0, a] * LAWS[0, b]) for a, b in product(range(4), repeat=2)}
+    return z_of_counts(Counter(zip(here, there, strict=True)), law)
+
+
+def test_draws_at_two_positions_are_independent():
+    assert position_z() < PASSES_BELOW
+
+
+def test_positions_kill_a_key_without_position(monkeypatch):
+    monkeypatch.setattr(growth, "stream_key", lambda seed, position, stream: stream_key(seed, 0, stream))
+    assert position_z() > FAILS_ABOVE
+
+
+def test_equal_draws_are_one_node_listed_as_often_as_drawn():
+    certain = torch.full((4, 4), float("-inf"))
+    certain[:, 3] = 0.0
+    tree = grow(TableDrafter(certain), [decoding_row((0,), Expansion(1, 3, 2))], 4, CPU).forest.trees[0]
+    assert tree.draws == ((1,), (2, 2, 2), (3, 3, 3), ())
+
+
+def test_a_uniform_at_the_very_top_stays_inside_the_law(monkeypatch):
+    """The point u x total can round up to the total, past every token; the draw was then no token at all."""
+    monkeypatch.setattr(growth, "_uniforms", lambda asked, count: [1.0 - 2.0**-53] * count)
+    logits = torch.tensor([[0.3, 0.1, 0.7, float("-inf")]]).repeat(4, 1)
+    tree = grow(TableDrafter(logits), [decoding_row((0,), Expansion(3, 2, 2))], 4, CPU).forest.trees[0]
+    assert set(tree.token_ids[1:]) == {2}
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("sampling", "verifier"), [(SAMPLED, "traversal"), (SAMPLED, "coupled"), (GREEDY, "coupled")])
+def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
+    """They once drew a token outside the vocabulary, which failed the step for everybody."""
+    logits = LAWS.log().clone()
+    logits[3, 1] = broken
+    rows = [
+        decoding_row((first,), Expansion(2, 2, 1), sampling, verifier, seed, str(seed)) for seed, first in enumerate((3, 0, 1, 2))
+    ]
+    grown = grow(TableDrafter(logits), rows, 4, CPU)
+    assert grown.forest.trees[0].num_nodes == 1
+    for tree, law_rows in zip(grown.forest.trees, grown.forest.law_rows, strict=True):
+        for node, token_id in enumerate(tree.token_ids):
+            assert token_id != 3 or (not tree.draws[node] and law_rows[node] is None)
+    assert torch.isfinite(grown.forest.draft_laws_RV).all()
+
+
+def test_plain_growth_is_roots_alone():
+    grown = plain_growth(rows_of([([5, 6], Expansion(2, 2, 2)), ([9], Expansion(0, 3, 2))], SAMPLED, "traversal", 0), 61, CPU)
+    assert grown.forest.trees == (TokenTree.single(6), TokenTree.single(9))
+    assert grown.fed == (frozenset(), frozenset())
+
+
+def test_a_batch_of_chunks_grows_nothing_but_feeds():
+    """A drafter with a cache of its own is fed the chunk; its keys are there for the tree that comes later."""
+    chunk = replace(decoding_row((5, 6, 7, 8), Expansion(0, 1, 0)), is_decoding=False)
+    drafter = model_drafter()
+    grown = grow(drafter, [chunk], VOCAB_SIZE, CPU)
+    assert grown.forest.trees == ()
+    fresh = KVCache(4, CPU)
+    pair("llama")[1].forward(pack([chain_segment((5, 6, 7, 8), 0, range(4))], CPU), fresh, torch.tensor([0]))
+    where = torch.arange(4)[None]
+    assert torch.allclose(drafter._cache.gather(1, where)[0], fresh.gather(1, where)[0], atol=1e-5)

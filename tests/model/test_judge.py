@@ -1,0 +1,139 @@
+"""Each tree goes to the rule of its row, broken logits to nobody, and log-probabilities are the target's own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import judge as judging
+from engine.draft.growth import grow
+from engine.judge import Judge, logprobs_of
+from engine.plan import Row
+from engine.sampling import processed_laws
+from engine.tree import Expansion
+from engine.types import SamplingParams
+from engine.verify.coupled import judge_greedy
+from engine.verify.rules import create_verifier
+from tests.model.passes import CPU
+from tests.model.rows import GREEDY, TableDrafter, decoding_row
+
+V = 5
+TABLE = torch.randn(V, V, generator=torch.Generator().manual_seed(0)) * 2
+WARM = SamplingParams(temperature=0.8, top_p=0.95)
+KINDS = [(GREEDY, "coupled"), (WARM, "coupled"), (WARM, "traversal"), (WARM, "specinfer"), (SamplingParams(), "nss")]
+
+
+def rows_of(kinds) -> list[Row]:
+    return [
+        decoding_row((1, i % V), Expansion(1, 2, 2), sampling, verifier, seed=50 + i, request_id=str(i))
+        for i, (sampling, verifier) in enumerate(kinds)
+    ]
+
+
+def target_logits(forest) -> torch.Tensor:
+    """Return the target's logits after every node: like the drafter's, a little different."""
+    ids = torch.tensor([token_id for tree in forest.trees for token_id in tree.token_ids], dtype=torch.int64)
+    return TABLE[ids] + 0.5 * torch.sin(torch.arange(V) + ids[:, None].float())
+
+
+def expected_verdict(row: Row):
+    """Return what the row's own rule says of its tree alone."""
+    forest = grow(TableDrafter(TABLE), [row], V, CPU).forest
+    logits_NV = target_logits(forest)
+    if row.sampling.is_greedy:
+        return judge_greedy(forest.trees, logits_NV.argmax(-1).tolist())[0]
+    laws_NV = processed_laws(logits_NV, [row.sampling] * len(logits_NV))
+    return create_verifier(row.verifier).judge(forest, laws_NV, [row.key])[0]
+
+
+def check(judge: Judge, kinds, broken: set[int]) -> None:
+    rows = rows_of(kinds)
+    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    logits_NV = target_logits(forest)
+    for i in broken:
+        logits_NV[forest.offsets[i + 1] - 1, 2] = float("nan")
+    verdicts = judge.judge(rows, forest, logits_NV)
+    assert len(verdicts) == len(rows)
+    for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
+        wanted = None if i in broken else expected_verdict(row)
+        assert (verdict is None) == (wanted is None)
+        if verdict is not None and wanted is not None:
+            assert (verdict.path, verdict.extra_id) == (wanted.path, wanted.extra_id)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(KINDS), max_size=7), st.sets(st.integers(0, 6), max_size=2))
+def test_rows_in_any_mixture_get_the_verdict_they_get_alone(kinds, broken):
+    check(Judge(), kinds, {i for i in broken if i < len(kinds)})
+
+
+class Indifferent(Judge):
+    """Never looks whether logits are finite."""
+
+    def _sound(self, forest, logits_NV):
+        return [True] * len(forest.trees)
+
+
+class BrokenTogether(Judge):
+    """One broken tree spoils all."""
+
+    def _sound(self, forest, logits_NV):
+        return [all(super()._sound(forest, logits_NV))] * len(forest.trees)
+
+
+class FirstRootsOnly(Judge):
+    """Looks at the root of each tree and not at the rest of it."""
+
+    def _sound(self, forest, logits_NV):
+        return torch.isfinite(logits_NV[list(forest.offsets[:-1])].amax(-1)).tolist()
+
+
+class SamplingOfTheFirst(Judge):
+    """Uses one row's parameters for all."""
+
+    def judge(self, rows, forest, logits_NV):
+        return super().judge([replace(row, sampling=rows[-1].sampling) for row in rows], forest, logits_NV)
+
+
+class KeyOfTheFirst(Judge):
+    def judge(self, rows, forest, logits_NV):
+        return super().judge([replace(row, seed=rows[0].seed) for row in rows], forest, logits_NV)
+
+
+@pytest.mark.parametrize("mutant", [Indifferent, BrokenTogether, FirstRootsOnly, SamplingOfTheFirst, KeyOfTheFirst])
+def test_judge_kills(mutant):
+    kinds = KINDS * 4
+    check(Judge(), kinds, {3, 11})
+    with pytest.raises((AssertionError, ValueError)):
+        check(mutant(), kinds, {3, 11})
+
+
+def test_masked_tokens_are_sound_and_infinite_ones_are_not():
+    rows = rows_of([KINDS[2]] * 3)
+    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    logits_NV = target_logits(forest)
+    logits_NV[0, 1] = float("-inf")
+    logits_NV[forest.offsets[1], 1] = float("inf")
+    logits_NV[forest.offsets[2]] = float("-inf")
+    assert [verdict is not None for verdict in Judge().judge(rows, forest, logits_NV)] == [True, False, False]
+
+
+def test_a_verifier_is_made_once(monkeypatch):
+    """They were once made anew at each step and thrown away."""
+    judge = Judge()
+    check(judge, KINDS[1:4], set())
+    monkeypatch.delattr(judging, "create_verifier")
+    check(judge, KINDS[1:4], set())
+
+
+@given(st.integers(0, V), st.lists(st.tuples(st.integers(0, V - 1), st.integers(0, V - 1)), min_size=1, max_size=5))
+def test_logprobs_are_those_of_the_raw_logits(num_top, wanted):
+    nodes, ids = [node for node, _ in wanted], [token_id for _, token_id in wanted]
+    found = logprobs_of(TABLE, nodes, ids, num_top)
+    for one, node, token_id in zip(found, nodes, ids, strict=True):
+        law = torch.log_softmax(TABLE[node].double(), -1)
+        assert one.logprob == pytest.approx(float(law[token_id]), abs=1e-5)
+        assert list(one.top_ids) == law.argsort(descending=True)[:num_top].tolist()
+        assert list(one.top_logprobs) == pytest.approx(law.sort(descending=True).values[:num_top].tolist(), abs=1e-5)
