@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import noise
 from engine.keys import Stream, stream_key, uniform
 from engine.noise import gumbels, uniforms
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
@@ -34,6 +35,12 @@ def test_gumbel_noise_is_finite_at_the_ends(bits):
     assert torch.isfinite(gumbels([key], 1)).all()
 
 
+def test_scalar_draws_kill_a_shift_that_copies_the_sign(monkeypatch):
+    monkeypatch.setattr(noise, "_shifted", lambda bits, count: bits >> count)
+    key = stream_key(1, 2, Stream.TOKEN)
+    assert uniforms([key], 40).tolist() != [[uniform(key, index) for index in range(40)]]
+
+
 def test_golden_values():
     keys = [stream_key(1, 2, Stream.TOKEN), stream_key(2**63 - 1, 8000, Stream.EXTRA)]
     assert uniforms(keys, 2).tolist() == [[0.7401760231351763, 0.06269574375830789], [0.6145586180820041, 0.42168849338013403]]
@@ -42,9 +49,9 @@ def test_golden_values():
 LAW = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.05}
 
 
-def arg_max_z(noise) -> float:
+def arg_max_z(noise_of) -> float:
     logits = torch.tensor(list(LAW.values()), dtype=torch.float64).log()
-    choices = (logits + noise([stream_key(seed, 9, Stream.TOKEN) for seed in range(20000)], len(LAW))).argmax(-1)
+    choices = (logits + noise_of([stream_key(seed, 9, Stream.TOKEN) for seed in range(20000)], len(LAW))).argmax(-1)
     return z_of_counts(Counter(choices.tolist()), LAW)
 
 

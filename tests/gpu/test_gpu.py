@@ -1,0 +1,60 @@
+"""The same step on a CUDA device: noise bit for bit, greedy and seeded text, laws on the device."""
+
+import pytest
+import torch
+
+from engine.draft.ngram import NgramDrafter
+from engine.keys import Stream, stream_key
+from engine.model import adopt
+from engine.noise import gumbels, uniforms
+from engine.policy import FixedExpansion
+from engine.sampling import processed_laws
+from engine.testing import FAMILIES, tiny_engine, tiny_module
+from engine.tree import Expansion
+from engine.types import SamplingParams
+from tests.model.driving import greedy, run, sampled
+from tests.model.tiny import own_greedy_text
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda")
+LONG = [3 + (11 * i) % 7 for i in range(19)]
+KEYS = [stream_key(seed, 7, Stream.TOKEN) for seed in (0, 1, 2**63 - 1)]
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """Keep float32 products in float32, as on the CPU."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_noise_is_the_cpus():
+    assert torch.equal(uniforms(KEYS, 1000, CUDA).cpu(), uniforms(KEYS, 1000))
+    assert torch.allclose(gumbels(KEYS, 1000, CUDA).cpu(), gumbels(KEYS, 1000), rtol=1e-12)
+
+
+def test_laws_are_the_cpus():
+    logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)) * 3
+    params = [SamplingParams(temperature=0.7), SamplingParams(top_k=40), SamplingParams(top_p=0.9), SamplingParams(min_p=0.02)]
+    assert torch.allclose(processed_laws(logits.to(CUDA), params).cpu(), processed_laws(logits, params), atol=1e-6)
+
+
+def engine_on(device: torch.device, family: str, drafter: str):
+    target = adopt(tiny_module(family), device)
+    draft = NgramDrafter(61, device, min_tokens=1) if drafter == "ngram" else adopt(tiny_module(family), device)
+    return tiny_engine(target, draft, FixedExpansion(Expansion(2, 2, 2)))
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_the_cpus(family, drafter):
+    requests = [
+        greedy("greedy", LONG),
+        sampled("seeded", LONG[:7], seed=3, top_p=0.9),
+        sampled("traversal", LONG[:4], seed=4, verifier="traversal"),
+    ]
+    texts = run(engine_on(CUDA, family, drafter), requests).texts()
+    assert texts["greedy"] == own_greedy_text(family, LONG, 12)
+    assert texts == run(engine_on(torch.device("cpu"), family, drafter), requests).texts()

@@ -1,0 +1,137 @@
+"""Losslessness of whole runs: over many seeds the first tokens follow the target's own law, whatever was drafted."""
+
+import secrets
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import count, product
+
+import pytest
+import torch
+
+from engine.config import SchedulerConfig
+from engine.draft import growth
+from engine.keys import Stream, stream_key
+from engine.policy import FixedExpansion
+from engine.sampling import processed_laws
+from engine.testing import tiny_engine
+from engine.tree import Expansion
+from engine.types import Request, SamplingParams, Speculation
+from engine.verify import masses
+from engine.verify.verdict import Verdict
+from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.model.driving import run
+from tests.model.tiny import own_logits, pair
+
+PROMPT = (5, 9, 33, 4)
+# Three tokens to choose from at each position, so that triples can be counted.
+SAMPLING = SamplingParams(temperature=1.5, top_k=3, max_tokens=4, ignore_eos=True)
+DELAYED, BUSHY = Expansion(1, 3, 1), Expansion(0, 2, 2)
+NUM_REQUESTS = 1000
+WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, max_model_len=32)
+
+
+@cache
+def target_law() -> dict[tuple[int, ...], float]:
+    """Return the law of the first three tokens, by transformers' logits."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        texts = list(law)
+        logits = own_logits("llama", [[*PROMPT, *text] for text in texts])[:, -1]
+        nexts = processed_laws(logits, [SAMPLING] * len(texts)).double()
+        law = {
+            (*text, token_id): law[text] * float(p)
+            for text, row in zip(texts, nexts, strict=True)
+            for token_id, p in enumerate(row)
+            if p > 0
+        }
+    return law
+
+
+def triples(verifier: str | None, expansion: Expansion) -> Counter[tuple[int, ...]]:
+    """Return how often each first three tokens came, over seeds 0, 1, ...; without a verifier the seeds are the engine's."""
+    requests = [
+        Request(
+            str(index),
+            PROMPT,
+            SAMPLING if verifier is None else replace(SAMPLING, seed=index),
+            Speculation(verifier=verifier),
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+    session = run(tiny_engine(*pair("llama", noise=0.1), FixedExpansion(expansion), config=WIDE), requests)
+    accepted, drafts = (sum(getattr(s, name) for s in session.stats) for name in ("num_accepted_tokens", "num_drafts"))
+    assert 0.15 < accepted / drafts < 1.9, "neither a useless drafter nor a perfect one proves anything"
+    return Counter(tuple(outcome.ids[:3]) for outcome in session.outcomes.values())
+
+
+@pytest.fixture
+def numbered_secrets(monkeypatch):
+    """Seeds that the engine makes are 0, 1, 2, ..., so that the run repeats itself."""
+    seeds = count()
+    monkeypatch.setattr(secrets, "randbits", lambda bits: next(seeds))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expansion"),
+    [("traversal", DELAYED), ("traversal", BUSHY), ("specinfer", DELAYED), ("nss", BUSHY), ("coupled", DELAYED)],
+)
+def test_named_verifiers_keep_the_targets_law(verifier, expansion):
+    assert z_of_counts(triples(verifier, expansion), target_law()) < PASSES_BELOW
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_unseeded_requests_keep_the_targets_law():
+    assert z_of_counts(triples(None, DELAYED), target_law()) < PASSES_BELOW
+
+
+def test_unseeded_requests_get_unlike_seeds():
+    engine = tiny_engine(*pair("llama"))
+    texts = run(engine, [Request(str(index), PROMPT, SamplingParams(max_tokens=8)) for index in range(8)]).texts()
+    assert len({tuple(text) for text in texts.values()}) == 8
+
+
+def draft_believed(self, forest, target_laws_NV, keys):
+    """Accept the first path whole, whatever the target says of it."""
+    return [
+        Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
+        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_laws_NV, keys), strict=True)
+    ]
+
+
+def one_stream_for_drafts_and_acceptance(seed, position, stream):
+    return stream_key(seed, position, Stream.DRAFT if stream is Stream.ACCEPT else stream)
+
+
+_JUDGE = masses.TwoPhase.judge
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant"),
+    [
+        (masses.TwoPhase, "judge", draft_believed),
+        (masses, "stream_key", one_stream_for_drafts_and_acceptance),
+    ],
+)
+def test_the_law_kills(where, name, mutant, monkeypatch):
+    monkeypatch.setattr(where, name, mutant)
+    assert z_of_counts(triples("traversal", DELAYED), target_law()) > FAILS_ABOVE
+
+
+def test_the_law_kills_a_draft_law_that_was_not_drawn(monkeypatch):
+    sampled = growth._sampled
+
+    def misreported(asked, logits_PV, laws):
+        drawn = sampled(asked, logits_PV, laws)
+        laws[-1] = torch.where(laws[-1] > 0, laws[-1] ** 0.2, 0.0)
+        laws[-1] /= laws[-1].sum(-1, keepdim=True)
+        return drawn
+
+    monkeypatch.setattr(growth, "_sampled", misreported)
+    assert z_of_counts(triples("traversal", DELAYED), target_law()) > FAILS_ABOVE
+
+
+def test_the_law_is_a_law():
+    law = target_law()
+    assert len(law) == len(list(product(range(3), repeat=3)))
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
