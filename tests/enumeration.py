@@ -97,10 +97,20 @@ def _delayed_tree(model: TinyModel, expansion: Expansion, tokens: Sequence[int])
 
 def distinct_trees(model: TinyModel, widths: Sequence[int]) -> list[DrawnTree]:
     """Return every static tree: widths[d] children below each node of depth d, without replacement, fewer once q is empty."""
-    return [_distinct_tree(plan, probability) for plan, probability in _distinct_draws(model, (), widths)]
+    return _level_trees(model, widths, _orderings)
+
+
+def set_and_sample_trees(model: TinyModel, set_sizes: Sequence[int]) -> list[DrawnTree]:
+    """Return every tree with the set_sizes[d] likeliest children and one draw off them below each node of depth d."""
+    return _level_trees(model, set_sizes, _set_and_sample)
 
 
 _Draws = tuple[tuple[Context, int], ...]
+_Siblings = Callable[[Law, int], Iterator[tuple[tuple[int, ...], float]]]
+
+
+def _level_trees(model: TinyModel, sizes: Sequence[int], siblings: _Siblings) -> list[DrawnTree]:
+    return [_distinct_tree(draws, probability) for draws, probability in _level_draws(model, (), sizes, siblings)]
 
 
 def _distinct_tree(draws: _Draws, probability: float) -> DrawnTree:
@@ -110,15 +120,15 @@ def _distinct_tree(draws: _Draws, probability: float) -> DrawnTree:
     return builder.drawn(probability)
 
 
-def _distinct_draws(model: TinyModel, context: Context, widths: Sequence[int]) -> Iterator[tuple[_Draws, float]]:
+def _level_draws(model: TinyModel, context: Context, sizes: Sequence[int], siblings: _Siblings) -> Iterator[tuple[_Draws, float]]:
     """Yield the draws of the subtree below a context, siblings before their children, with their probability."""
-    if not widths:
+    if not sizes:
         yield (), 1.0
         return
-    for siblings, probability in _orderings(model.draft(context), widths[0]):
-        below = [list(_distinct_draws(model, (*context, token_id), widths[1:])) for token_id in siblings]
+    for token_ids, probability in siblings(model.draft(context), sizes[0]):
+        below = [list(_level_draws(model, (*context, token_id), sizes[1:], siblings)) for token_id in token_ids]
         for combination in itertools.product(*below):
-            draws = tuple((context, token_id) for token_id in siblings)
+            draws = tuple((context, token_id) for token_id in token_ids)
             yield draws + tuple(itertools.chain(*(c[0] for c in combination))), probability * _product(c[1] for c in combination)
 
 
@@ -132,6 +142,17 @@ def _orderings(law: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
             left[token_id] = 0.0
         if probability > 0.0:
             yield tokens, probability
+
+
+def _set_and_sample(law: Law, set_size: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yield the likeliest tokens with each draw off them, alone if nothing is left to draw."""
+    fixed = tuple(token_id for token_id in np.argsort(-law)[:set_size].tolist() if law[token_id] > 0.0)
+    rest = law.copy()
+    rest[list(fixed)] = 0.0
+    for token_id in np.flatnonzero(rest).tolist():
+        yield (*fixed, token_id), float(rest[token_id] / rest.sum())
+    if not rest.any():
+        yield fixed, 1.0
 
 
 def heap_trees(model: TinyModel, budget: int) -> list[DrawnTree]:
@@ -157,15 +178,6 @@ def _heap_trees(
         child = (value * law[token_id], (*context, token_id), model.draft((*context, token_id)))
         drawn = (*draws, (context, token_id))
         yield from _heap_trees(model, (*others, child, *sibling), drawn, probability * law[token_id], budget - 1)
-
-
-def set_and_sample_trees(model: TinyModel) -> list[DrawnTree]:
-    """Return the trees of a fixed likeliest child and one child drawn from q without it."""
-    law = model.draft(()).copy()
-    best = int(law.argmax())
-    law[best] = 0.0
-    law /= law.sum()
-    return [_distinct_tree((((), best), ((), y)), float(law[y])) for y in np.flatnonzero(law).tolist()]
 
 
 def beam_trees(model: TinyModel, width: int, depth: int) -> list[DrawnTree]:

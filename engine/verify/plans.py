@@ -9,7 +9,7 @@ Formulas write p for the target law, q for the draft law and a for the prefix ma
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,13 +35,39 @@ class Families:
     mass_M: Float[Tensor, " M"]
     num_tried: tuple[int, ...]
 
+    @property
+    def num_trying(self) -> int:
+        """Families with tries; they come first."""
+        return sum(self.num_tried[:1])
+
+    @property
+    def num_choosing(self) -> int:
+        """Families with two tries or more; they come first."""
+        return sum(self.num_tried[1:2])
+
     def target_MV(self) -> Float[Tensor, "M V"]:
         """Return a fresh copy of the law after each node."""
         return self.target_laws_NV.index_select(0, self.nodes_M)
 
     def draft_AV(self) -> Float[Tensor, "A V"]:
         """Return a fresh copy of the law that the children of each family with tries were drawn from."""
-        return self.draft_laws_RV.index_select(0, self.law_rows_M[: sum(self.num_tried[:1])])
+        return self.draft_laws_RV.index_select(0, self.law_rows_M[: self.num_trying])
+
+    def first(self, count: int) -> "Families":
+        """Return the first families, those with most tries."""
+        return replace(
+            self,
+            nodes_M=self.nodes_M[:count],
+            law_rows_M=self.law_rows_M[:count],
+            tokens_MC=self.tokens_MC[:count],
+            is_try_MC=self.is_try_MC[:count],
+            mass_M=self.mass_M[:count],
+            num_tried=tuple(min(count, num) for num in self.num_tried),
+        )
+
+    def trying(self) -> "Families":
+        """Return the families with tries."""
+        return self.first(self.num_trying)
 
     def target_at_tries_MC(self) -> Float[Tensor, "M C"]:
         """Return the target probability of each try in float64, 0 where there is none."""
@@ -73,7 +99,7 @@ class LocalPlan(Protocol):
         ...
 
 
-class Naive:
+class TargetDraw:
     """NSS: draw y from the target's law and descend if y is a child: pi(y|X) = a p(y) whatever X. Exact on any tree."""
 
     reads_draft = False
@@ -83,20 +109,27 @@ class Naive:
         return tree.children
 
     def split(self, families: Families) -> Split:
-        """Divide each child's share by what its elder siblings have left."""
-        mass_M = families.mass_M
-        shares_MC = mass_M[:, None] * families.target_at_tries_MC()
-        left_MC = 1.0 - shares_MC.cumsum(-1)  # after each try
-        before_MC = torch.cat([torch.ones_like(left_MC[:, :1]), left_MC[:, :-1]], -1)
-        kept_M = (1.0 - (1.0 - mass_M) / left_MC[:, -1]).clamp(0.0, 1.0)
-        return Split((shares_MC / before_MC).nan_to_num(0.0).clamp(0.0, 1.0), torch.where(mass_M < 1.0, kept_M, 1.0))
+        """Give each child its own share of the target's law."""
+        return split_by_shares(families.mass_M[:, None] * families.target_at_tries_MC(), 1.0 - families.mass_M)
 
     def residual(self, families: Families) -> Float[Tensor, "M V"]:
         """Return the target's law off the tree."""
-        weights_MV = families.target_MV()
-        for rank, count in enumerate(families.num_tried):
-            weights_MV[:count].scatter_(1, families.tokens_MC[:count, rank : rank + 1], 0.0)
-        return weights_MV
+        return clear_tries_(families.target_MV(), families)
+
+
+def split_by_shares(shares_MC: Float[Tensor, "M C"], none_M: Float[Tensor, " M"]) -> Split:
+    """Return the odds that make pi(x|X) of each try, one after another, and pi(none|X), all in float64, come true."""
+    left_MC = 1.0 - shares_MC.cumsum(-1)  # after each try
+    before_MC = torch.cat([torch.ones_like(left_MC[:, :1]), left_MC[:, :-1]], -1)
+    final_M = torch.where(none_M > 0.0, 1.0 - none_M / left_MC[:, -1], 1.0)
+    return Split((shares_MC / before_MC).nan_to_num(0.0).clamp(0.0, 1.0), final_M.clamp(0.0, 1.0))
+
+
+def clear_tries_(weights_MV: Float[Tensor, "M V"], families: Families) -> Float[Tensor, "M V"]:
+    """Set the weights of the drafted tokens to 0 in place: they are children, not extra tokens."""
+    for rank, count in enumerate(families.num_tried):
+        weights_MV[:count].scatter_(1, families.tokens_MC[:count, rank : rank + 1], 0.0)
+    return weights_MV
 
 
 class WithReplacement:

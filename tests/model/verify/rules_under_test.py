@@ -5,15 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.verify.directions import BottomUp, Direction, TopDown
+from engine.verify.directions import Direction
 from engine.verify.masses import Case, TwoPhase
-from engine.verify.plans import LocalPlan, Naive, WithoutReplacement, WithReplacement
-from engine.verify.rules import create_verifier
+from engine.verify.plans import LocalPlan
+from engine.verify.rules import VERIFIER_NAMES, TreeKind, create_verifier, require_exact
 from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, emitted_law, loss
 
-TRAVERSAL = TwoPhase("traversal", WithoutReplacement(), BottomUp())
-SPECINFER = TwoPhase("specinfer", WithReplacement(), TopDown())
-NSS = TwoPhase("nss", Naive(), TopDown())
 EXACT = 1e-12
 
 
@@ -36,10 +33,15 @@ def outcomes_of(rule: TwoPhase, batch: Batch) -> Outcomes:
     return Outcomes(stop_N, extra_NV)
 
 
+def text_law(rule: TwoPhase, model: TinyModel, trees: list[DrawnTree]) -> Tensor:
+    """Return the law of the emitted text, each tree weighed by its probability."""
+    batch = batch_of(model, trees)
+    return torch.from_numpy(emitted_law(model, batch, *outcomes_of(rule, batch)))
+
+
 def loss_of(rule: TwoPhase, model: TinyModel, trees: list[DrawnTree]) -> float:
     """Return how far the law of the emitted text is from the target's."""
-    batch = batch_of(model, trees)
-    return loss(model, emitted_law(model, batch, *outcomes_of(rule, batch)))
+    return loss(model, text_law(rule, model, trees).numpy())
 
 
 def named(name: str) -> TwoPhase:
@@ -52,3 +54,18 @@ def named(name: str) -> TwoPhase:
 def rule_of(plan: LocalPlan, direction: Direction) -> TwoPhase:
     """Return an unregistered rule."""
     return TwoPhase("under test", plan, direction)
+
+
+def is_exact(kind: TreeKind, name: str) -> bool:
+    """Return whether the registry admits the pair."""
+    try:
+        require_exact(kind, name)
+    except ValueError:
+        return False
+    return True
+
+
+RULES = {name: named(name) for name in VERIFIER_NAMES if name != "coupled"}
+ON_DELAYED = {name: rule for name, rule in RULES.items() if is_exact(TreeKind.IID, name)}
+READS_DRAFT = [name for name, rule in RULES.items() if rule.plan.reads_draft]
+TRAVERSAL, SPECINFER, NSS, BLOCK, UNIVER = (RULES[name] for name in ("traversal", "specinfer", "nss", "block", "univer"))

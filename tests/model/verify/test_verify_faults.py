@@ -14,12 +14,10 @@ from engine.verify.directions import BottomUp
 from engine.verify.errors import ImpossibleDraftError, LawError, NotFiniteLawError
 from engine.verify.layout import Level
 from engine.verify.masses import Case
-from engine.verify.plans import LocalPlan, Naive, WithoutReplacement, WithReplacement
+from engine.verify.plans import TargetDraw
 from engine.verify.rules import VERIFIER_NAMES, create_verifier
 from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, delayed_trees, distinct_trees
-from tests.model.verify.rules_under_test import TRAVERSAL, outcomes_of
-
-READS_DRAFT = ["traversal", "specinfer"]
+from tests.model.verify.rules_under_test import READS_DRAFT, RULES, TRAVERSAL, outcomes_of
 
 
 class UniformFallback(Case):
@@ -36,13 +34,14 @@ def drawable_after_root(case: Case) -> list[int]:
     return weights_MV[0].nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize("plan", [WithoutReplacement(), WithReplacement()], ids=lambda plan: type(plan).__name__)
-def test_an_empty_residual_falls_back_to_the_target_never_to_uniform(plan: LocalPlan) -> None:
+@pytest.mark.parametrize("name", READS_DRAFT)
+def test_an_empty_residual_falls_back_to_the_target_never_to_uniform(name: str) -> None:
     """With p = q the first child is taken for certain, so S = 0; token 2 has probability 0 and must stay impossible."""
     law = np.array([0.25, 0.75, 0.0])
     model = TinyModel(3, seed=0)
     model.target = model.draft = lambda context: law
     batch = batch_of(model, [DrawnTree(TokenTree((-1, 0), (0, 1), ((1,), ())), ((), (1,)), 1.0)])
+    plan = RULES[name].plan
     assert drawable_after_root(Case.of(batch.forest, batch.target_laws_NV, plan)) == [0, 1]
     assert drawable_after_root(UniformFallback.of(batch.forest, batch.target_laws_NV, plan)) == [0, 1, 2]
 
@@ -58,6 +57,18 @@ def test_float32_laws_give_the_masses_of_float64_even_after_a_near_certain_draft
     )
     assert torch.allclose(single.stop_N.double(), double.stop_N, atol=1e-6)
     assert torch.allclose(single.extra_NV.double(), double.extra_NV, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_makes_of_float32_laws_what_it_makes_of_float64(name: str) -> None:
+    model = TinyModel(4, seed=1)
+    trees = delayed_trees(model, Expansion(1, 2, 1))
+    single, double = (outcomes_of(RULES[name], batch_of(model, trees, dtype)) for dtype in (torch.float32, torch.float64))
+    assert torch.allclose(single.stop_N, double.stop_N, atol=1e-5)
+    reached_N = double.stop_N > 1e-3
+    assert torch.allclose(single.extra_NV.double()[reached_N], double.extra_NV[reached_N], atol=1e-4)
+    half = outcomes_of(RULES[name], batch_of(model, trees, torch.bfloat16))  # the mutant
+    assert not torch.allclose(half.stop_N, double.stop_N, atol=1e-5)
 
 
 def two_trees() -> Batch:
@@ -125,7 +136,7 @@ def test_every_law_error_is_a_value_error_with_trees() -> None:
 def test_a_missing_target_law_is_an_error() -> None:
     batch = two_trees()
     with pytest.raises(ValueError, match="target laws for"):
-        Case.of(batch.forest, batch.target_laws_NV[:-1], Naive())
+        Case.of(batch.forest, batch.target_laws_NV[:-1], TargetDraw())
 
 
 @pytest.mark.parametrize("name", VERIFIER_NAMES)

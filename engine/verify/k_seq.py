@@ -1,0 +1,63 @@
+"""K-SEQ, the decision of SpecTr: draws tried one after another against a law divided by one number.
+
+Knows i.i.d. draws with their multiplicity. Source: arXiv 2310.15141. Shape key: A families, C tries, V vocabulary. Formulas
+write p for the target law, q for the draft law, k for the number of draws.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.verify.directions import in_turn
+from engine.verify.one_token import accept_or_rest
+from engine.verify.plans import Families
+
+_BISECTIONS = 40  # narrow [1, k] to (k - 1) / 2^40; a wider rest would cost acceptance, not exactness
+
+
+class KSeq:
+    """Accept the first draw x with u < p(x) / (r q(x)); else decide by p - gamma min(p / r, q), which may hit another draw.
+
+    With beta(r) = sum min(p / r, q) and gamma = (1 - (1 - beta)^k) / beta, the accepted part is gamma min(p / r, q): lossless
+    as long as gamma <= r. The best r has equality. Rows and scalars are float64.
+    """
+
+    def law(self, trying: Families) -> Float[Tensor, "A V"]:
+        """Return P(y|X)."""
+        target_AV, draft_AV = trying.target_MV().double(), trying.draft_AV().double()
+        num_draws_A = trying.is_try_MC.sum(-1).double()
+        divisor_A = torch.ones_like(num_draws_A)  # r = 1 for one draw: the naive rule
+        if count := trying.num_choosing:
+            divisor_A[:count] = self._divisor(target_AV[:count], draft_AV[:count], num_draws_A[:count])
+        ratio_AC = target_AV.gather(1, trying.tokens_MC) / draft_AV.gather(1, trying.tokens_MC)
+        odds_AC = torch.where(trying.is_try_MC, (ratio_AC / divisor_A[:, None]).clamp(max=1.0), 0.0)
+
+        overlap_AV = torch.minimum(target_AV / divisor_A[:, None], draft_AV)
+        beta_A = overlap_AV.sum(-1).clamp(max=1.0)
+        gamma_A = torch.where(beta_A > 0.0, _one_of(beta_A, num_draws_A) / beta_A, num_draws_A)
+        rest_AV = target_AV.sub_(overlap_AV.mul_(gamma_A[:, None])).clamp_(min=0.0)
+        return accept_or_rest(trying, in_turn(odds_AC), rest_AV).to(trying.target_laws_NV.dtype)
+
+    def _divisor(self, target_AV: Tensor, draft_AV: Tensor, num_draws_A: Tensor) -> Float[Tensor, " A"]:
+        """Return r by bisection on [1, k]: the upper end, where gamma <= r holds. A smaller r is lossy."""
+        bounds = _Bounds(torch.ones_like(num_draws_A), num_draws_A)
+        scratch_AV = torch.empty_like(draft_AV)
+        for _ in range(_BISECTIONS):
+            middle_A = (bounds.low_A + bounds.high_A) / 2
+            torch.mul(draft_AV, middle_A[:, None], out=scratch_AV)
+            scaled_A = torch.minimum(target_AV, scratch_AV, out=scratch_AV).sum(-1)  # r beta(r)
+            is_enough_A = _one_of((scaled_A / middle_A).clamp(max=1.0), num_draws_A) <= scaled_A
+            bounds = _Bounds(torch.where(is_enough_A, bounds.low_A, middle_A), torch.where(is_enough_A, middle_A, bounds.high_A))
+        return bounds.high_A
+
+
+class _Bounds(NamedTuple):
+    low_A: Tensor
+    high_A: Tensor
+
+
+def _one_of(beta_A: Tensor, num_draws_A: Tensor) -> Tensor:
+    """Return 1 - (1 - beta)^k without losing a small beta."""
+    return -torch.expm1(num_draws_A * torch.log1p(-beta_A))

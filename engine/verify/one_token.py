@@ -1,0 +1,117 @@
+"""The plan of rules that decide on one token and descend if it was drafted, and the naive rule that most of them end with.
+
+Knows how the law of a decision becomes a local plan, pi(y|X) = a P(y|X): its tokens among the children are their shares, the
+others are the extra token. Does not know how decisions are made (k_seq.py, selections.py, duels.py).
+
+Shape key: M families, A <= M of them with tries, C tries, V vocabulary. Formulas write p for the target law, X for the draws.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from engine.tree import TokenTree
+from engine.verify.plans import Families, Split, clear_tries_, split_by_shares
+
+
+class Decision(Protocol):
+    """Decides on one token after i.i.d. draws. Averaged over the draws, the token must have the target's law."""
+
+    def law(self, trying: Families) -> Float[Tensor, "A V"]:
+        """Return P(y|X), the law of the token given the draws, of families that all have draws."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneToken:
+    """Descends into the child that carries the decision's token; else the token is the extra one."""
+
+    decision: Decision
+    reads_draft = True
+
+    def tries(self, tree: TokenTree) -> Sequence[Sequence[int]]:
+        """Return the draws with their multiplicity."""
+        return tree.draws
+
+    def split(self, families: Families) -> Split:
+        """Give each child the chance that the decision names it; a draw seen before gets nothing more."""
+        trying = families.trying()
+        named_AC = self.decision.law(trying).gather(1, trying.tokens_MC).double() * _is_first(trying)
+        shares_MC = torch.zeros_like(families.tokens_MC, dtype=torch.float64)
+        shares_MC[: families.num_trying] = trying.mass_M[:, None] * named_AC
+        return split_by_shares(shares_MC, 1.0 - families.mass_M)
+
+    def residual(self, families: Families) -> Float[Tensor, "M V"]:
+        """Return the law of the decision off the tree."""
+        weights_MV = families.target_MV()
+        weights_MV[: families.num_trying] = self.decision.law(families.trying())
+        return clear_tries_(weights_MV, families)
+
+
+def _is_first(trying: Families) -> Bool[Tensor, "A C"]:
+    """Return which tries are the first of their token."""
+    tokens_MC = trying.tokens_MC
+    same_MCC = tokens_MC[:, :, None] == tokens_MC[:, None, :]
+    return trying.is_try_MC & ~same_MCC.tril(-1).any(-1)
+
+
+class Choice(NamedTuple):
+    """`chance_AC`: with what chance each try is chosen, given the draws; `law_AV`: the chosen token's law over all draws."""
+
+    chance_AC: Float[Tensor, "A C"]
+    law_AV: Float[Tensor, "A V"]
+
+
+class Selection(Protocol):
+    """Chooses one of the draws. Any way to choose is lossless as long as the law of the chosen token is told exactly."""
+
+    def choose(self, trying: Families) -> Choice:
+        """Return the choice, chances in float64, for families that all have two draws or more."""
+        ...
+
+
+@dataclass(frozen=True)
+class AcceptChosen:
+    """Choose a draw x, of law s; accept it with min(1, p(x) / s(x)), else decide by (p - s)+: the naive rule with s for q.
+
+    Where there is one draw there is no choice, and s = q.
+    """
+
+    selection: Selection
+
+    def law(self, trying: Families) -> Float[Tensor, "A V"]:
+        """Return P(y|X)."""
+        choice = self._choice(trying)
+        target_AV = trying.target_MV()
+        ratio_AC = target_AV.gather(1, trying.tokens_MC).double() / choice.law_AV.gather(1, trying.tokens_MC)
+        taken_AC = torch.where(choice.chance_AC > 0.0, choice.chance_AC * ratio_AC.clamp(max=1.0), 0.0)
+        rest_AV = target_AV.sub_(choice.law_AV).clamp_(min=0.0)
+        return accept_or_rest(trying, taken_AC, rest_AV)
+
+    def _choice(self, trying: Families) -> Choice:
+        chance_AC = certain(torch.zeros_like(trying.law_rows_M), trying)
+        choice = Choice(chance_AC, trying.draft_AV())
+        if count := trying.num_choosing:
+            chance_AC[:count], choice.law_AV[:count] = self.selection.choose(trying.first(count))
+        return choice
+
+
+def certain(chosen_A: Int[Tensor, " A"], trying: Families) -> Float[Tensor, "A C"]:
+    """Return chances that are 1 for the chosen try."""
+    return torch.zeros_like(trying.tokens_MC, dtype=torch.float64).scatter_(1, chosen_A[:, None], 1.0)
+
+
+def accept_or_rest(trying: Families, taken_AC: Float[Tensor, "A C"], rest_AV: Float[Tensor, "A V"]) -> Float[Tensor, "A V"]:
+    """Return the law that gives each try its chance and spreads what is missing to 1 as the rest, which is overwritten.
+
+    An empty rest stays empty: then nothing but rounding is missing.
+    """
+    missing_A = (1.0 - taken_AC.sum(-1)).clamp(min=0.0)
+    total_A = rest_AV.sum(-1).double()
+    scale_A = torch.where(total_A > 0.0, missing_A / total_A, 0.0)
+    rest_AV.mul_(scale_A[:, None].to(rest_AV.dtype))
+    return rest_AV.scatter_add_(1, trying.tokens_MC, taken_AC.to(rest_AV.dtype))

@@ -1,0 +1,170 @@
+"""Mutants of plans: each with one thing wrong, as public code had it. Each must lose a hundredth of its published error."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.tree import Expansion, TokenTree
+from engine.verify.directions import BottomUp, Direction, TopDown
+from engine.verify.duels import Duels
+from engine.verify.first_path import FirstPath
+from engine.verify.k_seq import KSeq
+from engine.verify.masses import TwoPhase
+from engine.verify.one_token import AcceptChosen, Choice, OneToken, Selection
+from engine.verify.plans import Families, Split, WithoutReplacement, _keep, _try_in_order, split_by_shares
+from engine.verify.selections import BestRanked, FirstDraw
+from tests.enumeration import (
+    TinyModel,
+    batch_of,
+    delayed_trees,
+    distinct_trees,
+    emitted_law,
+    loss,
+    set_and_sample_trees,
+)
+from tests.model.verify.rules_under_test import (
+    BLOCK,
+    EXACT,
+    ON_DELAYED,
+    UNIVER,
+    loss_of,
+    outcomes_of,
+    rule_of,
+)
+
+
+class KeepsRefusedInDraftLaw(WithoutReplacement):
+    """Duplicates merged but q not zeroed; top-down it is SpecInfer without multiplicity."""
+
+    def split(self, families: Families) -> Split:
+        return _try_in_order(families, _keep).split
+
+    def residual(self, families: Families) -> Tensor:
+        return _try_in_order(families, _keep).weights_MV
+
+
+@pytest.mark.parametrize("direction", [BottomUp(), TopDown()], ids=["q-not-zeroed", "no-multiplicity"])
+def test_merged_duplicates_against_an_unchanged_draft_law_are_noticed(direction) -> None:
+    model = TinyModel(3, seed=1)
+    assert loss_of(rule_of(KeepsRefusedInDraftLaw(), direction), model, delayed_trees(model, Expansion(0, 3, 1))) > 1e-4
+
+
+class UnscaledResidual(WithoutReplacement):
+    """Block Verification with the residual of token-wise verification, (p - q)+ instead of (a p - q)+."""
+
+    def residual(self, families: Families) -> Tensor:
+        whole_M = torch.ones_like(families.mass_M)
+        return super().residual(Families(**{**vars(families), "mass_M": whole_M}))
+
+
+def test_an_unscaled_block_residual_is_noticed() -> None:
+    model = TinyModel(4, seed=0)
+    trees = delayed_trees(model, Expansion(2, 1, 0))
+    assert loss_of(BLOCK, model, trees) < EXACT
+    assert loss_of(rule_of(UnscaledResidual(), BottomUp()), model, trees) > 1e-3
+
+
+class SortsNothingButTriesLast(WithoutReplacement):
+    """Tries siblings in the reverse of their sampling order."""
+
+    def tries(self, tree: TokenTree) -> Sequence[Sequence[int]]:
+        return [tuple(reversed(kids)) for kids in tree.children]
+
+
+def test_siblings_tried_against_sampling_order_are_noticed() -> None:
+    model = TinyModel(3, seed=1)
+    assert loss_of(rule_of(SortsNothingButTriesLast(), BottomUp()), model, distinct_trees(model, (2,))) > 1e-3
+
+
+class LikeliestPath(FirstPath):
+    """Follows the likeliest child instead of the first."""
+
+    def __init__(self, model: TinyModel) -> None:
+        self._law = model.draft(())
+
+    def tries(self, tree: TokenTree) -> Sequence[Sequence[int]]:
+        return [tuple(sorted(kids, key=lambda child: -self._law[tree.token_ids[child]])[:1]) for kids in tree.children]
+
+
+@pytest.mark.parametrize("direction", [BottomUp(), TopDown()], ids=["block", "naive"])
+def test_a_path_chosen_by_value_is_noticed(direction: Direction) -> None:
+    model = TinyModel(3, seed=0)
+    trees = delayed_trees(model, Expansion(0, 2, 1))
+    assert loss_of(rule_of(FirstPath(), direction), model, trees) < EXACT
+    assert loss_of(rule_of(LikeliestPath(model), direction), model, trees) > 1e-2
+
+
+class DivisorTooSmall(KSeq):
+    """K-SEQ with r below the solution: gamma > r, and the residual would have to be negative."""
+
+    def _divisor(self, *laws_and_draws: Tensor) -> Tensor:
+        return 1.0 + 0.5 * (super()._divisor(*laws_and_draws) - 1.0)
+
+
+class DivisorTooLarge(KSeq):
+    """K-SEQ with r above the solution: accepts less and loses nothing."""
+
+    def _divisor(self, *laws_and_draws: Tensor) -> Tensor:
+        return 1.0 + 1.5 * (super()._divisor(*laws_and_draws) - 1.0)
+
+
+def test_a_small_divisor_is_lossy_and_a_large_one_is_not() -> None:
+    model = TinyModel(3, seed=0)
+    trees = delayed_trees(model, Expansion(0, 3, 1))
+    assert loss_of(rule_of(OneToken(KSeq()), TopDown()), model, trees) < EXACT
+    assert loss_of(rule_of(OneToken(DivisorTooLarge()), TopDown()), model, trees) < EXACT
+    assert loss_of(rule_of(OneToken(DivisorTooSmall()), TopDown()), model, trees) > 1e-3
+
+
+class TellsDraftLaw:
+    """Chooses as another selection does and says that the chosen token has the draft law."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+
+    def choose(self, trying: Families) -> Choice:
+        return Choice(self._selection.choose(trying).chance_AC, trying.draft_AV())
+
+
+@pytest.mark.parametrize("selection", [BestRanked(), Duels()], ids=["tournament", "khisti"])
+def test_a_choice_whose_law_is_not_told_is_noticed(selection: Selection) -> None:
+    model = TinyModel(4, seed=0)
+    trees = delayed_trees(model, Expansion(0, 3, 1))
+    assert loss_of(rule_of(OneToken(AcceptChosen(selection)), TopDown()), model, trees) < EXACT
+    assert loss_of(rule_of(OneToken(AcceptChosen(TellsDraftLaw(selection))), TopDown()), model, trees) > 1e-2
+
+
+class SharesEveryDraw(OneToken):
+    """Gives a token its share once for every time that it was drawn."""
+
+    def split(self, families: Families) -> Split:
+        named_MC = self.decision.law(families).gather(1, families.tokens_MC) * families.is_try_MC
+        return split_by_shares(named_MC, 1.0 - families.mass_M)
+
+
+def test_a_token_shared_as_often_as_drawn_is_noticed() -> None:
+    model = TinyModel(3, seed=0)
+    trees = delayed_trees(model, Expansion(0, 2, 1))
+    assert loss_of(rule_of(SharesEveryDraw(AcceptChosen(FirstDraw())), TopDown()), model, trees) > 1e-2
+
+
+def test_a_draft_law_that_keeps_the_fixed_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyModel(3, seed=0)
+    trees = set_and_sample_trees(model, (1, 1))
+    assert loss_of(UNIVER, model, trees) < EXACT
+    monkeypatch.setattr("engine.verify.set_plus_sample._off_set", lambda trying, sample_A1: trying.draft_AV())
+    assert loss_of(UNIVER, model, trees) > 1e-2
+
+
+@pytest.mark.parametrize("rule", ON_DELAYED.values(), ids=ON_DELAYED)
+def test_a_bonus_token_taken_from_the_root_is_noticed(rule: TwoPhase) -> None:
+    model = TinyModel(3, seed=3)
+    batch = batch_of(model, delayed_trees(model, Expansion(1, 2, 1)))
+    outcomes = outcomes_of(rule, batch)
+    assert loss(model, emitted_law(model, batch, *outcomes)) < EXACT
+    from_root_NV = outcomes.extra_NV.clone()
+    for begin, end in zip(batch.forest.offsets, batch.forest.offsets[1:]):
+        from_root_NV[begin:end] = outcomes.extra_NV[begin]
+    assert loss(model, emitted_law(model, batch, outcomes.stop_N, from_root_NV)) > 1e-3
