@@ -1,7 +1,10 @@
 """Mutants of plans: each with one thing wrong, as public code had it. Each must lose a hundredth of its published error."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -76,6 +79,37 @@ class SortsNothingButTriesLast(WithoutReplacement):
 def test_siblings_tried_against_sampling_order_are_noticed() -> None:
     model = TinyModel(3, seed=1)
     assert loss_of(rule_of(SortsNothingButTriesLast(), BottomUp()), model, distinct_trees(model, (2,))) > 1e-3
+
+
+def running_caps(ratios: list[float]) -> list[float]:
+    """Block Verification's prefix masses: w <- min(1, w p / q)."""
+    return list(accumulate(ratios, lambda mass, ratio: min(1.0, mass * ratio), initial=1.0))
+
+
+def joint_caps(ratios: list[float]) -> list[float]:
+    """What a public hierarchical rule (arXiv 2601.05724) takes for them: the joint ratio, capped at each prefix anew."""
+    return [min(1.0, joint) for joint in accumulate(ratios, operator.mul, initial=1.0)]
+
+
+def path_loss(model: TinyModel, length: int, caps: Callable[[list[float]], list[float]]) -> float:
+    """Return the loss of h_i = S_i / (S_i + 1 - w_i), h_n = w_n, S_i = sum (w_i p - q)+, on single paths with masses w."""
+    batch = batch_of(model, delayed_trees(model, Expansion(length, 1, 0)))
+    stops, extras = [], []
+    for drawn in batch.trees:
+        laws = [(model.target(context), model.draft(context)) for context in drawn.contexts]
+        ratios = [float(target[x] / draft[x]) for (target, draft), x in zip(laws, drawn.contexts[-1])]
+        masses = caps(ratios)
+        rests = [np.maximum(mass * target - draft, 0.0) for mass, (target, draft) in zip(masses, laws)]
+        keeps = [rest.sum() / (rest.sum() + 1.0 - mass) for rest, mass in zip(rests[:-1], masses)] + [masses[-1]]
+        stops += [keep * np.prod([1.0 - later for later in keeps[i + 1 :]]) for i, keep in enumerate(keeps)]
+        extras += [rest / max(rest.sum(), 1e-300) for rest in rests[:-1]] + [laws[-1][0]]
+    return loss(model, emitted_law(model, batch, torch.tensor(stops), torch.tensor(np.stack(extras))))
+
+
+def test_a_joint_ratio_in_place_of_the_running_mass_is_noticed() -> None:
+    model = TinyModel(3, seed=1)
+    assert path_loss(model, 3, running_caps) < EXACT
+    assert path_loss(model, 3, joint_caps) > 1e-3
 
 
 class LikeliestPath(FirstPath):
