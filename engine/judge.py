@@ -64,11 +64,11 @@ def _rule(row: Row) -> str:
 def logprobs_of(
     logits_NV: Float[Tensor, "N V"], nodes: Sequence[int], ids: Sequence[int], num_top: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Return the raw log-probability of `ids[i]` after packed node `nodes[i]`, and the `num_top` likeliest there."""
+    """Return the raw log-probability of `ids[i]` after packed node `nodes[i]`, and the `num_top` likeliest there (all, if fewer)."""
     index = torch.tensor(list(nodes), device=logits_NV.device)
     logprobs = torch.log_softmax(logits_NV[index], dim=-1)
     chosen = logprobs.gather(-1, torch.tensor(list(ids), device=logits_NV.device)[:, None])[:, 0].tolist()
-    top = logprobs.topk(num_top, dim=-1)
+    top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     return tuple(
         TokenLogprobs(logprob, tuple(top_ids), tuple(values))
         for logprob, top_ids, values in zip(chosen, top.indices.tolist(), top.values.tolist(), strict=True)
