@@ -64,7 +64,7 @@ def _rule(row: Row) -> str:
 def logprobs_of(
     logits_NV: Float[Tensor, "N V"], nodes: Sequence[int], ids: Sequence[int], num_top: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Return the raw log-probability of `ids[i]` after packed node `nodes[i]`, and the `num_top` likeliest there (all, if fewer)."""
+    """Return the raw log-probability of `ids[i]` after packed node `nodes[i]`, and at most the `num_top` likeliest there."""
     index = torch.tensor(list(nodes), device=logits_NV.device)
     logprobs = torch.log_softmax(logits_NV[index], dim=-1)
     chosen = logprobs.gather(-1, torch.tensor(list(ids), device=logits_NV.device)[:, None])[:, 0].tolist()
