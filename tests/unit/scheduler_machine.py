@@ -1,0 +1,206 @@
+"""Random work for a scheduler: submit, step, abort, preempt; caches are simulated.
+
+A slot's content is the whole text up to its token, so a wrongly kept slot or a lying length is seen.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.config import SchedulerConfig
+from engine.plan import Row, StepPlan
+from engine.scheduler import RowResult, Scheduler
+from engine.sequence import Sequence
+from engine.tree import PLAIN, ROOT, Expansion, TokenTree
+from engine.types import FinishReason, Request, SamplingParams, Speculation
+from tests.strategies import expansions
+
+Text = tuple[int, ...]
+STOP = 2
+
+
+@dataclass
+class SimulatedCache:
+    """What a model would have cached: for each slot the text that ends in its token."""
+
+    texts: dict[int, Text] = field(default_factory=dict)
+
+    def write(self, slots, start: int, text: Text, end: int) -> None:
+        for position in range(start, end):
+            self.texts[slots[position]] = text[: position + 1]
+
+    def check(self, slots, length: int, text: Text) -> None:
+        for position in range(length):
+            assert self.texts[slots[position]] == text[: position + 1], f"position {position} of {length}"
+
+
+def random_tree(rng: random.Random, root_id: int, expansion: Expansion) -> TokenTree:
+    """Return any tree that a growth within the expansion could leave: never more nodes, never deeper."""
+    parents, ids, depths = [-1], [root_id], [0]
+    for _ in range(rng.randint(0, expansion.num_draft_tokens)):
+        parent = rng.choice([node for node, depth in enumerate(depths) if depth < expansion.max_depth])
+        token_id = rng.randrange(STOP, 12)
+        if (parent, token_id) in zip(parents, ids):
+            continue  # drawn before: the same node
+        parents.append(parent)
+        ids.append(token_id)
+        depths.append(depths[parent] + 1)
+    draws = tuple(tuple(child for child, parent in enumerate(parents) if parent == node) for node in range(len(parents)))
+    return TokenTree(tuple(parents), tuple(ids), draws)
+
+
+def random_fed(rng: random.Random, tree: TokenTree) -> set[int]:
+    fed = {ROOT}
+    for node in range(1, tree.num_nodes):
+        if tree.parents[node] in fed and rng.random() < 0.7:
+            fed.add(node)
+    return fed
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Submits, steps, aborts; a small pool makes it preempt."""
+
+    scheduler_class = Scheduler
+
+    @initialize(
+        num_slots=st.integers(16, 40),
+        max_step_tokens=st.integers(4, 20),
+        max_running=st.integers(1, 4),
+        drafts_own_cache=st.booleans(),
+    )
+    def start(self, num_slots, max_step_tokens, max_running, drafts_own_cache):
+        config = SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens, num_slots=num_slots)
+        self.config, self.drafts_own_cache = config, drafts_own_cache
+        self.scheduler = self.scheduler_class(config, drafts_own_cache)
+        self.target, self.draft = SimulatedCache(), SimulatedCache()
+        self.alive: dict[str, Request] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.first_run: list[int] = []
+        self.count = 0
+        self.is_mid_step = False
+
+    @rule(
+        num_prompt=st.integers(1, 12), max_tokens=st.integers(1, 12), is_enabled=st.integers(0, 4), wish=st.none() | expansions()
+    )
+    def submit(self, num_prompt, max_tokens, is_enabled, wish):
+        max_tokens = min(max_tokens, self.config.num_slots - num_prompt)
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,))
+        prompt = tuple(100 * self.count + 20 + position for position in range(num_prompt))
+        request = Request(str(self.count), prompt, sampling, Speculation(is_enabled > 0, wish))
+        self.scheduler.add(Sequence(request, self.count, "traversal"))
+        with pytest.raises(ValueError, match="in use"):
+            self.scheduler.add(Sequence(request, 0, "traversal"))
+        self.alive[request.request_id] = request
+        self.count += 1
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(list(self.alive)))
+        assert self.scheduler.remove(request_id)
+        assert not self.scheduler.remove(request_id)
+        self.end(request_id, FinishReason.ABORT)
+
+    @precondition(lambda self: self.alive)
+    @rule(seed=st.integers(0, 2**32), wanted=st.lists(expansions(), min_size=4, max_size=4), repeat=st.integers(1, 3))
+    def steps(self, seed, wanted, repeat):
+        for offset in range(repeat):
+            self.step(random.Random(seed + offset), wanted)
+
+    def step(self, rng: random.Random, wanted: list[Expansion]) -> None:
+        self.is_mid_step = True
+        self.scheduler.admit()
+        views = self.scheduler.views()
+        plan = self.scheduler.plan(wanted[: len(views)])
+        self.check_plan(plan, [view.request_id for view in views])
+        for row in plan.rows:
+            self.run(rng, row)
+        self.is_mid_step = False
+
+    def check_plan(self, plan: StepPlan, running: list[str]) -> None:
+        assert sum(len(row.certain_ids) + row.expansion.num_draft_tokens for row in plan.rows) <= self.config.max_step_tokens
+        assert sum(len(row.draft_ids) > self.config.max_step_tokens for row in plan.rows) == 0
+        tables = [slot for row in plan.rows for slot in row.slots]
+        assert len(tables) == len(set(tables))
+        assert [row.request_id for row in plan.rows] == running[: len(plan.rows)]
+        assert len(plan.rows) + plan.num_preempted == len(running)
+        assert plan.rows or not self.alive
+        for row in plan.rows:
+            if int(row.request_id) not in self.first_run:
+                self.first_run.append(int(row.request_id))
+
+    def run(self, rng: random.Random, row: Row) -> None:
+        """Do to the simulated caches what the models would do for this row, and commit."""
+        text = tuple(row.history)
+        self.check_row(row, text)
+        self.target.write(row.slots, row.context_len, text, row.end)
+        self.draft.write(row.slots, row.draft_len, text, row.draft_len + len(row.draft_ids))
+        if not row.is_decoding:
+            self.scheduler.commit_chunk(row)
+            return
+        tree = random_tree(rng, text[-1], row.expansion)
+        fed = random_fed(rng, tree) if not row.expansion.is_plain else set()
+        for node in range(1, tree.num_nodes):
+            node_text = text + tuple(tree.token_ids[v] for v in tree.path(node)[1:])
+            self.target.texts[row.slots[row.root_position + node]] = node_text
+            if node in fed:
+                self.draft.texts[row.slots[row.root_position + node]] = node_text
+        path = tree.path(rng.randrange(tree.num_nodes))
+        drafted_len = next((i for i, node in enumerate(path) if node not in fed), len(path))
+        self.commit(row, RowResult(tree, path, rng.randrange(STOP, 12), drafted_len), text)
+
+    def check_row(self, row: Row, text: Text) -> None:
+        assert len(row.slots) == row.end + row.expansion.num_draft_tokens
+        assert row.certain_ids == text[row.context_len : row.end]
+        assert row.is_decoding == (row.end == len(text))
+        assert row.is_decoding or row.expansion.is_plain
+        assert row.draft_ids == text[row.draft_len : row.draft_len + len(row.draft_ids)]
+        assert row.expansion.is_plain or row.draft_len + len(row.draft_ids) == row.end
+        speculation = self.alive[row.request_id].speculation
+        assert speculation.is_enabled or (row.expansion == PLAIN and not row.draft_ids)
+        self.target.check(row.slots, row.context_len, text)
+        if self.drafts_own_cache:
+            self.draft.check(row.slots, row.draft_len, text)
+
+    def commit(self, row: Row, result: RowResult, text: Text) -> None:
+        request = self.alive[row.request_id]
+        emission = self.scheduler.commit(row, result)
+        candidates = [*(result.tree.token_ids[node] for node in result.path[1:]), result.extra_id]
+        num_left = request.sampling.max_tokens - (len(text) - len(request.prompt_ids))
+        upto_stop = candidates.index(STOP) + 1 if STOP in candidates else len(candidates)
+        expected = candidates[: min(num_left, upto_stop)]
+        assert list(emission.new_ids) == expected
+        assert emission.num_accepted == min(len(expected), len(candidates) - 1)
+        ends = FinishReason.STOP if expected[-1] == STOP else FinishReason.LENGTH if len(expected) == num_left else None
+        assert emission.finish == ends
+        if ends is not None:
+            self.end(row.request_id, ends)
+
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        assert request_id not in self.ended
+        self.ended[request_id] = reason
+        del self.alive[request_id]
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+            assert self.scheduler.has_work == bool(self.alive)
+            assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
+            assert self.first_run == sorted(self.first_run), "admitted out of turn"
+
+    def teardown(self):
+        """Every request ends, at no less than one token of the oldest a step."""
+        if not hasattr(self, "scheduler") or self.is_mid_step:  # never started, or a step failed and says so itself
+            return
+        num_tokens = sum(len(request.prompt_ids) + request.sampling.max_tokens for request in self.alive.values())
+        for step in range(num_tokens + 1):
+            if self.alive:
+                self.step(random.Random(step), [Expansion(1, 2, 1)] * 4)
+                self.books_balance()
+        assert not self.alive
+        assert sorted(map(int, self.ended)) == list(range(self.count))
+        assert self.scheduler.pool.num_used == 0
