@@ -80,3 +80,11 @@ def test_set_plus_sample_keeps_the_law_over_four_tokens(sizes: tuple[int, ...]) 
     model = TinyModel(4, seed=5)
     for name in ("hu", "univer"):
         assert loss_of(RULES[name], model, set_and_sample_trees(model, sizes)) < EXACT
+
+
+def test_set_plus_sample_suits_distinct_draws_only_where_their_number_is_fixed() -> None:
+    """Given the others, the last of a fixed number is a draw off them; on heap trees its value decides whether it is the last."""
+    model = TinyModel(3, seed=1)
+    for name in ("hu", "univer"):
+        assert loss_of(RULES[name], model, distinct_trees(model, (2, 2))) < EXACT
+        assert loss_of(RULES[name], model, heap_trees(model, 3)) > 1e-3
