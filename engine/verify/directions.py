@@ -42,7 +42,7 @@ class Direction(Protocol):
 class BottomUp:
     """Deepest first: the first node in post-order that accepts with its own mass ends the path.
 
-    Needs a plan that tries each child once: a child has one mass.
+    Needs a plan that gives each child its mass at one try, if it is tried more than once: a child has one mass.
     """
 
     def inherited(self, tried_MC: Float[Tensor, "M C"]) -> Float[Tensor, "M C"]:

@@ -3,7 +3,8 @@
 Knows the choice and the truncated linear program that weighs it; the program's solver is rebalance.py. Source: arXiv
 2410.18234 (two drafts, canonical decomposition), folded over further draws.
 
-Shape key: A families, C tries, V vocabulary, H tokens of the head. Formulas write p for the target law.
+Shape key: A families, C tries, V vocabulary, H tokens of the head. Formulas write p for the target law, a for the
+prefix mass; what is wanted is a p.
 """
 
 from dataclasses import dataclass
@@ -22,21 +23,22 @@ from engine.verify.selections import places
 class Duels:
     """The champion so far, of law s, meets the next draw, of law q; the winner's law is told exactly.
 
-    Tokens are ordered by p - s q, most wanting first, and the earlier wins; among the first `head_size` of them each pair is
-    shared so that sum min(p, winner's law) is largest. With as many as the vocabulary and two draws no rule accepts more.
+    Tokens are ordered by a p - s q, most wanting first, and the earlier wins; among the first `head_size` of them each pair is
+    shared so that sum min(a p, winner's law) is largest. With as many as the vocabulary and two draws no rule accepts more.
     """
 
     head_size: int = 10
 
     def choose(self, trying: Families) -> Choice:
         """Return the chance of every draw to win all its duels. Rows are float64."""
-        target_AV, draft_AV = trying.target_MV().double(), trying.draft_AV().double()
+        wanted_AV, draft_AV = trying.target_MV().double(), trying.draft_AV().double()
+        wanted_AV.mul_(trying.mass_M[:, None])
         draft_AV.div_(draft_AV.sum(-1, keepdim=True))
         law_AV = draft_AV.clone()
         chance_AC = torch.zeros_like(trying.tokens_MC, dtype=torch.float64)
         chance_AC[:, 0] = 1.0
         for rank, count in enumerate(trying.num_tried[1:], start=1):
-            duel = Duel.between(law_AV[:count], draft_AV[:count], target_AV[:count], self.head_size)
+            duel = Duel.between(law_AV[:count], draft_AV[:count], wanted_AV[:count], self.head_size)
             stays_AC = duel.stays(trying.tokens_MC[:count, :rank], trying.tokens_MC[:count, rank])
             chance_AC[:count, rank] = (chance_AC[:count, :rank] * (1.0 - stays_AC)).sum(-1)
             chance_AC[:count, :rank] *= stays_AC
@@ -54,10 +56,10 @@ class Duel:
 
     @classmethod
     def between(
-        cls, first_AV: Float[Tensor, "A V"], second_AV: Float[Tensor, "A V"], target_AV: Float[Tensor, "A V"], head_size: int
+        cls, first_AV: Float[Tensor, "A V"], second_AV: Float[Tensor, "A V"], wanted_AV: Float[Tensor, "A V"], head_size: int
     ) -> "Duel":
         """Order the tokens, let the earlier win, then share the pairs of the head anew."""
-        order_AV = (target_AV - first_AV * second_AV).argsort(dim=-1, descending=True, stable=True)
+        order_AV = (wanted_AV - first_AV * second_AV).argsort(dim=-1, descending=True, stable=True)
         first_AV, second_AV = first_AV.gather(1, order_AV), second_AV.gather(1, order_AV)
         load_AV = first_AV * second_AV + first_AV * _after(second_AV) + second_AV * _after(first_AV)
 
@@ -65,7 +67,7 @@ class Duel:
         pair_AHH = first_AV[:, :head_size, None] * second_AV[:, None, :head_size]
         pair_AHH = pair_AHH + pair_AHH.mT
         held_AHH = pair_AHH.triu(1)
-        surplus_AH = load_AV[:, :head_size] - target_AV.gather(1, order_AV[:, :head_size])
+        surplus_AH = load_AV[:, :head_size] - wanted_AV.gather(1, order_AV[:, :head_size])
         shared_AHH = rebalanced(surplus_AH, held_AHH)
         load_AV[:, :head_size] += (shared_AHH - held_AHH).sum(-1)
         wins_AHH = torch.where(pair_AHH > 0.0, shared_AHH / pair_AHH, held_AHH)

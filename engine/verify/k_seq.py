@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.verify.directions import in_turn
-from engine.verify.one_token import accept_or_rest
+from engine.verify.one_token import Decided, take_or_spread
 from engine.verify.plans import Families
 
 _BISECTIONS = 40  # narrow [1, k] to (k - 1) / 2^40; a wider rest would cost acceptance, not exactness
@@ -24,8 +24,8 @@ class KSeq:
     as long as gamma <= r. The best r has equality. Rows and scalars are float64.
     """
 
-    def law(self, trying: Families) -> Float[Tensor, "A V"]:
-        """Return P(y|X)."""
+    def decide(self, trying: Families) -> Decided:
+        """Return a P(y|X) and 1 - a: the mass changes nothing in how a token is decided on."""
         target_AV, draft_AV = trying.target_MV().double(), trying.draft_AV().double()
         num_draws_A = trying.is_try_MC.sum(-1).double()
         divisor_A = torch.ones_like(num_draws_A)  # r = 1 for one draw: the naive rule
@@ -38,7 +38,8 @@ class KSeq:
         beta_A = overlap_AV.sum(-1).clamp(max=1.0)
         gamma_A = torch.where(beta_A > 0.0, _one_of(beta_A, num_draws_A) / beta_A, num_draws_A)
         rest_AV = target_AV.sub_(overlap_AV.mul_(gamma_A[:, None])).clamp_(min=0.0)
-        return accept_or_rest(trying, in_turn(odds_AC), rest_AV).to(trying.target_laws_NV.dtype)
+        law_AV = take_or_spread(trying, in_turn(odds_AC), Decided(rest_AV, torch.zeros_like(beta_A))).tokens_AV
+        return Decided((trying.mass_M[:, None] * law_AV).to(trying.target_laws_NV.dtype), 1.0 - trying.mass_M)
 
     def _divisor(self, target_AV: Tensor, draft_AV: Tensor, num_draws_A: Tensor) -> Float[Tensor, " A"]:
         """Return r by bisection on [1, k]: the upper end, where gamma <= r holds. A smaller r is lossy."""

@@ -65,7 +65,8 @@ class Case:
         for level in layout.levels:
             split = self.plan.split(self.families(level, prefix_P))
             tried_PC[level.nodes_M], kept_P[level.nodes_M] = split.tried_MC, split.final_M
-            prefix_P[layout.children_PC[level.nodes_M]] = direction.inherited(split.tried_MC)
+            children_X, inherited_X = layout.children_PC[level.nodes_M].flatten(), direction.inherited(split.tried_MC).flatten()
+            prefix_P.scatter_reduce_(0, children_X, inherited_X, "amax")  # one try of a child carries its mass, the others 0
         prefix_P[layout.dummy] = 0.0
         is_leaf_P = ~layout.is_try_PC.any(-1)
         return Masses(prefix_P, tried_PC, torch.where(is_leaf_P, prefix_P, kept_P))

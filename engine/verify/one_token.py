@@ -1,9 +1,10 @@
-"""The plan of rules that decide on one token and descend if it was drafted, and the naive rule that most of them end with.
+"""The plan of rules that decide on one token and descend if it was drafted, and the decision that accepts a chosen draw.
 
-Knows how the law of a decision becomes a local plan, pi(y|X) = a P(y|X): its tokens among the children are their shares, the
-others are the extra token. Does not know how decisions are made (k_seq.py, selections.py, duels.py).
+Knows how a decision becomes a local plan: its tokens among the children are their shares, the others are the extra token.
+Does not know how decisions are made (k_seq.py) or draws are chosen (selections.py, duels.py).
 
-Shape key: M families, A <= M of them with tries, C tries, V vocabulary. Formulas write p for the target law, X for the draws.
+Shape key: M families, A <= M of them with tries, C tries, V vocabulary. Formulas write p for the target law, a for the prefix
+mass, X for the draws.
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,18 @@ from engine.tree import TokenTree
 from engine.verify.plans import Families, Split, clear_tries_, split_by_shares
 
 
-class Decision(Protocol):
-    """Decides on one token after i.i.d. draws. Averaged over the draws, the token must have the target's law."""
+class Decided(NamedTuple):
+    """pi(y|X) for every token y, and pi(none|X) in float64; with a = 1 the first is a law and the second 0."""
 
-    def law(self, trying: Families) -> Float[Tensor, "A V"]:
-        """Return P(y|X), the law of the token given the draws, of families that all have draws."""
+    tokens_AV: Float[Tensor, "A V"]
+    none_A: Float[Tensor, " A"]
+
+
+class Decision(Protocol):
+    """Decides on one token, or none, after i.i.d. draws. Averaged over the draws, token y must have a p(y)."""
+
+    def decide(self, trying: Families) -> Decided:
+        """Return what is decided given the draws, for families that all have draws."""
         ...
 
 
@@ -38,17 +46,19 @@ class OneToken:
         return tree.draws
 
     def split(self, families: Families) -> Split:
-        """Give each child the chance that the decision names it; a draw seen before gets nothing more."""
-        trying = families.trying()
-        named_AC = self.decision.law(trying).gather(1, trying.tokens_MC).double() * _is_first(trying)
+        """Give each child the chance that the decision names it, at its first draw; later ones get nothing."""
+        trying, count = families.trying(), families.num_trying
+        decided = self.decision.decide(trying)
         shares_MC = torch.zeros_like(families.tokens_MC, dtype=torch.float64)
-        shares_MC[: families.num_trying] = trying.mass_M[:, None] * named_AC
-        return split_by_shares(shares_MC, 1.0 - families.mass_M)
+        shares_MC[:count] = decided.tokens_AV.gather(1, trying.tokens_MC).double() * _is_first(trying)
+        none_M = 1.0 - families.mass_M
+        none_M[:count] = decided.none_A
+        return split_by_shares(shares_MC, none_M)
 
     def residual(self, families: Families) -> Float[Tensor, "M V"]:
-        """Return the law of the decision off the tree."""
+        """Return what the decision gives to tokens off the tree."""
         weights_MV = families.target_MV()
-        weights_MV[: families.num_trying] = self.decision.law(families.trying())
+        weights_MV[: families.num_trying] = self.decision.decide(families.trying()).tokens_AV
         return clear_tries_(weights_MV, families)
 
 
@@ -76,21 +86,22 @@ class Selection(Protocol):
 
 @dataclass(frozen=True)
 class AcceptChosen:
-    """Choose a draw x, of law s; accept it with min(1, p(x) / s(x)), else decide by (p - s)+: the naive rule with s for q.
+    """Choose a draw x, of law s; accept it with min(1, a p(x) / s(x)), else decide by (a p - s)+ and none: 1 - a.
 
-    Where there is one draw there is no choice, and s = q.
+    This is the plan for one child with s in place of q. Where there is one draw there is no choice, and s = q.
     """
 
     selection: Selection
 
-    def law(self, trying: Families) -> Float[Tensor, "A V"]:
-        """Return P(y|X)."""
+    def decide(self, trying: Families) -> Decided:
+        """Return what is decided; a token of (a p - s)+ may be another draw."""
         choice = self._choice(trying)
-        target_AV = trying.target_MV()
-        ratio_AC = target_AV.gather(1, trying.tokens_MC).double() / choice.law_AV.gather(1, trying.tokens_MC)
+        weights_AV = trying.target_MV()
+        weights_AV.mul_(trying.mass_M[:, None].to(weights_AV.dtype))
+        ratio_AC = weights_AV.gather(1, trying.tokens_MC).double() / choice.law_AV.gather(1, trying.tokens_MC)
         taken_AC = torch.where(choice.chance_AC > 0.0, choice.chance_AC * ratio_AC.clamp(max=1.0), 0.0)
-        rest_AV = target_AV.sub_(choice.law_AV).clamp_(min=0.0)
-        return accept_or_rest(trying, taken_AC, rest_AV)
+        rest_AV = weights_AV.sub_(choice.law_AV).clamp_(min=0.0)
+        return take_or_spread(trying, taken_AC, Decided(rest_AV, 1.0 - trying.mass_M))
 
     def _choice(self, trying: Families) -> Choice:
         chance_AC = certain(torch.zeros_like(trying.law_rows_M), trying)
@@ -105,13 +116,14 @@ def certain(chosen_A: Int[Tensor, " A"], trying: Families) -> Float[Tensor, "A C
     return torch.zeros_like(trying.tokens_MC, dtype=torch.float64).scatter_(1, chosen_A[:, None], 1.0)
 
 
-def accept_or_rest(trying: Families, taken_AC: Float[Tensor, "A C"], rest_AV: Float[Tensor, "A V"]) -> Float[Tensor, "A V"]:
-    """Return the law that gives each try its chance and spreads what is missing to 1 as the rest, which is overwritten.
+def take_or_spread(trying: Families, taken_AC: Float[Tensor, "A C"], rest: Decided) -> Decided:
+    """Give each try its chance and spread what is missing to 1 as `rest`, whose weights are overwritten.
 
     An empty rest stays empty: then nothing but rounding is missing.
     """
     missing_A = (1.0 - taken_AC.sum(-1)).clamp(min=0.0)
-    total_A = rest_AV.sum(-1).double()
-    scale_A = torch.where(total_A > 0.0, missing_A / total_A, 0.0)
-    rest_AV.mul_(scale_A[:, None].to(rest_AV.dtype))
-    return rest_AV.scatter_add_(1, trying.tokens_MC, taken_AC.to(rest_AV.dtype))
+    total_A = rest.tokens_AV.sum(-1).double() + rest.none_A
+    rate_A = torch.where(total_A > 0.0, missing_A / total_A, 0.0)
+    tokens_AV = rest.tokens_AV.mul_(rate_A[:, None].to(rest.tokens_AV.dtype))
+    tokens_AV.scatter_add_(1, trying.tokens_MC, taken_AC.to(tokens_AV.dtype))
+    return Decided(tokens_AV, rest.none_A * rate_A)

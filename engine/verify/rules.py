@@ -49,22 +49,23 @@ def _two_phase(name: str, plan: LocalPlan, direction: Direction) -> Callable[[],
     return lambda: TwoPhase(name, plan, direction)
 
 
-def _chosen(name: str, selection: Selection) -> Callable[[], Verifier]:
-    return _two_phase(name, OneToken(AcceptChosen(selection)), TopDown())
+def _chosen(name: str, selection: Selection, direction: Direction) -> Callable[[], Verifier]:
+    return _two_phase(name, OneToken(AcceptChosen(selection)), direction)
 
 
-# A rule is a local plan x a direction; the coupled rule is its own.
+# A rule is a local plan x a direction; the coupled rule is its own. gbv and univer are reconstructions: docs/verification.md.
 _TABLE: dict[str, _Rule] = {
     "nss": _Rule(_two_phase("nss", TargetDraw(), TopDown()), _IID, (_PATH, _DISTINCT, _SET, _FIXED)),
     "naive": _Rule(_two_phase("naive", FirstPath(), TopDown()), _PATH, (_IID, _DISTINCT)),
-    "naive_tree": _Rule(_chosen("naive_tree", FirstDraw()), _IID, (_PATH, _DISTINCT)),
+    "naive_tree": _Rule(_chosen("naive_tree", FirstDraw(), TopDown()), _IID, (_PATH, _DISTINCT)),
     "spectr": _Rule(_two_phase("spectr", OneToken(KSeq()), TopDown()), _IID, (_PATH,)),
     "specinfer": _Rule(_two_phase("specinfer", WithReplacement(), TopDown()), _IID, (_PATH,)),
-    "khisti": _Rule(_chosen("khisti", Duels()), _IID, (_PATH,)),
-    "tournament": _Rule(_chosen("tournament", BestRanked()), _IID, (_PATH,)),
+    "khisti": _Rule(_chosen("khisti", Duels(), TopDown()), _IID, (_PATH,)),
+    "tournament": _Rule(_chosen("tournament", BestRanked(), TopDown()), _IID, (_PATH,)),
     "rrsw": _Rule(_two_phase("rrsw", WithoutReplacement(), TopDown()), _IID, (_PATH, _DISTINCT)),
     "block": _Rule(_two_phase("block", FirstPath(), BottomUp()), _PATH, (_IID, _DISTINCT)),
     "traversal": _Rule(_two_phase("traversal", WithoutReplacement(), BottomUp()), _IID, (_PATH, _DISTINCT)),
+    "gbv": _Rule(_chosen("gbv", BestRanked(), BottomUp()), _IID, (_PATH,)),
     "hu": _Rule(_two_phase("hu", SetPlusSample(), TopDown()), _SET, (_PATH,)),
     "univer": _Rule(_two_phase("univer", SetPlusSample(), BottomUp()), _SET, (_PATH,)),
     "coupled": _Rule(Coupled, _IID, (_PATH, _DISTINCT, _SET, _FIXED)),

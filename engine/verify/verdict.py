@@ -23,6 +23,13 @@ class Verdict:
     expected_tokens: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Unjudged:
+    """A tree that no verdict can be given on; `reason` says why in a sentence. Its request ends with it."""
+
+    reason: str
+
+
 class Verifier(Protocol):
     """A lossless rule. With trees drawn from the forest's draft laws, the emitted tokens have the target's law."""
 

@@ -174,7 +174,7 @@ class SharesEveryDraw(OneToken):
     """Gives a token its share once for every time that it was drawn."""
 
     def split(self, families: Families) -> Split:
-        named_MC = self.decision.law(families).gather(1, families.tokens_MC) * families.is_try_MC
+        named_MC = self.decision.decide(families).tokens_AV.gather(1, families.tokens_MC) * families.is_try_MC
         return split_by_shares(named_MC, 1.0 - families.mass_M)
 
 

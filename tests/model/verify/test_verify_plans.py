@@ -186,6 +186,14 @@ def test_on_one_path_nothing_commits_more_than_block_verification() -> None:
         assert efficiency["block"] > efficiency["naive"] + 1e-3
 
 
+def test_passing_the_mass_on_commits_more_than_holding_it() -> None:
+    """For the same plan bottom-up beats top-down, on every model tried."""
+    for seed, shape in itertools.product(range(3), [Expansion(1, 2, 2), Expansion(0, 2, 2)]):
+        efficiency = efficiencies(TinyModel(3, seed), shape)
+        for bottom_up, top_down in [("block", "naive"), ("traversal", "rrsw"), ("gbv", "tournament")]:
+            assert efficiency[bottom_up] > efficiency[top_down]
+
+
 def test_rules_of_one_path_gain_nothing_from_branches() -> None:
     """Only what is drafted on the first path counts: a trunk of 1 and branches of 2 are a path of 3."""
     model = TinyModel(3, seed=3)

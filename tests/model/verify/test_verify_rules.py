@@ -7,7 +7,7 @@ from engine.verify.rules import VERIFIER_NAMES, TreeKind, create_verifier, defau
 
 NAMES = (
     *("nss", "naive", "naive_tree", "spectr", "specinfer", "khisti", "tournament"),
-    *("rrsw", "block", "traversal", "hu", "univer", "coupled"),
+    *("rrsw", "block", "traversal", "gbv", "hu", "univer", "coupled"),
 )
 
 
