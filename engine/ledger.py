@@ -17,7 +17,7 @@ from engine.config import SchedulerConfig
 from engine.service import EngineBusy
 from engine.types import FinishReason, Request, TokenEvent
 
-_RECENT_FINISHES = 64
+_RECENT_FINISHES = 64  # of the present queue
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
 _UNKNOWN_RETRY_S = 5.0
 
@@ -52,7 +52,7 @@ class Ledger:
         self._post_abort = post_abort
         self._clock = clock
         self._living: dict[str, Entry] = {}
-        self._finished_at: deque[float] = deque(maxlen=_RECENT_FINISHES)
+        self._marks_s: deque[float] = deque(maxlen=_RECENT_FINISHES)  # when the present queue began, and each finish since
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
@@ -68,11 +68,14 @@ class Ledger:
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds in which the waiting requests would be gone at the recent rate of finishing."""
-        if len(self._finished_at) < 2:
+        """Seconds in which the waiting requests would be gone at the rate of finishing since they began to queue.
+
+        Earlier finishes tell nothing: a house that is not full finishes as many as come.
+        """
+        if len(self._marks_s) < 2:
             return _UNKNOWN_RETRY_S
-        span_s = self._clock() - self._finished_at[0]
-        return clamped_retry_s(self.num_waiting * span_s / len(self._finished_at))
+        span_s = self._clock() - self._marks_s[0]
+        return clamped_retry_s(self.num_waiting * span_s / len(self._marks_s))
 
     def check_room(self, request_id: str) -> None:
         """Raise EngineBusy if the queue is full, ValueError if the id is in use."""
@@ -83,6 +86,9 @@ class Ledger:
 
     def open(self, request: Request) -> "EventStream":
         """Enter a request for which there is room; its letter may be sent once this has returned."""
+        if not self.num_waiting:
+            self._marks_s.clear()
+            self._marks_s.append(self._clock())
         entry = self._living[request.request_id] = Entry(request)
         self._is_empty.clear()
         return EventStream(entry, self.abandon)
@@ -94,7 +100,7 @@ class Ledger:
             if entry is not None:
                 self._put(entry, event)
                 if event.finish is not None:
-                    self._finished_at.append(self._clock())
+                    self._marks_s.append(self._clock())
 
     def end_all(self, finish: FinishReason, error: str | None = None) -> None:
         """End every living request here, whatever the engine would still say of it."""

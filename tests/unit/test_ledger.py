@@ -133,6 +133,26 @@ async def test_retry_after_follows_the_recent_rate_of_finishing(seconds_each: fl
     assert len(streams) == 8
 
 
+async def test_retry_after_does_not_count_the_time_before_the_queue() -> None:
+    """The bug: two finishes, an hour of silence, then a burst: the hour was taken for slow work and Retry-After was 30 s."""
+    now_s = 0.0
+    ledger = Ledger(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
+    for number in range(2):
+        ledger.open(counting_request(str(number), 1))
+        ledger.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
+    now_s += 3600.0
+    streams = [ledger.open(counting_request(str(number), 1)) for number in range(7)]
+    assert ledger.retry_after_s == 5.0, "nothing is known of the rate yet"
+    for number in range(2):
+        now_s += 1.0
+        ledger.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
+    assert ledger.num_waiting == 4
+    now_s += 1.0
+    assert ledger.retry_after_s == pytest.approx(4.0)
+    ledger.end_all(FinishReason.ABORT)
+    assert len(streams) == 7
+
+
 async def test_closing_before_the_first_event_aborts_once_and_the_id_stays_taken() -> None:
     aborted: list[str] = []
     ledger = Ledger(SchedulerConfig(), aborted.append)
