@@ -12,6 +12,8 @@ VENV ?= .venv
 MODEL ?= smollm2-135m
 ARGS ?=
 BIN := $(VENV)/bin
+# A MODEL that was asked for is served too (the first of several), unless a configuration file says which.
+SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(findstring --config,$(ARGS)),,--model $(firstword $(MODEL))))
 INSTALLED := $(VENV)/.installed
 
 ifdef PIP_EXTRA_INDEX_URL
@@ -33,8 +35,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 weights: $(INSTALLED) ## fetch and convert the weights of MODEL (smollm2-135m), once
 	$(BIN)/latebranch weights fetch $(MODEL)
 
-serve: weights ## serve the default model on 127.0.0.1:8000
-	$(BIN)/latebranch serve $(ARGS)
+serve: weights ## serve MODEL (smollm2-135m) on 127.0.0.1:8000
+	$(BIN)/latebranch serve $(SERVE_MODEL) $(ARGS)
 
 test: $(INSTALLED) ## run the whole suite
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,5 +1,7 @@
 """The command line: every setting has a flag, mistakes are told in one line with status 2."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,24 @@ def test_mistakes_are_one_line(
     assert error.startswith("latebranch serve: ")
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "serve"),
+        (["MODEL=gemma3-270m"], "serve --model gemma3-270m"),
+        (["MODEL=gemma3-270m", "ARGS=--port 9000"], "serve --model gemma3-270m --port 9000"),
+        (["MODEL=a b", "ARGS=--config c.yaml"], "serve --config c.yaml"),
+    ],
+)
+def test_make_serves_the_model_it_is_asked_for(arguments: list[str], expected: str):
+    """The bug: `make serve MODEL=gemma3-270m` fetched that model and then served the default one."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MODEL", "ARGS")}
+    command = ["make", "--dry-run", "--old-file", ".venv/.installed", "serve", *arguments]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+    assert " ".join(done.stdout.splitlines()[-1].split()[1:]) == expected
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
