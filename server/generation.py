@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from engine.service import EngineError, EngineService
+from engine.service import EngineService
 from engine.types import FinishReason, Request, TokenEvent
 from server.choice import AcceptanceCounts, Choice, Piece
 from server.errors import GenerationFailed, Overloaded, as_api_error
@@ -37,6 +37,7 @@ class Generation:
         self._meter = meter
         self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
+        self._unfinished = FinishReason.ABORT  # how the samples are counted that have not ended when this is closed
 
     @property
     def choices(self) -> Iterator[Choice]:
@@ -62,16 +63,16 @@ class Generation:
         return total
 
     async def start(self) -> Self:
-        """Submit every sample, or none: what the engine refuses is raised here, before any answer began."""
+        """Submit every sample, or none: whatever goes wrong is raised here, before any answer began."""
         try:
             for sample in self._samples:
                 stream = self._engine.submit(sample.request)
                 pump = asyncio.create_task(self._pump(sample, stream))
                 pump.add_done_callback(self._on_pump_end)
                 self._pumps.append(pump)
-        except EngineError as error:
+        except Exception as error:
             self._meter.reject(as_api_error(error).code or "engine_error")
-            await self.close()
+            await self._let_go()
             raise
         return self
 
@@ -93,6 +94,7 @@ class Generation:
         while any(choice.finish is None for choice in self.choices):
             arrival = await self._arrivals.get()
             if isinstance(arrival, Exception):
+                self._unfinished = FinishReason.ERROR
                 raise arrival
             sample, event = arrival
             if sample.choice.finish is None:
@@ -103,7 +105,7 @@ class Generation:
     def _take(self, sample: Sample, event: TokenEvent) -> Piece:
         sample.meter.on_event(event)
         if event.finish is FinishReason.ERROR:
-            sample.meter.end(FinishReason.ERROR)
+            self._unfinished = FinishReason.ERROR
             raise GenerationFailed(event.error or "the engine failed on this request")
         if event.finish is FinishReason.ABORT:
             raise Overloaded("the server is shutting down", "engine_unavailable", 1.0)
@@ -115,7 +117,12 @@ class Generation:
         return piece
 
     async def close(self) -> None:
-        """Abort what still runs in the engine and let go of its streams. Can be called again."""
+        """Abort what still runs in the engine, let go of its streams and close the account. Can be called again."""
+        if await self._let_go():
+            self._meter.close(self._unfinished)
+
+    async def _let_go(self) -> int:
+        """Abort what still runs and end the pumps; return how many samples there were to let go of."""
         pumps, self._pumps = self._pumps, []
         for pump in pumps:
             pump.cancel()
@@ -123,6 +130,4 @@ class Generation:
         for sample in self._samples[: len(pumps)]:
             if not sample.meter.is_ended:
                 self._engine.abort(sample.request.request_id)
-                sample.meter.end(FinishReason.ABORT)
-        if pumps:
-            self._meter.close()
+        return len(pumps)

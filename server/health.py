@@ -1,9 +1,10 @@
-"""What the probes say of the engine. Live, ready and healthy are apart: the process serves; a request would be taken now; and
-the engine has given a sign of life lately (Runtime decides both).
+"""What the probes say of the engine. Live, healthy and ready are apart: the process serves; the engine has given a sign of life
+lately; and a request would be taken now, which needs both and a tokenizer (Runtime decides).
 """
 
 from pydantic import BaseModel
 
+from engine.service import EngineState
 from server.runtime import Runtime
 
 
@@ -19,5 +20,6 @@ class HealthReport(BaseModel):
 def health_report(runtime: Runtime) -> HealthReport:
     """Return where the engine stands now."""
     engine = runtime.engine.health
-    status = "healthy" if runtime.is_healthy else "ready" if runtime.is_ready else "unavailable"
+    is_silent = engine.state is EngineState.READY
+    status = "ready" if runtime.is_ready else "healthy" if runtime.is_healthy else "silent" if is_silent else "unavailable"
     return HealthReport(status=status, state=engine.state, heartbeat_age_s=engine.heartbeat_age_s, restarts=engine.num_restarts)

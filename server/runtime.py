@@ -80,14 +80,16 @@ class Runtime:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be taken now."""
-        return self._codec is not None and not self._is_stopping and self.engine.health.state is EngineState.READY
+        """Whether a request would be taken now, and answered: an engine that is silent hangs."""
+        return self._codec is not None and not self._is_stopping and self.is_healthy
 
     @property
     def is_healthy(self) -> bool:
         """Whether the engine is ready and not silent: one that hangs is alive and well to anybody who does not listen."""
-        age_s = self.engine.health.heartbeat_age_s
-        return self.is_ready and age_s is not None and age_s <= self.settings.max_heartbeat_age_s
+        health = self.engine.health
+        if health.state is not EngineState.READY or health.heartbeat_age_s is None:
+            return False
+        return health.heartbeat_age_s <= self.settings.max_heartbeat_age_s
 
     def begin(self) -> None:
         """Start loading and return at once, so that the port can say how it goes."""

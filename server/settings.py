@@ -57,7 +57,9 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
     max_choices: int = Field(default=128, ge=1, description="Most choices of one request: prompts times n.")
     drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
-    max_heartbeat_age_s: float = Field(default=10.0, gt=0, description="/health fails if the engine has been silent for longer.")
+    max_heartbeat_age_s: float = Field(
+        default=10.0, gt=0, description="/ready and /health fail if the engine has been silent for longer."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe log line written.")
     log_format: Literal["text", "json"] = Field(default="text", description="How a log line is written.")
 

@@ -46,6 +46,7 @@ class FakeEngine:
     start_error: str | None = None
     state: EngineState = EngineState.STOPPED
     heartbeat_age_s: float | None = 0.0
+    num_restarts: int = 0
     requests: list[Request] = field(default_factory=list)
     living: dict[str, asyncio.Event] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ class FakeEngine:
 
     @property
     def health(self) -> EngineHealth:
-        return EngineHealth(self.state, self.heartbeat_age_s, 0, self.start_error or "")
+        return EngineHealth(self.state, self.heartbeat_age_s, self.num_restarts, self.start_error or "")
 
     async def start(self) -> None:
         self.state = EngineState.STARTING

@@ -23,7 +23,7 @@ class Metrics:
     def __init__(self, model_name: str, max_model_len: int, health: Callable[[], EngineHealth]) -> None:
         self.registry = CollectorRegistry()
         families = Families(self.registry, model_name)
-        self.steps = StepMetrics(families)
+        self.steps = StepMetrics(families, health)
         self.requests = RequestMetrics(families, max_model_len)
         self.http = HttpMetrics(self.registry)
         self.registry.register(HealthCollector(model_name, health))

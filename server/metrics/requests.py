@@ -17,6 +17,8 @@ from server.metrics.families import (
     length_buckets,
 )
 
+_REJECTIONS = ("engine_busy", "engine_unavailable", "engine_error")
+
 
 class RequestMetrics:
     """The families; `meter` begins the account of one request."""
@@ -27,7 +29,7 @@ class RequestMetrics:
         ends = [reason.value for reason in FinishReason]
         self.success = families.counters("vllm:request_success", "Samples ended, by reason.", "finished_reason", ends)
         self.rejections = families.counters(
-            "latebranch_rejected_requests", "Requests the engine did not take.", "reason", ["engine_busy", "engine_unavailable"]
+            "latebranch_rejected_requests", "Requests the engine did not take.", "reason", list(_REJECTIONS)
         )
 
     def _add_latencies(self, families: Families) -> None:
@@ -62,9 +64,7 @@ class RequestMetrics:
 
     def meter(self, num_samples: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> "RequestMeter":
         """Begin the account of a request that has just arrived."""
-        self.params_n.observe(num_samples)
-        self.params_max_tokens.observe(max_tokens)
-        return RequestMeter(self, clock)
+        return RequestMeter(self, num_samples, max_tokens, clock)
 
 
 class SampleMeter:
@@ -125,10 +125,12 @@ class SampleMeter:
 
 
 class RequestMeter:
-    """The account of one HTTP request: a SampleMeter for each sample."""
+    """The account of one HTTP request: a SampleMeter for each sample. It is closed once, by `reject` or by `close`."""
 
-    def __init__(self, metrics: RequestMetrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: RequestMetrics, num_samples: int, max_tokens: int, clock: Callable[[], float]) -> None:
         self._metrics = metrics
+        self._num_samples = num_samples
+        self._max_tokens = max_tokens
         self._clock = clock
         self._arrival_s = clock()
         self._samples: list[SampleMeter] = []
@@ -139,9 +141,13 @@ class RequestMeter:
         return self._samples[-1]
 
     def reject(self, reason: str) -> None:
-        """Count a request that the engine did not take."""
+        """Count a request that the engine did not take, and nothing else of it."""
         self._metrics.rejections(reason).inc()
 
-    def close(self) -> None:
-        """Count what is known only when every sample has ended."""
+    def close(self, unfinished: FinishReason) -> None:
+        """End the samples that have not ended, for that reason; count what is known only when all have."""
+        for sample in self._samples:
+            sample.end(unfinished)
+        self._metrics.params_n.observe(self._num_samples)
+        self._metrics.params_max_tokens.observe(self._max_tokens)
         self._metrics.max_generation_tokens.observe(max((sample.num_tokens for sample in self._samples), default=0))

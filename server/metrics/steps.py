@@ -1,5 +1,8 @@
 """Metrics of engine steps: load, throughput, speculation. Fed with the StepStats of each step."""
 
+from collections.abc import Callable
+
+from engine.service import EngineHealth, EngineState
 from engine.types import ModelInfo, StepStats
 from server.metrics.families import ITERATION_BUCKETS, PHASE_BUCKETS, Families
 
@@ -8,19 +11,28 @@ _OTHER = "other"
 
 
 class StepMetrics:
-    """Adds up steps. Ratios are left to PromQL, so that replicas can be summed first."""
+    """Adds up steps. Ratios are left to PromQL, so that replicas can be summed first.
 
-    def __init__(self, families: Families) -> None:
+    The load is that of the last step of the worker that lives: nothing runs or waits in one that is dead or starting.
+    """
+
+    def __init__(self, families: Families, health: Callable[[], EngineHealth]) -> None:
         self._families = families
+        self._health = health
+        self._last: StepStats | None = None
+        self._last_restarts = 0  # how often the engine had been started again when it took the last step
         self._has_info = False
         self._expansion_labels: set[str] = set()
         self._add_load(families)
         self._add_speculation(families)
 
     def _add_load(self, families: Families) -> None:
-        self._running = families.gauge("vllm:num_requests_running", "Requests that take part in steps.")
-        self._waiting = families.gauge("vllm:num_requests_waiting", "Requests that wait to be admitted.")
-        self._cache_usage = families.gauge("vllm:kv_cache_usage_perc", "Share of the cache's slots in use; 1 is full.")
+        running = families.gauge("vllm:num_requests_running", "Requests that take part in steps.")
+        running.set_function(lambda: self._load(lambda last: last.num_running))
+        waiting = families.gauge("vllm:num_requests_waiting", "Requests that wait to be admitted.")
+        waiting.set_function(lambda: self._load(lambda last: last.num_waiting))
+        cache_usage = families.gauge("vllm:kv_cache_usage_perc", "Share of the cache's slots in use; 1 is full.")
+        cache_usage.set_function(lambda: self._load(lambda last: last.num_used_slots / max(1, last.num_slots)))
         self._prompt_tokens = families.counter("vllm:prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = families.counter("vllm:generation_tokens", "Tokens generated.")
         self._preemptions = families.counter("vllm:num_preemptions", "Sequences that lost their cache slots and were put back.")
@@ -65,15 +77,19 @@ class StepMetrics:
 
     def on_step(self, stats: StepStats) -> None:
         """Add one step."""
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._cache_usage.set(stats.num_used_slots / max(1, stats.num_slots))
+        self._last, self._last_restarts = stats, self._health().num_restarts
         self._prompt_tokens.inc(stats.num_prompt_tokens)
         self._generation_tokens.inc(stats.num_generated_tokens)
         self._preemptions.inc(stats.num_preemptions)
         self._iteration_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)
         self._on_speculation(stats)
         self._on_seconds(stats)
+
+    def _load(self, value: Callable[[StepStats], float]) -> float:
+        """Return a value of the living worker's last step; 0 if there is no such step."""
+        health = self._health()
+        is_alive = health.state is EngineState.READY and health.num_restarts == self._last_restarts
+        return value(self._last) if is_alive and self._last is not None else 0.0
 
     def _on_speculation(self, stats: StepStats) -> None:
         self._drafts.inc(stats.num_drafts)

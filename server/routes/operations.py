@@ -27,7 +27,7 @@ async def live() -> dict[str, str]:
 
 @router.get("/ready", response_model=HealthReport, responses={**_NOT_READY, 401: ERRORS[401]})
 async def ready(request: Request) -> Response:
-    """Answer 200 if a request would be taken now."""
+    """Answer 200 if a request would be taken now; 503 also if the engine is silent, so that a balancer turns elsewhere."""
     runtime = runtime_of(request)
     return JSONResponse(health_report(runtime).model_dump(), 200 if runtime.is_ready else 503)
 

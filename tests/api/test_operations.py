@@ -17,6 +17,7 @@ LABELS = '{engine="0",model_name="fake"}'
 
 
 async def test_live_ready_and_healthy_are_apart():
+    """The bug: /ready stayed 200 while the engine hung, so that balancers went on sending it requests."""
     engine = FakeEngine(start_gate=(gate := asyncio.Event()))
     async with in_process(engine, waits=False, max_heartbeat_age_s=5) as client:
 
@@ -29,8 +30,8 @@ async def test_live_ready_and_healthy_are_apart():
         await asyncio.sleep(0.01)
         assert await statuses() == [200, 200, 200]
         engine.heartbeat_age_s = 5.1  # it hangs
-        assert await statuses() == [200, 200, 503]
-        report = {"status": "ready", "state": "ready", "heartbeat_age_s": 5.1, "restarts": 0}
+        assert await statuses() == [200, 503, 503]
+        report = {"status": "silent", "state": "ready", "heartbeat_age_s": 5.1, "restarts": 0}
         assert (await client.get("/health")).json() == report
         engine.state, engine.heartbeat_age_s = EngineState.RESTARTING, None
         assert await statuses() == [200, 503, 503]
@@ -131,6 +132,63 @@ async def test_metrics_of_served_requests():
     assert samples['http_requests_total{handler="/v1/completions",method="POST",status="4xx"}'] == 1
     assert samples['http_requests_total{handler="none",method="GET",status="4xx"}'] == 1
     assert any(name.startswith("vllm:cache_config_info{") for name in samples)
+
+
+async def test_refused_requests_are_counted_as_refused_and_nothing_else():
+    """The bug: the samples of a refused request were counted as aborted, with latencies."""
+    async with in_process(FakeEngine(max_living=2)) as client:
+        assert (await client.post("/v1/completions", json=completion(n=3))).status_code == 503
+        samples = await sample(client)
+    assert samples['latebranch_rejected_requests_total{engine="0",model_name="fake",reason="engine_busy"}'] == 1
+    ours = [name for name in samples if name.startswith(("vllm:request_", "vllm:e2e_request_")) and "_created" not in name]
+    assert [name for name in ours if samples[name]] == []
+
+
+async def test_siblings_of_a_failed_sample_are_counted_as_failed():
+    """The bug: one failing sample of three counted one error and two aborts, as if clients had left."""
+    async with in_process(FakeEngine(fail_after=1)) as client:
+        assert (await client.post("/v1/completions", json=completion(n=3))).status_code == 500
+        samples = await sample(client)
+    ends = {
+        reason: samples[f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="fake"}}']
+        for reason in FinishReason
+    }
+    assert (ends[FinishReason.ERROR], ends[FinishReason.ABORT]) == (3, 0)
+
+
+async def test_an_unforeseen_failure_to_submit_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch):
+    """The bug: only EngineErrors were expected of `submit`; another exception left the samples before it running for nobody."""
+    engine = FakeEngine()
+    submit = engine.submit
+
+    def overflows(request):
+        if engine.requests:
+            raise OverflowError("an integer beyond 64 bits")
+        return submit(request)
+
+    monkeypatch.setattr(engine, "submit", overflows)
+    async with in_process(engine) as client:
+        assert (await client.post("/v1/completions", json=completion(n=2))).status_code == 500
+        samples = await sample(client)
+    assert engine.living == {}
+    assert samples['latebranch_rejected_requests_total{engine="0",model_name="fake",reason="engine_error"}'] == 1
+
+
+async def test_the_load_of_a_dead_engine_is_nothing():
+    """The bug: running, waiting and cache use stayed at what the worker's last step had said, for as long as it was dead."""
+    engine = FakeEngine()
+    async with in_process(engine) as client:
+        await client.post("/v1/completions", json=completion())
+
+        async def load() -> list[float]:
+            samples = await sample(client)
+            return [samples[f"vllm:{name}{LABELS}"] for name in ("num_requests_running", "kv_cache_usage_perc")]
+
+        assert await load() == [1.0, 64 / 4096]
+        engine.state = EngineState.RESTARTING
+        assert await load() == [0.0, 0.0]
+        engine.state, engine.num_restarts = EngineState.READY, 1
+        assert await load() == [0.0, 0.0], "the new worker has taken no step yet"
 
 
 def test_the_phases_of_a_request_add_up():
