@@ -71,6 +71,7 @@ class Duel:
         shared_AHH = rebalanced(surplus_AH, held_AHH)
         load_AV[:, :head_size] += (shared_AHH - held_AHH).sum(-1)
         wins_AHH = torch.where(pair_AHH > 0.0, shared_AHH / pair_AHH, held_AHH)
+        load_AV.clamp_(min=0.0)  # rounding
         return cls(places(order_AV), wins_AHH, torch.zeros_like(load_AV).scatter_(1, order_AV, load_AV))
 
     def stays(self, tokens_AC: Int[Tensor, "A C"], newcomer_A: Int[Tensor, " A"]) -> Float[Tensor, "A C"]:

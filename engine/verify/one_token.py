@@ -99,7 +99,8 @@ class AcceptChosen:
         weights_AV = trying.target_MV()
         weights_AV.mul_(trying.mass_M[:, None].to(weights_AV.dtype))
         ratio_AC = weights_AV.gather(1, trying.tokens_MC).double() / choice.law_AV.gather(1, trying.tokens_MC)
-        taken_AC = torch.where(choice.chance_AC > 0.0, choice.chance_AC * ratio_AC.clamp(max=1.0), 0.0)
+        odds_AC = ratio_AC.clamp(max=1.0).nan_to_num(nan=0.0)  # p = 0 and an s that rounds to 0 make NaN
+        taken_AC = torch.where(choice.chance_AC > 0.0, choice.chance_AC * odds_AC, 0.0)
         rest_AV = weights_AV.sub_(choice.law_AV).clamp_(min=0.0)
         return take_or_spread(trying, taken_AC, Decided(rest_AV, 1.0 - trying.mass_M))
 

@@ -71,6 +71,23 @@ def test_every_rule_makes_of_float32_laws_what_it_makes_of_float64(name: str) ->
     assert not torch.allclose(half.stop_N, double.stop_N, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["tournament", "gbv", "khisti"])
+def test_a_draw_whose_chance_to_be_chosen_rounds_to_zero_is_refused(name: str) -> None:
+    """s = 0 in float32 and p = 0: the ratio is NaN, which must not reach the masses."""
+    draft, target = torch.tensor([[0.5, 0.5, 1e-30]]), torch.tensor([[0.25, 0.75, 0.0]])
+    forest = Forest((TokenTree((-1, 0), (0, 2), ((1, 1), ())),), draft, ((0, None),))
+    for seed in range(20):
+        verdict = create_verifier(name).judge(forest, target.repeat(2, 1), [StepKey(seed, 0)])[0]
+        assert (verdict.path, verdict.expected_tokens) == ((0,), 1.0)
+        assert verdict.extra_id in (0, 1)
+
+
+def test_a_ratio_left_undefined_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "nan_to_num", lambda self, nan=0.0: self)
+    with pytest.raises(IndexError):  # no node could be drawn
+        test_a_draw_whose_chance_to_be_chosen_rounds_to_zero_is_refused("tournament")
+
+
 def two_trees() -> Batch:
     model = TinyModel(3, seed=4)
     return batch_of(model, delayed_trees(model, Expansion(0, 2, 1))[1:3], torch.float32)
