@@ -24,6 +24,7 @@ from starlette.responses import Response
 
 from engine.service import EngineBusy, EngineError, EngineUnavailable
 from server.schemas.answer import ErrorBody, ErrorDetail
+from server.wording import param_of, worded
 
 MAX_ERRORS = 10
 MAX_MESSAGE_CHARS = 1000
@@ -133,34 +134,17 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError("internal error; the log has it under this X-Request-Id")
 
 
-# What pydantic puts into a location for a branch of a union; it is no field name.
-_BRANCHES = ("str", "int", "constrained-", "list[", "dict[", "function-")
-
-
-def _param_of(error: Mapping[str, Any]) -> str | None:
-    if named := error.get("ctx", {}).get("param"):
-        return str(named)
-    parts = [str(part) for part in error["loc"][1:] if not str(part).startswith(_BRANCHES)]
-    return ".".join(clipped(part, MAX_INPUT_CHARS) for part in parts) or None
-
-
-def _sentence_of(error: Mapping[str, Any]) -> str:
-    param = _param_of(error)
-    if error["type"] == "extra_forbidden":
-        return f"unknown parameter: {param}"
-    if error["type"] == "json_invalid":
-        return f"the body is not valid JSON: {error['ctx']['error']}"
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{param}: {clipped(message, MAX_INPUT_CHARS)}" if param else clipped(message, MAX_INPUT_CHARS)
-
-
 def as_invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """Return the 400 of what validation found: the first field is `param`, the first ten errors are told."""
-    sentences = list(dict.fromkeys(_sentence_of(error) for error in errors[:MAX_ERRORS]))
-    if len(errors) > MAX_ERRORS:
-        sentences.append(f"and {len(errors) - MAX_ERRORS} more")
-    is_json = errors[0]["type"] != "json_invalid"
-    return InvalidRequest("; ".join(sentences), _param_of(errors[0]) if is_json else None)
+    """Return the 400 of what validation found: the first field is `param`, the first ten are told of."""
+    unknown = [name for error in errors if error["type"] == "extra_forbidden" and (name := param_of(error))]
+    sentences = {name: f"unknown parameter: {clipped(name, MAX_INPUT_CHARS)}" for name in unknown}
+    for param, words in worded([error for error in errors if error["type"] != "extra_forbidden"]).items():
+        words = clipped(words, MAX_INPUT_CHARS)
+        sentences[param or ""] = f"{clipped(param, MAX_INPUT_CHARS)}: {words}" if param else words
+    told = list(sentences.values())[:MAX_ERRORS]
+    if len(sentences) > MAX_ERRORS:
+        told.append(f"and {len(sentences) - MAX_ERRORS} more")
+    return InvalidRequest("; ".join(told), next(iter(sentences)) or None)
 
 
 async def answer_api_error(_: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ Knows what the engine loaded and refuses, by the field's name, what it could not
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine.keys import derived_seed
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
@@ -90,14 +91,14 @@ async def _submitted(
 ) -> Generation:
     """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
     model = runtime.engine.model
-    _check_speculation(model, body)
-    sampling = [_sampling(model, body, k, max_tokens) for k in range(body.num_samples)]
+    _check_speculation(runtime, body)
+    sampling = _sampling(model, body, max_tokens)
     meter = runtime.metrics.requests.meter(body.num_samples, max_tokens)
     group = uuid.uuid4().hex
     speculation = body.speculative.to_speculation() if body.speculative else Speculation()
     samples = [
         Sample(
-            Request(f"{group}-{index}", ids, sampling[index % body.num_samples], speculation),
+            Request(f"{group}-{index}", ids, _of_choice(sampling, index), speculation),
             Choice(index, codec.detokenizer(), body.stops, codec.token_text, body.num_top_logprobs),
             meter.sample(len(ids)),
         )
@@ -106,8 +107,13 @@ async def _submitted(
     return await Generation(runtime.engine, samples, meter, sum(map(len, prompts))).start()
 
 
-def _sampling(model: ModelInfo, body: GenerationRequest, sample: int, max_tokens: int) -> SamplingParams:
-    """Return how sample `sample` is drawn; null fields are the OpenAI defaults."""
+def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Return how choice `index` is drawn: each of a request has noise of its own, also those of different prompts."""
+    return sampling if sampling.seed is None else replace(sampling, seed=derived_seed(sampling.seed, index))
+
+
+def _sampling(model: ModelInfo, body: GenerationRequest, max_tokens: int) -> SamplingParams:
+    """Return how choice 0 is drawn; null fields are the OpenAI defaults."""
     stop_token_ids = tuple(body.stop_token_ids or ())
     if any(i >= model.vocab_size for i in stop_token_ids):
         raise InvalidRequest(f"a stop token is outside the vocabulary of {model.vocab_size}", "stop_token_ids")
@@ -116,7 +122,7 @@ def _sampling(model: ModelInfo, body: GenerationRequest, sample: int, max_tokens
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(0, body.top_k or 0),
         min_p=body.min_p or 0.0,
-        seed=None if body.seed is None else derived_seed(body.seed, sample),
+        seed=body.seed,
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
@@ -124,7 +130,13 @@ def _sampling(model: ModelInfo, body: GenerationRequest, sample: int, max_tokens
     )
 
 
-def _check_speculation(model: ModelInfo, body: GenerationRequest) -> None:
+def _check_speculation(runtime: Runtime, body: GenerationRequest) -> None:
     shape = body.speculative and body.speculative.expansion
-    if shape and not shape.is_plain and model.drafter == "none":
+    if not shape or shape.is_plain:
+        return
+    if runtime.engine.model.drafter == "none":
         raise InvalidRequest("this server has no drafter, so no tree shape can be honoured", "speculative")
+    limit = runtime.settings.max_tree_tokens
+    if shape.num_draft_tokens > limit:
+        asked = f"a tree of {shape.num_draft_tokens} drafted tokens (trunk + branches x depth) is asked for"
+        raise InvalidRequest(f"{asked}; max_tree_tokens of this server is {limit}", "speculative")

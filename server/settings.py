@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.tree import Expansion
+from server.schemas.common import MAX_CHOICES
 
 ENV_PREFIX = "LATEBRANCH_"
 OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.weights reads it
@@ -55,7 +56,8 @@ class Settings(BaseSettings):
         default=(), description="Origins whose pages may call the API, comma-separated; * for any."
     )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
-    max_choices: int = Field(default=128, ge=1, description="Most choices of one request: prompts times n.")
+    max_choices: int = Field(default=128, ge=1, le=MAX_CHOICES, description="Most choices of one request: prompts times n.")
+    max_tree_tokens: int = Field(default=64, ge=0, description="Most drafted tokens of the tree that a request may ask for.")
     drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     max_heartbeat_age_s: float = Field(
         default=10.0, gt=0, description="/ready and /health fail if the engine has been silent for longer."

@@ -1,31 +1,33 @@
 """Reading JSON bodies without trust: strict UTF-8, no NaN, no deep nesting, no objects wide enough to drown the validator."""
 
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from server.errors import InvalidRequest
 
 # Each unknown key of an object is an error that validation collects; no object of this API has nearly as many.
 _MAX_KEYS = 256
+# Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, can have.
+_MAX_CONTAINERS = 16384
 
 
 class StrictRequest(Request):
-    """A request whose body is parsed as the JSON standard says."""
+    """A request whose body is what `parsed_body` returned."""
+
+    def __init__(self, scope: Scope, receive: Receive, value: Any) -> None:
+        super().__init__(scope, receive)
+        self._value = value
 
     async def json(self) -> Any:
-        """Return the parsed body. Raises JSONDecodeError, which is answered with 400."""
-        body = await self.body()
-        try:
-            value = from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise json.JSONDecodeError(str(error), "", 0) from error
-        if _has_wide_object(value):
-            raise json.JSONDecodeError(f"an object has more than {_MAX_KEYS} keys", "", 0)
-        return value
+        """Return the parsed body."""
+        return self._value
 
 
 class StrictRoute(APIRoute):
@@ -36,13 +38,62 @@ class StrictRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_strictly(request: Request) -> Response:
-            return await handle(StrictRequest(request.scope, request.receive))
+            body = await request.body()
+            value = parsed_body(body, request.headers.get("content-type"))
+            strict = StrictRequest(_as_json(request.scope), request.receive, value)
+            strict._body = body  # read already; starlette keeps it under this name
+            return await handle(strict)
 
         return handle_strictly
 
 
-def _has_wide_object(value: Any) -> bool:
-    if isinstance(value, dict):
-        return len(value) > _MAX_KEYS or any(map(_has_wide_object, value.values()))
-    # Lists fail at their first wrong item, so only those that begin with a container can hide one.
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict | list) and any(map(_has_wide_object, value))
+def parsed_body(body: bytes, content_type: str | None) -> Any:
+    """Return the value that the JSON standard says the body is; raise InvalidRequest if it is none, or one that is no request."""
+    if not body:
+        raise InvalidRequest("the body is empty")
+    if not _may_be_json(content_type):
+        raise InvalidRequest("Content-Type must be application/json")
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    _check_containers(value)
+    return value
+
+
+def _may_be_json(content_type: str | None) -> bool:
+    """Return whether a body so declared is worth parsing: any kind of JSON, or not declared at all."""
+    if not content_type:
+        return True
+    subtype = content_type.partition(";")[0].strip().lower().rpartition("/")[2]
+    return subtype == "json" or subtype.endswith("+json")
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Return a scope that declares the JSON that the body is known to be."""
+    headers = [(name, value) for name, value in Headers(scope=scope).raw if name != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
+
+
+def _check_containers(value: Any) -> None:
+    """Raise InvalidRequest for a body with too many objects and lists, or an object with too many keys."""
+    waiting, num_seen = [value], 0
+    while waiting:
+        item = waiting.pop()
+        num_seen += 1
+        if isinstance(item, dict) and len(item) > _MAX_KEYS:
+            raise InvalidRequest(f"the body has an object of more than {_MAX_KEYS} keys")
+        inside = _inside(item)
+        if num_seen + len(waiting) + len(inside) > _MAX_CONTAINERS:
+            raise InvalidRequest(f"the body has more than {_MAX_CONTAINERS} objects and lists")
+        waiting += inside
+
+
+def _inside(item: Any) -> list[Any]:
+    """Return the objects and lists right inside a value. Lists are refused at their first wrong item, so only those that begin
+    with an object or a list can hide one.
+    """
+    if isinstance(item, dict):
+        return [value for value in item.values() if isinstance(value, dict | list)]
+    begins_with_one = isinstance(item, list) and bool(item) and isinstance(item[0], dict | list)
+    return [value for value in item if isinstance(value, dict | list)] if begins_with_one else []

@@ -5,7 +5,10 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.answer import Metrics, Usage
-from server.schemas.common import MAX_LOGPROBS, GenerationRequest, Neutral, Strict, misfit
+from server.schemas.common import MAX_INTEGER, MAX_LOGPROBS, GenerationRequest, Neutral, Strict, misfit
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 256
 
 
 class TextPart(Strict):
@@ -19,7 +22,7 @@ class Message(Strict):
     """One message. What an assistant's message carries beside its text is accepted where it is empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
     name: Annotated[object, Neutral()] = None
     refusal: Annotated[object, Neutral()] = None
     tool_calls: Annotated[object, Neutral([])] = None
@@ -36,8 +39,10 @@ class Message(Strict):
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(None, ge=1, description="Wins over max_tokens; default: the room that is left.")
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_INTEGER, description="Wins over max_tokens; default: the room that is left."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: Annotated[object, Neutral({"type": "text"})] = None

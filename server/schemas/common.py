@@ -14,6 +14,8 @@ from pydantic_core.core_schema import no_info_after_validator_function
 from engine.tree import Expansion
 from engine.types import Speculation
 
+MAX_INTEGER = 2**31 - 1  # of any count or id; what the engine is sent must fit in 64 bits
+MAX_CHOICES = 1024  # whatever the settings say
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 256
@@ -72,6 +74,8 @@ class SpeculativeOptions(Strict):
     def _has_one_wish(self) -> Self:
         if not self.enabled and (self.verifier is not None or self.expansion is not None):
             raise misfit("speculative", "enabled is false, so verifier, trunk, branches and depth cannot be honoured")
+        if (self.branches or 1) > 1 and not self.depth:
+            raise misfit("speculative.depth", "branches without depth draft nothing: more than one needs a depth of at least 1")
         return self
 
     @property
@@ -86,7 +90,7 @@ class SpeculativeOptions(Strict):
         return Speculation(self.enabled, self.expansion, self.verifier)
 
 
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -96,11 +100,11 @@ class GenerationRequest(Strict):
     model: str
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off.")
+    top_k: int | None = Field(None, ge=-1, le=MAX_INTEGER, description="0 and -1 are off.")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1, le=128)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None

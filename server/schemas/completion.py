@@ -5,9 +5,10 @@ from typing import Annotated, Literal, Self, cast
 from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.answer import Metrics, Usage
-from server.schemas.common import MAX_LOGPROBS, GenerationRequest, Neutral, TokenId, misfit
+from server.schemas.common import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, Neutral, TokenId, misfit
 
 Prompt = str | list[int]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(GenerationRequest):
@@ -15,12 +16,12 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="One prompt or several, each text or token ids.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = Field(None, description="Accepted only if it equals n.")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Accepted only if it equals n.")
     echo: Annotated[object, Neutral(False)] = None
     suffix: Annotated[object, Neutral()] = None
 

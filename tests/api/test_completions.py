@@ -8,6 +8,7 @@ import pytest
 from engine.keys import derived_seed
 from engine.tree import Expansion
 from engine.types import Speculation
+from engine.wire import Add, encoded
 from tests.api.harness import MODEL, completion, data_of, in_process, sample
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level
@@ -153,27 +154,27 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.5, False, "0"),
     "frequency_penalty": (-1,),
     "logit_bias": ({"5": 1}, []),
-    "best_of": (2,),
+    "best_of": (2, 2**64),
     "echo": (True, 0),
     "suffix": ("x", ""),
     "user": (5,),
     "temperature": (-0.1, 2.1, "1", True),
     "top_p": (0, 1.1),
-    "top_k": (-2, 0.5),
+    "top_k": (-2, 0.5, 2**31, 2**64),
     "min_p": (-0.1, 1.5),
     "seed": (2**63, -(2**63) - 1, 1.5),
-    "n": (0, 129),
-    "max_tokens": (0, -1, 1.5),
+    "n": (0, 129, 2**64),
+    "max_tokens": (0, -1, 1.5, 2**31, 2**64),
     "stop": ("", ["a", ""], ["x"] * 17, [5], "x" * 257),
-    "stop_token_ids": ([-1], [100000], "5"),
+    "stop_token_ids": ([-1], [100000], [2**64], "5"),
     "ignore_eos": (1,),
     "stream_options": ({"include_usage": True},),
     "logprobs": (-1, 21, True),
-    "prompt": ("", [], [[]], [1, "a"], [-1], [100000], None, {"a": 1}),
+    "prompt": ("", [], [[]], [1, "a"], [-1], [100000], None, {"a": 1}, [2**64], [[2**64]]),
     "model": (5,),
     "speculative": ({"enabled": False, "depth": 1}, []),
     "speculative.verifier": ("magic",),
-    "speculative.branches": (0,),
+    "speculative.branches": (0, 2**64),
     "speculative.colour": ("red",),
     "repetition_penalty": (1.0,),
     "anything": (None,),
@@ -202,6 +203,43 @@ async def test_no_shape_without_a_drafter():
         refused = await client.post("/v1/completions", json=completion(speculative={"depth": 2}))
         fine = await client.post("/v1/completions", json=completion(speculative={"enabled": False}))
     assert (refused.status_code, refused.json()["error"]["param"], fine.status_code) == (400, "speculative", 200)
+
+
+async def test_branches_without_depth_are_refused():
+    """The bug: `{"branches": 4}` was accepted and drafted nothing at all."""
+    async with in_process(FakeEngine()) as client:
+        for shape in ({"branches": 4}, {"trunk": 4, "branches": 2, "depth": 0}):
+            error = (await client.post("/v1/completions", json=completion(speculative=shape))).json()["error"]
+            assert error["param"] == "speculative.depth"
+        for shape in ({"branches": 1}, {"trunk": 4}, {"branches": 4, "depth": 1}):
+            assert (await client.post("/v1/completions", json=completion(speculative=shape))).status_code == 200
+
+
+async def test_a_requested_tree_is_bounded():
+    """The bug: one client could ask for 1088 drafted tokens a step and take everybody's step budget."""
+    async with in_process(FakeEngine(), max_tree_tokens=10) as client:
+        refused = await client.post("/v1/completions", json=completion(speculative={"trunk": 3, "branches": 2, "depth": 4}))
+        fine = await client.post("/v1/completions", json=completion(speculative={"trunk": 2, "branches": 2, "depth": 4}))
+    assert (refused.status_code, refused.json()["error"]["param"], fine.status_code) == (400, "speculative", 200)
+    assert "max_tree_tokens of this server is 10" in refused.json()["error"]["message"]
+
+
+async def test_the_largest_integers_are_no_internal_error():
+    """The bug: top_k of 2**64 was a 500: it passed validation and did not fit the wire to the worker."""
+    engine = FakeEngine()
+    async with in_process(engine) as client:
+        fine = await client.post("/v1/completions", json=completion(top_k=2**31 - 1, seed=-(2**63)))
+        assert fine.status_code == 200
+    encoded(Add(engine.requests[0]))
+
+
+async def test_prompts_do_not_share_their_noise():
+    """The bug: with one seed, choice k of every prompt had the same seed, so that their texts were not independent."""
+    engine = FakeEngine()
+    async with in_process(engine) as client:
+        await client.post("/v1/completions", json=completion(prompt=["a", "b"], n=2, seed=7))
+    assert [request.sampling.seed for request in engine.requests] == [derived_seed(7, index) for index in range(4)]
+    assert engine.requests[0].sampling.seed == 7
 
 
 async def test_prompts_times_n_is_bounded():

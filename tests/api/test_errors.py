@@ -46,6 +46,67 @@ async def test_a_body_that_is_no_request_is_400(name: str):
         _assert_error(await client.post(URL, content=BAD_BODIES[name], headers=JSON), 400)
 
 
+@pytest.mark.parametrize(
+    ("content_type", "message"),
+    [
+        (None, None),
+        ("application/json; charset=utf-8", None),
+        ("application/vnd.api+json", None),
+        ("text/json", None),
+        ("text/plain", "Content-Type must be application/json"),
+        ("application/x-www-form-urlencoded", "Content-Type must be application/json"),
+    ],
+)
+async def test_the_content_type_is_what_is_told_of(content_type: str | None, message: str | None):
+    """The bug: without `Content-Type: application/json` the body was taken for a string and refused as no object."""
+    headers = {} if content_type is None else {"content-type": content_type}
+    async with in_process(FakeEngine()) as client:
+        response = await client.post(URL, content=json.dumps(completion()).encode(), headers=headers)
+        assert response.status_code == (400 if message else 200)
+        if message:
+            assert _assert_error(response, 400)["message"] == message
+        assert _assert_error(await client.post(URL, headers=headers), 400)["message"] == "the body is empty"
+
+
+WORDED = [
+    ({"stop": ["a"] * 17}, "stop", "stop: has too many entries; at most 16 are accepted"),
+    ({"stop": 5}, "stop", "stop: must be a string or a list"),
+    ({"stop": ["a", ""]}, "stop.1", "stop.1: must not be empty"),
+    ({"stop": "x" * 257}, "stop", "stop: must have at most 256 characters"),
+    ({"prompt": None}, "prompt", "prompt: must be a string or a list"),
+    ({"prompt": [1, "a"]}, "prompt.1", "prompt.1: must be an integer"),
+    ({"prompt": ["a", 1]}, "prompt.1", "prompt.1: must be a string"),
+    ({"prompt": [{}]}, "prompt.0", "prompt.0: must be a string or an integer or a list"),
+    ({"prompt": [[1, -1]]}, "prompt.0.1", "prompt.0.1: must be at least 0"),
+    ({"temperature": 3}, "temperature", "temperature: must be at most 2"),
+    ({"n": 1.5}, "n", "n: must be an integer"),
+    ({"stream_options": 1, "stream": True}, "stream_options", "stream_options: must be an object"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), WORDED)
+async def test_errors_are_worded_for_people(fields: dict[str, Any], param: str, message: str):
+    """The bug: `stop` with 17 strings was told as "should be a valid string; should have at most 16 items after validation"."""
+    async with in_process(FakeEngine()) as client:
+        error = _assert_error(await client.post(URL, json=completion(**fields)), 400)
+    assert (error["param"], error["message"]) == (param, message)
+
+
+async def test_too_many_containers_are_refused_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch):
+    """The bug: a prompt of a million lists of one token stopped the event loop for 2.4 s before it was refused."""
+    validated: list[object] = []
+    monkeypatch.setattr("server.routes.generation.completion_generation", lambda *args: validated.append(args))
+    bodies = [completion(prompt=[[1]] * 100_000), completion(prompt=[[[1]] * 300] * 300), completion(speculative=[{}] * 20_000)]
+    async with in_process(FakeEngine()) as client:
+        for body in bodies:
+            assert "objects and lists" in _assert_error(await client.post(URL, json=body), 400)["message"]
+        for prompt in ([[1]] * 1025, ["a"] * 1025):
+            assert "at most 1024" in _assert_error(await client.post(URL, json=completion(prompt=prompt)), 400)["message"]
+        many = chat(messages=[{"role": "user", "content": "x"}] * 2049)
+        assert "at most 2048" in _assert_error(await client.post("/v1/chat/completions", json=many), 400)["message"]
+    assert validated == []
+
+
 async def test_error_text_is_bounded():
     """vLLM once answered a 4,475-byte body with 23.6 MB: many errors, each with all of the input."""
     many_keys = {f"k{i}": "x" * 50 for i in range(200)}

@@ -1,0 +1,98 @@
+"""What pydantic found wrong, in words for people: which field, what it must be. Knows pydantic's errors and nothing else.
+
+A field that may have several forms (a text or a list of texts) fails once for each form. Only the form that came furthest is
+told of: it is the one that was meant.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Error = Mapping[str, Any]  # as `ValidationError.errors()` gives it
+
+# What pydantic puts into a location for a form of a union; it is no field name.
+_FORM_NAMES = ("str", "int")
+_FORM_BEGINNINGS = ("constrained-", "list[", "dict[", "function-")
+
+_KINDS = {
+    "string_type": "a string",
+    "list_type": "a list",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+_SENTENCES = {
+    "missing": "is required",
+    "too_short": "must not be empty",
+    "too_long": "has too many entries; at most {max_length} are accepted",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "string_unicode": "must be valid Unicode",
+}
+
+
+def param_of(error: Error) -> str | None:
+    """Return the dotted name of the field that an error is about."""
+    if named := error.get("ctx", {}).get("param"):
+        return str(named)
+    return ".".join(str(part) for part in error["loc"][1:] if not _is_form(part)) or None
+
+
+def worded(errors: Sequence[Error]) -> dict[str | None, str]:
+    """Return what is wrong with each field, without its name, in the order of the errors."""
+    groups: dict[str | None, list[Error]] = {}
+    for error in _of_best_forms(errors):
+        groups.setdefault(param_of(error), []).append(error)
+    return {param: _sentence(group) for param, group in groups.items()}
+
+
+def _sentence(group: Sequence[Error]) -> str:
+    kinds = list(dict.fromkeys(_KINDS[error["type"]] for error in group if error["type"] in _KINDS))
+    others = list(dict.fromkeys(_of_one(error) for error in group if error["type"] not in _KINDS))
+    return "; ".join([*others, *(["must be " + " or ".join(kinds)] if kinds else [])])
+
+
+def _of_one(error: Error) -> str:
+    if error["type"] in _SENTENCES:
+        numbers = {name: _plain(value) for name, value in error.get("ctx", {}).items()}
+        return _SENTENCES[error["type"]].format(**numbers)
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _plain(value: object) -> object:
+    """Return a limit as people write it: 2, not 2.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_form(part: object) -> bool:
+    return isinstance(part, str) and (part in _FORM_NAMES or part.startswith(_FORM_BEGINNINGS))
+
+
+def _of_best_forms(errors: Sequence[Error]) -> list[Error]:
+    """Return the errors without those of forms that failed earlier than another form of the same field."""
+    best: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
+    for error in errors:
+        field = _field(error)
+        best[field] = max(best.get(field, (0, ())), _progress(error, field))
+    return [error for error in errors if _progress(error, _field(error)) == best[_field(error)]]
+
+
+def _field(error: Error) -> tuple[object, ...]:
+    """Return the location of the field whose form failed; the whole location where there are no forms."""
+    loc = tuple(error["loc"])
+    return next((loc[:at] for at, part in enumerate(loc) if _is_form(part)), loc)
+
+
+def _progress(error: Error, field: tuple[object, ...]) -> tuple[int, tuple[int, ...]]:
+    """Return how far a form came: of the wrong kind, of the right kind up to which item, or only wrong as a whole."""
+    inside = [part for part in error["loc"][len(field) :] if not _is_form(part)]
+    rank = 1 if inside else 0 if error["type"] in _KINDS else 2
+    return rank, tuple(part for part in inside if isinstance(part, int))
