@@ -15,6 +15,12 @@ class SchedulerConfig:
     num_slots: int = 32768
     max_model_len: int = 8192
 
+    def __post_init__(self) -> None:
+        if min(self.max_running, self.max_waiting, self.num_slots, self.max_model_len) < 1:
+            raise ValueError("every limit of the scheduler must be at least 1")
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(f"max_step_tokens ({self.max_step_tokens}) must be at least max_running ({self.max_running})")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

@@ -17,19 +17,16 @@ from engine.draft.growth import Growth, grow, plain_growth
 from engine.judge import Judge, logprobs_of
 from engine.plan import StepPlan
 from engine.policy import ExpansionPolicy
+from engine.refusal import RequestRefused as RequestRefused
+from engine.refusal import require_runnable
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
 from engine.target import Target
 from engine.types import FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
-from engine.verify.rules import TreeKind, require_exact
-from engine.verify.verdict import Verdict
+from engine.verify.verdict import Unjudged, Verdict
 
 _logger = logging.getLogger(__name__)
-
-
-class RequestRefused(ValueError):
-    """The request can never run here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +58,8 @@ class Engine:
         return self._scheduler.has_work or bool(self._aborted)
 
     def add(self, request: Request) -> None:
-        """Queue a request; raise RequestRefused if it can never run."""
-        self._check(request)
+        """Queue a request; raise RequestRefused if it can never run, ValueError if its id is in use."""
+        require_runnable(request, self.info)
         sampling, speculation = request.sampling, request.speculation
         if not sampling.ignore_eos:
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self.info.eos_token_ids)))
@@ -70,22 +67,6 @@ class Engine:
         default = self.info.verifier if sampling.seed is None else "coupled"
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._scheduler.add(Sequence(request, seed, speculation.verifier or default))
-
-    def _check(self, request: Request) -> None:
-        num_prompt, sampling = len(request.prompt_ids), request.sampling
-        if not request.prompt_ids or sampling.max_tokens < 1:
-            raise RequestRefused("a request needs a prompt of at least one token and max_tokens of at least 1")
-        if num_prompt + sampling.max_tokens > self.info.max_model_len:
-            raise RequestRefused(
-                f"{num_prompt} prompt tokens and {sampling.max_tokens} to generate exceed {self.info.max_model_len} tokens"
-            )
-        if any(not 0 <= token_id < self.info.vocab_size for token_id in request.prompt_ids):
-            raise RequestRefused(f"prompt token ids must lie in [0, {self.info.vocab_size})")
-        if request.speculation.verifier is not None:
-            try:
-                require_exact(TreeKind.IID, request.speculation.verifier)
-            except ValueError as error:
-                raise RequestRefused(str(error)) from error
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step tells of it. Unknown ids are ignored."""
@@ -130,7 +111,7 @@ class Engine:
             return plain_growth(plan.rows, model.vocab_size, model.device)
         return grow(self._drafter, plan.rows, model.vocab_size, model.device)
 
-    def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | None]) -> list[RowOutcome]:
+    def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | Unjudged]) -> list[RowOutcome]:
         """Commit chunks and paths; return what became of the decoding rows, in order."""
         for row in plan.rows:
             if not row.is_decoding:
@@ -138,7 +119,7 @@ class Engine:
         outcomes = []
         for index, (row, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
             emission = None
-            if verdict is None:
+            if isinstance(verdict, Unjudged):
                 self._scheduler.remove(row.request_id)
             else:
                 emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
@@ -148,10 +129,11 @@ class Engine:
     def _event(self, outcome: RowOutcome, logits_NV: Float[Tensor, "N V"]) -> TokenEvent:
         """Return the row's event; log-probabilities are read here, where the logits still are."""
         row, emission, verdict = outcome.row, outcome.emission, outcome.verdict
-        if emission is None or verdict is None:
-            text = f"the target's logits at position {row.root_position} are not finite"
+        if isinstance(verdict, Unjudged):
+            text = f"{verdict.reason} (at position {row.root_position})"
             _logger.error("request %s: %s", row.request_id, text)
             return TokenEvent(row.request_id, finish=FinishReason.ERROR, error=text)
+        assert emission is not None  # a judged row was committed
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.sampling.num_logprobs is not None:
             nodes = [outcome.offset + node for node in verdict.path[: len(emission.new_ids)]]

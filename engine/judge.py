@@ -3,6 +3,7 @@
 Also reads the target's own log-probabilities of what was emitted. Shape key: N nodes of all trees, V vocabulary.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +15,11 @@ from engine.plan import Row
 from engine.sampling import processed_laws
 from engine.types import TokenLogprobs
 from engine.verify.coupled import judge_greedy
+from engine.verify.errors import LawError
 from engine.verify.rules import create_verifier
-from engine.verify.verdict import Verdict, Verifier
+from engine.verify.verdict import Unjudged, Verdict, Verifier
+
+_logger = logging.getLogger(__name__)
 
 
 class Judge:
@@ -24,23 +28,37 @@ class Judge:
     def __init__(self) -> None:
         self._verifiers: dict[str, Verifier] = {}
 
-    def judge(self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]) -> list[Verdict | None]:
-        """Return a verdict for each row, in order; None where the target's logits of its tree are not finite."""
-        verdicts: list[Verdict | None] = [None] * len(rows)
+    def judge(self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]) -> list[Verdict | Unjudged]:
+        """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others."""
         is_sound = self._sound(forest, logits_NV)
+        judged: list[Verdict | Unjudged] = [_WAITING if sound else _BROKEN for sound in is_sound]
         for rule in dict.fromkeys(_rule(row) for row in rows):
             indices = [i for i, row in enumerate(rows) if _rule(row) == rule and is_sound[i]]
-            if indices:
-                for index, verdict in zip(indices, self._by_rule(rule, indices, rows, forest, logits_NV), strict=True):
-                    verdicts[index] = verdict
-        return verdicts
+            for index, verdict in self._by_rule(rule, indices, rows, forest, logits_NV):
+                judged[index] = verdict
+        return judged
 
     def _sound(self, forest: Forest, logits_NV: Tensor) -> list[bool]:
         """Return for each tree whether no logit is NaN and no maximum infinite (-inf is a masked token and sound)."""
         is_sound_N = torch.isfinite(logits_NV.amax(-1)).tolist()
-        return [all(is_sound_N[a:b]) for a, b in zip(forest.offsets, forest.offsets[1:])]
+        return [all(is_sound_N[first:end]) for first, end in zip(forest.offsets, forest.offsets[1:])]
 
     def _by_rule(
+        self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, logits_NV: Tensor
+    ) -> list[tuple[int, Verdict | Unjudged]]:
+        """Return (index, verdict) for each row of a rule; trees whose laws make no sense are set aside, the rest judged."""
+        if not indices:
+            return []
+        try:
+            return list(zip(indices, self._verdicts(rule, indices, rows, forest, logits_NV), strict=True))
+        except LawError as error:
+            refused = [indices[tree] for tree in error.trees]
+            _logger.error("verifier %s: %s", rule, error)
+            rest = [index for index in indices if index not in refused]
+            judged = self._by_rule(rule, rest, rows, forest, logits_NV)
+            return [*judged, *((index, Unjudged(f"verification failed: {error.reason}")) for index in refused)]
+
+    def _verdicts(
         self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, logits_NV: Tensor
     ) -> list[Verdict]:
         part = forest.subset(indices)
@@ -55,6 +73,8 @@ class Judge:
 
 
 _GREEDY = "greedy"
+_WAITING = Unjudged("not judged yet")
+_BROKEN = Unjudged("the target's logits are not finite")
 
 
 def _rule(row: Row) -> str:

@@ -1,11 +1,9 @@
 """Any transformers causal language model, run over packed segments and a slot cache.
 
-Gives a loaded model our attention and linears, and checks first that a tree-masked, chunked pass gives the model's own logits: a
-model that we cannot drive exactly (recurrent state, its own masks, learned positions) is refused by name.
-Shape key: T packed tokens, N rows of logits, V vocabulary.
+Gives a loaded model our attention and linears; a model that we cannot drive exactly (recurrent state, masks of its own, rotary
+embeddings that depend on the batch) is refused by name. Shape key: T packed tokens, N rows of logits, V vocabulary.
 """
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.attention import NAME, AttentionContext, UnsupportedAttention
+from engine.attention import NAME, AttentionContext
 from engine.kv_cache import KVCache
 from engine.linears import prepare_linears
-from engine.packing import PackedBatch, pack
-from engine.segments import chain_segment, tree_segment
-from engine.tree import TokenTree
+from engine.model_check import UnsupportedModel as UnsupportedModel
+from engine.model_check import check_text, own_logits, refuse_by_configuration, require_equal
+from engine.packing import PackedBatch
 
-_logger = logging.getLogger(__name__)
-_CHECK_LENGTH = 9
-
-
-class UnsupportedModel(ValueError):
-    """The model cannot be run exactly by tree-masked passes."""
+_NO_LIMIT = 1 << 20
 
 
 class CausalModel:
@@ -44,8 +37,8 @@ class CausalModel:
 
     @property
     def max_positions(self) -> int:
-        """Longest context the model's positions are made for."""
-        return int(self.module.config.get_text_config().max_position_embeddings)
+        """Longest context the model's positions are made for; a model that does not say is taken to have no limit of its own."""
+        return int(getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -77,48 +70,15 @@ def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> 
 
 
 def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain") -> CausalModel:
-    """Take a loaded transformers model over: set our attention, check it against the model's own, prepare the linears."""
+    """Take a loaded transformers model over: our attention and linears, compared as they will serve with the model's own pass.
+
+    Raises UnsupportedModel.
+    """
+    refuse_by_configuration(module.config)
     model = CausalModel(module, device)
-    expected_NV = _own_logits(model)
+    ids = check_text(model)
+    expected_NV = own_logits(model, ids)
     module.set_attn_implementation(NAME)
-    _check_against(model, expected_NV)
     prepare_linears(model.module, linears)
+    require_equal(model, ids, expected_NV)
     return model
-
-
-def _check_ids(model: CausalModel) -> Tensor:
-    return (torch.arange(_CHECK_LENGTH, device=model.device) * 97 + 11) % model.vocab_size
-
-
-@torch.inference_mode()
-def _own_logits(model: CausalModel) -> Tensor:
-    """Return the logits of a fixed short text by the model's own causal pass."""
-    model.module.set_attn_implementation("eager")
-    return model.module(input_ids=_check_ids(model)[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
-
-
-def _check_against(model: CausalModel, expected_NV: Tensor) -> None:
-    """Feed the same text as a chunk, then a tree whose one branch is the text's end and whose other is noise; compare."""
-    ids = _check_ids(model).tolist()
-    cache = KVCache(4 * _CHECK_LENGTH, model.device)
-    half = _CHECK_LENGTH // 2
-    tail = ids[half:]
-    chain = chain_segment(ids[:half], 0, list(range(half)))
-    nodes = [(-1, tail[0]), (0, tail[1]), (0, tail[2]), *((v, t) for v, t in zip([1, 3, 4, 5], tail[2:]))]
-    draws = tuple(tuple(c for c, (parent, _) in enumerate(nodes) if parent == v) for v in range(len(nodes)))
-    tree = TokenTree(tuple(p for p, _ in nodes), tuple(t for _, t in nodes), draws)
-    segment = tree_segment([tail[0]], tree, half, list(range(half + len(nodes))))
-    deepest = tree.path(len(nodes) - 1)
-    rows = torch.tensor(deepest, device=model.device)
-    try:
-        model.forward(pack([chain], model.device), cache, torch.tensor([half - 1], device=model.device))
-        logits_NV = model.forward(pack([segment], model.device), cache, rows)
-    except (UnsupportedAttention, TypeError) as error:
-        raise UnsupportedModel(f"{type(model.module).__name__} cannot be driven: {error}") from error
-    wanted_NV = expected_NV[half : half + len(deepest)]
-    error_size = float((logits_NV - wanted_NV).abs().max() / wanted_NV.abs().max())
-    _logger.info("model check: relative error of a tree-masked pass %.1e", error_size)
-    tolerance = 1e-3 if model.module.dtype == torch.float32 else 5e-2
-    if not error_size < tolerance:
-        name = type(model.module).__name__
-        raise UnsupportedModel(f"{name}: a tree-masked pass differs from the model's own by {error_size:.1e}")

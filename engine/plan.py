@@ -16,12 +16,14 @@ class Row:
     If `is_decoding` their last is the root, and a tree may grow from it; else this is a chunk of a prompt still to be fed.
     `slots` maps the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots: node v of
     the tree lies at position root_position + v, whatever its depth. `draft_ids` are the committed tokens the drafter is to be
-    fed this step, from position `draft_len` on. `history` is the whole committed text, a read-only view.
+    fed this step, from position `draft_len` on. `num_new_prompt_tokens` of the certain ones are prompt tokens fed for
+    the first time (not again after a preemption). `history` is the whole committed text, a read-only view.
     """
 
     request_id: str
     context_len: int
     certain_ids: tuple[int, ...]
+    num_new_prompt_tokens: int
     is_decoding: bool
     draft_len: int
     draft_ids: tuple[int, ...]

@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from engine.blocks import IntegrityError, SlotPool
+from engine.budget import StepBudget
 from engine.config import SchedulerConfig
 from engine.plan import Row, StepPlan
 from engine.policy import DraftOutcome, SequenceView
@@ -109,62 +110,56 @@ class Scheduler:
         wait to be fed; then prompts their chunks.
         """
         sequences = list(self._running)
-        budget = self._config.max_step_tokens - len(sequences)
-        prompt_tokens = sum(sequence.num_uncached - 1 for sequence in sequences)
-        tree_budget = max(0, budget - min(prompt_tokens, self._config.max_step_tokens // 2))
+        num_prompt_tokens = sum(sequence.num_uncached - 1 for sequence in sequences)
+        budget = StepBudget(self._config.max_step_tokens, len(sequences), num_prompt_tokens)
         rows: list[Row] = []
         num_preempted = 0
         self._step += 1
         for sequence, expansion in zip(sequences, wanted, strict=True):
-            if sequence not in self._running:  # preempted for the sake of an older one
-                continue
-            num_certain = min(sequence.num_uncached, max(0, budget) + 1)
-            fitted = self._fitted(sequence, expansion, num_certain, min(tree_budget, budget - num_certain + 1))
-            row, preempted = self._row(sequence, fitted, num_certain)
-            num_preempted += preempted
+            row = None
+            if sequence in self._running:  # else it was preempted for the sake of an older one
+                row, preempted = self._row(sequence, expansion, budget)
+                num_preempted += preempted
             if row is None:
-                continue
-            rows.append(row)
-            budget -= num_certain - 1 + row.expansion.num_draft_tokens
-            tree_budget -= row.expansion.num_draft_tokens
+                budget.skip()
+            else:
+                budget.spend(row)
+                rows.append(row)
         return StepPlan(self._step, tuple(rows), num_preempted)
 
-    def _fitted(self, sequence: Sequence, expansion: Expansion, num_certain: int, max_draft_tokens: int) -> Expansion:
+    def _fitted(self, sequence: Sequence, expansion: Expansion, num_certain: int, budget: StepBudget) -> Expansion:
         """Trim a wish: no tree on an unfinished prompt or far ahead of the drafter, none deeper than tokens remain."""
         speculation = sequence.request.speculation
         if num_certain < sequence.num_uncached or not speculation.is_enabled:
             return PLAIN
-        expansion = speculation.expansion or expansion
-        if self._drafts_own_cache and sequence.num_tokens - sequence.draft_len > self._config.max_step_tokens:
+        if self._drafts_own_cache and sequence.num_tokens - sequence.draft_len > budget.draft_feed:
             return PLAIN
-        return expansion.limited(max(0, sequence.num_remaining - 1), max(0, max_draft_tokens))
+        fitted = (speculation.expansion or expansion).limited(max(0, sequence.num_remaining - 1), budget.tree(num_certain))
+        has_room = num_certain + fitted.num_draft_tokens <= self.pool.num_free
+        return fitted if has_room else PLAIN
 
-    def _row(self, sequence: Sequence, expansion: Expansion, num_certain: int) -> tuple[Row | None, int]:
+    def _row(self, sequence: Sequence, wanted: Expansion, budget: StepBudget) -> tuple[Row | None, int]:
         """Return the row and how many sequences were preempted for it; None if it was itself preempted."""
+        num_certain = budget.certain(sequence.num_uncached)
+        expansion = self._fitted(sequence, wanted, num_certain, budget)
         num_preempted = 0
-        if num_certain + expansion.num_draft_tokens > self.pool.num_free:
-            expansion = PLAIN
         while num_certain > self.pool.num_free:
             victim = self._running[-1]
             self._preempt(victim)
             num_preempted += 1
             if victim is sequence:
                 return None, num_preempted
-        fresh = self.pool.allocate(num_certain + expansion.num_draft_tokens)
         context_len = sequence.target_len
-        sequence.slots.extend(fresh)
-        return self._frozen_row(sequence, context_len, num_certain, expansion), num_preempted
-
-    def _frozen_row(self, sequence: Sequence, context_len: int, num_certain: int, expansion: Expansion) -> Row:
+        sequence.slots.extend(self.pool.allocate(num_certain + expansion.num_draft_tokens))
         end = context_len + num_certain
-        is_decoding = end == sequence.num_tokens
-        return Row(
+        row = Row(
             request_id=sequence.request_id,
             context_len=context_len,
             certain_ids=tuple(sequence.token_ids[context_len:end]),
-            is_decoding=is_decoding,
+            num_new_prompt_tokens=sequence.count_prompt(end),
+            is_decoding=end == sequence.num_tokens,
             draft_len=sequence.draft_len,
-            draft_ids=tuple(self._draft_feed(sequence, end, is_decoding, expansion)),
+            draft_ids=tuple(self._draft_feed(sequence, end, expansion, budget)),
             expansion=expansion,
             slots=tuple(sequence.slots),
             sampling=sequence.request.sampling,
@@ -172,16 +167,17 @@ class Scheduler:
             seed=sequence.seed,
             history=sequence.token_ids,
         )
+        return row, num_preempted
 
-    def _draft_feed(self, sequence: Sequence, end: int, is_decoding: bool, expansion: Expansion) -> list[int]:
+    def _draft_feed(self, sequence: Sequence, end: int, expansion: Expansion, budget: StepBudget) -> list[int]:
         """Return the tokens to feed the drafter: up to the root for a tree, else what keeps it from falling behind."""
+        unfed = sequence.token_ids[sequence.draft_len : end]
         if not expansion.is_plain:
-            return sequence.token_ids[sequence.draft_len : end]
+            return unfed
         if not self._drafts_own_cache or not sequence.request.speculation.is_enabled:
             return []
-        lag = end - sequence.draft_len
-        keeps_pace = not is_decoding or lag > self._config.max_step_tokens
-        return sequence.token_ids[sequence.draft_len : end][: self._config.max_step_tokens] if keeps_pace else []
+        is_behind = end < sequence.num_tokens or len(unfed) > self._config.max_step_tokens
+        return unfed[: max(0, budget.draft_feed)] if is_behind else []
 
     def _preempt(self, sequence: Sequence) -> None:
         _logger.info("request %s preempted at %d tokens", sequence.request_id, sequence.num_tokens)

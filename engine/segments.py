@@ -19,9 +19,9 @@ def chain_segment(token_ids: Sequence[int], context_len: int, slots: Sequence[in
 def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, slots: Sequence[int]) -> Segment:
     """Return the segment of certain tokens whose last is the root of `tree`. `slots` covers context, chain and nodes.
 
-        tail mask        chain  nodes
-            chain      [ tril     0   ]
-            nodes      [ ones  ancestors ]      (the root is the chain's last and the tree's first: one row)
+    tail mask        chain  nodes
+        chain      [ tril     0   ]
+        nodes      [ ones  ancestors ]      (the root is the chain's last and the tree's first: one row)
     """
     num_chain, num_tail = len(certain_ids), len(certain_ids) + tree.num_nodes - 1
     visible_WW = np.tri(num_tail, dtype=np.bool_)

@@ -33,6 +33,7 @@ class Sequence:
         self.draft_len = 0
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
+        self._num_counted_prompt = 0
         self.recent: deque[DraftOutcome] = deque(maxlen=_RECENT_OUTCOMES)
 
     @property
@@ -75,6 +76,13 @@ class Sequence:
         """Note how long the sequence has waited; after a preemption the first wait stands."""
         if self.queued_s is None:
             self.queued_s = time.monotonic() - self.arrival_s
+
+    def count_prompt(self, end: int) -> int:
+        """Return how many prompt tokens before position `end` are fed for the first time; each is counted once in a life."""
+        reached = min(end, len(self.request.prompt_ids))
+        fresh = max(0, reached - self._num_counted_prompt)
+        self._num_counted_prompt += fresh
+        return fresh
 
     def accept(self, new_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Return how much of `new_ids` belongs to the output, and why the output ends there if it does."""

@@ -9,7 +9,7 @@ from engine.policy import DraftOutcome, StepFeedback
 from engine.scheduler import Emission, Scheduler
 from engine.tree import TokenTree
 from engine.types import StepStats
-from engine.verify.verdict import Verdict
+from engine.verify.verdict import Unjudged, Verdict
 
 
 class Stopwatch:
@@ -28,18 +28,18 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """A decoding row after the step. `offset` is its root among the packed nodes; no verdict means that logits were broken."""
+    """A decoding row after the step. `offset` is its root among the packed nodes; unjudged rows emit nothing and end."""
 
     row: Row
     tree: TokenTree
     offset: int
-    verdict: Verdict | None
+    verdict: Verdict | Unjudged
     emission: Emission | None
 
     @property
     def accepted_depth(self) -> int:
         """Drafted tokens on the accepted path, before limits cut it."""
-        return len(self.verdict.path) - 1 if self.verdict else 0
+        return len(self.verdict.path) - 1 if isinstance(self.verdict, Verdict) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
     """Return the step's numbers; gauges are the scheduler's state after it."""
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
-    expected = [outcome.verdict.expected_tokens for outcome in record.outcomes if outcome.verdict]
+    expected = [outcome.verdict.expected_tokens for outcome in record.outcomes if isinstance(outcome.verdict, Verdict)]
     known = [value for value in expected if value is not None]
     laps = record.laps
     return StepStats(
@@ -90,7 +90,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         num_waiting=scheduler.num_waiting,
         num_used_slots=scheduler.pool.num_used,
         num_slots=scheduler.pool.num_slots,
-        num_prompt_tokens=_num_prompt_tokens(record),
+        num_prompt_tokens=sum(row.num_new_prompt_tokens for row in record.plan.rows),
         num_generated_tokens=record.num_emitted,
         num_drafts=len(drafted),
         num_draft_tokens=sum(outcome.tree.num_nodes - 1 for outcome in drafted),
@@ -107,9 +107,3 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         host_s=laps["plan"] + laps["commit"],
         step_s=sum(laps.values()),
     )
-
-
-def _num_prompt_tokens(record: StepRecord) -> int:
-    """Count prompt tokens fed this step; a preempted sequence that is fed again counts again."""
-    roots = sum(row.is_decoding for row in record.plan.rows)
-    return sum(len(row.certain_ids) for row in record.plan.rows) - roots

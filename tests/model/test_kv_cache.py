@@ -100,7 +100,7 @@ class CacheErrors:
 
 def errors_over_a_run(family: str) -> CacheErrors:
     """Run greedy, coupled and i.i.d. rows together through chunks, random trees and preemption."""
-    config = SchedulerConfig(max_step_tokens=24, num_slots=NUM_SLOTS, max_model_len=64)
+    config = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=NUM_SLOTS, max_model_len=64)
     engine = tiny_engine(*pair(family), policy=RandomExpansion(3), config=config)
     prompts = [[5 + (7 * row + 3 * i) % 50 for i in range(4 + 9 * row)] for row in range(4)]
     requests = [

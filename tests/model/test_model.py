@@ -9,12 +9,15 @@ from transformers import (
     BloomConfig,
     GPT2Config,
     GptOssConfig,
+    LlamaConfig,
     MambaConfig,
     PreTrainedConfig,
 )
 
 from engine import model as engine_model
+from engine import model_check
 from engine.model import CausalModel, UnsupportedModel, adopt, load_model
+from engine.model_check import refuse_by_configuration
 from engine.packing import Group
 from engine.segments import tree_segment
 from engine.testing import FAMILIES, tiny_module
@@ -85,7 +88,7 @@ def test_the_check_kills_wrong_positions(monkeypatch):
         segment = tree_segment(*arguments)
         return replace(segment, positions=range(segment.positions[0], segment.positions[0] + segment.num_tokens))
 
-    monkeypatch.setattr(engine_model, "tree_segment", by_index)
+    monkeypatch.setattr(model_check, "tree_segment", by_index)
     with pytest.raises(UnsupportedModel, match="differs from the model's own"):
         adopt(tiny_module("llama"), CPU)
 
@@ -97,3 +100,60 @@ def test_a_model_is_loaded_from_its_folder(tmp_path, linears):
     ids = torch.tensor([[4, 5, 6, 7, 8]])
     loaded.module.set_attn_implementation("eager")
     assert torch.allclose(loaded.module(input_ids=ids).logits[0], own_logits("qwen2", ids.tolist())[0], atol=1e-4)
+
+
+def long_rope_module():
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "factor": 4.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = LlamaConfig(**_SMALL, num_key_value_heads=2, head_dim=8, max_position_embeddings=256, rope_parameters=rope)
+    module = random_module(config)
+    for parameter in module.parameters():
+        parameter.data.mul_(15.0 if parameter.dim() == 2 else 1.0)
+    return module
+
+
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused():
+    """They passed once: the check's text was short, and transformers goes by the longest position of the whole batch."""
+    with pytest.raises(UnsupportedModel, match="depend on the longest text"):
+        adopt(long_rope_module(), CPU)
+
+
+def test_the_comparison_itself_sees_them(monkeypatch):
+    """Without the refusal by name, the far token of the compared pass gives them away."""
+    monkeypatch.setattr(engine_model, "refuse_by_configuration", lambda config: None)
+    with pytest.raises(UnsupportedModel, match="differs from the model's own"):
+        adopt(long_rope_module(), CPU)
+
+
+def test_chunked_attention_is_refused_by_name():
+    config = tiny_module("llama").config
+    config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(UnsupportedModel, match="chunked_attention"):
+        refuse_by_configuration(config)
+
+
+def test_a_window_longer_than_the_old_check_is_checked(monkeypatch):
+    """The mutant ignores windows: a window of 40 tokens went unseen while the text had nine."""
+    honest = Group.bias
+    monkeypatch.setattr(Group, "bias", lambda group, window, dtype: honest(group, None, dtype))
+    config = tiny_module("gemma3").config
+    config.sliding_window = 40
+    with pytest.raises(UnsupportedModel, match="differs from the model's own"):
+        adopt(random_module(config), CPU)
+
+
+def test_what_is_compared_is_what_serves(monkeypatch):
+    """The linears were replaced after the comparison; a broken replacement must not pass."""
+
+    def broken(model, kind):
+        model.lm_head = torch.nn.Linear(32, 61, bias=False)
+
+    monkeypatch.setattr(engine_model, "prepare_linears", broken)
+    with pytest.raises(UnsupportedModel, match="differs from the model's own"):
+        adopt(tiny_module("llama"), CPU)

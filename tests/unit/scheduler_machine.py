@@ -122,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_plan(self, plan: StepPlan, running: list[str]) -> None:
         assert sum(len(row.certain_ids) + row.expansion.num_draft_tokens for row in plan.rows) <= self.config.max_step_tokens
-        assert sum(len(row.draft_ids) > self.config.max_step_tokens for row in plan.rows) == 0
+        assert sum(len(row.draft_ids) for row in plan.rows) <= self.config.max_step_tokens
         tables = [slot for row in plan.rows for slot in row.slots]
         assert len(tables) == len(set(tables))
         assert [row.request_id for row in plan.rows] == running[: len(plan.rows)]

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from engine.budget import StepBudget
 from engine.config import SchedulerConfig
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
@@ -36,8 +37,8 @@ class AcceptedLeafNeverFed(Scheduler):
 
 
 class IgnoresTheBudget(Scheduler):
-    def _fitted(self, sequence, expansion, num_certain, max_draft_tokens):
-        return super()._fitted(sequence, expansion, num_certain, 99)
+    def _fitted(self, sequence, expansion, num_certain, budget):
+        return super()._fitted(sequence, expansion, num_certain, StepBudget(99, 1, 0))
 
 
 class PreemptionRemembersTheDraft(Scheduler):
@@ -62,8 +63,8 @@ class RunsTheNewestFirst(Scheduler):
 
 
 class FeedsTheDrafterTooLittle(Scheduler):
-    def _draft_feed(self, sequence, end, is_decoding, expansion):
-        return super()._draft_feed(sequence, end, is_decoding, expansion)[:1]
+    def _draft_feed(self, sequence, end, expansion, budget):
+        return super()._draft_feed(sequence, end, expansion, budget)[:1]
 
 
 class FinishedSequencesStay(Scheduler):

@@ -1,0 +1,113 @@
+"""Whether a model can be driven exactly: what its configuration rules out, and a pass of ours against the model's own.
+
+The pass that is compared is chunked, branched and packed beside a second sequence at the far end of the positions: whatever looks
+at the batch as a whole (rotary frequencies scaled by the longest text, say) shows in it.
+Shape key: N rows of logits, V vocabulary.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention import UnsupportedAttention
+from engine.kv_cache import KVCache
+from engine.packing import Segment, pack
+from engine.segments import chain_segment, tree_segment
+from engine.tree import TokenTree
+
+if TYPE_CHECKING:
+    from engine.model import CausalModel
+
+_logger = logging.getLogger(__name__)
+_TAIL = 5  # tokens at the end of the text that lie in the tree
+_MARGIN = 9  # tokens the text has beyond the smallest window
+_LONGEST_CHECK = 1100
+_TOLERANCE = {torch.float32: 1e-3}
+_LOOSE_TOLERANCE = 5e-2
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# transformers chooses its frequencies by the longest position of the whole batch. ("dynamic" does so only beyond the positions
+# the model is made for, which are never served.)
+_BATCH_DEPENDENT_ROPE = {"longrope"}
+
+
+class UnsupportedModel(ValueError):
+    """The model cannot be run exactly by tree-masked passes."""
+
+
+def refuse_by_configuration(config: Any) -> None:
+    """Raise UnsupportedModel for what a short comparison could not see."""
+    text = config.get_text_config()
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if layer_types - _LAYER_TYPES or getattr(text, "attention_chunk_size", None) is not None:
+        raise UnsupportedModel(f"layers of type {', '.join(sorted(layer_types - _LAYER_TYPES)) or 'chunked'} cannot be driven")
+    rope_types = set(_values_of(getattr(text, "rope_parameters", None) or {}, "rope_type")) & _BATCH_DEPENDENT_ROPE
+    if rope_types:
+        raise UnsupportedModel(f"rotary embeddings of type {', '.join(rope_types)} depend on the longest text of a batch")
+
+
+def _values_of(settings: dict[str, Any], name: str) -> Iterator[Any]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _values_of(value, name)
+        elif key == name:
+            yield value
+
+
+def check_text(model: "CausalModel") -> list[int]:
+    """Return a fixed text, longer than the model's window if that is short."""
+    window = getattr(model.module.config.get_text_config(), "sliding_window", None) or 0
+    length = min(window + _MARGIN, _LONGEST_CHECK, model.max_positions - 1)
+    return [(index * 97 + 11) % model.vocab_size for index in range(length)]
+
+
+@torch.inference_mode()
+def own_logits(model: "CausalModel", ids: list[int]) -> Tensor:
+    """Return the logits [N, V] of the text by the model's own causal pass with transformers' eager attention."""
+    model.module.set_attn_implementation("eager")
+    return model.module(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+
+def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor) -> None:
+    """Raise UnsupportedModel unless our pass over the text gives the model's own logits, up to rounding."""
+    name = type(model.module).__name__
+    try:
+        logits_NV = _driven_logits(model, ids)
+    except (UnsupportedAttention, TypeError) as error:
+        raise UnsupportedModel(f"{name} cannot be driven: {error}") from error
+    wanted_NV = expected_NV[-_TAIL:]
+    error_size = float((logits_NV - wanted_NV).abs().max() / wanted_NV.abs().max())
+    _logger.info("model check: relative error of a tree-masked pass %.1e", error_size)
+    if not error_size < _TOLERANCE.get(model.module.dtype, _LOOSE_TOLERANCE):
+        raise UnsupportedModel(f"{name}: a tree-masked pass differs from the model's own by {error_size:.1e}")
+
+
+def _driven_logits(model: "CausalModel", ids: list[int]) -> Tensor:
+    """Feed all but the tail as a chunk, then a tree of which one branch is the tail, beside a token at the last position."""
+    head, tail = ids[:-_TAIL], ids[-_TAIL:]
+    tree, branch = _forked(tail)
+    num_slots = len(head) + tree.num_nodes + 1
+    cache = KVCache(num_slots, model.device)
+    slots = list(range(num_slots))
+    model.forward(pack([chain_segment(head, 0, slots)], model.device), cache, torch.tensor([0], device=model.device))
+    segments = [tree_segment([tail[0]], tree, len(head), slots), _far_token(ids[0], model.max_positions - 1, slots[-1])]
+    return model.forward(pack(segments, model.device), cache, torch.tensor(branch, device=model.device))
+
+
+def _forked(tail: list[int]) -> tuple[TokenTree, list[int]]:
+    """Return a tree that holds the tail and, at the root, a sibling that is no part of it, and the tail's nodes.
+
+    root - 1 - 3 - 4 - 5        2 is the sibling, numbered between so that nodes and depths differ
+         - 2
+    """
+    parents = (-1, 0, 0, 1, 3, 4)
+    draws = tuple(tuple(node for node, parent in enumerate(parents) if parent == v) for v in range(len(parents)))
+    sibling = next(token for token in (0, 1) if token != tail[1])
+    return TokenTree(parents, (tail[0], tail[1], sibling, *tail[2:]), draws), [0, 1, 3, 4, 5]
+
+
+def _far_token(token_id: int, position: int, slot: int) -> Segment:
+    return Segment([token_id], [position], [slot], [slot], np.ones((1, 1), dtype=np.bool_), [position])
