@@ -6,6 +6,7 @@ Knows ids, a decode function and which ids can change their neighbours' text. Do
 from collections.abc import Callable, Sequence, Set
 
 _REPLACEMENT = "\ufffd"
+_MAX_PENDING = 16  # ids; only the last three bytes of a text can still complete a character, and an id has at least one
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -18,7 +19,9 @@ class Detokenizer:
 
         emitted ... | context ids | pending ids      decode(context + pending) minus decode(context) is the new text
 
-    The context keeps decoders honest that strip or add a space at the beginning of what they are given.
+    The context keeps decoders honest that strip or add a space at the beginning of what they are given. It may end inside a
+    character, whose U+FFFD then counts as new text: bytes that never become text would otherwise all stay pending, and be
+    decoded again at every id.
     """
 
     def __init__(self, decode: Decode, text_ids: Set[int], byte_ids: Set[int]) -> None:
@@ -51,12 +54,14 @@ class Detokenizer:
         certain = text.removesuffix(_REPLACEMENT)
         piece = self._emit(certain)
         if text and certain == text:
-            self._advance()
+            self._advance(num_undecided=0)
+        elif len(self._pending) >= _MAX_PENDING:
+            self._advance(num_undecided=len(text) - len(certain))
         return piece
 
     def close(self) -> str:
         """Return all that is left: nothing can change it any more."""
-        return self._emit(self._pending_text()) if self._pending else ""
+        return self._emit(self._pending_text())
 
     @property
     def _ends_in_byte_run(self) -> bool:
@@ -70,7 +75,9 @@ class Detokenizer:
         self._num_emitted = max(self._num_emitted, len(text))
         return piece
 
-    def _advance(self) -> None:
-        """Forget the old context: what was pending is decided, ends at a character and is the context of what follows."""
+    def _advance(self, num_undecided: int) -> None:
+        """Forget the old context: what was pending is the context of what follows. All of its text has been emitted but the last
+        `num_undecided` characters, which what follows may still change.
+        """
         self._context, self._pending, self._num_emitted = self._pending, [], 0
-        self._num_context_chars = len(self._decode(self._context))
+        self._num_context_chars = len(self._decode(self._context)) - num_undecided

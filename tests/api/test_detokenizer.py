@@ -28,7 +28,21 @@ def _ids(draw: st.DrawFn, codec: TextCodec) -> list[int]:
     text = st.text(st.sampled_from("ah e日😀é\n\ufffd"), max_size=8).map(lambda text: list(codec.encode(text)))
     anything = st.lists(st.integers(0, _NUM_IDS), max_size=6)
     first_ids = st.lists(st.integers(0, 260), max_size=6)
-    return [i for part in draw(st.lists(text | anything | first_ids, max_size=5)) for i in part]
+    emoji_bytes = st.lists(st.sampled_from(_bytes_of(codec, "😀日é")), max_size=40)
+    return [i for part in draw(st.lists(text | anything | first_ids | emoji_bytes, max_size=5)) for i in part]
+
+
+def _bytes_of(codec: TextCodec, text: str) -> list[int]:
+    """Return the ids of the single bytes of a text."""
+    by_byte = {codec.token_text(i).raw: i for i in range(_NUM_IDS) if len(codec.token_text(i).raw) == 1}
+    return [by_byte[bytes([byte])] for byte in text.encode()]
+
+
+def _runs(codec: TextCodec) -> st.SearchStrategy[list[int]]:
+    """Draw long runs of bytes of which few are text: whole characters cut at any byte, and bytes that belong to none."""
+    smile, sun, e = (_bytes_of(codec, character) for character in "😀日é")
+    parts = st.sampled_from([smile, smile[:1], smile[:3], smile[1:], smile[2:], sun, sun[:2], sun[1:], e, e[:1], e[1:]])
+    return st.lists(parts, min_size=4, max_size=40).map(lambda runs: [i for run in runs for i in run])
 
 
 def _property(name: str, make: Callable[[TextCodec], Detokenizer]) -> Callable[[], None]:
@@ -52,9 +66,16 @@ class _EmitsHalfCharacters(Detokenizer):
 
 
 class _ForgetsContext(Detokenizer):
-    def _advance(self) -> None:
-        super()._advance()
+    def _advance(self, num_undecided: int) -> None:
+        super()._advance(num_undecided)
         self._context, self._num_context_chars = [], 0
+
+
+class _TakesHalfCharactersForDecided(Detokenizer):
+    """The mutant of the bound: what is given up waiting for is never completed."""
+
+    def _advance(self, num_undecided: int) -> None:
+        super()._advance(0)
 
 
 class _KeepsSpecialTokens(Detokenizer):
@@ -82,6 +103,44 @@ def test_mutants_die(mutant: type[Detokenizer], name: str):
 
     with pytest.raises(AssertionError):
         _property(name, make)()
+
+
+def _runs_property(name: str, make: Callable[[TextCodec], Detokenizer]) -> Callable[[], None]:
+    codec = CODECS[name]
+
+    @given(_runs(codec))
+    def runs_add_up(ids: list[int]) -> None:
+        assert "".join(_streamed(make(codec), ids)) == codec.decode(ids)
+
+    return runs_add_up
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_runs_of_bytes_that_are_no_text_add_up_too(name: str):
+    _runs_property(name, TextCodec.detokenizer)()
+
+
+def test_giving_up_on_half_characters_is_noticed():
+    def make(codec: TextCodec) -> Detokenizer:
+        return _TakesHalfCharactersForDecided(codec._decode, codec._text_ids, codec._byte_ids.keys())
+
+    with pytest.raises(AssertionError):
+        _runs_property("byte-level", make)()
+
+
+def test_bytes_that_are_no_text_are_decoded_a_few_at_a_time():
+    """The bug: 4000 lone bytes were all pending and all decoded again at each of them, for 2.5 s on the event loop."""
+    codec = CODECS["byte-level"]
+    lengths: list[int] = []
+
+    def decode(ids) -> str:
+        lengths.append(len(ids))
+        return codec._decode(ids)
+
+    detokenizer = Detokenizer(decode, codec._text_ids, frozenset())
+    ids = _bytes_of(codec, "😀")[:1] * 4000
+    assert "".join(_streamed(detokenizer, ids)) == codec.decode(ids) == "\ufffd" * 4000
+    assert max(lengths) <= 40
 
 
 @given(st.text(max_size=30))
