@@ -54,6 +54,8 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     engine = Engine(info, config.scheduler, target, drafter, policy)
     _warm_up(engine)
+    if config.dtype != "float32":
+        _logger.warning("%s rounds wide and narrow passes differently: near ties can fall either way", config.dtype)
     _logger.info("engine ready: %s", info)
     return engine
 
