@@ -5,17 +5,13 @@ plain decoding; the median and the spread over rounds are reported.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import yaml
 
 from engine.engine import Engine
 from engine.tree import PLAIN, Expansion
 from engine.types import Request, SamplingParams, Speculation, StepStats
 
-Encode = Callable[[str], list[int]]
 _STAGES = ("draft_s", "verify_s", "judge_s", "host_s")
 
 
@@ -193,12 +189,3 @@ def cases_of(verifiers: Sequence[str], expansions: Sequence[Expansion], temperat
     drafting = [expansion for expansion in expansions if not expansion.is_plain]
     different = list(verifiers) if temperature > 0 else [verifiers[0]]
     return [Case(different[0], PLAIN), *(Case(verifier, expansion) for expansion in drafting for verifier in different)]
-
-
-def load_prompts(path: Path, kinds: Sequence[str], limit: int, encode: Encode) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return encoded prompts by kind; raise ValueError for a kind the file lacks."""
-    texts: dict[str, list[str]] = yaml.safe_load(path.read_text())
-    unknown = [kind for kind in kinds if kind not in texts]
-    if unknown:
-        raise ValueError(f"{path} has no prompts of kind {', '.join(unknown)}; it has {', '.join(texts)}")
-    return {kind: tuple(tuple(encode(text)) for text in texts[kind][:limit]) for kind in kinds or texts}

@@ -1,10 +1,15 @@
-"""`latebranch bench`: its arguments. What it does is server.bench_run."""
+"""`latebranch bench`: its arguments, with every mistake in them found before a model is loaded. server.bench_run does the rest."""
 
 import argparse
+import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.tree import Expansion
-from server.settings import parse_expansion
+from engine.weights import WeightsError
+from server.bench_prompts import BenchError, read_prompts
+from server.settings import SettingsError, load_settings, parse_expansion
 
 _PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts.yaml"
 _EXPANSIONS = [Expansion(4, 1, 0), Expansion(8, 1, 0), Expansion(2, 2, 3), Expansion(0, 3, 4)]
@@ -16,17 +21,46 @@ def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, threads")
     command.add_argument("--prompts", type=Path, default=_PROMPTS, help="YAML file: lists of user messages by kind")
     command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to run; all of the file by default")
-    command.add_argument("--num-prompts", type=int, default=4, help="prompts of each kind")
-    command.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    command.add_argument("--num-prompts", type=_count, default=4, help="prompts of each kind")
+    command.add_argument("--temperatures", nargs="+", type=_temperature, default=[0.0, 1.0])
     command.add_argument("--expansions", nargs="+", type=parse_expansion, default=_EXPANSIONS, metavar="TRUNK.BRANCHES.DEPTH")
-    command.add_argument("--verifiers", nargs="+", default=["traversal", "specinfer", "nss"])
-    command.add_argument("--max-tokens", type=int, default=96, help="tokens generated for each prompt")
-    command.add_argument("--concurrency", type=int, default=1, help="requests in the engine at a time")
-    command.add_argument("--rounds", type=int, default=3, help="times everything is run, interleaved")
+    command.add_argument("--verifiers", nargs="+", default=["traversal", "specinfer", "nss"], metavar="NAME")
+    command.add_argument("--max-tokens", type=_count, default=96, help="tokens generated for each prompt")
+    command.add_argument("--concurrency", type=_count, default=1, help="requests in the engine at a time")
+    command.add_argument("--rounds", type=_count, default=3, help="times everything is run, interleaved")
     command.set_defaults(handler=_bench)
 
 
-def _bench(parsed: argparse.Namespace) -> int:
-    from server.bench_run import bench  # here, because it brings torch
+def _count(text: str) -> int:
+    """Return a count; ValueError for what is none."""
+    if (count := int(text)) < 1:
+        raise ValueError(text)
+    return count
 
-    return bench(parsed)
+
+def _temperature(text: str) -> float:
+    if not 0 <= (temperature := float(text)) < math.inf:
+        raise ValueError(text)
+    return temperature
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    """Run the benchmark. A mistake in what was asked for is one line and status 2; weights that cannot be had, status 1."""
+    try:
+        settings = load_settings(parsed.config, {})
+        texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
+        _check_verifiers(parsed.verifiers)
+        from server.bench_run import bench  # here, because it brings torch
+
+        return bench(settings, texts, parsed)
+    except (SettingsError, BenchError, WeightsError) as error:
+        sys.stderr.write(f"latebranch bench: {error}\n")
+        return 1 if isinstance(error, WeightsError) else 2
+
+
+def _check_verifiers(names: Sequence[str]) -> None:
+    from engine.verify.rules import VERIFIER_NAMES  # here, because it brings torch
+
+    unknown = [name for name in names if name not in VERIFIER_NAMES]
+    if unknown:
+        raise BenchError(f"no verifier is named {', '.join(unknown)}; the names are {', '.join(VERIFIER_NAMES)}")

@@ -4,7 +4,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from transformers import AutoTokenizer
@@ -12,33 +12,35 @@ from transformers import AutoTokenizer
 from engine.build import build_engine
 from engine.engine import Engine
 from engine.weights import resolve
-from server.bench import Encode, Load, Result, cases_of, compare, load_prompts, table
-from server.settings import load_settings
+from server.bench import Load, Result, cases_of, compare, table
+from server.settings import Settings
+
+Prompts = tuple[tuple[int, ...], ...]  # token ids
+Texts = Mapping[str, Sequence[str]]  # user messages by kind
 
 
-def bench(parsed: argparse.Namespace) -> int:
-    """Run the benchmark; return the exit status."""
+def bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
+    """Run the benchmark on messages by kind; return the exit status."""
     logging.basicConfig(level=logging.WARNING)
-    settings = load_settings(parsed.config, {})
     tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str) -> tuple[int, ...]:
         chat = [{"role": "user", "content": text}]
-        ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        return ids
+        return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
+    prompts = {kind: tuple(map(encode, of_kind)) for kind, of_kind in texts.items()}
     engine = build_engine(settings.to_engine_config())
-    results = run_bench(engine, encode, parsed)
+    results = run_bench(engine, prompts, parsed)
     sys.stdout.write(table(results) + "\n" + as_json(engine, results) + "\n")
     return 0
 
 
-def run_bench(engine: Engine, encode: Encode, parsed: argparse.Namespace) -> list[Result]:
+def run_bench(engine: Engine, prompts: Mapping[str, Prompts], parsed: argparse.Namespace) -> list[Result]:
     """Run the whole benchmark; each kind and temperature is printed as it is done."""
     results: list[Result] = []
-    for kind, prompts in load_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts, encode).items():
+    for kind, of_kind in prompts.items():
         for temperature in parsed.temperatures:
-            load = Load(prompts, temperature, parsed.max_tokens, parsed.concurrency)
+            load = Load(of_kind, temperature, parsed.max_tokens, parsed.concurrency)
             cases = cases_of(parsed.verifiers, parsed.expansions, temperature)
             part = compare(engine, cases, load, kind, parsed.rounds)
             results += part

@@ -70,6 +70,39 @@ def test_make_serves_the_model_it_is_asked_for(arguments: list[str], expected: s
     assert " ".join(done.stdout.splitlines()[-1].split()[1:]) == expected
 
 
+BENCH_MISTAKES = [
+    (["--config", "/nowhere.yaml"], "no such configuration file"),
+    (["--kinds", "nope"], "no prompts of kind nope; it has code"),
+    (["--verifiers", "traversal", "nope"], "no verifier is named nope; the names are"),
+    (["--prompts", "/nowhere.yaml"], "cannot be read"),
+    (["--prompts", "pyproject.toml"], "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BENCH_MISTAKES)
+def test_mistakes_of_bench_are_one_line_and_told_before_a_model_is_loaded(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The bug: each of these was a traceback, some only after the model had been loaded."""
+    monkeypatch.setattr("server.bench_run.build_engine", None)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert server.cli.main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("latebranch bench: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--rounds", "0"], ["--concurrency", "-1"], ["--temperatures", "nan"], ["--expansions", "4.0.1"]]
+)
+def test_numbers_that_bench_cannot_use_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_:
+        server.cli.main(["bench", *arguments])
+    assert exit_.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]):
     assert server.cli.main(["version"]) == 0
     assert capsys.readouterr().out.startswith("latebranch ")
