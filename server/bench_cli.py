@@ -1,4 +1,4 @@
-"""`latebranch bench`: its arguments, with every mistake in them found before a model is loaded. server.bench_run does the rest."""
+"""`latebranch bench`: its arguments, with mistakes in them found before a model is loaded. server.bench_run does the rest."""
 
 import argparse
 import math
