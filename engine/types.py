@@ -5,8 +5,25 @@ They are plain dataclasses so that msgspec can carry them between processes as t
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from engine.tree import Expansion
+
+# The rules that are exact on the delayed i.i.d. trees that the engine grows (engine.verify.rules has the table), by their wire names.
+VerifierName = Literal[
+    "traversal",
+    "specinfer",
+    "spectr",
+    "khisti",
+    "tournament",
+    "rrsw",
+    "block",
+    "naive",
+    "naive_tree",
+    "gbv",
+    "nss",
+    "coupled",
+]
 
 
 class FinishReason(StrEnum):

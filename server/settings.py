@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.tree import Expansion
+from engine.types import VerifierName
 from server.schemas.common import MAX_CHOICES
 
 ENV_PREFIX = "LATEBRANCH_"
@@ -70,9 +71,7 @@ class Settings(BaseSettings):
     drafter: Literal["none", "ngram", "early-exit", "model"] = Field(default="ngram", description="What drafts tokens.")
     draft_model: str | None = Field(default=None, description="Draft model, as in model; for drafter model.")
     lens: str | None = Field(default=None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
-    verifier: Literal["traversal", "specinfer", "nss", "coupled"] = Field(
-        default="traversal", description="Rule that accepts drafted tokens."
-    )
+    verifier: VerifierName = Field(default="traversal", description="Rule that accepts drafted tokens.")
     policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="Who chooses tree shapes.")
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
         default="4.1.0", description="Tree shape trunk.branches.depth: the fixed one, or where the adaptive policy begins."

@@ -5,14 +5,14 @@ as `Neutral`: its neutral values change nothing and are accepted, anything else 
 """
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from engine.tree import Expansion
-from engine.types import Speculation
+from engine.types import Speculation, VerifierName
 
 MAX_INTEGER = 2**31 - 1  # of any count or id; what the engine is sent must fit in 64 bits
 MAX_CHOICES = 1024  # whatever the settings say
@@ -63,9 +63,7 @@ class SpeculativeOptions(Strict):
     """A request's wishes about speculation. They change speed, never the law of the text."""
 
     enabled: bool = Field(True, description="False decodes one token a step.")
-    verifier: Literal["traversal", "specinfer", "nss", "coupled"] | None = Field(
-        None, description="Rule that accepts drafted tokens; null: the server's."
-    )
+    verifier: VerifierName | None = Field(None, description="Rule that accepts drafted tokens; null: the server's.")
     trunk: int | None = Field(None, ge=0, le=64, description="Tokens drafted before the tree branches.")
     branches: int | None = Field(None, ge=1, le=16, description="Paths below the trunk.")
     depth: int | None = Field(None, ge=0, le=64, description="Tokens of each path below the trunk.")

@@ -1,7 +1,11 @@
 """The registry, the refusal of inexact pairs, and the tree that a verifier gets."""
 
+import contextlib
+from typing import get_args
+
 import pytest
 
+from engine.types import VerifierName
 from engine.verify.errors import InexactPairError, UnknownVerifierError
 from engine.verify.rules import VERIFIER_NAMES, TreeKind, create_verifier, default_tree_kind, require_exact
 
@@ -50,3 +54,13 @@ def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
     for ask in (lambda: require_exact(TreeKind.IID, "sequoia"), lambda: default_tree_kind("sequoia")):
         with pytest.raises(UnknownVerifierError, match="'sequoia'"):
             ask()
+
+
+def test_the_wire_knows_exactly_the_verifiers_of_the_trees_that_are_grown() -> None:
+    """Names of a request that lack a rule, or rules that no request can name, would both be lies."""
+    exact = set()
+    for name in VERIFIER_NAMES:
+        with contextlib.suppress(InexactPairError):
+            require_exact(TreeKind.IID, name)
+            exact.add(name)
+    assert set(get_args(VerifierName)) == exact
