@@ -74,7 +74,10 @@ def numbered_secrets(monkeypatch):
 
 @pytest.mark.parametrize(
     ("verifier", "expansion"),
-    [("traversal", DELAYED), ("traversal", BUSHY), ("specinfer", DELAYED), ("nss", BUSHY), ("coupled", DELAYED)],
+    [
+        *(("traversal", DELAYED), ("traversal", BUSHY), ("specinfer", DELAYED), ("nss", BUSHY), ("coupled", DELAYED)),
+        *(("spectr", BUSHY), ("khisti", BUSHY), ("tournament", DELAYED), ("gbv", BUSHY), ("block", BUSHY), ("naive_tree", BUSHY)),
+    ],
 )
 def test_named_verifiers_keep_the_targets_law(verifier, expansion):
     assert z_of_counts(triples(verifier, expansion), target_law()) < PASSES_BELOW
