@@ -22,6 +22,7 @@ from server.settings import Settings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_BYTES_S = 5.0  # for answers on their way out, after the drain has ended the requests
+_FORCED_S = 0.5  # the same after a second signal
 
 
 class Server(uvicorn.Server):
@@ -58,6 +59,14 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         await self._runtime.stop(0.0)
         await draining
+        if self.force_exit:  # uvicorn then leaves the lifespan to be cancelled, and logs that as an error
+            await self._end_answers()
+            await self.lifespan.shutdown()
+
+    async def _end_answers(self) -> None:
+        """Let answers send the end that the engine has just given them; what does not is cut off."""
+        if self.server_state.tasks:
+            await asyncio.wait(list(self.server_state.tasks), timeout=_FORCED_S)
 
 
 def serve(settings: Settings) -> str | None:
