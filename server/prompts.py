@@ -3,7 +3,6 @@
 Knows what the engine loaded and refuses, by the field's name, what it could not honour.
 """
 
-import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,15 +10,17 @@ from dataclasses import replace
 from engine.keys import derived_seed
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 from server.choice import Choice
-from server.errors import ContextTooLong, InvalidRequest, UnknownModel
+from server.errors import ContextTooLong, InvalidRequest, Overloaded, UnknownModel
 from server.generation import Generation, Sample
 from server.runtime import Runtime
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest, Prompt
 from server.text import TextCodec, TextError
+from server.tokenizer_thread import TokenizerBusy
 
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
+_TOKENIZER_RETRY_S = 2.0
 
 PromptIds = tuple[int, ...]
 
@@ -29,7 +30,7 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest) -> Ge
     _check_model(runtime, body.model)
     codec = runtime.codec
     _check_num_choices(runtime, len(body.prompts) * body.num_samples)
-    prompts = [await _prompt_ids(codec, prompt) for prompt in body.prompts]
+    prompts = [await _prompt_ids(runtime, prompt) for prompt in body.prompts]
     room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
     max_tokens = min(_DEFAULT_COMPLETION_TOKENS, room) if body.token_limit is None else body.token_limit
     return await _submitted(runtime, codec, body, prompts, max_tokens)
@@ -41,7 +42,8 @@ async def chat_generation(runtime: Runtime, body: ChatRequest) -> Generation:
     codec = runtime.codec
     _check_num_choices(runtime, body.num_samples)
     messages = [message.to_template() for message in body.messages]
-    ids = await _in_thread(codec, lambda: codec.encode_chat(messages), "messages")
+    num_bytes = sum(len(message["content"].encode()) for message in messages)
+    ids = await _encoded(runtime, num_bytes, lambda: codec.encode_chat(messages), "messages")
     room = _room(runtime.engine.model, ids, "messages", body.token_limit)
     return await _submitted(runtime, codec, body, [ids], room if body.token_limit is None else body.token_limit)
 
@@ -57,17 +59,28 @@ def _check_num_choices(runtime: Runtime, num_choices: int) -> None:
         raise InvalidRequest(f"{num_choices} choices (prompts times n) are asked for; at most {limit} are given", "n")
 
 
-async def _prompt_ids(codec: TextCodec, prompt: Prompt) -> PromptIds:
+async def _prompt_ids(runtime: Runtime, prompt: Prompt) -> PromptIds:
     if isinstance(prompt, str):
-        return await _in_thread(codec, lambda: codec.encode(prompt), "prompt")
+        return await _encoded(runtime, len(prompt.encode()), lambda: runtime.codec.encode(prompt), "prompt")
     return tuple(prompt)
 
 
-async def _in_thread(codec: TextCodec, encode: Callable[[], PromptIds], param: str) -> PromptIds:
+async def _encoded(runtime: Runtime, num_bytes: int, encode: Callable[[], PromptIds], param: str) -> PromptIds:
+    """Return the ids of that many bytes of text, encoded beside the event loop; refuse what cannot fit before it is encoded."""
+    codec, longest = runtime.codec, _longest(runtime.engine.model)
+    if num_bytes > longest * codec.longest_token_bytes:
+        raise ContextTooLong(f"prompt and answer together have at most {longest} tokens; the prompt has {num_bytes} bytes", param)
     try:
-        return await asyncio.get_running_loop().run_in_executor(codec.thread, encode)
+        return await codec.thread.run(num_bytes, encode)
+    except TokenizerBusy as error:
+        raise Overloaded(str(error), "tokenizer_busy", _TOKENIZER_RETRY_S) from error
     except TextError as error:
         raise InvalidRequest(str(error), param) from error
+
+
+def _longest(model: ModelInfo) -> int:
+    """Return the most tokens that prompt and answer can have together."""
+    return min(model.max_model_len, model.num_slots)
 
 
 def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None) -> int:
@@ -76,7 +89,7 @@ def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None)
         raise InvalidRequest("the prompt is empty", param)
     if max(ids) >= model.vocab_size:
         raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {model.vocab_size}", param)
-    longest = min(model.max_model_len, model.num_slots)
+    longest = _longest(model)
     room = longest - len(ids)
     if room < (token_limit or 1):
         wanted = f"{token_limit or 1} more are asked for" if token_limit else "one more is needed"

@@ -130,4 +130,4 @@ class Runtime:
             await asyncio.gather(self._life, return_exceptions=True)
         await self.engine.stop(drain_s)
         if self._codec is not None:
-            self._codec.close()
+            self._codec.thread.close()

@@ -5,15 +5,16 @@ Knows the tokenizer of the served model. Does not know requests, engines or HTTP
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
 from jinja2 import TemplateError
 
+from server.chat_text import ControlMask, Part
 from server.detokenizer import Detokenizer
+from server.tokenizer_thread import TokenizerThread
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ class Tokenizer(Protocol):
     chat_template: Any
     added_tokens_decoder: Mapping[int, Any]
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of `text`."""
+    def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
+        """Return the ids of `text`; special tokens that it spells out are text if they are to be split."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
@@ -61,28 +62,20 @@ class TokenText:
 
 
 class TextCodec:
-    """Owns a tokenizer. Encoding runs on a thread of its own, one text at a time: long prompts do not stop the event loop,
-    and a tokenizer is not asked to work on two threads.
-    """
+    """Owns a tokenizer and the thread on which `encode` and `encode_chat` are to be run."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         vocab = tokenizer.get_vocab()
         self._byte_ids = {i: int(m[1], 16) for token, i in vocab.items() if (m := _BYTE_TOKEN.fullmatch(token))}
-        self._text_ids = set(vocab.values()) - {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        specials = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._controls = {content: i for i, content in specials.items()}
+        self._text_ids = set(vocab.values()) - specials.keys()
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._token_texts: dict[int, TokenText] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-
-    @property
-    def thread(self) -> ThreadPoolExecutor:
-        """Where `encode` and `encode_chat` are to be run."""
-        return self._thread
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.longest_token_bytes = _longest_bytes(vocab)
+        self.thread = TokenizerThread()
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a bare prompt, with the special tokens that the model expects around it."""
@@ -92,12 +85,22 @@ class TextCodec:
         """Return the ids of a conversation up to where the assistant speaks. Raises TextError with the template's reason."""
         if not self._tokenizer.chat_template:
             raise TextError("this model has no chat template; use /v1/completions")
-        conversation = [dict(message) for message in messages]
+        mask = ControlMask(messages, list(self._controls))
+        prompt = self._rendered([mask.masked(message) for message in messages])
+        if not mask.is_needed:
+            return tuple(self._tokenizer.encode(prompt, add_special_tokens=False))
+        return tuple(i for part in mask.parts(prompt) for i in self._part_ids(part))
+
+    def _rendered(self, conversation: list[dict[str, str]]) -> str:
         try:
-            prompt = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+            return self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             raise TextError(f"the model's chat template refuses these messages: {error}") from error
-        return tuple(self._tokenizer.encode(prompt, add_special_tokens=False))
+
+    def _part_ids(self, part: Part) -> list[int]:
+        if part.is_control:
+            return [self._controls[part.text]]
+        return self._tokenizer.encode(part.text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of all ids at once, special and unknown tokens left out."""
@@ -139,6 +142,15 @@ def _byte_level_bytes(token: str) -> bytes | None:
     if all(char in _BYTE_LEVEL for char in token):
         return bytes(_BYTE_LEVEL[char] for char in token)
     return None
+
+
+def _longest_bytes(vocab: Iterable[str]) -> int:
+    """Return the bytes of text that the longest token can stand for, at most."""
+    byte_level = [_byte_level_bytes(token) for token in vocab]
+    num_odd = sum(raw is None for raw in byte_level)  # added tokens may be spelled as they are
+    if num_odd * 2 < len(byte_level):
+        return max(len(raw or token.encode()) for raw, token in zip(byte_level, vocab, strict=True))
+    return max(len(token.encode()) for token in vocab)
 
 
 def load_tokenizer(folder: str) -> Tokenizer:

@@ -1,5 +1,7 @@
 """POST /v1/completions and POST /v1/chat/completions."""
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,6 +23,8 @@ from server.streaming import EventStream
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["generation"])
 
+Generate = Callable[[], Awaitable[Generation]]
+
 _CLIENT_LEFT = 499  # nobody reads this answer
 
 _ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
@@ -30,27 +34,32 @@ _ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     form = CompletionFormat(body.model, body.num_top_logprobs, body.includes_usage)
-    return await _answer(request, body, await completion_generation(runtime_of(request), body), form)
+    return await _answer(request, body, partial(completion_generation, runtime_of(request), body), form)
 
 
 @router.post("/chat/completions", response_model=ChatCompletion, responses={**_ALSO_A_STREAM, **ERRORS})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     form = ChatFormat(body.model, body.num_top_logprobs, body.includes_usage)
-    return await _answer(request, body, await chat_generation(runtime_of(request), body), form)
+    return await _answer(request, body, partial(chat_generation, runtime_of(request), body), form)
 
 
-async def _answer(request: Request, body: GenerationRequest, generation: Generation, form: Format) -> Response:
-    """Return the answer or its stream. Whichever way it goes, the generation is closed."""
-    is_handed_over = False
+async def _answer(request: Request, body: GenerationRequest, generate: Generate, form: Format) -> Response:
+    """Return the answer or its stream; a client that leaves takes all of its work along, encoding included."""
     try:
-        if not body.stream:
-            return await until_disconnect(request.receive, _whole(generation, form))
-        stream = await until_disconnect(request.receive, _stream(body, generation, form))
-        is_handed_over = True
-        return stream
+        return await until_disconnect(request.receive, _response(body, generate, form))
     except ClientGone:
         return Response(status_code=_CLIENT_LEFT)
+
+
+async def _response(body: GenerationRequest, generate: Generate, form: Format) -> Response:
+    """Return the answer or its stream. Whichever way it goes, the generation is closed."""
+    generation = await generate()
+    is_handed_over = False
+    try:
+        response = await (_stream(body, generation, form) if body.stream else _whole(generation, form))
+        is_handed_over = bool(body.stream)
+        return response
     finally:
         if not is_handed_over:
             await generation.close()

@@ -1,0 +1,43 @@
+"""The one thread on which texts become ids, and how much may wait for it. Knows work and its size, not what the work is."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+_MAX_WAITING_BYTES = 8 * 2**20  # a few seconds of encoding
+
+T = TypeVar("T")
+
+
+class TokenizerBusy(Exception):
+    """As much text waits to be encoded as may."""
+
+
+class TokenizerThread:
+    """Owns the thread: long texts do not stop the event loop, and a tokenizer is not asked to work on two threads at once.
+
+    Used on one event loop. Work whose asker is cancelled before its turn is never done.
+    """
+
+    def __init__(self, max_waiting_bytes: int = _MAX_WAITING_BYTES) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
+
+    async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Return what `work` on that many bytes of text returns; raise TokenizerBusy if too much waits already.
+
+        Nothing waits: it is taken, however large.
+        """
+        if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+            raise TokenizerBusy(f"{self._waiting_bytes} bytes of text wait to be encoded already")
+        self._waiting_bytes += num_bytes
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self._waiting_bytes -= num_bytes
+
+    def close(self) -> None:
+        """End the thread; work that waits is dropped."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
