@@ -1,5 +1,6 @@
 """Reading JSON bodies without trust: strict UTF-8, no NaN, no deep nesting, no objects wide enough to drown the validator."""
 
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,6 +17,7 @@ from server.errors import InvalidRequest
 _MAX_KEYS = 256
 # Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, can have.
 _MAX_CONTAINERS = 16384
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: one pass, whatever the body is
 
 
 class StrictRequest(Request):
@@ -53,11 +55,13 @@ def parsed_body(body: bytes, content_type: str | None) -> Any:
         raise InvalidRequest("the body is empty")
     if not _may_be_json(content_type):
         raise InvalidRequest("Content-Type must be application/json")
+    if _num_containers(body) > _MAX_CONTAINERS:  # before parsing, which is slow for many small ones
+        raise InvalidRequest(f"the body has more than {_MAX_CONTAINERS} objects and lists")
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    _check_containers(value)
+    _check_keys(value)
     return value
 
 
@@ -75,25 +79,23 @@ def _as_json(scope: Scope) -> Scope:
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
-def _check_containers(value: Any) -> None:
-    """Raise InvalidRequest for a body with too many objects and lists, or an object with too many keys."""
-    waiting, num_seen = [value], 0
+def _num_containers(body: bytes) -> int:
+    """Return how many objects and lists a body opens; strings are left out only where that may matter."""
+    num_opened = body.count(b"[") + body.count(b"{")
+    if num_opened <= _MAX_CONTAINERS:
+        return num_opened
+    outside = _STRING.sub(b"", body)
+    return outside.count(b"[") + outside.count(b"{")
+
+
+def _check_keys(value: Any) -> None:
+    """Raise InvalidRequest for an object with too many keys."""
+    waiting = [value]
     while waiting:
         item = waiting.pop()
-        num_seen += 1
         if isinstance(item, dict) and len(item) > _MAX_KEYS:
             raise InvalidRequest(f"the body has an object of more than {_MAX_KEYS} keys")
-        inside = _inside(item)
-        if num_seen + len(waiting) + len(inside) > _MAX_CONTAINERS:
-            raise InvalidRequest(f"the body has more than {_MAX_CONTAINERS} objects and lists")
-        waiting += inside
-
-
-def _inside(item: Any) -> list[Any]:
-    """Return the objects and lists right inside a value. Lists are refused at their first wrong item, so only those that begin
-    with an object or a list can hide one.
-    """
-    if isinstance(item, dict):
-        return [value for value in item.values() if isinstance(value, dict | list)]
-    begins_with_one = isinstance(item, list) and bool(item) and isinstance(item[0], dict | list)
-    return [value for value in item if isinstance(value, dict | list)] if begins_with_one else []
+        # Lists are refused at their first wrong item, so only those that begin with an object or a list can hide one.
+        begins_with_one = isinstance(item, list) and bool(item) and isinstance(item[0], dict | list)
+        inside = item.values() if isinstance(item, dict) else item if begins_with_one else ()
+        waiting += [value for value in inside if isinstance(value, dict | list)]

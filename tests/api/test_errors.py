@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from server.errors import InvalidRequest
+from server.routes.strict import parsed_body
 from tests.api.harness import MODEL, chat, completion, in_process
 from tests.fake_engine import FakeEngine
 
@@ -105,6 +107,15 @@ async def test_too_many_containers_are_refused_before_they_are_looked_at(monkeyp
         many = chat(messages=[{"role": "user", "content": "x"}] * 2049)
         assert "at most 2048" in _assert_error(await client.post("/v1/chat/completions", json=many), 400)["message"]
     assert validated == []
+
+
+def test_brackets_in_text_are_no_containers():
+    text = '["' + "{[" * 10_000 + '\\"[\\\\'
+    assert parsed_body(json.dumps({"prompt": text}).encode(), None) == {"prompt": text}
+    with pytest.raises(InvalidRequest, match="objects and lists"):
+        parsed_body(json.dumps({"prompt": text, "stop": [[]] * 20_000}).encode(), None)
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parsed_body(b'{"prompt": "' + b'\\"[' * 100_000, None)
 
 
 async def test_error_text_is_bounded():
