@@ -46,7 +46,16 @@ def test_what_is_unknown_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
         load_settings()
 
 
-WRONG = ["port: [", "- port", "port: x", "port: 70000", "verifier: magic", "expansion: 4.1", "expansion: 4.0.1"]
+WRONG = [
+    "port: [",
+    "- port",
+    "port: x",
+    "port: 70000",
+    "verifier: magic",
+    "expansion: 4.1",
+    "expansion: 4.0.1",
+    "max_choices: 1025",
+]
 
 
 @pytest.mark.parametrize("text", WRONG)
