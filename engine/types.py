@@ -9,7 +9,7 @@ from typing import Literal
 
 from engine.tree import Expansion
 
-# The rules that are exact on the delayed i.i.d. trees that the engine grows (engine.verify.rules has the table), by their wire names.
+# Wire names of the rules that are exact on the delayed i.i.d. trees that the engine grows (engine.verify.rules has the table).
 VerifierName = Literal[
     "traversal",
     "specinfer",
