@@ -1,36 +1,49 @@
-"""What one step may still spend while its rows are planned, oldest first: target tokens, drafted nodes, draft feed."""
+"""How the tokens of one step are shared out: between prompts and trees, and between the rows of each, by max-min fairness.
 
-from engine.plan import Row
+Plain arithmetic over wishes; knows no sequences and no slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
-class StepBudget:
-    """Counts down. Every row has one target token for granted; trees leave half of the step to prompts that wait to be fed.
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a row could use: uncached tokens (the root included) and drafted nodes."""
 
-    Owned by the planning of one step.
+    num_uncached: int
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a row gets: at least one certain token, and at most so many drafted nodes."""
+
+    num_certain: int
+    max_draft_tokens: int
+
+
+def fair_shares(wants: Sequence[int], total: int) -> list[int]:
+    """Return integers below `wants` that sum to at most `total`: small wants are met whole, the others get equal parts."""
+    shares = [0] * len(wants)
+    left = max(0, total)
+    for rank, index in enumerate(sorted(range(len(wants)), key=lambda i: wants[i])):
+        shares[index] = min(wants[index], left // (len(wants) - rank))
+        left -= shares[index]
+    return shares
+
+
+def share_out(wishes: Sequence[Wish], max_step_tokens: int) -> list[Share]:
+    """Return each row's share of a step.
+
+    Every row has one token for granted. Prompts that wait to be fed have a claim on half of the step and on what trees do not
+    want; a row whose prompt ends in this step may draft from what is left.
     """
-
-    def __init__(self, max_step_tokens: int, num_rows: int, num_prompt_tokens: int) -> None:
-        self._tokens = max_step_tokens - num_rows
-        self._tree_tokens = max(0, self._tokens - min(num_prompt_tokens, max_step_tokens // 2))
-        self._rows_left = num_rows
-        self.draft_feed = max_step_tokens
-
-    def certain(self, num_uncached: int) -> int:
-        """Return how many of a sequence's uncached tokens the step can feed; at least 1."""
-        return min(num_uncached, max(0, self._tokens) + 1)
-
-    def tree(self, num_certain: int) -> int:
-        """Return how many nodes the next row may draft: its share of what is left, so that no row takes the others'."""
-        share = self._tree_tokens // max(1, self._rows_left)
-        return max(0, min(share, self._tokens - num_certain + 1))
-
-    def skip(self) -> None:
-        """Leave the next sequence out: it lost its slots."""
-        self._rows_left -= 1
-
-    def spend(self, row: Row) -> None:
-        """Take off what a planned row uses."""
-        self._rows_left -= 1
-        self._tokens -= len(row.certain_ids) - 1 + row.expansion.num_draft_tokens
-        self._tree_tokens -= row.expansion.num_draft_tokens
-        self.draft_feed -= len(row.draft_ids)
+    tokens = max_step_tokens - len(wishes)
+    prompts = [wish.num_uncached - 1 for wish in wishes]
+    decoding_trees = sum(wish.num_draft_tokens for wish in wishes if wish.num_uncached == 1)
+    for_trees = min(decoding_trees, tokens - min(sum(prompts), max_step_tokens // 2))
+    fed = fair_shares(prompts, tokens - max(0, for_trees))
+    tree_wants = [wish.num_draft_tokens if got == want else 0 for wish, got, want in zip(wishes, fed, prompts, strict=True)]
+    trees = fair_shares(tree_wants, tokens - sum(fed))
+    return [Share(got + 1, tree) for got, tree in zip(fed, trees, strict=True)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from engine.blocks import IntegrityError, SlotPool
-from engine.budget import StepBudget
+from engine.budget import Share, Wish, share_out
 from engine.config import SchedulerConfig
 from engine.plan import Row, StepPlan
 from engine.policy import DraftOutcome, SequenceView
@@ -104,62 +104,65 @@ class Scheduler:
         return [sequence.view() for sequence in self._running]
 
     def plan(self, wanted: SequenceOf[Expansion]) -> StepPlan:
-        """Turn wishes (one expansion for each of `views`) into rows that fit the token budget and the slots.
-
-        Every row gets one token; then decoding rows their trees, as far as half the budget is kept for prompts that
-        wait to be fed; then prompts their chunks.
-        """
+        """Turn wishes (one expansion for each of `views`) into rows that fit the step's tokens and the slots, oldest first."""
         sequences = list(self._running)
-        num_prompt_tokens = sum(sequence.num_uncached - 1 for sequence in sequences)
-        budget = StepBudget(self._config.max_step_tokens, len(sequences), num_prompt_tokens)
+        wishes = [self._wish(sequence, expansion) for sequence, expansion in zip(sequences, wanted, strict=True)]
+        claims = [Wish(one.num_uncached, wish.num_draft_tokens) for one, wish in zip(sequences, wishes, strict=True)]
+        shares = share_out(claims, self._config.max_step_tokens)
         rows: list[Row] = []
-        num_preempted = 0
+        num_preempted, draft_feed = 0, self._config.max_step_tokens
         self._step += 1
-        for sequence, expansion in zip(sequences, wanted, strict=True):
-            row = None
-            if sequence in self._running:  # else it was preempted for the sake of an older one
-                row, preempted = self._row(sequence, expansion, budget)
-                num_preempted += preempted
-            if row is None:
-                budget.skip()
-            else:
-                budget.spend(row)
-                rows.append(row)
+        for sequence, wish, share in zip(sequences, wishes, shares, strict=True):
+            if sequence not in self._running:  # preempted for the sake of an older one
+                continue
+            expansion = self._fitted(sequence, wish, share, draft_feed)
+            num_preempted += self._make_room(sequence, share.num_certain)
+            if sequence in self._running:
+                rows.append(self._row(sequence, share.num_certain, expansion, draft_feed))
+                draft_feed -= len(rows[-1].draft_ids)
         return StepPlan(self._step, tuple(rows), num_preempted)
 
-    def _fitted(self, sequence: Sequence, expansion: Expansion, num_certain: int, budget: StepBudget) -> Expansion:
-        """Trim a wish: no tree on an unfinished prompt or far ahead of the drafter, none deeper than tokens remain."""
+    def _wish(self, sequence: Sequence, expansion: Expansion) -> Expansion:
+        """Return what is wanted for a sequence: its own request's shape before the policy's, no deeper than tokens remain."""
         speculation = sequence.request.speculation
-        if num_certain < sequence.num_uncached or not speculation.is_enabled:
+        if not speculation.is_enabled:
             return PLAIN
-        if self._drafts_own_cache and sequence.num_tokens - sequence.draft_len > budget.draft_feed:
-            return PLAIN
-        fitted = (speculation.expansion or expansion).limited(max(0, sequence.num_remaining - 1), budget.tree(num_certain))
-        has_room = num_certain + fitted.num_draft_tokens <= self.pool.num_free
-        return fitted if has_room else PLAIN
+        wish = speculation.expansion or expansion
+        return wish.limited(max(0, sequence.num_remaining - 1), wish.num_draft_tokens)
 
-    def _row(self, sequence: Sequence, wanted: Expansion, budget: StepBudget) -> tuple[Row | None, int]:
-        """Return the row and how many sequences were preempted for it; None if it was itself preempted."""
-        num_certain = budget.certain(sequence.num_uncached)
-        expansion = self._fitted(sequence, wanted, num_certain, budget)
+    def _fitted(self, sequence: Sequence, wish: Expansion, share: Share, draft_feed: int) -> Expansion:
+        """Trim a wish to its share and to the slots that younger rows can spare; nothing grows on an unfinished prompt.
+
+        Nor does a tree grow far ahead of what the drafter has been fed.
+        """
+        is_behind = self._drafts_own_cache and sequence.num_tokens - sequence.draft_len > draft_feed
+        if share.num_certain < sequence.num_uncached or is_behind:
+            return PLAIN
+        num_younger = len(self._running) - self._running.index(sequence) - 1
+        num_spare = self.pool.num_free - share.num_certain - num_younger
+        return wish.limited(wish.max_depth, max(0, min(share.max_draft_tokens, num_spare)))
+
+    def _make_room(self, sequence: Sequence, num_slots: int) -> int:
+        """Preempt the youngest until so many slots are free, at last the sequence itself; return how many were preempted."""
         num_preempted = 0
-        while num_certain > self.pool.num_free:
-            victim = self._running[-1]
-            self._preempt(victim)
+        while num_slots > self.pool.num_free and sequence in self._running:
+            self._preempt(self._running[-1])
             num_preempted += 1
-            if victim is sequence:
-                return None, num_preempted
+        return num_preempted
+
+    def _row(self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_feed: int) -> Row:
+        """Give the sequence its slots and return its row."""
         context_len = sequence.target_len
         sequence.slots.extend(self.pool.allocate(num_certain + expansion.num_draft_tokens))
         end = context_len + num_certain
-        row = Row(
+        return Row(
             request_id=sequence.request_id,
             context_len=context_len,
             certain_ids=tuple(sequence.token_ids[context_len:end]),
             num_new_prompt_tokens=sequence.count_prompt(end),
             is_decoding=end == sequence.num_tokens,
             draft_len=sequence.draft_len,
-            draft_ids=tuple(self._draft_feed(sequence, end, expansion, budget)),
+            draft_ids=tuple(self._draft_feed(sequence, end, expansion, draft_feed)),
             expansion=expansion,
             slots=tuple(sequence.slots),
             sampling=sequence.request.sampling,
@@ -167,9 +170,8 @@ class Scheduler:
             seed=sequence.seed,
             history=sequence.token_ids,
         )
-        return row, num_preempted
 
-    def _draft_feed(self, sequence: Sequence, end: int, expansion: Expansion, budget: StepBudget) -> list[int]:
+    def _draft_feed(self, sequence: Sequence, end: int, expansion: Expansion, most: int) -> list[int]:
         """Return the tokens to feed the drafter: up to the root for a tree, else what keeps it from falling behind."""
         unfed = sequence.token_ids[sequence.draft_len : end]
         if not expansion.is_plain:
@@ -177,7 +179,7 @@ class Scheduler:
         if not self._drafts_own_cache or not sequence.request.speculation.is_enabled:
             return []
         is_behind = end < sequence.num_tokens or len(unfed) > self._config.max_step_tokens
-        return unfed[: max(0, budget.draft_feed)] if is_behind else []
+        return unfed[: max(0, most)] if is_behind else []
 
     def _preempt(self, sequence: Sequence) -> None:
         _logger.info("request %s preempted at %d tokens", sequence.request_id, sequence.num_tokens)

@@ -40,9 +40,9 @@ class SamplingParams:
     """How one request's tokens are drawn. Every field is honoured exactly under speculation.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. With a `seed` the text is a pure function of
-    (seed, prompt, sampling), whatever is drafted. `num_logprobs` None returns no log-probabilities, 0 only the
-    chosen tokens', k also the k likeliest. `stop_token_ids` end the request and are not part of its text; they come
-    beside the model's own end tokens unless `ignore_eos`.
+    (seed, prompt, sampling), whatever is drafted, unless the request names a verifier other than coupled. `num_logprobs` None
+    returns no log-probabilities, 0 only the chosen tokens', k also the k likeliest. `stop_token_ids` end the request and are not
+    part of its text; they come beside the model's own end tokens unless `ignore_eos`.
     """
 
     temperature: float = 1.0

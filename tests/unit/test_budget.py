@@ -1,11 +1,14 @@
 """A step's tokens are shared: between prompts and trees, between rows, and between drafter and target."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engine.budget import Wish, fair_shares, share_out
 from engine.config import SchedulerConfig
-from engine.scheduler import Scheduler
+from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
-from engine.tree import Expansion
+from engine.tree import PLAIN, Expansion, TokenTree
 from engine.types import Request, SamplingParams
 
 HUGE = Expansion(64, 16, 64)
@@ -31,6 +34,46 @@ def test_no_row_takes_the_others_trees():
     sizes = [row.expansion.num_draft_tokens for row in planned([1] * 8).rows]
     assert min(sizes) >= 5
     assert sum(sizes) <= 64 - 8
+
+
+def test_a_short_prompt_is_not_kept_waiting_by_a_long_one():
+    """Prompts were fed strictly by age: 511 tokens of the old one, 1 of the other, for as many steps as the old one took."""
+    plan = planned([4000, 5], expansion=PLAIN, num_slots=8192)
+    assert [len(row.certain_ids) for row in plan.rows] == [64 - 5, 5]
+    assert [row.is_decoding for row in plan.rows] == [False, True]
+
+
+def test_prompts_and_trees_leave_each_other_half():
+    claims = [Wish(400, 0), Wish(1, 500), Wish(1, 500)]
+    prompt, *decoding = share_out(claims, 64)
+    assert prompt.num_certain == 33
+    assert [share.max_draft_tokens for share in decoding] == [14, 15]
+    assert share_out([Wish(400, 0), Wish(1, 2)], 64)[0].num_certain == 1 + 62 - 2  # what trees do not want is the prompt's
+    assert share_out([Wish(400, 0)], 64)[0].num_certain == 64
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 100))
+def test_shares_are_fair(wants, total):
+    shares = fair_shares(wants, total)
+    assert all(0 <= share <= want for share, want in zip(shares, wants, strict=True))
+    assert sum(shares) == min(total, sum(wants))
+    unmet = [share for share, want in zip(shares, wants, strict=True) if share < want]
+    assert not unmet or max(shares) <= min(unmet) + 1
+
+
+def test_a_tree_takes_no_slot_that_a_younger_row_needs():
+    """An older row's tree once took the last free slots, and the younger row lost its whole cache for want of one."""
+    config = SchedulerConfig(max_running=2, max_step_tokens=64, num_slots=63)
+    scheduler = Scheduler(config, drafts_own_cache=False)
+    for name in "ab":
+        scheduler.add(Sequence(Request(name, tuple(range(28)), SamplingParams(max_tokens=30)), 0, "traversal"))
+    scheduler.admit()
+    for _ in range(3):
+        plan = scheduler.plan([Expansion(8, 1, 0)] * scheduler.num_running)
+        assert plan.num_preempted == 0
+        assert len(plan.rows) == 2
+        for row in plan.rows:
+            scheduler.commit(row, RowResult(TokenTree.single(row.certain_ids[-1]), (0,), 9, 0))
 
 
 def test_what_a_row_leaves_goes_to_the_next():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.budget import StepBudget
+from engine.budget import Share
 from engine.config import SchedulerConfig
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
@@ -37,8 +37,8 @@ class AcceptedLeafNeverFed(Scheduler):
 
 
 class IgnoresTheBudget(Scheduler):
-    def _fitted(self, sequence, expansion, num_certain, budget):
-        return super()._fitted(sequence, expansion, num_certain, StepBudget(99, 1, 0))
+    def _fitted(self, sequence, wish, share, draft_feed):
+        return super()._fitted(sequence, wish, Share(share.num_certain, 99), draft_feed)
 
 
 class PreemptionRemembersTheDraft(Scheduler):
@@ -63,8 +63,8 @@ class RunsTheNewestFirst(Scheduler):
 
 
 class FeedsTheDrafterTooLittle(Scheduler):
-    def _draft_feed(self, sequence, end, expansion, budget):
-        return super()._draft_feed(sequence, end, expansion, budget)[:1]
+    def _draft_feed(self, sequence, end, expansion, most):
+        return super()._draft_feed(sequence, end, expansion, most)[:1]
 
 
 class FinishedSequencesStay(Scheduler):
