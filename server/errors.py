@@ -136,15 +136,15 @@ def as_api_error(error: Exception) -> ApiError:
 
 def as_invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     """Return the 400 of what validation found: the first field is `param`, the first ten are told of."""
-    unknown = [name for error in errors if error["type"] == "extra_forbidden" and (name := param_of(error))]
-    sentences = {name: f"unknown parameter: {clipped(name, MAX_INPUT_CHARS)}" for name in unknown}
+    unknown = [param_of(error) or "" for error in errors if error["type"] == "extra_forbidden"]
+    sentences = {name: f"unknown parameter: {clipped(name, MAX_INPUT_CHARS) or repr(name)}" for name in unknown}
     for param, words in worded([error for error in errors if error["type"] != "extra_forbidden"]).items():
         words = clipped(words, MAX_INPUT_CHARS)
         sentences[param or ""] = f"{clipped(param, MAX_INPUT_CHARS)}: {words}" if param else words
     told = list(sentences.values())[:MAX_ERRORS]
     if len(sentences) > MAX_ERRORS:
         told.append(f"and {len(sentences) - MAX_ERRORS} more")
-    return InvalidRequest("; ".join(told), next(iter(sentences)) or None)
+    return InvalidRequest("; ".join(told) or "the request is not valid", next(iter(sentences), None) or None)
 
 
 async def answer_api_error(_: Request, error: Exception) -> Response:

@@ -40,10 +40,13 @@ _SENTENCES = {
 
 
 def param_of(error: Error) -> str | None:
-    """Return the dotted name of the field that an error is about."""
+    """Return the dotted name of the field that an error is about. The name of an unknown field is the client's: any string."""
     if named := error.get("ctx", {}).get("param"):
         return str(named)
-    return ".".join(str(part) for part in error["loc"][1:] if not _is_form(part)) or None
+    inside = error["loc"][1:]
+    num_clients = 1 if error["type"] == "extra_forbidden" else 0
+    ours, clients = inside[: len(inside) - num_clients], inside[len(inside) - num_clients :]
+    return ".".join(str(part) for part in [*(part for part in ours if not _is_form(part)), *clients]) or None
 
 
 def worded(errors: Sequence[Error]) -> dict[str | None, str]:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, as_invalid_request
 from server.routes.strict import parsed_body
 from tests.api.harness import MODEL, chat, completion, in_process
 from tests.fake_engine import FakeEngine
@@ -92,6 +92,21 @@ async def test_errors_are_worded_for_people(fields: dict[str, Any], param: str, 
     async with in_process(FakeEngine()) as client:
         error = _assert_error(await client.post(URL, json=completion(**fields)), 400)
     assert (error["param"], error["message"]) == (param, message)
+
+
+@pytest.mark.parametrize("name", ["str", "int", "", "list[x", "dict[", "function-y", "constrained-str"])
+async def test_an_unknown_field_may_have_any_name(name: str):
+    """The bug: names that pydantic gives to forms of a union were taken for such, and nothing was left to tell: a 500."""
+    at_top, inside = completion(**{name: 1}), completion(speculative={name: 1})
+    async with in_process(FakeEngine()) as client:
+        error = _assert_error(await client.post(URL, json=at_top), 400)
+        assert (error["param"], error["message"]) == (name or None, f"unknown parameter: {name or repr(name)}")
+        error = _assert_error(await client.post(URL, json=inside), 400)
+        assert (error["param"], error["message"]) == (f"speculative.{name}", f"unknown parameter: speculative.{name}")
+
+
+def test_errors_that_name_nothing_are_told_of_all_the_same():
+    assert str(as_invalid_request([])) == "the request is not valid"
 
 
 async def test_too_many_containers_are_refused_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch):
