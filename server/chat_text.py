@@ -1,32 +1,27 @@
-"""Messages that cannot forge control tokens: what users write stays text, what the template writes is control.
+"""Messages that cannot forge special tokens: what users write stays text, what the template writes is control.
 
 A chat template is text around text, so a message that spells out `<|im_end|>` would end itself. Such spellings are masked
 before the template is rendered and put back where only text is encoded. Messages without any are encoded as transformers does it:
-then the ids are those of `apply_chat_template`.
+then the ids are those of `apply_chat_template`. So are tokens that the tokenizer has added but does not mark as special
+(`<tool_call>` of Qwen, line breaks of Gemma): a message may contain them.
 """
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a rendered prompt: a control token's spelling, or text that must not be read as control tokens."""
-
-    text: str
-    is_control: bool
+from server.control_tokens import ControlFinder, Part
 
 
 class ControlMask:
     """Hides the control tokens that messages spell out, for one conversation."""
 
-    def __init__(self, messages: Sequence[Mapping[str, str]], controls: Sequence[str]) -> None:
-        longest_first = sorted(filter(None, controls), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    def __init__(self, messages: Sequence[Mapping[str, str]], finder: ControlFinder) -> None:
+        self._finder = finder
         contents = [message["content"] for message in messages]
-        self._found = sorted({match[0] for content in contents for match in self._control.finditer(content)})
-        self._mark = _unused_mark(contents)
+        self._found = sorted({part.text for content in contents for part in finder.parts(content) if part.is_control})
+        self._number = {control: number for number, control in enumerate(self._found)}
+        self._mark = _unused_mark(contents) if self._found else ""
 
     @property
     def is_needed(self) -> bool:
@@ -35,24 +30,28 @@ class ControlMask:
 
     def masked(self, message: Mapping[str, str]) -> dict[str, str]:
         """Return the message with a stand-in for each control token in its content."""
-        content = self._control.sub(lambda match: f"{self._mark}{self._found.index(match[0])};", message["content"])
-        return {**message, "content": content}
+        if not self.is_needed:
+            return dict(message)
+        return {**message, "content": "".join(map(self._stand_in, self._finder.parts(message["content"])))}
+
+    def _stand_in(self, part: Part) -> str:
+        return f"{self._mark}{self._number[part.text]};" if part.is_control else part.text
 
     def parts(self, rendered: str) -> list[Part]:
         """Return the parts of the rendered masked messages, the stand-ins undone."""
-        parts, at = [], 0
-        for match in self._control.finditer(rendered):
-            parts += [Part(self._unmasked(rendered[at : match.start()]), False), Part(match[0], True)]
-            at = match.end()
-        return [part for part in [*parts, Part(self._unmasked(rendered[at:]), False)] if part.text]
+        parts = self._finder.parts(rendered)
+        return [part if part.is_control else Part(self._unmasked(part.text), False) for part in parts]
 
     def _unmasked(self, text: str) -> str:
         return re.sub(f"{re.escape(self._mark)}([0-9]+);", lambda match: self._found[int(match[1])], text)
 
 
 def _unused_mark(contents: Sequence[str]) -> str:
-    """Return a beginning of stand-ins that is in no message; its characters are private use, which no template writes."""
-    number = 0
-    while any(f"\ue000{number}\ue001" in content for content in contents):
-        number += 1
-    return f"\ue000{number}\ue001"
+    """Return a beginning of stand-ins that is in no message; drawn, so that no message can be written to make the search long.
+
+    It begins and ends with characters of private use, which no template writes.
+    """
+    while True:
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"
+        if not any(mark in content for content in contents):
+            return mark

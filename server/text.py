@@ -12,7 +12,8 @@ from typing import Any, Protocol, cast
 
 from jinja2 import TemplateError
 
-from server.chat_text import ControlMask, Part
+from server.chat_text import ControlMask
+from server.control_tokens import ControlFinder, Part
 from server.detokenizer import Detokenizer
 from server.tokenizer_thread import TokenizerThread
 
@@ -71,6 +72,7 @@ class TextCodec:
         self._byte_ids = {i: int(m[1], 16) for token, i in vocab.items() if (m := _BYTE_TOKEN.fullmatch(token))}
         specials = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._controls = {content: i for i, content in specials.items()}
+        self._finder = ControlFinder(self._controls)
         self._text_ids = set(vocab.values()) - specials.keys()
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._token_texts: dict[int, TokenText] = {}
@@ -85,7 +87,7 @@ class TextCodec:
         """Return the ids of a conversation up to where the assistant speaks. Raises TextError with the template's reason."""
         if not self._tokenizer.chat_template:
             raise TextError("this model has no chat template; use /v1/completions")
-        mask = ControlMask(messages, list(self._controls))
+        mask = ControlMask(messages, self._finder)
         prompt = self._rendered([mask.masked(message) for message in messages])
         if not mask.is_needed:
             return tuple(self._tokenizer.encode(prompt, add_special_tokens=False))
