@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.keys import derived_seed
+from engine.service import EngineUnavailable
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 from server.choice import Choice
 from server.errors import ContextTooLong, InvalidRequest, Overloaded, UnknownModel
@@ -17,7 +18,7 @@ from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest, Prompt
 from server.text import TextCodec, TextError
-from server.tokenizer_thread import TokenizerBusy
+from server.tokenizer_thread import TokenizerBusy, TokenizerClosed
 
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
 _TOKENIZER_RETRY_S = 2.0
@@ -54,7 +55,7 @@ def _check_model(runtime: Runtime, name: str) -> None:
 
 
 def _check_num_choices(runtime: Runtime, num_choices: int) -> None:
-    limit = runtime.settings.max_choices
+    limit = runtime.settings.most_choices
     if num_choices > limit:
         raise InvalidRequest(f"{num_choices} choices (prompts times n) are asked for; at most {limit} are given", "n")
 
@@ -74,6 +75,8 @@ async def _encoded(runtime: Runtime, num_bytes: int, encode: Callable[[], Prompt
         return await codec.thread.run(num_bytes, encode)
     except TokenizerBusy as error:
         raise Overloaded(str(error), "tokenizer_busy", _TOKENIZER_RETRY_S) from error
+    except TokenizerClosed as error:
+        raise EngineUnavailable("the server is shutting down") from error
     except TextError as error:
         raise InvalidRequest(str(error), param) from error
 

@@ -57,7 +57,12 @@ class Settings(BaseSettings):
         default=(), description="Origins whose pages may call the API, comma-separated; * for any."
     )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
-    max_choices: int = Field(default=128, ge=1, le=MAX_CHOICES, description="Most choices of one request: prompts times n.")
+    max_choices: int = Field(
+        default=128,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Most choices of one request: prompts times n; never more than may run and wait.",
+    )
     max_tree_tokens: int = Field(default=64, ge=0, description="Most drafted tokens of the tree that a request may ask for.")
     drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     max_heartbeat_age_s: float = Field(
@@ -80,8 +85,8 @@ class Settings(BaseSettings):
     device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
     num_threads: int | None = Field(default=None, ge=1, description="Threads of the engine; unset: the physical cores.")
     max_running: int = Field(default=32, ge=1, description="Sequences that take part in a step.")
-    max_waiting: int = Field(default=256, ge=0, description="Sequences that may wait; more are answered 503 with Retry-After.")
-    max_step_tokens: int = Field(default=512, ge=1, description="Packed tokens of one target forward.")
+    max_waiting: int = Field(default=256, ge=1, description="Sequences that may wait; more are answered 503 with Retry-After.")
+    max_step_tokens: int = Field(default=512, ge=1, description="Packed tokens of one target forward; at least max_running.")
     num_slots: int = Field(default=32768, ge=1, description="Tokens the key-value cache holds.")
     max_model_len: int = Field(default=8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
 
@@ -92,6 +97,17 @@ class Settings(BaseSettings):
         if self.lens is not None and self.drafter != "early-exit":
             raise ValueError("lens is given only with drafter early-exit")
         return self
+
+    @model_validator(mode="after")
+    def _every_running_sequence_has_a_token(self) -> Self:
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(f"max_step_tokens ({self.max_step_tokens}) must be at least max_running ({self.max_running})")
+        return self
+
+    @property
+    def most_choices(self) -> int:
+        """Choices that one request can have: what more than fit into an idle engine would be told to try again for ever."""
+        return min(self.max_choices, self.max_running + self.max_waiting)
 
     @property
     def served_name(self) -> str:

@@ -1,4 +1,8 @@
-"""The one thread on which texts become ids, and how much may wait for it. Knows work and its size, not what the work is."""
+"""The one thread on which texts become ids, and how much may wait for it. Knows work and its size, not what the work is.
+
+Only encoding is confined to it, since it changes the tokenizer's state. Decoding is short and changes nothing: it is done on the
+event loop, with the same tokenizer, also while this thread encodes.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -14,8 +18,12 @@ class TokenizerBusy(Exception):
     """As much text waits to be encoded as may."""
 
 
+class TokenizerClosed(Exception):
+    """The thread has ended before the work's turn."""
+
+
 class TokenizerThread:
-    """Owns the thread: long texts do not stop the event loop, and a tokenizer is not asked to work on two threads at once.
+    """Owns the thread: long texts do not stop the event loop, and a tokenizer is not asked to encode on two threads at once.
 
     Used on one event loop. Work whose asker is cancelled before its turn is never done.
     """
@@ -24,20 +32,34 @@ class TokenizerThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
+        self._is_closed = False
 
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return what `work` on that many bytes of text returns; raise TokenizerBusy if too much waits already.
+        """Return what `work` on that many bytes of text returns; raise TokenizerBusy if too much waits already,
+        TokenizerClosed if it will not be done.
 
         Nothing waits: it is taken, however large.
         """
         if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
             raise TokenizerBusy(f"{self._waiting_bytes} bytes of text wait to be encoded already")
+        if self._is_closed:
+            raise TokenizerClosed
         self._waiting_bytes += num_bytes
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except asyncio.CancelledError as error:
+            if _is_asker_cancelled():
+                raise
+            raise TokenizerClosed from error  # only `close` cancels the work alone
         finally:
             self._waiting_bytes -= num_bytes
 
     def close(self) -> None:
-        """End the thread; work that waits is dropped."""
+        """End the thread; work that waits is dropped, and its askers are told."""
+        self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_asker_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

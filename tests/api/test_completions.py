@@ -248,6 +248,15 @@ async def test_prompts_times_n_is_bounded():
     assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
 
 
+async def test_more_choices_than_an_idle_engine_takes_are_refused_for_good():
+    """The bug: they were answered 503 with a Retry-After, however often they were tried."""
+    async with in_process(FakeEngine(max_living=5), max_running=2, max_waiting=3) as client:
+        too_many = await client.post("/v1/completions", json=completion(n=6))
+        fits = await client.post("/v1/completions", json=completion(n=5))
+    assert (too_many.status_code, too_many.json()["error"]["param"], fits.status_code) == (400, "n", 200)
+    assert "at most 5 are given" in too_many.json()["error"]["message"]
+
+
 async def test_what_does_not_fit_is_context_length_exceeded():
     engine = FakeEngine(max_model_len=20)
     async with in_process(engine) as client:

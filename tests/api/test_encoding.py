@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.chat_text import ControlMask
+from server.runtime import Runtime
 from server.text import TextCodec
-from server.tokenizer_thread import TokenizerBusy, TokenizerThread
-from tests.api.harness import chat, completion, in_process, over_loopback, until
+from server.tokenizer_thread import TokenizerBusy, TokenizerClosed, TokenizerThread
+from tests.api.harness import chat, completion, in_process, make_app, over_loopback, until
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import SPECIAL, byte_fallback, byte_level
 
@@ -106,6 +107,43 @@ async def test_work_that_nobody_waits_for_is_skipped():
     await thread.run(1, lambda: done.append(2))
     assert done == [2]
     thread.close()
+
+
+async def test_work_that_is_dropped_is_told_to_its_asker():
+    thread, gate = TokenizerThread(), threading.Event()
+    running, waiting, leaving = (asyncio.create_task(thread.run(1, gate.wait)) for _ in range(3))
+    await asyncio.sleep(0)
+    thread.close()
+    leaving.cancel()
+    gate.set()
+    outcomes = await asyncio.gather(running, waiting, leaving, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [bool, TokenizerClosed, asyncio.CancelledError]
+    with pytest.raises(TokenizerClosed):
+        await thread.run(1, gate.wait)
+
+
+async def test_requests_that_wait_for_the_tokenizer_when_the_server_stops_are_503(monkeypatch: pytest.MonkeyPatch):
+    """The bug: they ended in a CancelledError, and their connections without an answer."""
+    gate, texts = threading.Event(), list[str]()
+
+    def slow(codec: TextCodec, text: str) -> tuple[int, ...]:
+        texts.append(text)
+        return (5,) if gate.wait(30) else ()
+
+    monkeypatch.setattr(TextCodec, "encode", slow)
+    app = make_app(FakeEngine())
+    runtime: Runtime = app.state.runtime
+    async with app.router.lifespan_context(app):
+        await until(lambda: runtime.is_ready)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            asked = [asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt=text))) for text in ("a", "bc")]
+            await until(lambda: texts and runtime.codec.thread._waiting_bytes == 3)
+            await runtime.stop(0.0)
+            gate.set()
+            answers = await asyncio.gather(*asked)
+    assert texts == ["a"]
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert {answer.json()["error"]["code"] for answer in answers} == {"engine_unavailable"}
 
 
 async def test_a_client_that_leaves_takes_its_text_along(monkeypatch: pytest.MonkeyPatch):

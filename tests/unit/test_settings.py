@@ -55,6 +55,7 @@ WRONG = [
     "expansion: 4.1",
     "expansion: 4.0.1",
     "max_choices: 1025",
+    "max_waiting: 0",
 ]
 
 
@@ -77,6 +78,13 @@ def test_lists_are_split_at_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_settings_that_contradict_each_other_are_refused(values: dict[str, str]):
     with pytest.raises(SettingsError, match=r"draft_model|lens"):
         load_settings(None, values)
+
+
+def test_a_step_that_is_too_small_is_refused_before_the_engine_refuses_it():
+    """The bug: `serve` ended in the ValueError of the engine's configuration."""
+    with pytest.raises(SettingsError, match=r"^Value error, max_step_tokens \(4\) must be at least max_running \(5\)$"):
+        load_settings(None, {"max_running": "5", "max_step_tokens": "4"})
+    load_settings(None, {"max_running": "5", "max_step_tokens": "5", "max_waiting": "1"}).to_engine_config()
 
 
 def test_the_engine_gets_its_part():
