@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 
 from engine.engine import Engine
 from engine.tree import PLAIN, Expansion
-from engine.types import Request, SamplingParams, Speculation, StepStats
+from engine.types import FinishReason, Request, SamplingParams, Speculation, StepStats
 
 _STAGES = ("draft_s", "verify_s", "judge_s", "host_s")
 
 
 class OutputsDiffer(AssertionError):
     """Speculation changed a greedy text."""
+
+
+class RequestFailed(RuntimeError):
+    """The engine gave up on a request, so that nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Result:
 
 
 def run_case(engine: Engine, requests: Iterator[Request], concurrency: int) -> Run:
-    """Keep `concurrency` requests in the engine until all are done."""
+    """Keep `concurrency` requests in the engine until all are done. Raises RequestFailed if the engine fails on one."""
     run, living, is_exhausted = Run(), 0, False
     while not is_exhausted or living:
         while not is_exhausted and living < concurrency:
@@ -115,6 +119,8 @@ def run_case(engine: Engine, requests: Iterator[Request], concurrency: int) -> R
         output = engine.step()
         run.steps.append(output.stats)
         for event in output.events:
+            if event.finish is FinishReason.ERROR:
+                raise RequestFailed(f"{event.request_id}: {event.error}")
             run.texts[event.request_id].extend(event.token_ids)
             living -= event.finish is not None
     engine.check_integrity()

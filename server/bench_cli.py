@@ -5,8 +5,10 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from engine.tree import Expansion
+from engine.types import VerifierName
 from engine.weights import WeightsError
 from server.bench_prompts import BenchError, read_prompts
 from server.settings import SettingsError, load_settings, parse_expansion
@@ -59,8 +61,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _check_verifiers(names: Sequence[str]) -> None:
-    from engine.verify.rules import VERIFIER_NAMES  # here, because it brings torch
-
-    unknown = [name for name in names if name not in VERIFIER_NAMES]
-    if unknown:
-        raise BenchError(f"no verifier is named {', '.join(unknown)}; the names are {', '.join(VERIFIER_NAMES)}")
+    """Refuse what the engine would refuse: names that do not exist, and rules that are not exact on the trees it grows."""
+    known = get_args(VerifierName)
+    if unknown := [name for name in names if name not in known]:
+        raise BenchError(f"no verifier for the engine's trees is named {', '.join(unknown)}; the names are {', '.join(known)}")

@@ -9,10 +9,13 @@ from dataclasses import asdict
 
 from transformers import AutoTokenizer
 
-from engine.build import build_engine
+from engine.build import BadConfiguration, build_engine
 from engine.engine import Engine
+from engine.model_check import UnsupportedModel
+from engine.refusal import RequestRefused
 from engine.weights import resolve
 from server.bench import Load, Result, cases_of, compare, table
+from server.bench_prompts import BenchError
 from server.settings import Settings
 
 Prompts = tuple[tuple[int, ...], ...]  # token ids
@@ -20,7 +23,14 @@ Texts = Mapping[str, Sequence[str]]  # user messages by kind
 
 
 def bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
-    """Run the benchmark on messages by kind; return the exit status."""
+    """Run the benchmark on messages by kind; return the exit status. Raises BenchError if the engine cannot do what is asked."""
+    try:
+        return _bench(settings, texts, parsed)
+    except (BadConfiguration, UnsupportedModel, RequestRefused) as error:
+        raise BenchError(str(error)) from error
+
+
+def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import server.cli
+from engine.build import BadConfiguration
+from engine.model_check import UnsupportedModel
+from engine.refusal import RequestRefused
 from server.settings import Settings
 
 
@@ -73,7 +76,8 @@ def test_make_serves_the_model_it_is_asked_for(arguments: list[str], expected: s
 BENCH_MISTAKES = [
     (["--config", "/nowhere.yaml"], "no such configuration file"),
     (["--kinds", "nope"], "no prompts of kind nope; it has code"),
-    (["--verifiers", "traversal", "nope"], "no verifier is named nope; the names are"),
+    (["--verifiers", "traversal", "nope"], "is named nope; the names are"),
+    (["--verifiers", "hu"], "is named hu; the names are"),
     (["--prompts", "/nowhere.yaml"], "cannot be read"),
     (["--prompts", "pyproject.toml"], "cannot be read"),
 ]
@@ -91,6 +95,19 @@ def test_mistakes_of_bench_are_one_line_and_told_before_a_model_is_loaded(
     assert error.startswith("latebranch bench: ")
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("refusal", [BadConfiguration, UnsupportedModel, RequestRefused])
+def test_what_the_engine_refuses_is_one_line(
+    refusal: type[ValueError], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> int:
+        raise refusal("not this")
+
+    monkeypatch.setattr("server.bench_run._bench", refuse)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert server.cli.main(["bench"]) == 2
+    assert capsys.readouterr().err == "latebranch bench: not this\n"
 
 
 @pytest.mark.parametrize(

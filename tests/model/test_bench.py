@@ -1,11 +1,14 @@
 """The benchmark counts what it says, runs what it names, and fails when speculation changes a greedy text."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.testing import tiny_engine, tiny_pair
 from engine.tree import PLAIN, Expansion
+from engine.types import FinishReason, TokenEvent
 from engine.verify import coupled
-from server.bench import Case, Load, OutputsDiffer, cases_of, compare, run_case, table
+from server.bench import Case, Load, OutputsDiffer, RequestFailed, cases_of, compare, run_case, table
 
 SHAPES = [Expansion(3, 1, 0), Expansion(1, 2, 2)]
 
@@ -36,6 +39,15 @@ def test_plain_decoding_is_first_and_its_own_measure(engine):
 def test_concurrency_is_kept(engine):
     run = run_case(engine, load(0.0).requests(Case("traversal", PLAIN), 0), concurrency=2)
     assert max(step.num_decoding_rows for step in run.steps) == 2
+
+
+def test_a_request_that_fails_fails_the_benchmark(engine, monkeypatch):
+    """The bug: a failed request was counted as one that had said little."""
+    failed = replace(engine.step(), events=(TokenEvent("bench-0", finish=FinishReason.ERROR, error="out of memory"),))
+    monkeypatch.setattr(engine, "step", lambda: failed)
+    monkeypatch.setattr(engine, "add", lambda _: None)
+    with pytest.raises(RequestFailed, match="bench-0: out of memory"):
+        run_case(engine, load(0.0).requests(Case("traversal", PLAIN), 0), concurrency=1)
 
 
 def test_at_temperature_0_one_verifier_stands_for_all():
