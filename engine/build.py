@@ -29,7 +29,7 @@ class BadConfiguration(ValueError):
 def build_engine(config: EngineConfig) -> Engine:
     """Load everything and return an engine that is ready to step. Takes seconds to a minute.
 
-    Raises BadConfiguration, engine.model.UnsupportedModel or what engine.weights raises.
+    Raises BadConfiguration, engine.model_check.UnsupportedModel or what engine.weights raises.
     """
     require_exact(TreeKind.IID, config.verifier)
     if config.num_threads:

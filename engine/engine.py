@@ -17,7 +17,6 @@ from engine.draft.growth import Growth, grow, plain_growth
 from engine.judge import Judge, logprobs_of
 from engine.plan import StepPlan
 from engine.policy import ExpansionPolicy
-from engine.refusal import RequestRefused as RequestRefused
 from engine.refusal import require_runnable
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.attention import NAME, AttentionContext
 from engine.kv_cache import KVCache
 from engine.linears import prepare_linears
-from engine.model_check import UnsupportedModel as UnsupportedModel
 from engine.model_check import check_text, own_logits, refuse_by_configuration, require_equal
 from engine.packing import PackedBatch
 

@@ -11,9 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.keys import GOLDEN, MIX_1, MIX_2
-from engine.keys import StepKey as StepKey
-from engine.keys import Stream as Stream
-from engine.keys import stream_key as stream_key
 
 
 def _signed(value: int) -> int:

@@ -8,9 +8,10 @@ import torch
 from engine import engine as engine_module
 from engine import judge
 from engine.config import SchedulerConfig
-from engine.engine import Engine, RequestRefused
+from engine.engine import Engine
 from engine.model import adopt
 from engine.policy import FixedExpansion
+from engine.refusal import RequestRefused
 from engine.scheduler import Scheduler
 from engine.testing import tiny_engine, tiny_module
 from engine.tree import Expansion

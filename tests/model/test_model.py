@@ -16,8 +16,8 @@ from transformers import (
 
 from engine import model as engine_model
 from engine import model_check
-from engine.model import CausalModel, UnsupportedModel, adopt, load_model
-from engine.model_check import refuse_by_configuration
+from engine.model import CausalModel, adopt, load_model
+from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.packing import Group
 from engine.segments import tree_segment
 from engine.testing import FAMILIES, tiny_module
