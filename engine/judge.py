@@ -11,8 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.forest import Forest
-from engine.plan import Row
+from engine.plan import LawContext, Row
 from engine.sampling import processed_laws
+from engine.tree import TokenTree
 from engine.types import TokenLogprobs
 from engine.verify.coupled import judge_greedy
 from engine.verify.errors import LawError
@@ -66,15 +67,20 @@ class Judge:
         part_NV = logits_NV if len(nodes) == len(logits_NV) else logits_NV[torch.tensor(nodes, device=logits_NV.device)]
         if rule == _GREEDY:
             return judge_greedy(part.trees, part_NV.argmax(-1).tolist())
-        sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
+        contexts = [context for i, tree in zip(indices, part.trees, strict=True) for context in _contexts(rows[i], tree)]
         if rule not in self._verifiers:
             self._verifiers[rule] = create_verifier(rule)
-        return self._verifiers[rule].judge(part, processed_laws(part_NV, sampling), [rows[i].key for i in indices])
+        return self._verifiers[rule].judge(part, processed_laws(part_NV, contexts), [rows[i].key for i in indices])
 
 
 _GREEDY = "greedy"
 _WAITING = Unjudged("not judged yet")
 _BROKEN = Unjudged("the target's logits are not finite")
+
+
+def _contexts(row: Row, tree: TokenTree) -> list[LawContext]:
+    """Return what the law after each node depends on."""
+    return [row.law_context(tuple(tree.token_ids[v] for v in tree.path(node)[1:])) for node in range(tree.num_nodes)]
 
 
 def _rule(row: Row) -> str:

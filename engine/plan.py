@@ -9,6 +9,19 @@ from engine.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class LawContext:
+    """All that the law of one next token depends on beside the model: the parameters and the tokens before it.
+
+    `history` is the committed text, its first `num_prompt_tokens` the prompt; `path_ids` are drafted tokens after it.
+    """
+
+    sampling: SamplingParams
+    history: Sequence[int] = ()
+    num_prompt_tokens: int = 0
+    path_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part of a step.
 
@@ -17,7 +30,8 @@ class Row:
     `slots` maps the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots: node v of
     the tree lies at position root_position + v, whatever its depth. `draft_ids` are the committed tokens the drafter is to be
     fed this step, from position `draft_len` on. `num_new_prompt_tokens` of the certain ones are prompt tokens fed for
-    the first time (not again after a preemption). `history` is the whole committed text, a read-only view.
+    the first time (not again after a preemption). `history` is the whole committed text, a read-only view, of which the first
+    `num_prompt_tokens` are the prompt.
     """
 
     request_id: str
@@ -33,6 +47,7 @@ class Row:
     verifier: str
     seed: int
     history: Sequence[int]
+    num_prompt_tokens: int
 
     @property
     def end(self) -> int:
@@ -48,6 +63,10 @@ class Row:
     def key(self) -> StepKey:
         """Names this row's randomness in this step."""
         return StepKey(self.seed, self.root_position)
+
+    def law_context(self, path_ids: tuple[int, ...]) -> LawContext:
+        """Return what the law after these drafted tokens, the root's successors, depends on."""
+        return LawContext(self.sampling, self.history, self.num_prompt_tokens, path_ids)
 
     @property
     def is_ranked(self) -> bool:

@@ -12,14 +12,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from engine.plan import LawContext
 from engine.types import SamplingParams
 
 _FIRST_CANDIDATES = 1024  # a nucleus is looked for among this many likeliest tokens before all are sorted
 _MIN_TEMPERATURE = 1e-30  # below it logits would overflow; the law is a point mass long before
 
 
-def processed_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams]) -> Float[Tensor, "N V"]:
+def processed_laws(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContext]) -> Float[Tensor, "N V"]:
     """Return each row's law after its own sampling parameters, float32 rows that sum to 1. Temperature must not be 0."""
+    sampling = [context.sampling for context in contexts]
     temperature_N1 = _column([max(params.temperature, _MIN_TEMPERATURE) for params in sampling], logits_NV)
     laws_NV = torch.softmax(logits_NV / temperature_N1, dim=-1)
     rows = [row for row, params in enumerate(sampling) if _truncates(params)]

@@ -169,6 +169,7 @@ class Scheduler:
             verifier=sequence.verifier,
             seed=sequence.seed,
             history=sequence.token_ids,
+            num_prompt_tokens=len(sequence.request.prompt_ids),
         )
 
     def _draft_feed(self, sequence: Sequence, end: int, expansion: Expansion, most: int) -> list[int]:

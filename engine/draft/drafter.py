@@ -10,7 +10,7 @@ from typing import Protocol
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.plan import Row
+from engine.plan import LawContext, Row
 from engine.tree import ROOT, TokenTree
 
 
@@ -63,6 +63,11 @@ class FrontierNode:
     tree: GrowingTree
     node: int
     num_draws: int
+
+    @property
+    def law_context(self) -> LawContext:
+        """What the law after the node depends on."""
+        return self.tree.row.law_context(tuple(self.tree.token_ids[node] for node in self.tree.path(self.node)[1:]))
 
 
 @dataclass(frozen=True)

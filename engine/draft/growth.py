@@ -106,7 +106,7 @@ def _ranked(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"]) -> l
     coupled = [i for i, node in enumerate(asked) if not node.tree.row.sampling.is_greedy]
     if coupled:
         index = torch.tensor(coupled, device=logits_PV.device)
-        laws_PV = processed_laws(logits_PV[index], [asked[i].tree.row.sampling for i in coupled])
+        laws_PV = processed_laws(logits_PV[index], [asked[i].law_context for i in coupled])
         keys = [_token_key(asked[i]) for i in coupled]
         scores_PV[index] = laws_PV.double().log() + gumbels(keys, logits_PV.shape[-1], logits_PV.device)
     top = scores_PV.topk(min(max(node.num_draws for node in asked), logits_PV.shape[-1]), dim=-1)
@@ -125,7 +125,7 @@ def _token_key(asked: FrontierNode) -> int:
 def _sampled(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[list[int]]:
     """Draw i.i.d. from each node's processed law by inverse distribution functions in float64; keep the laws."""
     first_row = sum(len(kept) for kept in laws)
-    laws_PV = processed_laws(logits_PV, [node.tree.row.sampling for node in asked])
+    laws_PV = processed_laws(logits_PV, [node.law_context for node in asked])
     laws.append(laws_PV)
     for offset, node in enumerate(asked):
         node.tree.law_rows[node.node] = first_row + offset

@@ -8,11 +8,11 @@ from engine.keys import Stream, stream_key
 from engine.model import adopt
 from engine.noise import gumbels, uniforms
 from engine.policy import FixedExpansion
-from engine.sampling import processed_laws
 from engine.testing import FAMILIES, tiny_engine, tiny_module
 from engine.tree import Expansion
 from engine.types import SamplingParams
 from tests.model.driving import greedy, run, sampled
+from tests.model.laws import laws_of
 from tests.model.tiny import own_greedy_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,7 +38,7 @@ def test_noise_is_the_cpus():
 def test_laws_are_the_cpus():
     logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)) * 3
     params = [SamplingParams(temperature=0.7), SamplingParams(top_k=40), SamplingParams(top_p=0.9), SamplingParams(min_p=0.02)]
-    assert torch.allclose(processed_laws(logits.to(CUDA), params).cpu(), processed_laws(logits, params), atol=1e-6)
+    assert torch.allclose(laws_of(logits.to(CUDA), params).cpu(), laws_of(logits, params), atol=1e-6)
 
 
 def engine_on(device: torch.device, family: str, drafter: str):

@@ -26,7 +26,7 @@ def decoding_row(
 ) -> Row:
     """Return a row whose whole text is still to be fed, to both models."""
     slots = tuple(range(first_slot, first_slot + len(text) + expansion.num_draft_tokens))
-    return Row(request_id, 0, tuple(text), 0, True, 0, tuple(text), expansion, slots, sampling, verifier, seed, tuple(text))
+    return Row(request_id, 0, tuple(text), 0, True, 0, tuple(text), expansion, slots, sampling, verifier, seed, tuple(text), 0)
 
 
 class TableDrafter:

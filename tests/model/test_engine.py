@@ -16,7 +16,6 @@ from engine.engine import Engine
 from engine.keys import Stream, stream_key
 from engine.noise import gumbels
 from engine.policy import FixedExpansion
-from engine.sampling import processed_laws
 from engine.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine
 from engine.tree import PLAIN, Expansion
@@ -24,6 +23,7 @@ from engine.types import Request, SamplingParams, Speculation
 from engine.verify import coupled
 from engine.verify.verdict import Verdict
 from tests.model.driving import greedy, run, sampled
+from tests.model.laws import laws_of
 from tests.model.passes import CPU
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
 from tests.strategies import expansions
@@ -57,7 +57,7 @@ def seeded_text(family: str, request: Request) -> list[int]:
     """Return plain decoding's text by transformers' logits: each token the arg max of log law plus its position's noise."""
     text = list(request.prompt_ids)
     for _ in range(request.sampling.max_tokens):
-        law = processed_laws(own_logits(family, [text])[:, -1], [request.sampling])[0].double()
+        law = laws_of(own_logits(family, [text])[:, -1], [request.sampling])[0].double()
         noise = gumbels([stream_key(request.sampling.seed or 0, len(text), Stream.TOKEN)], len(law))[0]
         text.append(int((law.log() + noise).argmax()))
     return text[len(request.prompt_ids) :]

@@ -13,7 +13,6 @@ from engine.config import SchedulerConfig
 from engine.draft import growth
 from engine.keys import Stream, stream_key
 from engine.policy import FixedExpansion
-from engine.sampling import processed_laws
 from engine.testing import tiny_engine
 from engine.tree import Expansion
 from engine.types import Request, SamplingParams, Speculation
@@ -21,6 +20,7 @@ from engine.verify import masses
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.driving import run
+from tests.model.laws import laws_of
 from tests.model.tiny import own_logits, pair
 
 PROMPT = (5, 9, 33, 4)
@@ -38,7 +38,7 @@ def target_law() -> dict[tuple[int, ...], float]:
     for _ in range(3):
         texts = list(law)
         logits = own_logits("llama", [[*PROMPT, *text] for text in texts])[:, -1]
-        nexts = processed_laws(logits, [SAMPLING] * len(texts)).double()
+        nexts = laws_of(logits, [SAMPLING] * len(texts)).double()
         law = {
             (*text, token_id): law[text] * float(p)
             for text, row in zip(texts, nexts, strict=True)

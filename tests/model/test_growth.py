@@ -16,11 +16,11 @@ from engine.keys import Stream, stream_key
 from engine.kv_cache import KVCache
 from engine.noise import gumbels
 from engine.packing import pack
-from engine.sampling import processed_laws
 from engine.segments import chain_segment
 from engine.tree import ROOT, Expansion, TokenTree
 from engine.types import SamplingParams
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.model.laws import laws_of
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
 from tests.model.tiny import pair
@@ -84,7 +84,7 @@ def test_sampled_trees_have_their_shape_and_their_laws(several, sampling, seed):
             assert (law_row is None) == (not tree.draws[node])
             if law_row is not None:
                 law_V = grown.forest.draft_laws_RV[law_row]
-                expected_V = processed_laws(draft_logits(path_text(row.certain_ids, tree, node))[None], [sampling])[0]
+                expected_V = laws_of(draft_logits(path_text(row.certain_ids, tree, node))[None], [sampling])[0]
                 assert torch.allclose(law_V, expected_V, atol=1e-4)
                 assert all(law_V[tree.token_ids[child]] > 0 for child in tree.draws[node])
 
@@ -108,7 +108,7 @@ def ranking(text: list[int], sampling: SamplingParams, seed: int) -> list[int]:
     scores = draft_logits(text).double()
     if not sampling.is_greedy:
         key = stream_key(seed, len(text), Stream.TOKEN)
-        scores = processed_laws(scores[None].float(), [sampling])[0].double().log() + gumbels([key], VOCAB_SIZE)[0]
+        scores = laws_of(scores[None].float(), [sampling])[0].double().log() + gumbels([key], VOCAB_SIZE)[0]
     order = scores.argsort(descending=True).tolist()
     return [token_id for token_id in order if scores[token_id] > float("-inf")]
 

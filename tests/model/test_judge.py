@@ -11,12 +11,12 @@ from engine import judge as judging
 from engine.draft.growth import grow
 from engine.judge import Judge, logprobs_of
 from engine.plan import Row
-from engine.sampling import processed_laws
 from engine.tree import Expansion
 from engine.types import SamplingParams
 from engine.verify.coupled import judge_greedy
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Unjudged, Verdict
+from tests.model.laws import laws_of
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, TableDrafter, decoding_row
 
@@ -45,7 +45,7 @@ def expected_verdict(row: Row):
     logits_NV = target_logits(forest)
     if row.sampling.is_greedy:
         return judge_greedy(forest.trees, logits_NV.argmax(-1).tolist())[0]
-    laws_NV = processed_laws(logits_NV, [row.sampling] * len(logits_NV))
+    laws_NV = laws_of(logits_NV, [row.sampling] * len(logits_NV))
     return create_verifier(row.verifier).judge(forest, laws_NV, [row.key])[0]
 
 

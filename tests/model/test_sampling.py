@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine import sampling
-from engine.sampling import processed_laws
 from engine.types import SamplingParams
+from tests.model.laws import laws_of
 from tests.strategies import sampling_params
 
 
@@ -72,7 +72,7 @@ def random_logits(seed: int, num_rows: int, vocab_size: int, scale: float, has_t
 def test_laws_are_transformers_laws(params, seed, vocab_size, scale, has_ties, first_candidates):
     """Rows with unlike parameters together; vocabularies below and above the number of candidates looked at first."""
     with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):
-        check(processed_laws, random_logits(seed, len(params), vocab_size, scale, has_ties), params)
+        check(laws_of, random_logits(seed, len(params), vocab_size, scale, has_ties), params)
 
 
 @given(st.lists(sampling_params(), min_size=2, max_size=5), st.integers(0, 2**31), st.booleans(), st.sampled_from([2, 8, 1024]))
@@ -80,8 +80,8 @@ def test_a_law_does_not_depend_on_batch_mates(params, seed, has_ties, first_cand
     """Where tokens tied at the edge, which of them were kept once depended on how many candidates a mate asked for."""
     logits_NV = random_logits(seed, len(params), 61, 1.0, has_ties)
     with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):
-        together = processed_laws(logits_NV, params)
-        alone = [processed_laws(logits_NV[row : row + 1], [one])[0] for row, one in enumerate(params)]
+        together = laws_of(logits_NV, params)
+        alone = [laws_of(logits_NV[row : row + 1], [one])[0] for row, one in enumerate(params)]
     assert all(torch.equal(one > 0, other > 0) for one, other in zip(together, alone, strict=True))
     assert torch.allclose(together, torch.stack(alone), atol=1e-7)
 
@@ -89,19 +89,19 @@ def test_a_law_does_not_depend_on_batch_mates(params, seed, has_ties, first_cand
 def test_masked_tokens_stay_masked():
     logits = torch.tensor([[1.0, float("-inf"), 0.0, -1.0]])
     for params in (SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.99), SamplingParams(min_p=0.01)):
-        assert processed_laws(logits, [params])[0, 1] == 0.0
+        assert laws_of(logits, [params])[0, 1] == 0.0
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45])
 def test_tiny_temperatures_give_a_point_mass(temperature):
     """Logits over such a temperature overflow float32, and once made a law of NaN that failed the whole step."""
-    laws = processed_laws(torch.tensor([[300.0, 299.0, -500.0]]), [SamplingParams(temperature=temperature)])
+    laws = laws_of(torch.tensor([[300.0, 299.0, -500.0]]), [SamplingParams(temperature=temperature)])
     assert laws.tolist() == [[1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("params", [SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(min_p=1.0)])
 def test_the_likeliest_token_is_always_kept(params):
-    assert processed_laws(torch.tensor([[0.0, 2.0, 1.0]]), [params]).tolist() == [[0.0, 1.0, 0.0]]
+    assert laws_of(torch.tensor([[0.0, 2.0, 1.0]]), [params]).tolist() == [[0.0, 1.0, 0.0]]
 
 
 def _renormalised(laws_NV: Tensor, is_kept_NV: Tensor) -> Tensor:
@@ -110,34 +110,34 @@ def _renormalised(laws_NV: Tensor, is_kept_NV: Tensor) -> Tensor:
 
 
 def top_p_one_too_few(logits_NV, params):
-    laws_NV = processed_laws(logits_NV, params)
+    laws_NV = laws_of(logits_NV, params)
     least_N1 = torch.where(laws_NV > 0, laws_NV, 2.0).amin(-1, keepdim=True)
     is_cut_N1 = torch.tensor([[one.top_p < 1.0] for one in params]) & (least_N1 < 1.0)
     return _renormalised(laws_NV, (laws_NV > least_N1) | ~is_cut_N1)
 
 
 def top_p_one_too_many(logits_NV, params):
-    laws_NV = processed_laws(logits_NV, params)
-    whole_NV = processed_laws(logits_NV, [replace(one, top_p=1.0) for one in params])
+    laws_NV = laws_of(logits_NV, params)
+    whole_NV = laws_of(logits_NV, [replace(one, top_p=1.0) for one in params])
     next_N1 = torch.where(laws_NV == 0, whole_NV, 0.0).amax(-1, keepdim=True)
     return _renormalised(whole_NV, whole_NV >= next_N1.clamp(min=1e-30))
 
 
 def truncated_before_the_temperature(logits_NV, params):
-    support_NV = processed_laws(logits_NV, [replace(one, temperature=1.0) for one in params]) > 0
+    support_NV = laws_of(logits_NV, [replace(one, temperature=1.0) for one in params]) > 0
     plain = [SamplingParams(temperature=one.temperature) for one in params]
-    return _renormalised(processed_laws(logits_NV, plain), support_NV)
+    return _renormalised(laws_of(logits_NV, plain), support_NV)
 
 
 def top_p_before_top_k(logits_NV, params):
     plain = [SamplingParams(temperature=one.temperature) for one in params]
-    support_NV = processed_laws(logits_NV, [replace(one, top_k=0) for one in params]) > 0
-    support_NV &= processed_laws(logits_NV, [replace(one, top_p=1.0) for one in params]) > 0
-    return _renormalised(processed_laws(logits_NV, plain), support_NV)
+    support_NV = laws_of(logits_NV, [replace(one, top_k=0) for one in params]) > 0
+    support_NV &= laws_of(logits_NV, [replace(one, top_p=1.0) for one in params]) > 0
+    return _renormalised(laws_of(logits_NV, plain), support_NV)
 
 
 def rows_mixed_up(logits_NV, params):
-    return processed_laws(logits_NV, params[::-1])
+    return laws_of(logits_NV, params[::-1])
 
 
 def candidates_are_enough(logits_NV, params):
@@ -148,12 +148,12 @@ def candidates_are_enough(logits_NV, params):
         return edges._replace(may_lie_lower_N=torch.zeros_like(edges.may_lie_lower_N))
 
     with patch.object(sampling, "_edges", never_lower), patch.object(sampling, "_FIRST_CANDIDATES", 4):
-        return processed_laws(logits_NV, params)
+        return laws_of(logits_NV, params)
 
 
 def ties_broken(logits_NV, params):
     """Exactly k tokens are kept, whichever a sort puts first."""
-    laws_NV = processed_laws(logits_NV, params)
+    laws_NV = laws_of(logits_NV, params)
     for row, one in enumerate(params):
         if one.top_k:
             dropped = torch.argsort(laws_NV[row], descending=True)[one.top_k :]
@@ -187,6 +187,6 @@ def check_all(laws_of) -> None:
     ],
 )
 def test_laws_kill(mutant):
-    check_all(processed_laws)
+    check_all(laws_of)
     with pytest.raises(AssertionError):
         check_all(mutant)
