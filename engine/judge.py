@@ -1,6 +1,7 @@
 """Sends each tree to the rule that judges it: greedy rows by arg max, seeded rows by the coupled rule, others by their verifier.
 
-Also reads the target's own log-probabilities of what was emitted. Shape key: N nodes of all trees, V vocabulary.
+Every rule sees the target's logits as the request edits them, at each node by the node's own text. The log-probabilities of what
+was emitted are read here too: the target's own, before any edit. Shape key: N nodes of all trees, V vocabulary.
 """
 
 import logging
@@ -11,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.forest import Forest
+from engine.logit_edits import edited_logits
 from engine.plan import LawContext, Row
-from engine.sampling import processed_laws
+from engine.sampling import warped_laws
 from engine.tree import TokenTree
 from engine.types import TokenLogprobs
 from engine.verify.coupled import judge_greedy
@@ -31,11 +33,16 @@ class Judge:
 
     def judge(self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]) -> list[Verdict | Unjudged]:
         """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others."""
+        contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
+        edited_NV = edited_logits(logits_NV, contexts)
         is_sound = self._sound(forest, logits_NV)
-        judged: list[Verdict | Unjudged] = [_WAITING if sound else _BROKEN for sound in is_sound]
+        has_law = is_sound if edited_NV is logits_NV else self._sound(forest, edited_NV)
+        judged: list[Verdict | Unjudged] = [
+            _BROKEN if not sound else _WAITING if has else _LAWLESS for sound, has in zip(is_sound, has_law, strict=True)
+        ]
         for rule in dict.fromkeys(_rule(row) for row in rows):
-            indices = [i for i, row in enumerate(rows) if _rule(row) == rule and is_sound[i]]
-            for index, verdict in self._by_rule(rule, indices, rows, forest, logits_NV):
+            indices = [i for i, row in enumerate(rows) if _rule(row) == rule and judged[i] is _WAITING]
+            for index, verdict in self._by_rule(rule, indices, rows, forest, edited_NV):
                 judged[index] = verdict
         return judged
 
@@ -67,19 +74,22 @@ class Judge:
         part_NV = logits_NV if len(nodes) == len(logits_NV) else logits_NV[torch.tensor(nodes, device=logits_NV.device)]
         if rule == _GREEDY:
             return judge_greedy(part.trees, part_NV.argmax(-1).tolist())
-        contexts = [context for i, tree in zip(indices, part.trees, strict=True) for context in _contexts(rows[i], tree)]
+        sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
         if rule not in self._verifiers:
             self._verifiers[rule] = create_verifier(rule)
-        return self._verifiers[rule].judge(part, processed_laws(part_NV, contexts), [rows[i].key for i in indices])
+        return self._verifiers[rule].judge(part, warped_laws(part_NV, sampling), [rows[i].key for i in indices])
 
 
 _GREEDY = "greedy"
 _WAITING = Unjudged("not judged yet")
 _BROKEN = Unjudged("the target's logits are not finite")
+_LAWLESS = Unjudged("bias, penalties and allowed tokens leave no token that could come")
 
 
 def _contexts(row: Row, tree: TokenTree) -> list[LawContext]:
-    """Return what the law after each node depends on."""
+    """Return what the law after each node depends on; where logits are not edited, that is the parameters alone."""
+    if not row.sampling.edits_logits:
+        return [row.law_context(())] * tree.num_nodes
     return [row.law_context(tuple(tree.token_ids[v] for v in tree.path(node)[1:])) for node in range(tree.num_nodes)]
 
 
@@ -90,7 +100,10 @@ def _rule(row: Row) -> str:
 def logprobs_of(
     logits_NV: Float[Tensor, "N V"], nodes: Sequence[int], ids: Sequence[int], num_top: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Return the raw log-probability of `ids[i]` after packed node `nodes[i]`, and at most the `num_top` likeliest there."""
+    """Return the log-probability of `ids[i]` after packed node `nodes[i]`, and at most the `num_top` likeliest there.
+
+    They are what is handed in: raw logits give the target's own, whatever bias, penalties and temperature a request asks for.
+    """
     index = torch.tensor(list(nodes), device=logits_NV.device)
     logprobs = torch.log_softmax(logits_NV[index], dim=-1)
     chosen = logprobs.gather(-1, torch.tensor(list(ids), device=logits_NV.device)[:, None])[:, 0].tolist()

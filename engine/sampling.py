@@ -1,7 +1,7 @@
-"""Logits to processed laws: what temperature, top-k, top-p and min-p make of them, row by row.
+"""Logits to processed laws: what a request's edits, temperature, top-k, top-p and min-p make of them, row by row.
 
-The order is transformers' (temperature, top-k, top-p, min-p), so that our law is `generate`'s. Tokens of equal probability are
-kept or dropped together: a law is a function of its own logits, never of the order in which a sort leaves ties.
+The order is transformers' (edits, temperature, top-k, top-p, min-p), so that our law is `generate`'s. Tokens of equal probability
+are kept or dropped together: a law is a function of its own logits, never of the order in which a sort leaves ties.
 Shape key: N rows, V vocabulary, C candidates.
 """
 
@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from engine.logit_edits import edited_logits
 from engine.plan import LawContext
 from engine.types import SamplingParams
 
@@ -21,7 +22,11 @@ _MIN_TEMPERATURE = 1e-30  # below it logits would overflow; the law is a point m
 
 def processed_laws(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContext]) -> Float[Tensor, "N V"]:
     """Return each row's law after its own sampling parameters, float32 rows that sum to 1. Temperature must not be 0."""
-    sampling = [context.sampling for context in contexts]
+    return warped_laws(edited_logits(logits_NV, contexts), [context.sampling for context in contexts])
+
+
+def warped_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams]) -> Float[Tensor, "N V"]:
+    """Return the laws of logits that are edited already: temperature and truncation alone."""
     temperature_N1 = _column([max(params.temperature, _MIN_TEMPERATURE) for params in sampling], logits_NV)
     laws_NV = torch.softmax(logits_NV / temperature_N1, dim=-1)
     rows = [row for row, params in enumerate(sampling) if _truncates(params)]

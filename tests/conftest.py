@@ -10,7 +10,7 @@ import tests.typechecking  # noqa: F401  (the hook looks it up as an attribute o
 # The modules that hold tensors. The records of the others are built inside hypothesis strategies, where the random choices by
 # which beartype looks into containers are not welcome.
 _TENSOR_MODULES = [
-    *("noise", "sampling", "forest", "packing", "segments", "kv_cache", "attention", "linears", "model", "target"),
+    *("noise", "logit_edits", "sampling", "forest", "packing", "segments", "kv_cache", "attention", "linears", "model", "target"),
     *("draft", "verify", "judge", "engine"),
 ]
 # Kept installed for the whole run: test modules import the engine after this file.

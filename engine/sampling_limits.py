@@ -1,0 +1,72 @@
+"""Which sampling parameters make a law: for every text there is a token that can come next, and a number for each that can.
+
+Knows the parameters, the vocabulary and the model's end tokens. Free of torch, so that the front end asks the same question
+before it queues a request.
+"""
+
+import math
+from collections.abc import Sequence
+
+from engine.types import SamplingParams
+
+
+class NoLaw(ValueError):
+    """These parameters make no law; the text says why, `param` names the field."""
+
+    def __init__(self, param: str, reason: str) -> None:
+        super().__init__(reason)
+        self.param = param
+
+
+def require_law(sampling: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    """Raise NoLaw unless the parameters make a law. Comparisons are written so that NaN fails them."""
+    _require_truncation(sampling)
+    _require_penalties(sampling)
+    _require_bias(sampling, vocab_size)
+    _require_tokens(sampling, vocab_size, eos_token_ids)
+
+
+def _require_truncation(sampling: SamplingParams) -> None:
+    if not 0.0 <= sampling.temperature < math.inf:
+        raise NoLaw("temperature", f"temperature must be a finite number of at least 0, not {sampling.temperature}")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise NoLaw("top_p", f"top_p must lie in (0, 1], not {sampling.top_p}")
+    if not 0.0 <= sampling.min_p <= 1.0:
+        raise NoLaw("min_p", f"min_p must lie in [0, 1], not {sampling.min_p}")
+    if sampling.top_k < 0 or (sampling.num_logprobs or 0) < 0:
+        raise NoLaw("top_k" if sampling.top_k < 0 else "num_logprobs", "top_k and num_logprobs must not be negative")
+
+
+def _require_penalties(sampling: SamplingParams) -> None:
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not math.isfinite(value := getattr(sampling, name)):
+            raise NoLaw(name, f"{name} must be a finite number, not {value}")
+    if not 0.0 < sampling.repetition_penalty < math.inf:
+        raise NoLaw("repetition_penalty", f"repetition_penalty must be finite and above 0, not {sampling.repetition_penalty}")
+
+
+def _require_bias(sampling: SamplingParams, vocab_size: int) -> None:
+    ids = [token_id for token_id, _ in sampling.logit_bias]
+    _require_known("logit_bias", ids, vocab_size)
+    if len(set(ids)) < len(ids):
+        raise NoLaw("logit_bias", "logit_bias names a token twice")
+    if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
+        raise NoLaw("logit_bias", "a bias in logit_bias must be a finite number")
+
+
+def _require_tokens(sampling: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    """Raise NoLaw unless at every position some token can come."""
+    allowed = sampling.allowed_token_ids
+    _require_known("allowed_token_ids", allowed or (), vocab_size)
+    if allowed == ():
+        raise NoLaw("allowed_token_ids", "allowed_token_ids is empty: no token could come")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise NoLaw("min_tokens", f"min_tokens must lie in [0, max_tokens = {sampling.max_tokens}], not {sampling.min_tokens}")
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    if sampling.min_tokens and stops.issuperset(range(vocab_size) if allowed is None else allowed):
+        raise NoLaw("min_tokens", "min_tokens holds back every token: those that can come all stop the text")
+
+
+def _require_known(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if unknown := [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]:
+        raise NoLaw(param, f"token id {unknown[0]} in {param} is outside the vocabulary of {vocab_size}")
