@@ -41,6 +41,11 @@ class RowOutcome:
         """Drafted tokens on the accepted path, before limits cut it."""
         return len(self.verdict.path) - 1 if isinstance(self.verdict, Verdict) else 0
 
+    @property
+    def expected_tokens(self) -> float | None:
+        """E[tau + 1 | tree] where the rule tells it: what `accepted_depth` + 1 is in the mean."""
+        return self.verdict.expected_tokens if isinstance(self.verdict, Verdict) else None
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -81,8 +86,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
     """Return the step's numbers; gauges are the scheduler's state after it."""
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
-    expected = [outcome.verdict.expected_tokens for outcome in record.outcomes if isinstance(outcome.verdict, Verdict)]
-    known = [value for value in expected if value is not None]
+    foretold = [outcome for outcome in record.outcomes if outcome.expected_tokens is not None]
     laps = record.laps
     return StepStats(
         step=record.plan.step,
@@ -100,7 +104,9 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         num_preemptions=record.plan.num_preempted,
         accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
         expansions=dict(Counter(str(outcome.row.expansion) for outcome in record.outcomes)),
-        expected_tokens=sum(known) / len(known) if known and len(known) == len(expected) else None,
+        num_expected_rows=len(foretold),
+        expected_tokens=sum(outcome.expected_tokens or 0.0 for outcome in foretold),
+        num_realised_tokens=sum(outcome.accepted_depth + 1 for outcome in foretold),
         draft_s=laps["draft"],
         verify_s=laps["verify"],
         judge_s=laps["judge"],

@@ -139,7 +139,9 @@ class StepStats:
 
     Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` laws and verification, `host_s` the rest.
     `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1. `expansions` counts decoding rows by
-    the expansion they got, written `trunk.branches.depth`.
+    the expansion they got, written `trunk.branches.depth`. `expected_tokens` sums E[tau + 1 | tree] over the
+    `num_expected_rows` decoding rows whose rule tells it; `num_realised_tokens` is what came out of the same rows, accepted
+    depth + 1 before limits cut it: their difference is chance alone.
     """
 
     step: int
@@ -157,7 +159,9 @@ class StepStats:
     num_preemptions: int = 0
     accepted_per_depth: tuple[int, ...] = ()
     expansions: dict[str, int] = field(default_factory=dict)
-    expected_tokens: float | None = None
+    num_expected_rows: int = 0
+    expected_tokens: float = 0.0
+    num_realised_tokens: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     judge_s: float = 0.0

@@ -15,7 +15,9 @@ from engine.keys import StepKey
 class Verdict:
     """The accepted path, root first, and the extra token that follows it.
 
-    `expected_tokens` is E[tau + 1 | tree], exactly, where the rule can tell it from masses alone; else None.
+    `expected_tokens` is E[tau + 1 | tree]: the mean of `len(path)` over the verifier's own draws, the tree and the laws given. It
+    is exact wherever masses tell where the path ends (every rule but coupled, whose noise the tree shares) and `len(path)` at
+    temperature 0; else None.
     """
 
     path: tuple[int, ...]

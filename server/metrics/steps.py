@@ -58,6 +58,13 @@ class StepMetrics:
         self._expansions = families.counters(
             "latebranch_expansions", "Decoding rows by the tree shape they got, trunk.branches.depth.", "expansion"
         )
+        self._expected_tokens = families.counter(
+            "latebranch_expected_tokens", "Sum of E[tau + 1 | tree] over the decoding rows whose rule tells it."
+        )
+        self._expected_rows = families.counter("latebranch_expected_rows", "Decoding rows whose rule tells E[tau + 1 | tree].")
+        self._realised_tokens = families.counter(
+            "latebranch_realised_tokens", "Accepted depth + 1 of those rows, before limits cut it."
+        )
         self._steps = families.counter("latebranch_steps", "Engine steps.")
         self._phase_s = families.histograms(
             "latebranch_step_phase_seconds", "Seconds of a step: draft, verify, judge, host.", "phase", PHASE_BUCKETS
@@ -99,6 +106,9 @@ class StepMetrics:
             self._accepted_per_position(str(position)).inc(count)
         self._row_steps.inc(stats.num_decoding_rows)
         self._target_tokens.inc(stats.num_target_tokens)
+        self._expected_tokens.inc(stats.expected_tokens)
+        self._expected_rows.inc(stats.num_expected_rows)
+        self._realised_tokens.inc(stats.num_realised_tokens)
         for expansion, count in stats.expansions.items():
             self._expansions(self._bounded(expansion)).inc(count)
 

@@ -227,6 +227,17 @@ async def test_clients_cannot_make_new_series():
     assert sum("other" in line for line in expansions) == 1
 
 
+def test_what_was_foretold_stands_beside_what_came_out():
+    metrics = Metrics("m", 10, lambda: FakeEngine().health)
+    for step in (1, 2):
+        metrics.steps.on_step(StepStats(step, 1, 0, 0, 1, num_expected_rows=2, expected_tokens=3.25, num_realised_tokens=4))
+    metrics.steps.on_step(StepStats(3, 1, 0, 0, 1, num_decoding_rows=1))
+    lines = [line for line in metrics.render().decode().splitlines() if line.startswith("latebranch_")]
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in lines}
+    names = ("expected_tokens", "expected_rows", "realised_tokens")
+    assert [values[f"latebranch_{name}_total"] for name in names] == [6.5, 4.0, 8.0]
+
+
 async def test_every_metric_is_documented():
     documented = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     async with in_process(FakeEngine()) as client:

@@ -233,7 +233,7 @@ def check_stats(session: Session, requests: list[Request]) -> None:
         if not is_preempting:  # else tokens are fed a second time
             assert fed <= stats.num_prompt_tokens + rows
         assert stats.num_used_slots <= stats.num_slots
-        assert stats.expected_tokens is None or stats.expected_tokens >= 1.0
+        assert min(stats.expected_tokens, stats.num_realised_tokens) >= stats.num_expected_rows
     assert [stats.step for stats in session.stats] == list(range(1, len(session.stats) + 1))
     outcomes = session.outcomes.values()
     events = [event for outcome in outcomes for event in outcome.events]

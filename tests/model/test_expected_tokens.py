@@ -1,0 +1,171 @@
+"""What verdicts foretell comes out: over whole runs the accepted depth + 1 agrees with E[tau + 1 | tree], tree by tree."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from engine.config import SchedulerConfig
+from engine.engine import Engine
+from engine.judge import Judge
+from engine.policy import FixedExpansion
+from engine.stats import RowOutcome
+from engine.testing import tiny_engine
+from engine.tree import Expansion
+from engine.types import Request, SamplingParams, Speculation, StepStats
+from engine.verify.verdict import Unjudged, Verdict
+from tests.chi_square import FAILS_ABOVE, PASSES_BELOW
+from tests.model.driving import greedy, run, sampled
+from tests.model.tiny import pair
+
+WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=8192, max_model_len=64)
+RULES = ["traversal", "block", "gbv", "specinfer", "rrsw", "khisti"]  # bottom-up ones first
+TREE = Expansion(1, 2, 2)
+
+
+class RecordingJudge(Judge):
+    """Keeps every verdict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verdicts: list[Verdict] = []
+
+    def judge(self, rows, forest, logits_NV):
+        verdicts = super().judge(rows, forest, logits_NV)
+        self.verdicts.extend(verdict for verdict in verdicts if isinstance(verdict, Verdict))
+        return verdicts
+
+
+def judged_by(judge: RecordingJudge, requests: list[Request]) -> list[StepStats]:
+    engine = tiny_engine(*pair("llama", noise=0.1), FixedExpansion(TREE), config=WIDE)
+    engine._judge = judge
+    return run(engine, requests).stats
+
+
+def requests_of(verifier: str, num: int = 100, **sampling) -> list[Request]:
+    """Sampled requests of unlike temperatures, so that unlike trees come to be."""
+    return [
+        sampled(str(seed), (5, 9, 3 + seed % 50), seed, 16, verifier, temperature=0.5 + seed % 3 / 2, **sampling)
+        for seed in range(num)
+    ]
+
+
+def z_scores(pairs: list[tuple[float, float]]) -> list[float]:
+    """Return how far, in standard errors, outcomes are from expectations: in the mean, and in step with the expectation.
+
+    Given its tree an outcome's mean is its expectation, so differences have mean zero whatever they are weighted with.
+    """
+    mean = sum(expected for expected, _ in pairs) / len(pairs)
+    weighings = [[1.0] * len(pairs), [expected - mean for expected, _ in pairs]]
+    scores = []
+    for weights in weighings:
+        terms = [weight * (realised - expected) for weight, (expected, realised) in zip(weights, pairs, strict=True)]
+        scores.append(abs(sum(terms)) / math.sqrt(sum(term**2 for term in terms)))
+    return scores
+
+
+def pairs_of(judge: RecordingJudge) -> list[tuple[float, float]]:
+    assert all(verdict.expected_tokens is not None for verdict in judge.verdicts)
+    return [(verdict.expected_tokens or 0.0, len(verdict.path)) for verdict in judge.verdicts]
+
+
+@pytest.mark.parametrize("verifier", RULES)
+def test_outcomes_agree_with_what_was_foretold(verifier):
+    judge = RecordingJudge()
+    stats = judged_by(judge, requests_of(verifier))
+    pairs = pairs_of(judge)
+    assert len({round(expected, 3) for expected, _ in pairs}) > 100, "equal trees prove little"
+    assert max(z_scores(pairs)) < PASSES_BELOW
+    assert sum(one.num_expected_rows for one in stats) == len(pairs)
+    assert sum(one.expected_tokens for one in stats) == pytest.approx(sum(expected for expected, _ in pairs))
+    assert sum(one.num_realised_tokens for one in stats) == sum(realised for _, realised in pairs)
+
+
+class OffByOne(RecordingJudge):
+    """The depth for the depth + 1."""
+
+    def judge(self, rows, forest, logits_NV):
+        honest = super().judge(rows, forest, logits_NV)
+        return self._kept([replace(one, expected_tokens=one.expected_tokens - 1) for one in honest])
+
+    def _kept(self, verdicts):
+        self.verdicts[len(self.verdicts) - len(verdicts) :] = verdicts
+        return verdicts
+
+
+class OfTheWrongTree(OffByOne):
+    """Each tree is told its neighbour's number: the mean over a step is right, and no tree's is."""
+
+    def judge(self, rows, forest, logits_NV):
+        honest = RecordingJudge.judge(self, rows, forest, logits_NV)
+        return self._kept([replace(one, expected_tokens=honest[i - 1].expected_tokens) for i, one in enumerate(honest)])
+
+
+class OfTheWholeTree(OffByOne):
+    """The deepest path's length, whatever its chances."""
+
+    def judge(self, rows, forest, logits_NV):
+        honest = RecordingJudge.judge(self, rows, forest, logits_NV)
+        return self._kept(
+            [replace(one, expected_tokens=max(tree.depths) + 1) for one, tree in zip(honest, forest.trees, strict=True)]
+        )
+
+
+@pytest.mark.parametrize("mutant", [OffByOne, OfTheWrongTree, OfTheWholeTree])
+@pytest.mark.parametrize("verifier", ["traversal", "specinfer"])
+def test_the_agreement_kills(verifier, mutant):
+    judge = mutant()
+    judged_by(judge, requests_of(verifier))
+    assert max(z_scores(pairs_of(judge))) > FAILS_ABOVE
+
+
+def z_of_steps(stats: list[StepStats]) -> float:
+    """Return how far the sums of whole steps are apart, in standard errors."""
+    differences = [one.num_realised_tokens - one.expected_tokens for one in stats]
+    return abs(sum(differences)) / math.sqrt(sum(difference**2 for difference in differences))
+
+
+def short_runs() -> list[StepStats]:
+    """Return the steps of many requests that a stop token ends soon, a few at a time."""
+    config = SchedulerConfig(max_running=4, max_step_tokens=128, num_slots=512, max_model_len=64)
+    engine = tiny_engine(*pair("llama", noise=0.03), FixedExpansion(TREE), config=config)
+    return run(engine, requests_of("traversal", num=200, stop_token_ids=tuple(range(20)))).stats
+
+
+def test_a_text_that_is_cut_realises_what_was_accepted():
+    assert z_of_steps(short_runs()) < PASSES_BELOW
+
+
+def test_short_texts_kill_what_was_emitted_for_what_was_accepted(monkeypatch):
+    def cut(self: RowOutcome) -> int:
+        return len(self.emission.new_ids) - 1 if self.emission else 0
+
+    monkeypatch.setattr(RowOutcome, "accepted_depth", property(cut))
+    assert z_of_steps(short_runs()) > FAILS_ABOVE
+
+
+def mixed_engine() -> Engine:
+    return tiny_engine(*pair("llama"), FixedExpansion(TREE))
+
+
+def test_rows_without_a_number_do_not_erase_the_others():
+    """One coupled row once made the whole step's number unknown; greedy rows count with what came out."""
+    requests = [
+        greedy("greedy", (5, 9, 3)),
+        sampled("coupled", (5, 9, 3), seed=1),
+        sampled("traversal", (5, 9, 3), seed=1, verifier="traversal"),
+        Request("unseeded", (5, 9, 3), SamplingParams(max_tokens=12, ignore_eos=True), Speculation(verifier="block")),
+    ]
+    stats = run(mixed_engine(), requests).stats
+    assert (stats[0].num_decoding_rows, stats[0].num_expected_rows) == (4, 3)
+    alone = run(mixed_engine(), requests[:1]).stats
+    assert [one.expected_tokens for one in alone] == [one.num_realised_tokens for one in alone]
+    coupled = run(mixed_engine(), requests[1:2]).stats
+    assert [(one.num_expected_rows, one.expected_tokens, one.num_realised_tokens) for one in coupled] == [(0, 0.0, 0)] * len(
+        coupled
+    )
+
+
+def test_an_unjudged_row_foretells_nothing(monkeypatch):
+    monkeypatch.setattr(Judge, "judge", lambda self, rows, forest, logits: [Unjudged("broken") for _ in rows])
+    assert run(mixed_engine(), [greedy("r", (5, 9, 3))]).stats[0].num_expected_rows == 0
