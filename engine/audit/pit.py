@@ -1,0 +1,43 @@
+"""The randomised probability integral transform: draws from any laws, made uniform if the laws are right.
+
+    u = F(y-) + U p(y)     U uniform and independent; F runs through the tokens in a fixed order
+
+If y has law p, u is uniform whatever p is, and so independent of everything before it: tokens of all prompts and positions
+can be counted together. The order is that of falling probability, a function of the target's law alone: a law too flat or too
+peaked then fills one end. Shape key: N draws, V vocabulary.
+Sources: Rosenblatt 1952; Brockwell, "Universal residuals", Statistics and Probability Letters 2007.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.audit.chi_square import ChiSquare, compared
+
+NUM_BINS = 20
+
+
+def transformed(laws_NV: Float[Tensor, "N V"], token_ids: Sequence[int], uniforms: Sequence[float]) -> list[float]:
+    """Return u of each draw."""
+    ids_N1 = torch.tensor(list(token_ids), device=laws_NV.device)[:, None]
+    own_N1 = laws_NV.gather(-1, ids_N1)
+    index_V = torch.arange(laws_NV.shape[-1], device=laws_NV.device)
+    is_before_NV = (laws_NV > own_N1) | ((laws_NV == own_N1) & (index_V < ids_N1))
+    before_N = (laws_NV.double() * is_before_NV).sum(-1)
+    inside_N = torch.tensor(list(uniforms), dtype=torch.float64, device=laws_NV.device) * own_N1[:, 0]
+    return (before_N + inside_N).tolist()
+
+
+def binned(values: Sequence[float]) -> list[int]:
+    """Return how many values fall into each of NUM_BINS equal parts of [0, 1]."""
+    counts = [0] * NUM_BINS
+    for value in values:
+        counts[min(int(value * NUM_BINS), NUM_BINS - 1)] += 1
+    return counts
+
+
+def tested(bins: Sequence[int]) -> ChiSquare:
+    """Compare counts by bin with an even spread."""
+    return compared(bins, [sum(bins) / len(bins)] * len(bins))

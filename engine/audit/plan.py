@@ -1,0 +1,69 @@
+"""What an audit is to do: prompts, the ways of sampling to be tried on them, sizes and the error level. Records only."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from engine.tree import Expansion
+from engine.types import SamplingParams, Speculation
+
+_MIN_PREFIX_SAMPLES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way of asking the engine: how tokens are drawn, which rule judges and what is drafted (None: the policy chooses)."""
+
+    sampling: SamplingParams
+    verifier: str
+    expansion: Expansion | None = None
+
+    @property
+    def name(self) -> str:
+        """Short label."""
+        return f"{self.sampling_name}, {self.verifier} {self.expansion or 'by policy'}"
+
+    @property
+    def sampling_name(self) -> str:
+        """The sampling parameters that differ from their defaults, and the temperature."""
+        default, names = SamplingParams(), ("top_p", "top_k", "min_p", *_PENALTIES)
+        values = [(name, getattr(self.sampling, name)) for name in names]
+        changed = "".join(f" {name} {value:g}" for name, value in values if value != getattr(default, name))
+        return f"temperature {self.sampling.temperature:g}{changed}"
+
+    @property
+    def speculation(self) -> Speculation:
+        """What to ask of the engine."""
+        return Speculation(True, self.expansion, self.verifier)
+
+
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class AuditPlan:
+    """An audit. `first_seed` makes it repeatable; with another one it is another, independent experiment.
+
+    `num_samples` answers of `max_tokens` tokens are drawn for each prompt and setting; texts of `num_choice_tokens` are made
+    greedily and, `num_seeds` times for each prompt and way of sampling, by the coupled rule. `alpha` is the chance that a
+    lossless engine is called lossy by any of the law tests together.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    settings: tuple[Setting, ...]
+    first_seed: int
+    num_samples: int = 200
+    max_tokens: int = 8
+    num_choice_tokens: int = 48
+    num_seeds: int = 2
+    alpha: float = 1e-3
+    min_prefix_samples: int = _MIN_PREFIX_SAMPLES
+
+    def choice_settings(self) -> Iterator[Setting]:
+        """Yield the settings whose tokens are no draws once the seed is known: greedy ones, then coupled ones."""
+        expansions = list(dict.fromkeys(setting.expansion for setting in self.settings))
+        samplings = list(dict.fromkeys(replace(setting.sampling, seed=None) for setting in self.settings))
+        greedy = dict.fromkeys(replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0) for sampling in samplings)
+        for expansion in expansions:
+            yield from (Setting(sampling, self.settings[0].verifier, expansion) for sampling in greedy)
+        for expansion in expansions:
+            yield from (Setting(sampling, "coupled", expansion) for sampling in samplings)

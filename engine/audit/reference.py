@@ -1,0 +1,110 @@
+"""The reference: transformers' own forward over whole texts, and its own processors for the laws. Nothing of our engine runs.
+
+No cache, no packing, no tree, no attention of ours: a mistake in any of them cannot be in both. Laws are float64; presence and
+frequency penalties, which transformers lacks, are OpenAI's formulas written again here. Shape key: N positions, V vocabulary.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.types import SamplingParams
+
+_MAX_PASS_TOKENS = 2048
+
+
+class Reference:
+    """A model as transformers runs it."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._module: Any = module.eval()
+
+    @classmethod
+    def load(cls, folder: Path, dtype: str, device: str) -> Self:
+        """Load the target's weights anew, with eager attention."""
+        module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+        return cls(module.to(torch.device(device)))
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the weights' dtype."""
+        return str(self._module.dtype).removeprefix("torch.")
+
+    @torch.inference_mode()
+    def logits(self, texts: Sequence[Sequence[int]], num_last: int) -> list[Float[Tensor, "N V"]]:
+        """Return each text's raw logits, float64, after its last `num_last` tokens."""
+        found: dict[int, Tensor] = {}
+        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        while by_length:
+            batch = self._batch(by_length, texts)
+            by_length = by_length[len(batch) :]
+            ids = torch.tensor([list(texts[index]) for index in batch], device=self._module.device)
+            logits = self._module(input_ids=ids, use_cache=False, logits_to_keep=num_last).logits
+            found.update(zip(batch, logits.double(), strict=True))
+        return [found[index] for index in range(len(texts))]
+
+    @staticmethod
+    def _batch(indices: Sequence[int], texts: Sequence[Sequence[int]]) -> list[int]:
+        """Return the leading indices whose texts are of one length and together not too long: nothing is ever padded."""
+        length = len(texts[indices[0]])
+        return [index for index in indices[: max(1, _MAX_PASS_TOKENS // length)] if len(texts[index]) == length]
+
+
+def penalised(
+    logits_NV: Float[Tensor, "N V"], prompt_ids: Sequence[int], text_ids: Sequence[int], sampling: SamplingParams
+) -> Float[Tensor, "N V"]:
+    """Return the logits after the penalties; row n is the law after `text_ids[:n]`."""
+    rows = [
+        _penalised(row_V, prompt_ids, text_ids[:count], sampling) if sampling.has_penalties else row_V
+        for count, row_V in enumerate(logits_NV)
+    ]
+    return torch.stack(rows)
+
+
+def _penalised(row_V: Tensor, prompt_ids: Sequence[int], said: Sequence[int], sampling: SamplingParams) -> Tensor:
+    row_V = row_V.clone()
+    if sampling.repetition_penalty != 1.0:
+        text = torch.tensor([[*prompt_ids, *said]], device=row_V.device)
+        row_V = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))(text, row_V[None])[0]
+    for token_id, count in Counter(said).items():
+        row_V[token_id] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    return row_V
+
+
+def warped(logits_NV: Float[Tensor, "N V"], sampling: SamplingParams) -> Float[Tensor, "N V"]:
+    """Return the laws that transformers' own warpers make of penalised logits; temperature must not be 0.
+
+    Tokens as likely as the last that is kept are kept too: where a sort leaves ties is nobody's law.
+    """
+    ids = torch.zeros((len(logits_NV), 1), dtype=torch.int64, device=logits_NV.device)  # warpers do not look at the text
+    scores_NV = TemperatureLogitsWarper(float(sampling.temperature))(ids, logits_NV)
+    kept_NV = scores_NV
+    for warper in _truncations(sampling):
+        kept_NV = warper(ids, kept_NV)
+    least_N1 = kept_NV.masked_fill(kept_NV == float("-inf"), float("inf")).amin(-1, keepdim=True)
+    return torch.softmax(scores_NV.masked_fill(scores_NV < least_N1, float("-inf")), -1)
+
+
+def _truncations(sampling: SamplingParams) -> list[Any]:
+    warpers: list[Any] = []
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0.0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers
