@@ -1,0 +1,230 @@
+"""Edits under speculation: every node of a tree has the law of its own text, so texts and laws are plain decoding's."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from engine import judge
+from engine.config import SchedulerConfig
+from engine.engine import Engine
+from engine.keys import Stream, stream_key
+from engine.noise import gumbels
+from engine.plan import Row
+from engine.policy import FixedExpansion
+from engine.testing import tiny_engine
+from engine.tree import PLAIN, Expansion
+from engine.types import FinishReason, Request, SamplingParams, Speculation
+from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.model.driving import run
+from tests.model.edits import processors_of
+from tests.model.tiny import model, own_logits, own_module, pair
+
+PROMPT = tuple(3 + (11 * i) % 7 for i in range(19))
+EXPANSIONS = [PLAIN, Expansion(4, 1, 0), Expansion(0, 3, 2), Expansion(2, 2, 2)]
+LONG = 24
+# Tokens of which the plain texts have many, so that each edit changes something.
+EDITS = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "negative frequency": {"frequency_penalty": -0.4},
+    "repetition": {"repetition_penalty": 1.7},
+    "bias": {"logit_bias": ((9, 2.0), (30, 1.5), (5, -100.0))},
+    "allowed": {"allowed_token_ids": tuple(range(0, 61, 8)), "frequency_penalty": 1.5},
+    "minimum": {"min_tokens": 15, "stop_token_ids": tuple(range(0, 61, 3))},
+}
+EDITS["all"] = {name: value for fields in EDITS.values() for name, value in fields.items()}
+EDITS["all"] |= {"allowed_token_ids": tuple(range(1, 61, 2)), "repetition_penalty": 1.3}
+
+
+def request_of(edits: str, **fields) -> Request:
+    sampling = SamplingParams(max_tokens=LONG, **EDITS[edits])
+    return Request("r", PROMPT, replace(sampling, ignore_eos=True, **fields))
+
+
+def engine_of(expansion: Expansion) -> Engine:
+    """Return an engine that drafts; a plain expansion drafts nothing."""
+    return tiny_engine(*pair("llama", noise=0.05), FixedExpansion(expansion))
+
+
+def check_texts(request: Request, expected: Sequence[int], expansions: Sequence[Expansion] = EXPANSIONS) -> None:
+    for expansion in expansions:
+        session = run(engine_of(expansion), [request])
+        assert session.outcomes["r"].ids == list(expected), expansion
+        if not expansion.is_plain:
+            assert len(session.stats) < len(expected), "something was accepted"
+
+
+@cache
+@torch.inference_mode()
+def generated(edits: str) -> list[int]:
+    """Return what `generate` adds to the prompt with the request's processors; it ends at the first stop token."""
+    sampling = request_of(edits, temperature=0.0).sampling
+    ids = torch.tensor([PROMPT])
+    out = own_module("llama").generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=sampling.max_tokens,
+        eos_token_id=list(sampling.stop_token_ids) or None,
+        pad_token_id=0,
+        logits_processor=processors_of(sampling, len(PROMPT)),
+    )
+    return out[0, len(PROMPT) :].tolist()
+
+
+@cache
+def seeded_text(edits: str) -> list[int]:
+    """Return plain decoding's text by transformers' logits and processors: at each place the arg max of log law plus noise."""
+    request = request_of(edits, seed=11, temperature=0.8)
+    sampling, text = request.sampling, list(PROMPT)
+    while len(text) < len(PROMPT) + LONG and (len(text) == len(PROMPT) or text[-1] not in sampling.stop_token_ids):
+        law = law_after(sampling, [text])[0]
+        noise = gumbels([stream_key(11, len(text), Stream.TOKEN)], len(law))[0]
+        text.append(int((law.log() + noise).argmax()))
+    return text[len(PROMPT) :]
+
+
+def law_after(sampling: SamplingParams, texts: Sequence[Sequence[int]], num_prompt: int = len(PROMPT)) -> torch.Tensor:
+    """Return the float64 laws of what follows texts of one length: transformers' logits and processors, then temperature."""
+    scores = processors_of(sampling, num_prompt)(torch.tensor(texts), own_logits("llama", texts)[:, -1])
+    return torch.softmax(scores.double() / sampling.temperature, -1)
+
+
+@pytest.mark.parametrize("edits", EDITS)
+def test_greedy_text_is_generates(edits):
+    check_texts(request_of(edits, temperature=0.0), generated(edits))
+
+
+@pytest.mark.parametrize("edits", EDITS)
+def test_seeded_text_is_plain_decodings(edits):
+    check_texts(request_of(edits, seed=11, temperature=0.8), seeded_text(edits))
+
+
+def test_each_edit_changes_the_text():
+    """An edit that changed nothing would prove nothing."""
+    plain = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+    unedited = run(engine_of(PLAIN), [Request("r", PROMPT, plain)]).outcomes["r"].ids
+    for edits in EDITS:
+        stops = EDITS[edits].get("stop_token_ids", ())
+        cut = next((at for at, token_id in enumerate(unedited, 1) if token_id in stops), LONG)
+        assert generated(edits) != unedited[:cut], edits
+
+
+def test_edited_requests_in_one_batch_get_the_texts_they_get_alone():
+    requests = [
+        replace(request_of(edits, **fields), request_id=f"{edits} {kind}")
+        for edits in EDITS
+        for kind, fields in (("greedy", {"temperature": 0.0}), ("seeded", {"seed": 11, "temperature": 0.8}))
+    ]
+    texts = run(engine_of(Expansion(1, 2, 2)), requests).texts()
+    for edits in EDITS:
+        assert texts[f"{edits} greedy"] == generated(edits)
+        assert texts[f"{edits} seeded"] == seeded_text(edits)
+
+
+@pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
+def test_no_stop_token_before_the_minimum_and_the_models_end_is_one(expansion):
+    end = model("llama").eos_token_ids[0]
+    sampling = SamplingParams(temperature=0.0, max_tokens=LONG, min_tokens=7, logit_bias=((end, 100.0),))
+    outcome = run(engine_of(expansion), [Request("r", PROMPT, sampling)]).outcomes["r"]
+    assert (len(outcome.ids), outcome.ids[-1], outcome.finish) == (8, end, FinishReason.STOP)
+    assert end not in outcome.ids[:-1]
+
+
+def test_logprobs_are_the_raw_models():
+    request = request_of("all", seed=3, temperature=0.5, num_logprobs=2, min_tokens=0, stop_token_ids=())
+    outcome = run(engine_of(Expansion(2, 2, 2)), [request]).outcomes["r"]
+    raw = torch.log_softmax(own_logits("llama", [[*PROMPT, *outcome.ids]])[0, len(PROMPT) - 1 : -1], -1)
+    for at, (token_id, told) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
+        assert told.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
+        assert told.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
+
+
+# The law, counted. Three tokens can come, so that triples can be counted and each soon comes again.
+COUNTED = SamplingParams(
+    temperature=3.0,
+    frequency_penalty=2.0,
+    presence_penalty=1.0,
+    repetition_penalty=1.2,
+    logit_bias=((9, 1.0), (4, 2.0)),
+    allowed_token_ids=(4, 9, 33),
+    max_tokens=4,
+    ignore_eos=True,
+)
+SHORT = (5, 9, 33, 4, 4)
+NUM_REQUESTS = 1000
+WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, max_model_len=32)
+
+
+@cache
+def target_law() -> dict[tuple[int, ...], float]:
+    """Return the law of the first three tokens, by transformers' logits and processors."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        nexts = law_after(COUNTED, [[*SHORT, *text] for text in law], len(SHORT))
+        law = {
+            (*text, token_id): p * float(row[token_id])
+            for (text, p), row in zip(law.items(), nexts, strict=True)
+            for token_id in row.nonzero()[:, 0].tolist()
+        }
+    return law
+
+
+def triples(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
+    requests = [
+        Request(str(seed), SHORT, replace(COUNTED, seed=seed), Speculation(verifier=verifier)) for seed in range(NUM_REQUESTS)
+    ]
+    session = run(tiny_engine(*pair("llama", noise=0.1), FixedExpansion(expansion), config=WIDE), requests)
+    assert sum(stats.num_accepted_tokens for stats in session.stats) > NUM_REQUESTS / 2
+    return Counter(tuple(outcome.ids[:3]) for outcome in session.outcomes.values())
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expansion"),
+    [
+        ("traversal", Expansion(1, 3, 1)),
+        ("specinfer", Expansion(0, 2, 2)),
+        ("nss", Expansion(1, 2, 1)),
+        ("block", Expansion(3, 1, 0)),
+    ],
+)
+def test_the_engines_law_is_the_edited_law(verifier, expansion):
+    assert z_of_counts(triples(verifier, expansion), target_law()) < PASSES_BELOW
+
+
+def context_without(**fields):
+    return lambda row, path_ids: replace(_LAW_CONTEXT(row, path_ids), **fields)
+
+
+def root_forgotten(row, path_ids):
+    context = _LAW_CONTEXT(row, path_ids)
+    return replace(context, history=context.history[:-1])
+
+
+_LAW_CONTEXT = Row.law_context
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [context_without(path_ids=()), context_without(num_prompt_tokens=0), root_forgotten],
+    ids=["path forgotten", "prompt counted", "root forgotten"],
+)
+def test_the_law_and_the_texts_kill(mutant, monkeypatch):
+    monkeypatch.setattr(Row, "law_context", mutant)
+    assert z_of_counts(triples("traversal", Expansion(1, 3, 1)), target_law()) > FAILS_ABOVE
+    for request, text in (
+        (request_of("all", temperature=0.0), generated("all")),
+        (request_of("all", seed=11, temperature=0.8), seeded_text("all")),
+    ):
+        with pytest.raises(AssertionError):
+            check_texts(request, text, [Expansion(2, 2, 2)])
+
+
+def test_the_law_kills_a_judge_that_edits_nothing(monkeypatch):
+    monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts: logits_NV)
+    with pytest.raises(AssertionError):
+        check_texts(request_of("repetition", temperature=0.0), generated("repetition"))

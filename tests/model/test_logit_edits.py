@@ -1,0 +1,218 @@
+"""Edited logits are what transformers' own processors make of them, and OpenAI's formula by hand, for each node of a tree."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.logit_edits import edited_logits
+from engine.plan import LawContext
+from engine.sampling import processed_laws
+from engine.types import SamplingParams
+from tests.model.edits import processors_of
+
+V = 13
+NOTHING = SamplingParams()
+tokens = st.integers(0, V - 1)
+penalties = st.just(0.0) | st.floats(-2, 2)
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+    presence_penalty=penalties,
+    frequency_penalty=penalties,
+    repetition_penalty=st.just(1.0) | st.floats(0.25, 4),
+    logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=4).map(lambda bias: tuple(bias.items())),
+    allowed_token_ids=st.none() | st.lists(tokens, min_size=1, max_size=5).map(tuple),
+    min_tokens=st.integers(0, 6),
+    max_tokens=st.just(8),
+    stop_token_ids=st.lists(st.integers(0, V + 2), max_size=3).map(tuple),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[LawContext]:
+    """The nodes of one tree: a request, its text, and paths of drafted tokens after it."""
+    sampling, history = draw(samplings), tuple(draw(st.lists(tokens, min_size=1, max_size=9)))
+    num_prompt = draw(st.integers(1, len(history)))
+    paths = draw(st.lists(st.lists(tokens, max_size=4).map(tuple), min_size=1, max_size=4))
+    return [LawContext(sampling, history, num_prompt, path) for path in paths]
+
+
+batches = st.lists(requests(), min_size=1, max_size=3).map(lambda groups: [context for group in groups for context in group])
+
+
+def random_logits(seed: int, num_rows: int) -> Tensor:
+    return torch.randn(num_rows, V, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def expected(logits_V: Tensor, context: LawContext) -> Tensor:
+    """Return the row as transformers' processors leave it."""
+    text = torch.tensor([[*context.history, *context.path_ids]])
+    scores = logits_V[None].clone()
+    for processor in processors_of(context.sampling, context.num_prompt_tokens):
+        scores = processor(text, scores)
+    return scores[0]
+
+
+def check(edit, contexts: Sequence[LawContext], seed: int = 0) -> None:
+    logits_NV = random_logits(seed, len(contexts))
+    wanted = torch.stack([expected(logits_V, context) for logits_V, context in zip(logits_NV, contexts, strict=True)])
+    assert torch.allclose(edit(logits_NV, contexts), wanted, atol=1e-5)
+
+
+def check_laws(laws_of, contexts: Sequence[LawContext], seed: int = 0) -> None:
+    """Check laws after edits and temperature, where there is a law."""
+    logits_NV = random_logits(seed, len(contexts))
+    for law_V, logits_V, context in zip(laws_of(logits_NV, contexts), logits_NV, contexts, strict=True):
+        scores_V = expected(logits_V, context)
+        if torch.isfinite(scores_V.amax()):
+            wanted = torch.softmax(scores_V.double() / context.sampling.temperature, -1)
+            assert torch.allclose(law_V.double(), wanted, atol=1e-5)
+
+
+@given(batches, st.integers(0, 2**31))
+def test_edits_are_transformers_processors(contexts, seed):
+    check(edited_logits, contexts, seed)
+
+
+@given(batches, st.integers(0, 2**31))
+def test_laws_are_edited_before_temperature(contexts, seed):
+    contexts = [replace(one, sampling=replace(one.sampling, temperature=one.sampling.temperature or 0.7)) for one in contexts]
+    check_laws(processed_laws, contexts, seed)
+
+
+@given(batches, st.integers(0, 2**31))
+def test_a_row_does_not_depend_on_batch_mates(contexts, seed):
+    logits_NV = random_logits(seed, len(contexts))
+    together = edited_logits(logits_NV, contexts)
+    alone = [edited_logits(logits_NV[row : row + 1], [context]) for row, context in enumerate(contexts)]
+    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(edited_logits(logits_NV.flip(0), contexts[::-1]), together.flip(0))
+
+
+@given(batches)
+def test_raw_logits_stay_raw(contexts):
+    logits_NV = random_logits(1, len(contexts))
+    edited_logits(logits_NV, contexts)
+    assert torch.equal(logits_NV, random_logits(1, len(contexts)))
+
+
+def test_rows_that_ask_for_nothing_cost_nothing():
+    logits_NV = random_logits(0, 3)
+    plain = LawContext(replace(NOTHING, temperature=0.3, top_k=3, stop_token_ids=(1,)), (1, 2, 3), 1, (2,))
+    assert edited_logits(logits_NV, [plain] * 3) is logits_NV
+    assert edited_logits(logits_NV[:0], []).shape == (0, V)
+
+
+def test_a_law_with_a_token_alone_is_a_point_mass():
+    context = LawContext(SamplingParams(allowed_token_ids=(4,), logit_bias=((4, -100.0),), top_p=0.5), (4,), 0)
+    assert processed_laws(random_logits(0, 1), [context])[0].nonzero().tolist() == [[4]]
+
+
+def with_contexts(change):
+    return lambda logits_NV, contexts: edited_logits(logits_NV, [change(context) for context in contexts])
+
+
+def path_of_the_first_node(logits_NV, contexts):
+    return edited_logits(logits_NV, [replace(context, path_ids=contexts[0].path_ids) for context in contexts])
+
+
+def edits_of_the_next_row(logits_NV, contexts):
+    return edited_logits(logits_NV, [*contexts[1:], contexts[0]])
+
+
+def in_two_steps(first):
+    """Edit with the named parameters before all others."""
+
+    def edit(logits_NV, contexts):
+        early = [{name: getattr(context.sampling, name) for name in first} for context in contexts]
+        late = {name: getattr(NOTHING, name) for name in first}
+        before = [replace(context, sampling=replace(NOTHING, **named)) for context, named in zip(contexts, early, strict=True)]
+        after = [replace(context, sampling=replace(context.sampling, **late)) for context in contexts]
+        return edited_logits(edited_logits(logits_NV, before), after)
+
+    return edit
+
+
+def repetition_by_count(logits_NV, contexts):
+    """Divide once for each time a token came."""
+    rows = []
+    for logits_V, context in zip(logits_NV, contexts, strict=True):
+        only = replace(NOTHING, repetition_penalty=context.sampling.repetition_penalty)
+        for token_id in (*context.history, *context.path_ids)[:-1]:
+            logits_V = edited_logits(logits_V[None], [LawContext(only, (token_id,))])[0]
+        rows.append(
+            edited_logits(logits_V[None], [replace(context, sampling=replace(context.sampling, repetition_penalty=1.0))])[0]
+        )
+    return torch.stack(rows)
+
+
+def smaller_is_rarer(logits_NV, contexts):
+    """Divide whatever the sign, so that negative logits grow."""
+    shifted = edited_logits(logits_NV + 100, contexts) - 100
+    return torch.where(logits_NV < 0, shifted, edited_logits(logits_NV, contexts))
+
+
+def many_nodes() -> list[LawContext]:
+    sampling = SamplingParams(
+        presence_penalty=0.7,
+        frequency_penalty=0.9,
+        repetition_penalty=1.6,
+        logit_bias=((1, 2.5), (7, -3.0), (12, 1.0)),
+        allowed_token_ids=tuple(range(12)),
+        min_tokens=4,
+        stop_token_ids=(0, 5),
+    )
+    paths = [(), (1,), (1, 1), (7, 2), (2, 3, 0, 1)]
+    return [LawContext(sampling, (1, 2, 2, 9, 1, 3), 4, path) for path in paths]
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        with_contexts(lambda one: replace(one, path_ids=())),
+        with_contexts(lambda one: replace(one, path_ids=one.path_ids[:-1])),
+        with_contexts(lambda one: replace(one, path_ids=tuple(set(one.path_ids)))),
+        with_contexts(lambda one: replace(one, num_prompt_tokens=0)),
+        with_contexts(lambda one: replace(one, history=one.history[one.num_prompt_tokens :], num_prompt_tokens=0)),
+        with_contexts(lambda one: replace(one, num_prompt_tokens=one.num_prompt_tokens + 1)),
+        path_of_the_first_node,
+        edits_of_the_next_row,
+        in_two_steps(["repetition_penalty"]),
+        in_two_steps(["presence_penalty", "frequency_penalty"]),
+        repetition_by_count,
+        smaller_is_rarer,
+    ],
+    ids=[
+        *("path forgotten", "last node forgotten", "path counted once", "prompt counted as generated", "prompt forgotten"),
+        *("first token not counted", "first path for all", "next row's edits", "repetition before bias", "penalties before bias"),
+        *("repetition by count", "negative logits grow"),
+    ],
+)
+def test_edits_kill(mutant):
+    contexts = many_nodes()
+    check(edited_logits, contexts)
+    with pytest.raises(AssertionError):
+        check(mutant, contexts)
+
+
+def edited_after_temperature(logits_NV, contexts):
+    temperatures = torch.tensor([[context.sampling.temperature] for context in contexts])
+    return torch.softmax(edited_logits(logits_NV / temperatures, contexts), -1)
+
+
+def never_edited(logits_NV, contexts):
+    return processed_laws(logits_NV, [LawContext(SamplingParams(context.sampling.temperature)) for context in contexts])
+
+
+@pytest.mark.parametrize("mutant", [edited_after_temperature, never_edited])
+def test_laws_kill(mutant):
+    contexts = [replace(one, sampling=replace(one.sampling, temperature=0.5)) for one in many_nodes()]
+    check_laws(processed_laws, contexts)
+    with pytest.raises(AssertionError):
+        check_laws(mutant, contexts)
