@@ -25,3 +25,4 @@ settings.load_profile("latebranch")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden-tokens", type=int, default=24, help="tokens compared with transformers.generate for each prompt")
+    parser.addoption("--seeded-prompts", type=int, default=3, help="prompts whose seeded texts are compared on real weights")
