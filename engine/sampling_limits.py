@@ -9,6 +9,11 @@ from collections.abc import Sequence
 
 from engine.types import SamplingParams
 
+# Bounds of OpenAI's API; a repetition penalty has none there. Within them float32 logits stay finite.
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+
 
 class NoLaw(ValueError):
     """These parameters make no law; the text says why, `param` names the field."""
@@ -39,10 +44,11 @@ def _require_truncation(sampling: SamplingParams) -> None:
 
 def _require_penalties(sampling: SamplingParams) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
-        if not math.isfinite(value := getattr(sampling, name)):
-            raise NoLaw(name, f"{name} must be a finite number, not {value}")
-    if not 0.0 < sampling.repetition_penalty < math.inf:
-        raise NoLaw("repetition_penalty", f"repetition_penalty must be finite and above 0, not {sampling.repetition_penalty}")
+        if not abs(value := getattr(sampling, name)) <= MAX_PENALTY:
+            raise NoLaw(name, f"{name} must lie in [-{MAX_PENALTY}, {MAX_PENALTY}], not {value}")
+    if not MIN_REPETITION_PENALTY <= (value := sampling.repetition_penalty) <= MAX_REPETITION_PENALTY:
+        bounds = f"[{MIN_REPETITION_PENALTY}, {MAX_REPETITION_PENALTY}]"
+        raise NoLaw("repetition_penalty", f"repetition_penalty must lie in {bounds}, not {value}")
 
 
 def _require_bias(sampling: SamplingParams, vocab_size: int) -> None:
@@ -50,8 +56,8 @@ def _require_bias(sampling: SamplingParams, vocab_size: int) -> None:
     _require_known("logit_bias", ids, vocab_size)
     if len(set(ids)) < len(ids):
         raise NoLaw("logit_bias", "logit_bias names a token twice")
-    if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
-        raise NoLaw("logit_bias", "a bias in logit_bias must be a finite number")
+    if not all(abs(bias) <= MAX_BIAS for _, bias in sampling.logit_bias):
+        raise NoLaw("logit_bias", f"a bias in logit_bias must lie in [-{MAX_BIAS}, {MAX_BIAS}]")
 
 
 def _require_tokens(sampling: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from server.choice import Choice
 from server.errors import ContextTooLong, InvalidRequest, Overloaded, UnknownModel
 from server.generation import Generation, Sample
 from server.runtime import Runtime
+from server.sampling import sampling_of
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest, Prompt
@@ -108,7 +109,7 @@ async def _submitted(
     """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
     model = runtime.engine.model
     _check_speculation(runtime, body)
-    sampling = _sampling(model, body, max_tokens)
+    sampling = sampling_of(model, body, max_tokens)
     meter = runtime.metrics.requests.meter(body.num_samples, max_tokens)
     group = uuid.uuid4().hex
     speculation = body.speculative.to_speculation() if body.speculative else Speculation()
@@ -126,24 +127,6 @@ async def _submitted(
 def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     """Return how choice `index` is drawn: each of a request has noise of its own, also those of different prompts."""
     return sampling if sampling.seed is None else replace(sampling, seed=derived_seed(sampling.seed, index))
-
-
-def _sampling(model: ModelInfo, body: GenerationRequest, max_tokens: int) -> SamplingParams:
-    """Return how choice 0 is drawn; null fields are the OpenAI defaults."""
-    stop_token_ids = tuple(body.stop_token_ids or ())
-    if any(i >= model.vocab_size for i in stop_token_ids):
-        raise InvalidRequest(f"a stop token is outside the vocabulary of {model.vocab_size}", "stop_token_ids")
-    return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
-        seed=body.seed,
-        max_tokens=max_tokens,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=bool(body.ignore_eos),
-        num_logprobs=body.num_top_logprobs,
-    )
 
 
 def _check_speculation(runtime: Runtime, body: GenerationRequest) -> None:

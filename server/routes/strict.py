@@ -12,9 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from server.errors import InvalidRequest
+from server.schemas.common import MAX_BIASED_TOKENS
 
-# Each unknown key of an object is an error that validation collects; no object of this API has nearly as many.
-_MAX_KEYS = 256
+# Each unknown key of an object is an error that validation collects; no object of this API has more than a logit_bias.
+_MAX_KEYS = MAX_BIASED_TOKENS
 # Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, can have.
 _MAX_CONTAINERS = 16384
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: one pass, whatever the body is

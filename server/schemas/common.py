@@ -7,10 +7,20 @@ as `Neutral`: its neutral values change nothing and are accepted, anything else 
 import json
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
+from engine.sampling_limits import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from engine.tree import Expansion
 from engine.types import Speculation, VerifierName
 
@@ -19,6 +29,8 @@ MAX_CHOICES = 1024  # whatever the settings say
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 256
+MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 4096
 
 
 class Neutral:
@@ -88,7 +100,16 @@ class SpeculativeOptions(Strict):
         return Speculation(self.enabled, self.expansion, self.verifier)
 
 
+def _token_id_in_decimal(key: str) -> str:
+    """Return a key of a map over tokens; JSON has no other keys than strings. One spelling each, so that no token comes twice."""
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
+        raise ValueError("its keys must be token ids in decimal digits")
+    return key
+
+
 TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+BiasKey = Annotated[str, AfterValidator(_token_id_in_decimal)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -100,9 +121,28 @@ class GenerationRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_INTEGER, description="0 and -1 are off.")
     min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY, description="Off every token generated so far.")
+    frequency_penalty: float | None = Field(
+        None, ge=-MAX_PENALTY, le=MAX_PENALTY, description="Off a token for each time it was generated."
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        ge=MIN_REPETITION_PENALTY,
+        le=MAX_REPETITION_PENALTY,
+        description="Divides logits above 0 of the tokens in prompt and text, multiplies those below; 1 is off.",
+    )
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = Field(
+        None, description="Added to the logits of tokens, by token id."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None = (
+        Field(None, description="The only tokens that can come.")
+    )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
+    min_tokens: int | None = Field(
+        None, ge=0, le=MAX_INTEGER, description="No stop token before; stop strings end a text anyway."
+    )
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
@@ -110,9 +150,6 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     speculative: SpeculativeOptions | None = None
     user: str | None = Field(None, description="Accepted; changes nothing.")
-    presence_penalty: Annotated[object, Neutral(0)] = None
-    frequency_penalty: Annotated[object, Neutral(0)] = None
-    logit_bias: Annotated[object, Neutral({})] = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:

@@ -119,7 +119,9 @@ async def test_the_four_forms_of_a_prompt(prompt: object, expected: list[tuple[i
 async def test_every_parameter_reaches_the_engine():
     engine = FakeEngine(eos_token_ids=(9,))
     body = completion(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-5, max_tokens=3, n=2)
-    body |= {"stop_token_ids": [4], "ignore_eos": True, "logprobs": 1}
+    body |= {"stop_token_ids": [4], "ignore_eos": True, "logprobs": 1, "min_tokens": 2}
+    body |= {"presence_penalty": -0.5, "frequency_penalty": 2, "repetition_penalty": 1.25}
+    body |= {"logit_bias": {"7": -100, "0": 1.5}, "allowed_token_ids": [0, 7, 8]}
     body |= {"speculative": {"verifier": "nss", "trunk": 2, "branches": 3, "depth": 1}}
     async with in_process(engine) as client:
         assert (await client.post("/v1/completions", json=body)).status_code == 200
@@ -127,6 +129,10 @@ async def test_every_parameter_reaches_the_engine():
     sampling = first.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.1)
     assert (sampling.max_tokens, sampling.stop_token_ids, sampling.ignore_eos, sampling.num_logprobs) == (3, (4,), True, 1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-0.5, 2.0, 1.25)
+    assert (sampling.logit_bias, sampling.allowed_token_ids) == (((7, -100.0), (0, 1.5)), (0, 7, 8))
+    assert sampling.min_tokens == 2
+    encoded(Add(first))
     assert (first.sampling.seed, second.sampling.seed) == (-5, derived_seed(-5, 1))
     assert first.speculation == Speculation(True, Expansion(2, 3, 1), "nss")
 
@@ -134,26 +140,38 @@ async def test_every_parameter_reaches_the_engine():
 async def test_null_is_the_openai_default():
     engine = FakeEngine()
     nulls = dict.fromkeys(["temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "stop", "logprobs", "stream"])
+    nulls |= dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"])
+    nulls |= dict.fromkeys(["allowed_token_ids", "min_tokens"])
     async with in_process(engine) as client:
         assert (await client.post("/v1/completions", json=completion(**nulls))).status_code == 200
     (request,) = engine.requests
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (1.0, 1.0, None)
     assert (request.sampling.max_tokens, request.speculation) == (16, Speculation())
+    assert not request.sampling.edits_logits
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, 0.0, None),
-    "frequency_penalty": (0, None),
-    "logit_bias": ({}, None),
+    "presence_penalty": (0, 0.0, -2, 2.0, None),
+    "frequency_penalty": (0, -2.0, 2, None),
+    "repetition_penalty": (1, 0.01, 100.0, None),
+    "logit_bias": ({}, {"5": 1, "399": -100, "0": 100.0}, {str(i): 1 for i in range(400)}, None),
+    "allowed_token_ids": ([0], [399, 5], [5, 5], None),
+    "min_tokens": (0, 16, None),
     "best_of": (1, None),
     "echo": (False, None),
     "suffix": (None,),
     "user": ("someone", None),
 }
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.5, False, "0"),
-    "frequency_penalty": (-1,),
-    "logit_bias": ({"5": 1}, []),
+    "presence_penalty": (2.1, -2.1, False, "0"),
+    "frequency_penalty": (2.5, -3, "1", True),
+    "repetition_penalty": (0, -1, 100.5, "1", True),
+    "logit_bias": (
+        *({"5": 100.5}, {"5": -101}, {"5": "1"}, {"5": None}, {"5": True}, {"400": 1}, {"9999999999": 1}, {"9" * 5000: 1}),
+        *({"-1": 1}, {"05": 1}, {"": 1}, {"5.0": 1}, {"five": 1}, {"٥": 1}, [], [[5, 1]]),
+    ),
+    "allowed_token_ids": ([], [400], [-1], ["5"], [2**64], 5, list(range(4097))),
+    "min_tokens": (-1, 1.5, 17, "1", 2**31, 2**64),
     "best_of": (2, 2**64),
     "echo": (True, 0),
     "suffix": ("x", ""),
@@ -176,7 +194,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "speculative.verifier": ("magic",),
     "speculative.branches": (0, 2**64),
     "speculative.colour": ("red",),
-    "repetition_penalty": (1.0,),
     "anything": (None,),
 }
 
@@ -196,6 +213,33 @@ async def test_other_values_are_refused_by_the_name_of_the_field():
                 error = response.json()["error"]
                 assert (response.status_code, error["type"]) == (400, "invalid_request_error"), (name, value)
                 assert error["param"].startswith(name), (name, value, error)
+
+
+async def test_a_minimum_without_a_token_that_goes_on_is_refused():
+    """Every token that could come would stop the text before its minimum: no law is left."""
+    only = {"allowed_token_ids": [4, 9], "min_tokens": 1}
+    async with in_process(FakeEngine(eos_token_ids=(9,))) as client:
+        refused = await client.post("/v1/completions", json=completion(**only, stop_token_ids=[4]))
+        fine = await client.post("/v1/completions", json=completion(**only, stop_token_ids=[4], ignore_eos=True))
+        no_minimum = await client.post("/v1/completions", json=completion(**only | {"min_tokens": 0}, stop_token_ids=[4]))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
+    assert (fine.status_code, no_minimum.status_code) == (200, 200)
+
+
+async def test_so_many_tokens_are_biased_and_no_more():
+    async with in_process(FakeEngine(vocab_size=2000)) as client:
+        fits = await client.post("/v1/completions", json=completion(logit_bias={str(i): 1 for i in range(1024)}))
+        too_many = await client.post("/v1/completions", json=completion(logit_bias={str(i): 1 for i in range(1025)}))
+    assert (fits.status_code, too_many.status_code) == (200, 400)
+
+
+async def test_a_bad_key_of_the_bias_is_told_of():
+    async with in_process(FakeEngine()) as client:
+        error = (await client.post("/v1/completions", json=completion(logit_bias={"five": 1}))).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "logit_bias.five",
+        "logit_bias.five: its keys must be token ids in decimal digits",
+    )
 
 
 async def test_no_shape_without_a_drafter():

@@ -145,6 +145,7 @@ async def test_error_text_is_bounded():
         completion(stop=["x" * 5000] * 10),
         completion(metadata={f"k{i}": i for i in range(5000)}),
         completion(presence_penalty="x" * 5000),
+        completion(logit_bias={"x" * 5000: 1}),
         {"model": MODEL, "messages": [{"role": "x" * 1000, "content": ["x"] * 1000}] * 100},
     ]
     async with in_process(FakeEngine()) as client:

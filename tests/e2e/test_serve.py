@@ -119,7 +119,7 @@ BAD_BODIES: list[tuple[bytes, int]] = [
     (json.dumps({"model": MODEL, "prompt": "x", "temperature": -0.1}).encode(), 400),
     (json.dumps({"model": MODEL, "prompt": "x", "n": 0}).encode(), 400),
     (json.dumps({"model": MODEL, "prompt": [-5]}).encode(), 400),
-    (json.dumps({"model": MODEL, "prompt": "x", "presence_penalty": 1.0}).encode(), 400),
+    (json.dumps({"model": MODEL, "prompt": "x", "presence_penalty": 3.0}).encode(), 400),
     (json.dumps({"model": MODEL, "prompt": "x", "speculative": {"verifier": "guess"}}).encode(), 400),
     (b'{"model": "smollm2-135m", "prompt": "\xff\xfe"}', 400),
     (b"[" * 5000, 400),

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ PROMPT = tuple(3 + (11 * i) % 7 for i in range(19))
 EXPANSIONS = [PLAIN, Expansion(4, 1, 0), Expansion(0, 3, 2), Expansion(2, 2, 2)]
 LONG = 24
 # Tokens of which the plain texts have many, so that each edit changes something.
-EDITS = {
+EDITS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": 0.8},
     "negative frequency": {"frequency_penalty": -0.4},
@@ -73,7 +74,7 @@ def generated(edits: str) -> list[int]:
         pad_token_id=0,
         logits_processor=processors_of(sampling, len(PROMPT)),
     )
-    return out[0, len(PROMPT) :].tolist()
+    return out[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
 
 
 @cache

@@ -121,6 +121,27 @@ def test_masked_tokens_are_sound_and_infinite_ones_are_not():
     assert [isinstance(verdict, Verdict) for verdict in Judge().judge(rows, forest, logits_NV)] == [True, False, False]
 
 
+@pytest.mark.parametrize("kind", KINDS[:3], ids=["greedy", "coupled", "traversal"])
+def test_a_row_whose_tokens_are_all_ruled_out_ends_alone(kind):
+    """The request allows two tokens, the model neither: no arg max means anything there."""
+    sampling, verifier = kind
+    rows = rows_of([kind, (replace(sampling, allowed_token_ids=(0, 3)), verifier), kind])
+    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    logits_NV = target_logits(forest)
+    logits_NV[:, [0, 3]] = float("-inf")
+    verdicts = Judge().judge(rows, forest, logits_NV)
+    assert [isinstance(verdict, Verdict) for verdict in verdicts] == [True, False, True]
+    assert verdicts[1] == Unjudged("bias, penalties and allowed tokens leave no token that could come")
+
+
+def test_a_broken_logit_is_no_less_broken_where_it_is_masked():
+    rows = rows_of([(replace(WARM, allowed_token_ids=(0, 3)), "traversal")])
+    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    logits_NV = target_logits(forest)
+    logits_NV[-1, 1] = float("nan")
+    assert Judge().judge(rows, forest, logits_NV) == [Unjudged("the target's logits are not finite")]
+
+
 def test_a_verifier_is_made_once(monkeypatch):
     """They were once made anew at each step and thrown away."""
     judge = Judge()

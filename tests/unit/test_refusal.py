@@ -1,6 +1,7 @@
 """Impossible requests are refused with the reason, before they get a place in the queue."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,11 @@ INFO = ModelInfo("m", 100, 50, 1000, (2,), "float32", "cpu", "none", "traversal"
 
 def test_what_can_run_passes():
     require_runnable(Request("r", (1, 99), SamplingParams(max_tokens=48)), INFO)
+    bias = ((0, -100.0), (99, 100.0))
+    require_runnable(Request("r", (1,), SamplingParams(logit_bias=bias, allowed_token_ids=(0, 99), min_tokens=16)), INFO)
+    ends = SamplingParams(allowed_token_ids=(2, 3), stop_token_ids=(3,), ignore_eos=True, min_tokens=1)
+    require_runnable(Request("r", (1,), ends), INFO)
+    require_runnable(Request("r", (1,), replace(ends, ignore_eos=False, min_tokens=0)), INFO)
     require_runnable(Request("r", (1,), SamplingParams(temperature=0.0, top_p=1e-9, min_p=1.0, top_k=10**9)), INFO)
 
 
@@ -26,6 +32,23 @@ def test_what_can_run_passes():
         (SamplingParams(min_p=1.1), "min_p"),
         (SamplingParams(top_k=-1), "top_k"),
         (SamplingParams(num_logprobs=-1), "num_logprobs"),
+        (SamplingParams(presence_penalty=math.nan), "presence_penalty"),
+        (SamplingParams(frequency_penalty=math.inf), "frequency_penalty"),
+        (SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
+        (SamplingParams(repetition_penalty=math.nan), "repetition_penalty"),
+        (SamplingParams(repetition_penalty=math.inf), "repetition_penalty"),
+        (SamplingParams(logit_bias=((100, 1.0),)), "100 in logit_bias is outside the vocabulary"),
+        (SamplingParams(logit_bias=((-1, 1.0),)), "-1 in logit_bias"),
+        (SamplingParams(logit_bias=((5, 1.0), (5, 1.0))), "twice"),
+        (SamplingParams(logit_bias=((5, math.nan),)), "a bias in"),
+        (SamplingParams(logit_bias=((5, -math.inf),)), "a bias in"),
+        (SamplingParams(allowed_token_ids=()), "no token could come"),
+        (SamplingParams(allowed_token_ids=(5, 100)), "100 in allowed_token_ids"),
+        (SamplingParams(allowed_token_ids=(-1,)), "-1 in allowed_token_ids"),
+        (SamplingParams(min_tokens=-1), "min_tokens"),
+        (SamplingParams(min_tokens=17), "min_tokens must lie in"),
+        (SamplingParams(min_tokens=1, allowed_token_ids=(2, 3), stop_token_ids=(3,)), "holds back every token"),
+        (SamplingParams(min_tokens=1, stop_token_ids=tuple(range(100))), "holds back every token"),
         (SamplingParams(max_tokens=0), "max_tokens"),
         (SamplingParams(max_tokens=50), "exceed 50"),
     ],

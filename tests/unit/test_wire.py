@@ -27,6 +27,12 @@ samplings = st.builds(
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     stop_token_ids=token_ids,
     num_logprobs=st.none() | st.integers(0, 20),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.5, 2),
+    logit_bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-100, 100)), max_size=3).map(tuple),
+    allowed_token_ids=st.none() | token_ids,
+    min_tokens=st.integers(0, 9),
 )
 speculations = st.builds(Speculation, st.booleans(), st.none() | expansions, st.none() | texts)
 requests = st.builds(Request, texts, token_ids, samplings, speculations)
