@@ -1,10 +1,13 @@
 """Builds an engine from its configuration: resolves weights, loads and checks models, chooses drafter and policy."""
 
 import logging
+import secrets
 from pathlib import Path
 
 import torch
 
+from engine.audit.auditor import Auditor
+from engine.audit.background import AuditedEngine
 from engine.config import EngineConfig
 from engine.draft.drafter import Drafter
 from engine.draft.early_exit import Lens, early_exit_drafter
@@ -58,6 +61,15 @@ def build_engine(config: EngineConfig) -> Engine:
         _logger.warning("%s rounds wide and narrow passes differently: near ties can fall either way", config.dtype)
     _logger.info("engine ready: %s", info)
     return engine
+
+
+def build_served(config: EngineConfig) -> Engine | AuditedEngine:
+    """Return what a worker turns: the engine, and around it the audit if one is wanted. Raises what `build_engine` raises."""
+    engine = build_engine(config)
+    if not config.audit_share:
+        return engine
+    auditor = Auditor(config.audit_share, config.audit_tokens, config.dtype, secrets.randbits(63))
+    return AuditedEngine(engine, auditor)
 
 
 def _warm_up(engine: Engine) -> None:

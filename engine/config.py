@@ -28,7 +28,8 @@ class EngineConfig:
 
     `model` and `draft_model` are references that engine.weights resolves. `drafter` is `none`, `ngram`, `early-exit` or
     `model`; `policy` is `plain`, `fixed` or `adaptive`. `dtype` is float32 or bfloat16. None lets the engine choose:
-    the device (cuda if there is one), threads (the physical processors).
+    the device (cuda if there is one), threads (the physical processors). `audit_share` of the requests have their first
+    `audit_tokens` tokens checked in idle moments.
     """
 
     model: str
@@ -42,4 +43,6 @@ class EngineConfig:
     dtype: str = "float32"
     device: str | None = None
     num_threads: int | None = None
+    audit_share: float = 0.0
+    audit_tokens: int = 32
     scheduler: SchedulerConfig = SchedulerConfig()

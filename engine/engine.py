@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.config import SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.draft.growth import Growth, grow, plain_growth
+from engine.forcing import TeacherForcing
 from engine.judge import Judge, logprobs_of
 from engine.plan import StepPlan
 from engine.policy import ExpansionPolicy
@@ -59,10 +60,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; raise RequestRefused if it can never run, ValueError if its id is in use."""
         require_runnable(request, self.info)
+        request = with_end_tokens(request, self.info)
         sampling, speculation = request.sampling, request.speculation
-        if not sampling.ignore_eos:
-            stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self.info.eos_token_ids)))
-            request = replace(request, sampling=replace(sampling, stop_token_ids=stops))
         default = self.info.verifier if sampling.seed is None else "coupled"
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._scheduler.add(Sequence(request, seed, speculation.verifier or default))
@@ -99,6 +98,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise IntegrityError if slots, tables and sequences contradict each other. Valid between steps."""
         self._scheduler.check_integrity()
+
+    def forcing(self) -> TeacherForcing:
+        """Return what feeds known texts to the target in this engine's slots; valid while the engine has no work of its own."""
+        return TeacherForcing(self._scheduler, self._target)
 
     def _taken_aborts(self) -> list[TokenEvent]:
         aborted, self._aborted = self._aborted, []
@@ -148,6 +151,15 @@ class Engine:
             num_draft_tokens=outcome.tree.num_nodes - 1,
             num_accepted_tokens=emission.num_accepted,
         )
+
+
+def with_end_tokens(request: Request, info: ModelInfo) -> Request:
+    """Return the request with the model's end tokens among its stops, unless it ignores them."""
+    sampling = request.sampling
+    if sampling.ignore_eos:
+        return request
+    stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *info.eos_token_ids)))
+    return replace(request, sampling=replace(sampling, stop_token_ids=stops))
 
 
 def _row_result(growth: Growth, index: int, verdict: Verdict) -> RowResult:

@@ -134,6 +134,22 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditStats:
+    """What the background audit found since it last told.
+
+    `outcomes` counts tokens by check (greedy, coupled, sampled) and outcome (match, near_tie, mismatch); `pit_bins` counts draws
+    by the bin of their probability integral transform; `num_dropped` chosen requests got no audit. `p_value` is that of all
+    draws since the engine was built. `num_pass_tokens` is above 0 if the step was a pass of the audit.
+    """
+
+    num_pass_tokens: int = 0
+    outcomes: dict[str, dict[str, int]] = field(default_factory=dict)
+    pit_bins: tuple[int, ...] = ()
+    num_dropped: int = 0
+    p_value: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """Numbers of one engine step; counts are this step's own, gauges the state after it.
 
@@ -167,6 +183,7 @@ class StepStats:
     judge_s: float = 0.0
     host_s: float = 0.0
     step_s: float = 0.0
+    audit: AuditStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,9 @@ Say = Callable[[Report], None]  # must not wait for a reader
 
 def load_engine(config: EngineConfig) -> SteppedEngine:
     """Build the real engine; raise what its loading raises."""
-    from engine.build import build_engine  # here, because it brings torch
+    from engine.build import build_served  # here, because it brings torch
 
-    return build_engine(config)
+    return build_served(config)
 
 
 class Worker:

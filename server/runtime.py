@@ -70,6 +70,7 @@ class Runtime:
         self._life: asyncio.Task[None] | None = None
         self._is_stopping = False
         engine.add_listener(self.metrics.steps.on_step)
+        engine.add_listener(self.metrics.audit.on_step)
 
     @property
     def codec(self) -> TextCodec:

@@ -90,6 +90,14 @@ class Settings(BaseSettings):
     num_slots: int = Field(default=32768, ge=1, description="Tokens the key-value cache holds.")
     max_model_len: int = Field(default=8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
 
+    audit_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of requests whose first tokens are checked in idle moments; 0.01 is typical.",
+    )
+    audit_tokens: int = Field(default=32, ge=1, description="Tokens of such a request that are checked, its first ones.")
+
     @model_validator(mode="after")
     def _draft_model_belongs_to_its_drafter(self) -> Self:
         if (self.drafter == "model") != (self.draft_model is not None):
@@ -128,6 +136,8 @@ class Settings(BaseSettings):
             dtype=self.dtype,
             device=self.device,
             num_threads=self.num_threads,
+            audit_share=self.audit_share,
+            audit_tokens=self.audit_tokens,
             scheduler=SchedulerConfig(
                 max_running=self.max_running,
                 max_waiting=self.max_waiting,

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from engine.service import EngineHealth
+from server.metrics.audit import AuditMetrics
 from server.metrics.families import Families
 from server.metrics.health import HealthCollector
 from server.metrics.http import HttpMetrics
@@ -24,6 +25,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         families = Families(self.registry, model_name)
         self.steps = StepMetrics(families, health)
+        self.audit = AuditMetrics(families)
         self.requests = RequestMetrics(families, max_model_len)
         self.http = HttpMetrics(self.registry)
         self.registry.register(HealthCollector(model_name, health))

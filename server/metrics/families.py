@@ -58,6 +58,11 @@ class Families:
             family.labels(*self._values, value)
         return lambda value: family.labels(*self._values, value)
 
+    def counters_by(self, name: str, text: str, labels: Sequence[str]) -> Callable[..., Counter]:
+        """Return counters told apart by several more labels, whose values are given in order."""
+        family = Counter(name, text, (*LABELS, *labels), registry=self._registry)
+        return lambda *values: family.labels(*self._values, *values)
+
     def histograms(self, name: str, text: str, label: str, buckets: Sequence[float]) -> Callable[[str], Histogram]:
         """Return histograms told apart by one more label."""
         family = Histogram(name, text, (*LABELS, label), buckets=buckets, registry=self._registry)

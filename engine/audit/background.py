@@ -1,0 +1,87 @@
+"""An engine that audits itself: when clients have nothing for it to do, what it said is fed again by a plain pass and judged.
+
+A pass runs in idle moments only, one chunk a step, and gives its slots back the moment a request comes; it then begins anew.
+So no client waits longer than for a step that was under way; under unbroken load nothing is audited, and what is dropped is
+counted.
+"""
+
+import logging
+from dataclasses import replace
+
+from engine.audit.auditor import Auditor
+from engine.engine import Engine, StepOutput, with_end_tokens
+from engine.forcing import ForcedStep
+from engine.types import ModelInfo, Request, StepStats
+
+_logger = logging.getLogger(__name__)
+
+
+class AuditedEngine:
+    """An engine and the auditor of its requests; steps like the engine it wraps, and owns it."""
+
+    def __init__(self, engine: Engine, auditor: Auditor) -> None:
+        self._engine = engine
+        self._auditor = auditor
+        self._forcing = engine.forcing()
+        self._last_step = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded models."""
+        return self._engine.info
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or say something, passes of the audit included."""
+        return self._engine.has_work or self._auditor.has_texts
+
+    def add(self, request: Request) -> None:
+        """Queue a request, as the engine does; an audit that is under way makes room."""
+        self._forcing.stop()
+        self._engine.add(request)
+        self._auditor.enlist(with_end_tokens(request, self.info))
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; the next step tells of it. Unknown ids are ignored."""
+        self._engine.abort(request_id)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if the books do not balance. Valid between steps."""
+        self._engine.check_integrity()
+
+    def step(self) -> StepOutput:
+        """Advance every running request; or, if there is none, the audit."""
+        is_idle = self._forcing.is_running or not self._engine.has_work
+        if is_idle and self._auditor.has_texts:
+            return self._audit()
+        output = self._engine.step()
+        self._last_step = output.stats.step
+        self._auditor.hear(output.events)
+        return replace(output, stats=replace(output.stats, audit=self._auditor.taken_stats()))
+
+    def _audit(self) -> StepOutput:
+        """Feed a chunk of the first text that waits; judge the text if it was the last."""
+        try:
+            if not self._forcing.is_running:
+                self._forcing.start(self._auditor.first().text)
+            done = self._forcing.step()
+            if done.logits_NV is not None:
+                self._auditor.judge(done.logits_NV)
+        except Exception:
+            _logger.exception("audit: a text cannot be judged")  # clients are not to suffer for it
+            self._forcing.stop()
+            self._auditor.drop()
+            done = None
+        return StepOutput((), self._stats(done))
+
+    def _stats(self, done: ForcedStep | None) -> StepStats:
+        """Return the numbers of a step that was the audit's: no request runs in it."""
+        audit = self._auditor.taken_stats(done.num_tokens if done else 0)
+        return StepStats(
+            step=self._last_step,
+            num_running=0,
+            num_waiting=0,
+            num_used_slots=done.num_used_slots if done else 0,
+            num_slots=self.info.num_slots,
+            audit=audit,
+        )

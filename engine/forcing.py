@@ -1,0 +1,105 @@
+"""Teacher forcing: a known text fed to the target as if it were drafted, so that its logits after every token are told again.
+
+A prompt, a chain for a tree, and the whole chain accepted: the scheduler and the target see an ordinary sequence, with chunks,
+slots and shares like any other. No drafter, no verifier and no randomness take part.
+Shape key: N tokens of the text, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.plan import Row
+from engine.scheduler import RowResult, Scheduler
+from engine.sequence import Sequence
+from engine.target import Target
+from engine.tree import Expansion, TokenTree
+from engine.types import Request, SamplingParams
+
+_ID = "teacher-forcing"
+_ANY_TREE = "coupled"  # a verifier that every tree fits; it is never asked
+
+
+@dataclass(frozen=True, slots=True)
+class KnownText:
+    """A prompt and at least one token after it."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ForcedStep:
+    """One pass; the last of a text brings the raw logits before each of its tokens."""
+
+    num_tokens: int
+    num_used_slots: int
+    logits_NV: Float[Tensor, "N V"] | None
+
+
+class TeacherForcing:
+    """Runs one text at a time on a scheduler that has nothing else to run; whoever calls sees to that."""
+
+    def __init__(self, scheduler: Scheduler, target: Target) -> None:
+        self._scheduler = scheduler
+        self._target = target
+        self._text: KnownText | None = None
+        self._pieces: list[Tensor] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a text holds slots."""
+        return self._text is not None
+
+    def start(self, text: KnownText) -> None:
+        """Give the text a place; the scheduler must be empty."""
+        sampling = SamplingParams(max_tokens=len(text.token_ids))
+        self._scheduler.add(Sequence(Request(_ID, text.prompt_ids, sampling), 0, _ANY_TREE))
+        self._text, self._pieces = text, []
+
+    def stop(self) -> None:
+        """Give the slots back at once; what was computed is lost. Nothing happens if no text runs."""
+        if self._text is not None:
+            self._scheduler.remove(_ID)
+            self._text, self._pieces = None, []
+
+    def step(self) -> ForcedStep:
+        """Feed the next chunk of the text that runs; the last one ends it."""
+        if self._text is None:
+            raise RuntimeError("no text runs")
+        self._scheduler.admit()
+        plan = self._scheduler.plan([Expansion(len(self._text.token_ids), 1, 0)])
+        (row,) = plan.rows
+        num_tokens, num_used = len(row.certain_ids) + row.expansion.num_draft_tokens, self._scheduler.pool.num_used
+        if not row.is_decoding:
+            self._target.forward(plan, [])
+            self._scheduler.commit_chunk(row)
+            return ForcedStep(num_tokens, num_used, None)
+        tree = _chain(row, self._text)
+        self._pieces.append(self._target.forward(plan, [tree]))
+        return ForcedStep(num_tokens, num_used, self._commit(row, tree, self._text))
+
+    def _commit(self, row: Row, tree: TokenTree, text: KnownText) -> Tensor | None:
+        """Accept the whole chain and the known token after it; return all logits if that was the end."""
+        extra_id = text.token_ids[_num_forced(row, text) + tree.num_nodes - 1]
+        emission = self._scheduler.commit(row, RowResult(tree, tuple(range(tree.num_nodes)), extra_id, drafted_len=0))
+        if emission.finish is None:
+            return None
+        logits_NV, self._text, self._pieces = torch.cat(self._pieces), None, []
+        return logits_NV
+
+
+def _num_forced(row: Row, text: KnownText) -> int:
+    """Tokens of the text that are committed already."""
+    return row.end - len(text.prompt_ids)
+
+
+def _chain(row: Row, text: KnownText) -> TokenTree:
+    """Return the text's next tokens as a tree on the row's last token."""
+    first = _num_forced(row, text)
+    drafted = text.token_ids[first : first + row.expansion.num_draft_tokens]
+    num_nodes = 1 + len(drafted)
+    draws = tuple((node + 1,) if node + 1 < num_nodes else () for node in range(num_nodes))
+    return TokenTree(tuple(range(-1, num_nodes - 1)), (row.certain_ids[-1], *drafted), draws)
