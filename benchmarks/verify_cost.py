@@ -22,8 +22,9 @@ from torch import Tensor
 
 from engine.forest import Forest
 from engine.keys import StepKey
-from engine.tree import Expansion, TokenTree
-from engine.verify.rules import VERIFIER_NAMES, create_verifier
+from engine.pairs import VERIFIER_NAMES
+from engine.tree import Expansion, TokenTree, parse_expansion
+from engine.verify.rules import create_verifier
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verifiers", nargs="+", choices=VERIFIER_NAMES, default=VERIFIER_NAMES, metavar="NAME")
     parser.add_argument("--vocab-size", type=int, default=152_000)
-    parser.add_argument("--expansion", type=_expansion, default=Expansion(3, 4, 7), help="trunk.branches.depth (3.4.7: 32 nodes)")
+    parser.add_argument(
+        "--expansion", type=parse_expansion, default=Expansion(3, 4, 7), help="trunk.branches.depth (3.4.7: 32 nodes)"
+    )
     parser.add_argument("--noise", type=float, default=0.7, help="spread of draft logits around the target's; those have 3")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
     return parser
-
-
-def _expansion(text: str) -> Expansion:
-    trunk, branches, depth = map(int, text.split("."))
-    return Expansion(trunk, branches, depth)
 
 
 def _case(args: argparse.Namespace) -> Case:

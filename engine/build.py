@@ -16,10 +16,10 @@ from engine.draft.ngram import NgramDrafter
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
+from engine.pairs import require_exact
 from engine.policy import AdaptiveExpansion, ExpansionPolicy, FixedExpansion, PlainDecoding
 from engine.target import Target
 from engine.types import ModelInfo, Request, SamplingParams
-from engine.verify.rules import TreeKind, require_exact
 from engine.weights import resolve
 
 _logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def build_engine(config: EngineConfig) -> Engine:
 
     Raises BadConfiguration, engine.model_check.UnsupportedModel or what engine.weights raises.
     """
-    require_exact(TreeKind.IID, config.verifier)
+    require_exact(config.expansion, config.verifier)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))

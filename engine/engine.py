@@ -12,10 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.config import SchedulerConfig
+from engine.draft.calibration import Calibration
 from engine.draft.drafter import Drafter
-from engine.draft.growth import Growth, grow, plain_growth
+from engine.draft.growth import Growth, grow, learn, plain_growth
 from engine.forcing import TeacherForcing
 from engine.judge import Judge, logprobs_of
+from engine.pairs import verifier_for
 from engine.plan import StepPlan
 from engine.policy import ExpansionPolicy
 from engine.refusal import require_runnable
@@ -23,6 +25,7 @@ from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
 from engine.target import Target
+from engine.tree import PLAIN
 from engine.types import FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
 from engine.verify.verdict import Unjudged, Verdict
 
@@ -49,6 +52,7 @@ class Engine:
         self._drafter = drafter
         self._policy = policy
         self._judge = Judge()
+        self._calibration = Calibration()
         self._scheduler = Scheduler(config, drafts_own_cache=drafter is not None and drafter.has_own_cache)
         self._aborted: list[TokenEvent] = []
 
@@ -62,9 +66,14 @@ class Engine:
         require_runnable(request, self.info)
         request = with_end_tokens(request, self.info)
         sampling, speculation = request.sampling, request.speculation
-        default = self.info.verifier if sampling.seed is None else "coupled"
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        self._scheduler.add(Sequence(request, seed, speculation.verifier or default))
+        self._scheduler.add(Sequence(request, seed, speculation.verifier or self._verifier_for(request)))
+
+    def _verifier_for(self, request: Request) -> str:
+        """Return the verifier of a request that names none."""
+        if request.sampling.seed is not None:
+            return "coupled"
+        return verifier_for(request.speculation.expansion or PLAIN, self.info.verifier)
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step tells of it. Unknown ids are ignored."""
@@ -89,6 +98,7 @@ class Engine:
         watch.lap("judge")
         # 5. Keep the accepted paths; tokens out.
         committed = self._commit(plan, growth, verdicts)
+        learn(self._calibration, plan.decoding, growth, verdicts)
         events = [*self._taken_aborts(), *(self._event(one, logits_NV) for one in committed)]
         watch.lap("commit")
         record = StepRecord(plan, tuple(committed), watch.laps)
@@ -111,7 +121,7 @@ class Engine:
         model = self._target.model
         if self._drafter is None:
             return plain_growth(plan.rows, model.vocab_size, model.device)
-        return grow(self._drafter, plan.rows, model.vocab_size, model.device)
+        return grow(self._drafter, plan.rows, model.vocab_size, model.device, self._calibration)
 
     def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | Unjudged]) -> list[RowOutcome]:
         """Commit chunks and paths; return what became of the decoding rows, in order."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.keys import StepKey
-from engine.tree import Expansion
+from engine.tree import Expansion, TreeKind
 from engine.types import SamplingParams
 
 
@@ -69,9 +69,11 @@ class Row:
         return LawContext(self.sampling, self.history, self.num_prompt_tokens, path_ids)
 
     @property
-    def is_ranked(self) -> bool:
-        """Whether children are the best of a fixed ranking (greedy, coupled) and not i.i.d. draws."""
-        return self.sampling.is_greedy or self.verifier == "coupled"
+    def draw_kind(self) -> TreeKind:
+        """How children are chosen: a greedy row ranks, a coupled one ranks with the noise; the tree decides for the others."""
+        if self.sampling.is_greedy:
+            return TreeKind.DETERMINISTIC
+        return TreeKind.SHARED_NOISE if self.verifier == "coupled" else self.expansion.kind
 
 
 @dataclass(frozen=True, slots=True)

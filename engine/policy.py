@@ -5,7 +5,9 @@ the same Protocol elsewhere; the engine never imports it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heappop, heappush
 from typing import Protocol
 
 from engine.tree import PLAIN, Expansion
@@ -44,6 +46,9 @@ class StepFeedback:
     verify_s: float
     step_s: float
     has_prefill: bool
+
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of trees that find their own shape
 
 
 class ExpansionPolicy(Protocol):
@@ -165,12 +170,14 @@ class AdaptiveExpansion:
 
 
 def _menu(largest: Expansion) -> list[Expansion]:
-    """Return plain decoding, every chain as deep as `largest`, and its delayed trees with every trunk."""
+    """Return plain decoding and what is no larger than `largest`: chains and trunks of a delayed tree, sizes of the others."""
+    if not largest.is_delayed:
+        return [PLAIN, *(replace(largest, max_nodes=size) for size in _SIZES if size < largest.max_nodes), largest]
     chains = [Expansion(length, 1, 0) for length in range(largest.max_depth + 1)]
     if largest.branches == 1:
         return chains
     trees = [
-        Expansion(trunk, branches, depth)
+        Expansion(trunk, branches, depth, largest.tree)
         for trunk in range(largest.trunk + 1)
         for branches in range(2, largest.branches + 1)
         for depth in range(1, largest.depth + 1)
@@ -185,6 +192,24 @@ def _score(outcome: DraftOutcome) -> tuple[float, float]:
 
 def _expected_tokens(expansion: Expansion, acceptance: float) -> float:
     """Return the expected tokens of a step, the extra token included, if every node is accepted with one probability."""
+    if not expansion.is_delayed:
+        return _expected_of_best(expansion.max_nodes, expansion.depth, expansion.branches, round(acceptance, 2))
     trunk = sum(acceptance**depth for depth in range(expansion.trunk + 1))
     fork = acceptance**expansion.trunk * (1 - (1 - acceptance) ** expansion.branches)
     return trunk + fork * sum(acceptance**depth for depth in range(expansion.depth))
+
+
+@lru_cache(maxsize=4096)
+def _expected_of_best(max_nodes: int, depth: int, branches: int, acceptance: float) -> float:
+    """Return the same of the best tree of that size: places are filled most valuable first, a sibling's after its elder's."""
+    places, expected = [(-acceptance, 1, 0)], 1.0  # (-chance to be accepted, depth, rank)
+    for _ in range(max_nodes):
+        if not places:
+            break
+        value, level, rank = heappop(places)
+        expected -= value
+        if level < depth:
+            heappush(places, (value * acceptance, level + 1, 0))
+        if rank + 1 < branches:
+            heappush(places, (value * (1 - acceptance), level, rank + 1))
+    return expected

@@ -1,8 +1,9 @@
 """Which requests can never run: one check, made before a request gets a place in the queue."""
 
+from engine.pairs import InexactPairError, UnknownVerifierError, require_exact
 from engine.sampling_limits import NoLaw, require_law
-from engine.types import ModelInfo, Request
-from engine.verify.rules import TreeKind, require_exact
+from engine.tree import PLAIN
+from engine.types import ModelInfo, Request, Speculation
 
 
 class RequestRefused(ValueError):
@@ -24,8 +25,13 @@ def require_runnable(request: Request, info: ModelInfo) -> None:
         require_law(sampling, info.vocab_size, info.eos_token_ids)
     except NoLaw as error:
         raise RequestRefused(str(error)) from error
-    if request.speculation.verifier is not None:
-        try:
-            require_exact(TreeKind.IID, request.speculation.verifier)
-        except ValueError as error:
-            raise RequestRefused(str(error)) from error
+    _require_exact_pair(request.speculation)
+
+
+def _require_exact_pair(speculation: Speculation) -> None:
+    if speculation.verifier is None:
+        return
+    try:
+        require_exact(speculation.expansion or PLAIN, speculation.verifier)
+    except (InexactPairError, UnknownVerifierError) as error:
+        raise RequestRefused(str(error)) from error

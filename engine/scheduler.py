@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from engine.blocks import IntegrityError, SlotPool
 from engine.budget import Share, Wish, share_out
 from engine.config import SchedulerConfig
+from engine.pairs import fitted
 from engine.plan import Row, StepPlan
 from engine.policy import DraftOutcome, SequenceView
 from engine.sequence import Sequence
@@ -123,12 +124,16 @@ class Scheduler:
         return StepPlan(self._step, tuple(rows), num_preempted)
 
     def _wish(self, sequence: Sequence, expansion: Expansion) -> Expansion:
-        """Return what is wanted for a sequence: its own request's shape before the policy's, no deeper than tokens remain."""
+        """Return what is wanted for a sequence: its own request's tree before the policy's, one its verifier is exact on.
+
+        No deeper than tokens remain, the extra one aside.
+        """
         speculation = sequence.request.speculation
         if not speculation.is_enabled:
             return PLAIN
-        wish = speculation.expansion or expansion
-        return wish.limited(max(0, sequence.num_remaining - 1), wish.num_draft_tokens)
+        wish = fitted(speculation.expansion or expansion, sequence.verifier)
+        most = wish.num_draft_tokens if speculation.max_nodes is None else min(speculation.max_nodes, wish.num_draft_tokens)
+        return wish.limited(max(0, sequence.num_remaining - 1), most)
 
     def _fitted(self, sequence: Sequence, wish: Expansion, share: Share, draft_feed: int) -> Expansion:
         """Trim a wish to its share and to the slots that younger rows can spare; nothing grows on an unfinished prompt.

@@ -3,8 +3,10 @@
 Knows parents, depths, orders and ancestor masks. Does not know models, laws or torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,34 +14,90 @@ from numpy.typing import NDArray
 ROOT = 0  # the index of a tree's root: the last committed token, whose keys and values are not cached yet
 
 
+TreeName = Literal[
+    "delayed", "delayed_distinct", "static", "heap", "threshold", "greedy_sample", "beam", "noise_aware"
+]  # fmt: skip
+TREE_NAMES: tuple[TreeName, ...] = get_args(TreeName)
+
+
+class TreeKind(StrEnum):
+    """How a tree's children are chosen; what a verifier is exact on depends on nothing else."""
+
+    PATH = "path"  # one child a node, drawn from a known law
+    IID = "iid"  # draws from one law, duplicates merged
+    WITHOUT_REPLACEMENT = "without_replacement"  # distinct draws, each from what its elder siblings left
+    SET_PLUS_SAMPLE = "set_plus_sample"  # a fixed set and one draw off it
+    DETERMINISTIC = "deterministic"  # chosen by value, no law: beams, look-ups
+    SHARED_NOISE = "shared_noise"  # chosen by the very noise that decides the tokens
+
+
+_KINDS: dict[TreeName, TreeKind] = {
+    "delayed": TreeKind.IID,
+    "delayed_distinct": TreeKind.WITHOUT_REPLACEMENT,
+    "static": TreeKind.WITHOUT_REPLACEMENT,
+    "heap": TreeKind.WITHOUT_REPLACEMENT,
+    "threshold": TreeKind.WITHOUT_REPLACEMENT,
+    "greedy_sample": TreeKind.SET_PLUS_SAMPLE,
+    "beam": TreeKind.DETERMINISTIC,
+    "noise_aware": TreeKind.SHARED_NOISE,
+}
+DELAYED_TREES: tuple[TreeName, ...] = ("delayed", "delayed_distinct")
+DEFAULT_SHAPE = (2, 2, 3)  # trunk, branches, depth of a delayed tree given by its name alone
+DEFAULT_NODES, DEFAULT_DEPTH, DEFAULT_BRANCHES = 16, 8, 4  # of the other trees
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Expansion:
-    """A delayed tree's shape: `trunk` single nodes, then `branches` paths of `depth` nodes each.
+    """What tree to grow: which one, how deep, how wide, of how many nodes.
+
+    Delayed trees are `trunk` single nodes, then `branches` paths of `depth` nodes each; `delayed` draws the branches i.i.d.,
+    `delayed_distinct` makes them start differently:
 
         root - t1 - t2 -+- a1 - a2 - a3      trunk=2, branches=2, depth=3
                         +- b1 - b2 - b3
 
-    `(0, 1, 0)` drafts nothing: plain decoding. `(n, 1, 0)` is a chain. `(0, k, d)` branches at the root.
-    Source: Dynamic Delayed Tree Expansion (arXiv 2602.16994), where it is written (K, L1, L2).
+    `(0, 1, 0)` drafts nothing: plain decoding. `(n, 1, 0)` is a chain. `(0, k, d)` branches at the root. Their size follows from
+    their shape, so `max_nodes` is 0. Source: Dynamic Delayed Tree Expansion (arXiv 2602.16994), where it is written (K, L1, L2).
+
+    The other trees find their own shape: `max_nodes` drafted tokens at most, `depth` levels, `branches` children a node, no
+    trunk. Which is which: docs/verification.md.
     """
 
     trunk: int
     branches: int
     depth: int
+    tree: TreeName = "delayed"
+    max_nodes: int = 0
 
     def __post_init__(self) -> None:
+        if self.tree not in TREE_NAMES:
+            raise ValueError(f"no tree is named {self.tree!r}; there are {', '.join(TREE_NAMES)}")
         if self.trunk < 0 or self.branches < 1 or self.depth < 0:
             raise ValueError(f"an expansion needs trunk >= 0, branches >= 1 and depth >= 0, not {self}")
+        if self.is_delayed and self.max_nodes:
+            raise ValueError(f"the nodes of a {self.tree} tree follow from trunk, branches and depth; max_nodes cannot be given")
+        if not self.is_delayed and (self.trunk or self.depth < 1 or self.max_nodes < 1):
+            raise ValueError(f"a {self.tree} tree has no trunk and needs depth and max_nodes of at least 1")
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the shape is fixed by trunk, branches and depth."""
+        return self.tree in DELAYED_TREES
+
+    @property
+    def kind(self) -> TreeKind:
+        """How its children are chosen (for rows that draw; greedy and coupled rows rank, and every tree is exact there)."""
+        return TreeKind.PATH if self.is_delayed and self.branches == 1 else _KINDS[self.tree]
 
     @property
     def max_depth(self) -> int:
         """Length in tokens of the longest path below the root."""
-        return self.trunk + self.depth
+        return self.trunk + self.depth if self.is_delayed else min(self.depth, self.max_nodes)
 
     @property
     def num_draft_tokens(self) -> int:
-        """Largest number of nodes below the root (merged duplicates can make it fewer)."""
-        return self.trunk + self.branches * self.depth
+        """Largest number of nodes below the root (merged duplicates and early ends can make it fewer)."""
+        return self.trunk + self.branches * self.depth if self.is_delayed else self.max_nodes
 
     @property
     def is_plain(self) -> bool:
@@ -51,22 +109,49 @@ class Expansion:
 
         Depth is cut from the branches first, then the trunk; a branch is dropped before depth is lost to the budget.
         """
+        if not self.is_delayed:
+            depth, max_nodes = min(self.depth, max_depth), min(self.max_nodes, max_draft_tokens)
+            return replace(self, depth=depth, max_nodes=max_nodes) if depth and max_nodes else PLAIN
         trunk = min(self.trunk, max_depth, max_draft_tokens)
         depth = min(self.depth, max_depth - trunk)
         branches = self.branches
         while branches > 1 and trunk + branches * depth > max_draft_tokens:
             branches -= 1
         depth = min(depth, max_draft_tokens - trunk)
-        return Expansion(trunk, branches if depth else 1, depth)
+        return Expansion(trunk, branches if depth else 1, depth, self.tree)
 
     def width_at(self, depth: int) -> int:
-        """Return how many sampled paths pass through this depth (root is 0)."""
+        """Return how many sampled paths of a delayed tree pass through this depth (root is 0)."""
         if depth <= self.trunk:
             return 1
         return self.branches if depth <= self.max_depth else 0
 
     def __str__(self) -> str:
-        return f"{self.trunk}.{self.branches}.{self.depth}"
+        """Return what `parse_expansion` reads: `2.2.3` for a delayed tree, else `name.max_nodes.depth.branches`."""
+        if not self.is_delayed:
+            return f"{self.tree}.{self.max_nodes}.{self.depth}.{self.branches}"
+        shape = f"{self.trunk}.{self.branches}.{self.depth}"
+        return shape if self.tree == "delayed" else f"{self.tree}.{shape}"
+
+
+def parse_expansion(text: str) -> Expansion:
+    """Return the expansion written `trunk.branches.depth`, `delayed_distinct.trunk.branches.depth` or `tree.max_nodes`.
+
+    The last can go on `.depth.branches`. ValueError says what is wrong.
+    """
+    name, *numbers = text.split(".") if text[:1].isalpha() else ["delayed", *text.split(".")]
+    tree = next((known for known in TREE_NAMES if known == name), None)
+    if tree is None:
+        raise ValueError(f"the tree of an expansion is one of {', '.join(TREE_NAMES)}, not {name!r}")
+    sizes = (3,) if tree in DELAYED_TREES else (1, 2, 3)
+    if len(numbers) not in sizes or not all(number.isascii() and number.isdecimal() for number in numbers):
+        raise ValueError(f"an expansion is written like 4.1.0 (trunk.branches.depth) or heap.16 (tree.max_nodes), not {text!r}")
+    counts = [int(number) for number in numbers]
+    if tree in DELAYED_TREES:
+        trunk, branches, depth = counts
+        return Expansion(trunk, branches, depth, tree)
+    max_nodes, depth, branches = [*counts, *(DEFAULT_DEPTH, DEFAULT_BRANCHES)[len(counts) - 1 :]]
+    return Expansion(0, branches, depth, tree, max_nodes)
 
 
 PLAIN = Expansion(0, 1, 0)

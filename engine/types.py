@@ -5,25 +5,8 @@ They are plain dataclasses so that msgspec can carry them between processes as t
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
 
 from engine.tree import Expansion
-
-# Wire names of the rules that are exact on the delayed i.i.d. trees that the engine grows (engine.verify.rules has the table).
-VerifierName = Literal[
-    "traversal",
-    "specinfer",
-    "spectr",
-    "khisti",
-    "tournament",
-    "rrsw",
-    "block",
-    "naive",
-    "naive_tree",
-    "gbv",
-    "nss",
-    "coupled",
-]
 
 
 class FinishReason(StrEnum):
@@ -84,11 +67,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A request's own wishes about speculation; None leaves the choice to the server's policy."""
+    """A request's own wishes about speculation; None leaves the choice to the server's policy.
+
+    A verifier or an expansion that comes alone is paired with one that is exact beside it (engine.pairs). `max_nodes` bounds the
+    drafted tokens of every tree, whoever chose it.
+    """
 
     is_enabled: bool = True
     expansion: Expansion | None = None
     verifier: str | None = None
+    max_nodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +143,7 @@ class StepStats:
 
     Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` laws and verification, `host_s` the rest.
     `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1. `expansions` counts decoding rows by
-    the expansion they got, written `trunk.branches.depth`. `expected_tokens` sums E[tau + 1 | tree] over the
+    the expansion they got, as `parse_expansion` reads it. `expected_tokens` sums E[tau + 1 | tree] over the
     `num_expected_rows` decoding rows whose rule tells it; `num_realised_tokens` is what came out of the same rows, accepted
     depth + 1 before limits cut it: their difference is chance alone.
     """

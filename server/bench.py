@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.engine import Engine
+from engine.pairs import is_exact
 from engine.tree import PLAIN, Expansion
 from engine.types import FinishReason, Request, SamplingParams, Speculation, StepStats
 
@@ -188,10 +189,12 @@ def table(results: Sequence[Result]) -> str:
 
 
 def cases_of(verifiers: Sequence[str], expansions: Sequence[Expansion], temperature: float) -> list[Case]:
-    """Return plain decoding and then every verifier with every expansion that drafts something.
+    """Return plain decoding and then every verifier with every expansion that drafts something and that it is exact on.
 
     At temperature 0 every verifier is the same walk along the arg max, so one stands for all.
     """
     drafting = [expansion for expansion in expansions if not expansion.is_plain]
-    different = list(verifiers) if temperature > 0 else [verifiers[0]]
-    return [Case(different[0], PLAIN), *(Case(verifier, expansion) for expansion in drafting for verifier in different)]
+    pairs = [(verifier, expansion) for expansion in drafting for verifier in verifiers if is_exact(expansion.kind, verifier)]
+    if temperature == 0:
+        pairs = list({expansion: (verifier, expansion) for verifier, expansion in reversed(pairs)}.values())[::-1]
+    return [Case(verifiers[0], PLAIN), *(Case(verifier, expansion) for verifier, expansion in pairs)]

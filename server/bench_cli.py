@@ -5,13 +5,12 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
-from engine.tree import Expansion
-from engine.types import VerifierName
+from engine.pairs import VERIFIER_NAMES, is_exact
+from engine.tree import Expansion, parse_expansion
 from engine.weights import WeightsError
 from server.bench_prompts import BenchError, read_prompts
-from server.settings import SettingsError, load_settings, parse_expansion
+from server.settings import SettingsError, load_settings
 
 _PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts.yaml"
 _EXPANSIONS = [Expansion(4, 1, 0), Expansion(8, 1, 0), Expansion(2, 2, 3), Expansion(0, 3, 4)]
@@ -25,7 +24,7 @@ def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to run; all of the file by default")
     command.add_argument("--num-prompts", type=_count, default=4, help="prompts of each kind")
     command.add_argument("--temperatures", nargs="+", type=_temperature, default=[0.0, 1.0])
-    command.add_argument("--expansions", nargs="+", type=parse_expansion, default=_EXPANSIONS, metavar="TRUNK.BRANCHES.DEPTH")
+    command.add_argument("--expansions", nargs="+", type=parse_expansion, default=_EXPANSIONS, metavar="TREE")
     command.add_argument("--verifiers", nargs="+", default=["traversal", "specinfer", "nss"], metavar="NAME")
     command.add_argument("--max-tokens", type=_count, default=96, help="tokens generated for each prompt")
     command.add_argument("--concurrency", type=_count, default=1, help="requests in the engine at a time")
@@ -51,7 +50,7 @@ def _bench(parsed: argparse.Namespace) -> int:
     try:
         settings = load_settings(parsed.config, {})
         texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
-        _check_verifiers(parsed.verifiers)
+        _check_pairs(parsed.verifiers, parsed.expansions)
         from server.bench_run import bench  # here, because it brings torch
 
         return bench(settings, texts, parsed)
@@ -60,8 +59,13 @@ def _bench(parsed: argparse.Namespace) -> int:
         return 1 if isinstance(error, WeightsError) else 2
 
 
-def _check_verifiers(names: Sequence[str]) -> None:
-    """Refuse what the engine would refuse: names that do not exist, and rules that are not exact on the trees it grows."""
-    known = get_args(VerifierName)
-    if unknown := [name for name in names if name not in known]:
-        raise BenchError(f"no verifier for the engine's trees is named {', '.join(unknown)}; the names are {', '.join(known)}")
+def _check_pairs(names: Sequence[str], expansions: Sequence[Expansion]) -> None:
+    """Refuse names that do not exist, and contenders that are exact beside no other."""
+    if unknown := [name for name in names if name not in VERIFIER_NAMES]:
+        raise BenchError(f"no verifier is named {', '.join(unknown)}; the names are {', '.join(VERIFIER_NAMES)}")
+    for expansion in expansions:
+        if not any(is_exact(expansion.kind, name) for name in names):
+            raise BenchError(f"none of the verifiers {', '.join(names)} is lossless on {expansion.tree} trees")
+    for name in names:
+        if not any(is_exact(expansion.kind, name) for expansion in expansions):
+            raise BenchError(f"verifier {name} is lossless on none of the trees {', '.join(map(str, expansions))}")

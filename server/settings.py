@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_v
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from engine.config import EngineConfig, SchedulerConfig
-from engine.tree import Expansion
-from engine.types import VerifierName
+from engine.pairs import VerifierName, require_exact
+from engine.tree import parse_expansion
 from server.schemas.common import MAX_CHOICES
 
 ENV_PREFIX = "LATEBRANCH_"
@@ -28,15 +28,6 @@ class SettingsError(Exception):
 def _split(value: Any) -> Any:
     """Return the items of a comma-separated string; lists of a YAML file pass."""
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
-
-
-def parse_expansion(text: str) -> Expansion:
-    """Return the shape written `trunk.branches.depth`; ValueError says what is wrong."""
-    parts = text.split(".")
-    if len(parts) != 3 or not all(part.isascii() and part.isdecimal() for part in parts):
-        raise ValueError(f"an expansion is written trunk.branches.depth, for example 4.1.0, not {text!r}")
-    trunk, branches, depth = map(int, parts)
-    return Expansion(trunk, branches, depth)
 
 
 def _checked_expansion(value: Any) -> Any:
@@ -79,7 +70,9 @@ class Settings(BaseSettings):
     verifier: VerifierName = Field(default="traversal", description="Rule that accepts drafted tokens.")
     policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="Who chooses tree shapes.")
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
-        default="4.1.0", description="Tree shape trunk.branches.depth: the fixed one, or where the adaptive policy begins."
+        default="4.1.0",
+        description="Tree: trunk.branches.depth of a delayed one, or tree.max_nodes, for example heap.16; the fixed one, or the "
+        "largest of the adaptive policy.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number format of weights and cache.")
     device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
@@ -104,6 +97,11 @@ class Settings(BaseSettings):
             raise ValueError("draft_model is given with drafter model, and only then")
         if self.lens is not None and self.drafter != "early-exit":
             raise ValueError("lens is given only with drafter early-exit")
+        return self
+
+    @model_validator(mode="after")
+    def _tree_and_verifier_are_an_exact_pair(self) -> Self:
+        require_exact(parse_expansion(self.expansion), self.verifier)
         return self
 
     @model_validator(mode="after")

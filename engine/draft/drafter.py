@@ -58,11 +58,20 @@ class GrowingTree:
 
 @dataclass(frozen=True, slots=True)
 class FrontierNode:
-    """A node that is to get children: `num_draws` of them are drawn, some of which may coincide."""
+    """A node that is to get children: `num_draws` of them at most, some of which may coincide.
+
+    `floor`: tokens of no more draft probability than this are not among a fixed set.
+    """
 
     tree: GrowingTree
     node: int
     num_draws: int
+    floor: float = 0.0
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the node's token."""
+        return self.tree.row.root_position + self.tree.depths[self.node]
 
     @property
     def law_context(self) -> LawContext:

@@ -2,10 +2,8 @@
 
 ValueError
 +-- LawError                 trees that no verifier can judge; `trees` are their indices in the forest
-|   +-- NotFiniteLawError    a target or draft law holds NaN or infinity
-|   +-- ImpossibleDraftError a drafted token that its draft law cannot draw
-+-- InexactPairError         a (tree kind, verifier) pair that would change the target's law
-+-- UnknownVerifierError     a name that is not in the registry
+    +-- NotFiniteLawError    a target or draft law holds NaN or infinity
+    +-- ImpossibleDraftError a drafted token that its draft law cannot draw
 """
 
 from collections.abc import Iterable
@@ -31,11 +29,3 @@ class ImpossibleDraftError(LawError):
     """A drafted token without a draft law, or of probability 0 under it."""
 
     reason = "a drafted token could not have been drawn from its draft law"
-
-
-class InexactPairError(ValueError):
-    """A verifier that is not lossless on a kind of tree."""
-
-
-class UnknownVerifierError(ValueError):
-    """No verifier has that name."""

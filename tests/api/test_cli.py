@@ -77,7 +77,7 @@ BENCH_MISTAKES = [
     (["--config", "/nowhere.yaml"], "no such configuration file"),
     (["--kinds", "nope"], "no prompts of kind nope; it has code"),
     (["--verifiers", "traversal", "nope"], "is named nope; the names are"),
-    (["--verifiers", "hu"], "is named hu; the names are"),
+    (["--verifiers", "hu"], "none of the verifiers hu is lossless on delayed trees"),
     (["--prompts", "/nowhere.yaml"], "cannot be read"),
     (["--prompts", "pyproject.toml"], "cannot be read"),
 ]

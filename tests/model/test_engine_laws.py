@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from engine.config import SchedulerConfig
-from engine.draft import growth
+from engine.draft import children
 from engine.keys import Stream, stream_key
 from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
-from engine.tree import Expansion
+from engine.tree import Expansion, TreeKind
 from engine.types import Request, SamplingParams, Speculation
 from engine.verify import masses
 from engine.verify.verdict import Verdict
@@ -27,6 +27,13 @@ PROMPT = (5, 9, 33, 4)
 # Three tokens to choose from at each position, so that triples can be counted.
 SAMPLING = SamplingParams(temperature=1.5, top_k=3, max_tokens=4, ignore_eos=True)
 DELAYED, BUSHY = Expansion(1, 3, 1), Expansion(0, 2, 2)
+DISTINCT = (
+    Expansion(1, 2, 1, "delayed_distinct"),
+    Expansion(0, 3, 3, "heap", 5),
+    Expansion(0, 3, 3, "threshold", 5),
+    Expansion(0, 3, 3, "static", 5),
+)
+SET_TREE, BEAM, NOISE_AWARE = (Expansion(0, 3, 3, tree, 5) for tree in ("greedy_sample", "beam", "noise_aware"))
 NUM_REQUESTS = 1000
 WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, max_model_len=32)
 
@@ -76,6 +83,8 @@ def numbered_secrets(monkeypatch):
     ("verifier", "expansion"),
     [
         *(("traversal", DELAYED), ("traversal", BUSHY), ("specinfer", DELAYED), ("nss", BUSHY), ("coupled", DELAYED)),
+        *((verifier, tree) for tree in DISTINCT for verifier in ("traversal", "rrsw")),
+        *(("univer", SET_TREE), ("hu", SET_TREE), ("nss", BEAM), ("coupled", NOISE_AWARE), ("coupled", DISTINCT[1])),
         *(("spectr", BUSHY), ("khisti", BUSHY), ("tournament", DELAYED), ("gbv", BUSHY), ("block", BUSHY), ("naive_tree", BUSHY)),
     ],
 )
@@ -122,16 +131,39 @@ def test_the_law_kills(where, name, mutant, monkeypatch):
 
 
 def test_the_law_kills_a_draft_law_that_was_not_drawn(monkeypatch):
-    sampled = growth._sampled
+    drawn_iid = children._drawn_iid
 
     def misreported(asked, logits_PV, laws):
-        drawn = sampled(asked, logits_PV, laws)
+        drawn = drawn_iid(asked, logits_PV, laws)
         laws[-1] = torch.where(laws[-1] > 0, laws[-1] ** 0.2, 0.0)
         laws[-1] /= laws[-1].sum(-1, keepdim=True)
         return drawn
 
-    monkeypatch.setattr(growth, "_sampled", misreported)
+    monkeypatch.setitem(children._RULES, TreeKind.IID, misreported)
     assert z_of_counts(triples("traversal", DELAYED), target_law()) > FAILS_ABOVE
+
+
+def best_first(offers):
+    """Siblings sorted by draft probability, whatever the order in which they were drawn."""
+    return [children.Offer(*zip(*sorted(zip(one.token_ids, one.odds), key=lambda pair: -pair[1]))) for one in offers]
+
+
+def worst_dropped(offers):
+    """The least likely of the draws is thrown away."""
+    return [children.Offer(one.token_ids[:-1], one.odds[:-1]) if one.odds[-1] < 0.3 else one for one in offers]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expansion", "spoil"),
+    [
+        ("rrsw", DISTINCT[1], best_first),
+        ("hu", SET_TREE, worst_dropped),
+    ],
+)
+def test_the_law_kills_draws_that_are_tampered_with(verifier, expansion, spoil, monkeypatch):
+    rule = children._RULES[expansion.kind]
+    monkeypatch.setitem(children._RULES, expansion.kind, lambda *args: spoil(rule(*args)))
+    assert z_of_counts(triples(verifier, expansion), target_law()) > FAILS_ABOVE
 
 
 def test_the_law_is_a_law():

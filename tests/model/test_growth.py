@@ -9,15 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.draft import growth
-from engine.draft.growth import grow, num_draws, plain_growth
+from engine.draft import children
+from engine.draft.growth import grow, plain_growth
 from engine.draft.model import ModelDrafter
+from engine.draft.strategies import num_draws
 from engine.keys import Stream, stream_key
 from engine.kv_cache import KVCache
 from engine.noise import gumbels
 from engine.packing import pack
 from engine.segments import chain_segment
-from engine.tree import ROOT, Expansion, TokenTree
+from engine.tree import ROOT, Expansion, TokenTree, TreeKind
 from engine.types import SamplingParams
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.laws import laws_of
@@ -123,7 +124,7 @@ def test_a_tree_does_not_depend_on_batch_mates(several, kind, seed):
 
 def test_batch_mates_kill_draws_by_place_in_the_batch(monkeypatch):
     calls = iter(range(10**6))
-    monkeypatch.setattr(growth, "_uniforms", lambda asked, count: [(0.37 * next(calls) + 0.11 * i) % 1 for i in range(count)])
+    monkeypatch.setattr(children, "_uniforms", lambda asked, count: [(0.37 * next(calls) + 0.11 * i) % 1 for i in range(count)])
     rows = rows_of([([5, 6], Expansion(2, 2, 2)), ([9], Expansion(0, 3, 2))], SAMPLED, "traversal", 0)
     together = grow(model_drafter(), rows, VOCAB_SIZE, CPU).forest.trees
     assert together[1] != grow(model_drafter(), rows[1:], VOCAB_SIZE, CPU).forest.trees[0]
@@ -166,21 +167,26 @@ def draws_of_neighbours_shared(asked, count):
 
 def distinct_draws(asked, logits_PV, laws):
     """A token drawn before is replaced by another: not i.i.d. any more."""
-    drawn = _SAMPLED(asked, logits_PV, laws)
-    return [ids if len(set(ids)) == len(ids) else [ids[0], (ids[0] + 1) % 4] for ids in drawn]
+    offers = _DRAWN(asked, logits_PV, laws)
+    return [
+        replace(one, token_ids=(one.token_ids[0], (one.token_ids[0] + 1) % 4))
+        if len(set(one.token_ids)) < len(one.token_ids)
+        else one
+        for one in offers
+    ]
 
 
-_UNIFORMS, _SAMPLED = growth._uniforms, growth._sampled
+_UNIFORMS, _DRAWN = children._uniforms, children._drawn_iid
 
 
 @pytest.mark.parametrize("mutant", [one_uniform_for_all_nodes, one_uniform_for_all_draws, draws_of_neighbours_shared])
 def test_independence_of_draws_kills(mutant, monkeypatch):
-    monkeypatch.setattr(growth, "_uniforms", mutant)
+    monkeypatch.setattr(children, "_uniforms", mutant)
     assert fork_z() > FAILS_ABOVE
 
 
 def test_independence_of_draws_kills_draws_without_replacement(monkeypatch):
-    monkeypatch.setattr(growth, "_sampled", distinct_draws)
+    monkeypatch.setitem(children._RULES, TreeKind.IID, distinct_draws)
     assert fork_z() > FAILS_ABOVE
 
 
@@ -196,7 +202,7 @@ def test_draws_at_two_positions_are_independent():
 
 
 def test_positions_kill_a_key_without_position(monkeypatch):
-    monkeypatch.setattr(growth, "stream_key", lambda seed, position, stream: stream_key(seed, 0, stream))
+    monkeypatch.setattr(children, "stream_key", lambda seed, position, stream: stream_key(seed, 0, stream))
     assert position_z() > FAILS_ABOVE
 
 
@@ -209,7 +215,7 @@ def test_equal_draws_are_one_node_listed_as_often_as_drawn():
 
 def test_a_uniform_at_the_very_top_stays_inside_the_law(monkeypatch):
     """The point u x total can round up to the total, past every token; the draw was then no token at all."""
-    monkeypatch.setattr(growth, "_uniforms", lambda asked, count: [1.0 - 2.0**-53] * count)
+    monkeypatch.setattr(children, "_uniforms", lambda asked, count: [1.0 - 2.0**-53] * count)
     logits = torch.tensor([[0.3, 0.1, 0.7, float("-inf")]]).repeat(4, 1)
     tree = grow(TableDrafter(logits), [decoding_row((0,), Expansion(3, 2, 2))], 4, CPU).forest.trees[0]
     assert set(tree.token_ids[1:]) == {2}

@@ -6,8 +6,8 @@ import pytest
 from pydantic_core import PydanticUndefined
 
 from engine.config import EngineConfig, SchedulerConfig
-from engine.tree import Expansion
-from server.settings import ENV_PREFIX, Settings, SettingsError, load_settings, parse_expansion
+from engine.tree import Expansion, parse_expansion
+from server.settings import ENV_PREFIX, Settings, SettingsError, load_settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,10 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.pairs import VERIFIER_NAMES, is_exact
+from engine.tree import TreeKind
 from engine.verify.directions import Direction
 from engine.verify.masses import Case, TwoPhase
 from engine.verify.plans import LocalPlan
-from engine.verify.rules import VERIFIER_NAMES, TreeKind, create_verifier, require_exact
+from engine.verify.rules import create_verifier
 from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, emitted_law, loss
 
 EXACT = 1e-12
@@ -54,15 +56,6 @@ def named(name: str) -> TwoPhase:
 def rule_of(plan: LocalPlan, direction: Direction) -> TwoPhase:
     """Return an unregistered rule."""
     return TwoPhase("under test", plan, direction)
-
-
-def is_exact(kind: TreeKind, name: str) -> bool:
-    """Return whether the registry admits the pair."""
-    try:
-        require_exact(kind, name)
-    except ValueError:
-        return False
-    return True
 
 
 RULES = {name: named(name) for name in VERIFIER_NAMES if name != "coupled"}

@@ -13,10 +13,11 @@ from torch import Tensor
 from engine.forest import Forest
 from engine.keys import StepKey, Stream, stream_key
 from engine.noise import uniforms
+from engine.pairs import VERIFIER_NAMES
 from engine.tree import Expansion, TokenTree
 from engine.verify import masses
 from engine.verify.masses import TwoPhase, draw
-from engine.verify.rules import VERIFIER_NAMES, create_verifier
+from engine.verify.rules import create_verifier
 from engine.verify.verdict import Verdict
 from tests.enumeration import Batch, TinyModel, batch_of, delayed_trees
 from tests.model.verify.rules_under_test import RULES, TRAVERSAL, outcomes_of

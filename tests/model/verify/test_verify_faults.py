@@ -9,13 +9,14 @@ from torch import Tensor
 
 from engine.forest import Forest
 from engine.keys import StepKey
+from engine.pairs import VERIFIER_NAMES
 from engine.tree import Expansion, TokenTree
 from engine.verify.directions import BottomUp
 from engine.verify.errors import ImpossibleDraftError, LawError, NotFiniteLawError
 from engine.verify.layout import Level
 from engine.verify.masses import Case
 from engine.verify.plans import TargetDraw
-from engine.verify.rules import VERIFIER_NAMES, create_verifier
+from engine.verify.rules import create_verifier
 from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, delayed_trees, distinct_trees
 from tests.model.verify.rules_under_test import READS_DRAFT, RULES, TRAVERSAL, outcomes_of
 

@@ -1,0 +1,101 @@
+"""Trees that choose their nodes by value, and may take a node back: for rows whose children are ranked and not drawn.
+
+EAGLE-2's beam (arXiv 2406.16858) values a node by the draft probabilities on its path. The noise-aware tree values it by the
+chance that the target, under the same noise, agrees at every token of the path: a wide gap between the best two perturbed scores
+makes a trunk, a narrow one a branch. Only rules that need no draft law are exact here: NSS, the coupled rule, greedy decoding.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.draft.calibration import AgreementScale
+from engine.draft.children import Offer
+from engine.draft.drafter import FrontierNode, GrowingTree
+from engine.draft.strategies import Grown
+from engine.tree import ROOT, TokenTree
+
+_NUM_SCORES = 64  # best perturbed scores of a node that are compared: the rest weighs nothing in their softmax
+
+
+@dataclass(order=True)
+class _Candidate:
+    """A token that could be a node: best value first, then the older. `node` is its number once it has been fed."""
+
+    rank: float
+    age: int
+    value: float = field(compare=False)
+    parent: "_Candidate | None" = field(compare=False)
+    token_id: int = field(compare=False)
+    depth: int = field(compare=False)
+    node: int | None = field(default=None, compare=False)
+
+
+class BestFirst:
+    """Feeds the best few candidates a round and keeps the best `max_nodes` of all in the end.
+
+    A node is never worth more than its parent, so what is kept is a tree. At most `max_nodes` are fed: each needs a slot.
+    """
+
+    def __init__(self, tree: GrowingTree, agreement: AgreementScale | None) -> None:
+        self.tree = tree
+        self._agreement = agreement
+        self._expansion = tree.row.expansion
+        self._root = _Candidate(-1.0, 0, 1.0, None, tree.token_ids[ROOT], 0, ROOT)
+        self._fed = {ROOT: self._root}
+        self._candidates: list[_Candidate] = []
+        self._offers: dict[int, Offer] = {}
+        self._num_rounds = 0
+
+    def asks(self) -> list[FrontierNode]:
+        """Return the best candidates that would be kept if this were the end and that have not been fed."""
+        self._num_rounds += 1
+        if self._num_rounds == 1:
+            return [self._ask(ROOT)]
+        if self._num_rounds > self._expansion.depth:
+            return []
+        unfed = [one for one in self._kept() if one.node is None and one.depth < self._expansion.depth]
+        num_slots = self._expansion.max_nodes - (len(self._fed) - 1)
+        chosen = unfed[: min(self._expansion.branches, num_slots)]
+        for candidate in chosen:
+            self._fed[self._add(candidate)] = candidate
+        return [self._ask(candidate.node) for candidate in chosen if candidate.node is not None]
+
+    def _add(self, candidate: _Candidate) -> int:
+        parent = candidate.parent
+        assert parent is not None
+        assert parent.node is not None  # only children of fed nodes are offered
+        candidate.node = self.tree.add(parent.node, candidate.token_id)
+        return candidate.node
+
+    def _ask(self, node: int) -> FrontierNode:
+        return FrontierNode(self.tree, node, self._expansion.branches if self._agreement is None else _NUM_SCORES)
+
+    def take(self, node: int, offer: Offer) -> None:
+        """Make its children candidates."""
+        parent = self._fed[node]
+        self._offers[node] = offer
+        chances = offer.odds if self._agreement is None or not offer.scores else self._agreement.chances(offer.scores).tolist()
+        for token_id, chance in zip(offer.token_ids[: self._expansion.branches], chances, strict=False):
+            value = parent.value * min(1.0, chance)
+            self._candidates.append(_Candidate(-value, len(self._candidates), value, parent, token_id, parent.depth + 1))
+
+    def _kept(self) -> list[_Candidate]:
+        """Return the best candidates; a parent is always older than its children and at least as good."""
+        return sorted(self._candidates)[: self._expansion.max_nodes]
+
+    def grown(self) -> Grown:
+        """Renumber what is kept: fed nodes first, in the order in which they were fed, so that most keep their slots.
+
+        A fed node whose number changed lies in another's slot: it counts as not fed and is fed again if it is accepted.
+        """
+        kept = self._kept()
+        fed = sorted((one for one in kept if one.node is not None), key=lambda one: one.node or 0)
+        ordered = [self._root, *fed, *(one for one in kept if one.node is None)]
+        number = {id(one): index for index, one in enumerate(ordered)}
+        parents = [-1, *(number[id(one.parent)] for one in ordered[1:])]
+        draws: list[list[int]] = [[] for _ in ordered]
+        for one in sorted(ordered[1:], key=lambda one: one.age):
+            draws[number[id(one.parent)]].append(number[id(one)])
+        tree = TokenTree(tuple(parents), tuple(one.token_id for one in ordered), tuple(map(tuple, draws)))
+        same = frozenset(index for index, one in enumerate(ordered) if one.node == index and index in self.tree.fed)
+        offers = {number[id(one)]: self._offers[one.node] for one in ordered if one.node is not None and one.node in self._offers}
+        return Grown(tree, (None,) * tree.num_nodes, same, offers)

@@ -1,0 +1,76 @@
+"""What past steps taught about acceptance: by sibling rank, and how far perturbed scores can be trusted.
+
+Every growth policy that looks at the past alone is lossless, so this may learn while it serves. Owned by the engine's one thread.
+Shape key: S best scores of a node, G grid of scales.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.tree import TokenTree
+
+_MEMORY = 0.999  # weight of a past node for each new one
+
+
+class RankAcceptance:
+    """The chance that the sibling of each rank is the accepted one, given that the parent is. Forgets slowly."""
+
+    def __init__(self, prior: Sequence[float] = (0.65, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01), weight: float = 50.0) -> None:
+        self._accepted = weight * np.asarray(prior)
+        self._tried = np.full(len(prior), weight)
+
+    def chances(self, num_ranks: int) -> tuple[float, ...]:
+        """Return the chances of the first ranks in steps of .02, so that shapes change seldom."""
+        return tuple(np.round(self._accepted[:num_ranks] / self._tried[:num_ranks] * 50.0) / 50.0)
+
+    def observe(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Learn from each node of the path that had children: one of them is on the path, or none is."""
+        for node, following in zip(path, [*path[1:], None], strict=True):
+            children = tree.children[node][: len(self._tried)]
+            if children:
+                self._tried *= _MEMORY
+                self._accepted *= _MEMORY
+                self._tried[: len(children)] += 1.0
+                if following in children:
+                    self._accepted[children.index(following)] += 1.0
+
+
+class AgreementScale:
+    """How the target's perturbed scores scatter around the drafter's: one scale, fitted while it serves.
+
+    At a position with noise g the drafter scores s = log q + g, the target log p + g. If their difference log p - log q were
+    independent Gumbel noise of scale b at every token, the target's best token would be drawn from softmax(s / b): a wide gap of
+    the best two scores then means certain agreement. b is the one of a grid with the largest likelihood of what came out.
+    """
+
+    def __init__(self, start: float = 0.5, weight: float = 20.0) -> None:
+        self._scales_G = np.geomspace(0.05, 4.0, 24)
+        self._fit_G = -weight * np.log(self._scales_G / start) ** 2
+
+    @property
+    def scale(self) -> float:
+        """The fitted scale."""
+        return float(self._scales_G[self._fit_G.argmax()])
+
+    def chances(self, scores: Sequence[float]) -> NDArray[np.float64]:
+        """Return for each of a node's best scores, best first, the chance that the target agrees on its token."""
+        scaled_S = np.asarray(scores) / self.scale
+        weights_S = np.exp(scaled_S - scaled_S[0])
+        return np.asarray(weights_S / weights_S.sum())
+
+    def observe(self, scores: Sequence[float], rank: int | None) -> None:
+        """Learn that the target took the token of this rank, or (None) one that is not among the best."""
+        scaled_GS = np.asarray(scores)[None, :] / self._scales_G[:, None]
+        shifted_GS = scaled_GS - scaled_GS[:, :1]
+        taken_G = shifted_GS[:, len(scores) - 1 if rank is None else rank]
+        self._fit_G = _MEMORY * self._fit_G + taken_G - np.log(np.exp(shifted_GS).sum(-1))
+
+
+class Calibration:
+    """All that growth has learnt."""
+
+    def __init__(self) -> None:
+        self.ranks = RankAcceptance()
+        self.agreement = AgreementScale()

@@ -1,0 +1,226 @@
+"""From draft logits to the children of nodes: i.i.d. draws, draws without replacement, a set and one sample, rankings.
+
+Knows how tokens are drawn and which law the verifier must be shown; does not know which node should have how many children
+(strategies) nor models. A drawn token is never dropped or ranked by its value here: an offer is a prefix of what sampling
+gives, in sampling order. Shape key: P proposals, V vocabulary, C children of a node, R kept laws.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from engine.draft.drafter import FrontierNode
+from engine.keys import Stream, stream_key, uniform
+from engine.noise import gumbels
+from engine.plan import LawContext
+from engine.sampling import processed_laws
+from engine.tree import TreeKind
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Children for one node in the order in which they were drawn; i.i.d. draws can repeat.
+
+    `odds[i]` is the draft probability of `token_ids[i]`, of the whole law; `scores[i]`, of a ranking with noise, its perturbed
+    log-probability.
+    """
+
+    token_ids: tuple[int, ...]
+    odds: tuple[float, ...]
+    scores: tuple[float, ...] = ()
+
+
+def offers_of(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+    """Return an offer for each node; where children are draws, their laws are appended to `laws` and noted in the tree.
+
+    A tree's offers do not depend on the trees beside it.
+    """
+    offers: dict[int, Offer] = {}
+    for kind in dict.fromkeys(node.tree.row.draw_kind for node in asked):
+        indices = [i for i, node in enumerate(asked) if node.tree.row.draw_kind is kind]
+        part = [asked[i] for i in indices]
+        part_PV = logits_PV if len(part) == len(asked) else logits_PV[torch.tensor(indices, device=logits_PV.device)]
+        offers.update(zip(indices, _RULES[kind](part, part_PV, laws), strict=True))
+    return [offers[i] for i in range(len(asked))]
+
+
+def _drawn_iid(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+    """Draw from each node's processed law by inverse distribution functions in float64."""
+    laws_PV = _kept_laws(asked, logits_PV, laws)
+    urn = _Urn(laws_PV)
+    width = max(node.num_draws for node in asked)
+    draws_PC = torch.tensor([_uniforms(node, width) for node in asked], dtype=torch.float64, device=laws_PV.device)
+    ids_PC = torch.stack([urn.at(draws_PC[:, i]) for i in range(width)], dim=-1)
+    counts = [node.num_draws for node in asked]
+    return _offers(ids_PC, laws_PV, counts)
+
+
+def _drawn_distinct(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+    """Draw without replacement until a node has its children or its law is used up."""
+    laws_PV = _kept_laws(asked, logits_PV, laws)
+    urn = _Urn(laws_PV)
+    width = max(node.num_draws for node in asked)
+    draws_PC = torch.tensor([_uniforms(node, width) for node in asked], dtype=torch.float64, device=laws_PV.device)
+    drawn, num_possible_P = [], torch.zeros_like(urn.num_taken_P)
+    for rank in range(width):
+        num_possible_P += ~urn.is_empty_P
+        drawn.append(urn.at(draws_PC[:, rank]))
+        urn.take(drawn[-1])
+    counts = [min(node.num_draws, possible) for node, possible in zip(asked, num_possible_P.tolist(), strict=True)]
+    return _offers(torch.stack(drawn, dim=-1), laws_PV, counts)
+
+
+def _set_and_sample(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+    """Fix the likeliest tokens, all but one of what is asked for and none below the node's floor; draw one off them, last.
+
+    Which tokens are fixed is decided by the law alone. Where they are the whole law, the least likely of them is the sample.
+    """
+    laws_PV = _kept_laws(asked, logits_PV, laws)
+    width = min(max(node.num_draws for node in asked), laws_PV.shape[-1])
+    top = laws_PV.topk(width, dim=-1)
+    most_P1 = torch.tensor([[node.num_draws - 1] for node in asked], device=laws_PV.device)
+    floor_P1 = torch.tensor([[node.floor] for node in asked], dtype=laws_PV.dtype, device=laws_PV.device)
+    rank_C = torch.arange(width, device=laws_PV.device)
+    num_possible_P1 = (laws_PV > 0.0).sum(-1, keepdim=True)
+    is_fixed_PC = (rank_C < most_P1) & (rank_C < num_possible_P1 - 1) & (top.values > floor_P1) & (top.values > 0.0)
+    urn = _Urn(laws_PV)
+    goes_on_P = torch.ones_like(urn.is_empty_P)
+    for rank in range(width):
+        goes_on_P &= is_fixed_PC[:, rank] & ~urn.would_be_empty(top.indices[:, rank])
+        urn.take(top.indices[:, rank], goes_on_P)
+    num_fixed = urn.num_taken_P.tolist()
+    draws_P = torch.tensor([_uniforms(node, 1)[0] for node in asked], dtype=torch.float64, device=laws_PV.device)
+    ids_PC = torch.cat([top.indices, top.indices[:, :1]], dim=-1)
+    ids_PC.scatter_(1, urn.num_taken_P[:, None], urn.at(draws_P)[:, None])
+    return _offers(ids_PC, laws_PV, [count + 1 for count in num_fixed])
+
+
+def _ranked(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+    """Return the likeliest tokens: nothing is drawn."""
+    del laws
+    laws_PV = processed_laws(logits_PV, [_unsharpened(node.law_context) for node in asked])
+    return _best(asked, laws_PV, laws_PV).offers
+
+
+def _ranked_with_noise(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+    """Return the best tokens by log q plus the Gumbel noise of the position itself: the noise that will decide the token."""
+    del laws
+    laws_PV = processed_laws(logits_PV, [node.law_context for node in asked])
+    keys = [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in asked]
+    scores_PV = laws_PV.double().log() + gumbels(keys, laws_PV.shape[-1], laws_PV.device)
+    best = _best(asked, scores_PV, laws_PV)
+    scores = zip(best.offers, best.scores, strict=True)
+    return [replace(offer, scores=tuple(row[: len(offer.token_ids)])) for offer, row in scores]
+
+
+_RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor]], list[Offer]]] = {
+    TreeKind.PATH: _drawn_iid,
+    TreeKind.IID: _drawn_iid,
+    TreeKind.WITHOUT_REPLACEMENT: _drawn_distinct,
+    TreeKind.SET_PLUS_SAMPLE: _set_and_sample,
+    TreeKind.DETERMINISTIC: _ranked,
+    TreeKind.SHARED_NOISE: _ranked_with_noise,
+}
+
+
+def _unsharpened(context: LawContext) -> LawContext:
+    """Return the context of a greedy row at temperature 1: its law is a point mass, which ranks nothing beside the best."""
+    if not context.sampling.is_greedy:
+        return context
+    return replace(context, sampling=replace(context.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0))
+
+
+class _Best(NamedTuple):
+    offers: list[Offer]
+    scores: list[list[float]]
+
+
+def _best(asked: Sequence[FrontierNode], scores_PV: Tensor, laws_PV: Float[Tensor, "P V"]) -> _Best:
+    """Return each node's best tokens of positive probability by score, and the scores."""
+    top = scores_PV.topk(min(max(node.num_draws for node in asked), scores_PV.shape[-1]), dim=-1)
+    num_possible = (laws_PV.gather(-1, top.indices) > 0.0).sum(-1).tolist()
+    counts = [min(node.num_draws, possible) for node, possible in zip(asked, num_possible, strict=True)]
+    return _Best(_offers(top.indices, laws_PV, counts), top.values.tolist())
+
+
+def _offers(ids_PC: Int[Tensor, "P C"], laws_PV: Float[Tensor, "P V"], counts: Sequence[int]) -> list[Offer]:
+    odds = laws_PV.gather(-1, ids_PC).tolist()
+    rows = zip(ids_PC.tolist(), odds, counts, strict=True)
+    return [Offer(tuple(ids[:count]), tuple(chances[:count])) for ids, chances, count in rows]
+
+
+def _kept_laws(asked: Sequence[FrontierNode], logits_PV: Tensor, laws: list[Tensor]) -> Float[Tensor, "P V"]:
+    """Return the processed laws, and keep them for the verifier."""
+    first_row = sum(len(kept) for kept in laws)
+    laws.append(processed_laws(logits_PV, [node.law_context for node in asked]))
+    for offset, node in enumerate(asked):
+        node.tree.law_rows[node.node] = first_row + offset
+    return laws[-1]
+
+
+def _uniforms(asked: FrontierNode, count: int) -> list[float]:
+    """Return the draws of a node: its own part of the tree's stream, whatever else grows beside it."""
+    row = asked.tree.row
+    key = stream_key(row.seed, row.root_position, Stream.DRAFT)
+    first = asked.node * row.expansion.branches
+    return [uniform(key, first + draw) for draw in range(count)]
+
+
+class _Urn:
+    """Laws to draw from with tokens taken out: intervals of the cumulated law, float64, a taken token's cut out exactly.
+
+    A token's width is the difference of neighbouring sums, so that what is cut out is just what could have been drawn.
+    """
+
+    def __init__(self, laws_PV: Float[Tensor, "P V"]) -> None:
+        self._cumulative_PV = laws_PV.cumsum(-1, dtype=torch.float64)
+        self._left_P = self._cumulative_PV[:, -1].clone()
+        self._starts: list[Tensor] = []  # of the taken intervals, each [P], infinite where nothing was taken
+        self._widths: list[Tensor] = []
+        self.num_taken_P = torch.zeros_like(self._left_P, dtype=torch.int64)
+
+    @property
+    def is_empty_P(self) -> Tensor:
+        """Whether so little is left that it may be rounding."""
+        return self._is_nothing(self._left_P)
+
+    def would_be_empty(self, ids_P: Int[Tensor, " P"]) -> Tensor:
+        """Return whether nothing would be left after taking these tokens."""
+        return self._is_nothing(self._left_P - self._interval(ids_P)[1])
+
+    def _is_nothing(self, left_P: Tensor) -> Tensor:
+        return left_P <= 1e-12 * self._cumulative_PV[:, -1]
+
+    def at(self, uniforms_P: Float[Tensor, " P"]) -> Int[Tensor, " P"]:
+        """Return the tokens at these points of what is left."""
+        point_P = uniforms_P * self._left_P
+        if self._starts:
+            starts_PT, order = torch.stack(self._starts, dim=-1).sort(dim=-1)
+            widths_PT = torch.stack(self._widths, dim=-1).gather(-1, order)
+            for rank in range(starts_PT.shape[-1]):
+                point_P = point_P + torch.where(point_P >= starts_PT[:, rank], widths_PT[:, rank], 0.0)
+        # What rounds up to the total would fall past the last token.
+        total_P = self._cumulative_PV[:, -1]
+        point_P = torch.minimum(point_P, torch.nextafter(total_P, torch.zeros_like(total_P)))
+        return torch.searchsorted(self._cumulative_PV, point_P[:, None], right=True)[:, 0]
+
+    def take(self, ids_P: Int[Tensor, " P"], is_taken_P: Tensor | None = None) -> None:
+        """Take a token out of each law, or of some of them."""
+        start_P, width_P = self._interval(ids_P)
+        if is_taken_P is not None:
+            start_P = torch.where(is_taken_P, start_P, torch.inf)
+            width_P = torch.where(is_taken_P, width_P, 0.0)
+        self._starts.append(start_P)
+        self._widths.append(width_P)
+        self._left_P = self._left_P - width_P
+        self.num_taken_P += 1 if is_taken_P is None else is_taken_P
+
+    def _interval(self, ids_P: Int[Tensor, " P"]) -> tuple[Tensor, Tensor]:
+        end_P1 = self._cumulative_PV.gather(-1, ids_P[:, None])
+        before_P1 = self._cumulative_PV.gather(-1, (ids_P[:, None] - 1).clamp_(min=0))
+        start_P1 = torch.where(ids_P[:, None] > 0, before_P1, 0.0)
+        return start_P1[:, 0], (end_P1 - start_P1)[:, 0]

@@ -1,0 +1,220 @@
+"""Which node of one tree gets how many children next: the Protocol, and the trees that never take a node back.
+
+Knows one tree and draft probabilities; does not know drafters, other trees, or how tokens are drawn. A decision is made before
+the token it concerns is drawn, and a drawn token stays: every verifier that the table of exact pairs allows is exact on these
+trees (docs/verification.md).
+"""
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.draft.children import Offer
+from engine.draft.drafter import FrontierNode, GrowingTree
+from engine.draft.topology import Topology
+from engine.tree import ROOT, Expansion, TokenTree
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A finished tree, the kept law of each inner node's draws, the nodes whose keys the drafter has cached, and their offers."""
+
+    tree: TokenTree
+    law_rows: tuple[int | None, ...]
+    fed: frozenset[int]
+    offers: dict[int, Offer]
+
+
+class Strategy(Protocol):
+    """Grows one tree, round by round. Each node is asked for once."""
+
+    tree: GrowingTree
+
+    def asks(self) -> list[FrontierNode]:
+        """Return the nodes that are to get children now; none ends the tree."""
+        ...
+
+    def take(self, node: int, offer: Offer) -> None:
+        """Give an asked node its children. Nodes the drafter says nothing of are not told of: they stay leaves."""
+        ...
+
+    def grown(self) -> Grown:
+        """Return the finished tree."""
+        ...
+
+
+class _Kept:
+    """A strategy that keeps every node it adds."""
+
+    def __init__(self, tree: GrowingTree) -> None:
+        self.tree = tree
+        self.expansion: Expansion = tree.row.expansion
+
+    @property
+    def num_left(self) -> int:
+        """Nodes that may still be added."""
+        return self.expansion.max_nodes - (len(self.tree.parents) - 1)
+
+    def grown(self) -> Grown:
+        """Return the tree as it is."""
+        tree = self.tree.frozen()
+        law_rows = tuple(row if drawn else None for row, drawn in zip(self.tree.law_rows, tree.draws, strict=True))
+        return Grown(tree, law_rows, frozenset(self.tree.fed), {})
+
+
+def num_draws(expansion: Expansion, depth: int, num_paths: int) -> int:
+    """Return how many children are drawn for a node at `depth` through which `num_paths` sampled paths pass."""
+    if depth >= expansion.max_depth:
+        return 0
+    return num_paths * expansion.branches if depth == expansion.trunk else num_paths
+
+
+class Delayed(_Kept):
+    """A trunk, then branches: level by level, as many draws for a node as paths pass through it."""
+
+    def __init__(self, tree: GrowingTree) -> None:
+        super().__init__(tree)
+        self._frontier = Counter({ROOT: 1})  # paths through each node of the last level
+
+    def asks(self) -> list[FrontierNode]:
+        """Return the level, but for nodes at the end."""
+        level, self._frontier = self._frontier, Counter()
+        counts = {node: num_draws(self.expansion, self.tree.depths[node], paths) for node, paths in level.items()}
+        return [FrontierNode(self.tree, node, count) for node, count in counts.items() if count]
+
+    def take(self, node: int, offer: Offer) -> None:
+        """Add all."""
+        self._frontier.update(self.tree.add(node, token_id) for token_id in offer.token_ids)
+
+
+class Static(_Kept):
+    """A given shape, level by level: the first child of a node takes the first place below it, and so on (Sequoia)."""
+
+    def __init__(self, tree: GrowingTree, topology: Topology) -> None:
+        super().__init__(tree)
+        self._places: dict[int, Topology] = {ROOT: topology}
+        self._level = [ROOT]
+
+    def asks(self) -> list[FrontierNode]:
+        """Return the level's nodes that have places below them."""
+        level, self._level = self._level, []
+        return [FrontierNode(self.tree, node, count) for node in level if (count := len(self._places[node].children))]
+
+    def take(self, node: int, offer: Offer) -> None:
+        """Add all."""
+        for token_id, place in zip(offer.token_ids, self._places[node].children, strict=False):
+            child = self.tree.add(node, token_id)
+            self._places[child] = place
+            self._level.append(child)
+
+
+class Threshold(_Kept):
+    """Level by level, siblings are drawn while what is left of their parent's value exceeds a threshold (DySpec).
+
+    A node is worth the product of the draft probabilities on its path. The threshold is 1 / max_nodes.
+    """
+
+    def __init__(self, tree: GrowingTree) -> None:
+        super().__init__(tree)
+        self._least = 1.0 / self.expansion.max_nodes
+        self._values = {ROOT: 1.0}
+        self._level = [ROOT]
+
+    def asks(self) -> list[FrontierNode]:
+        """Return the level's nodes above the threshold, best first, while there are nodes left."""
+        level, self._level = self._level, []
+        worthy = [node for node in level if self._values[node] > self._least and self.tree.depths[node] < self.expansion.depth]
+        worthy.sort(key=lambda node: -self._values[node])
+        return [FrontierNode(self.tree, node, self.expansion.branches) for node in worthy[: max(0, self.num_left)]]
+
+    def take(self, node: int, offer: Offer) -> None:
+        """Add children while the next one's place is worth it; whether it is does not depend on its own token."""
+        mass = 1.0  # of the draft law without the elder siblings
+        for token_id, odds in zip(offer.token_ids, offer.odds, strict=True):
+            if self._values[node] * mass <= self._least or self.num_left < 1:
+                return
+            child = self.tree.add(node, token_id)
+            self._values[child] = self._values[node] * odds
+            self._level.append(child)
+            mass -= odds
+
+
+class Heap(_Kept):
+    """The most valuable place anywhere gets the next token, until the nodes are used up (DySpec's greedy tree).
+
+    A place is the next sibling below a node, worth the node's value times the draft mass its elder siblings left.
+    """
+
+    def __init__(self, tree: GrowingTree) -> None:
+        super().__init__(tree)
+        self._values = {ROOT: 1.0}
+        self._offers: dict[int, Offer] = {}
+        self._places = [(-1.0, ROOT, 0)]  # (-value, node, rank of the next child)
+
+    def asks(self) -> list[FrontierNode]:
+        """Draw until the best place is below a node not asked for; return all such nodes that could still be drawn from."""
+        while self._places and self.num_left > 0:
+            if self._places[0][1] not in self._offers:
+                best = heapq.nsmallest(self.num_left, self._places)
+                nodes = sorted(node for _, node, _ in best if node not in self._offers)
+                self._offers.update(dict.fromkeys(nodes, _NOTHING))  # until they are answered
+                return [FrontierNode(self.tree, node, self.expansion.branches) for node in nodes]
+            self._draw()
+        return []
+
+    def take(self, node: int, offer: Offer) -> None:
+        """Note what can be drawn there."""
+        self._offers[node] = offer
+
+    def _draw(self) -> None:
+        _, node, rank = heapq.heappop(self._places)
+        offer = self._offers[node]
+        if rank == len(offer.token_ids):
+            return
+        child = self.tree.add(node, offer.token_ids[rank])
+        self._values[child] = self._values[node] * offer.odds[rank]
+        if self.tree.depths[child] < self.expansion.depth:
+            heapq.heappush(self._places, (-self._values[child], child, 0))
+        left = 1.0 - sum(offer.odds[: rank + 1])
+        heapq.heappush(self._places, (-self._values[node] * left, node, rank + 1))
+
+
+class GreedySample(_Kept):
+    """Round by round, nodes above a threshold get their likeliest tokens and one sample off them, all at once.
+
+    A node is worth the product of the draft probabilities on its path. The threshold begins at 1 / max_nodes and sinks when no
+    node is above it, so that all nodes are used.
+    """
+
+    def __init__(self, tree: GrowingTree) -> None:
+        super().__init__(tree)
+        self._least = 1.0 / self.expansion.max_nodes
+        self._values = {ROOT: 1.0}
+        self._waiting = [ROOT]
+        self._num_rounds = 0
+
+    def asks(self) -> list[FrontierNode]:
+        """Return the waiting nodes above the threshold, best first, as many as may all get their children."""
+        self._waiting = [node for node in self._waiting if self.tree.depths[node] < self.expansion.depth]
+        self._num_rounds += 1
+        if not self._waiting or self._num_rounds > 2 * self.expansion.depth:
+            return []
+        self._least = min(self._least, max(self._values[node] for node in self._waiting) / 2)
+        asks, left = [], self.num_left
+        for node in sorted(self._waiting, key=lambda node: -self._values[node]):
+            if self._values[node] > self._least and left > 0:
+                asks.append(FrontierNode(self.tree, node, min(self.expansion.branches, left), self._least / self._values[node]))
+                left -= asks[-1].num_draws
+        self._waiting = [node for node in self._waiting if node not in {ask.node for ask in asks}]
+        return asks
+
+    def take(self, node: int, offer: Offer) -> None:
+        """Add all."""
+        for token_id, odds in zip(offer.token_ids, offer.odds, strict=True):
+            child = self.tree.add(node, token_id)
+            self._values[child] = self._values[node] * odds
+            self._waiting.append(child)
+
+
+_NOTHING = Offer((), ())

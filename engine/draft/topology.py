@@ -1,0 +1,55 @@
+"""The best fixed tree shape for what is known of acceptance: Sequoia's dynamic programme (arXiv 2402.12374).
+
+Knows chances by sibling rank, no tokens and no tensors.
+"""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A node's place in a shape: the places of its children, first sibling first."""
+
+    children: tuple["Topology", ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of this place and below it."""
+        return 1 + sum(child.num_nodes for child in self.children)
+
+    def expected_tokens(self, acceptance: tuple[float, ...]) -> float:
+        """Return the expected tokens of a step from here, the extra one included, if `acceptance` holds at every node."""
+        below = (chance * child.expected_tokens(acceptance) for chance, child in zip(acceptance, self.children, strict=False))
+        return 1.0 + sum(below)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The best way to share nodes among siblings: what it brings, and the siblings' subtrees."""
+
+    value: float
+    members: tuple[Topology, ...]
+
+
+@lru_cache(maxsize=256)
+def best_topology(acceptance: tuple[float, ...], num_nodes: int, max_depth: int) -> Topology:
+    """Return the shape of at most `num_nodes` nodes below the root and `max_depth` levels with the most expected tokens.
+
+    `acceptance[j]` is the chance that sibling j is the one accepted, given that their parent is.
+    """
+
+    @cache
+    def family(rank: int, nodes: int, depth: int) -> _Family:
+        """Share `nodes` among the siblings from `rank` on, `depth` levels deep."""
+        best = _Family(0.0, ())
+        if not nodes or not depth or rank == len(acceptance):
+            return best
+        for size in range(1, nodes + 1):
+            below, beside = family(0, size - 1, depth - 1), family(rank + 1, nodes - size, depth)
+            value = acceptance[rank] * (1.0 + below.value) + beside.value
+            if value > best.value:
+                best = _Family(value, (Topology(below.members), *beside.members))
+        return best
+
+    return Topology(family(0, num_nodes, max_depth).members)

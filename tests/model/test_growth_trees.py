@@ -1,0 +1,431 @@
+"""Trees that find their own shape: each is drawn with the very probability that enumeration gives it, order of siblings included.
+
+The mutants are the mistakes of public code: siblings reordered, a draw thrown away, laws that are not those drawn from.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import permutations
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.draft import children, growth
+from engine.draft.best_first import BestFirst
+from engine.draft.calibration import AgreementScale, Calibration, RankAcceptance
+from engine.draft.drafter import GrowingTree
+from engine.draft.growth import grow, strategy_of
+from engine.draft.strategies import Delayed, GreedySample, Heap, Static, Threshold
+from engine.draft.topology import Topology, best_topology
+from engine.keys import Stream, stream_key
+from engine.noise import gumbels
+from engine.tree import ROOT, Expansion, TokenTree, TreeKind
+from engine.verify.verdict import Verdict
+from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.enumeration import TinyModel, heap_trees
+from tests.model.laws import laws_of
+from tests.model.passes import CPU
+from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
+
+# Laws of the next token over a vocabulary of four, by last token; one token cannot follow 2, the laws of 3 are nearly certain.
+LAWS = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.94, 0.02, 0.02, 0.02]])
+NUM_SEEDS = 5000
+
+Shape = tuple[tuple[int, ...], ...]  # each node's children's tokens in sampling order, nodes by their path
+
+
+class Table:
+    """The table as an enumerated model: a context's law is its last token's."""
+
+    vocab_size = 4
+
+    def draft(self, context):
+        law = LAWS[context[-1] if context else 0].double().numpy()
+        return law / law.sum()
+
+
+def shape(tree: TokenTree) -> Shape:
+    """Return what was drawn, whatever the numbers of the nodes."""
+    paths = {node: tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(tree.num_nodes)}
+    order = sorted(paths, key=lambda node: paths[node])
+    return tuple((*paths[node], -1, *(tree.token_ids[child] for child in tree.draws[node])) for node in order)
+
+
+def grown_trees(expansion: Expansion, verifier: str = "traversal", num_seeds: int = NUM_SEEDS):
+    """Return the trees of many seeds after token 0, all grown in one batch."""
+    rows = [decoding_row((1, 0), expansion, SAMPLED, verifier, seed, str(seed)) for seed in range(num_seeds)]
+    return grow(TableDrafter(LAWS.log()), rows, 4, CPU).forest.trees
+
+
+def z_of_trees(expansion: Expansion, law: dict[Shape, float]) -> float:
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-6)
+    return z_of_counts(Counter(map(shape, grown_trees(expansion))), law)
+
+
+def heap_law(budget):
+    law: Counter[Any] = Counter()
+    for drawn in heap_trees(cast(TinyModel, Table()), budget):
+        law.update({shape(drawn.tree): drawn.probability})
+    return dict(law)
+
+
+def drawn_by(decide):
+    """Return the law of trees grown level by level; `decide(context, value)` says while what mass is left siblings are drawn."""
+
+    def families(context, value):
+        goes_on = decide(context, value)
+        law = Table().draft(context)
+        possible = np.flatnonzero(law).tolist()
+        for order in [one for size in range(len(possible) + 1) for one in permutations(possible, size)]:
+            probability, left, stops = 1.0, 1.0, goes_on is None
+            for token_id in order:
+                stops = stops or not goes_on(left)
+                probability *= 0.0 if stops else law[token_id] / left
+                left -= law[token_id]
+            is_over = stops or len(order) == len(possible) or not goes_on(left)
+            if probability > 0 and is_over:
+                yield order, probability
+
+    def trees(frontier, draws, probability):
+        if not frontier:
+            yield draws, probability
+            return
+        (context, value), *rest = frontier
+        for order, chance in families(context, value):
+            below = [((*context, token_id), value * Table().draft(context)[token_id]) for token_id in order]
+            yield from trees([*rest, *below], {**draws, context: order}, probability * chance)
+
+    law: Counter[Any] = Counter()
+    for draws, probability in trees([((), 1.0)], {}, 1.0):
+        law[tuple((*context, -1, *draws[context]) for context in sorted(draws))] += probability
+    return dict(law)
+
+
+def threshold_law(least, depth):
+    """DySpec's threshold tree, where the budget of nodes is never reached."""
+    return drawn_by(
+        lambda context, value: (lambda left: value * left > least) if len(context) < depth and value > least else None
+    )
+
+
+def delayed_distinct_law():
+    """One trunk token, two different ones after it, one more after each."""
+    law: Counter[Any] = Counter()
+    for trunk in range(4):
+        for first, second in permutations(np.flatnonzero(Table().draft((trunk,))).tolist(), 2):
+            for a in range(4):
+                for b in range(4):
+                    q = Table().draft((trunk,))
+                    p = Table().draft(())[trunk] * q[first] * q[second] / (1 - q[first])
+                    p *= Table().draft((first,))[a] * Table().draft((second,))[b]
+                    draws = {(): (trunk,), (trunk,): (first, second), (trunk, first): (a,), (trunk, second): (b,)}
+                    draws |= {(trunk, first, a): (), (trunk, second, b): ()}
+                    law[tuple((*context, -1, *draws[context]) for context in sorted(draws))] += p
+    return {one: p for one, p in law.items() if p > 0}
+
+
+HEAP = Expansion(0, 4, 9, "heap", 3)
+DISTINCT = Expansion(1, 2, 2, "delayed_distinct")
+THRESHOLD = Expansion(0, 4, 2, "threshold", 20)
+
+
+def test_heap_trees_have_dyspecs_law():
+    assert z_of_trees(HEAP, heap_law(3)) < PASSES_BELOW
+
+
+class HighThreshold(Threshold):
+    """So high that the trees are few."""
+
+    def __init__(self, tree):
+        super().__init__(tree)
+        self._least = 0.21
+
+
+def test_threshold_trees_have_dyspecs_law(monkeypatch):
+    monkeypatch.setattr(growth, "Threshold", HighThreshold)
+    assert z_of_trees(THRESHOLD, threshold_law(0.21, 2)) < PASSES_BELOW
+
+
+def test_delayed_distinct_trees_are_draws_without_replacement():
+    assert z_of_trees(DISTINCT, delayed_distinct_law()) < PASSES_BELOW
+
+
+def tampered(spoil) -> Callable[..., list[children.Offer]]:
+    rule = children._RULES[TreeKind.WITHOUT_REPLACEMENT]
+    return lambda *args: [spoil(offer) for offer in rule(*args)]
+
+
+def by_odds(offer: children.Offer) -> children.Offer:
+    order = sorted(range(len(offer.odds)), key=lambda i: -offer.odds[i])
+    return children.Offer(tuple(offer.token_ids[i] for i in order), tuple(offer.odds[i] for i in order))
+
+
+def by_token(offer: children.Offer) -> children.Offer:
+    order = sorted(range(len(offer.odds)), key=lambda i: offer.token_ids[i])
+    return children.Offer(tuple(offer.token_ids[i] for i in order), tuple(offer.odds[i] for i in order))
+
+
+def unlikely_dropped(offer: children.Offer) -> children.Offer:
+    kept = [i for i, odds in enumerate(offer.odds) if odds > 0.1]
+    return children.Offer(tuple(offer.token_ids[i] for i in kept), tuple(offer.odds[i] for i in kept))
+
+
+@pytest.mark.parametrize("spoil", [by_odds, by_token, unlikely_dropped])
+@pytest.mark.parametrize(("expansion", "law"), [(HEAP, heap_law(3)), (DISTINCT, delayed_distinct_law())])
+def test_the_laws_of_trees_kill_tampering_with_draws(spoil, expansion, law, monkeypatch):
+    monkeypatch.setitem(children._RULES, TreeKind.WITHOUT_REPLACEMENT, tampered(spoil))
+    unexpected = {shape(tree) for tree in grown_trees(expansion)} - {*law}
+    assert unexpected or z_of_trees(expansion, law) > FAILS_ABOVE
+
+
+SET_TREE = Expansion(0, 3, 3, "greedy_sample", 8)
+
+
+def z_of_samples(trees):
+    """Return how far the last children, given the fixed ones before them, are from draws off those; check the fixed ones."""
+    observed: Counter[Any] = Counter()
+    for tree in trees:
+        for node, drawn in enumerate(tree.draws):
+            if drawn:
+                *fixed, sample = (tree.token_ids[child] for child in drawn)
+                last = tree.token_ids[node]
+                assert fixed == LAWS[last].argsort(descending=True, stable=True)[: len(fixed)].tolist()
+                assert sample not in fixed
+                observed[last, tuple(fixed), sample] += 1
+    families: Counter[Any] = Counter()
+    for (last, fixed, _), count in observed.items():
+        families[last, fixed] += count
+    total = sum(families.values())
+    law: dict[Any, float] = {}
+    for (last, fixed), count in families.items():
+        rest = [0.0 if token_id in fixed else float(LAWS[last, token_id]) for token_id in range(4)]
+        law |= {(last, fixed, token_id): count / total * p / sum(rest) for token_id, p in enumerate(rest) if p}
+    return z_of_counts(observed, law)
+
+
+def test_a_set_is_fixed_by_the_law_and_its_sample_drawn_off_it():
+    trees = grown_trees(SET_TREE, verifier="univer", num_seeds=2000)
+    assert max(tree.num_nodes for tree in trees) <= 9
+    assert {len(tree.draws[ROOT]) for tree in trees} == {3}
+    assert z_of_samples(trees) < PASSES_BELOW
+
+
+def test_a_sample_off_the_set_kills_draws_of_the_whole_law(monkeypatch):
+    monkeypatch.setattr(children._Urn, "take", lambda self, ids_P, is_taken_P=None: self.num_taken_P.add_(is_taken_P))
+    with pytest.raises(AssertionError):
+        z_of_samples(grown_trees(SET_TREE, verifier="univer", num_seeds=500))
+
+
+def test_where_the_set_would_be_the_whole_law_its_last_is_the_sample():
+    certain = torch.full((4, 4), float("-inf"))
+    certain[:, 2] = 0.0
+    row = decoding_row((0,), SET_TREE, SAMPLED, "univer")
+    tree = grow(TableDrafter(certain), [row], 4, CPU).forest.trees[0]
+    assert tree.num_nodes == 4  # one child a node, three levels
+    two = torch.tensor([0.7, 0.3, 0.0, 0.0]).log().repeat(4, 1)
+    tree = grow(TableDrafter(two), [row], 4, CPU).forest.trees[0]
+    assert [tree.token_ids[child] for child in tree.draws[ROOT]] == [0, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["heap", "threshold", "static", "greedy_sample", "beam", "noise_aware"]),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.sampled_from(["traversal", "coupled", "greedy"]),
+    st.integers(0, 10**6),
+)
+def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, verifier, seed):
+    expansion = Expansion(0, branches, depth, tree_name, max_nodes)
+    sampling = GREEDY if verifier == "greedy" else SAMPLED
+    grown = grow(TableDrafter(LAWS.log()), [decoding_row((1, 0), expansion, sampling, verifier, seed)], 4, CPU)
+    tree = grown.forest.trees[0]
+    assert 2 <= tree.num_nodes <= max_nodes + 1
+    assert max(tree.depths) <= depth
+    assert max(map(len, tree.draws)) <= branches
+    assert all(tree.draws[node] == tree.children[node] for node in range(tree.num_nodes))
+    assert all(node < tree.num_nodes for node in grown.fed[0])
+    drawn = {row for row in grown.forest.law_rows[0] if row is not None}
+    assert drawn == set(range(len(grown.forest.draft_laws_RV)))
+
+
+@pytest.mark.parametrize(
+    ("tree_name", "verifier", "sampling", "strategy"),
+    [
+        ("delayed", "traversal", SAMPLED, Delayed),
+        ("delayed_distinct", "coupled", SAMPLED, Delayed),
+        ("static", "traversal", SAMPLED, Static),
+        ("heap", "coupled", SAMPLED, Heap),
+        ("threshold", "rrsw", SAMPLED, Threshold),
+        ("greedy_sample", "univer", SAMPLED, GreedySample),
+        ("greedy_sample", "univer", GREEDY, BestFirst),
+        ("beam", "nss", SAMPLED, BestFirst),
+        ("noise_aware", "coupled", SAMPLED, BestFirst),
+    ],
+)
+def test_a_tree_that_takes_nodes_back_is_grown_only_where_nothing_is_drawn(tree_name, verifier, sampling, strategy):
+    expansion = Expansion(2, 2, 2, tree_name) if tree_name.startswith("delayed") else Expansion(0, 2, 3, tree_name, 8)
+    assert type(strategy_of(decoding_row((0,), expansion, sampling, verifier), Calibration())) is strategy
+
+
+# Best first.
+
+
+def brute_best(expansion, first):
+    """Return the paths of the best nodes by the product of draft probabilities, over the whole tree."""
+    values: dict[Any, float] = {(): 1.0}
+    frontier: list[Any] = [()]
+    for _ in range(expansion.depth):
+        frontier = [(*path, token_id) for path in frontier for token_id in best_tokens(path, first, expansion.branches)]
+        for path in frontier:
+            law = LAWS[path[-2] if len(path) > 1 else first]
+            values[path] = values[path[:-1]] * float(law[path[-1]])
+    return sorted((path for path in values if path), key=lambda path: -values[path])[: expansion.max_nodes]
+
+
+def best_tokens(path: tuple[int, ...], first: int, count: int) -> list[int]:
+    law = LAWS[path[-1] if path else first]
+    return [token_id for token_id in law.argsort(descending=True, stable=True)[:count].tolist() if law[token_id] > 0]
+
+
+@pytest.mark.parametrize("max_nodes", [1, 3, 6, 10])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_beam_is_nearly_the_best_tree_there_is(max_nodes, first):
+    """Nearly: what is fed and not kept in the end takes slots, and the deepest nodes are then not looked for."""
+    expansion = Expansion(0, 4, 12, "beam", max_nodes)
+    row = decoding_row((1, first), expansion, SAMPLED, "nss")
+    tree = grow(TableDrafter(LAWS.log()), [row], 4, CPU).forest.trees[0]
+    paths = {tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(1, tree.num_nodes)}
+    expected = brute_best(replace(expansion, depth=6), first)
+    assert sum(map(value_of(first), paths)) >= 0.98 * sum(map(value_of(first), expected))
+
+
+def value_of(first: int) -> Callable[[tuple[int, ...]], float]:
+    return lambda path: float(np.prod([float(LAWS[a, b]) for a, b in zip((first, *path), path, strict=False)]))
+
+
+def test_nodes_that_moved_are_fed_again():
+    """A fed node's keys lie in the slot of the number it had: only where it kept the number may the drafter rely on them."""
+    expansion = Expansion(0, 2, 6, "beam", 5)
+    for first in range(4):
+        strategy = strategy_of(decoding_row((1, first), expansion, SAMPLED, "nss"), Calibration())
+        while asks := strategy.asks():
+            for ask in asks:
+                ask.tree.fed.add(ask.node)
+                law = LAWS[ask.tree.token_ids[ask.node]]
+                ids = law.argsort(descending=True, stable=True)[:2].tolist()
+                strategy.take(ask.node, children.Offer(tuple(ids), tuple(float(law[i]) for i in ids)))
+        grown, fed = strategy.grown(), strategy.tree
+        for node in grown.fed:
+            assert grown.tree.path(node) == tuple(fed.path(node))
+            assert [grown.tree.token_ids[v] for v in grown.tree.path(node)] == [fed.token_ids[v] for v in fed.path(node)]
+
+
+def test_noise_aware_children_are_those_of_the_positions_own_noise():
+    expansion = Expansion(0, 3, 3, "noise_aware", 6)
+    rows = [decoding_row((1, 0), expansion, SAMPLED, "coupled", seed, str(seed)) for seed in range(40)]
+    for row, tree in zip(rows, grow(TableDrafter(LAWS.log()), rows, 4, CPU).forest.trees, strict=True):
+        for node, drawn in enumerate(tree.draws):
+            key = stream_key(row.seed, row.root_position + tree.depths[node] + 1, Stream.TOKEN)
+            scores = laws_of(LAWS[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log() + gumbels([key], 4)[0]
+            assert [tree.token_ids[child] for child in drawn] == scores.argsort(descending=True)[: len(drawn)].tolist()
+
+
+def test_a_wide_gap_makes_a_trunk_and_a_narrow_one_branches():
+    wide, narrow = AgreementScale().chances([5.0, 1.0, 0.5]), AgreementScale().chances([5.0, 4.9, 4.8])
+    assert wide[0] > 0.99
+    assert narrow[0] < 0.45
+    assert narrow.sum() == pytest.approx(1.0)
+
+
+# What is learnt.
+
+
+def test_the_scale_is_found_again():
+    """Targets whose scores differ from the drafter's by Gumbel noise of a known scale."""
+    rng = np.random.default_rng(0)
+    for true in (0.2, 1.0):
+        agreement = AgreementScale()
+        for _ in range(3000):
+            scores = np.sort(rng.gumbel(size=20) * 2)[::-1]
+            taken = int((scores + true * rng.gumbel(size=20)).argmax())
+            agreement.observe(scores.tolist(), taken)
+        assert agreement.scale == pytest.approx(true, rel=0.25)
+
+
+def test_rank_acceptance_is_found_again():
+    tree = TokenTree((-1, 0, 0, 0), (0, 1, 2, 3), ((1, 2, 3), (), (), ()))
+    ranks, rng = RankAcceptance(), np.random.default_rng(0)
+    for _ in range(4000):
+        end = int(rng.choice(4, p=[0.3, 0.4, 0.2, 0.1]))  # node 0: none accepted
+        ranks.observe(tree, [0] if end == 0 else [0, end])
+    assert ranks.chances(3) == pytest.approx((0.4, 0.2, 0.1), abs=0.05)
+
+
+def test_static_trees_and_noise_aware_trees_learn_from_what_came_out():
+    learnt_by = {"static": lambda c: c.ranks.chances(3), "noise_aware": lambda c: c.agreement.scale}
+    for expansion in (Expansion(0, 3, 2, "static", 6), Expansion(0, 3, 2, "noise_aware", 6)):
+        learnt = learnt_by[expansion.tree]
+        row = decoding_row((1, 0), expansion, SAMPLED, "coupled")
+        calibration = Calibration()
+        before = learnt(calibration)
+        for _ in range(300):
+            grown = grow(TableDrafter(LAWS.log()), [row], 4, CPU, calibration)
+            tree = grown.forest.trees[0]
+            worst = tree.children[ROOT][-1]
+            growth.learn(calibration, [row], grown, [Verdict((ROOT, worst), 3)])
+        assert learnt(calibration) != before
+
+
+# The shape of static trees.
+
+
+def all_topologies(num_nodes: int, depth: int, branches: int) -> Iterator[Topology]:
+    """Yield every shape of exactly that many nodes below the root."""
+
+    def forests(nodes: int, depth: int, ranks: int) -> Iterator[tuple[Topology, ...]]:
+        if not nodes:
+            yield ()
+        elif depth and ranks:
+            for size in range(1, nodes + 1):
+                for below in forests(size - 1, depth - 1, branches):
+                    for beside in forests(nodes - size, depth, ranks - 1):
+                        yield (Topology(below), *beside)
+
+    yield from map(Topology, forests(num_nodes, depth, branches))
+
+
+@pytest.mark.parametrize("acceptance", [(0.8, 0.1, 0.05), (0.4, 0.3, 0.2), (0.34, 0.33, 0.33), (0.05, 0.5, 0.2)])
+@pytest.mark.parametrize("depth", [2, 4])
+def test_the_programme_finds_the_best_of_all_shapes(acceptance, depth):
+    found = best_topology(acceptance, 6, depth)
+    best = max(shape.expected_tokens(acceptance) for size in range(7) for shape in all_topologies(size, depth, 3))
+    assert found.expected_tokens(acceptance) == pytest.approx(best)
+    assert found.num_nodes <= 7
+
+
+def test_the_best_shape_kills_a_programme_without_siblings_or_without_depth():
+    acceptance = (0.5, 0.3, 0.1)
+    best = best_topology(acceptance, 6, 4).expected_tokens(acceptance)
+    chain, star = best_topology(acceptance[:1], 6, 4), best_topology(acceptance, 6, 1)
+    assert max(chain.expected_tokens(acceptance), star.expected_tokens(acceptance)) < best - 0.05
+
+
+def test_a_static_tree_has_its_shape():
+    topology = best_topology((0.5, 0.3, 0.1), 7, 3)
+    row = decoding_row((1, 0), Expansion(0, 3, 3, "static", 7), SAMPLED, "traversal")
+    strategy = Static(GrowingTree(row), topology)
+    while asks := strategy.asks():
+        for ask in asks:
+            strategy.take(ask.node, children.Offer(tuple(range(ask.num_draws)), (0.25,) * ask.num_draws))
+
+    def shape_below(node: int) -> Topology:
+        return Topology(tuple(map(shape_below, strategy.grown().tree.children[node])))
+
+    assert shape_below(ROOT) == topology

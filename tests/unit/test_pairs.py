@@ -1,0 +1,100 @@
+"""The table of exact pairs: refusals, and what is paired with a name that comes alone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.pairs import (
+    VERIFIER_NAMES,
+    InexactPairError,
+    UnknownVerifierError,
+    default_kind,
+    default_tree,
+    fitted,
+    is_exact,
+    require_exact,
+    verifier_for,
+)
+from engine.tree import PLAIN, TREE_NAMES, Expansion, TreeKind, TreeName
+
+DELAYED = Expansion(2, 2, 3)
+
+
+def sized(tree: TreeName, num_nodes: int = 12) -> Expansion:
+    """Return a branching tree of that name."""
+    return Expansion(2, 2, 5, tree) if tree.startswith("delayed") else Expansion(0, 3, 6, tree, num_nodes)
+
+
+@pytest.mark.parametrize("tree", ["delayed_distinct", "static", "heap", "threshold", "greedy_sample", "beam", "noise_aware"])
+def test_an_inexact_pair_is_refused_by_both_names(tree: TreeName) -> None:
+    with pytest.raises(InexactPairError, match=f"'specinfer'.*'{tree}'.*coupled are"):
+        require_exact(sized(tree), "specinfer")
+
+
+@pytest.mark.parametrize("verifier", VERIFIER_NAMES)
+def test_a_chain_suits_everyone(verifier: str) -> None:
+    require_exact(Expansion(4, 1, 0), verifier)
+
+
+def test_set_rules_are_refused_iid_branches() -> None:
+    for verifier in ("hu", "univer"):
+        with pytest.raises(InexactPairError, match=f"'{verifier}'.*'delayed'.*traversal.*coupled are"):
+            require_exact(DELAYED, verifier)
+
+
+def test_only_the_coupled_rule_may_judge_what_the_noise_chose() -> None:
+    assert [name for name in VERIFIER_NAMES if is_exact(TreeKind.SHARED_NOISE, name)] == ["coupled"]
+
+
+@pytest.mark.parametrize("verifier", VERIFIER_NAMES)
+def test_a_verifier_named_alone_gets_a_tree_that_it_is_exact_on(verifier: str) -> None:
+    require_exact(sized(default_tree(verifier)), verifier)
+    assert is_exact(default_kind(verifier), verifier)
+
+
+@pytest.mark.parametrize("tree", TREE_NAMES)
+@pytest.mark.parametrize("preferred", VERIFIER_NAMES)
+def test_a_tree_named_alone_gets_a_verifier_that_is_exact_on_it(tree: TreeName, preferred: str) -> None:
+    require_exact(sized(tree), verifier_for(sized(tree), preferred))
+    if is_exact(sized(tree).kind, preferred):
+        assert verifier_for(sized(tree), preferred) == preferred
+
+
+EXPANSIONS = st.one_of(
+    st.builds(
+        Expansion, st.integers(0, 6), st.integers(1, 4), st.integers(0, 6), st.sampled_from(["delayed", "delayed_distinct"])
+    ),
+    st.builds(Expansion, st.just(0), st.integers(1, 4), st.integers(1, 9), st.sampled_from(TREE_NAMES[2:]), st.integers(1, 40)),
+)
+
+
+def fits(fit) -> None:
+    @given(EXPANSIONS, st.sampled_from(VERIFIER_NAMES))
+    def check(expansion: Expansion, verifier: str) -> None:
+        fitting = fit(expansion, verifier)
+        require_exact(fitting, verifier)
+        assert fitting.num_draft_tokens <= expansion.num_draft_tokens
+        assert fitting.max_depth <= expansion.max_depth
+        assert fitting.is_plain == expansion.is_plain
+        if is_exact(expansion.kind, verifier):
+            assert fitting == expansion
+
+    check()
+
+
+def test_what_is_fitted_is_exact_no_larger_and_no_plainer() -> None:
+    fits(fitted)
+
+
+@pytest.mark.parametrize(
+    "mutant", [lambda expansion, _: expansion, lambda expansion, _: PLAIN, lambda expansion, _: Expansion(4, 1, 0)]
+)
+def test_a_fit_that_changes_nothing_or_too_much_is_found_out(mutant) -> None:
+    with pytest.raises((AssertionError, InexactPairError, BaseExceptionGroup)):
+        fits(mutant)
+
+
+def test_an_unknown_verifier_is_an_error_that_lists_the_known() -> None:
+    for ask in (lambda: require_exact(DELAYED, "sequoia"), lambda: default_tree("sequoia"), lambda: default_kind("sequoia")):
+        with pytest.raises(UnknownVerifierError, match=r"'sequoia'; there are nss, naive, .*, coupled"):
+            ask()
