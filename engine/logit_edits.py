@@ -62,9 +62,9 @@ class _Texts:
 
 
 def _by_request(contexts: Sequence[LawContext]) -> Iterator[_Texts]:
-    """Return the rows in order, those side by side together that share their history and parameters (the very objects)."""
+    """Return the rows in order, those side by side together that share parameters and history (the very object: not compared)."""
     first = 0
-    for _, group in groupby(contexts, key=lambda one: (id(one.sampling), id(one.history), one.num_prompt_tokens)):
+    for _, group in groupby(contexts, key=lambda one: (id(one.history), one.num_prompt_tokens, one.sampling)):
         rows = list(group)
         yield _Texts(first, rows[0].sampling, rows[0].history, rows[0].num_prompt_tokens, tuple(row.path_ids for row in rows))
         first += len(rows)
@@ -93,13 +93,13 @@ def _penalise(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
     if not sampling.has_penalties:
         return
     seen = _seen(texts, logits_MV)
-    values_MU = logits_MV[:, seen.ids_U]
+    values_MU = logits_MV.index_select(-1, seen.ids_U)
     penalty = sampling.repetition_penalty
     repeated_MU = torch.where(values_MU < 0, values_MU * penalty, values_MU / penalty)
     values_MU = torch.where(seen.is_held_MU, repeated_MU, values_MU)
     values_MU -= sampling.frequency_penalty * seen.counts_MU
     values_MU -= sampling.presence_penalty * (seen.counts_MU > 0)
-    logits_MV[:, seen.ids_U] = values_MU
+    logits_MV.index_copy_(-1, seen.ids_U, values_MU)
 
 
 def _seen(texts: _Texts, like: Tensor) -> _Seen:
@@ -129,6 +129,5 @@ def _hold_back_stops(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
 def _allow_only(logits_MV: Float[Tensor, "M V"], sampling: SamplingParams) -> None:
     if sampling.allowed_token_ids is not None:
         ids_S = _index(sampling.allowed_token_ids, logits_MV)
-        allowed_MS = logits_MV[:, ids_S]
-        logits_MV.fill_(float("-inf"))
-        logits_MV[:, ids_S] = allowed_MS
+        allowed_MS = logits_MV.index_select(-1, ids_S)
+        logits_MV.fill_(float("-inf")).index_copy_(-1, ids_S, allowed_MS)
