@@ -1,4 +1,4 @@
-"""The `latebranch` command: serve, weights, bench, drafter, version. Each command's handler returns the exit status."""
+"""The `latebranch` command: serve, weights, bench, audit, drafter, version. Each command's handler returns the exit status."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from server.audit_cli import add_audit_command
 from server.bench_cli import add_bench_command
 from server.drafter_cli import add_drafter_command
 from server.logs import configure_logging
@@ -26,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve_command(subparsers)
     add_weights_command(subparsers)
     add_bench_command(subparsers)
+    add_audit_command(subparsers)
     add_drafter_command(subparsers)
     subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
     return parser

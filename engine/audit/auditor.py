@@ -5,10 +5,12 @@ Knows requests, tokens and logits. Does not know when passes run (engine.audit.b
 What is chosen must not depend on what is said, or the test would find its own choice:
 
 - a request is chosen by a hash of its id, and refused a place (dropped) before its first token is drawn;
-- of its text the first `num_tokens` tokens count, or all up to the token that ends it;
-- a request that is aborted ends between two steps, and how far a step came depends on its tokens. It does count, with the tokens
-  that are missing drawn here: what has been said, completed by the target itself, has the target's law (docs/verification.md),
-  and draws of the target make uniform numbers.
+- of its text the first `num_tokens` tokens count, or all up to the token or the abort that ends it.
+
+An abort falls between two steps, and how far a step comes depends on its tokens. Still each token counted has the target's law
+given those before it. For a lossless step, completed by the target, has the target's law at every length: written for t - 1 and
+for t tokens, P(at least t are said, y_1 .. y_t) = p(y_t | ..) P(at least t are said, y_1 .. y_t-1). Leaving aborted requests out
+would be wrong: clients stop at certain texts.
 
 Shape key: N tokens of a text, V vocabulary.
 """
@@ -26,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.audit.outcomes import Support, Tally, greedy_gaps, support_of, tally_gaps, tie_tolerance
-from engine.audit.pit import NUM_BINS, binned, tested, transformed
+from engine.audit.pit import NUM_BINS, binned, evenness, transformed
 from engine.forcing import KnownText
 from engine.keys import Stream, stream_key, uniform
 from engine.logit_edits import edited_logits
@@ -56,7 +58,6 @@ class Record:
     request: Request
     check: Check
     token_ids: list[int] = field(default_factory=list)
-    num_missing: int = 0  # tokens that an abort left unsaid
 
     @property
     def text(self) -> KnownText:
@@ -105,8 +106,6 @@ class Auditor:
         if event.finish is None and len(record.token_ids) < wanted:
             return
         del self._open[event.request_id]
-        if event.finish is FinishReason.ABORT:
-            record.num_missing = wanted - len(record.token_ids)
         if record.token_ids and event.finish is not FinishReason.ERROR:
             self._waiting.append(record)
 
@@ -148,13 +147,12 @@ class Auditor:
         return support.tally(token_ids)
 
     def _count_draws(self, record: Record, support: Support) -> None:
-        """Put every draw, and one for every missing token, into its bin."""
+        """Put every draw into its bin."""
         uniforms = [next(self._uniforms) for _ in record.token_ids]
-        values = transformed(support.laws_NV, record.token_ids, uniforms)
-        new = binned([*values, *(next(self._uniforms) for _ in range(record.num_missing))])
+        new = binned(transformed(support.laws_NV, record.token_ids, uniforms))
         self._bins = [old + more for old, more in zip(self._bins, new, strict=True)]
         self._news.bins = [old + more for old, more in zip(self._news.bins, new, strict=True)]
-        p_value = tested(self._bins).p_value
+        p_value = evenness(self._bins).p_value
         if p_value < _ALARM and not self._is_alarmed:
             self._is_alarmed = True
             _logger.error("audit: %d sampled tokens do not have the target's law: p = %.1e", sum(self._bins), p_value)
@@ -169,7 +167,7 @@ class Auditor:
             outcomes={check: tally.counts() for check, tally in news.tallies.items()},
             pit_bins=tuple(news.bins),
             num_dropped=news.num_dropped,
-            p_value=tested(self._bins).p_value,
+            p_value=evenness(self._bins).p_value,
         )
 
 

@@ -30,7 +30,7 @@ class ChiSquare:
     def detectable(self, level: float) -> float:
         """Return the total variation distance that a test at this level finds with probability .9, or 1 if there is none.
 
-        Approximate: the noncentral chi-square law is taken as normal. A law at total variation d from the one tested has
+        Approximate: the noncentral chi-square law is taken as normal. A law at total variation d from the one evenness has
         noncentrality at least 4 n d^2 (Cauchy and Schwarz), so every change of the pooled cells that large is found.
         """
         if not self.freedom:

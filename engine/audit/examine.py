@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.audit.chi_square import ChiSquare, compared, together
 from engine.audit.collect import Collected, Said, Text
 from engine.audit.outcomes import Tally, greedy_gaps, support_of, tally_gaps, tie_tolerance
-from engine.audit.pit import binned, tested, transformed
+from engine.audit.pit import binned, evenness, transformed
 from engine.audit.plan import AuditPlan
 from engine.audit.reference import Reference, penalised, warped
 from engine.audit.report import ChoiceReport, LawTest, Report, SampledReport
@@ -47,7 +47,7 @@ def examine(collected: Collected, reference: Reference) -> Report:
 def _examine_draws(said: Said, plan: AuditPlan, reference: Reference, tolerance: float) -> SampledReport:
     """Test the draws of one setting."""
     pit = _pit_of(said, plan, reference, tolerance)
-    tests = [LawTest("all tokens", tested(binned(pit.values)))]
+    tests = [LawTest("all tokens", evenness(binned(pit.values)))]
     num_tests = 1
     for count, name in enumerate(_POSITIONS[: plan.max_tokens]):
         of_prefixes = list(_prefix_tests(said, count, plan.min_prefix_samples, reference))

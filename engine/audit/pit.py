@@ -38,6 +38,6 @@ def binned(values: Sequence[float]) -> list[int]:
     return counts
 
 
-def tested(bins: Sequence[int]) -> ChiSquare:
+def evenness(bins: Sequence[int]) -> ChiSquare:
     """Compare counts by bin with an even spread."""
     return compared(bins, [sum(bins) / len(bins)] * len(bins))

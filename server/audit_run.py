@@ -1,0 +1,86 @@
+"""Runs `latebranch audit`: the configured engine says its texts and is dropped, then the reference judges them."""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+
+from transformers import AutoTokenizer
+
+from engine.audit.collect import Collected, RequestFailed, collect
+from engine.audit.examine import examine
+from engine.audit.plan import AuditPlan, Setting
+from engine.audit.reference import Reference
+from engine.audit.report import Report
+from engine.build import BadConfiguration, build_engine
+from engine.model_check import UnsupportedModel
+from engine.refusal import RequestRefused
+from engine.types import ModelInfo, SamplingParams
+from engine.weights import resolve
+from server.audit_cli import AuditError
+from server.audit_text import as_text
+from server.settings import Settings
+
+Texts = Mapping[str, Sequence[str]]  # user messages by kind
+
+
+def audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
+    """Run the audit on messages by kind; return the exit status. Raises AuditError if the engine cannot do what is asked."""
+    try:
+        return _audit(settings, texts, parsed)
+    except (BadConfiguration, UnsupportedModel, RequestRefused, RequestFailed) as error:
+        raise AuditError(str(error)) from error
+
+
+def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("engine.audit").setLevel(logging.INFO)  # a line for each part that is done
+    started_s = time.monotonic()
+    plan = plan_of(parsed, encoded(settings.model, texts))
+    info, collected = _collected(settings, plan)
+    reference = Reference.load(resolve(settings.model).folder, settings.dtype, info.device)
+    report = examine(collected, reference)
+    sys.stdout.write(as_text(report, info, time.monotonic() - started_s) + "\n" + as_json(report, info) + "\n")
+    return 0 if report.is_lossless else 1
+
+
+def _collected(settings: Settings, plan: AuditPlan) -> tuple[ModelInfo, Collected]:
+    """Return what the engine is and says; it is gone afterwards, so that the reference has its memory."""
+    engine = build_engine(settings.to_engine_config())
+    return engine.info, collect(engine, plan)
+
+
+def encoded(model: str, texts: Texts) -> tuple[tuple[int, ...], ...]:
+    """Return every message as a chat prompt of the model."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve(model).folder)
+    chats = [[{"role": "user", "content": text}] for of_kind in texts.values() for text in of_kind]
+    return tuple(tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)) for chat in chats)
+
+
+def plan_of(parsed: argparse.Namespace, prompts: tuple[tuple[int, ...], ...]) -> AuditPlan:
+    """Return what the arguments ask for: every temperature with every verifier and tree."""
+    names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    others = {name: getattr(parsed, name) for name in names}
+    samplings = [SamplingParams(temperature, **others) for temperature in parsed.temperatures]
+    settings = [Setting(*parts) for parts in product(samplings, parsed.verifiers, parsed.expansions)]
+    return AuditPlan(
+        prompts=prompts,
+        settings=tuple(dict.fromkeys(settings)),
+        first_seed=parsed.first_seed,
+        num_samples=parsed.samples,
+        max_tokens=parsed.max_tokens,
+        num_choice_tokens=parsed.greedy_tokens,
+        num_seeds=parsed.seeds,
+        alpha=parsed.alpha,
+    )
+
+
+def as_json(report: Report, info: ModelInfo) -> str:
+    """Return one line with the engine's facts and everything found."""
+    return json.dumps(
+        {"engine": asdict(info), "is_lossless": report.is_lossless, "level": report.level, "report": asdict(report)}
+    )

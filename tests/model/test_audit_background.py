@@ -1,0 +1,328 @@
+"""The background audit: sound engines pass, broken ones are found, and no client ever notices.
+
+Seeds and request ids are fixed, so that a score is the same in every run.
+"""
+
+import asyncio
+import logging
+import secrets
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+
+from engine.audit.auditor import Auditor, Check, check_of, is_chosen
+from engine.audit.background import AuditedEngine
+from engine.audit.outcomes import Tally
+from engine.audit.pit import evenness
+from engine.config import SchedulerConfig
+from engine.forcing import KnownText
+from engine.inprocess import InProcessEngine
+from engine.keys import Stream, stream_key
+from engine.policy import FixedExpansion
+from engine.sampling import warped_laws
+from engine.testing import tiny_engine
+from engine.tree import Expansion
+from engine.types import AuditStats, FinishReason, Request, SamplingParams, Speculation, TokenEvent
+from engine.verify import coupled, masses
+from engine.verify.verdict import Verdict
+from server.metrics import Metrics
+from tests.model.driving import Session, greedy, run, sampled
+from tests.model.tiny import own_logits, pair
+
+PROMPT = (5, 9, 33, 4)
+CONFIG = SchedulerConfig(max_running=64, max_step_tokens=1024, num_slots=4096, max_model_len=64)
+TREE = Expansion(1, 3, 1)
+
+
+@pytest.fixture
+def numbered_secrets(monkeypatch):
+    """Seeds that the engine makes are 0, 1, 2, ..., so that the run repeats itself."""
+    seeds = count()
+    monkeypatch.setattr(secrets, "randbits", lambda bits: next(seeds))
+
+
+def audited(num_tokens=8, share=1.0, config=CONFIG, verifier="traversal", noise=0.1):
+    engine = tiny_engine(*pair("llama", noise), FixedExpansion(TREE), verifier, config)
+    return AuditedEngine(engine, Auditor(share, num_tokens, "float32", seed=1))
+
+
+def news(session: Session) -> list[AuditStats]:
+    return [stats.audit for stats in session.stats if stats.audit is not None]
+
+
+def outcomes(session: Session) -> dict[str, Tally]:
+    totals: dict[str, Tally] = {}
+    for audit in news(session):
+        for check, counts in audit.outcomes.items():
+            tally = Tally(counts["match"], counts["near_tie"], counts["mismatch"])
+            totals[check] = totals.get(check, Tally()) + tally
+    return totals
+
+
+def bins(session: Session) -> list[int]:
+    return [sum(column) for column in zip(*(audit.pit_bins for audit in news(session)), strict=True)]
+
+
+def unseeded(number: int, max_tokens: int = 8, **sampling) -> Request:
+    return Request(f"u{number}", (3 + number % 50, 9, 4), SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling))
+
+
+def everything() -> list[Request]:
+    """Return requests of all kinds, with every parameter that a law depends on."""
+    edits = {"presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": ((7, 2.0),)}
+    return [
+        greedy("g", PROMPT),
+        replace(greedy("g-edits", PROMPT), sampling=SamplingParams(0.0, max_tokens=12, min_tokens=5, **edits)),
+        sampled("c", PROMPT, seed=3),
+        sampled("c-cut", PROMPT, seed=4, temperature=0.8, top_p=0.7, top_k=9, min_p=0.02, **edits),
+        sampled("named", PROMPT, seed=5, verifier="traversal"),
+        unseeded(1, top_p=0.8, temperature=1.3),
+        unseeded(2, **edits),
+    ]
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_what_a_sound_engine_says_is_right():
+    session = run(audited(num_tokens=6), everything())
+    assert outcomes(session) == {Check.GREEDY: Tally(12), Check.COUPLED: Tally(12), Check.SAMPLED: Tally(12)}
+    assert sum(bins(session)) == 12
+    assert sum(audit.num_dropped for audit in news(session)) == 0
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+@pytest.mark.parametrize("verifier", ["traversal", "specinfer", "block"])
+def test_draws_of_a_sound_engine_fill_the_bins_evenly(verifier):
+    session = run_in_turns(audited(verifier=verifier), 180)
+    assert sum(bins(session)) == 180 * 8
+    assert evenness(bins(session)).p_value > 1e-3
+    assert news(session)[-1].p_value == pytest.approx(evenness(bins(session)).p_value)
+
+
+def run_in_turns(engine, number):
+    """Run unseeded requests, few enough at a time to find a place in the audit."""
+    session = Session()
+    for first in range(0, number, 60):
+        part = run(engine, [unseeded(index) for index in range(first, first + 60)])
+        session.stats += part.stats
+    return session
+
+
+def extra_after_the_root(trees, choices):
+    """Take the extra token from the root's choice, wherever the path ends."""
+    verdicts = _GREEDY(trees, choices)
+    offsets = [sum(tree.num_nodes for tree in trees[:index]) for index in range(len(trees))]
+    return [Verdict(one.path, choices[offset]) for one, offset in zip(verdicts, offsets, strict=True)]
+
+
+_GREEDY = coupled.judge_greedy
+
+
+def test_a_greedy_token_taken_from_the_root_is_found(monkeypatch, caplog):
+    monkeypatch.setattr("engine.judge.judge_greedy", extra_after_the_root)
+    session = run(audited(noise=0.01), [greedy("g", PROMPT)])
+    assert outcomes(session)[Check.GREEDY].num_mismatch
+    assert any("greedy tokens are wrong" in record.message for record in caplog.records if record.levelno == logging.ERROR)
+
+
+def test_noise_of_a_wrong_position_is_found(monkeypatch):
+    monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: stream_key(key.seed, key.root_position + depth, Stream.TOKEN))
+    session = run(audited(), [sampled("c", PROMPT, seed=3)])
+    assert outcomes(session)[Check.COUPLED].num_mismatch > 4
+
+
+def draft_believed(self, forest, target_laws_NV, keys):
+    """Accept the first path whole, whatever the target says of it."""
+    return [
+        Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
+        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_laws_NV, keys), strict=True)
+    ]
+
+
+_JUDGE = masses.TwoPhase.judge
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_drafts_that_are_believed_are_found(monkeypatch, caplog):
+    monkeypatch.setattr(masses.TwoPhase, "judge", draft_believed)
+    session = run_in_turns(audited(), 180)
+    assert news(session)[-1].p_value < 1e-6
+    assert sum("do not have the target's law" in record.message for record in caplog.records) == 1
+
+
+def one_token_more(logits_NV, sampling):
+    """Keep one token more than top-k allows."""
+    return warped_laws(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling])
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_tokens_that_cannot_come_are_found(monkeypatch):
+    monkeypatch.setattr("engine.judge.warped_laws", one_token_more)
+    session = run(audited(), [unseeded(index, top_k=2, temperature=1.5) for index in range(20)])
+    assert outcomes(session)[Check.SAMPLED].num_mismatch
+
+
+def stopped_at_the_likeliest(number):
+    """Run requests that a client stops once it reads the likeliest first token, as stop strings do."""
+    engine = audited(num_tokens=4)
+    likeliest = int(own_logits("llama", [PROMPT])[0, -1].argmax())
+    session = Session()
+    for first in range(0, number, 60):
+        for index in range(first, first + 60):
+            engine.add(replace(unseeded(index, max_tokens=4, temperature=0.8), prompt_ids=PROMPT))
+        while engine.has_work:
+            output = engine.step()
+            session.take(output)
+            for event in output.events:
+                if event.token_ids[:1] == (likeliest,):
+                    engine.abort(event.request_id)
+    return session
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_requests_that_are_aborted_count():
+    session = stopped_at_the_likeliest(300)
+    assert 300 < sum(bins(session)) < 1100
+    assert evenness(bins(session)).p_value > 1e-3
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_leaving_them_out_would_find_fault_with_a_sound_engine(monkeypatch):
+    """The mutant: only requests that ended by themselves count."""
+    write = Auditor._write
+
+    def without_aborted(self, record, event):
+        if event.finish is FinishReason.ABORT:
+            event = replace(event, finish=FinishReason.ERROR)
+        write(self, record, event)
+
+    monkeypatch.setattr(Auditor, "_write", without_aborted)
+    assert evenness(bins(stopped_at_the_likeliest(300))).p_value < 1e-6
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_an_aborted_request_is_judged_by_what_it_said():
+    engine = audited()
+    engine.add(greedy("g", PROMPT))
+    output = engine.step()
+    engine.abort("g")
+    session = run(engine, [])
+    num_said = min(8, sum(len(event.token_ids) for event in output.events))
+    assert outcomes(session) == {Check.GREEDY: Tally(num_said)}
+
+
+@pytest.mark.parametrize("max_step_tokens", [8, 20, 64])
+def test_a_forced_text_has_the_targets_own_logits(max_step_tokens):
+    engine = tiny_engine(*pair("llama"), config=replace(CONFIG, max_running=8, max_step_tokens=max_step_tokens))
+    text = KnownText(tuple(range(3, 30)), tuple(range(40, 55)))
+    logits_NV = forced_logits(engine, text)
+    expected_NV = own_logits("llama", [[*text.prompt_ids, *text.token_ids]])[0, len(text.prompt_ids) - 1 : -1]
+    assert torch.allclose(logits_NV, expected_NV, atol=1e-4)
+    assert not torch.allclose(logits_NV[1:], expected_NV[:-1], atol=1e-1)  # one place off would be seen
+    assert not engine.has_work
+
+
+def forced_logits(engine, text):
+    forcing = engine.forcing()
+    forcing.start(text)
+    while forcing.is_running:
+        done = forcing.step()
+        engine.check_integrity()
+    return done.logits_NV
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_a_request_that_comes_finds_every_slot_free_and_the_audit_begins_anew():
+    """The prompt is longer than half the slots, so both cannot be in the cache."""
+    config = SchedulerConfig(max_running=4, max_step_tokens=16, num_slots=64, max_model_len=64)
+    engine, prompt = audited(config=config), tuple(range(3, 43))
+    session = Session()
+    engine.add(greedy("one", prompt))
+    while not any(audit.num_pass_tokens for audit in news(session)):
+        session.take(engine.step())
+    engine.check_integrity()
+    second = run(engine, [greedy("two", prompt)])
+    assert second.stats[0].num_used_slots == 16, "the chunk of the new request alone"
+    session.stats += second.stats
+    assert outcomes(session) == {Check.GREEDY: Tally(16)}
+
+
+def test_places_are_few_and_given_before_the_first_token():
+    engine = audited()
+    session = run(engine, [unseeded(index, max_tokens=2) for index in range(100)])
+    assert sum(audit.num_dropped for audit in news(session)) == 36
+    assert outcomes(session)[Check.SAMPLED].num_tokens == 64 * 2
+
+
+def test_a_pass_that_fails_fails_nothing_else(monkeypatch, caplog):
+    engine = audited()
+    monkeypatch.setattr(Auditor, "judge", lambda self, logits_NV: 1 / 0)
+    session = run(engine, [greedy("a", PROMPT), greedy("b", PROMPT)])
+    assert sum(audit.num_dropped for audit in news(session)) == 2
+    assert all(outcome.finish is FinishReason.LENGTH for outcome in session.outcomes.values())
+    assert "cannot be judged" in caplog.text
+
+
+def test_logits_that_are_not_finite_are_no_match():
+    auditor = Auditor(1.0, 4, "float32", seed=0)
+    auditor.enlist(greedy("a", PROMPT))
+    auditor.hear([TokenEvent("a", (4, 5), finish=FinishReason.LENGTH)])
+    auditor.judge(torch.full((2, 61), float("nan")))
+    assert auditor.taken_stats().outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
+
+
+def test_a_request_that_ends_in_an_error_is_not_judged():
+    auditor = Auditor(1.0, 4, "float32", seed=0)
+    auditor.enlist(greedy("a", PROMPT))
+    auditor.hear([TokenEvent("a", (4,)), TokenEvent("a", finish=FinishReason.ERROR, error="x")])
+    assert not auditor.has_texts
+    assert auditor.taken_stats() is None
+
+
+def test_the_share_is_a_matter_of_the_name():
+    chosen = [name for name in map(str, range(4000)) if is_chosen(name, 0.1)]
+    assert 300 < len(chosen) < 500
+    assert set(chosen) <= {name for name in map(str, range(4000)) if is_chosen(name, 0.2)}
+    assert not any(is_chosen(name, 0.0) for name in chosen)
+    assert all(is_chosen(str(index), 1.0) for index in range(100))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "seed", "verifier", "check"),
+    [
+        (0.0, None, None, Check.GREEDY),
+        (0.0, 3, "traversal", Check.GREEDY),
+        (1.0, None, None, Check.SAMPLED),
+        (1.0, None, "coupled", Check.SAMPLED),
+        (1.0, 3, None, Check.COUPLED),
+        (1.0, 3, "coupled", Check.COUPLED),
+        (1.0, 3, "traversal", None),  # the same seed may come again and again: no fresh draws
+    ],
+)
+def test_what_can_be_checked_of_a_request(temperature, seed, verifier, check):
+    request = Request("r", PROMPT, SamplingParams(temperature, seed=seed), Speculation(verifier=verifier))
+    assert check_of(request) is check
+
+
+async def test_a_served_engine_tells_of_its_audit():
+    """From the engine's thread to the exposition text."""
+    engine = InProcessEngine(audited, CONFIG)
+    metrics = Metrics("tiny", 64, lambda: engine.health)
+    engine.add_listener(metrics.steps.on_step)
+    engine.add_listener(metrics.audit.on_step)
+    await engine.start()
+    assert [event async for event in engine.submit(greedy("g", PROMPT))][-1].finish is FinishReason.LENGTH
+    steps = (await audited_text(metrics)).split("latebranch_steps_total{")[1].split("\n")[0]
+    await engine.stop()
+    assert float(steps.split()[-1]) <= 12, "passes of the audit are no steps"
+
+
+async def audited_text(metrics):
+    """Return the exposition text once the audit has told of the request."""
+    while True:
+        text = metrics.render().decode()
+        if 'check="greedy",engine="0",model_name="tiny",outcome="match"} 8.0' in text:
+            assert "latebranch_audit_p_value" in text
+            return text
+        await asyncio.sleep(0.01)
