@@ -19,6 +19,8 @@ from engine.model import CausalModel, load_model
 from engine.pairs import require_exact
 from engine.policy import AdaptiveExpansion, ExpansionPolicy, FixedExpansion, PlainDecoding
 from engine.target import Target
+from engine.trace_file import TraceFile
+from engine.tracer import FileTracer, header_of
 from engine.types import ModelInfo, Request, SamplingParams
 from engine.weights import resolve
 
@@ -57,6 +59,8 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     engine = Engine(info, config.scheduler, target, drafter, policy)
     _warm_up(engine)
+    if config.trace_file is not None:
+        engine.trace_to(_file_tracer(Path(config.trace_file), info))
     if config.dtype != "float32":
         _logger.warning("%s rounds wide and narrow passes differently: near ties can fall either way", config.dtype)
     _logger.info("engine ready: %s", info)
@@ -78,6 +82,13 @@ def _warm_up(engine: Engine) -> None:
     engine.add(Request("warm-up", prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)))
     while engine.has_work:
         engine.step()
+
+
+def _file_tracer(path: Path, info: ModelInfo) -> FileTracer:
+    try:
+        return FileTracer(TraceFile(path, header_of(info)))
+    except OSError as error:
+        raise BadConfiguration(f"the trace file {path} cannot be written: {error.strerror}") from error
 
 
 def _load(reference: str, config: EngineConfig, device: torch.device) -> CausalModel:

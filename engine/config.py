@@ -29,7 +29,7 @@ class EngineConfig:
     `model` and `draft_model` are references that engine.weights resolves. `drafter` is `none`, `ngram`, `early-exit` or
     `model`; `policy` is `plain`, `fixed` or `adaptive`. `dtype` is float32 or bfloat16. None lets the engine choose:
     the device (cuda if there is one), threads (the physical processors). `audit_share` of the requests have their first
-    `audit_tokens` tokens checked in idle moments.
+    `audit_tokens` tokens checked in idle moments. `trace_file` is appended to at every step; None traces nothing.
     """
 
     model: str
@@ -45,4 +45,5 @@ class EngineConfig:
     num_threads: int | None = None
     audit_share: float = 0.0
     audit_tokens: int = 32
+    trace_file: str | None = None
     scheduler: SchedulerConfig = SchedulerConfig()

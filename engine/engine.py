@@ -25,6 +25,7 @@ from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
 from engine.target import Target
+from engine.tracer import NoTracer, Tracer
 from engine.tree import PLAIN
 from engine.types import FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
 from engine.verify.verdict import Unjudged, Verdict
@@ -52,6 +53,7 @@ class Engine:
         self._drafter = drafter
         self._policy = policy
         self._judge = Judge()
+        self._tracer: Tracer = NoTracer()
         self._calibration = Calibration()
         self._scheduler = Scheduler(config, drafts_own_cache=drafter is not None and drafter.has_own_cache)
         self._aborted: list[TokenEvent] = []
@@ -103,7 +105,13 @@ class Engine:
         watch.lap("commit")
         record = StepRecord(plan, tuple(committed), watch.laps)
         self._policy.observe(feedback_of(record))
-        return StepOutput(tuple(events), stats_of(record, self._scheduler))
+        stats = stats_of(record, self._scheduler)
+        self._tracer.on_step(record, stats)
+        return StepOutput(tuple(events), stats)
+
+    def trace_to(self, tracer: Tracer) -> None:
+        """Tell `tracer` of every step from now on."""
+        self._tracer = tracer
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if slots, tables and sequences contradict each other. Valid between steps."""

@@ -1,4 +1,4 @@
-"""The `latebranch` command: serve, weights, bench, audit, drafter, version. Each command's handler returns the exit status."""
+"""The `latebranch` command: serve, weights, bench, audit, drafter, trace, version. Each handler returns the exit status."""
 
 import argparse
 import sys
@@ -11,6 +11,7 @@ from server.bench_cli import add_bench_command
 from server.drafter_cli import add_drafter_command
 from server.logs import configure_logging
 from server.settings import Settings, SettingsError, load_settings
+from server.trace_cli import add_trace_command
 from server.weights_cli import add_weights_command
 
 
@@ -29,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     add_bench_command(subparsers)
     add_audit_command(subparsers)
     add_drafter_command(subparsers)
+    add_trace_command(subparsers)
     subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
     return parser
 

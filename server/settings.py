@@ -77,6 +77,9 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number format of weights and cache.")
     device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
     num_threads: int | None = Field(default=None, ge=1, description="Threads of the engine; unset: the physical cores.")
+    trace_file: str | None = Field(
+        default=None, description="File to which every step is appended as JSON lines (docs/traces.md); unset: none."
+    )
     max_running: int = Field(default=32, ge=1, description="Sequences that take part in a step.")
     max_waiting: int = Field(default=256, ge=1, description="Sequences that may wait; more are answered 503 with Retry-After.")
     max_step_tokens: int = Field(default=512, ge=1, description="Packed tokens of one target forward; at least max_running.")
@@ -136,6 +139,7 @@ class Settings(BaseSettings):
             num_threads=self.num_threads,
             audit_share=self.audit_share,
             audit_tokens=self.audit_tokens,
+            trace_file=self.trace_file,
             scheduler=SchedulerConfig(
                 max_running=self.max_running,
                 max_waiting=self.max_waiting,
