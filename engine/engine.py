@@ -59,6 +59,16 @@ class Engine:
         self._aborted: list[TokenEvent] = []
 
     @property
+    def target(self) -> Target:
+        """The target model, for measurements beside the engine's steps."""
+        return self._target
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts, for measurements beside the engine's steps."""
+        return self._drafter
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do or say something."""
         return self._scheduler.has_work or bool(self._aborted)

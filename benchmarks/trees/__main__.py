@@ -1,0 +1,57 @@
+"""The command line: `collect` measures, `report` makes the table."""
+
+import argparse
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from benchmarks.trees.collect import Collector, Design
+from benchmarks.trees.report import report
+from engine.build import build_engine
+from engine.weights import resolve
+from server.bench_prompts import read_prompts
+from server.settings import load_settings
+
+_PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description="compare trees and verifiers at equal node budgets")
+    commands = parser.add_subparsers(dest="command", required=True)
+    collect = commands.add_parser("collect", help="measure, one JSON line each, appended to a file")
+    collect.add_argument("--config", type=Path, required=True)
+    collect.add_argument("--out", type=Path, required=True)
+    collect.add_argument("--prompts", type=Path, default=_PROMPTS)
+    collect.add_argument("--num-prompts", type=int, default=6, help="of each kind")
+    collect.add_argument("--kinds", nargs="*", default=["code", "prose", "translation", "maths"])
+    collect.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 32], choices=[8, 16, 32])
+    collect.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
+    collect.add_argument("--text-tokens", type=int, default=64, help="tokens the target writes after a prompt")
+    collect.add_argument("--stride", type=int, default=16, help="tokens between two points")
+    collect.add_argument("--time-every", type=int, default=6, help="points between two timed ones")
+    make = commands.add_parser("report", help="print the table of a file of measurements")
+    make.add_argument("file", type=Path)
+    args = parser.parse_args()
+    if args.command == "report":
+        print(report(args.file))
+    else:
+        _collect(args)
+
+
+def _collect(args: argparse.Namespace) -> None:
+    settings = load_settings(args.config, {})
+    tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
+    texts = read_prompts(args.prompts, args.kinds, args.num_prompts)
+
+    def encode(text: str) -> tuple[int, ...]:
+        chat = [{"role": "user", "content": text}]
+        return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+
+    design = Design(tuple(args.budgets), tuple(args.temperatures), args.text_tokens, args.stride, args.time_every)
+    engine = build_engine(settings.to_engine_config())
+    Collector(engine, design, args.out).run({kind: [encode(text) for text in of_kind] for kind, of_kind in texts.items()})
+
+
+if __name__ == "__main__":
+    main()

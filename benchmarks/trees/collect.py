@@ -1,0 +1,143 @@
+"""Measures: target-written texts, points along them, every contender at every point; one JSON line a measurement.
+
+Tokens of a step are E[tau + 1 | tree] where the rule tells it exactly, else (greedy, coupled) what came out. Step times are taken
+apart from that, by real growth and a real pass for one tree at a time, contenders in turn.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trees.contenders import Contender, contenders_of
+from benchmarks.trees.lab import Lab, Point, Wish
+from engine.draft.calibration import Calibration
+from engine.draft.growth import grow, learn
+from engine.engine import Engine
+from engine.plan import Row, StepPlan
+from engine.tree import PLAIN, TokenTree
+from engine.types import Request, SamplingParams, Speculation
+from engine.verify.coupled import judge_greedy
+from engine.verify.rules import create_verifier
+from engine.verify.verdict import Verdict, Verifier
+
+Prompts = Mapping[str, Sequence[tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Design:
+    """How much to measure."""
+
+    budgets: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    num_text_tokens: int
+    point_stride: int
+    time_every: int  # points between two timed ones
+
+
+class Collector:
+    """Runs the design and writes its measurements."""
+
+    def __init__(self, engine: Engine, design: Design, out: Path) -> None:
+        self._engine, self._design, self._out = engine, design, out
+        self._lab = Lab(engine)
+        self._verifiers: dict[str, Verifier] = {}
+        self._calibrations = {temperature: Calibration() for temperature in design.temperatures}
+        self._num_points = 0
+
+    def run(self, prompts: Prompts) -> None:
+        """Measure prompt by prompt, kinds in turn, so that a run cut short has seen them all."""
+        for index in range(max(map(len, prompts.values()))):
+            for kind, of_kind in prompts.items():
+                if index < len(of_kind):
+                    for temperature in self._design.temperatures:
+                        self._text(kind, of_kind[index], SamplingParams(temperature=temperature), f"{kind}-{index}")
+
+    def _text(self, kind: str, prompt: tuple[int, ...], sampling: SamplingParams, name: str) -> None:
+        text = self._written(prompt, sampling)
+        self._lab.load(text)
+        for point in range(len(prompt) + 1, len(text) - 1, self._design.point_stride):
+            facts = {"kind": kind, "temperature": sampling.temperature, "point": f"{name}-{sampling.temperature}-{point}"}
+            begin = time.perf_counter()
+            lines = [*self._judged(point, sampling, facts)]
+            if self._num_points % self._design.time_every == 0:
+                lines += self._timed(point, sampling, facts)
+            self._num_points += 1
+            self._write(lines)
+            sys.stderr.write(f"{facts['point']}: {len(lines)} measurements in {time.perf_counter() - begin:.1f} s\n")
+
+    def _written(self, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
+        """Return the prompt with a continuation of the target's own."""
+        limited = SamplingParams(sampling.temperature, max_tokens=self._design.num_text_tokens, seed=len(prompt))
+        self._engine.add(Request("text", prompt, limited, Speculation()))
+        ids: list[int] = []
+        while self._engine.has_work:
+            for event in self._engine.step().events:
+                ids.extend(event.token_ids)
+        return (*prompt, *ids)
+
+    def _judged(self, at: int, sampling: SamplingParams, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        contenders = [one for budget in self._design.budgets for one in contenders_of(budget, sampling.is_greedy)]
+        wishes = [Wish(one.expansion, one.row_verifier, self._num_points) for one in contenders]
+        calibration = self._calibrations[sampling.temperature]
+        point = self._lab.point(at, wishes, sampling, calibration)
+        verdicts: list[Verdict] = []
+        for index, contender in enumerate(contenders):
+            for name in contender.verifiers:
+                verdict, judge_s = self._verdict(point, index, name)
+                if name == contender.row_verifier:
+                    verdicts.append(verdict)
+                yield {
+                    **{"type": "tokens", **facts, **_names(contender, name), "num_nodes": len(point.nodes[index]) - 1},
+                    **{"tokens": verdict.expected_tokens or len(verdict.path), "judge_s": judge_s},
+                }
+        learn(calibration, point.rows, point.growth, verdicts)
+
+    def _verdict(self, point: Point, index: int, name: str) -> tuple[Verdict, float]:
+        forest, row = point.growth.forest.subset([index]), point.rows[index]
+        begin = time.perf_counter()
+        if row.sampling.is_greedy:
+            return judge_greedy(forest.trees, point.best_N(index))[0], time.perf_counter() - begin
+        laws_NV = point.target_laws_NV(index)
+        begin = time.perf_counter()
+        verdict = self._verifier(name).judge(forest, laws_NV, [row.key])[0]
+        return verdict, time.perf_counter() - begin
+
+    def _verifier(self, name: str) -> Verifier:
+        if name not in self._verifiers:
+            self._verifiers[name] = create_verifier(name)
+        return self._verifiers[name]
+
+    def _timed(self, at: int, sampling: SamplingParams, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Time real growth and a real pass for each tree, plain decoding first."""
+        plain = Wish(PLAIN, "nss", 0)
+        yield {"type": "time", **facts, "budget": 0, "expansion": "plain", **self._seconds(self._lab.row(at, plain, sampling))}
+        for budget in self._design.budgets:
+            for one in contenders_of(budget, sampling.is_greedy):
+                row = self._lab.row(at, Wish(one.expansion, one.row_verifier, self._num_points), sampling)
+                yield {"type": "time", **facts, **_names(one, one.row_verifier), **self._seconds(row)}
+
+    def _seconds(self, row: Row) -> dict[str, float]:
+        engine = self._engine
+        assert engine.drafter is not None
+        model = engine.target.model
+        times = [time.perf_counter()]
+        rows = [row] if not row.expansion.is_plain else []
+        calibration = self._calibrations[row.sampling.temperature]
+        growth = grow(engine.drafter, rows, model.vocab_size, model.device, calibration) if rows else None
+        times.append(time.perf_counter())
+        trees = growth.forest.trees if growth else [TokenTree.single(row.certain_ids[-1])]
+        engine.target.forward(StepPlan(0, (row,)), trees)
+        times.append(time.perf_counter())
+        return {"draft_s": times[1] - times[0], "verify_s": times[2] - times[1]}
+
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        with self._out.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _names(contender: Contender, verifier: str) -> dict[str, Any]:
+    return {"budget": contender.budget, "expansion": str(contender.expansion), "verifier": verifier}
