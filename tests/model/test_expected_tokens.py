@@ -11,7 +11,7 @@ from engine.judge import Judge
 from engine.policy import FixedExpansion
 from engine.stats import RowOutcome
 from engine.testing import tiny_engine
-from engine.tree import Expansion
+from engine.tree import Expansion, parse_expansion
 from engine.types import Request, SamplingParams, Speculation, StepStats
 from engine.verify.verdict import Unjudged, Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW
@@ -19,8 +19,12 @@ from tests.model.driving import greedy, run, sampled
 from tests.model.tiny import pair
 
 WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=8192, max_model_len=64)
-RULES = ["traversal", "block", "gbv", "specinfer", "rrsw", "khisti"]  # bottom-up ones first
 TREE = Expansion(1, 2, 2)
+PAIRS = [  # bottom-up rules first
+    *(("traversal", TREE), ("traversal", parse_expansion("heap.5")), ("gbv", TREE)),
+    *(("block", TREE), ("univer", parse_expansion("greedy_sample.5"))),
+    *(("specinfer", TREE), ("rrsw", parse_expansion("static.5")), ("khisti", TREE)),
+]
 
 
 class RecordingJudge(Judge):
@@ -36,16 +40,16 @@ class RecordingJudge(Judge):
         return verdicts
 
 
-def judged_by(judge: RecordingJudge, requests: list[Request]) -> list[StepStats]:
-    engine = tiny_engine(*pair("llama", noise=0.1), FixedExpansion(TREE), config=WIDE)
+def judged_by(judge: RecordingJudge, requests: list[Request], expansion: Expansion = TREE) -> list[StepStats]:
+    engine = tiny_engine(*pair("llama", noise=0.1), FixedExpansion(expansion), config=WIDE)
     engine._judge = judge
     return run(engine, requests).stats
 
 
-def requests_of(verifier: str, num: int = 100, **sampling) -> list[Request]:
+def requests_of(verifier: str, num: int = 64, **sampling) -> list[Request]:
     """Sampled requests of unlike temperatures, so that unlike trees come to be."""
     return [
-        sampled(str(seed), (5, 9, 3 + seed % 50), seed, 16, verifier, temperature=0.5 + seed % 3 / 2, **sampling)
+        sampled(str(seed), (5, 9, 3 + seed % 50), seed, 14, verifier, temperature=0.5 + seed % 3 / 2, **sampling)
         for seed in range(num)
     ]
 
@@ -69,10 +73,10 @@ def pairs_of(judge: RecordingJudge) -> list[tuple[float, float]]:
     return [(verdict.expected_tokens or 0.0, len(verdict.path)) for verdict in judge.verdicts]
 
 
-@pytest.mark.parametrize("verifier", RULES)
-def test_outcomes_agree_with_what_was_foretold(verifier):
+@pytest.mark.parametrize(("verifier", "expansion"), PAIRS, ids=str)
+def test_outcomes_agree_with_what_was_foretold(verifier, expansion):
     judge = RecordingJudge()
-    stats = judged_by(judge, requests_of(verifier))
+    stats = judged_by(judge, requests_of(verifier), expansion)
     pairs = pairs_of(judge)
     assert len({round(expected, 3) for expected, _ in pairs}) > 100, "equal trees prove little"
     assert max(z_scores(pairs)) < PASSES_BELOW
@@ -126,10 +130,10 @@ def z_of_steps(stats: list[StepStats]) -> float:
 
 
 def short_runs() -> list[StepStats]:
-    """Return the steps of many requests that a stop token ends soon, a few at a time."""
-    config = SchedulerConfig(max_running=4, max_step_tokens=128, num_slots=512, max_model_len=64)
-    engine = tiny_engine(*pair("llama", noise=0.03), FixedExpansion(TREE), config=config)
-    return run(engine, requests_of("traversal", num=200, stop_token_ids=tuple(range(20)))).stats
+    """Return the steps of requests whose long accepted paths a stop token soon cuts, one at a time."""
+    config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
+    engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
+    return run(engine, requests_of("traversal", num=200, stop_token_ids=tuple(range(30)))).stats
 
 
 def test_a_text_that_is_cut_realises_what_was_accepted():
