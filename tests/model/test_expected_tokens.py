@@ -9,7 +9,6 @@ from engine.config import SchedulerConfig
 from engine.engine import Engine
 from engine.judge import Judge
 from engine.policy import FixedExpansion
-from engine.stats import RowOutcome
 from engine.testing import tiny_engine
 from engine.tree import Expansion, parse_expansion
 from engine.types import Request, SamplingParams, Speculation, StepStats
@@ -123,29 +122,19 @@ def test_the_agreement_kills(verifier, mutant):
     assert max(z_scores(pairs_of(judge))) > FAILS_ABOVE
 
 
-def z_of_steps(stats: list[StepStats]) -> float:
-    """Return how far the sums of whole steps are apart, in standard errors."""
-    differences = [one.num_realised_tokens - one.expected_tokens for one in stats]
+def z_of_steps(stats: list[StepStats], outcomes: list[int]) -> float:
+    """Return how far, in standard errors, the outcomes of steps are from what each foretold."""
+    differences = [outcome - one.expected_tokens for one, outcome in zip(stats, outcomes, strict=True)]
     return abs(sum(differences)) / math.sqrt(sum(difference**2 for difference in differences))
 
 
-def short_runs() -> list[StepStats]:
-    """Return the steps of requests whose long accepted paths a stop token soon cuts, one at a time."""
+def test_a_text_that_is_cut_realises_what_was_accepted():
+    """Stop tokens soon cut long accepted paths. The mutant counts what was emitted."""
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
-    return run(engine, requests_of("traversal", num=200, stop_token_ids=tuple(range(30)))).stats
-
-
-def test_a_text_that_is_cut_realises_what_was_accepted():
-    assert z_of_steps(short_runs()) < PASSES_BELOW
-
-
-def test_short_texts_kill_what_was_emitted_for_what_was_accepted(monkeypatch):
-    def cut(self: RowOutcome) -> int:
-        return len(self.emission.new_ids) - 1 if self.emission else 0
-
-    monkeypatch.setattr(RowOutcome, "accepted_depth", property(cut))
-    assert z_of_steps(short_runs()) > FAILS_ABOVE
+    stats = run(engine, requests_of("traversal", num=150, stop_token_ids=tuple(range(30)))).stats
+    assert z_of_steps(stats, [one.num_realised_tokens for one in stats]) < PASSES_BELOW
+    assert z_of_steps(stats, [one.num_generated_tokens for one in stats]) > FAILS_ABOVE
 
 
 def mixed_engine() -> Engine:
