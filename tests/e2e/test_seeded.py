@@ -139,8 +139,8 @@ def test_a_seed_gives_one_text_with_speculation_on_or_off(drafter: str, cases: l
 
 
 def test_the_texts_are_unlike(cases: list[Case], plain: Texts) -> None:
-    """Equal texts would prove little."""
-    assert len(set(plain.values())) == len(cases)
+    """Equal texts would prove little; a handful may coincide."""
+    assert len(set(plain.values())) > 0.95 * len(cases)
 
 
 def test_the_comparison_sees_noise_keyed_by_the_step(cases: list[Case], plain: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
