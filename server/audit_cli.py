@@ -32,7 +32,7 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     command.add_argument(
         "--expansions", nargs="+", type=parse_expansion, metavar="TREE", help="trees to audit; by default the configured one"
     )
-    command.add_argument("--samples", type=_count, default=200, help="answers drawn for each prompt and setting")
+    command.add_argument("--samples", type=_count, default=150, help="answers drawn for each prompt and setting")
     command.add_argument("--max-tokens", type=_count, default=8, help="tokens of such an answer")
     command.add_argument("--greedy-tokens", type=_count, default=48, help="tokens of each greedy and of each seeded text")
     command.add_argument("--seeds", type=_count, default=2, help="seeds tried with and without speculation")

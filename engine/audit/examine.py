@@ -114,11 +114,12 @@ def _law_test(law_V: Float[Tensor, " V"], counts: Counter[int]) -> ChiSquare:
 
 
 def _examine_choices(said: Said, reference: Reference, tolerance: float, plain: Sequence[Text] | None = None) -> ChoiceReport:
-    """Check each token of texts that leave no choice, those made `plain`, without speculation, as well."""
+    """Check each token of texts that leave no choice, and of those made `plain`, without speculation, that differ from them."""
+    others = [two for one, two in zip(said.texts, plain, strict=True) if one != two] if plain is not None else []
     tally = Tally()
-    for passage in _passages(replace(said, texts=(*said.texts, *(plain or ()))), reference):
+    for passage in _passages(replace(said, texts=(*said.texts, *others)), reference):
         tally += _choices_of(passage, said.setting.sampling, tolerance)
-    unlike = None if plain is None else sum(one.token_ids != two.token_ids for one, two in zip(said.texts, plain, strict=True))
+    unlike = None if plain is None else len(others)
     return ChoiceReport(said.setting.name, len(said.texts), said.num_drafted, said.num_accepted, tally, unlike)
 
 

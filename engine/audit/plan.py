@@ -51,7 +51,7 @@ class AuditPlan:
     prompts: tuple[tuple[int, ...], ...]
     settings: tuple[Setting, ...]
     first_seed: int
-    num_samples: int = 200
+    num_samples: int = 150
     max_tokens: int = 8
     num_choice_tokens: int = 48
     num_seeds: int = 2

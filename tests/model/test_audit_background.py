@@ -8,6 +8,7 @@ import logging
 import secrets
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,12 @@ def outcomes(session: Session) -> dict[str, Tally]:
     return totals
 
 
+def told(auditor: Auditor) -> AuditStats:
+    stats = auditor.taken_stats()
+    assert stats is not None
+    return stats
+
+
 def bins(session: Session) -> list[int]:
     return [sum(column) for column in zip(*(audit.pit_bins for audit in news(session)), strict=True)]
 
@@ -71,7 +78,12 @@ def unseeded(number: int, max_tokens: int = 8, **sampling) -> Request:
 
 def everything() -> list[Request]:
     """Return requests of all kinds, with every parameter that a law depends on."""
-    edits = {"presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": ((7, 2.0),)}
+    edits: dict[str, Any] = {
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.2,
+        "logit_bias": ((7, 2.0),),
+    }
     return [
         greedy("g", PROMPT),
         replace(greedy("g-edits", PROMPT), sampling=SamplingParams(0.0, max_tokens=12, min_tokens=5, **edits)),
@@ -269,7 +281,7 @@ def test_logits_that_are_not_finite_are_no_match():
     auditor.enlist(greedy("a", PROMPT))
     auditor.hear([TokenEvent("a", (4, 5), finish=FinishReason.LENGTH)])
     auditor.judge(torch.full((2, 61), float("nan")))
-    assert auditor.taken_stats().outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
+    assert told(auditor).outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
 
 
 def test_a_request_that_ends_in_an_error_is_not_judged():

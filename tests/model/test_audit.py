@@ -1,0 +1,227 @@
+"""The audit passes sound engines under every kind of tree and rule, and finds each broken one.
+
+First seeds are fixed, so that every score is the same in every run: no false alarm comes and goes.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from engine.audit.collect import RequestFailed, collect
+from engine.audit.examine import examine
+from engine.audit.plan import AuditPlan, Setting
+from engine.audit.reference import Reference
+from engine.config import SchedulerConfig
+from engine.draft import children
+from engine.keys import Stream, stream_key
+from engine.sampling import warped_laws
+from engine.testing import tiny_engine
+from engine.tree import Expansion, TreeKind
+from engine.types import FinishReason, SamplingParams, TokenEvent
+from engine.verify import coupled, masses, rules
+from engine.verify.directions import BottomUp
+from engine.verify.masses import TwoPhase
+from engine.verify.verdict import Verdict
+from tests.model.tiny import own_module, pair
+from tests.model.verify.test_verify_mutants import SortsNothingButTriesLast
+
+PROMPTS = ((5, 9, 33, 4), (7, 8))
+CONFIG = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=8192, max_model_len=64)
+DELAYED, BUSHY, CHAIN = Expansion(1, 3, 1), Expansion(0, 2, 2), Expansion(3, 1, 0)
+HEAP, SET_TREE, BEAM = (Expansion(0, 3, 3, tree, 5) for tree in ("heap", "greedy_sample", "beam"))
+SHARP = SamplingParams(temperature=1.5, top_k=4)
+
+
+@cache
+def reference() -> Reference:
+    return Reference(own_module("llama"))
+
+
+def report(verifier="traversal", expansion=DELAYED, sampling=SHARP, num_samples=150, noise=0.1):
+    setting = Setting(sampling, verifier, expansion)
+    plan = AuditPlan(PROMPTS, (setting,), first_seed=7, num_samples=num_samples, max_tokens=4, num_choice_tokens=16)
+    engine = tiny_engine(*pair("llama", noise), config=CONFIG)
+    return examine(collect(engine, plan), reference())
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expansion"),
+    [
+        *(("traversal", DELAYED), ("specinfer", BUSHY), ("block", CHAIN), ("spectr", BUSHY), ("rrsw", HEAP)),
+        *(("univer", SET_TREE), ("nss", BEAM), ("coupled", DELAYED)),
+    ],
+)
+def test_a_sound_engine_passes(verifier, expansion):
+    found = report(verifier, expansion, num_samples=80)
+    assert found.is_lossless
+    (draws,) = found.sampled
+    assert draws.num_tokens == draws.support.num_match == 2 * 80 * 4
+    assert draws.num_accepted > 50
+    assert {choice.tally.num_mismatch for choice in (*found.greedy, *found.coupled)} == {0}
+    assert [choice.num_unlike_texts for choice in found.coupled] == [0]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=1.5, top_p=0.8),
+        SamplingParams(temperature=2.0, min_p=0.05, top_k=7),
+        SamplingParams(presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3),
+    ],
+)
+def test_every_parameter_is_that_of_the_reference(sampling):
+    assert report(sampling=sampling, num_samples=80).is_lossless
+
+
+def test_the_policy_may_choose_the_tree():
+    found = report(expansion=None, num_samples=50)
+    assert found.is_lossless
+    assert "by policy" in found.sampled[0].setting
+
+
+def draft_believed(self, forest, target_laws_NV, keys):
+    """Accept the first path whole, whatever the target says of it."""
+    return [
+        Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
+        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_laws_NV, keys), strict=True)
+    ]
+
+
+def uniform_residual(self, level, prefix_P):
+    """Draw the extra token from a uniform law."""
+    return torch.ones_like(_WEIGHTS(self, level, prefix_P))
+
+
+def from_the_root(self, forest, target_laws_NV, keys):
+    """Draw the extra token from the law after the root, wherever the path ends."""
+    roots_BV = target_laws_NV[list(forest.offsets[:-1])]
+    extras = masses.draw(roots_BV, masses._uniforms(keys, Stream.EXTRA, roots_BV.device)).tolist()
+    return [Verdict(one.path, extra) for one, extra in zip(_JUDGE(self, forest, target_laws_NV, keys), extras, strict=True)]
+
+
+def shared_stream(seed, position, stream):
+    """Let what drafted a token judge it too."""
+    return stream_key(seed, position, Stream.DRAFT if stream is Stream.ACCEPT else stream)
+
+
+_JUDGE = masses.TwoPhase.judge
+_WEIGHTS = masses.Case.extra_weights
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant"),
+    [
+        (masses.TwoPhase, "judge", draft_believed),
+        (masses.TwoPhase, "judge", from_the_root),
+        (masses.Case, "extra_weights", uniform_residual),
+        (masses, "stream_key", shared_stream),
+    ],
+)
+def test_a_broken_verifier_is_found(where, name, mutant, monkeypatch):
+    monkeypatch.setattr(where, name, mutant)
+    assert not is_lawful(report())
+
+
+def is_lawful(found) -> bool:
+    """Whether the draws alone, not the texts that leave no choice, pass."""
+    return all(draws.is_lossless(found.level) for draws in found.sampled)
+
+
+def test_siblings_tried_against_sampling_order_are_found(monkeypatch):
+    broken = TwoPhase("traversal", SortsNothingButTriesLast(), BottomUp())
+    monkeypatch.setitem(rules._REGISTRY, "traversal", lambda: broken)
+    assert not is_lawful(report(expansion=HEAP, num_samples=500))
+
+
+def likeliest_as_draws(asked, logits_PV, laws):
+    """Take the likeliest tokens for children and show the law as if they had been drawn from it."""
+    laws_PV = children._kept_laws(asked, logits_PV, laws)
+    width = max(node.num_draws for node in asked)
+    return children._offers(laws_PV.topk(width).indices, laws_PV, [node.num_draws for node in asked])
+
+
+def test_a_rule_of_ratios_on_chosen_children_is_found(monkeypatch):
+    monkeypatch.setitem(children._RULES, TreeKind.IID, likeliest_as_draws)
+    assert not is_lawful(report())
+
+
+def one_too_many(logits_NV, sampling):
+    return warped_laws(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling])
+
+
+def one_too_few(logits_NV, sampling):
+    """Cut the nucleus before the token that completes it."""
+    laws_NV = warped_laws(logits_NV, sampling)
+    least_N1 = laws_NV.masked_fill(laws_NV <= 0, 2.0).amin(-1, keepdim=True)
+    cut_NV = torch.where((laws_NV > least_N1) | (laws_NV == laws_NV.amax(-1, keepdim=True)), laws_NV, 0.0)
+    return cut_NV / cut_NV.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sampling"), [(one_too_many, SHARP), (one_too_few, SamplingParams(temperature=1.0, top_p=0.6))]
+)
+def test_a_law_cut_one_token_off_is_found(mutant, sampling, monkeypatch):
+    """In the judge and in plain decoding alike: only a reference of other make can see it."""
+    monkeypatch.setattr("engine.judge.warped_laws", mutant)
+    found = report(sampling=sampling)
+    assert not is_lawful(found)
+    assert bool(found.sampled[0].support.num_mismatch) is (mutant is one_too_many)
+    assert found.coupled[0].num_unlike_texts == 0
+    assert not found.coupled[0].is_lossless
+
+
+def extra_after_the_root(trees, choices):
+    """Take the extra token from the root's choice, wherever the path ends."""
+    offsets = [sum(tree.num_nodes for tree in trees[:index]) for index in range(len(trees))]
+    return [Verdict(one.path, choices[first]) for one, first in zip(_GREEDY(trees, choices), offsets, strict=True)]
+
+
+_GREEDY = coupled.judge_greedy
+
+
+def test_a_greedy_token_taken_from_the_root_is_found(monkeypatch):
+    monkeypatch.setattr("engine.judge.judge_greedy", extra_after_the_root)
+    found = report(num_samples=1, noise=0.01)
+    assert found.greedy[0].tally.num_mismatch
+    assert not found.is_lossless
+
+
+def test_noise_of_a_wrong_position_is_found(monkeypatch):
+    """With and without speculation the texts are equal, and wrong."""
+    monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: stream_key(key.seed, key.root_position + depth, Stream.TOKEN))
+    found = report(num_samples=1)
+    assert found.coupled[0].tally.num_mismatch
+    assert not found.is_lossless
+
+
+def test_noise_of_the_root_for_every_depth_is_found(monkeypatch):
+    monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: stream_key(key.seed, key.root_position + 1, Stream.TOKEN))
+    found = report(num_samples=1, noise=0.01)
+    assert found.coupled[0].num_unlike_texts
+    assert not found.is_lossless
+
+
+def test_a_failed_request_fails_the_audit(monkeypatch):
+    engine = tiny_engine(*pair("llama"), config=CONFIG)
+    step = engine.step
+    failed = (TokenEvent("audit-0", finish=FinishReason.ERROR, error="no memory"),)
+    monkeypatch.setattr(engine, "step", lambda: replace(step(), events=failed))
+    plan = AuditPlan(PROMPTS, (Setting(SHARP, "traversal", DELAYED),), first_seed=7, num_samples=1)
+    with pytest.raises(RequestFailed, match="no memory"):
+        collect(engine, plan)
+
+
+def test_an_audit_repeats_itself():
+    first, second = report(num_samples=40), report(num_samples=40)
+    assert first == second
+
+
+def test_no_seed_is_used_twice():
+    settings = (Setting(SHARP, "traversal", DELAYED), Setting(SHARP, "specinfer", DELAYED))
+    plan = AuditPlan(PROMPTS, settings, first_seed=7, num_samples=20, max_tokens=1, num_choice_tokens=1)
+    said = collect(tiny_engine(*pair("llama"), config=CONFIG), plan)
+    seeds = [text.seed for part in said.sampled for text in part.texts]
+    assert len(set(seeds)) == len(seeds) == 80

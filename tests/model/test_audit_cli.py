@@ -1,0 +1,159 @@
+"""`latebranch audit`: its arguments become a plan, its report is text and one JSON line, its status the verdict."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import server.cli
+from engine.audit.collect import collect
+from engine.audit.examine import examine
+from engine.audit.outcomes import Tally
+from engine.audit.plan import AuditPlan, Setting
+from engine.audit.reference import Reference
+from engine.build import BadConfiguration
+from engine.testing import tiny_engine
+from engine.tree import Expansion
+from engine.types import SamplingParams
+from server.audit_run import as_json, plan_of
+from server.audit_text import as_text
+from tests.model.tiny import own_module, pair
+
+CHAIN = Expansion(3, 1, 0)
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+@pytest.fixture(scope="module")
+def report():
+    setting = Setting(SamplingParams(top_p=0.9), "traversal", CHAIN)
+    plan = AuditPlan(((5, 9, 33, 4),), (setting,), first_seed=7, num_samples=60, max_tokens=3, num_choice_tokens=8)
+    return examine(collect(tiny_engine(*pair("llama")), plan), Reference(own_module("llama")))
+
+
+def text_of(report):
+    return as_text(report, tiny_engine(*pair("llama")).info, 1.5)
+
+
+def test_the_report_names_every_check(report):
+    text = text_of(report)
+    for words in (
+        "all tokens",
+        "first token, together",
+        "impossible tokens",
+        "temperature 0",
+        "coupled 3.1.0",
+        "LOSSLESS as far",
+    ):
+        assert words in text
+    assert "VIOLATION" not in text
+    assert max(map(len, text.splitlines())) < 130
+
+
+def test_a_violation_cannot_be_overlooked(report):
+    broken = replace(report, greedy=(replace(report.greedy[0], tally=Tally(7, 0, 1, 4.0)),))
+    assert not broken.is_lossless
+    assert text_of(broken).count("VIOLATION") == 2
+    assert text_of(broken).splitlines()[-1].startswith("NOT LOSSLESS")
+    impossible = replace(report, sampled=(replace(report.sampled[0], support=Tally(9, 0, 1)),))
+    assert not impossible.is_lossless
+
+
+def test_the_level_is_shared_by_all_tests(report):
+    assert report.level == pytest.approx(1e-3 / report.num_tests)
+    assert report.num_tests == sum(draws.num_tests for draws in report.sampled) > 2
+
+
+def test_bfloat16_is_told_to_include_rounding(report):
+    assert "rounding" in text_of(replace(report, reference_dtype="bfloat16"))
+
+
+def test_the_json_line_holds_everything(report):
+    line = as_json(report, tiny_engine(*pair("llama")).info)
+    read = json.loads(line)
+    assert "\n" not in line
+    assert read["is_lossless"] is True
+    assert read["report"]["first_seed"] == 7
+    assert read["report"]["sampled"][0]["tests"][0]["test"]["num_counted"] == 180
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return the arguments that the audit is run with; nothing is run, and a violation is found."""
+    calls: list[argparse.Namespace] = []
+
+    def audit(settings, texts, parsed):
+        calls.append(parsed)
+        return 1
+
+    monkeypatch.setattr("server.audit_run.audit", audit)
+    return calls
+
+
+def test_arguments_become_a_plan(asked):
+    arguments = "--temperatures 1 0.5 --top-p 0.9 --verifiers traversal rrsw --expansions 0.2.2 --samples 9 --first-seed 4"
+    assert server.cli.main(["audit", *arguments.split()]) == 1
+    plan = plan_of(asked[0], ((1, 2),))
+    assert [setting.name for setting in plan.settings] == [
+        "temperature 1 top_p 0.9, traversal 0.2.2",
+        "temperature 1 top_p 0.9, rrsw 0.2.2",
+        "temperature 0.5 top_p 0.9, traversal 0.2.2",
+        "temperature 0.5 top_p 0.9, rrsw 0.2.2",
+    ]
+    assert (plan.num_samples, plan.first_seed, plan.alpha) == (9, 4, 1e-3)
+
+
+def test_what_is_configured_is_audited(asked, tmp_path):
+    (tmp_path / "s.yaml").write_text("verifier: block\nexpansion: 5.1.0\n")
+    server.cli.main(["audit", "--config", str(tmp_path / "s.yaml")])
+    assert {setting.verifier for setting in plan_of(asked[0], ((1,),)).settings} == {"block"}
+    assert {str(setting.expansion) for setting in plan_of(asked[0], ((1,),)).settings} == {"5.1.0"}
+
+
+MISTAKES = [
+    (["--config", "/nowhere.yaml"], "no such configuration file"),
+    (["--kinds", "nope"], "no prompts of kind nope"),
+    (["--verifiers", "nope"], "is named nope; the names are"),
+    (["--verifiers", "specinfer", "--expansions", "heap.8"], "specinfer is not lossless on heap trees"),
+    (["--prompts", "/nowhere.yaml"], "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES)
+def test_mistakes_are_one_line_and_told_before_a_model_is_loaded(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr("server.audit_run.build_engine", None)
+    assert server.cli.main(["audit", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("latebranch audit: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_no_speculation_is_nothing_to_audit(tmp_path, capsys):
+    (tmp_path / "s.yaml").write_text("drafter: none\n")
+    assert server.cli.main(["audit", "--config", str(tmp_path / "s.yaml")]) == 2
+    assert "without a drafter" in capsys.readouterr().err
+
+
+def test_what_the_engine_refuses_is_one_line(monkeypatch, capsys):
+    def refuse(*_):
+        raise BadConfiguration("not this")
+
+    monkeypatch.setattr("server.audit_run._audit", refuse)
+    assert server.cli.main(["audit"]) == 2
+    assert capsys.readouterr().err == "latebranch audit: not this\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--samples", "0"], ["--temperatures", "0"], ["--top-p", "1.1"], ["--alpha", "1"], ["--first-seed", "-1"]]
+)
+def test_numbers_that_the_audit_cannot_use_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        server.cli.main(["audit", *arguments])
+    assert exit_.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err

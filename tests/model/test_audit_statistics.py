@@ -1,0 +1,139 @@
+"""The audit's tests keep their error level, have the power they claim, and transform any draws into uniform numbers."""
+
+import math
+
+import pytest
+import torch
+
+from engine.audit.chi_square import ChiSquare, compared, pooled, survival, together
+from engine.audit.outcomes import Tally, greedy_gaps, support_of, tally_gaps, tie_tolerance
+from engine.audit.pit import NUM_BINS, binned, evenness, transformed
+from engine.audit.reference import Reference, penalised, warped
+from engine.keys import uniform
+from engine.noise import uniforms
+from engine.types import SamplingParams
+from tests.model.tiny import own_logits, own_module
+
+LAW = torch.softmax(torch.linspace(3.0, -6.0, 40, dtype=torch.float64), 0)
+
+
+def drawn(law_V, number, key):
+    """Return draws of a law by inverse distribution function."""
+    points = uniforms([key], number)[0] * law_V.sum()
+    return torch.searchsorted(law_V.cumsum(-1), points, right=True).clamp(max=len(law_V) - 1).tolist()
+
+
+def sample_of(law_V, number, key):
+    counts = torch.bincount(torch.tensor(drawn(law_V, number, key)), minlength=len(LAW))
+    return compared(counts.tolist(), (LAW * number).tolist())
+
+
+@pytest.mark.parametrize(
+    ("statistic", "freedom", "p"), [(3.841459, 1, 0.05), (18.307038, 10, 0.05), (43.820196, 19, 0.001), (0.0, 3, 1.0)]
+)
+def test_p_values_are_those_of_the_tables(statistic, freedom, p):
+    assert survival(statistic, freedom) == pytest.approx(p, rel=1e-5)
+
+
+def test_false_alarms_are_as_rare_as_promised():
+    p_values = [sample_of(LAW, 400, key).p_value for key in range(3000)]
+    for level in (0.1, 0.01):
+        expected = 3000 * level
+        assert abs(sum(p < level for p in p_values) - expected) < 4 * math.sqrt(expected)
+
+
+def test_what_a_test_says_it_finds_it_finds():
+    """A law moved by just the detectable distance is found about nine times in ten; half the distance much less often."""
+    level, number = 1e-3, 400
+    distance = sample_of(LAW, number, 0).detectable(level)
+
+    def found(share):
+        moved = LAW * torch.where(torch.arange(40) < 4, 1.0 - share / LAW[:4].sum(), 1.0 + share / LAW[4:].sum())
+        return sum(sample_of(moved, number, 10_000 + key).p_value < level for key in range(200)) / 200
+
+    assert found(distance) > 0.85
+    assert found(distance / 3) < 0.4
+
+
+def test_small_cells_are_pooled_and_nothing_is_lost():
+    cells = pooled([1, 2, 50, 3, 44], [2.0, 3.0, 50.0, 4.0, 41.0])
+    assert cells == [(50, 50.0), (50, 50.0)] or sum(o for o, _ in cells) == 100
+    assert all(expected >= 10 for _, expected in cells)
+    assert compared([7], [7.0]) == ChiSquare(0.0, 0, 7)
+    assert compared([], []).p_value == 1.0
+    assert ChiSquare(0.0, 0, 7).detectable(0.01) == 1.0
+
+
+def test_tests_add_up():
+    one, two = ChiSquare(3.0, 2, 10), ChiSquare(5.0, 4, 20)
+    assert together([one, two]) == ChiSquare(8.0, 6, 30)
+
+
+def transforms(order):
+    """Return the transform of draws from many laws, the tokens of each law in another order."""
+    laws_NV = torch.stack([LAW[torch.randperm(40, generator=torch.Generator().manual_seed(i))] for i in range(4000)])
+    ids = [drawn(law_V, 1, key)[0] for key, law_V in enumerate(laws_NV)]
+    return transformed(order(laws_NV), ids, [uniform(5, i) for i in range(4000)])
+
+
+def test_draws_of_any_laws_become_uniform():
+    assert evenness(binned(transforms(lambda laws: laws))).p_value > 1e-3
+
+
+@pytest.mark.parametrize("power", [0.8, 1.25])
+def test_a_law_too_flat_or_too_peaked_is_found(power):
+    def other(laws_NV):
+        return laws_NV**power / (laws_NV**power).sum(-1, keepdim=True)
+
+    assert evenness(binned(transforms(other))).p_value < 1e-6
+
+
+def test_a_transform_lies_inside_its_tokens_part():
+    laws = torch.tensor([[0.2, 0.5, 0.3]] * 3, dtype=torch.float64)
+    assert transformed(laws, [1, 2, 0], [0.5, 0.5, 0.5]) == pytest.approx([0.25, 0.65, 0.9])
+    assert transformed(torch.full((2, 2), 0.5), [0, 1], [0.5, 0.5]) == pytest.approx([0.25, 0.75])  # ties by token id
+    assert len(binned([0.0, 1.0])) == NUM_BINS
+
+
+def test_near_ties_and_mistakes_are_told_apart():
+    logits = torch.tensor([[1.0, 3.0, 2.9995], [5.0, 1.0, 2.0]])
+    gaps = greedy_gaps(logits, [2, 1])
+    assert tally_gaps(gaps, tie_tolerance("float32")) == Tally(0, 1, 1, 4.0)
+    assert tally_gaps(gaps, 5.0).num_mismatch == 0
+    assert tally_gaps([float("nan"), 0.0], 1.0).counts() == {"match": 1, "near_tie": 0, "mismatch": 1}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "edge", "outside"),
+    [
+        (SamplingParams(top_k=2), 2, 3),  # token 2 nearly ties with token 1
+        (SamplingParams(top_p=0.80005), 3, 4),  # the nucleus ends within rounding of its bound
+        (SamplingParams(min_p=0.20001), 3, 4),
+    ],
+)
+def test_the_edge_of_a_law_is_as_wide_as_rounding(sampling, edge, outside):
+    laws = torch.tensor([[0.5, 0.15, 0.1499999, 0.1, 0.09, 0.0100001]], dtype=torch.float64)
+    support = support_of(lambda params: warped(laws.log(), params), sampling, 1e-3)
+    assert support.tally([0]) == Tally(1)
+    assert support.tally([edge]).num_mismatch == 0
+    assert support.tally([outside]) == Tally(0, 0, 1)
+    noise = torch.zeros(1, 6, dtype=torch.float64)
+    noise[0, edge] = 100.0
+    assert support.coupled_gaps(noise, [0]) == [0.0], "a token at the edge need not be chosen"
+    assert support.coupled_gaps(noise, [edge])[0] < 0.0, "but may be"
+
+
+def test_the_reference_is_transformers_own_forward_text_by_text():
+    texts = [(5, 9, 33, 4), (7, 8, 3), (3, 4, 5, 6), (11, 12, 13)]
+    found = Reference(own_module("llama")).logits(texts, 2)
+    expected = own_logits("llama", texts)
+    for index, text in enumerate(texts):
+        assert torch.allclose(found[index].float(), expected[index, len(text) - 2 : len(text)], atol=1e-4)
+
+
+def test_penalties_look_at_what_was_said_before_each_row():
+    logits = torch.tensor([[2.0, -2.0, 1.0, 1.0]] * 3, dtype=torch.float64)
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
+    rows = penalised(logits, [0, 1], [2, 2], params)
+    expected = [[1.0, -4.0, 1.0, 1.0], [1.0, -4.0, 0.5 - 0.75, 1.0], [1.0, -4.0, 0.5 - 1.0, 1.0]]
+    assert torch.allclose(rows, torch.tensor(expected, dtype=torch.float64))
