@@ -15,7 +15,7 @@ ROOT = 0  # the index of a tree's root: the last committed token, whose keys and
 
 
 TreeName = Literal[
-    "delayed", "delayed_distinct", "static", "heap", "threshold", "greedy_sample", "beam", "noise_aware"
+    "delayed", "delayed_distinct", "static", "heap", "threshold", "calibrated", "greedy_sample", "beam", "noise_aware"
 ]  # fmt: skip
 TREE_NAMES: tuple[TreeName, ...] = get_args(TreeName)
 
@@ -37,6 +37,7 @@ _KINDS: dict[TreeName, TreeKind] = {
     "static": TreeKind.WITHOUT_REPLACEMENT,
     "heap": TreeKind.WITHOUT_REPLACEMENT,
     "threshold": TreeKind.WITHOUT_REPLACEMENT,
+    "calibrated": TreeKind.WITHOUT_REPLACEMENT,
     "greedy_sample": TreeKind.SET_PLUS_SAMPLE,
     "beam": TreeKind.DETERMINISTIC,
     "noise_aware": TreeKind.SHARED_NOISE,

@@ -104,8 +104,9 @@ def _said(engine: Engine, setting: Setting, speculation: Speculation, orders: It
         for event in output.events:
             texts[event.request_id].extend(_said_in(event))
     engine.check_integrity()
-    _logger.info("%s: %d texts, %d drafted tokens, %d accepted", setting.name, len(texts), num_drafted, num_accepted)
-    whole = (Text(order.prompt_ids, tuple(texts[name]), order.seed) for name, order in placed.items())
+    name = setting.name if speculation.is_enabled else f"{setting.sampling_name}, without speculation"
+    _logger.info("%s: %d texts, %d drafted tokens, %d accepted", name, len(texts), num_drafted, num_accepted)
+    whole = (Text(order.prompt_ids, tuple(texts[request_id]), order.seed) for request_id, order in placed.items())
     return Said(setting, tuple(whole), num_drafted, num_accepted)
 
 

@@ -113,19 +113,16 @@ def support_of(laws_of: LawsOf, sampling: SamplingParams, tolerance: float) -> S
     untruncated_NV = laws_of(replace(sampling, top_p=1.0, top_k=0, min_p=0.0))
     sure = laws_of(replace(sampling, top_p=_less(sampling.top_p, slack), min_p=min(1.0, sampling.min_p / (1.0 - slack))))
     perhaps = laws_of(replace(sampling, top_p=min(1.0, sampling.top_p + slack), min_p=sampling.min_p * (1.0 - slack)))
-    most_N1 = untruncated_NV.amax(-1, keepdim=True)
-    is_sure_NV = untruncated_NV >= torch.minimum(most_N1, _least_kept(untruncated_NV, sure) * (1.0 + slack))
-    is_perhaps_NV = untruncated_NV >= _least_kept(untruncated_NV, perhaps) * (1.0 - slack)
+    most_dropped_N1 = untruncated_NV.masked_fill(sure > 0, 0.0).amax(-1, keepdim=True)
+    is_sure_NV = (sure > 0) & (untruncated_NV >= most_dropped_N1 * (1.0 + slack))
+    least_kept_N1 = untruncated_NV.masked_fill(perhaps <= 0, 1.0).amin(-1, keepdim=True)
+    is_perhaps_NV = untruncated_NV >= least_kept_N1 * (1.0 - slack)
     return Support(laws_NV, untruncated_NV, is_sure_NV, is_perhaps_NV & (untruncated_NV > 0))
 
 
 def _less(top_p: float, slack: float) -> float:
     """Return a smaller top-p; 1 is off and stays so."""
     return top_p if top_p >= 1.0 else max(1e-6, top_p - slack)
-
-
-def _least_kept(untruncated_NV: Tensor, laws_NV: Tensor) -> Tensor:
-    return untruncated_NV.masked_fill(laws_NV <= 0, float("inf")).amin(-1, keepdim=True)
 
 
 def _at(values_NV: Tensor, token_ids: Sequence[int]) -> Tensor:

@@ -32,7 +32,9 @@ class _Candidate:
 class BestFirst:
     """Feeds the best few candidates a round and keeps the best `max_nodes` of all in the end.
 
-    A node is never worth more than its parent, so what is kept is a tree. At most `max_nodes` are fed: each needs a slot.
+    A node is never worth more than its parent, so what is kept is a tree. At most `max_nodes` are fed: each needs a slot. So that
+    they reach deep where the drafter is sure, a round feeds only what is worth more than an equal share of the nodes; that least
+    worth sinks when nothing is above it.
     """
 
     def __init__(self, tree: GrowingTree, agreement: AgreementScale | None) -> None:
@@ -44,6 +46,7 @@ class BestFirst:
         self._candidates: list[_Candidate] = []
         self._offers: dict[int, Offer] = {}
         self._num_rounds = 0
+        self._least = 1.0 / (self._expansion.max_nodes + 1)
 
     def asks(self) -> list[FrontierNode]:
         """Return the best candidates that would be kept if this were the end and that have not been fed."""
@@ -53,8 +56,10 @@ class BestFirst:
         if self._num_rounds > self._expansion.depth:
             return []
         unfed = [one for one in self._kept() if one.node is None and one.depth < self._expansion.depth]
+        if unfed:
+            self._least = min(self._least, unfed[0].value / 2)
         num_slots = self._expansion.max_nodes - (len(self._fed) - 1)
-        chosen = unfed[: min(self._expansion.branches, num_slots)]
+        chosen = [one for one in unfed if one.value > self._least][: min(self._expansion.branches, num_slots)]
         for candidate in chosen:
             self._fed[self._add(candidate)] = candidate
         return [self._ask(candidate.node) for candidate in chosen if candidate.node is not None]

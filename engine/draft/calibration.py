@@ -37,6 +37,37 @@ class RankAcceptance:
                     self._accepted[children.index(following)] += 1.0
 
 
+class OddsAcceptance:
+    """The chance that a child is accepted, its elder siblings refused, by rank and draft probability among what they left.
+
+    DySpec takes that probability itself for the chance. But a drawn token was likely to be drawn: even from a flat law it is
+    accepted with 1 - TV, far more often than its own probability says. How often, the past tells.
+    """
+
+    _EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95, 0.99])
+    _NUM_RANKS = 4  # the last stands for all further ones
+
+    def __init__(self, weight: float = 10.0) -> None:
+        odds = np.concatenate([[0.01], (self._EDGES[1:] + self._EDGES[:-1]) / 2, [0.97, 0.995]])
+        prior = [0.4 + 0.58 * odds, *(0.15 + 0.75 * odds for _ in range(self._NUM_RANKS - 1))]
+        self._accepted = weight * np.stack(prior)
+        self._tried = np.full(self._accepted.shape, weight)
+
+    def chance(self, rank: int, odds: float) -> float:
+        """Return the chance for the child of a rank with these odds among what was left."""
+        place = self._place(rank, odds)
+        return float(self._accepted[place] / self._tried[place])
+
+    def observe(self, rank: int, odds: float, is_accepted: bool) -> None:
+        """Learn what became of a child that was tried."""
+        place = self._place(rank, odds)
+        self._tried[place] = _MEMORY * self._tried[place] + 1.0
+        self._accepted[place] = _MEMORY * self._accepted[place] + is_accepted
+
+    def _place(self, rank: int, odds: float) -> tuple[int, int]:
+        return min(rank, self._NUM_RANKS - 1), int(np.searchsorted(self._EDGES, odds))
+
+
 class AgreementScale:
     """How the target's perturbed scores scatter around the drafter's: one scale, fitted while it serves.
 
@@ -73,4 +104,5 @@ class Calibration:
 
     def __init__(self) -> None:
         self.ranks = RankAcceptance()
+        self.odds = OddsAcceptance()
         self.agreement = AgreementScale()

@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.draft.drafter import FrontierNode
 from engine.keys import Stream, stream_key, uniform
 from engine.noise import gumbels
-from engine.plan import LawContext
-from engine.sampling import processed_laws
+from engine.sampling import warped_laws
 from engine.tree import TreeKind
+from engine.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,19 @@ class Offer:
     """Children for one node in the order in which they were drawn; i.i.d. draws can repeat.
 
     `odds[i]` is the draft probability of `token_ids[i]`, of the whole law; `scores[i]`, of a ranking with noise, its perturbed
-    log-probability.
+    log-probability. `collision` is the sum of squares of the whole law: how probable a draw from it is in the mean.
     """
 
     token_ids: tuple[int, ...]
     odds: tuple[float, ...]
     scores: tuple[float, ...] = ()
+    collision: float = 0.0
 
 
 def offers_of(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
     """Return an offer for each node; where children are draws, their laws are appended to `laws` and noted in the tree.
 
+    The logits are edited already (engine.logit_edits) and every row has a token that can come.
     A tree's offers do not depend on the trees beside it.
     """
     offers: dict[int, Offer] = {}
@@ -77,7 +79,8 @@ def _drawn_distinct(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V
 def _set_and_sample(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
     """Fix the likeliest tokens, all but one of what is asked for and none below the node's floor; draw one off them, last.
 
-    Which tokens are fixed is decided by the law alone. Where they are the whole law, the least likely of them is the sample.
+    A fixed token pays where it comes and the sample would have missed it, q(x) (1 - q(x)): that is compared with the floor. Which
+    tokens are fixed is decided by the law alone. Where they are the whole law, the least likely of them is the sample.
     """
     laws_PV = _kept_laws(asked, logits_PV, laws)
     width = min(max(node.num_draws for node in asked), laws_PV.shape[-1])
@@ -86,7 +89,8 @@ def _set_and_sample(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V
     floor_P1 = torch.tensor([[node.floor] for node in asked], dtype=laws_PV.dtype, device=laws_PV.device)
     rank_C = torch.arange(width, device=laws_PV.device)
     num_possible_P1 = (laws_PV > 0.0).sum(-1, keepdim=True)
-    is_fixed_PC = (rank_C < most_P1) & (rank_C < num_possible_P1 - 1) & (top.values > floor_P1) & (top.values > 0.0)
+    gain_PC = top.values * (1.0 - top.values)  # falls with the rank: no token is likelier than what the first one leaves
+    is_fixed_PC = (rank_C < most_P1) & (rank_C < num_possible_P1 - 1) & (gain_PC > floor_P1)
     urn = _Urn(laws_PV)
     goes_on_P = torch.ones_like(urn.is_empty_P)
     for rank in range(width):
@@ -102,14 +106,15 @@ def _set_and_sample(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V
 def _ranked(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
     """Return the likeliest tokens: nothing is drawn."""
     del laws
-    laws_PV = processed_laws(logits_PV, [_unsharpened(node.law_context) for node in asked])
+    sampling = [node.tree.row.sampling for node in asked]
+    laws_PV = warped_laws(logits_PV, [_UNSHARPENED if params.is_greedy else params for params in sampling])
     return _best(asked, laws_PV, laws_PV).offers
 
 
 def _ranked_with_noise(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
     """Return the best tokens by log q plus the Gumbel noise of the position itself: the noise that will decide the token."""
     del laws
-    laws_PV = processed_laws(logits_PV, [node.law_context for node in asked])
+    laws_PV = warped_laws(logits_PV, [node.tree.row.sampling for node in asked])
     keys = [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in asked]
     scores_PV = laws_PV.double().log() + gumbels(keys, laws_PV.shape[-1], laws_PV.device)
     best = _best(asked, scores_PV, laws_PV)
@@ -127,11 +132,8 @@ _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor]], 
 }
 
 
-def _unsharpened(context: LawContext) -> LawContext:
-    """Return the context of a greedy row at temperature 1: its law is a point mass, which ranks nothing beside the best."""
-    if not context.sampling.is_greedy:
-        return context
-    return replace(context, sampling=replace(context.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0))
+# A greedy row at temperature 1: its own law is a point mass, which ranks nothing beside the best.
+_UNSHARPENED = SamplingParams()
 
 
 class _Best(NamedTuple):
@@ -149,14 +151,14 @@ def _best(asked: Sequence[FrontierNode], scores_PV: Tensor, laws_PV: Float[Tenso
 
 def _offers(ids_PC: Int[Tensor, "P C"], laws_PV: Float[Tensor, "P V"], counts: Sequence[int]) -> list[Offer]:
     odds = laws_PV.gather(-1, ids_PC).tolist()
-    rows = zip(ids_PC.tolist(), odds, counts, strict=True)
-    return [Offer(tuple(ids[:count]), tuple(chances[:count])) for ids, chances, count in rows]
+    rows = zip(ids_PC.tolist(), odds, counts, laws_PV.square().sum(-1).tolist(), strict=True)
+    return [Offer(tuple(ids[:count]), tuple(chances[:count]), (), collision) for ids, chances, count, collision in rows]
 
 
 def _kept_laws(asked: Sequence[FrontierNode], logits_PV: Tensor, laws: list[Tensor]) -> Float[Tensor, "P V"]:
     """Return the processed laws, and keep them for the verifier."""
     first_row = sum(len(kept) for kept in laws)
-    laws.append(processed_laws(logits_PV, [node.law_context for node in asked]))
+    laws.append(warped_laws(logits_PV, [node.tree.row.sampling for node in asked]))
     for offset, node in enumerate(asked):
         node.tree.law_rows[node.node] = first_row + offset
     return laws[-1]

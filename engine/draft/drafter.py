@@ -60,7 +60,7 @@ class GrowingTree:
 class FrontierNode:
     """A node that is to get children: `num_draws` of them at most, some of which may coincide.
 
-    `floor`: tokens of no more draft probability than this are not among a fixed set.
+    `floor`: what a token must gain to be one of a fixed set (children.py).
     """
 
     tree: GrowingTree

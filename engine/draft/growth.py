@@ -14,9 +14,20 @@ from engine.draft.best_first import BestFirst
 from engine.draft.calibration import Calibration
 from engine.draft.children import Offer, offers_of
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
-from engine.draft.strategies import Delayed, GreedySample, Grown, Heap, Static, Strategy, Threshold
+from engine.draft.strategies import (
+    CalibratedHeap,
+    Delayed,
+    GreedySample,
+    Grown,
+    Heap,
+    Static,
+    Strategy,
+    Threshold,
+    conditional_odds,
+)
 from engine.draft.topology import best_topology
 from engine.forest import Forest
+from engine.logit_edits import edited_logits
 from engine.plan import Row
 from engine.tree import TokenTree, TreeKind
 from engine.verify.verdict import Unjudged, Verdict
@@ -70,6 +81,8 @@ def strategy_of(row: Row, calibration: Calibration) -> Strategy:
         return Static(tree, best_topology(chances, expansion.max_nodes, expansion.depth))
     if expansion.tree == "heap":
         return Heap(tree)
+    if expansion.tree == "calibrated":
+        return CalibratedHeap(tree, calibration.odds)
     if expansion.tree == "threshold":
         return Threshold(tree)
     if expansion.tree == "greedy_sample" and not is_ranked:
@@ -85,8 +98,18 @@ def learn(calibration: Calibration, rows: Sequence[Row], growth: Growth, verdict
         tree = growth.forest.trees[index]
         if row.expansion.tree == "static":
             calibration.ranks.observe(tree, verdict.path)
+        if row.expansion.tree == "calibrated":
+            _learn_odds(calibration, tree, growth.offers[index], verdict)
         if row.expansion.tree == "noise_aware" and row.draw_kind is TreeKind.SHARED_NOISE:
             _learn_agreement(calibration, tree, growth.offers[index], verdict)
+
+
+def _learn_odds(calibration: Calibration, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict) -> None:
+    for node, following in zip(verdict.path, [*verdict.path[1:], None], strict=True):
+        for rank, child in enumerate(tree.children[node]):
+            calibration.odds.observe(rank, conditional_odds(offers[node])[rank], child == following)
+            if child == following:
+                break
 
 
 def _learn_agreement(calibration: Calibration, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict) -> None:
@@ -100,15 +123,16 @@ def _learn_agreement(calibration: Calibration, tree: TokenTree, offers: Mapping[
 def _answers(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Tensor]) -> list[tuple[FrontierNode, Offer]]:
     """Return what each answered node is offered.
 
-    Where the draft logits are broken (NaN, infinity) the tree ends: any tree is lossless, and the target says what is an error.
+    Where the draft logits are broken (NaN, infinity), or the drafter knows no token that the request allows, the tree ends: any
+    tree is lossless, and the target says what is an error.
     """
     answered = [frontier[index] for index in proposal.indices]
     for asked in answered:
         asked.tree.fed.add(asked.node)
-    sound = torch.isfinite(proposal.logits_PV.amax(-1)).nonzero()[:, 0].tolist()
+    logits_PV = edited_logits(proposal.logits_PV, [asked.law_context for asked in answered])
+    sound = torch.isfinite(logits_PV.amax(-1)).nonzero()[:, 0].tolist()
     if not sound:
         return []
-    logits_PV = proposal.logits_PV
     if len(sound) < len(answered):
         logits_PV = logits_PV[torch.tensor(sound, device=logits_PV.device)]
     asked_nodes = [answered[i] for i in sound]

@@ -6,10 +6,13 @@ trees (docs/verification.md).
 """
 
 import heapq
+import itertools
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from engine.draft.calibration import OddsAcceptance
 from engine.draft.children import Offer
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.topology import Topology
@@ -112,12 +115,12 @@ class Static(_Kept):
 class Threshold(_Kept):
     """Level by level, siblings are drawn while what is left of their parent's value exceeds a threshold (DySpec).
 
-    A node is worth the product of the draft probabilities on its path. The threshold is 1 / max_nodes.
+    A node is worth the product of the draft probabilities on its path. The threshold is 1 / (max_nodes + 1).
     """
 
     def __init__(self, tree: GrowingTree) -> None:
         super().__init__(tree)
-        self._least = 1.0 / self.expansion.max_nodes
+        self._least = 1.0 / (self.expansion.max_nodes + 1)
         self._values = {ROOT: 1.0}
         self._level = [ROOT]
 
@@ -143,7 +146,8 @@ class Threshold(_Kept):
 class Heap(_Kept):
     """The most valuable place anywhere gets the next token, until the nodes are used up (DySpec's greedy tree).
 
-    A place is the next sibling below a node, worth the node's value times the draft mass its elder siblings left.
+    A place is the next sibling below a node, worth the node's value times the draft mass its elder siblings left. A node is worth
+    the product of the draft probabilities on its path.
     """
 
     def __init__(self, tree: GrowingTree) -> None:
@@ -164,8 +168,15 @@ class Heap(_Kept):
         return []
 
     def take(self, node: int, offer: Offer) -> None:
-        """Note what can be drawn there."""
+        """Note what can be drawn there, and what the place is worth now that its law is known."""
         self._offers[node] = offer
+        self._places = [place for place in self._places if place[1] != node]
+        self._places.append((-self._place_value(node, 0), node, 0))
+        heapq.heapify(self._places)
+
+    def grown(self) -> Grown:
+        """Return the tree as it is, with what its nodes were offered."""
+        return replace(super().grown(), offers=self._offers)
 
     def _draw(self) -> None:
         _, node, rank = heapq.heappop(self._places)
@@ -173,11 +184,57 @@ class Heap(_Kept):
         if rank == len(offer.token_ids):
             return
         child = self.tree.add(node, offer.token_ids[rank])
-        self._values[child] = self._values[node] * offer.odds[rank]
+        self._values[child] = self._child_value(node, rank)
         if self.tree.depths[child] < self.expansion.depth:
-            heapq.heappush(self._places, (-self._values[child], child, 0))
-        left = 1.0 - sum(offer.odds[: rank + 1])
-        heapq.heappush(self._places, (-self._values[node] * left, node, rank + 1))
+            heapq.heappush(self._places, (-self._new_place_value(child), child, 0))
+        heapq.heappush(self._places, (-self._place_value(node, rank + 1), node, rank + 1))
+
+    def _child_value(self, node: int, rank: int) -> float:
+        return self._values[node] * self._offers[node].odds[rank]
+
+    def _place_value(self, node: int, rank: int) -> float:
+        """Return the worth of a place before its token is drawn: it depends on the elder siblings' tokens alone."""
+        return self._values[node] * (1.0 - sum(self._offers[node].odds[:rank]))
+
+    def _new_place_value(self, node: int) -> float:
+        """Return the worth of the first place below a node whose law is not known yet."""
+        return self._values[node]
+
+
+class CalibratedHeap(Heap):
+    """The same with chances of acceptance as they were observed, in place of draft probabilities.
+
+    A node is worth the chance that it is accepted; a place the chance that its token will be, before that is drawn: by the mean
+    probability of a draw from what is left.
+    """
+
+    def __init__(self, tree: GrowingTree, acceptance: OddsAcceptance) -> None:
+        super().__init__(tree)
+        self._acceptance = acceptance
+
+    def _refused(self, node: int, rank: int) -> float:
+        """Return the chance that the first `rank` children are refused."""
+        chances = conditional_odds(self._offers[node])[:rank]
+        return math.prod(1.0 - self._acceptance.chance(elder, odds) for elder, odds in enumerate(chances))
+
+    def _child_value(self, node: int, rank: int) -> float:
+        chance = self._acceptance.chance(rank, conditional_odds(self._offers[node])[rank])
+        return self._values[node] * self._refused(node, rank) * chance
+
+    def _place_value(self, node: int, rank: int) -> float:
+        offer = self._offers[node]
+        left = 1.0 - sum(offer.odds[:rank])
+        mean_odds = (offer.collision - sum(odds * odds for odds in offer.odds[:rank])) / (left * left) if left > 1e-6 else 1.0
+        return self._values[node] * self._refused(node, rank) * self._acceptance.chance(rank, min(1.0, max(0.0, mean_odds)))
+
+    def _new_place_value(self, node: int) -> float:
+        return self._values[node] * self._acceptance.chance(0, 0.6)
+
+
+def conditional_odds(offer: Offer) -> list[float]:
+    """Return each child's draft probability among what its elder siblings left."""
+    left = [1.0 - before for before in itertools.accumulate(offer.odds, initial=0.0)]
+    return [min(1.0, odds / rest) if rest > 1e-9 else 1.0 for odds, rest in zip(offer.odds, left, strict=False)]
 
 
 class GreedySample(_Kept):

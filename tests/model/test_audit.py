@@ -161,7 +161,7 @@ def one_too_few(logits_NV, sampling):
 
 
 @pytest.mark.parametrize(
-    ("mutant", "sampling"), [(one_too_many, SHARP), (one_too_few, SamplingParams(temperature=1.0, top_p=0.6))]
+    ("mutant", "sampling"), [(one_too_many, SHARP), (one_too_few, SamplingParams(temperature=1.5, top_p=0.5))]
 )
 def test_a_law_cut_one_token_off_is_found(mutant, sampling, monkeypatch):
     """In the judge and in plain decoding alike: only a reference of other make can see it."""

@@ -123,6 +123,13 @@ def test_the_edge_of_a_law_is_as_wide_as_rounding(sampling, edge, outside):
     assert support.coupled_gaps(noise, [edge])[0] < 0.0, "but may be"
 
 
+def test_the_last_token_of_a_nucleus_is_sure():
+    """The bug: it was taken for one at the edge, so that an engine that never chose it went unnoticed."""
+    laws = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
+    support = support_of(lambda params: warped(laws.log(), params), SamplingParams(top_p=0.9), 1e-3)
+    assert support.is_sure_NV.tolist() == support.is_perhaps_NV.tolist() == [[True, True, True, False]]
+
+
 def test_the_reference_is_transformers_own_forward_text_by_text():
     texts = [(5, 9, 33, 4), (7, 8, 3), (3, 4, 5, 6), (11, 12, 13)]
     found = Reference(own_module("llama")).logits(texts, 2)

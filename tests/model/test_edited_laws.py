@@ -11,6 +11,7 @@ import torch
 
 from engine import judge
 from engine.config import SchedulerConfig
+from engine.draft.ngram import NgramDrafter
 from engine.engine import Engine
 from engine.keys import Stream, stream_key
 from engine.noise import gumbels
@@ -22,6 +23,7 @@ from engine.types import FinishReason, Request, SamplingParams, Speculation
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.driving import run
 from tests.model.edits import processors_of
+from tests.model.passes import CPU
 from tests.model.tiny import model, own_logits, own_module, pair
 
 PROMPT = tuple(3 + (11 * i) % 7 for i in range(19))
@@ -143,6 +145,19 @@ def test_logprobs_are_the_raw_models():
     for at, (token_id, told) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
         assert told.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
         assert told.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "traversal"])
+def test_a_drafter_that_knows_no_token_that_can_come_drafts_nothing_there(kind):
+    """What an n-gram drafter has seen may be masked, all of it; the law that was left was NaN, and nothing could be drawn."""
+    text = (7, 8) * 8
+    fields: dict[str, Any] = {"temperature": 0.0} if kind == "greedy" else {"seed": 1}
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True, allowed_token_ids=(20, 21, 22), **fields)
+    request = Request("r", text, sampling, Speculation(verifier="traversal" if kind == "traversal" else None))
+    engine = tiny_engine(model("llama"), NgramDrafter(61, CPU, min_tokens=1), FixedExpansion(Expansion(2, 2, 2)))
+    outcome = run(engine, [request]).outcomes["r"]
+    assert (len(outcome.ids), outcome.finish) == (6, FinishReason.LENGTH)
+    assert set(outcome.ids) <= {20, 21, 22}
 
 
 # The law, counted. Three tokens can come, so that triples can be counted and each soon comes again.

@@ -32,6 +32,7 @@ DISTINCT = (
     Expansion(0, 3, 3, "heap", 5),
     Expansion(0, 3, 3, "threshold", 5),
     Expansion(0, 3, 3, "static", 5),
+    Expansion(0, 3, 3, "calibrated", 6),
 )
 SET_TREE, BEAM, NOISE_AWARE = (Expansion(0, 3, 3, tree, 5) for tree in ("greedy_sample", "beam", "noise_aware"))
 NUM_REQUESTS = 1000
@@ -145,12 +146,16 @@ def test_the_law_kills_a_draft_law_that_was_not_drawn(monkeypatch):
 
 def best_first(offers):
     """Siblings sorted by draft probability, whatever the order in which they were drawn."""
-    return [children.Offer(*zip(*sorted(zip(one.token_ids, one.odds), key=lambda pair: -pair[1]))) for one in offers]
+    spoilt = []
+    for one in offers:
+        order = torch.tensor(one.odds).argsort(descending=True).tolist()
+        spoilt.append(replace(one, token_ids=tuple(one.token_ids[i] for i in order), odds=tuple(one.odds[i] for i in order)))
+    return spoilt
 
 
 def worst_dropped(offers):
     """The least likely of the draws is thrown away."""
-    return [children.Offer(one.token_ids[:-1], one.odds[:-1]) if one.odds[-1] < 0.3 else one for one in offers]
+    return [replace(one, token_ids=one.token_ids[:-1], odds=one.odds[:-1]) if one.odds[-1] < 0.3 else one for one in offers]
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from engine.draft import children, growth
 from engine.draft.best_first import BestFirst
-from engine.draft.calibration import AgreementScale, Calibration, RankAcceptance
+from engine.draft.calibration import AgreementScale, Calibration, OddsAcceptance, RankAcceptance
 from engine.draft.drafter import GrowingTree
 from engine.draft.growth import grow, strategy_of
-from engine.draft.strategies import Delayed, GreedySample, Heap, Static, Threshold
+from engine.draft.strategies import CalibratedHeap, Delayed, GreedySample, Heap, Static, Threshold
 from engine.draft.topology import Topology, best_topology
 from engine.keys import Stream, stream_key
 from engine.noise import gumbels
-from engine.tree import ROOT, Expansion, TokenTree, TreeKind
+from engine.tree import ROOT, TREE_NAMES, Expansion, TokenTree, TreeKind
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.enumeration import TinyModel, heap_trees
@@ -234,7 +234,7 @@ def test_where_the_set_would_be_the_whole_law_its_last_is_the_sample():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(["heap", "threshold", "static", "greedy_sample", "beam", "noise_aware"]),
+    st.sampled_from(TREE_NAMES[2:]),
     st.integers(1, 12),
     st.integers(1, 5),
     st.integers(1, 4),
@@ -263,6 +263,7 @@ def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, veri
         ("static", "traversal", SAMPLED, Static),
         ("heap", "coupled", SAMPLED, Heap),
         ("threshold", "rrsw", SAMPLED, Threshold),
+        ("calibrated", "traversal", SAMPLED, CalibratedHeap),
         ("greedy_sample", "univer", SAMPLED, GreedySample),
         ("greedy_sample", "univer", GREEDY, BestFirst),
         ("beam", "nss", SAMPLED, BestFirst),
@@ -272,6 +273,67 @@ def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, veri
 def test_a_tree_that_takes_nodes_back_is_grown_only_where_nothing_is_drawn(tree_name, verifier, sampling, strategy):
     expansion = Expansion(2, 2, 2, tree_name) if tree_name.startswith("delayed") else Expansion(0, 2, 3, tree_name, 8)
     assert type(strategy_of(decoding_row((0,), expansion, sampling, verifier), Calibration())) is strategy
+
+
+# What is drawn next is decided before it is drawn.
+
+
+def places_drawn(strategy, laws: dict[tuple[int, ...], list[int]]) -> list[tuple[tuple[int, ...], int]]:
+    """Grow a tree whose draws after a path are given; return which place was drawn from each time: (path, rank)."""
+    drawn: list[tuple[tuple[int, ...], int]] = []
+    tree = strategy.tree
+    add = tree.add
+
+    def noted(parent: int, token_id: int) -> int:
+        drawn.append((tuple(tree.token_ids[v] for v in tree.path(parent)[1:]), len(tree.draws[parent])))
+        return int(add(parent, token_id))
+
+    tree.add = noted
+    while asks := strategy.asks():
+        for ask in asks:
+            path = tuple(tree.token_ids[v] for v in tree.path(ask.node)[1:])
+            ids = laws.get(path, [0, 1, 2, 3])
+            law = LAWS[path[-1] if path else 0]
+            odds = tuple(float(law[token_id]) for token_id in ids)
+            strategy.take(ask.node, children.Offer(tuple(ids), odds, (), float(law.square().sum())))
+    return drawn
+
+
+def decides_beforehand(strategy_type) -> None:
+    """Change the token of one draw after another: the places drawn up to that one must be the same, its own included."""
+    row = decoding_row((1, 0), Expansion(0, 4, 4, "heap", 8), SAMPLED, "traversal")
+    base = {(): [1, 0, 3, 2], (1,): [3, 2, 0, 1], (0,): [2, 0, 1, 3]}
+    before = places_drawn(strategy_type(GrowingTree(row)), base)
+    assert len(before) == 8
+    for step, (path, rank) in enumerate(before):
+        ids = base.get(path, [0, 1, 2, 3])
+        for other in range(rank + 1, 4):
+            swapped = list(ids)
+            swapped[rank], swapped[other] = swapped[other], swapped[rank]
+            after = places_drawn(strategy_type(GrowingTree(row)), {**base, path: swapped})
+            assert after[: step + 1] == before[: step + 1]
+
+
+def calibrated(tree: GrowingTree) -> CalibratedHeap:
+    return CalibratedHeap(tree, OddsAcceptance())
+
+
+@pytest.mark.parametrize("strategy_type", [Heap, calibrated])
+def test_what_is_drawn_next_does_not_depend_on_what_it_will_be(strategy_type):
+    decides_beforehand(strategy_type)
+
+
+class Anticipating(Heap):
+    """A place is worth what its next token will be worth: the value-dependent ranking of public code."""
+
+    def _place_value(self, node, rank):
+        odds = self._offers[node].odds
+        return self._values[node] * (odds[rank] if rank < len(odds) else 0.0)
+
+
+def test_decisions_made_beforehand_kill_a_heap_that_looks_at_the_token():
+    with pytest.raises(AssertionError):
+        decides_beforehand(Anticipating)
 
 
 # Best first.
@@ -359,6 +421,17 @@ def test_the_scale_is_found_again():
         assert agreement.scale == pytest.approx(true, rel=0.25)
 
 
+def test_acceptance_by_odds_is_found_again():
+    acceptance, rng = OddsAcceptance(), np.random.default_rng(0)
+    for _ in range(4000):
+        odds = float(rng.random())
+        acceptance.observe(0, odds, bool(rng.random() < 0.3 + 0.5 * odds))
+        acceptance.observe(1, odds, bool(rng.random() < 0.1))
+    assert acceptance.chance(0, 0.42) == pytest.approx(0.51, abs=0.1)
+    assert acceptance.chance(0, 0.9) == pytest.approx(0.75, abs=0.1)
+    assert acceptance.chance(1, 0.6) == pytest.approx(0.1, abs=0.1)
+
+
 def test_rank_acceptance_is_found_again():
     tree = TokenTree((-1, 0, 0, 0), (0, 1, 2, 3), ((1, 2, 3), (), (), ()))
     ranks, rng = RankAcceptance(), np.random.default_rng(0)
@@ -368,9 +441,13 @@ def test_rank_acceptance_is_found_again():
     assert ranks.chances(3) == pytest.approx((0.4, 0.2, 0.1), abs=0.05)
 
 
-def test_static_trees_and_noise_aware_trees_learn_from_what_came_out():
-    learnt_by = {"static": lambda c: c.ranks.chances(3), "noise_aware": lambda c: c.agreement.scale}
-    for expansion in (Expansion(0, 3, 2, "static", 6), Expansion(0, 3, 2, "noise_aware", 6)):
+def test_trees_that_learn_do_so_from_what_came_out():
+    learnt_by = {
+        "static": lambda c: c.ranks.chances(3),
+        "noise_aware": lambda c: c.agreement.scale,
+        "calibrated": lambda c: [c.odds.chance(0, odds) for odds in (0.1, 0.3, 0.6)],
+    }
+    for expansion in (Expansion(0, 3, 2, "static", 6), Expansion(0, 3, 2, "noise_aware", 6), Expansion(0, 3, 2, "calibrated", 6)):
         learnt = learnt_by[expansion.tree]
         row = decoding_row((1, 0), expansion, SAMPLED, "coupled")
         calibration = Calibration()
