@@ -137,5 +137,5 @@ def _check_speculation(runtime: Runtime, body: GenerationRequest) -> None:
         raise InvalidRequest("this server has no drafter, so no tree shape can be honoured", "speculative")
     limit = runtime.settings.max_tree_tokens
     if shape.num_draft_tokens > limit:
-        asked = f"a tree of {shape.num_draft_tokens} drafted tokens (trunk + branches x depth) is asked for"
+        asked = f"a tree of {shape.num_draft_tokens} drafted tokens is asked for"
         raise InvalidRequest(f"{asked}; max_tree_tokens of this server is {limit}", "speculative")

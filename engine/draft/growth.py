@@ -11,20 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.draft.best_first import BestFirst
+from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_odds
 from engine.draft.calibration import Calibration
 from engine.draft.children import Offer, offers_of
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
-from engine.draft.strategies import (
-    CalibratedHeap,
-    Delayed,
-    GreedySample,
-    Grown,
-    Heap,
-    Static,
-    Strategy,
-    Threshold,
-    conditional_odds,
-)
+from engine.draft.strategies import Delayed, Grown, Static, Strategy
 from engine.draft.topology import best_topology
 from engine.forest import Forest
 from engine.logit_edits import edited_logits

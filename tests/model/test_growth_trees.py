@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from engine.draft import children, growth
 from engine.draft.best_first import BestFirst
+from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold
 from engine.draft.calibration import AgreementScale, Calibration, OddsAcceptance, RankAcceptance
 from engine.draft.drafter import GrowingTree
 from engine.draft.growth import grow, strategy_of
-from engine.draft.strategies import CalibratedHeap, Delayed, GreedySample, Heap, Static, Threshold
+from engine.draft.strategies import Delayed, Static
 from engine.draft.topology import Topology, best_topology
 from engine.keys import Stream, stream_key
 from engine.noise import gumbels
