@@ -17,7 +17,9 @@ from engine.audit.auditor import Auditor, Check, check_of, is_chosen
 from engine.audit.background import AuditedEngine
 from engine.audit.outcomes import Tally
 from engine.audit.pit import evenness
-from engine.config import SchedulerConfig
+from engine.build import build_served
+from engine.config import EngineConfig, SchedulerConfig
+from engine.engine import Engine
 from engine.forcing import KnownText
 from engine.inprocess import InProcessEngine
 from engine.keys import Stream, stream_key
@@ -315,6 +317,13 @@ def test_the_share_is_a_matter_of_the_name():
 def test_what_can_be_checked_of_a_request(temperature, seed, verifier, check):
     request = Request("r", PROMPT, SamplingParams(temperature, seed=seed), Speculation(verifier=verifier))
     assert check_of(request) is check
+
+
+def test_a_worker_turns_an_audit_only_if_one_is_wanted(monkeypatch):
+    monkeypatch.setattr("engine.build.build_engine", lambda config: tiny_engine(*pair("llama")))
+    assert isinstance(build_served(EngineConfig("tiny")), Engine)
+    engine: Any = build_served(EngineConfig("tiny", audit_share=1.0, audit_tokens=3))
+    assert outcomes(run(engine, [greedy("g", PROMPT)])) == {Check.GREEDY: Tally(3)}
 
 
 async def test_a_served_engine_tells_of_its_audit():
