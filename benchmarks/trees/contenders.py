@@ -8,9 +8,9 @@ from engine.tree import Expansion, TreeName
 
 DEPTHS = {8: 8, 16: 16, 32: 16}
 _SHAPES = {  # trunk, branches, depth
-    8: [(8, 1, 0), (2, 2, 3), (4, 2, 2), (0, 2, 4), (0, 4, 2)],
-    16: [(16, 1, 0), (4, 2, 6), (8, 2, 4), (4, 3, 4), (0, 4, 4)],
-    32: [(16, 2, 8), (8, 3, 8), (8, 4, 6), (4, 4, 7), (0, 4, 8)],
+    8: [(8, 1, 0), (2, 2, 3), (4, 2, 2), (0, 2, 4)],
+    16: [(16, 1, 0), (4, 2, 6), (8, 2, 4), (4, 3, 4)],
+    32: [(32, 1, 0), (16, 2, 8), (8, 3, 8), (4, 4, 7)],
 }
 _OWN_SHAPE: tuple[TreeName, ...] = ("static", "heap", "threshold", "calibrated", "greedy_sample", "beam", "noise_aware")
 
