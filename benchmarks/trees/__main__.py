@@ -29,7 +29,7 @@ def main() -> None:
     collect.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
     collect.add_argument("--text-tokens", type=int, default=64, help="tokens the target writes after a prompt")
     collect.add_argument("--stride", type=int, default=16, help="tokens between two points")
-    collect.add_argument("--time-every", type=int, default=6, help="points between two timed ones")
+    collect.add_argument("--time-every", type=int, default=6, help="points of a temperature between two timed ones")
     make = commands.add_parser("report", help="print the table of a file of measurements")
     make.add_argument("file", type=Path)
     args = parser.parse_args()

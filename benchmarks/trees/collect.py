@@ -7,6 +7,7 @@ apart from that, by real growth and a real pass for one tree at a time, contende
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ class Design:
     temperatures: tuple[float, ...]
     num_text_tokens: int
     point_stride: int
-    time_every: int  # points between two timed ones
+    time_every: int  # points of a temperature between two timed ones
 
 
 class Collector:
@@ -47,6 +48,7 @@ class Collector:
         self._verifiers: dict[str, Verifier] = {}
         self._calibrations = {temperature: Calibration() for temperature in design.temperatures}
         self._num_points = 0
+        self._num_at: Counter[float] = Counter()  # points by temperature
 
     def run(self, prompts: Prompts) -> None:
         """Measure prompt by prompt, kinds in turn, so that a run cut short has seen them all."""
@@ -63,9 +65,10 @@ class Collector:
             facts = {"kind": kind, "temperature": sampling.temperature, "point": f"{name}-{sampling.temperature}-{point}"}
             begin = time.perf_counter()
             lines = [*self._judged(point, sampling, facts)]
-            if self._num_points % self._design.time_every == 0:
+            if self._num_at[sampling.temperature] % self._design.time_every == 0:
                 lines += self._timed(point, sampling, facts)
             self._num_points += 1
+            self._num_at[sampling.temperature] += 1
             self._write(lines)
             sys.stderr.write(f"{facts['point']}: {len(lines)} measurements in {time.perf_counter() - begin:.1f} s\n")
 

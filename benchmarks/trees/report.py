@@ -1,6 +1,7 @@
 """From measurements to the table. Knows JSON lines only; runs anywhere."""
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -52,7 +53,10 @@ class Cell:
 
 
 def report(path: Path) -> str:
-    """Return a Markdown table for each budget and temperature, best first; of delayed trees the best shape stands."""
+    """Return a Markdown table for each budget and temperature, best first; of delayed trees the best shape stands.
+
+    Speeds of trees that were never timed are nan.
+    """
     cells = _cells([json.loads(line) for line in path.read_text().splitlines()])
     parts = []
     for temperature, budget in sorted({(cell.temperature, cell.budget) for cell in cells}):
@@ -73,8 +77,8 @@ def _cells(lines: Sequence[dict[str, Any]]) -> list[Cell]:
         Cell(
             *(budget, temperature, _tree(expansion), expansion, verifier, dict(by_kind)),
             judge_ms=1000.0 * statistics.median(judged[budget, temperature, expansion, verifier]),
-            step_ms=1000.0 * steps[expansion],
-            plain_ms=1000.0 * steps["plain"],
+            step_ms=1000.0 * steps.get(expansion, math.nan),
+            plain_ms=1000.0 * steps.get("plain", math.nan),
         )
         for (budget, temperature, expansion, verifier), by_kind in tokens.items()
     ]
