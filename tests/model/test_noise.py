@@ -46,6 +46,23 @@ def test_golden_values():
     assert uniforms(keys, 2).tolist() == [[0.7401760231351763, 0.06269574375830789], [0.6145586180820041, 0.42168849338013403]]
 
 
+@given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), max_size=8), st.integers(1, 30))
+def test_noise_asked_for_again_is_the_same(batches, vocab_size):
+    """Rows are kept for a while, and a row twice in a batch is made once: nobody may see that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise, "_MAX_KEPT", 60)
+        for keys in batches:
+            fresh = -torch.log(-torch.log(uniforms(keys, vocab_size)))
+            assert torch.equal(gumbels(keys, vocab_size), fresh)
+            gumbels(keys, vocab_size).zero_()
+
+
+def test_noise_kills_rows_kept_without_their_width(monkeypatch):
+    monkeypatch.setattr(noise._RecentRows, "of", lambda self, keys, vocab_size, device: [uniforms([0], 3)[0]] * len(keys))
+    with pytest.raises(AssertionError):
+        test_noise_asked_for_again_is_the_same()
+
+
 LAW = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.05}
 
 
