@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.config import SchedulerConfig
-from engine.draft.calibration import Calibration
+from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter
 from engine.draft.growth import Growth, grow, learn, plain_growth
 from engine.forcing import TeacherForcing
@@ -54,7 +54,7 @@ class Engine:
         self._policy = policy
         self._judge = Judge()
         self._tracer: Tracer = NoTracer()
-        self._calibration = Calibration()
+        self._calibrations = Calibrations()
         self._scheduler = Scheduler(config, drafts_own_cache=drafter is not None and drafter.has_own_cache)
         self._aborted: list[TokenEvent] = []
 
@@ -110,7 +110,7 @@ class Engine:
         watch.lap("judge")
         # 5. Keep the accepted paths; tokens out.
         committed = self._commit(plan, growth, verdicts)
-        learn(self._calibration, plan.decoding, growth, verdicts)
+        learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_aborts(), *(self._event(one, logits_NV) for one in committed)]
         watch.lap("commit")
         record = StepRecord(plan, tuple(committed), watch.laps)
@@ -139,7 +139,7 @@ class Engine:
         model = self._target.model
         if self._drafter is None:
             return plain_growth(plan.rows, model.vocab_size, model.device)
-        return grow(self._drafter, plan.rows, model.vocab_size, model.device, self._calibration)
+        return grow(self._drafter, plan.rows, model.vocab_size, model.device, self._calibrations)
 
     def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | Unjudged]) -> list[RowOutcome]:
         """Commit chunks and paths; return what became of the decoding rows, in order."""

@@ -10,12 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from benchmarks.trees.contenders import Contender, contenders_of
-from benchmarks.trees.lab import Lab, Point, Wish
-from engine.draft.calibration import Calibration
+from benchmarks.trees.lab import Lab, Planting, Point
+from engine.draft.calibration import Calibrations
 from engine.draft.growth import grow, learn
 from engine.engine import Engine
 from engine.plan import Row, StepPlan
@@ -46,8 +47,9 @@ class Collector:
         self._engine, self._design, self._out = engine, design, out
         self._lab = Lab(engine)
         self._verifiers: dict[str, Verifier] = {}
-        self._calibrations = {temperature: Calibration() for temperature in design.temperatures}
+        self._calibrations = {temperature: Calibrations() for temperature in design.temperatures}
         self._num_points = 0
+        self._seeds = count(1 << 40)  # of timed trees, each its own: noise that was made before would cost nothing
         self._num_at: Counter[float] = Counter()  # points by temperature
 
     def run(self, prompts: Prompts) -> None:
@@ -84,9 +86,9 @@ class Collector:
 
     def _judged(self, at: int, sampling: SamplingParams, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         contenders = [one for budget in self._design.budgets for one in contenders_of(budget, sampling.is_greedy)]
-        wishes = [Wish(one.expansion, one.row_verifier, self._num_points) for one in contenders]
-        calibration = self._calibrations[sampling.temperature]
-        point = self._lab.point(at, wishes, sampling, calibration)
+        plantings = [Planting(one.expansion, one.row_verifier, self._num_points) for one in contenders]
+        calibrations = self._calibrations[sampling.temperature]
+        point = self._lab.point(at, plantings, sampling, calibrations)
         verdicts: list[Verdict] = []
         for index, contender in enumerate(contenders):
             for name in contender.verifiers:
@@ -97,7 +99,7 @@ class Collector:
                     **{"type": "tokens", **facts, **_names(contender, name), "num_nodes": len(point.nodes[index]) - 1},
                     **{"tokens": verdict.expected_tokens or len(verdict.path), "judge_s": judge_s},
                 }
-        learn(calibration, point.rows, point.growth, verdicts)
+        learn(calibrations, point.rows, point.growth, verdicts)
 
     def _verdict(self, point: Point, index: int, name: str) -> tuple[Verdict, float]:
         forest, row = point.growth.forest.subset([index]), point.rows[index]
@@ -116,11 +118,11 @@ class Collector:
 
     def _timed(self, at: int, sampling: SamplingParams, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Time real growth and a real pass for each tree, plain decoding first."""
-        plain = Wish(PLAIN, "nss", 0)
+        plain = Planting(PLAIN, "nss", 0)
         yield {"type": "time", **facts, "budget": 0, "expansion": "plain", **self._seconds(self._lab.row(at, plain, sampling))}
         for budget in self._design.budgets:
             for one in contenders_of(budget, sampling.is_greedy):
-                row = self._lab.row(at, Wish(one.expansion, one.row_verifier, self._num_points), sampling)
+                row = self._lab.row(at, Planting(one.expansion, one.row_verifier, next(self._seeds)), sampling)
                 yield {"type": "time", **facts, **_names(one, one.row_verifier), **self._seconds(row)}
 
     def _seconds(self, row: Row) -> dict[str, float]:
@@ -129,8 +131,8 @@ class Collector:
         model = engine.target.model
         times = [time.perf_counter()]
         rows = [row] if not row.expansion.is_plain else []
-        calibration = self._calibrations[row.sampling.temperature]
-        growth = grow(engine.drafter, rows, model.vocab_size, model.device, calibration) if rows else None
+        calibrations = self._calibrations[row.sampling.temperature]
+        growth = grow(engine.drafter, rows, model.vocab_size, model.device, calibrations) if rows else None
         times.append(time.perf_counter())
         trees = growth.forest.trees if growth else [TokenTree.single(row.certain_ids[-1])]
         engine.target.forward(StepPlan(0, (row,)), trees)

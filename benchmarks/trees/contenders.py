@@ -52,4 +52,8 @@ def _drawing(expansion: Expansion) -> tuple[str, ...]:
     names: Sequence[str] = [name for name in VERIFIER_NAMES if name != "coupled" and is_exact(expansion.kind, name)]
     if expansion.is_delayed and expansion.branches == 1:
         return tuple(name for name in names if name in ("naive", "block"))
-    return tuple(name for name in names if name not in ("naive", "block") and (name != "nss" or expansion.tree != "heap"))
+    branching = [name for name in names if name not in ("naive", "block")]
+    return tuple(sorted(branching, key=lambda name: name not in _TEACHERS))
+
+
+_TEACHERS = ("traversal", "univer")  # the rules that trees of draws learn from, where they learn: they come first

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.draft.calibration import Calibration
+from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
 from engine.draft.growth import Growth, grow
 from engine.engine import Engine
@@ -26,7 +26,7 @@ _CHUNK = 256
 
 
 @dataclass(frozen=True)
-class Wish:
+class Planting:
     """A tree to grow at the point."""
 
     expansion: Expansion
@@ -85,19 +85,19 @@ class Lab:
             )
         )
 
-    def row(self, point: int, wish: Wish, sampling: SamplingParams) -> Row:
+    def row(self, point: int, planting: Planting, sampling: SamplingParams) -> Row:
         """Return the row of a decoding step whose root is the text's token at `point`."""
         behind = len(self._text)
-        slots = [*range(point + 1), *range(behind, behind + wish.expansion.num_draft_tokens)]
+        slots = [*range(point + 1), *range(behind, behind + planting.expansion.num_draft_tokens)]
         root = self._text[point : point + 1]
-        return self._row(point, root, wish.expansion, sampling, wish.verifier, wish.seed, slots, point)
+        return self._row(point, root, planting.expansion, sampling, planting.verifier, planting.seed, slots, point)
 
-    def point(self, point: int, wishes: Sequence[Wish], sampling: SamplingParams, calibration: Calibration) -> "Point":
+    def point(self, point: int, plantings: Sequence[Planting], sampling: SamplingParams, calibrations: Calibrations) -> "Point":
         """Grow all trees after the text's token at `point` and ask the target for the law after every node."""
-        union = GrowingTree(self.row(point, Wish(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
-        rows = [self.row(point, wish, sampling) for wish in wishes]
+        union = GrowingTree(self.row(point, Planting(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
+        rows = [self.row(point, planting, sampling) for planting in plantings]
         model = self._target.model
-        growth = grow(_Remembering(self._drafter, union), rows, model.vocab_size, model.device, calibration)
+        growth = grow(_Remembering(self._drafter, union), rows, model.vocab_size, model.device, calibrations)
         nodes = [_add(union, tree) for tree in growth.forest.trees]
         logits_UV = self._target.forward(StepPlan(0, (union.row,)), [union.frozen()])
         return Point(rows, growth, nodes, _laws(union, logits_UV, sampling), logits_UV.argmax(-1).tolist())
@@ -173,6 +173,7 @@ class _Remembering:
 
     def _note(self, nodes: Sequence[int], proposal: Proposal) -> None:
         self._logits.update(dict.fromkeys(nodes))
+        self._union.fed.update(nodes)
         for index, logits_V in zip(proposal.indices, proposal.logits_PV, strict=True):
             self._logits[nodes[index]] = logits_V
 

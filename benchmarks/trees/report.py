@@ -66,7 +66,7 @@ def report(path: Path) -> str:
 
 
 def _cells(lines: Sequence[dict[str, Any]]) -> list[Cell]:
-    steps = _medians((line["expansion"], line["draft_s"] + line["verify_s"]) for line in _of("time", lines))
+    steps = _medians((_cost_key(line), line["draft_s"] + line["verify_s"]) for line in _of("time", lines))
     tokens: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     judged: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for line in _of("tokens", lines):
@@ -77,11 +77,20 @@ def _cells(lines: Sequence[dict[str, Any]]) -> list[Cell]:
         Cell(
             *(budget, temperature, _tree(expansion), expansion, verifier, dict(by_kind)),
             judge_ms=1000.0 * statistics.median(judged[budget, temperature, expansion, verifier]),
-            step_ms=1000.0 * steps.get(expansion, math.nan),
-            plain_ms=1000.0 * steps.get("plain", math.nan),
+            step_ms=1000.0 * steps.get(_step_key(temperature, expansion, verifier), math.nan),
+            plain_ms=1000.0 * steps.get(_step_key(temperature, "plain", ""), math.nan),
         )
         for (budget, temperature, expansion, verifier), by_kind in tokens.items()
     ]
+
+
+def _cost_key(line: dict[str, Any]) -> tuple[bool, bool, str]:
+    return _step_key(line["temperature"], line["expansion"], line.get("verifier", ""))
+
+
+def _step_key(temperature: float, expansion: str, verifier: str) -> tuple[bool, bool, str]:
+    """Return what a step's cost depends on: greedy rows need no laws, coupled ones make noise."""
+    return temperature == 0, verifier == "coupled", expansion
 
 
 def _of(kind: str, lines: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:

@@ -4,37 +4,46 @@ Every growth policy that looks at the past alone is lossless, so this may learn 
 Shape key: S best scores of a node, G grid of scales.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.plan import Row
 from engine.tree import TokenTree
 
 _MEMORY = 0.999  # weight of a past node for each new one
 
 
 class RankAcceptance:
-    """The chance that the sibling of each rank is the accepted one, given that the parent is. Forgets slowly."""
+    """The chance that the sibling of each rank is the accepted one, given that the parent is. Forgets slowly.
 
-    def __init__(self, prior: Sequence[float] = (0.65, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01), weight: float = 50.0) -> None:
+    Chances are steps of .02 and never less, so that shapes change seldom and no rank is given up for good. The last rank that is
+    counted stands for all further ones.
+    """
+
+    _STEP = 0.02
+
+    def __init__(self, prior: Sequence[float] = (0.65, 0.12, 0.05, 0.03, 0.02, 0.02, 0.02, 0.02), weight: float = 50.0) -> None:
         self._accepted = weight * np.asarray(prior)
         self._tried = np.full(len(prior), weight)
 
     def chances(self, num_ranks: int) -> tuple[float, ...]:
-        """Return the chances of the first ranks in steps of .02, so that shapes change seldom."""
-        return tuple(np.round(self._accepted[:num_ranks] / self._tried[:num_ranks] * 50.0) / 50.0)
+        """Return the chances of the first ranks."""
+        steps = np.maximum(1.0, np.round(self._accepted / self._tried / self._STEP))
+        chances = [float(step * self._STEP) for step in steps]
+        return (*chances[:num_ranks], *chances[-1:] * (num_ranks - len(chances)))
 
     def observe(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from each node of the path that had children: one of them is on the path, or none is."""
         for node, following in zip(path, [*path[1:], None], strict=True):
             children = tree.children[node][: len(self._tried)]
-            if children:
-                self._tried *= _MEMORY
-                self._accepted *= _MEMORY
-                self._tried[: len(children)] += 1.0
-                if following in children:
-                    self._accepted[children.index(following)] += 1.0
+            tried = slice(len(children))
+            self._tried[tried] = _MEMORY * self._tried[tried] + 1.0
+            self._accepted[tried] *= _MEMORY
+            if following in children:
+                self._accepted[children.index(following)] += 1.0
 
 
 class OddsAcceptance:
@@ -100,9 +109,20 @@ class AgreementScale:
 
 
 class Calibration:
-    """All that growth has learnt."""
+    """All that growth has learnt of one rule."""
 
     def __init__(self) -> None:
         self.ranks = RankAcceptance()
         self.odds = OddsAcceptance()
         self.agreement = AgreementScale()
+
+
+class Calibrations:
+    """What was learnt, by the rule that judges: what NSS refuses, Traversal may accept."""
+
+    def __init__(self) -> None:
+        self._by_rule: dict[str, Calibration] = defaultdict(Calibration)
+
+    def of(self, row: Row) -> Calibration:
+        """Return what concerns a row."""
+        return self._by_rule["greedy" if row.sampling.is_greedy else row.verifier]

@@ -172,6 +172,9 @@ def _uniforms(asked: FrontierNode, count: int) -> list[float]:
     return [uniform(key, first + draw) for draw in range(count)]
 
 
+_LEAST_LEFT = 1e-7  # of a law: what is left below it is largely rounding, and nothing is drawn from it
+
+
 class _Urn:
     """Laws to draw from with tokens taken out: intervals of the cumulated law, float64, a taken token's cut out exactly.
 
@@ -195,7 +198,7 @@ class _Urn:
         return self._is_nothing(self._left_P - self._interval(ids_P)[1])
 
     def _is_nothing(self, left_P: Tensor) -> Tensor:
-        return left_P <= 1e-12 * self._cumulative_PV[:, -1]
+        return left_P <= _LEAST_LEFT * self._cumulative_PV[:, -1]
 
     def at(self, uniforms_P: Float[Tensor, " P"]) -> Int[Tensor, " P"]:
         """Return the tokens at these points of what is left."""

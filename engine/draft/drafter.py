@@ -101,5 +101,5 @@ class Drafter(Protocol):
         ...
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        """Feed the frontier's nodes, one level of every tree, nodes of one tree side by side, and propose for each."""
+        """Feed the frontier's nodes, those of one tree side by side and each after its ancestors, and propose for each."""
         ...

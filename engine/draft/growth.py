@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.draft.best_first import BestFirst
 from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_odds
-from engine.draft.calibration import Calibration
+from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer, offers_of
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
 from engine.draft.strategies import Delayed, Grown, Static, Strategy
@@ -30,15 +30,15 @@ class Growth:
 
     forest: Forest
     fed: tuple[frozenset[int], ...]
-    offers: tuple[dict[int, Offer], ...] = ()
+    offers: tuple[dict[int, Offer], ...]
 
 
 def grow(
-    drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device, calibration: Calibration | None = None
+    drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device, calibrations: Calibrations | None = None
 ) -> Growth:
     """Feed the drafter what it lacks and grow every decoding row's tree to its expansion."""
-    calibration = calibration or Calibration()
-    strategies = [strategy_of(row, calibration) for row in rows if row.is_decoding]
+    calibrations = calibrations or Calibrations()
+    strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
     by_tree = {id(strategy.tree): strategy for strategy in strategies}
     frontier = [ask for strategy in strategies for ask in strategy.asks()]
     feeding = [row for row in rows if row.draft_ids]
@@ -58,7 +58,7 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     """Return roots alone: the step of an engine without a drafter."""
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
     forest = Forest(trees, torch.empty((0, vocab_size), device=device), tuple((None,) for _ in trees))
-    return Growth(forest, tuple(frozenset() for _ in trees))
+    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees))
 
 
 def strategy_of(row: Row, calibration: Calibration) -> Strategy:
@@ -81,12 +81,12 @@ def strategy_of(row: Row, calibration: Calibration) -> Strategy:
     return BestFirst(tree, calibration.agreement if expansion.tree == "noise_aware" else None)
 
 
-def learn(calibration: Calibration, rows: Sequence[Row], growth: Growth, verdicts: Sequence[Verdict | Unjudged]) -> None:
-    """Teach the calibration what came out of each decoding row."""
+def learn(calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdicts: Sequence[Verdict | Unjudged]) -> None:
+    """Teach the calibrations what came out of each decoding row."""
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         if isinstance(verdict, Unjudged) or row.expansion.is_plain:
             continue
-        tree = growth.forest.trees[index]
+        tree, calibration = growth.forest.trees[index], calibrations.of(row)
         if row.expansion.tree == "static":
             calibration.ranks.observe(tree, verdict.path)
         if row.expansion.tree == "calibrated":
@@ -118,8 +118,6 @@ def _answers(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Te
     tree is lossless, and the target says what is an error.
     """
     answered = [frontier[index] for index in proposal.indices]
-    for asked in answered:
-        asked.tree.fed.add(asked.node)
     logits_PV = edited_logits(proposal.logits_PV, [asked.law_context for asked in answered])
     sound = torch.isfinite(logits_PV.amax(-1)).nonzero()[:, 0].tolist()
     if not sound:
@@ -127,6 +125,8 @@ def _answers(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Te
     if len(sound) < len(answered):
         logits_PV = logits_PV[torch.tensor(sound, device=logits_PV.device)]
     asked_nodes = [answered[i] for i in sound]
+    for asked in asked_nodes:
+        asked.tree.fed.add(asked.node)
     return list(zip(asked_nodes, offers_of(asked_nodes, logits_PV, laws), strict=True))
 
 

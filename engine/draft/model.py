@@ -1,7 +1,7 @@
 """A causal model as drafter: an independent draft model with a cache of its own, or the target's first layers over the target's.
 
-Feeds committed tokens first, then one level of every tree at a time. Slots are the target's: node v of a tree has one slot in
-both caches, so keeping a path is one permutation for both.
+Feeds committed tokens first, then a round of nodes of every tree at a time. Slots are the target's: node v of a tree has one slot
+in both caches, so keeping a path is one permutation for both.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class ModelDrafter:
         return self._propose(segments, [int(ends[index_of[root.tree.row.request_id]]) - 1 for root in roots])
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        """Feed one level of every tree; propose at each of its nodes."""
+        """Feed some nodes of every tree; propose at each."""
         by_tree = groupby(frontier, key=lambda asked: id(asked.tree))
         segments = [_level_segment([asked.node for asked in level], level[0].tree) for level in (list(g) for _, g in by_tree)]
         return self._propose(segments, list(range(len(frontier))))
@@ -47,18 +47,21 @@ class ModelDrafter:
 
 
 def _level_segment(nodes: Sequence[int], tree: GrowingTree) -> Segment:
-    """Return the segment that feeds nodes of one depth: each sees the context, its ancestors and itself."""
-    row = tree.row
-    num_nodes = len(tree.parents)
-    visible_TW = np.zeros((len(nodes), num_nodes), dtype=np.bool_)
+    """Return the segment that feeds nodes of a tree: each sees the context, its ancestors and itself.
+
+    Only slots that hold keys are gathered: a node that has never been fed has none.
+    """
+    row, root = tree.row, tree.row.root_position
+    tail = sorted(tree.fed.union(nodes))
+    place = {node: index for index, node in enumerate(tail)}
+    visible_TW = np.zeros((len(nodes), len(tail)), dtype=np.bool_)
     for query, node in enumerate(nodes):
-        visible_TW[query, tree.path(node)] = True
-    root = row.root_position
+        visible_TW[query, [place[ancestor] for ancestor in tree.path(node)]] = True
     return Segment(
         token_ids=[tree.token_ids[node] for node in nodes],
         positions=[root + tree.depths[node] for node in nodes],
         write_slots=[row.slots[root + node] for node in nodes],
-        key_slots=row.slots[: root + num_nodes],
+        key_slots=[*row.slots[:root], *(row.slots[root + node] for node in tail)],
         tail_visible_TW=visible_TW,
-        tail_positions=[root + depth for depth in tree.depths],
+        tail_positions=[root + tree.depths[node] for node in tail],
     )

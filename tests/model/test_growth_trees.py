@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.draft import children, growth
 from engine.draft.best_first import BestFirst
 from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold
-from engine.draft.calibration import AgreementScale, Calibration, OddsAcceptance, RankAcceptance
+from engine.draft.calibration import AgreementScale, Calibration, Calibrations, OddsAcceptance, RankAcceptance
 from engine.draft.drafter import GrowingTree
 from engine.draft.growth import grow, strategy_of
 from engine.draft.strategies import Delayed, Static
@@ -451,14 +451,14 @@ def test_trees_that_learn_do_so_from_what_came_out():
     for expansion in (Expansion(0, 3, 2, "static", 6), Expansion(0, 3, 2, "noise_aware", 6), Expansion(0, 3, 2, "calibrated", 6)):
         learnt = learnt_by[expansion.tree]
         row = decoding_row((1, 0), expansion, SAMPLED, "coupled")
-        calibration = Calibration()
-        before = learnt(calibration)
+        calibrations = Calibrations()
+        before = learnt(calibrations.of(row))
         for _ in range(300):
-            grown = grow(TableDrafter(LAWS.log()), [row], 4, CPU, calibration)
+            grown = grow(TableDrafter(LAWS.log()), [row], 4, CPU, calibrations)
             tree = grown.forest.trees[0]
             worst = tree.children[ROOT][-1]
-            growth.learn(calibration, [row], grown, [Verdict((ROOT, worst), 3)])
-        assert learnt(calibration) != before
+            growth.learn(calibrations, [row], grown, [Verdict((ROOT, worst), 3)])
+        assert learnt(calibrations.of(row)) != before
 
 
 # The shape of static trees.

@@ -9,9 +9,9 @@ import torch
 from benchmarks.trees import lab as lab_module
 from benchmarks.trees.collect import Collector, Design
 from benchmarks.trees.contenders import contenders_of
-from benchmarks.trees.lab import Lab, Wish
+from benchmarks.trees.lab import Lab, Planting
 from benchmarks.trees.report import report
-from engine.draft.calibration import Calibration
+from engine.draft.calibration import Calibrations
 from engine.draft.growth import grow
 from engine.pairs import is_exact
 from engine.testing import tiny_engine
@@ -23,11 +23,11 @@ from tests.model.tiny import own_logits, pair
 
 TEXT = tuple(5 + (7 * i) % 40 for i in range(30))
 SAMPLING = SamplingParams(temperature=1.2, top_k=20)
-WISHES = [
-    Wish(Expansion(2, 2, 2), "traversal", 1),
-    Wish(Expansion(0, 3, 4, "heap", 9), "traversal", 2),
-    Wish(Expansion(0, 3, 4, "greedy_sample", 8), "univer", 3),
-    Wish(Expansion(0, 3, 4, "noise_aware", 8), "coupled", 4),
+PLANTINGS = [
+    Planting(Expansion(2, 2, 2), "traversal", 1),
+    Planting(Expansion(0, 3, 4, "heap", 9), "traversal", 2),
+    Planting(Expansion(0, 3, 4, "greedy_sample", 8), "univer", 3),
+    Planting(Expansion(0, 3, 4, "noise_aware", 8), "coupled", 4),
 ]
 POINT = 17
 
@@ -41,7 +41,7 @@ def lab() -> Lab:
 
 def check_laws(laboratory: Lab) -> None:
     """The law after every node is the target's own after the text and the node's path."""
-    point = laboratory.point(POINT, WISHES, SAMPLING, Calibration())
+    point = laboratory.point(POINT, PLANTINGS, SAMPLING, Calibrations())
     for index, tree in enumerate(point.growth.forest.trees):
         paths = [[*TEXT[: POINT + 1], *(tree.token_ids[v] for v in tree.path(node)[1:])] for node in range(tree.num_nodes)]
         for path, law_V in zip(paths, point.target_laws_NV(index), strict=True):
@@ -59,12 +59,12 @@ def test_the_laws_kill_a_union_that_loses_track_of_paths(lab, monkeypatch):
 
 
 def test_trees_are_those_that_are_grown_alone(lab):
-    together = lab.point(POINT, WISHES, SAMPLING, Calibration()).growth.forest.trees
+    together = lab.point(POINT, PLANTINGS, SAMPLING, Calibrations()).growth.forest.trees
     engine = tiny_engine(*pair("llama", noise=0.1))
     alone = Lab(engine)
     alone.load(TEXT)
-    for wish, tree in zip(WISHES, together, strict=True):
-        row = alone.row(POINT, wish, SAMPLING)
+    for planting, tree in zip(PLANTINGS, together, strict=True):
+        row = alone.row(POINT, planting, SAMPLING)
         assert engine.drafter is not None
         assert grow(engine.drafter, [row], engine.info.vocab_size, CPU).forest.trees == (tree,)
 
