@@ -6,7 +6,7 @@ Knows names, no tensors. Source: docs/verification.md; tests show every allowed 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from engine.tree import DELAYED_TREES, PLAIN, Expansion, TreeKind, TreeName
+from engine.tree import DELAYED_TREES, Expansion, TreeKind, TreeName
 
 VerifierName = Literal[
     "nss",
@@ -99,14 +99,21 @@ def verifier_for(expansion: Expansion, preferred: str) -> str:
 
 
 def fitted(expansion: Expansion, verifier: str) -> Expansion:
-    """Return the expansion, or if the verifier is not exact on it, its own tree with as many nodes and levels."""
+    """Return the expansion, or if the verifier is not exact on it, its own tree with about as many nodes, and no more levels."""
     if expansion.is_plain or is_exact(expansion.kind, verifier):
         return expansion
     tree, num_nodes, depth = default_tree(verifier), expansion.num_draft_tokens, expansion.max_depth
-    if tree not in DELAYED_TREES:
-        return Expansion(0, max(2, expansion.branches), depth, tree, num_nodes)
-    trunk = min(depth, max(1, num_nodes // 4))
-    return Expansion(trunk, 2, (num_nodes - trunk + 1) // 2, tree).limited(depth, num_nodes) if num_nodes else PLAIN
+    if tree in DELAYED_TREES:
+        return _delayed_within(tree, num_nodes, depth)
+    return Expansion(0, max(2, expansion.branches), depth, tree, num_nodes)
+
+
+def _delayed_within(tree: TreeName, num_nodes: int, max_depth: int) -> Expansion:
+    """Return a trunk of a quarter of the nodes and as many branches as the rest makes; a chain where there is no room for two."""
+    trunk = min(num_nodes // 4, max_depth // 2)
+    depth = max(1, min(max_depth - trunk, (num_nodes - trunk) // 2))
+    branches = min(16, (num_nodes - trunk) // depth)
+    return Expansion(trunk, branches, depth, tree) if branches > 1 else Expansion(min(num_nodes, max_depth), 1, 0, tree)
 
 
 def _line(verifier: str) -> _Exactness:

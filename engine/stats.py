@@ -103,7 +103,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         num_target_tokens=record.num_target_tokens,
         num_preemptions=record.plan.num_preempted,
         accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
-        expansions=dict(Counter(str(outcome.row.expansion) for outcome in record.outcomes)),
+        expansions=dict(Counter(outcome.row.expansion.label for outcome in record.outcomes)),
         num_expected_rows=len(foretold),
         expected_tokens=sum(outcome.expected_tokens or 0.0 for outcome in foretold),
         num_realised_tokens=sum(outcome.accepted_depth + 1 for outcome in foretold),

@@ -101,6 +101,11 @@ class Expansion:
         return self.trunk + self.branches * self.depth if self.is_delayed else self.max_nodes
 
     @property
+    def label(self) -> str:
+        """Its name among not too many others: a delayed tree's shape, another tree's name."""
+        return str(self) if self.is_delayed else self.tree
+
+    @property
     def is_plain(self) -> bool:
         """Whether it drafts nothing."""
         return self.num_draft_tokens == 0

@@ -143,7 +143,7 @@ class StepStats:
 
     Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` laws and verification, `host_s` the rest.
     `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1. `expansions` counts decoding rows by
-    the expansion they got, as `parse_expansion` reads it. `expected_tokens` sums E[tau + 1 | tree] over the
+    the label of the expansion they got. `expected_tokens` sums E[tau + 1 | tree] over the
     `num_expected_rows` decoding rows whose rule tells it; `num_realised_tokens` is what came out of the same rows, accepted
     depth + 1 before limits cut it: their difference is chance alone.
     """

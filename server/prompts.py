@@ -136,6 +136,7 @@ def _check_speculation(runtime: Runtime, body: GenerationRequest) -> None:
     if runtime.engine.model.drafter == "none":
         raise InvalidRequest("this server has no drafter, so no tree shape can be honoured", "speculative")
     limit = runtime.settings.max_tree_tokens
-    if shape.num_draft_tokens > limit:
-        asked = f"a tree of {shape.num_draft_tokens} drafted tokens is asked for"
+    num_nodes = min(shape.num_draft_tokens, body.speculative.max_nodes or shape.num_draft_tokens) if body.speculative else 0
+    if num_nodes > limit:
+        asked = f"a tree of {num_nodes} drafted tokens is asked for"
         raise InvalidRequest(f"{asked}; max_tree_tokens of this server is {limit}", "speculative")

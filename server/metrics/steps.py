@@ -56,7 +56,7 @@ class StepMetrics:
             "latebranch_target_tokens", "Packed tokens through the target model, prompts included."
         )
         self._expansions = families.counters(
-            "latebranch_expansions", "Decoding rows by the tree shape they got, as configuration writes it.", "expansion"
+            "latebranch_expansions", "Decoding rows by the tree they got: trunk.branches.depth, or its name.", "expansion"
         )
         self._expected_tokens = families.counter(
             "latebranch_expected_tokens", "Sum of E[tau + 1 | tree] over the decoding rows whose rule tells it."

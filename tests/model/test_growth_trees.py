@@ -25,7 +25,7 @@ from engine.draft.strategies import Delayed, Static
 from engine.draft.topology import Topology, best_topology
 from engine.keys import Stream, stream_key
 from engine.noise import gumbels
-from engine.tree import ROOT, TREE_NAMES, Expansion, TokenTree, TreeKind
+from engine.tree import ROOT, TREE_NAMES, Expansion, TokenTree, TreeKind, TreeName
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.enumeration import TinyModel, heap_trees
@@ -375,19 +375,36 @@ def value_of(first: int) -> Callable[[tuple[int, ...]], float]:
 
 def test_nodes_that_moved_are_fed_again():
     """A fed node's keys lie in the slot of the number it had: only where it kept the number may the drafter rely on them."""
-    expansion = Expansion(0, 2, 6, "beam", 5)
-    for first in range(4):
-        strategy = strategy_of(decoding_row((1, first), expansion, SAMPLED, "nss"), Calibration())
+    assert check_fed(lambda strategy: strategy.grown()) > 20
+
+
+def check_fed(grown_of) -> int:
+    """Grow beams over random laws of twelve tokens; return how many fed nodes were dropped or moved."""
+    generator = torch.Generator().manual_seed(0)
+    num_changed = 0
+    for _ in range(200):
+        laws = (2.0 * torch.randn((12, 12), generator=generator)).softmax(-1)
+        strategy = strategy_of(decoding_row((1, 0), Expansion(0, 3, 6, "beam", 7), SAMPLED, "nss"), Calibration())
         while asks := strategy.asks():
             for ask in asks:
                 ask.tree.fed.add(ask.node)
-                law = LAWS[ask.tree.token_ids[ask.node]]
-                ids = law.argsort(descending=True, stable=True)[:2].tolist()
-                strategy.take(ask.node, children.Offer(tuple(ids), tuple(float(law[i]) for i in ids)))
-        grown, fed = strategy.grown(), strategy.tree
+                best = laws[ask.tree.token_ids[ask.node]].topk(3)
+                strategy.take(ask.node, children.Offer(tuple(best.indices.tolist()), tuple(best.values.tolist())))
+        grown, fed = grown_of(strategy), strategy.tree
+        num_changed += len(fed.fed) - len(grown.fed)
         for node in grown.fed:
             assert grown.tree.path(node) == tuple(fed.path(node))
             assert [grown.tree.token_ids[v] for v in grown.tree.path(node)] == [fed.token_ids[v] for v in fed.path(node)]
+    return num_changed
+
+
+def test_fed_nodes_kill_a_tree_that_forgets_they_moved():
+    def careless(strategy):
+        grown = strategy.grown()
+        return replace(grown, fed=frozenset(range(min(len(strategy.tree.fed), grown.tree.num_nodes))))
+
+    with pytest.raises(AssertionError):
+        check_fed(careless)
 
 
 def test_noise_aware_children_are_those_of_the_positions_own_noise():
@@ -442,23 +459,45 @@ def test_rank_acceptance_is_found_again():
     assert ranks.chances(3) == pytest.approx((0.4, 0.2, 0.1), abs=0.05)
 
 
+def learnt_from(expansion: Expansion, accepts_first: bool, learn=growth.learn) -> Calibration:
+    """Grow many trees whose first child, or whose last one, is always accepted; return what was learnt."""
+    row = decoding_row((1, 0), expansion, SAMPLED, "coupled")
+    calibrations = Calibrations()
+    for _ in range(300):
+        grown = grow(TableDrafter(LAWS.log()), [row], 4, CPU, calibrations)
+        tree = grown.forest.trees[0]
+        child = tree.children[ROOT][0 if accepts_first else -1]
+        learn(calibrations, [row], grown, [Verdict((ROOT, child), 3)])
+    return calibrations.of(row)
+
+
+def check_learning(learn) -> None:
+    """What is always accepted is believed, what never is is not."""
+    for tree_name, trust in TRUST.items():
+        expansion = Expansion(0, 3, 1, tree_name, 3)
+        assert trust(learnt_from(expansion, True, learn)) > 2 * trust(learnt_from(expansion, False, learn))
+
+
+TRUST: dict[TreeName, Callable[[Calibration], float]] = {
+    "static": lambda learnt: learnt.ranks.chances(3)[0],
+    "calibrated": lambda learnt: min(learnt.odds.chance(0, odds) for odds in (0.1, 0.3, 0.5)),
+    "noise_aware": lambda learnt: 1.0 / learnt.agreement.scale,
+}
+
+
 def test_trees_that_learn_do_so_from_what_came_out():
-    learnt_by = {
-        "static": lambda c: c.ranks.chances(3),
-        "noise_aware": lambda c: c.agreement.scale,
-        "calibrated": lambda c: [c.odds.chance(0, odds) for odds in (0.1, 0.3, 0.6)],
-    }
-    for expansion in (Expansion(0, 3, 2, "static", 6), Expansion(0, 3, 2, "noise_aware", 6), Expansion(0, 3, 2, "calibrated", 6)):
-        learnt = learnt_by[expansion.tree]
-        row = decoding_row((1, 0), expansion, SAMPLED, "coupled")
-        calibrations = Calibrations()
-        before = learnt(calibrations.of(row))
-        for _ in range(300):
-            grown = grow(TableDrafter(LAWS.log()), [row], 4, CPU, calibrations)
-            tree = grown.forest.trees[0]
-            worst = tree.children[ROOT][-1]
-            growth.learn(calibrations, [row], grown, [Verdict((ROOT, worst), 3)])
-        assert learnt(calibrations.of(row)) != before
+    check_learning(growth.learn)
+
+
+def test_learning_kills_what_is_learnt_from_other_outcomes():
+    def inverted(calibrations, rows, grown, verdicts):
+        children_of_root = grown.forest.trees[0].children[ROOT]
+        child = children_of_root[-1 - children_of_root.index(verdicts[0].path[1])]
+        growth.learn(calibrations, rows, grown, [Verdict((ROOT, child), 3)])
+
+    for broken in (inverted, lambda *_: None):
+        with pytest.raises(AssertionError):
+            check_learning(broken)
 
 
 # The shape of static trees.

@@ -76,6 +76,10 @@ def fits(fit) -> None:
         assert fitting.num_draft_tokens <= expansion.num_draft_tokens
         assert fitting.max_depth <= expansion.max_depth
         assert fitting.is_plain == expansion.is_plain
+        if expansion.num_draft_tokens <= 16 * max(1, expansion.max_depth):
+            assert fitting.num_draft_tokens >= 2 / 3 * min(expansion.num_draft_tokens, 2 * expansion.max_depth)
+        if not is_exact(expansion.kind, verifier) and expansion.num_draft_tokens >= 3 and expansion.max_depth > 1:
+            assert fitting.branches > 1
         if is_exact(expansion.kind, verifier):
             assert fitting == expansion
 
@@ -87,7 +91,13 @@ def test_what_is_fitted_is_exact_no_larger_and_no_plainer() -> None:
 
 
 @pytest.mark.parametrize(
-    "mutant", [lambda expansion, _: expansion, lambda expansion, _: PLAIN, lambda expansion, _: Expansion(4, 1, 0)]
+    "mutant",
+    [
+        lambda expansion, _: expansion,
+        lambda expansion, _: PLAIN,
+        lambda expansion, _: Expansion(4, 1, 0),
+        lambda expansion, verifier: fitted(expansion, verifier).limited(1, 40),
+    ],
 )
 def test_a_fit_that_changes_nothing_or_too_much_is_found_out(mutant) -> None:
     with pytest.raises((AssertionError, InexactPairError, BaseExceptionGroup)):
