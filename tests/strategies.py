@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from engine.tree import Expansion, TokenTree
+from engine.tree import DELAYED_TREES, TREE_NAMES, Expansion, TokenTree
 from engine.types import SamplingParams
 
 VOCAB_SIZE = 61  # of the tiny models in engine.testing
@@ -11,6 +11,18 @@ VOCAB_SIZE = 61  # of the tiny models in engine.testing
 def expansions(max_trunk: int = 4, max_branches: int = 4, max_depth: int = 4) -> st.SearchStrategy[Expansion]:
     """Every shape up to the given sizes, plain decoding and its odd spellings (branches without depth) included."""
     return st.builds(Expansion, st.integers(0, max_trunk), st.integers(1, max_branches), st.integers(0, max_depth))
+
+
+def any_expansions(max_nodes: int = 8, max_branches: int = 3, max_depth: int = 4) -> st.SearchStrategy[Expansion]:
+    """Delayed shapes and trees of every other name."""
+    delayed = st.builds(
+        Expansion, st.integers(0, 4), st.integers(1, max_branches), st.integers(0, max_depth), st.sampled_from(DELAYED_TREES)
+    )
+    names = st.sampled_from([name for name in TREE_NAMES if name not in DELAYED_TREES])
+    sized = st.builds(
+        Expansion, st.just(0), st.integers(1, max_branches), st.integers(1, max_depth), names, st.integers(1, max_nodes)
+    )
+    return delayed | sized
 
 
 @st.composite

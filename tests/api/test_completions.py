@@ -259,6 +259,56 @@ async def test_branches_without_depth_are_refused():
             assert (await client.post("/v1/completions", json=completion(speculative=shape))).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("wish", "param", "words"),
+    [
+        ({"tree": "heap", "trunk": 2}, "speculative.trunk", "a heap tree has no trunk"),
+        ({"tree": "heap", "depth": 0}, "speculative.depth", "at least 1"),
+        ({"tree": "redwood"}, "speculative.tree", "'heap'"),
+        ({"tree": "heap", "verifier": "specinfer"}, "speculative", "'specinfer' is not lossless on 'heap' trees; nss"),
+        (
+            {"tree": "greedy_sample", "verifier": "traversal"},
+            "speculative",
+            "'traversal' is not lossless on 'greedy_sample' trees",
+        ),
+        (
+            {"trunk": 2, "branches": 2, "depth": 2, "verifier": "univer"},
+            "speculative",
+            "'univer' is not lossless on 'delayed' trees",
+        ),
+        ({"enabled": False, "tree": "heap"}, "speculative", "enabled is false"),
+        ({"enabled": False, "max_nodes": 4}, "speculative", "enabled is false"),
+        ({"max_nodes": 0}, "speculative.max_nodes", "must be at least 1"),
+    ],
+)
+async def test_trees_that_cannot_be_honoured_are_refused_by_name(wish, param, words):
+    async with in_process(FakeEngine()) as client:
+        answer = await client.post("/v1/completions", json=completion(speculative=wish))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        ({"tree": "heap"}, Speculation(True, Expansion(0, 4, 8, "heap", 16))),
+        ({"tree": "beam", "max_nodes": 9, "depth": 3, "branches": 2}, Speculation(True, Expansion(0, 2, 3, "beam", 9), None, 9)),
+        ({"tree": "delayed_distinct"}, Speculation(True, Expansion(2, 2, 3, "delayed_distinct"))),
+        ({"tree": "delayed", "trunk": 5}, Speculation(True, Expansion(5, 1, 0))),
+        ({"verifier": "univer"}, Speculation(True, None, "univer")),
+        ({"max_nodes": 5}, Speculation(True, None, None, 5)),
+        ({"trunk": 60, "branches": 3, "depth": 8, "max_nodes": 5}, Speculation(True, Expansion(60, 3, 8), None, 5)),
+        ({"enabled": False}, Speculation(False)),
+    ],
+)
+async def test_a_wish_reaches_the_engine(wish, expected):
+    engine = FakeEngine()
+    async with in_process(engine) as client:
+        assert (await client.post("/v1/completions", json=completion(speculative=wish))).status_code == 200
+    assert engine.requests[0].speculation == expected
+
+
 async def test_a_requested_tree_is_bounded():
     """The bug: one client could ask for 1088 drafted tokens a step and take everybody's step budget."""
     async with in_process(FakeEngine(), max_tree_tokens=10) as client:

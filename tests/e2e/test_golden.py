@@ -20,7 +20,7 @@ from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
 from engine.policy import PlainDecoding
 from engine.target import Target
-from engine.tree import Expansion
+from engine.tree import Expansion, parse_expansion
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 from engine.verify import coupled
 from engine.weights import resolve
@@ -29,7 +29,7 @@ from tests.e2e.prompts import PROMPTS
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(900)]
 
-EXPANSIONS = [Expansion(*shape) for shape in [(0, 1, 0), (4, 1, 0), (2, 2, 2), (0, 3, 3), (1, 4, 1), (7, 1, 0)]]
+EXPANSIONS = [*map(parse_expansion, ["0.1.0", "4.1.0", "2.2.2", "beam.10.6.3", "1.4.1", "7.1.0"])]
 CPU = torch.device("cpu")
 SLOTS = SchedulerConfig(num_slots=4096, max_model_len=1024, max_step_tokens=48)
 

@@ -28,7 +28,7 @@ from tests.model.laws import laws_of
 
 PRESET = "smollm2-135m"
 NUM_TOKENS = 32
-EXPANSIONS = [Expansion(3, 1, 0), Expansion(0, 2, 2), Expansion(1, 3, 1)]
+EXPANSIONS = [Expansion(3, 1, 0), Expansion(1, 2, 2, "delayed_distinct"), Expansion(0, 3, 4, "noise_aware", 6)]
 SAMPLINGS = [SamplingParams(temperature=1.0), SamplingParams(temperature=0.6, top_p=0.9)]
 BATCH = SchedulerConfig(max_running=48, max_waiting=10_000, max_step_tokens=512, num_slots=8192, max_model_len=256)
 

@@ -18,7 +18,7 @@ from engine.noise import gumbels
 from engine.policy import FixedExpansion
 from engine.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine
-from engine.tree import PLAIN, Expansion
+from engine.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion
 from engine.types import Request, SamplingParams, Speculation
 from engine.verify import coupled
 from engine.verify.verdict import Verdict
@@ -28,7 +28,8 @@ from tests.model.passes import CPU
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
 from tests.strategies import expansions
 
-EXPANSIONS = [PLAIN, Expansion(4, 1, 0), Expansion(0, 3, 2), Expansion(2, 2, 2), Expansion(1, 4, 1)]
+BEAM, HEAP = Expansion(0, 3, 4, "beam", 7), Expansion(0, 3, 4, "heap", 7)
+EXPANSIONS = [PLAIN, Expansion(4, 1, 0), Expansion(0, 3, 2), Expansion(2, 2, 2), Expansion(1, 4, 1), BEAM, HEAP]
 DRAFTERS = ["none", "model", "ngram", "early exit"]
 TIGHT = SchedulerConfig(max_running=6, max_step_tokens=20, num_slots=90, max_model_len=64)
 LONG = [3 + (11 * i) % 7 for i in range(19)]  # repeats itself, so that look-ups find something
@@ -76,6 +77,16 @@ def test_seeded_text_is_plain_decodings(drafter):
     request = sampled("r", LONG, seed=2**63 - 1, temperature=0.7, top_p=0.9)
     for expansion in EXPANSIONS:
         assert run(engine_of("llama", drafter, expansion), [request]).outcomes["r"].ids == seeded_text("llama", request)
+
+
+@pytest.mark.parametrize("tree", TREE_NAMES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_tree_keeps_greedy_and_seeded_texts(drafter, tree):
+    expansion = Expansion(1, 2, 3, tree) if tree in DELAYED_TREES else Expansion(0, 3, 4, tree, 7)
+    seeded = sampled("seeded", LONG, seed=5, temperature=0.8, top_p=0.95)
+    outcomes = run(engine_of("llama", drafter, expansion), [greedy("greedy", LONG), seeded]).outcomes
+    assert outcomes["greedy"].ids == generated("llama", tuple(LONG), 12)
+    assert outcomes["seeded"].ids == seeded_text("llama", seeded)
 
 
 def mixed_requests() -> list[Request]:

@@ -480,7 +480,7 @@ def check_learning(learn) -> None:
 
 TRUST: dict[TreeName, Callable[[Calibration], float]] = {
     "static": lambda learnt: learnt.ranks.chances(3)[0],
-    "calibrated": lambda learnt: min(learnt.odds.chance(0, odds) for odds in (0.1, 0.3, 0.5)),
+    "calibrated": lambda learnt: min(learnt.odds.chance(0, odds) for odds in (0.05, 0.15, 0.3, 0.5)),
     "noise_aware": lambda learnt: 1.0 / learnt.agreement.scale,
 }
 

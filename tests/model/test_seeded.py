@@ -27,7 +27,7 @@ from engine.verify import coupled
 from tests.clients import collect, running, tokens_of, until, worker_client
 from tests.model.driving import greedy, run, sampled
 from tests.model.test_engine import DRAFTERS, LONG, engine_of, seeded_text
-from tests.strategies import VOCAB_SIZE, expansions, sampling_params
+from tests.strategies import VOCAB_SIZE, any_expansions, sampling_params
 
 TREE = Expansion(1, 2, 2)
 ROOMY = SchedulerConfig(num_slots=1024, max_model_len=64)
@@ -35,7 +35,7 @@ CRAMPED = SchedulerConfig(max_running=6, max_step_tokens=12, num_slots=70, max_m
 
 prompts = st.lists(st.integers(3, VOCAB_SIZE - 1), min_size=1, max_size=24)
 seeds = st.integers(0, 2**64 - 1) | st.integers(0, 3)
-wishes = st.builds(Speculation, st.sampled_from([True, True, False]), st.none() | expansions(4, 3, 3))
+wishes = st.builds(Speculation, st.sampled_from([True, True, False]), st.none() | any_expansions())
 
 
 @st.composite
@@ -71,7 +71,7 @@ configs = st.builds(
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(FAMILIES), st.sampled_from(DRAFTERS), expansions(4, 3, 3), configs, seeded_requests(), mates(), st.data())
+@given(st.sampled_from(FAMILIES), st.sampled_from(DRAFTERS), any_expansions(), configs, seeded_requests(), mates(), st.data())
 def test_nothing_around_a_request_changes_its_text(family, drafter, shape, config, subject, others, data):
     requests = data.draw(st.permutations([subject, *others]))
     texts = run(engine_of(family, drafter, shape, config), requests).texts()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.refusal import RequestRefused, require_runnable
+from engine.tree import Expansion
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 
 INFO = ModelInfo("m", 100, 50, 1000, (2,), "float32", "cpu", "none", "traversal", "plain")
@@ -67,3 +68,11 @@ def test_impossible_prompts_are_refused(prompt):
 def test_an_unknown_verifier_is_refused_by_name():
     with pytest.raises(RequestRefused, match="guess"):
         require_runnable(Request("r", (1,), speculation=Speculation(verifier="guess")), INFO)
+
+
+def test_a_pair_that_is_not_lossless_is_refused_by_both_names():
+    heap = Expansion(0, 3, 4, "heap", 8)
+    with pytest.raises(RequestRefused, match="'specinfer' is not lossless on 'heap' trees"):
+        require_runnable(Request("r", (1,), speculation=Speculation(expansion=heap, verifier="specinfer")), INFO)
+    require_runnable(Request("r", (1,), speculation=Speculation(expansion=heap, verifier="rrsw")), INFO)
+    require_runnable(Request("r", (1,), speculation=Speculation(expansion=heap)), INFO)

@@ -109,6 +109,12 @@ def test_the_files_to_start_from_load(name: str):
     load_settings(ROOT / "configs" / name).to_engine_config()
 
 
+def test_a_tree_that_the_verifier_is_not_exact_on_is_refused():
+    with pytest.raises(SettingsError, match="'specinfer' is not lossless on 'heap' trees"):
+        load_settings(None, {"verifier": "specinfer", "expansion": "heap.16"})
+    assert load_settings(None, {"verifier": "univer", "expansion": "greedy_sample.12.6"}).expansion == "greedy_sample.12.6.4"
+
+
 @pytest.mark.parametrize("text", ["", "4", "4.1", "4.1.0.0", "a.b.c", "-1.1.0", "1.0.1", "4.1.٣"])
 def test_shapes_that_are_none(text: str):
     with pytest.raises(ValueError, match="expansion"):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.tree import PLAIN, ROOT, Expansion, TokenTree
-from tests.strategies import expansions, token_trees
+from engine.tree import PLAIN, ROOT, Expansion, TokenTree, parse_expansion
+from tests.strategies import any_expansions, expansions, token_trees
 
 # root - 1 -+- 2 - 5        node 4 was drawn first and twice
 #           +- 4
@@ -214,3 +214,26 @@ def test_impossible_expansions_are_refused(fields):
 
 def test_an_expansion_is_written_with_dots():
     assert str(Expansion(2, 3, 4)) == "2.3.4"
+
+
+@given(any_expansions(40, 6, 12))
+def test_an_expansion_is_read_as_it_is_written(expansion):
+    assert parse_expansion(str(expansion)) == expansion
+
+
+@given(any_expansions(40, 6, 12), st.integers(0, 14), st.integers(0, 50))
+def test_a_limited_expansion_is_the_same_tree_within_its_limits(expansion, max_depth, max_nodes):
+    limited = expansion.limited(max_depth, max_nodes)
+    assert limited.max_depth <= min(max_depth, expansion.max_depth)
+    assert limited.num_draft_tokens <= min(max_nodes, expansion.num_draft_tokens)
+    assert limited.is_plain or limited.tree == expansion.tree
+    assert limited.is_plain == (not max_depth or not max_nodes or expansion.is_plain)
+    assert expansion.limited(expansion.max_depth, expansion.num_draft_tokens).num_draft_tokens == expansion.num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    "wrong", [(1, 2, 3, "heap", 4), (0, 2, 0, "heap", 4), (0, 2, 3, "heap", 0), (2, 2, 3, "delayed", 9), (0, 1, 1, "oak", 3)]
+)
+def test_trees_that_are_none_are_refused(wrong):
+    with pytest.raises(ValueError, match="tree"):
+        Expansion(*wrong)
