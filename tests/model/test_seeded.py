@@ -19,6 +19,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import Engine
 from engine.keys import StepKey, Stream, stream_key
 from engine.noise import gumbels
+from engine.pairs import is_exact
 from engine.service import EngineState
 from engine.testing import FAMILIES
 from engine.tree import Expansion
@@ -45,6 +46,12 @@ def seeded_requests(draw: st.DrawFn) -> Request:
     return Request("subject", tuple(draw(prompts)), sampling, draw(wishes))
 
 
+def with_rule(wish: Speculation, rule: str | None) -> Speculation:
+    """Return the wish with a rule, if that is exact on its tree."""
+    fits = rule is None or wish.expansion is None or is_exact(wish.expansion.kind, rule)
+    return replace(wish, verifier=rule) if fits else wish
+
+
 @st.composite
 def mates(draw: st.DrawFn) -> list[Request]:
     """Requests of any kind that share the batch: greedy, seeded, unseeded, with rules of their own."""
@@ -55,7 +62,7 @@ def mates(draw: st.DrawFn) -> list[Request]:
             f"mate {number}",
             tuple(draw(prompts)),
             replace(draw(kinds), max_tokens=draw(st.integers(1, 10)), ignore_eos=True),
-            replace(draw(wishes), verifier=draw(rules)),
+            with_rule(draw(wishes), draw(rules)),
         )
         for number in range(draw(st.integers(0, 5)))
     ]
