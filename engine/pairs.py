@@ -37,7 +37,7 @@ class UnknownVerifierError(ValueError):
 
 @dataclass(frozen=True)
 class _Exactness:
-    """One line of the table: the tree a verifier named alone is grown, its kind, and the other kinds it is exact on."""
+    """One line of the table: the tree of a verifier named alone, the kind it was made for, the others it is exact on."""
 
     tree: TreeName
     kind: TreeKind
@@ -81,11 +81,6 @@ def require_exact(expansion: Expansion, verifier: str) -> None:
     if not is_exact(expansion.kind, verifier):
         fitting = ", ".join(name for name, line in _TABLE.items() if expansion.kind in line.kinds)
         raise InexactPairError(f"verifier {verifier!r} is not lossless on {expansion.tree!r} trees; {fitting} are")
-
-
-def default_kind(verifier: str) -> TreeKind:
-    """Return the kind of tree the verifier was made for. Raises UnknownVerifierError."""
-    return _line(verifier).kind
 
 
 def default_tree(verifier: str) -> TreeName:

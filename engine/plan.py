@@ -1,4 +1,4 @@
-"""What one step will do: a Row for each sequence that runs, self-contained, so that a step can be replayed from its plan."""
+"""What one step will do: a Row for each sequence that runs, self-contained, as far as the scheduler decides it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

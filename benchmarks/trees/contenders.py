@@ -48,7 +48,7 @@ def _expansions(budget: int) -> list[Expansion]:
 
 
 def _drawing(expansion: Expansion) -> tuple[str, ...]:
-    """Return the verifiers that make something of such a tree; rules of one path get a chain, and all are the same there."""
+    """Return the verifiers that are exact on such a tree; rules of one path get a chain, where all others do as they do."""
     names: Sequence[str] = [name for name in VERIFIER_NAMES if name != "coupled" and is_exact(expansion.kind, name)]
     if expansion.is_delayed and expansion.branches == 1:
         return tuple(name for name in names if name in ("naive", "block"))

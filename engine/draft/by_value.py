@@ -167,7 +167,8 @@ class GreedySample(Keeping):
             if self._values[node] > self._least and left > 0:
                 asks.append(FrontierNode(self.tree, node, min(self.expansion.branches, left), self._least / self._values[node]))
                 left -= asks[-1].num_draws
-        self._waiting = [node for node in self._waiting if node not in {ask.node for ask in asks}]
+        asked = {ask.node for ask in asks}
+        self._waiting = [node for node in self._waiting if node not in asked]
         return asks
 
     def take(self, node: int, offer: Offer) -> None:

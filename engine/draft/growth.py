@@ -133,10 +133,19 @@ def _answers(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Te
 def _growth(grown: Sequence[Grown], laws: Sequence[Tensor], vocab_size: int, device: torch.device) -> Growth:
     """Return the step's trees; laws of nodes that got no child are dropped."""
     used = sorted({row for one in grown for row in one.law_rows if row is not None})
-    laws_RV = torch.cat(list(laws)) if laws else torch.empty((0, vocab_size), device=device)
-    if len(used) < len(laws_RV):
-        laws_RV = laws_RV[torch.tensor(used, dtype=torch.int64, device=device)]
+    laws_RV = _gathered(laws, used, vocab_size, device)
     new_row = {row: index for index, row in enumerate(used)}
     law_rows = tuple(tuple(None if row is None else new_row[row] for row in one.law_rows) for one in grown)
     forest = Forest(tuple(one.tree for one in grown), laws_RV, law_rows)
     return Growth(forest, tuple(one.fed for one in grown), tuple(one.offers for one in grown))
+
+
+def _gathered(laws: Sequence[Tensor], used: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """Return the used rows of all laws, each copied once."""
+    parts, first = [], 0
+    for laws_PV in laws:
+        rows = [row - first for row in used if first <= row < first + len(laws_PV)]
+        is_whole = len(rows) == len(laws_PV)
+        parts.append(laws_PV if is_whole else laws_PV[torch.tensor(rows, dtype=torch.int64, device=device)])
+        first += len(laws_PV)
+    return torch.cat(parts) if parts else torch.empty((0, vocab_size), device=device)

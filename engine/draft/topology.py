@@ -3,6 +3,7 @@
 Knows chances by sibling rank, no tokens and no tensors.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -32,12 +33,17 @@ class _Family:
     members: tuple[Topology, ...]
 
 
-@lru_cache(maxsize=256)
 def best_topology(acceptance: tuple[float, ...], num_nodes: int, max_depth: int) -> Topology:
     """Return the shape of at most `num_nodes` nodes below the root and `max_depth` levels with the most expected tokens.
 
     `acceptance[j]` is the chance that sibling j is the one accepted, given that their parent is.
     """
+    return Topology(_programme(acceptance)(0, num_nodes, min(max_depth, num_nodes)).members)
+
+
+@lru_cache(maxsize=32)
+def _programme(acceptance: tuple[float, ...]) -> Callable[[int, int, int], _Family]:
+    """Return the programme of these chances; it remembers all smaller shapes, which a request near its end asks for."""
 
     @cache
     def family(rank: int, nodes: int, depth: int) -> _Family:
@@ -46,10 +52,11 @@ def best_topology(acceptance: tuple[float, ...], num_nodes: int, max_depth: int)
         if not nodes or not depth or rank == len(acceptance):
             return best
         for size in range(1, nodes + 1):
-            below, beside = family(0, size - 1, depth - 1), family(rank + 1, nodes - size, depth)
+            below = family(0, size - 1, min(depth - 1, size - 1))
+            beside = family(rank + 1, nodes - size, min(depth, nodes - size))
             value = acceptance[rank] * (1.0 + below.value) + beside.value
             if value > best.value:
                 best = _Family(value, (Topology(below.members), *beside.members))
         return best
 
-    return Topology(family(0, num_nodes, max_depth).members)
+    return family

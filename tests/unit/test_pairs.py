@@ -8,7 +8,6 @@ from engine.pairs import (
     VERIFIER_NAMES,
     InexactPairError,
     UnknownVerifierError,
-    default_kind,
     default_tree,
     fitted,
     is_exact,
@@ -49,7 +48,6 @@ def test_only_the_coupled_rule_may_judge_what_the_noise_chose() -> None:
 @pytest.mark.parametrize("verifier", VERIFIER_NAMES)
 def test_a_verifier_named_alone_gets_a_tree_that_it_is_exact_on(verifier: str) -> None:
     require_exact(sized(default_tree(verifier)), verifier)
-    assert is_exact(default_kind(verifier), verifier)
 
 
 @pytest.mark.parametrize("tree", TREE_NAMES)
@@ -105,6 +103,6 @@ def test_a_fit_that_changes_nothing_or_too_much_is_found_out(mutant) -> None:
 
 
 def test_an_unknown_verifier_is_an_error_that_lists_the_known() -> None:
-    for ask in (lambda: require_exact(DELAYED, "sequoia"), lambda: default_tree("sequoia"), lambda: default_kind("sequoia")):
+    for ask in (lambda: require_exact(DELAYED, "sequoia"), lambda: default_tree("sequoia")):
         with pytest.raises(UnknownVerifierError, match=r"'sequoia'; there are nss, naive, .*, coupled"):
             ask()
