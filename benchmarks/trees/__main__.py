@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from benchmarks.trees.collect import Collector, Design
+from benchmarks.trees.paired import differences
 from benchmarks.trees.report import report
 from engine.build import build_engine
 from engine.weights import resolve
@@ -32,9 +33,15 @@ def main() -> None:
     collect.add_argument("--time-every", type=int, default=6, help="points of a temperature between two timed ones")
     make = commands.add_parser("report", help="print the table of a file of measurements")
     make.add_argument("file", type=Path)
+    pair = commands.add_parser("paired", help="difference of two contenders on the same points, for example calibrated/traversal")
+    pair.add_argument("file", type=Path)
+    pair.add_argument("first", metavar="TREE/VERIFIER")
+    pair.add_argument("second", metavar="TREE/VERIFIER")
     args = parser.parse_args()
     if args.command == "report":
         print(report(args.file))
+    elif args.command == "paired":
+        print(differences(args.file, args.first, args.second))
     else:
         _collect(args)
 

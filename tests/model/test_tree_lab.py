@@ -10,6 +10,7 @@ from benchmarks.trees import lab as lab_module
 from benchmarks.trees.collect import Collector, Design
 from benchmarks.trees.contenders import contenders_of
 from benchmarks.trees.lab import Lab, Planting
+from benchmarks.trees.paired import differences
 from benchmarks.trees.report import report
 from engine.draft.calibration import Calibrations
 from engine.draft.growth import grow
@@ -111,3 +112,15 @@ def test_the_table_counts_right(tmp_path: Path):
     out.write_text("\n".join(map(json.dumps, [*tokens, time, plain])))
     # 5 tokens in 0.2 s are 25 a second, plain decoding's are 10; errors of the kinds' means 1 and 1, of their mean sqrt(2) / 2.
     assert "| heap | traversal | 3.00 | 7.00 | **5.00** ± 0.71 | 10.0 | 5.0% | 25.0 | 2.50 |" in report(out)
+
+
+def test_paired_differences_are_taken_point_by_point(tmp_path: Path):
+    of = {"type": "tokens", "temperature": 1.0, "budget": 8, "kind": "a", "num_nodes": 8, "judge_s": 0.0}
+    heap = [{**of, "expansion": "heap.8.8.4", "verifier": "rrsw", "point": str(i), "tokens": float(i)} for i in range(4)]
+    chain = [{**of, "expansion": "8.1.0", "verifier": "naive", "point": str(i), "tokens": 1.0} for i in (3, 2, 0)]
+    out = tmp_path / "trees.jsonl"
+    out.write_text("\n".join(map(json.dumps, [*heap, *chain])))
+    # 3 - 1, 2 - 1 and 0 - 1: mean 2 / 3, standard deviation 1.53.
+    assert "heap/rrsw - 8.1.0/naive = +0.67 ± 0.88 tokens a step (3 points)" in differences(out, "heap/rrsw", "8.1.0/naive")
+    with pytest.raises(SystemExit):
+        differences(out, "heap/rrsw", "beam/nss")
