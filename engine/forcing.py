@@ -1,13 +1,12 @@
 """Teacher forcing: a known text fed to the target as if it were drafted, so that its logits after every token are told again.
 
 A prompt, a chain for a tree, and the whole chain accepted: the scheduler and the target see an ordinary sequence, with chunks,
-slots and shares like any other. No drafter, no verifier and no randomness take part.
-Shape key: N tokens of the text, V vocabulary.
+slots and shares like any other, but smaller chunks. No drafter, no verifier and no randomness take part.
+Shape key: N neighbouring tokens of the text, V vocabulary.
 """
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -20,6 +19,8 @@ from engine.types import Request, SamplingParams
 
 _ID = "teacher-forcing"
 _ANY_TREE = "coupled"  # a verifier that every tree fits; it is never asked
+MAX_CHUNK_TOKENS = 64  # of one step: whoever arrives in the meantime waits for it
+MAX_CHUNK_LOGITS = 8  # rows of logits of one step; whoever called has as much to do with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,9 @@ class KnownText:
 
 @dataclass(frozen=True)
 class ForcedStep:
-    """One pass; the last of a text brings the raw logits before each of its tokens."""
+    """One pass: the raw logits before each of the text's next N tokens, or None while the prompt is not fed."""
 
     num_tokens: int
-    num_used_slots: int
     logits_NV: Float[Tensor, "N V"] | None
 
 
@@ -46,49 +46,52 @@ class TeacherForcing:
         self._scheduler = scheduler
         self._target = target
         self._text: KnownText | None = None
-        self._pieces: list[Tensor] = []
 
     @property
     def is_running(self) -> bool:
         """Whether a text holds slots."""
         return self._text is not None
 
+    @property
+    def num_used_slots(self) -> int:
+        """Slots in use, all of them the text's."""
+        return self._scheduler.pool.num_used
+
     def start(self, text: KnownText) -> None:
         """Give the text a place; the scheduler must be empty."""
         sampling = SamplingParams(max_tokens=len(text.token_ids))
         self._scheduler.add(Sequence(Request(_ID, text.prompt_ids, sampling), 0, _ANY_TREE))
-        self._text, self._pieces = text, []
+        self._text = text
 
     def stop(self) -> None:
         """Give the slots back at once; what was computed is lost. Nothing happens if no text runs."""
         if self._text is not None:
             self._scheduler.remove(_ID)
-            self._text, self._pieces = None, []
+            self._text = None
 
     def step(self) -> ForcedStep:
         """Feed the next chunk of the text that runs; the last one ends it."""
         if self._text is None:
             raise RuntimeError("no text runs")
         self._scheduler.admit()
-        plan = self._scheduler.plan([Expansion(len(self._text.token_ids), 1, 0)])
+        plan = self._scheduler.plan([Expansion(MAX_CHUNK_LOGITS - 1, 1, 0)], MAX_CHUNK_TOKENS)
         (row,) = plan.rows
-        num_tokens, num_used = len(row.certain_ids) + row.expansion.num_draft_tokens, self._scheduler.pool.num_used
+        num_tokens = len(row.certain_ids) + row.expansion.num_draft_tokens
         if not row.is_decoding:
             self._target.forward(plan, [])
             self._scheduler.commit_chunk(row)
-            return ForcedStep(num_tokens, num_used, None)
+            return ForcedStep(num_tokens, None)
         tree = _chain(row, self._text)
-        self._pieces.append(self._target.forward(plan, [tree]))
-        return ForcedStep(num_tokens, num_used, self._commit(row, tree, self._text))
+        logits_NV = self._target.forward(plan, [tree])
+        self._commit(row, tree, self._text)
+        return ForcedStep(num_tokens, logits_NV)
 
-    def _commit(self, row: Row, tree: TokenTree, text: KnownText) -> Tensor | None:
-        """Accept the whole chain and the known token after it; return all logits if that was the end."""
+    def _commit(self, row: Row, tree: TokenTree, text: KnownText) -> None:
+        """Accept the whole chain and the known token after it, which may be the text's last."""
         extra_id = text.token_ids[_num_forced(row, text) + tree.num_nodes - 1]
         emission = self._scheduler.commit(row, RowResult(tree, tuple(range(tree.num_nodes)), extra_id, drafted_len=0))
-        if emission.finish is None:
-            return None
-        logits_NV, self._text, self._pieces = torch.cat(self._pieces), None, []
-        return logits_NV
+        if emission.finish is not None:
+            self._text = None
 
 
 def _num_forced(row: Row, text: KnownText) -> int:

@@ -104,14 +104,18 @@ class Scheduler:
         """Return what a policy may see of the running sequences, oldest first."""
         return [sequence.view() for sequence in self._running]
 
-    def plan(self, wanted: SequenceOf[Expansion]) -> StepPlan:
-        """Turn wishes (one expansion for each of `views`) into rows that fit the step's tokens and the slots, oldest first."""
+    def plan(self, wanted: SequenceOf[Expansion], most_tokens: int | None = None) -> StepPlan:
+        """Turn wishes (one expansion for each of `views`) into rows that fit the step's tokens and the slots, oldest first.
+
+        `most_tokens` makes the step smaller than the configuration does.
+        """
+        max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = list(self._running)
         wishes = [self._wish(sequence, expansion) for sequence, expansion in zip(sequences, wanted, strict=True)]
         claims = [Wish(one.num_uncached, wish.num_draft_tokens) for one, wish in zip(sequences, wishes, strict=True)]
-        shares = share_out(claims, self._config.max_step_tokens)
+        shares = share_out(claims, max_tokens)
         rows: list[Row] = []
-        num_preempted, draft_feed = 0, self._config.max_step_tokens
+        num_preempted, draft_feed = 0, max_tokens
         self._step += 1
         for sequence, wish, share in zip(sequences, wishes, shares, strict=True):
             if sequence not in self._running:  # preempted for the sake of an older one

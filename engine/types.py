@@ -127,9 +127,11 @@ class AuditStats:
 
     `outcomes` counts tokens by check (greedy, coupled, sampled) and outcome (match, near_tie, mismatch); `pit_bins` counts draws
     by the bin of their probability integral transform; `num_dropped` chosen requests got no audit. `p_value` is that of all
-    draws since the engine was built. `num_pass_tokens` is above 0 if the step was a pass of the audit.
+    draws since the engine was built. `is_pass` says that the step was a pass of the audit, of `num_pass_tokens` tokens, or of
+    none if it failed.
     """
 
+    is_pass: bool = False
     num_pass_tokens: int = 0
     outcomes: dict[str, dict[str, int]] = field(default_factory=dict)
     pit_bins: tuple[int, ...] = ()

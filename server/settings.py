@@ -92,7 +92,9 @@ class Settings(BaseSettings):
         le=1,
         description="Share of requests whose first tokens are checked in idle moments; 0.01 is typical.",
     )
-    audit_tokens: int = Field(default=32, ge=1, description="Tokens of such a request that are checked, its first ones.")
+    audit_tokens: int = Field(
+        default=32, ge=1, le=128, description="Tokens of such a request that are checked, its first ones; at most 128."
+    )
 
     @model_validator(mode="after")
     def _draft_model_belongs_to_its_drafter(self) -> Self:

@@ -1,7 +1,7 @@
 """An engine that audits itself: when clients have nothing for it to do, what it said is fed again by a plain pass and judged.
 
-A pass runs in idle moments only, one chunk a step, and gives its slots back the moment a request comes; it then begins anew.
-So no client waits longer than for a step that was under way; under unbroken load nothing is audited, and what is dropped is
+A pass runs in idle moments only, a small chunk a step, and gives its slots back the moment a request comes; it then begins anew.
+So no client waits longer than for the chunk that was under way; under unbroken load nothing is audited, and what is dropped is
 counted.
 """
 
@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from engine.audit.auditor import Auditor
 from engine.engine import Engine, StepOutput, with_end_tokens
-from engine.forcing import ForcedStep
 from engine.types import ModelInfo, Request, StepStats
 
 _logger = logging.getLogger(__name__)
@@ -60,28 +59,28 @@ class AuditedEngine:
         return replace(output, stats=replace(output.stats, audit=self._auditor.taken_stats()))
 
     def _audit(self) -> StepOutput:
-        """Feed a chunk of the first text that waits; judge the text if it was the last."""
+        """Feed a chunk of a text that waits and judge the tokens it reached."""
+        num_tokens = 0
         try:
             if not self._forcing.is_running:
-                self._forcing.start(self._auditor.first().text)
+                self._forcing.start(self._auditor.start().text)
             done = self._forcing.step()
+            num_tokens = done.num_tokens
             if done.logits_NV is not None:
                 self._auditor.judge(done.logits_NV)
         except Exception:
             _logger.exception("audit: a text cannot be judged")  # clients are not to suffer for it
             self._forcing.stop()
             self._auditor.drop()
-            done = None
-        return StepOutput((), self._stats(done))
+        return StepOutput((), self._stats(num_tokens))
 
-    def _stats(self, done: ForcedStep | None) -> StepStats:
+    def _stats(self, num_pass_tokens: int) -> StepStats:
         """Return the numbers of a step that was the audit's: no request runs in it."""
-        audit = self._auditor.taken_stats(done.num_tokens if done else 0)
         return StepStats(
             step=self._last_step,
             num_running=0,
             num_waiting=0,
-            num_used_slots=done.num_used_slots if done else 0,
+            num_used_slots=self._forcing.num_used_slots,
             num_slots=self.info.num_slots,
-            audit=audit,
+            audit=self._auditor.taken_stats(num_pass_tokens),
         )

@@ -1,7 +1,14 @@
 """Metrics of the background audit. Fed with the StepStats of steps that have news of it."""
 
+from itertools import product
+
 from engine.types import StepStats
 from server.metrics.families import Families
+
+# Those of engine.audit, which brings torch; a test compares them.
+_CHECKS = ("greedy", "coupled", "sampled")
+_OUTCOMES = ("match", "near_tie", "mismatch")
+_BINS = tuple(map(str, range(20)))
 
 
 class AuditMetrics:
@@ -11,8 +18,10 @@ class AuditMetrics:
         self._tokens = families.counters_by(
             "latebranch_audit_tokens", "Tokens checked again by a plain pass, by check and outcome.", ("check", "outcome")
         )
+        for check, outcome in product(_CHECKS, _OUTCOMES):
+            self._tokens(check, outcome)  # there from the start, so that the first mismatch is an increase
         self._bins = families.counters(
-            "latebranch_audit_pit_bins", "Sampled tokens by the bin of their transform; even if nothing is lost.", "bin"
+            "latebranch_audit_pit_bins", "Sampled tokens by the bin of their transform; even if nothing is lost.", "bin", _BINS
         )
         self._p_value = families.gauge("latebranch_audit_p_value", "Chance of bins so uneven since the engine was started.")
         self._p_value.set(1.0)

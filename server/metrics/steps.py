@@ -85,7 +85,7 @@ class StepMetrics:
     def on_step(self, stats: StepStats) -> None:
         """Add one step."""
         self._last, self._last_restarts = stats, self._health().num_restarts
-        if stats.audit is not None and stats.audit.num_pass_tokens:
+        if stats.audit is not None and stats.audit.is_pass:
             return  # a pass of the audit is no step of any request
         self._prompt_tokens.inc(stats.num_prompt_tokens)
         self._generation_tokens.inc(stats.num_generated_tokens)

@@ -13,18 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from engine.audit.auditor import Auditor, Check, check_of, is_chosen
+from engine.audit.auditor import Auditor, is_chosen
 from engine.audit.background import AuditedEngine
-from engine.audit.outcomes import Tally
-from engine.audit.pit import evenness
+from engine.audit.judgement import Check, Judgement, check_of
+from engine.audit.outcomes import Outcome, Tally
+from engine.audit.pit import NUM_BINS, evenness
 from engine.build import build_served
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import Engine
-from engine.forcing import KnownText
+from engine.forcing import MAX_CHUNK_LOGITS, MAX_CHUNK_TOKENS, KnownText
 from engine.inprocess import InProcessEngine
 from engine.keys import Stream, stream_key
 from engine.policy import FixedExpansion
 from engine.sampling import warped_laws
+from engine.service import EngineHealth, EngineState
 from engine.testing import tiny_engine
 from engine.tree import Expansion
 from engine.types import AuditStats, FinishReason, Request, SamplingParams, Speculation, TokenEvent
@@ -226,10 +228,11 @@ def test_an_aborted_request_is_judged_by_what_it_said():
     assert outcomes(session) == {Check.GREEDY: Tally(num_said)}
 
 
-@pytest.mark.parametrize("max_step_tokens", [8, 20, 64])
+@pytest.mark.parametrize("max_step_tokens", [8, 20, 1024])
 def test_a_forced_text_has_the_targets_own_logits(max_step_tokens):
-    engine = tiny_engine(*pair("llama"), config=replace(CONFIG, max_running=8, max_step_tokens=max_step_tokens))
-    text = KnownText(tuple(range(3, 30)), tuple(range(40, 55)))
+    config = replace(CONFIG, max_running=8, max_step_tokens=max_step_tokens, max_model_len=256)
+    engine = tiny_engine(*pair("llama"), config=config)
+    text = KnownText(tuple(range(3, 60)) * 2, tuple(range(40, 55)))
     logits_NV = forced_logits(engine, text)
     expected_NV = own_logits("llama", [[*text.prompt_ids, *text.token_ids]])[0, len(text.prompt_ids) - 1 : -1]
     assert torch.allclose(logits_NV, expected_NV, atol=1e-4)
@@ -240,10 +243,16 @@ def test_a_forced_text_has_the_targets_own_logits(max_step_tokens):
 def forced_logits(engine, text):
     forcing = engine.forcing()
     forcing.start(text)
+    pieces = []
     while forcing.is_running:
         done = forcing.step()
         engine.check_integrity()
-    return done.logits_NV
+        assert done.num_tokens <= MAX_CHUNK_TOKENS, "a client who comes now would wait for all of them"
+        if done.logits_NV is not None:
+            assert len(done.logits_NV) <= MAX_CHUNK_LOGITS
+            pieces.append(done.logits_NV)
+    assert forcing.num_used_slots == 0
+    return torch.cat(pieces)
 
 
 @pytest.mark.usefixtures("numbered_secrets")
@@ -257,6 +266,7 @@ def test_a_request_that_comes_finds_every_slot_free_and_the_audit_begins_anew():
         session.take(engine.step())
     engine.check_integrity()
     second = run(engine, [greedy("two", prompt)])
+    assert second.stats[-1].num_used_slots == 0, "after the last pass nothing is in the cache"
     assert second.stats[0].num_used_slots == 16, "the chunk of the new request alone"
     session.stats += second.stats
     assert outcomes(session) == {Check.GREEDY: Tally(16)}
@@ -269,19 +279,80 @@ def test_places_are_few_and_given_before_the_first_token():
     assert outcomes(session)[Check.SAMPLED].num_tokens == 64 * 2
 
 
-def test_a_pass_that_fails_fails_nothing_else(monkeypatch, caplog):
-    engine = audited()
-    monkeypatch.setattr(Auditor, "judge", lambda self, logits_NV: 1 / 0)
-    session = run(engine, [greedy("a", PROMPT), greedy("b", PROMPT)])
-    assert sum(audit.num_dropped for audit in news(session)) == 2
+def fail_at(name, monkeypatch):
+    """Have the judge break down at a request of this name, after its first tokens."""
+    add = Judgement.add
+
+    def broken(self, logits_NV):
+        if self.record.request.request_id == name and self.num_judged:
+            raise ZeroDivisionError
+        add(self, logits_NV)
+
+    monkeypatch.setattr(Judgement, "add", broken)
+
+
+@pytest.mark.parametrize("names", [("bad",), ("bad", "good"), ("good", "bad")])
+def test_a_text_that_cannot_be_judged_takes_no_other_with_it(names, monkeypatch, caplog):
+    """What failed was dropped twice: the engine died, or a second text vanished."""
+    fail_at("bad", monkeypatch)
+    session = run(audited(num_tokens=12), [greedy(name, PROMPT) for name in names])
+    assert sum(audit.num_dropped for audit in news(session)) == 1
+    assert outcomes(session) == ({Check.GREEDY: Tally(12)} if "good" in names else {})
     assert all(outcome.finish is FinishReason.LENGTH for outcome in session.outcomes.values())
     assert "cannot be judged" in caplog.text
+
+
+@pytest.mark.usefixtures("numbered_secrets")
+def test_of_a_text_given_up_nothing_counts(monkeypatch):
+    fail_at("u1", monkeypatch)
+    session = run(audited(num_tokens=12), [unseeded(1, max_tokens=12)])
+    assert sum(map(sum, (audit.pit_bins for audit in news(session)))) == 0
+
+
+def test_a_pass_that_fails_is_no_step_of_a_request(monkeypatch):
+    fail_at("bad", monkeypatch)
+    session = run(audited(num_tokens=12), [greedy("bad", PROMPT)])
+    (failed,) = [audit for audit in news(session) if audit.num_dropped]
+    assert failed.is_pass
+    metrics = Metrics("tiny", 64, lambda: EngineHealth(EngineState.READY, 0.0, 0, ""))
+    for stats in session.stats:
+        metrics.steps.on_step(stats)
+    real = sum(stats.audit is None or not stats.audit.is_pass for stats in session.stats)
+    (line,) = [line for line in metrics.render().decode().splitlines() if line.startswith("latebranch_steps_total{")]
+    assert float(line.split()[-1]) == real < len(session.stats)
+
+
+def test_the_shortest_prompt_is_judged_first():
+    """A long text at the head of the queue, which no idle moment suffices for, held all others up."""
+    auditor = Auditor(1.0, 4, "float32", seed=0)
+    for name, prompt in (("long", tuple(range(40))), ("short", PROMPT), ("middle", tuple(range(9)))):
+        auditor.enlist(greedy(name, prompt))
+        auditor.hear([TokenEvent(name, (4,), finish=FinishReason.LENGTH)])
+    order = []
+    while auditor.has_texts:
+        assert auditor.start().request.request_id == auditor.start().request.request_id, "one that was stopped begins anew"
+        order.append(auditor.start().request.request_id)
+        auditor.judge(torch.zeros(1, 61))
+    assert order == ["short", "middle", "long"]
+
+
+def test_every_series_of_the_audit_is_there_from_the_start():
+    text = Metrics("tiny", 64, lambda: EngineHealth(EngineState.STARTING, 0.0, 0, "")).render().decode()
+    lines = [line for line in text.splitlines() if not line.startswith("#") and "created" not in line]
+    tokens = [line for line in lines if line.startswith("latebranch_audit_tokens_total{")]
+    assert len(tokens) == len(Check) * len(Outcome)
+    assert all(sum(f'check="{check}"' in line for line in tokens) == len(Outcome) for check in Check)
+    assert all(sum(f'outcome="{outcome}"' in line for line in tokens) == len(Check) for outcome in Outcome)
+    bins_ = [line for line in lines if line.startswith("latebranch_audit_pit_bins_total{")]
+    assert len(bins_) == NUM_BINS
+    assert any(f'bin="{NUM_BINS - 1}"' in line for line in bins_)
 
 
 def test_logits_that_are_not_finite_are_no_match():
     auditor = Auditor(1.0, 4, "float32", seed=0)
     auditor.enlist(greedy("a", PROMPT))
     auditor.hear([TokenEvent("a", (4, 5), finish=FinishReason.LENGTH)])
+    auditor.start()
     auditor.judge(torch.full((2, 61), float("nan")))
     assert told(auditor).outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
 
