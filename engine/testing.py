@@ -3,6 +3,9 @@
 Their laws are peaked like a trained model's (a random head over large embeddings), so that acceptance and arg max mean something.
 """
 
+import math
+from collections.abc import Callable, Sequence
+
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen2Config
 
@@ -30,6 +33,7 @@ _COMMON = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_TABLE_SIZE = 8
 FAMILIES = ("llama", "qwen2", "gemma3")
 
 
@@ -73,6 +77,37 @@ def tiny_pair(family: str = "llama", seed: int = 0, noise: float = 0.01) -> tupl
     for parameter in draft.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator) * noise)
     return adopt(target, torch.device("cpu")), adopt(draft, torch.device("cpu"))
+
+
+LawAfter = Callable[[int], Sequence[float]]  # the law of tokens 3, 4 and 5 after a token
+
+
+def table_pair(target_law: LawAfter, draft_law: LawAfter) -> tuple[CausalModel, CausalModel]:
+    """Return a target and a drafter that are Markov chains over the tokens 3, 4 and 5 of 8, of any positive laws."""
+    device = torch.device("cpu")
+    return adopt(table_module(target_law), device), adopt(table_module(draft_law), device)
+
+
+def table_module(law_after: LawAfter) -> PreTrainedModel:
+    """Return a Llama whose logits are a table. Its layer adds nothing, so the state is the embedding, 10 I, normed to sqrt(V).
+
+    lm_head[v, x] = log p(v | x) / sqrt(V); every other token is left exp(-30).
+    """
+    width = _TABLE_SIZE
+    config = LlamaConfig(
+        **{**_COMMON, "vocab_size": width, "hidden_size": width, "num_hidden_layers": 1}, tie_word_embeddings=False
+    )
+    module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    head_VV = torch.full((width, width), -30.0)
+    for token_id in range(width):
+        head_VV[3:6, token_id] = torch.tensor([math.log(value) for value in law_after(token_id)])
+    with torch.no_grad():
+        module.model.embed_tokens.weight.copy_(torch.eye(width) * 10.0)
+        module.model.layers[0].self_attn.o_proj.weight.zero_()
+        module.model.layers[0].mlp.down_proj.weight.zero_()
+        module.model.norm.weight.fill_(1.0)
+        module.lm_head.weight.copy_(head_VV / math.sqrt(width))
+    return module.eval()
 
 
 def tiny_engine(

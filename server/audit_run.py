@@ -50,7 +50,7 @@ def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
 
 def _collected(settings: Settings, plan: AuditPlan) -> tuple[ModelInfo, Collected]:
     """Return what the engine is and says; it is gone afterwards, so that the reference has its memory."""
-    engine = build_engine(settings.to_engine_config())
+    engine = build_engine(settings.to_tool_config())
     return engine.info, collect(engine, plan)
 
 

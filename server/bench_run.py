@@ -39,7 +39,7 @@ def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
         return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
     prompts = {kind: tuple(map(encode, of_kind)) for kind, of_kind in texts.items()}
-    engine = build_engine(settings.to_engine_config())
+    engine = build_engine(settings.to_tool_config())
     results = run_bench(engine, prompts, parsed)
     sys.stdout.write(table(results) + "\n" + as_json(engine, results) + "\n")
     return 0

@@ -6,6 +6,7 @@ variable that is not a setting is refused by name. docs/configuration.md lists t
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -124,6 +125,10 @@ class Settings(BaseSettings):
     def served_name(self) -> str:
         """The name clients use for the model."""
         return self.model_name or self.model
+
+    def to_tool_config(self) -> EngineConfig:
+        """Return the engine's part for a tool: the server's trace is not its to write, and no audit runs beside it."""
+        return replace(self.to_engine_config(), trace_file=None, audit_share=0.0)
 
     def to_engine_config(self) -> EngineConfig:
         """Return the engine's part."""

@@ -56,7 +56,7 @@ def _collect(args: argparse.Namespace) -> None:
         return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
     design = Design(tuple(args.budgets), tuple(args.temperatures), args.text_tokens, args.stride, args.time_every)
-    engine = build_engine(settings.to_engine_config())
+    engine = build_engine(settings.to_tool_config())
     Collector(engine, design, args.out).run({kind: [encode(text) for text in of_kind] for kind, of_kind in texts.items()})
 
 

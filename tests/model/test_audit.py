@@ -3,7 +3,7 @@
 First seeds are fixed, so that every score is the same in every run: no false alarm comes and goes.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -13,16 +13,19 @@ from engine.audit.collect import RequestFailed, collect
 from engine.audit.examine import examine
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
+from engine.audit.report import Report
 from engine.config import SchedulerConfig
 from engine.draft import children
 from engine.keys import Stream, stream_key
 from engine.sampling import warped_laws
-from engine.testing import tiny_engine
+from engine.testing import LawAfter, table_module, table_pair, tiny_engine
 from engine.tree import Expansion, TreeKind
 from engine.types import FinishReason, SamplingParams, TokenEvent
-from engine.verify import coupled, masses, rules
+from engine.verify import coupled, masses, plans, rules
 from engine.verify.directions import BottomUp
+from engine.verify.first_path import FirstPath
 from engine.verify.masses import TwoPhase
+from engine.verify.plans import WithoutReplacement
 from engine.verify.verdict import Verdict
 from tests.model.tiny import own_module, pair
 from tests.model.verify.test_verify_mutants import SortsNothingButTriesLast
@@ -134,6 +137,76 @@ def test_siblings_tried_against_sampling_order_are_found(monkeypatch):
     broken = TwoPhase("traversal", SortsNothingButTriesLast(), BottomUp())
     monkeypatch.setitem(rules._REGISTRY, "traversal", lambda: broken)
     assert not is_lawful(report(expansion=HEAP, num_samples=500))
+
+
+class UnscaledResidual(FirstPath):
+    """Block Verification that draws from (p - q)+ where it should from (a p - q)+."""
+
+    def residual(self, families):
+        return super().residual(replace(families, mass_M=torch.ones_like(families.mass_M)))
+
+
+class Kept(WithoutReplacement):
+    """Duplicates merged, but a refused child's q is not set to 0 for its siblings."""
+
+    def split(self, families):
+        return plans._try_in_order(families, plans._keep).split
+
+    def residual(self, families):
+        return plans._try_in_order(families, plans._keep).weights_MV
+
+
+@dataclass(frozen=True)
+class Table:
+    """Laws of tokens 3 to 5 under which a rule's slip shows in few samples, and its verifier, tree and slip."""
+
+    verifier: str
+    slip: object
+    expansion: Expansion
+    target: LawAfter
+    draft: LawAfter
+    num_samples: int
+    max_tokens: int = 2
+
+
+TABLES = {
+    "block, residual not scaled": Table(
+        *("block", UnscaledResidual(), Expansion(2, 1, 0)),
+        lambda token_id: (0.413, 0.112, 0.475) if token_id == 1 else (0.638, 0.319, 0.043),
+        lambda token_id: (0.038, 0.003, 0.959) if token_id == 1 else (0.318, 0.002, 0.680),
+        *(1000, 3),
+    ),
+    "traversal, q kept after i.i.d. draws": Table(
+        *("traversal", Kept(), Expansion(0, 4, 1)),
+        lambda _: (0.611, 0.343, 0.046),
+        lambda _: (0.013, 0.196, 0.791),
+        num_samples=200,
+    ),
+    "traversal, q kept after distinct draws": Table(
+        *("traversal", Kept(), Expansion(0, 2, 1, "delayed_distinct")),
+        lambda _: (0.05, 0.05, 0.90),
+        lambda _: (0.02, 0.96, 0.02),
+        num_samples=150,
+    ),
+}
+
+
+def table_report(table: Table) -> Report:
+    setting = Setting(SamplingParams(), table.verifier, table.expansion)
+    sizes = {"num_samples": table.num_samples, "max_tokens": table.max_tokens, "num_choice_tokens": 1, "num_seeds": 1}
+    plan = AuditPlan(((5, 6, 1),), (setting,), first_seed=7, **sizes)
+    config = replace(CONFIG, max_running=256)
+    engine = tiny_engine(*table_pair(table.target, table.draft), config=config)
+    return examine(collect(engine, plan), Reference(table_module(table.target)))
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_a_slip_in_a_rules_formula_is_found(table, monkeypatch):
+    """The rule itself, under the same laws, passes."""
+    assert is_lawful(table_report(table))
+    broken = TwoPhase(table.verifier, table.slip, BottomUp())
+    monkeypatch.setitem(rules._REGISTRY, table.verifier, lambda: broken)
+    assert not is_lawful(table_report(table))
 
 
 def likeliest_as_draws(asked, logits_PV, laws):

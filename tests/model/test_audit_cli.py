@@ -6,6 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 import server.cli
 from engine.audit.collect import collect
@@ -14,11 +19,13 @@ from engine.audit.outcomes import Tally
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
 from engine.build import BadConfiguration
-from engine.testing import tiny_engine
+from engine.testing import tiny_engine, tiny_module
 from engine.tree import Expansion
 from engine.types import SamplingParams
+from engine.verify import masses
 from server.audit_run import as_json, plan_of
 from server.audit_text import as_text
+from server.settings import load_settings
 from tests.model.tiny import own_module, pair
 
 CHAIN = Expansion(3, 1, 0)
@@ -157,3 +164,65 @@ def test_numbers_that_the_audit_cannot_use_are_refused(arguments, capsys):
         server.cli.main(["audit", *arguments])
     assert exit_.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+PROMPTS = """
+prose: ["w5 w9 w33 w4", "w7 w8"]
+"""
+SMALL = "--temperatures 1.5 --top-k 4 --samples 150 --max-tokens 4 --greedy-tokens 8 --num-prompts 2 --first-seed 7"
+
+
+@pytest.fixture(scope="module")
+def pair_on_disk(tmp_path_factory):
+    """Return a configuration file of a saved target with a tokenizer, a saved drafter, a trace and a background audit."""
+    folder = tmp_path_factory.mktemp("pair")
+    draft = tiny_module()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in draft.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    for name, module in (("target", tiny_module()), ("draft", draft)):
+        module.save_pretrained(folder / name)
+        words().save_pretrained(folder / name)
+    (folder / "prompts.yaml").write_text(PROMPTS)
+    lines = [f"model: {folder / 'target'}", "drafter: model", f"draft_model: {folder / 'draft'}", "expansion: 1.3.1"]
+    lines += [f"trace_file: {folder / 'trace'}", "audit_share: 1.0", "device: cpu", "max_model_len: 64", "num_slots: 2048"]
+    (folder / "s.yaml").write_text("\n".join(lines))
+    return folder
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the tiny models' 61 tokens: w0, w1, ..."""
+    tokenizer = Tokenizer(WordLevel({f"w{token_id}": token_id for token_id in range(61)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+
+
+def run_whole(folder: Path) -> int:
+    arguments = ["--config", str(folder / "s.yaml"), "--prompts", str(folder / "prompts.yaml"), *SMALL.split()]
+    return server.cli.main(["audit", *arguments])
+
+
+def test_a_sound_pair_passes_from_the_command_line(pair_on_disk, capsys):
+    assert run_whole(pair_on_disk) == 0
+    *text, line = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["is_lossless"] is True
+    assert any(one.startswith("LOSSLESS as far") for one in text)
+
+
+def test_a_broken_verifier_fails_from_the_command_line(pair_on_disk, capsys, monkeypatch):
+    monkeypatch.setattr(
+        masses.Case, "extra_weights", lambda self, level, prefix_P: torch.ones_like(_WEIGHTS(self, level, prefix_P))
+    )
+    assert run_whole(pair_on_disk) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["is_lossless"] is False
+
+
+_WEIGHTS = masses.Case.extra_weights
+
+
+def test_a_tool_writes_no_trace_of_the_server(pair_on_disk):
+    settings = load_settings(pair_on_disk / "s.yaml", {})
+    assert (settings.to_engine_config().trace_file, settings.to_engine_config().audit_share) == (str(pair_on_disk / "trace"), 1.0)
+    assert (settings.to_tool_config().trace_file, settings.to_tool_config().audit_share) == (None, 0.0)
+    assert not (pair_on_disk / "trace").exists(), "the audits above wrote one"
