@@ -2,4 +2,5 @@
 
 python -m benchmarks.trees collect --config configs/qwen-coder.yaml --out trees.jsonl
 python -m benchmarks.trees report trees.jsonl
+    python -m benchmarks.trees paired trees.jsonl calibrated/traversal heap/traversal
 """
