@@ -3,11 +3,13 @@
 import argparse
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -15,7 +17,7 @@ from engine.audit.collect import Collected, RequestFailed, collect
 from engine.audit.examine import examine
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
-from engine.audit.report import Report
+from engine.audit.report import Report, Verdict
 from engine.build import BadConfiguration, build_engine
 from engine.model_check import UnsupportedModel
 from engine.refusal import RequestRefused
@@ -25,6 +27,7 @@ from server.audit_cli import AuditError
 from server.audit_text import as_text
 from server.settings import Settings
 
+EXIT_STATUS = {Verdict.LOSSLESS: 0, Verdict.VIOLATION: 1, Verdict.INCONCLUSIVE: 3}  # 2 is a mistake in what was asked
 Texts = Mapping[str, Sequence[str]]  # user messages by kind
 
 
@@ -45,7 +48,7 @@ def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     reference = Reference.load(resolve(settings.model).folder, settings.dtype, info.device)
     report = examine(collected, reference)
     sys.stdout.write(as_text(report, info, time.monotonic() - started_s) + "\n" + as_json(report, info) + "\n")
-    return 0 if report.is_lossless else 1
+    return EXIT_STATUS[report.verdict]
 
 
 def _collected(settings: Settings, plan: AuditPlan) -> tuple[ModelInfo, Collected]:
@@ -81,6 +84,15 @@ def plan_of(parsed: argparse.Namespace, prompts: tuple[tuple[int, ...], ...]) ->
 
 def as_json(report: Report, info: ModelInfo) -> str:
     """Return one line with the engine's facts and everything found."""
-    return json.dumps(
-        {"engine": asdict(info), "is_lossless": report.is_lossless, "level": report.level, "report": asdict(report)}
-    )
+    verdict = {"verdict": report.verdict, "is_lossless": report.is_lossless, "inconclusive": report.inconclusive}
+    everything = {"engine": asdict(info), **verdict, "level": report.level, "report": asdict(report)}
+    return json.dumps(_finite(everything), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with null for infinite and undefined numbers, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from engine.audit.report import ChoiceReport, Report, SampledReport
+from engine.audit.report import ChoiceReport, Report, SampledReport, Verdict
 from engine.types import ModelInfo
 
 
@@ -62,6 +62,8 @@ def _verdict(is_good: bool) -> str:
 
 
 def _outcome(report: Report) -> str:
+    if report.verdict is Verdict.INCONCLUSIVE:
+        return f"INCONCLUSIVE: no accepted drafts, or too few samples, in: {'; '.join(report.inconclusive)} (see docs/audit.md)."
     if report.is_lossless:
         found = "`finds`: the total variation distance that a test finds with probability .9, approximately."
         return f"LOSSLESS as far as this audit sees. {found}"

@@ -92,11 +92,12 @@ class Judgement:
         def laws_of(params: SamplingParams) -> Tensor:
             return warped_laws(edited_NV, [params] * len(token_ids))
 
-        support = support_of(laws_of, sampling, self._tolerance)
+        support = support_of(laws_of, edited_NV, sampling, self._tolerance)
         if self.record.check is Check.COUPLED:
             gaps = support.coupled_gaps(self._noise(logits_NV), token_ids)
             return tally_gaps(gaps, self._tolerance / sampling.temperature)
-        self._count_draws(support, token_ids)
+        if support.is_testable:
+            self._count_draws(support, token_ids)
         return support.tally(token_ids)
 
     def _count_draws(self, support: Support, token_ids: list[int]) -> None:

@@ -18,6 +18,7 @@ from engine.types import SamplingParams
 # to 32 are 1/8 apart, and layers below have rounded as coarsely.
 _TIE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 _MOST_SLACK = 0.5
+_MIN_TEMPERATURE = 1e-30  # sampling's own
 
 
 class Outcome(StrEnum):
@@ -79,13 +80,15 @@ LawsOf = Callable[[SamplingParams], Float[Tensor, "N V"]]  # N rows under these 
 class Support:
     """Where laws are positive, up to rounding: `sure` without any doubt, `perhaps` with the benefit of it.
 
-    `untruncated_NV` are the laws before top-k, top-p and min-p.
+    `log_untruncated_NV` are the logs, float64, of the laws before top-k, top-p and min-p: at low temperatures float32 laws are 0
+    where these are not. `is_testable` says that rounding changes no probability by more than a factor e.
     """
 
     laws_NV: Float[Tensor, "N V"]
-    untruncated_NV: Float[Tensor, "N V"]
+    log_untruncated_NV: Float[Tensor, "N V"]
     is_sure_NV: Bool[Tensor, "N V"]
     is_perhaps_NV: Bool[Tensor, "N V"]
+    is_testable: bool
 
     def tally(self, token_ids: Sequence[int]) -> Tally:
         """Count draws inside the law, at its edge, and where it is 0."""
@@ -95,29 +98,41 @@ class Support:
 
     def coupled_gaps(self, noise_NV: Float[Tensor, "N V"], token_ids: Sequence[int]) -> list[float]:
         """Return by how much log p + noise of each token falls short of the best sure token's; infinite off the support."""
-        scores_NV = self.untruncated_NV.double().log() + noise_NV
+        scores_NV = self.log_untruncated_NV + noise_NV
         best_N = scores_NV.masked_fill(~self.is_sure_NV, float("-inf")).amax(-1)
         own_N = _at(scores_NV.masked_fill(~self.is_perhaps_NV, float("-inf")), token_ids)
         return (best_N - own_N).tolist()
 
 
-def support_of(laws_of: LawsOf, sampling: SamplingParams, tolerance: float) -> Support:
-    """Return the support of laws under `sampling`, whose logits may be off by `tolerance`.
+def is_testable(sampling: SamplingParams, tolerance: float) -> bool:
+    """Whether logits off by `tolerance` leave a law that draws can be tested against: no probability off by a factor above e."""
+    return tolerance <= sampling.temperature
 
-    A nucleus whose mass meets top-p nearly exactly may hold a token more or less, and so may a top-k with a near tie at its end.
+
+def support_of(laws_of: LawsOf, logits_NV: Float[Tensor, "N V"], sampling: SamplingParams, tolerance: float) -> Support:
+    """Return the support of laws under `sampling` of logits, edited already, that may be off by `tolerance`.
+
+    Of two tokens nearly tied for the first place either may be all of a sharp law. A nucleus whose mass meets top-p nearly
+    exactly may hold a token more or less, and so may a top-k with a near tie at its end.
     """
-    slack = min(_MOST_SLACK, tolerance / sampling.temperature)
-    laws_NV = laws_of(sampling)
-    if sampling.top_p >= 1.0 and not sampling.top_k and not sampling.min_p:
-        return Support(laws_NV, laws_NV, laws_NV > 0, laws_NV > 0)
-    untruncated_NV = laws_of(replace(sampling, top_p=1.0, top_k=0, min_p=0.0))
+    temperature = max(sampling.temperature, _MIN_TEMPERATURE)
+    laws_NV, log_NV = laws_of(sampling), torch.log_softmax(logits_NV.double() / temperature, -1)
+    is_near_top_NV = logits_NV >= logits_NV.amax(-1, keepdim=True) - tolerance
+    is_sure_NV = is_perhaps_NV = laws_NV > 0
+    if sampling.top_p < 1.0 or sampling.top_k or sampling.min_p:
+        is_sure_NV, is_perhaps_NV = _edges(laws_of, log_NV.exp(), sampling, min(_MOST_SLACK, tolerance / temperature))
+    return Support(laws_NV, log_NV, is_sure_NV, is_perhaps_NV | is_near_top_NV, is_testable(sampling, tolerance))
+
+
+def _edges(laws_of: LawsOf, untruncated_NV: Tensor, sampling: SamplingParams, slack: float) -> tuple[Tensor, Tensor]:
+    """Return the tokens that truncation surely keeps, and those it perhaps keeps."""
     sure = laws_of(replace(sampling, top_p=_less(sampling.top_p, slack), min_p=min(1.0, sampling.min_p / (1.0 - slack))))
     perhaps = laws_of(replace(sampling, top_p=min(1.0, sampling.top_p + slack), min_p=sampling.min_p * (1.0 - slack)))
     most_dropped_N1 = untruncated_NV.masked_fill(sure > 0, 0.0).amax(-1, keepdim=True)
     is_sure_NV = (sure > 0) & (untruncated_NV >= most_dropped_N1 * (1.0 + slack))
     least_kept_N1 = untruncated_NV.masked_fill(perhaps <= 0, 1.0).amin(-1, keepdim=True)
     is_perhaps_NV = untruncated_NV >= least_kept_N1 * (1.0 - slack)
-    return Support(laws_NV, untruncated_NV, is_sure_NV, is_perhaps_NV & (untruncated_NV > 0))
+    return is_sure_NV, is_perhaps_NV & (untruncated_NV > 0)
 
 
 def _less(top_p: float, slack: float) -> float:

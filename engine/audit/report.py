@@ -1,9 +1,18 @@
 """What an audit found: records, and the one place where a verdict is formed. Knows numbers only."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.audit.chi_square import ChiSquare
 from engine.audit.outcomes import Tally
+
+
+class Verdict(StrEnum):
+    """The outcome of an audit."""
+
+    LOSSLESS = "lossless"
+    VIOLATION = "violation"
+    INCONCLUSIVE = "inconclusive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,11 @@ class SampledReport:
     num_tests: int
     support: Tally
 
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether there was something to be found: drafts that were accepted, and draws enough for the first token's laws."""
+        return self.num_accepted > 0 and any(one.test.freedom for one in self.tests if one.name.startswith("first token"))
+
     def is_lossless(self, level: float) -> bool:
         """Whether no test at this level and no token speaks against the setting."""
         return not self.support.num_mismatch and all(one.test.p_value >= level for one in self.tests)
@@ -43,6 +57,11 @@ class ChoiceReport:
     num_accepted: int
     tally: Tally
     num_unlike_texts: int | None = None
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether there was something to be found: drafts that were accepted."""
+        return self.num_accepted > 0
 
     @property
     def is_lossless(self) -> bool:
@@ -72,6 +91,19 @@ class Report:
     def level(self) -> float:
         """The p-value below which one test speaks against the engine."""
         return self.alpha / max(1, self.num_tests)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the audit has shown. A violation is one however little there was to find it in."""
+        if not self.is_lossless:
+            return Verdict.VIOLATION
+        return Verdict.INCONCLUSIVE if self.inconclusive else Verdict.LOSSLESS
+
+    @property
+    def inconclusive(self) -> tuple[str, ...]:
+        """Settings of which this audit could have found nothing."""
+        parts: tuple[SampledReport | ChoiceReport, ...] = (*self.sampled, *self.greedy, *self.coupled)
+        return tuple(one.setting for one in parts if not one.is_conclusive)
 
     @property
     def is_lossless(self) -> bool:

@@ -357,6 +357,17 @@ def test_logits_that_are_not_finite_are_no_match():
     assert told(auditor).outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
 
 
+@pytest.mark.parametrize(("temperature", "num_binned"), [(0.4, 0), (0.6, 1)])
+def test_draws_of_a_law_that_rounding_decides_fill_no_bin(temperature, num_binned):
+    """In bfloat16 a near tie is no mismatch, and where it is the whole law its draws are no test."""
+    auditor = Auditor(1.0, 4, "bfloat16", seed=0)
+    auditor.enlist(unseeded(1, max_tokens=1, temperature=temperature))
+    auditor.hear([TokenEvent("u1", (1,), finish=FinishReason.LENGTH)])
+    auditor.start()
+    auditor.judge(torch.tensor([[20.0, 19.75, *[0.0] * 59]]))
+    assert sum(told(auditor).pit_bins) == num_binned
+
+
 def test_a_request_that_ends_in_an_error_is_not_judged():
     auditor = Auditor(1.0, 4, "float32", seed=0)
     auditor.enlist(greedy("a", PROMPT))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from engine.audit.examine import examine
 from engine.audit.outcomes import Tally
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
+from engine.audit.report import Verdict
 from engine.build import BadConfiguration
 from engine.testing import tiny_engine, tiny_module
 from engine.tree import Expansion
 from engine.types import SamplingParams
 from engine.verify import masses
-from server.audit_run import as_json, plan_of
+from server.audit_run import EXIT_STATUS, as_json, plan_of
 from server.audit_text import as_text
 from server.settings import load_settings
 from tests.model.tiny import own_module, pair
@@ -71,6 +73,30 @@ def test_a_violation_cannot_be_overlooked(report):
     assert not impossible.is_lossless
 
 
+def test_an_audit_that_could_find_nothing_is_no_proof(report):
+    """The bug: without any accepted draft, or with few samples, it passed."""
+    assert report.verdict is Verdict.LOSSLESS
+    (draws,) = report.sampled
+    without_drafts = replace(report, sampled=(replace(draws, num_accepted=0),))
+    without_test = replace(report, sampled=(replace(draws, tests=draws.tests[:1]),))
+    greedy_alone = replace(report, greedy=(replace(report.greedy[0], num_accepted=0),))
+    for vacuous in (without_drafts, without_test, greedy_alone):
+        assert vacuous.verdict is Verdict.INCONCLUSIVE
+        assert EXIT_STATUS[vacuous.verdict] == 3
+        assert text_of(vacuous).splitlines()[-1].startswith("INCONCLUSIVE: ")
+        assert vacuous.inconclusive[0] in text_of(vacuous).splitlines()[-1]
+    wrong = replace(without_drafts, greedy=(replace(report.greedy[0], tally=Tally(7, 0, 1, 4.0)),))
+    assert wrong.verdict is Verdict.VIOLATION
+
+
+def test_first_tokens_are_tested_however_few_the_samples():
+    setting = Setting(SamplingParams(1.5, top_k=4), "traversal", CHAIN)
+    plan = AuditPlan(((5, 9, 33, 4),), (setting,), first_seed=7, num_samples=40, max_tokens=3, num_choice_tokens=8)
+    (draws,) = examine(collect(tiny_engine(*pair("llama")), plan), Reference(own_module("llama"))).sampled
+    first = [one for one in draws.tests if one.name.startswith("first token")]
+    assert [one.test.num_counted for one in first] == [40, 40]
+
+
 def test_the_level_is_shared_by_all_tests(report):
     assert report.level == pytest.approx(1e-3 / report.num_tests)
     assert report.num_tests == sum(draws.num_tests for draws in report.sampled) > 2
@@ -87,6 +113,15 @@ def test_the_json_line_holds_everything(report):
     assert read["is_lossless"] is True
     assert read["report"]["first_seed"] == 7
     assert read["report"]["sampled"][0]["tests"][0]["test"]["num_counted"] == 180
+
+
+def test_an_infinite_gap_is_still_json(report):
+    line = as_json(
+        replace(report, greedy=(replace(report.greedy[0], tally=Tally(7, 0, 1, math.inf)),)), tiny_engine(*pair("llama")).info
+    )
+    assert "Infinity" not in line
+    read = json.loads(line)
+    assert (read["verdict"], read["report"]["greedy"][0]["tally"]["widest_gap"]) == ("violation", None)
 
 
 @pytest.fixture

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from engine.audit.chi_square import ChiSquare, compared, pooled, survival, together
+from engine.audit.examine import _summary
 from engine.audit.outcomes import Tally, greedy_gaps, support_of, tally_gaps, tie_tolerance
 from engine.audit.pit import NUM_BINS, binned, evenness, transformed
 from engine.audit.reference import Reference, penalised, warped
 from engine.keys import uniform
 from engine.noise import uniforms
+from engine.sampling import warped_laws
 from engine.types import SamplingParams
 from tests.model.tiny import own_logits, own_module
 
@@ -113,7 +115,7 @@ def test_near_ties_and_mistakes_are_told_apart():
 )
 def test_the_edge_of_a_law_is_as_wide_as_rounding(sampling, edge, outside):
     laws = torch.tensor([[0.5, 0.15, 0.1499999, 0.1, 0.09, 0.0100001]], dtype=torch.float64)
-    support = support_of(lambda params: warped(laws.log(), params), sampling, 1e-3)
+    support = support_of(lambda params: warped(laws.log(), params), laws.log(), sampling, 1e-3)
     assert support.tally([0]) == Tally(1)
     assert support.tally([edge]).num_mismatch == 0
     assert support.tally([outside]) == Tally(0, 0, 1)
@@ -123,10 +125,33 @@ def test_the_edge_of_a_law_is_as_wide_as_rounding(sampling, edge, outside):
     assert support.coupled_gaps(noise, [edge])[0] < 0.0, "but may be"
 
 
+@pytest.mark.parametrize(("temperature", "tolerance"), [(0.001, 0.5), (1e-10, 1e-3)])
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.95}])
+def test_a_near_tie_of_a_sharp_law_is_possible(temperature, tolerance, truncation):
+    """The bug: float32 laws underflow to 0 where a logit lies hardly below the top, and a sound engine was called lossy."""
+    logits_NV = torch.tensor([[20.0, 20.0 - tolerance / 2, 20.0 - 2 * tolerance, 0.0]])
+    sampling = SamplingParams(temperature, **truncation)
+    support = support_of(lambda params: warped_laws(logits_NV, [params]), logits_NV, sampling, tolerance)
+    assert support.tally([0]) == Tally(1)
+    assert support.tally([1]) == Tally(0, 1)
+    assert support.tally([2]) == Tally(0, 0, 1)
+    assert not support.is_testable
+    noise_NV = torch.zeros(1, 4, dtype=torch.float64)
+    assert support.coupled_gaps(noise_NV, [1])[0] <= tolerance / temperature < support.coupled_gaps(noise_NV, [2])[0]
+
+
+def test_draws_that_test_nothing_do_not_make_a_sum_look_surer():
+    informative, fixed = ChiSquare(3.0, 2, 100), ChiSquare(0.0, 0, 100)
+    together_, worst = _summary("first token", [informative, *[fixed] * 9])
+    assert (together_.test, together_.num_laws) == (informative, 1)
+    assert together([informative, *[fixed] * 9]).detectable(1e-4) < together_.test.detectable(1e-4)
+    assert worst.test == informative
+
+
 def test_the_last_token_of_a_nucleus_is_sure():
     """The bug: it was taken for one at the edge, so that an engine that never chose it went unnoticed."""
     laws = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
-    support = support_of(lambda params: warped(laws.log(), params), SamplingParams(top_p=0.9), 1e-3)
+    support = support_of(lambda params: warped(laws.log(), params), laws.log(), SamplingParams(top_p=0.9), 1e-3)
     assert support.is_sure_NV.tolist() == support.is_perhaps_NV.tolist() == [[True, True, True, False]]
 
 
