@@ -4,7 +4,6 @@ Knows the parameters, the vocabulary and the model's end tokens. Free of torch, 
 before it queues a request.
 """
 
-import math
 from collections.abc import Sequence
 
 from engine.types import SamplingParams
@@ -12,6 +11,7 @@ from engine.types import SamplingParams
 # Bounds of OpenAI's API; a repetition penalty has none there. Within them float32 logits stay finite.
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+MAX_TEMPERATURE = 1e4  # a law is even long before; one that float32 cannot hold makes masked logits NaN
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 
@@ -32,8 +32,8 @@ def require_law(sampling: SamplingParams, vocab_size: int, eos_token_ids: Sequen
 
 
 def _require_truncation(sampling: SamplingParams) -> None:
-    if not 0.0 <= sampling.temperature < math.inf:
-        raise NoLaw("temperature", f"temperature must be a finite number of at least 0, not {sampling.temperature}")
+    if not 0.0 <= sampling.temperature <= MAX_TEMPERATURE:
+        raise NoLaw("temperature", f"temperature must lie in [0, {MAX_TEMPERATURE:g}], not {sampling.temperature}")
     if not 0.0 < sampling.top_p <= 1.0:
         raise NoLaw("top_p", f"top_p must lie in (0, 1], not {sampling.top_p}")
     if not 0.0 <= sampling.min_p <= 1.0:

@@ -38,13 +38,19 @@ class TracedStep(msgspec.Struct, frozen=True, tag="step", tag_field="type"):
 
 
 class TracedSampling(msgspec.Struct, frozen=True):
-    """How a row's law was made of logits."""
+    """How a row's law was made of logits, as SamplingParams names it."""
 
     temperature: float
     top_p: float
     top_k: int
     min_p: float
     is_seeded: bool
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
 
 
 class TracedRow(msgspec.Struct, frozen=True, tag="row", tag_field="type", kw_only=True):
@@ -93,8 +99,10 @@ def read_trace(path: Path) -> Iterator[TraceRecord]:
             if torn is not None and not isinstance(record, TraceHeader):
                 raise TraceError(torn)
             torn = None if record is not None else f"{path}, line {number} is no JSON"
-            if number == 1:
-                _check_first(record, path)
+            if number == 1 and not isinstance(record, TraceHeader):
+                raise TraceError(f"{path} is no trace: it does not begin with a header")
+            if isinstance(record, TraceHeader):
+                _check_version(record, path)
             if record is not None:
                 yield record
 
@@ -109,8 +117,6 @@ def _decoded(line: bytes, place: str) -> TraceRecord | None:
         return None
 
 
-def _check_first(record: TraceRecord | None, path: Path) -> None:
-    if not isinstance(record, TraceHeader):
-        raise TraceError(f"{path} is no trace: it does not begin with a header")
+def _check_version(record: TraceHeader, path: Path) -> None:
     if record.version != TRACE_VERSION:
         raise TraceError(f"{path} is a trace of version {record.version}; only {TRACE_VERSION} can be read")

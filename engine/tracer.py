@@ -79,4 +79,16 @@ def _traced_row(step: int, outcome: RowOutcome) -> TracedRow:
 
 
 def _traced_sampling(sampling: SamplingParams) -> TracedSampling:
-    return TracedSampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed is not None)
+    return TracedSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        is_seeded=sampling.seed is not None,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        min_tokens=sampling.min_tokens,
+    )

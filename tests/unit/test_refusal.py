@@ -27,6 +27,7 @@ def test_what_can_run_passes():
     [
         (SamplingParams(temperature=math.nan), "temperature"),
         (SamplingParams(temperature=math.inf), "temperature"),
+        (SamplingParams(temperature=1.0001e4), "temperature"),
         (SamplingParams(temperature=-0.1), "temperature"),
         (SamplingParams(top_p=0.0), "top_p"),
         (SamplingParams(top_p=math.nan), "top_p"),

@@ -110,6 +110,7 @@ def test_a_broken_line_in_the_middle_is_no_torn_one(tmp_path):
         (encoded_line(step(1)), "does not begin with a header"),
         (b"a poem\n", "does not begin with a header"),
         (encoded_line(HEADER).replace(b'"version":1', b'"version":99'), "of version 99; only 1 can be read"),
+        (encoded_line(HEADER) + encoded_line(HEADER).replace(b'"version":1', b'"version":2'), "of version 2; only 1 can be read"),
         (encoded_line(HEADER) + b'{"type":"poem"}\n', "line 2 is no record"),
         (encoded_line(HEADER) + encoded_line(bushy_row(1, "a")).replace(b"[-1,0,", b"[-1,7,"), "parents must precede"),
     ],
