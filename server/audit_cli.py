@@ -5,10 +5,13 @@ import math
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from engine.pairs import VERIFIER_NAMES, is_exact
+from engine.sampling_limits import NoLaw, require_law
 from engine.tree import Expansion, parse_expansion
+from engine.types import SamplingParams
 from engine.weights import WeightsError
 from server.bench_prompts import BenchError, read_prompts
 from server.settings import Settings, SettingsError, load_settings
@@ -18,6 +21,10 @@ _PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts.yaml"
 
 class AuditError(Exception):
     """A mistake in what the audit was asked for; the message is one line."""
+
+
+class AuditFailed(Exception):
+    """An engine that failed while it was audited; the message is one line."""
 
 
 def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -44,61 +51,90 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
 def _add_sampling(command: argparse.ArgumentParser) -> None:
     command.add_argument("--temperatures", nargs="+", type=_within(0.0, math.inf), default=[1.0, 0.7], help="above 0")
     command.add_argument("--top-p", type=_within(0.0, 1.0, is_high_open=False), default=1.0)
-    command.add_argument("--top-k", type=_count, default=0)
-    command.add_argument("--min-p", type=_within(0.0, 1.0), default=0.0)
+    command.add_argument("--top-k", type=_number_or_0, default=0, help="0 is off")
+    command.add_argument("--min-p", type=float, default=0.0, help="0 is off")
     for name in ("presence", "frequency"):
-        command.add_argument(f"--{name}-penalty", type=_within(-math.inf, math.inf), default=0.0)
-    command.add_argument("--repetition-penalty", type=_within(0.0, math.inf), default=1.0)
+        command.add_argument(f"--{name}-penalty", type=float, default=0.0)
+    command.add_argument("--repetition-penalty", type=float, default=1.0)
 
 
 def _count(text: str) -> int:
-    """Return a count; ValueError for what is none."""
-    if (count := int(text)) < 1:
-        raise ValueError(text)
-    return count
+    return _whole(text, 1)
+
+
+def _number_or_0(text: str) -> int:
+    return _whole(text, 0)
 
 
 def _seed(text: str) -> int:
-    if not 0 <= (seed := int(text)) < 2**63:
-        raise ValueError(text)
-    return seed
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    """Return a whole number of at least `least` that fits 63 bits."""
+    with suppress(ValueError):
+        if least <= (number := int(text)) < 2**63:
+            return number
+    raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
 
 
 def _within(low: float, high: float, is_high_open: bool = True) -> Callable[[str], float]:
     """Return a reader of numbers between two others, the lower one excluded."""
 
     def number(text: str) -> float:
-        value = float(text)
-        if not low < value <= high or (is_high_open and value == high):
-            raise ValueError(text)
-        return value
+        with suppress(ValueError):
+            if low < (value := float(text)) < high or (value == high and not is_high_open):
+                return value
+        raise argparse.ArgumentTypeError(f"must lie in ({low:g}, {high:g}{')' if is_high_open else ']'}, not {text}")
 
     return number
 
 
 def _audit(parsed: argparse.Namespace) -> int:
-    """Run the audit: 0 if nothing was found, 1 if something was or weights cannot be had, 2 for a mistake in what was asked."""
+    """Run the audit and return its status: 1 too if the engine fails or weights cannot be had, 2 for mistaken arguments."""
     try:
         settings = load_settings(parsed.config, {})
         texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
         parsed.verifiers = parsed.verifiers or [settings.verifier]
-        parsed.expansions = parsed.expansions or [parse_expansion(settings.expansion)]
+        parsed.expansions = parsed.expansions or _configured(settings)
         parsed.first_seed = secrets.randbits(62) if parsed.first_seed is None else parsed.first_seed
         _check(settings, parsed.verifiers, parsed.expansions)
+        _check_law(parsed)
         from server.audit_run import audit  # here, because it brings torch
 
         return audit(settings, texts, parsed)
-    except (SettingsError, BenchError, AuditError, WeightsError) as error:
+    except (SettingsError, BenchError, AuditError, AuditFailed, WeightsError) as error:
         sys.stderr.write(f"latebranch audit: {error}\n")
-        return 1 if isinstance(error, WeightsError) else 2
+        return 1 if isinstance(error, (WeightsError, AuditFailed)) else 2
 
 
-def _check(settings: Settings, names: list[str], expansions: list[Expansion]) -> None:
+def _configured(settings: Settings) -> list[Expansion | None]:
+    """Return the configured tree, and None, the policy's own choice, where that may be another."""
+    tree = parse_expansion(settings.expansion)
+    return [tree, None] if settings.policy == "adaptive" else [tree]
+
+
+def law_parameters(parsed: argparse.Namespace) -> list[SamplingParams]:
+    """Return the ways of drawing that were asked for, one for each temperature."""
+    names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    others = {name: getattr(parsed, name) for name in names}
+    return [SamplingParams(temperature, **others) for temperature in parsed.temperatures]
+
+
+def _check_law(parsed: argparse.Namespace) -> None:
+    try:
+        for sampling in law_parameters(parsed):
+            require_law(sampling, vocab_size=0, eos_token_ids=())  # no token is named
+    except NoLaw as error:
+        raise AuditError(str(error)) from error
+
+
+def _check(settings: Settings, names: list[str], expansions: list[Expansion | None]) -> None:
     """Refuse names that do not exist, pairs that are not lossless, and an audit of nothing."""
     if unknown := [name for name in names if name not in VERIFIER_NAMES]:
         raise AuditError(f"no verifier is named {', '.join(unknown)}; the names are {', '.join(VERIFIER_NAMES)}")
     if settings.drafter == "none":
         raise AuditError("without a drafter there is no speculation to be audited")
-    for expansion in expansions:
+    for expansion in filter(None, expansions):
         if lossy := [name for name in names if not is_exact(expansion.kind, name)]:
             raise AuditError(f"{', '.join(lossy)} is not lossless on {expansion.tree} trees, so there is nothing to prove")

@@ -18,12 +18,13 @@ from engine.audit.examine import examine
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
 from engine.audit.report import Report, Verdict
+from engine.blocks import IntegrityError
 from engine.build import BadConfiguration, build_engine
 from engine.model_check import UnsupportedModel
 from engine.refusal import RequestRefused
-from engine.types import ModelInfo, SamplingParams
+from engine.types import ModelInfo
 from engine.weights import resolve
-from server.audit_cli import AuditError
+from server.audit_cli import AuditError, AuditFailed, law_parameters
 from server.audit_text import as_text
 from server.settings import Settings
 
@@ -32,11 +33,13 @@ Texts = Mapping[str, Sequence[str]]  # user messages by kind
 
 
 def audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
-    """Run the audit on messages by kind; return the exit status. Raises AuditError if the engine cannot do what is asked."""
+    """Run the audit on messages by kind; return the exit status. Raises AuditError, AuditFailed."""
     try:
         return _audit(settings, texts, parsed)
-    except (BadConfiguration, UnsupportedModel, RequestRefused, RequestFailed) as error:
+    except (BadConfiguration, UnsupportedModel, RequestRefused) as error:
         raise AuditError(str(error)) from error
+    except (RequestFailed, IntegrityError) as error:
+        raise AuditFailed(f"the engine failed: {error}") from error
 
 
 def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
@@ -66,10 +69,7 @@ def encoded(model: str, texts: Texts) -> tuple[tuple[int, ...], ...]:
 
 def plan_of(parsed: argparse.Namespace, prompts: tuple[tuple[int, ...], ...]) -> AuditPlan:
     """Return what the arguments ask for: every temperature with every verifier and tree."""
-    names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    others = {name: getattr(parsed, name) for name in names}
-    samplings = [SamplingParams(temperature, **others) for temperature in parsed.temperatures]
-    settings = [Setting(*parts) for parts in product(samplings, parsed.verifiers, parsed.expansions)]
+    settings = [Setting(*parts) for parts in product(law_parameters(parsed), parsed.verifiers, parsed.expansions)]
     return AuditPlan(
         prompts=prompts,
         settings=tuple(dict.fromkeys(settings)),

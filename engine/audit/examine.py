@@ -64,6 +64,7 @@ def _examine_draws(said: Said, plan: AuditPlan, reference: Reference, tolerance:
         tests=tuple(tests),
         num_tests=num_tests,
         support=pit.support,
+        is_by_policy=said.setting.expansion is None,
     )
 
 
@@ -123,7 +124,8 @@ def _examine_choices(said: Said, reference: Reference, tolerance: float, plain: 
     for passage in _passages(replace(said, texts=(*said.texts, *others)), reference):
         tally += _choices_of(passage, said.setting.sampling, tolerance)
     unlike = None if plain is None else len(others)
-    return ChoiceReport(said.setting.name, len(said.texts), said.num_drafted, said.num_accepted, tally, unlike)
+    is_by_policy = said.setting.expansion is None
+    return ChoiceReport(said.setting.name, len(said.texts), said.num_drafted, said.num_accepted, tally, unlike, is_by_policy)
 
 
 @dataclass(frozen=True)

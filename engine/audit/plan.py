@@ -45,7 +45,7 @@ class AuditPlan:
 
     `num_samples` answers of `max_tokens` tokens are drawn for each prompt and setting; texts of `num_choice_tokens` are made
     greedily and, `num_seeds` times for each prompt and way of sampling, by the coupled rule. `alpha` is the chance that a
-    lossless engine is called lossy by any of the law tests together.
+    lossless engine is called lossy by any of the law tests together. Raises ValueError for parameters the reference lacks.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -57,6 +57,11 @@ class AuditPlan:
     num_seeds: int = 2
     alpha: float = 1e-3
     min_prefix_samples: int = _MIN_PREFIX_SAMPLES
+
+    def __post_init__(self) -> None:
+        for sampling in (setting.sampling for setting in self.settings):
+            if sampling.logit_bias or sampling.allowed_token_ids is not None or sampling.min_tokens:
+                raise ValueError("the reference has no logit_bias, allowed_token_ids or min_tokens, so they cannot be audited")
 
     def choice_settings(self) -> Iterator[Setting]:
         """Yield the settings whose tokens are no draws once the seed is known: greedy ones, then coupled ones."""

@@ -36,11 +36,17 @@ class SampledReport:
     tests: tuple[LawTest, ...]
     num_tests: int
     support: Tally
+    is_by_policy: bool = False
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether there was something to be found: drafts that were accepted, and draws enough for the first token's laws."""
-        return self.num_accepted > 0 and any(one.test.freedom for one in self.tests if one.name.startswith("first token"))
+        """Whether there was something to be found: drafts that were accepted, and draws enough for the first token's laws.
+
+        A policy may draft little or nothing; a tree that was asked for is audited beside it.
+        """
+        return (self.num_accepted > 0 or self.is_by_policy) and any(
+            one.test.freedom for one in self.tests if one.name.startswith("first token")
+        )
 
     def is_lossless(self, level: float) -> bool:
         """Whether no test at this level and no token speaks against the setting."""
@@ -57,11 +63,12 @@ class ChoiceReport:
     num_accepted: int
     tally: Tally
     num_unlike_texts: int | None = None
+    is_by_policy: bool = False
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether there was something to be found: drafts that were accepted."""
-        return self.num_accepted > 0
+        """Whether there was something to be found: drafts that were accepted, unless the policy chose to make none."""
+        return self.num_accepted > 0 or self.is_by_policy
 
     @property
     def is_lossless(self) -> bool:

@@ -14,12 +14,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import server.cli
-from engine.audit.collect import collect
+from engine.audit.collect import RequestFailed, collect
 from engine.audit.examine import examine
 from engine.audit.outcomes import Tally
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
 from engine.audit.report import Verdict
+from engine.blocks import IntegrityError
 from engine.build import BadConfiguration
 from engine.testing import tiny_engine, tiny_module
 from engine.tree import Expansion
@@ -85,6 +86,8 @@ def test_an_audit_that_could_find_nothing_is_no_proof(report):
         assert EXIT_STATUS[vacuous.verdict] == 3
         assert text_of(vacuous).splitlines()[-1].startswith("INCONCLUSIVE: ")
         assert vacuous.inconclusive[0] in text_of(vacuous).splitlines()[-1]
+    by_policy = replace(report, sampled=(replace(draws, num_accepted=0, is_by_policy=True),))
+    assert by_policy.verdict is Verdict.LOSSLESS, "a policy may choose to draft nothing"
     wrong = replace(without_drafts, greedy=(replace(report.greedy[0], tally=Tally(7, 0, 1, 4.0)),))
     assert wrong.verdict is Verdict.VIOLATION
 
@@ -154,7 +157,7 @@ def test_what_is_configured_is_audited(asked, tmp_path):
     (tmp_path / "s.yaml").write_text("verifier: block\nexpansion: 5.1.0\n")
     server.cli.main(["audit", "--config", str(tmp_path / "s.yaml")])
     assert {setting.verifier for setting in plan_of(asked[0], ((1,),)).settings} == {"block"}
-    assert {str(setting.expansion) for setting in plan_of(asked[0], ((1,),)).settings} == {"5.1.0"}
+    assert {str(setting.expansion) for setting in plan_of(asked[0], ((1,),)).settings} == {"5.1.0", "None"}
 
 
 MISTAKES = [
@@ -163,6 +166,9 @@ MISTAKES = [
     (["--verifiers", "nope"], "is named nope; the names are"),
     (["--verifiers", "specinfer", "--expansions", "heap.8"], "specinfer is not lossless on heap trees"),
     (["--prompts", "/nowhere.yaml"], "cannot be read"),
+    (["--presence-penalty", "3"], "presence_penalty must lie in"),
+    (["--repetition-penalty", "nan"], "repetition_penalty must lie in"),
+    (["--min-p", "-0.1"], "min_p must lie in"),
 ]
 
 
@@ -198,7 +204,31 @@ def test_numbers_that_the_audit_cannot_use_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         server.cli.main(["audit", *arguments])
     assert exit_.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"argument {arguments[0]}: must " in error
+    assert arguments[1] in error
+
+
+def test_an_adaptive_policy_is_audited_beside_the_configured_tree(asked, tmp_path):
+    (tmp_path / "s.yaml").write_text("policy: adaptive\nexpansion: 5.1.0\n")
+    server.cli.main(["audit", "--config", str(tmp_path / "s.yaml"), "--top-k", "0", "--min-p", "0"])
+    assert [setting.expansion for setting in plan_of(asked[0], ((1,),)).settings] == [Expansion(5, 1, 0), None] * 2
+
+
+@pytest.mark.parametrize("failure", [RequestFailed("no memory"), IntegrityError("a slot is lost")])
+def test_an_engine_that_fails_is_no_mistake_in_what_was_asked(failure, monkeypatch, capsys):
+    def fail(*_):
+        raise failure
+
+    monkeypatch.setattr("server.audit_run._audit", fail)
+    assert server.cli.main(["audit"]) == 1
+    assert capsys.readouterr().err == f"latebranch audit: the engine failed: {failure}\n"
+
+
+@pytest.mark.parametrize("edit", [{"logit_bias": ((3, 1.0),)}, {"allowed_token_ids": (3,)}, {"min_tokens": 1}])
+def test_what_the_reference_lacks_cannot_be_planned(edit):
+    with pytest.raises(ValueError, match="cannot be audited"):
+        AuditPlan(((1,),), (Setting(SamplingParams(**edit), "traversal"),), first_seed=7)
 
 
 PROMPTS = """
