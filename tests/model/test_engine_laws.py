@@ -35,7 +35,7 @@ DISTINCT = (
     Expansion(0, 3, 3, "calibrated", 6),
 )
 SET_TREE, BEAM, NOISE_AWARE = (Expansion(0, 3, 3, tree, 5) for tree in ("greedy_sample", "beam", "noise_aware"))
-NUM_REQUESTS = 1000
+NUM_REQUESTS, FIRST_SEED = 1000, 2000
 WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, max_model_len=32)
 
 
@@ -57,12 +57,12 @@ def target_law() -> dict[tuple[int, ...], float]:
 
 
 def triples(verifier: str | None, expansion: Expansion) -> Counter[tuple[int, ...]]:
-    """Return how often each first three tokens came, over seeds 0, 1, ...; without a verifier the seeds are the engine's."""
+    """Return how often each first three tokens came, over as many seeds; without a verifier the seeds are the engine's."""
     requests = [
         Request(
             str(index),
             PROMPT,
-            SAMPLING if verifier is None else replace(SAMPLING, seed=index),
+            SAMPLING if verifier is None else replace(SAMPLING, seed=FIRST_SEED + index),
             Speculation(verifier=verifier),
         )
         for index in range(NUM_REQUESTS)
