@@ -1,0 +1,148 @@
+"""A small transformer over the target's own hidden states: the net of the distilled drafter, and its file.
+
+At position t it reads what the target made of the text before t (states after a few layers, fused) and the token at t, and says
+what comes next. One fused feature a token is all it needs of the target; where the target has not been yet (drafted tokens) its
+own output stands in for the feature. Its output is a state of the target's width: the target's own head, cut to the frequent
+tokens, makes logits of it. Source: EAGLE-3 (arXiv 2503.01840) for the features and the stand-in, FR-Spec (arXiv 2502.14856) for
+the vocabulary.
+
+Shape key: T tokens, D target width, F feature layers, W inner width, M head vocabulary, H key-value heads, G query heads for
+each, K head size.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+_FORMAT = "latebranch-head-1"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Sizes of a head. `feature_layers` are counts of target layers whose output is read; the full count reads the last norm's."""
+
+    target_width: int
+    feature_layers: tuple[int, ...]
+    width: int
+    num_layers: int = 1
+    num_heads: int = 9
+    num_kv_heads: int = 3
+    head_size: int = 64
+    intermediate: int = 2304
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+
+class HeadLayer(nn.Module):
+    """A pre-norm decoder layer without its attention product, which differs between serving and training.
+
+    The first layer of a head also reads the token's embedding beside the state.
+    """
+
+    def __init__(self, shape: HeadShape, is_first: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        width, inner = shape.width, shape.num_heads * shape.head_size
+        kv = shape.num_kv_heads * shape.head_size
+        self.state_norm = nn.RMSNorm(width, shape.norm_eps)
+        self.token_norm = nn.RMSNorm(width, shape.norm_eps) if is_first else None
+        self.qkv = nn.Linear(2 * width if is_first else width, inner + 2 * kv, bias=False)
+        self.output = nn.Linear(inner, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width, shape.norm_eps)
+        self.gate_up = nn.Linear(width, 2 * shape.intermediate, bias=False)
+        self.down = nn.Linear(shape.intermediate, width, bias=False)
+
+    def projected(
+        self, state_TW: Float[Tensor, "*T W"], token_TW: Float[Tensor, "*T W"] | None, cos_TK: Tensor, sin_TK: Tensor
+    ) -> tuple[Float[Tensor, "*T HG K"], Float[Tensor, "*T H K"], Float[Tensor, "*T H K"]]:
+        """Return queries, keys (both rotated) and values."""
+        shape = self.shape
+        x = self.state_norm(state_TW)
+        if self.token_norm is not None:
+            assert token_TW is not None
+            x = torch.cat([self.token_norm(token_TW), x], dim=-1)
+        heads = self.qkv(x).unflatten(-1, (shape.num_heads + 2 * shape.num_kv_heads, shape.head_size))
+        query, key, value = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=-2)
+        return _rotated(query, cos_TK, sin_TK), _rotated(key, cos_TK, sin_TK), value
+
+    def finished(self, state_TW: Float[Tensor, "*T W"], attended: Float[Tensor, "*T HGK"]) -> Float[Tensor, "*T W"]:
+        """Return the layer's output for the attention's."""
+        state_TW = state_TW + self.output(attended)
+        gate, up = self.gate_up(self.mlp_norm(state_TW)).chunk(2, dim=-1)
+        return state_TW + self.down(functional.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class DraftHead(nn.Module):
+    """The net. Takes embeddings and features of the target and returns states of the target's width; owns no embedding, no head.
+
+    `vocab_M` are the target's token ids that its head is cut to, ascending.
+    """
+
+    vocab_M: Tensor
+
+    def __init__(self, shape: HeadShape, vocab_M: Int[Tensor, " M"]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.register_buffer("vocab_M", vocab_M.to(torch.int32))
+        self.fuse = nn.Linear(len(shape.feature_layers) * shape.target_width, shape.width, bias=False)
+        self.token = nn.Linear(shape.target_width, shape.width, bias=False)
+        self.layers = nn.ModuleList(HeadLayer(shape, index == 0) for index in range(shape.num_layers))
+        self.last_norm = nn.RMSNorm(shape.width, shape.norm_eps)
+        self.widen = nn.Linear(shape.width, shape.target_width, bias=False)
+
+    def features(self, states_TFD: Float[Tensor, "*T F D"]) -> Float[Tensor, "*T W"]:
+        """Fuse the target's states after the feature layers, each scaled to a mean square of 1, into one feature a token."""
+        normed = functional.rms_norm(states_TFD, (states_TFD.shape[-1],), eps=self.shape.norm_eps)
+        return self.fuse(normed.flatten(-2))  # type: ignore[no-any-return]
+
+    def tokens(self, embeddings_TD: Float[Tensor, "*T D"]) -> Float[Tensor, "*T W"]:
+        """Narrow the target's embeddings."""
+        return self.token(embeddings_TD)  # type: ignore[no-any-return]
+
+    def predicted(self, state_TW: Float[Tensor, "*T W"]) -> Float[Tensor, "*T D"]:
+        """Return what the target's head, cut to `vocab_M`, is to be applied to."""
+        return self.widen(self.last_norm(state_TW))  # type: ignore[no-any-return]
+
+    def rotary(self, positions_T: Int[Tensor, "*T"]) -> tuple[Float[Tensor, "*T 1 K"], Float[Tensor, "*T 1 K"]]:
+        """Return cosines and sines of the positions' rotation."""
+        half = torch.arange(0, self.shape.head_size, 2, device=positions_T.device, dtype=torch.float32)
+        angles = positions_T[..., None].float() * self.shape.rope_theta ** (-half / self.shape.head_size)
+        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
+        return angles.cos(), angles.sin()
+
+    def save(self, path: Path, recipe: Mapping[str, object]) -> None:
+        """Write weights in bfloat16, with the shape and the recipe (how it was made, what it reached) in the metadata."""
+        tensors = {name: _stored(tensor) for name, tensor in self.state_dict().items()}
+        metadata = {"format": _FORMAT, "shape": json.dumps(asdict(self.shape)), "recipe": json.dumps(recipe)}
+        save_file(tensors, path, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: Path) -> tuple["DraftHead", dict[str, object]]:
+        """Read a file that `save` wrote, in float32, with its recipe; raise ValueError if it is something else."""
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"{path} is not a draft head")
+            fields = json.loads(metadata["shape"])
+            shape = HeadShape(**{**fields, "feature_layers": tuple(fields["feature_layers"])})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+        head = cls(shape, tensors["vocab_M"])
+        head.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()})
+        return head.requires_grad_(False).eval(), json.loads(metadata["recipe"])
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16().contiguous() if tensor.is_floating_point() else tensor

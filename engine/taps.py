@@ -1,0 +1,43 @@
+"""Reads hidden states out of a model's forward passes.
+
+Shape key: T packed tokens, F tapped layers, D model width.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.model import CausalModel
+
+
+class StateTap:
+    """Keeps the states of a model's latest pass after some numbers of layers; the full number reads the last norm's output."""
+
+    def __init__(self, model: CausalModel, layers: Sequence[int]) -> None:
+        inner = model.module.model
+        depth = len(inner.layers)
+        if not layers or not all(0 < count <= depth for count in layers):
+            raise ValueError(f"cannot read the state after {list(layers)} of {depth} layers")
+        self._states: dict[int, Tensor] = {}
+        self._layers = tuple(layers)
+        modules = {count: inner.norm if count == depth else inner.layers[count - 1] for count in layers}
+        self._hooks = [module.register_forward_hook(self._reader(count)) for count, module in modules.items()]
+
+    def latest(self) -> Float[Tensor, "T F D"]:
+        """Return the states of the latest pass, in the model's precision."""
+        return torch.stack([self._states[count] for count in self._layers], dim=1)
+
+    def close(self) -> None:
+        """Stop reading."""
+        for hook in self._hooks:
+            hook.remove()
+        self._states.clear()
+
+    def _reader(self, count: int) -> Any:
+        def read(_module: Any, _args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+            self._states[count] = (output if isinstance(output, Tensor) else output[0])[0]
+
+        return read
