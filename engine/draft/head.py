@@ -27,7 +27,7 @@ _FORMAT = "latebranch-head-1"
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes of a head. `feature_layers` are counts of target layers whose output is read; the full count reads the last norm's."""
+    """Sizes of a head. `feature_layers` count the target's layers whose output is read; the full count reads the last norm's."""
 
     target_width: int
     feature_layers: tuple[int, ...]
