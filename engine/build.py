@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
 from engine.pairs import require_exact
+from engine.plan import Feeding
 from engine.policy import AdaptiveExpansion, ExpansionPolicy, FixedExpansion, PlainDecoding
 from engine.target import Target
 from engine.trace_file import TraceFile
@@ -124,7 +125,7 @@ def _model_drafter(reference: str, config: EngineConfig, target: Target) -> Mode
     if draft.max_positions < min(config.scheduler.max_model_len, target.model.max_positions):
         raise BadConfiguration(f"the drafter {reference} knows {draft.max_positions} positions only")
     cache = KVCache(config.scheduler.num_slots, draft.device)
-    return ModelDrafter(f"model {reference}", draft, cache, has_own_cache=True)
+    return ModelDrafter(f"model {reference}", draft, cache, Feeding.OWN_CACHE)
 
 
 def _policy(config: EngineConfig, drafter: Drafter | None) -> ExpansionPolicy:

@@ -18,7 +18,7 @@ from engine.draft.growth import Growth, grow, learn, plain_growth
 from engine.forcing import TeacherForcing
 from engine.judge import Judge, logprobs_of
 from engine.pairs import verifier_for
-from engine.plan import StepPlan
+from engine.plan import Feeding, StepPlan
 from engine.policy import ExpansionPolicy
 from engine.refusal import require_runnable
 from engine.scheduler import RowResult, Scheduler
@@ -55,7 +55,7 @@ class Engine:
         self._judge = Judge()
         self._tracer: Tracer = NoTracer()
         self._calibrations = Calibrations()
-        self._scheduler = Scheduler(config, drafts_own_cache=drafter is not None and drafter.has_own_cache)
+        self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
         self._aborted: list[TokenEvent] = []
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from engine.keys import StepKey
 from engine.tree import Expansion, TreeKind
@@ -21,6 +22,14 @@ class LawContext:
     path_ids: tuple[int, ...] = ()
 
 
+class Feeding(Enum):
+    """What a drafter knows a text by, and so which tokens it must be fed and when."""
+
+    TARGET_CACHE = "target's cache"  # or nothing but the text: it has no cache that could fall behind
+    OWN_CACHE = "own cache"  # fed every committed token, at once or later
+    TARGET_FEATURES = "target's features"  # the same, but no token before the target has cached the one before it
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part of a step.
@@ -29,9 +38,9 @@ class Row:
     If `is_decoding` their last is the root, and a tree may grow from it; else this is a chunk of a prompt still to be fed.
     `slots` maps the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots: node v of
     the tree lies at position root_position + v, whatever its depth. `draft_ids` are the committed tokens the drafter is to be
-    fed this step, from position `draft_len` on. `num_new_prompt_tokens` of the certain ones are prompt tokens fed for
-    the first time (not again after a preemption). `history` is the whole committed text, a read-only view, of which the first
-    `num_prompt_tokens` are the prompt.
+    fed this step, from position `draft_len` on; the root is the last of them if a tree is to grow. `num_new_prompt_tokens` of
+    the certain ones are prompt tokens fed for the first time (not again after a preemption). `history` is the whole
+    committed text, a read-only view, of which the first `num_prompt_tokens` are the prompt.
     """
 
     request_id: str

@@ -13,7 +13,7 @@ from engine.blocks import IntegrityError, SlotPool
 from engine.budget import Share, Wish, share_out
 from engine.config import SchedulerConfig
 from engine.pairs import fitted
-from engine.plan import Row, StepPlan
+from engine.plan import Feeding, Row, StepPlan
 from engine.policy import DraftOutcome, SequenceView
 from engine.sequence import Sequence
 from engine.tree import PLAIN, Expansion, TokenTree
@@ -46,10 +46,10 @@ class Emission:
 class Scheduler:
     """Owns every Sequence and the slot pool."""
 
-    def __init__(self, config: SchedulerConfig, drafts_own_cache: bool) -> None:
+    def __init__(self, config: SchedulerConfig, feeding: Feeding) -> None:
         self.pool = SlotPool(config.num_slots)
         self._config = config
-        self._drafts_own_cache = drafts_own_cache
+        self._feeding = feeding
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
@@ -112,7 +112,7 @@ class Scheduler:
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = list(self._running)
         wishes = [self._wish(sequence, expansion) for sequence, expansion in zip(sequences, wanted, strict=True)]
-        claims = [Wish(one.num_uncached, wish.num_draft_tokens) for one, wish in zip(sequences, wishes, strict=True)]
+        claims = [Wish(one.num_uncached, self._num_claimed(one, wish)) for one, wish in zip(sequences, wishes, strict=True)]
         shares = share_out(claims, max_tokens)
         rows: list[Row] = []
         num_preempted, draft_feed = 0, max_tokens
@@ -123,7 +123,7 @@ class Scheduler:
             expansion = self._fitted(sequence, wish, share, draft_feed)
             num_preempted += self._make_room(sequence, share.num_certain)
             if sequence in self._running:
-                rows.append(self._row(sequence, share.num_certain, expansion, draft_feed))
+                rows.append(self._row(sequence, share.num_certain, wish, expansion, draft_feed))
                 draft_feed -= len(rows[-1].draft_ids)
         return StepPlan(self._step, tuple(rows), num_preempted)
 
@@ -139,12 +139,17 @@ class Scheduler:
         most = wish.num_draft_tokens if speculation.max_nodes is None else min(speculation.max_nodes, wish.num_draft_tokens)
         return wish.limited(max(0, sequence.num_remaining - 1), most)
 
+    def _num_claimed(self, sequence: Sequence, wish: Expansion) -> int:
+        """Return how many nodes a sequence may hope for: none before the target has been where its drafter must look."""
+        is_blind = self._feeding is Feeding.TARGET_FEATURES and sequence.num_uncached > 1
+        return 0 if is_blind else wish.num_draft_tokens
+
     def _fitted(self, sequence: Sequence, wish: Expansion, share: Share, draft_feed: int) -> Expansion:
         """Trim a wish to its share and to the slots that younger rows can spare; nothing grows on an unfinished prompt.
 
         Nor does a tree grow far ahead of what the drafter has been fed.
         """
-        is_behind = self._drafts_own_cache and sequence.num_tokens - sequence.draft_len > draft_feed
+        is_behind = self._feeding is not Feeding.TARGET_CACHE and sequence.num_tokens - sequence.draft_len > draft_feed
         if share.num_certain < sequence.num_uncached or is_behind:
             return PLAIN
         num_younger = len(self._running) - self._running.index(sequence) - 1
@@ -159,9 +164,10 @@ class Scheduler:
             num_preempted += 1
         return num_preempted
 
-    def _row(self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_feed: int) -> Row:
+    def _row(self, sequence: Sequence, num_certain: int, wish: Expansion, expansion: Expansion, draft_feed: int) -> Row:
         """Give the sequence its slots and return its row."""
         context_len = sequence.target_len
+        draft_ids = self._draft_feed(sequence, num_certain, wish, expansion, draft_feed)
         sequence.slots.extend(self.pool.allocate(num_certain + expansion.num_draft_tokens))
         end = context_len + num_certain
         return Row(
@@ -171,7 +177,7 @@ class Scheduler:
             num_new_prompt_tokens=sequence.count_prompt(end),
             is_decoding=end == sequence.num_tokens,
             draft_len=sequence.draft_len,
-            draft_ids=tuple(self._draft_feed(sequence, end, expansion, draft_feed)),
+            draft_ids=tuple(draft_ids),
             expansion=expansion,
             slots=tuple(sequence.slots),
             sampling=sequence.request.sampling,
@@ -181,15 +187,20 @@ class Scheduler:
             num_prompt_tokens=len(sequence.request.prompt_ids),
         )
 
-    def _draft_feed(self, sequence: Sequence, end: int, expansion: Expansion, most: int) -> list[int]:
-        """Return the tokens to feed the drafter: up to the root for a tree, else what keeps it from falling behind."""
-        unfed = sequence.token_ids[sequence.draft_len : end]
+    def _draft_feed(self, sequence: Sequence, num_certain: int, wish: Expansion, expansion: Expansion, most: int) -> list[int]:
+        """Return the tokens to feed the drafter: up to the root for a tree, else what keeps it from falling behind.
+
+        Called before the row's slots are given. A drafter behind the target's features follows a step late.
+        """
+        end = sequence.target_len + num_certain
         if not expansion.is_plain:
-            return unfed
-        if not self._drafts_own_cache or not sequence.request.speculation.is_enabled:
+            return sequence.token_ids[sequence.draft_len : end]
+        if self._feeding is Feeding.TARGET_CACHE or not sequence.request.speculation.is_enabled:
             return []
-        is_behind = end < sequence.num_tokens or len(unfed) > self._config.max_step_tokens
-        return unfed[: max(0, most)] if is_behind else []
+        reach = sequence.target_len if self._feeding is Feeding.TARGET_FEATURES else end
+        unfed = sequence.token_ids[sequence.draft_len : reach]
+        is_waited_for = end < sequence.num_tokens or not wish.is_plain
+        return unfed[: max(0, most)] if is_waited_for or len(unfed) > self._config.max_step_tokens else []
 
     def _preempt(self, sequence: Sequence) -> None:
         _logger.info("request %s preempted at %d tokens", sequence.request_id, sequence.num_tokens)
@@ -201,7 +212,7 @@ class Scheduler:
         """Record that a chunk of a prompt is cached by the target, and by the drafter if it was fed."""
         sequence = self._by_id[row.request_id]
         self._keep(sequence, row.end, [])
-        sequence.draft_len = row.draft_len + len(row.draft_ids) if self._drafts_own_cache else row.end
+        sequence.draft_len = row.end if self._feeding is Feeding.TARGET_CACHE else row.draft_len + len(row.draft_ids)
 
     def commit(self, row: Row, result: RowResult) -> Emission:
         """Append the accepted path and the extra token, keep the path's slots, free the others; finish if it ends here.
@@ -227,9 +238,10 @@ class Scheduler:
         return Emission(row, tuple(new_ids), num_accepted, None, queued_s)
 
     def _draft_len_after(self, row: Row, result: RowResult) -> int:
-        if not self._drafts_own_cache:
+        """Return how far the drafter keeps what it cached: what came of stand-ins for the target's features is fed anew."""
+        if self._feeding is Feeding.TARGET_CACHE:
             return row.root_position + len(result.path)
-        if row.expansion.is_plain:
+        if row.expansion.is_plain or self._feeding is Feeding.TARGET_FEATURES:
             return row.draft_len + len(row.draft_ids)
         return row.root_position + result.drafted_len
 

@@ -15,6 +15,7 @@ from engine.draft.model import ModelDrafter
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel, adopt
+from engine.plan import Feeding
 from engine.policy import ExpansionPolicy, FixedExpansion
 from engine.target import Target
 from engine.tree import Expansion
@@ -121,7 +122,7 @@ def tiny_engine(
     config = config or SchedulerConfig(num_slots=2048, max_model_len=256)
     drafter: Drafter | None
     if isinstance(draft, CausalModel):
-        drafter = ModelDrafter("tiny", draft, KVCache(config.num_slots, draft.device), has_own_cache=True)
+        drafter = ModelDrafter("tiny", draft, KVCache(config.num_slots, draft.device), Feeding.OWN_CACHE)
     else:
         drafter = draft
     policy = policy or FixedExpansion(Expansion(2, 2, 2))

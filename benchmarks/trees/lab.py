@@ -15,7 +15,7 @@ from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
 from engine.draft.growth import Growth, grow
 from engine.engine import Engine
-from engine.plan import LawContext, Row, StepPlan
+from engine.plan import Feeding, LawContext, Row, StepPlan
 from engine.sampling import processed_laws
 from engine.tree import ROOT, Expansion, TokenTree
 from engine.types import SamplingParams
@@ -51,7 +51,7 @@ class Lab:
             ids = self._text[begin : begin + _CHUNK]
             row = self._row(begin, ids, Expansion(0, 1, 0), SamplingParams(), "nss", 0, slots, begin)
             self._target.forward(StepPlan(0, (row,)), [TokenTree.single(ids[-1])])
-            if self._drafter.has_own_cache:
+            if self._drafter.feeding is not Feeding.TARGET_CACHE:
                 self._drafter.feed([row], [])
 
     def _row(
@@ -147,7 +147,7 @@ class _Remembering:
     """A drafter that is fed each path of the union once, whichever tree asks for it."""
 
     def __init__(self, drafter: Drafter, union: GrowingTree) -> None:
-        self.name, self.has_own_cache = drafter.name, drafter.has_own_cache
+        self.name, self.feeding = drafter.name, drafter.feeding
         self._drafter, self._union = drafter, union
         self._logits: dict[int, Tensor | None] = {}  # by node of the union
 

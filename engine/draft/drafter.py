@@ -10,7 +10,7 @@ from typing import Protocol
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.plan import LawContext, Row
+from engine.plan import Feeding, LawContext, Row
 from engine.tree import ROOT, TokenTree
 
 
@@ -94,7 +94,7 @@ class Drafter(Protocol):
     """Proposes laws for the next token. Any law is lossless; a good one is accepted often."""
 
     name: str
-    has_own_cache: bool  # whether it must be fed what the target is fed, into a cache of its own
+    feeding: Feeding
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed the `draft_ids` of the rows (level 0 of every tree) and propose for the roots, in order."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engine.draft.model import ModelDrafter
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
+from engine.plan import Feeding
 
 
 @dataclass(frozen=True)
@@ -91,4 +92,4 @@ def truncated(target: CausalModel, num_layers: int, final: nn.Module) -> CausalM
 def early_exit_drafter(target: CausalModel, target_cache: KVCache, lens: Lens) -> ModelDrafter:
     """Return the drafter; raise ValueError if the lens does not fit the target."""
     model = truncated(target, lens.num_layers, lens.final_norm(target))
-    return ModelDrafter(f"early-exit {lens.num_layers}", model, target_cache, has_own_cache=False)
+    return ModelDrafter(f"early-exit {lens.num_layers}", model, target_cache, Feeding.TARGET_CACHE)

@@ -14,16 +14,16 @@ from engine.draft.drafter import FrontierNode, GrowingTree, Proposal
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
 from engine.packing import Segment, pack
-from engine.plan import Row
+from engine.plan import Feeding, Row
 from engine.segments import chain_segment
 
 
 class ModelDrafter:
-    """Drafts with `model` over `cache`. With `has_own_cache` False the cache is the target's and already holds the prompt."""
+    """Drafts with `model` over `cache`, its own or the target's, as `feeding` says."""
 
-    def __init__(self, name: str, model: CausalModel, cache: KVCache, has_own_cache: bool) -> None:
+    def __init__(self, name: str, model: CausalModel, cache: KVCache, feeding: Feeding) -> None:
         self.name = name
-        self.has_own_cache = has_own_cache
+        self.feeding = feeding
         self._model = model
         self._cache = cache
 

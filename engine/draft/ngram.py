@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from engine.draft.drafter import FrontierNode, Proposal
-from engine.plan import Row
+from engine.plan import Feeding, Row
 
 
 class NgramDrafter:
     """Looks the longest suffix of `min_tokens` to `max_tokens` tokens up in the last `window_tokens` of the text."""
 
-    has_own_cache = False
+    feeding = Feeding.TARGET_CACHE
 
     def __init__(
         self, vocab_size: int, device: torch.device, min_tokens: int = 2, max_tokens: int = 4, window_tokens: int = 4096

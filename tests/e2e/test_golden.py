@@ -18,6 +18,7 @@ from engine.draft.ngram import NgramDrafter
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
+from engine.plan import Feeding
 from engine.policy import PlainDecoding
 from engine.target import Target
 from engine.tree import Expansion, parse_expansion
@@ -81,7 +82,7 @@ def _golden(preset: str, num_prompts: int, num_tokens: int) -> Golden:
         drafters.append(early_exit_drafter(model, target.cache, Lens.load(LENS_OF_DEFAULT)))
     if preset == "qwen2.5-coder-1.5b":
         draft = load_model(resolve("qwen2.5-coder-0.5b").folder, "float32", CPU, "packed")
-        drafters = [ModelDrafter("0.5b", draft, KVCache(SLOTS.num_slots, CPU), has_own_cache=True)]
+        drafters = [ModelDrafter("0.5b", draft, KVCache(SLOTS.num_slots, CPU), Feeding.OWN_CACHE)]
     return Golden(model, target, tuple(drafters), tuple(prompts), tuple(texts))
 
 

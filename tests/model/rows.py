@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.draft.drafter import FrontierNode, Proposal
-from engine.plan import Row
+from engine.plan import Feeding, Row
 from engine.tree import Expansion
 from engine.types import SamplingParams
 
@@ -30,10 +30,10 @@ def decoding_row(
 
 
 class TableDrafter:
-    """A law for every last token: logits [V, V], by token. `has_own_cache` False: it is fed nothing."""
+    """A law for every last token: logits [V, V], by token. It is fed nothing."""
 
     name = "table"
-    has_own_cache = False
+    feeding = Feeding.TARGET_CACHE
 
     def __init__(self, logits_VV: Tensor) -> None:
         self._logits_VV = logits_VV

@@ -15,6 +15,7 @@ from engine.draft.growth import grow
 from engine.draft.ngram import NgramDrafter, continuations
 from engine.kv_cache import KVCache
 from engine.packing import pack
+from engine.plan import Feeding
 from engine.segments import chain_segment
 from engine.testing import tiny_engine
 from engine.tree import ROOT, Expansion
@@ -187,5 +188,5 @@ def test_a_lens_that_does_not_fit_is_refused(lens):
 
 
 def test_a_drafter_says_whether_it_needs_feeding():
-    assert not early_exit_drafter(model("llama"), KVCache(1, CPU), random_lens()).has_own_cache
-    assert not NgramDrafter(4, CPU).has_own_cache
+    assert early_exit_drafter(model("llama"), KVCache(1, CPU), random_lens()).feeding is Feeding.TARGET_CACHE
+    assert NgramDrafter(4, CPU).feeding is Feeding.TARGET_CACHE

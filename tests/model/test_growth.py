@@ -17,6 +17,7 @@ from engine.keys import Stream, stream_key
 from engine.kv_cache import KVCache
 from engine.noise import gumbels
 from engine.packing import pack
+from engine.plan import Feeding
 from engine.segments import chain_segment
 from engine.tree import ROOT, Expansion, TokenTree, TreeKind
 from engine.types import SamplingParams
@@ -30,7 +31,7 @@ from tests.strategies import VOCAB_SIZE, expansions, sampling_params
 
 def model_drafter() -> ModelDrafter:
     draft = pair("llama")[1]
-    return ModelDrafter("tiny", draft, KVCache(512, CPU), has_own_cache=True)
+    return ModelDrafter("tiny", draft, KVCache(512, CPU), Feeding.OWN_CACHE)
 
 
 def draft_logits(text: list[int]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.config import SchedulerConfig
-from engine.plan import Row, StepPlan
+from engine.plan import Feeding, Row, StepPlan
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.tree import PLAIN, ROOT, Expansion, TokenTree
@@ -69,12 +69,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots=st.integers(16, 40),
         max_step_tokens=st.integers(4, 20),
         max_running=st.integers(1, 4),
-        drafts_own_cache=st.booleans(),
+        feeding=st.sampled_from(Feeding),
     )
-    def start(self, num_slots, max_step_tokens, max_running, drafts_own_cache):
+    def start(self, num_slots, max_step_tokens, max_running, feeding):
         config = SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens, num_slots=num_slots)
-        self.config, self.drafts_own_cache = config, drafts_own_cache
-        self.scheduler = self.scheduler_class(config, drafts_own_cache)
+        self.config, self.feeding = config, feeding
+        self.scheduler = self.scheduler_class(config, feeding)
         self.target, self.draft = SimulatedCache(), SimulatedCache()
         self.alive: dict[str, Request] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -147,7 +147,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             node_text = text + tuple(tree.token_ids[v] for v in tree.path(node)[1:])
             self.target.texts[row.slots[row.root_position + node]] = node_text
             if node in fed:
-                self.draft.texts[row.slots[row.root_position + node]] = node_text
+                is_stand_in = self.feeding is Feeding.TARGET_FEATURES
+                self.draft.texts[row.slots[row.root_position + node]] = () if is_stand_in else node_text
         path = tree.path(rng.randrange(tree.num_nodes))
         drafted_len = next((i for i, node in enumerate(path) if node not in fed), len(path))
         self.commit(row, RowResult(tree, path, rng.randrange(STOP, 12), drafted_len), text)
@@ -162,8 +163,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculation = self.alive[row.request_id].speculation
         assert speculation.is_enabled or (row.expansion == PLAIN and not row.draft_ids)
         self.target.check(row.slots, row.context_len, text)
-        if self.drafts_own_cache:
+        if self.feeding is not Feeding.TARGET_CACHE:
             self.draft.check(row.slots, row.draft_len, text)
+        if self.feeding is Feeding.TARGET_FEATURES and row.draft_ids:
+            assert row.draft_len + len(row.draft_ids) <= row.context_len + 1, "fed before the target was there"
 
     def commit(self, row: Row, result: RowResult, text: Text) -> None:
         request = self.alive[row.request_id]

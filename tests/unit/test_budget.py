@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from engine.budget import Wish, fair_shares, share_out
 from engine.config import SchedulerConfig
+from engine.plan import Feeding
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.tree import PLAIN, Expansion, TokenTree
@@ -14,10 +15,10 @@ from engine.types import Request, SamplingParams
 HUGE = Expansion(64, 16, 64)
 
 
-def planned(prompt_lens, expansion=HUGE, drafts_own_cache=False, **limits):
+def planned(prompt_lens, expansion=HUGE, feeding=Feeding.TARGET_CACHE, **limits):
     """Return the first plan of requests with prompts of these lengths, all wanting one expansion."""
     config = SchedulerConfig(**{"max_running": 8, "max_step_tokens": 64, "num_slots": 4096, **limits})
-    scheduler = Scheduler(config, drafts_own_cache)
+    scheduler = Scheduler(config, feeding)
     for index, length in enumerate(prompt_lens):
         request = Request(str(index), tuple(range(length)), SamplingParams(max_tokens=200))
         scheduler.add(Sequence(request, index, "traversal"))
@@ -64,7 +65,7 @@ def test_shares_are_fair(wants, total):
 def test_a_tree_takes_no_slot_that_a_younger_row_needs():
     """An older row's tree once took the last free slots, and the younger row lost its whole cache for want of one."""
     config = SchedulerConfig(max_running=2, max_step_tokens=64, num_slots=63)
-    scheduler = Scheduler(config, drafts_own_cache=False)
+    scheduler = Scheduler(config, Feeding.TARGET_CACHE)
     for name in "ab":
         scheduler.add(Sequence(Request(name, tuple(range(28)), SamplingParams(max_tokens=30)), 0, "traversal"))
     scheduler.admit()
@@ -93,8 +94,31 @@ def test_a_step_is_never_larger_than_its_budget(prompt_lens):
 
 def test_the_drafter_is_not_fed_more_than_a_step():
     """Eight prompts of 60 tokens once reached the drafter in one pass of 480."""
-    plan = planned([60] * 8, drafts_own_cache=True)
+    plan = planned([60] * 8, feeding=Feeding.OWN_CACHE)
     assert sum(len(row.draft_ids) for row in plan.rows) <= 64
+
+
+@pytest.mark.parametrize(("feeding", "first_tree"), [(Feeding.OWN_CACHE, 2), (Feeding.TARGET_FEATURES, 3)])
+@pytest.mark.parametrize("prompt_len", [100, 128])
+def test_a_drafter_that_follows_soon_drafts(feeding, first_tree, prompt_len):
+    """Behind the target's features a prompt is fed a step late, and a root is proposed for once its text is cached.
+
+    A prompt whose last chunk fills a step leaves one token more than a step for the drafter: one plain step, and not for ever.
+    """
+    config = SchedulerConfig(max_running=1, max_step_tokens=64, num_slots=256)
+    scheduler = Scheduler(config, feeding)
+    scheduler.add(Sequence(Request("a", tuple(range(prompt_len)), SamplingParams(max_tokens=20)), 0, "traversal"))
+    scheduler.admit()
+    for _ in range(first_tree - 1 + (prompt_len == 128)):
+        (row,) = scheduler.plan([Expansion(4, 1, 0)]).rows
+        assert row.expansion.is_plain
+        if row.is_decoding:
+            scheduler.commit(row, RowResult(TokenTree.single(row.certain_ids[-1]), (0,), 9, 0))
+        else:
+            scheduler.commit_chunk(row)
+    (row,) = scheduler.plan([Expansion(4, 1, 0)]).rows
+    assert not row.expansion.is_plain
+    assert row.draft_len + len(row.draft_ids) == row.end
 
 
 def test_prompt_tokens_are_counted_once_each():

@@ -6,6 +6,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.budget import Share
 from engine.config import SchedulerConfig
+from engine.plan import Feeding
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.tree import PLAIN, ROOT, TokenTree
@@ -63,8 +64,18 @@ class RunsTheNewestFirst(Scheduler):
 
 
 class FeedsTheDrafterTooLittle(Scheduler):
-    def _draft_feed(self, sequence, end, expansion, most):
-        return super()._draft_feed(sequence, end, expansion, most)[:1]
+    def _draft_feed(self, sequence, *args):
+        return super()._draft_feed(sequence, *args)[:1]
+
+
+class FeedsTheDrafterAhead(Scheduler):
+    def _num_claimed(self, sequence, wish):
+        return wish.num_draft_tokens
+
+
+class KeepsWhatStoodIn(Scheduler):
+    def _draft_len_after(self, row, result):
+        return row.root_position + result.drafted_len if not row.expansion.is_plain else super()._draft_len_after(row, result)
 
 
 class FinishedSequencesStay(Scheduler):
@@ -98,6 +109,8 @@ def test_scheduler():
         AdmitsTheNewestFirst,
         RunsTheNewestFirst,
         FeedsTheDrafterTooLittle,
+        FeedsTheDrafterAhead,
+        KeepsWhatStoodIn,
         FinishedSequencesStay,
     ],
 )
@@ -107,7 +120,7 @@ def test_scheduler_kills(mutant):
 
 
 def test_a_preempted_sequence_runs_again_before_younger_ones():
-    scheduler = Scheduler(SchedulerConfig(num_slots=12, max_step_tokens=32), drafts_own_cache=False)
+    scheduler = Scheduler(SchedulerConfig(num_slots=12, max_step_tokens=32), Feeding.TARGET_CACHE)
     for name in "ab":
         scheduler.add(Sequence(Request(name, (5, 6, 7, 8), SamplingParams(max_tokens=8)), 0, "traversal"))
     preempted_at = None
