@@ -1,0 +1,52 @@
+"""What a model folder says of its model before any weight is read: sizes, positions, end tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.weights.errors import WeightsError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes of a model. `vocab_size` counts rows of its output, which may be padded beyond its tokens.
+
+    `max_positions` is None where the configuration names no limit.
+    """
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    max_positions: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def read_facts(folder: Path) -> ModelFacts:
+    """Return the facts of a model folder; raise WeightsError if its configuration cannot be read."""
+    from transformers import AutoConfig  # here, because it is slow to import
+
+    try:
+        text = AutoConfig.from_pretrained(folder).get_text_config()
+        return ModelFacts(
+            vocab_size=int(text.vocab_size),
+            width=int(text.hidden_size),
+            num_layers=int(text.num_hidden_layers),
+            max_positions=getattr(text, "max_position_embeddings", None) or None,
+            eos_token_ids=_eos_token_ids(folder, text),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"the configuration of {folder} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:
+    """Return the end tokens of the generation settings, else of the configuration."""
+    from transformers import GenerationConfig
+
+    ids = None
+    if (folder / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+    if ids is None:
+        ids = text_config.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (int(ids),)
