@@ -18,6 +18,14 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class DraftSource(StrEnum):
+    """What proposed a drafted token."""
+
+    MODEL = "model"
+    CACHE = "cache"  # text of the request or its tenant
+    PREDICTION = "prediction"  # what the client expected to be said
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are drawn. Every field is honoured exactly under speculation.
@@ -81,12 +89,18 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `request_id` is unique among the living ones."""
+    """One sequence to generate. `request_id` is unique among the living ones.
+
+    `prediction_ids` are what the client expects to come; they are drafted from and change no law. What a `tenant` was told may be
+    drafted from in its later requests and in nobody else's; the empty one shares nothing.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: Speculation = field(default_factory=Speculation)
+    prediction_ids: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +119,10 @@ class TokenEvent:
     `token_ids` are new and already cut at stop tokens and limits; a stop token itself is among them only as the last
     one and is not text (`stop_token_id` says which ended it). `logprobs` has an entry for each token or is empty.
     Exactly one event of a request carries `finish`; with `FinishReason.ERROR` it carries `error` too.
-    `queued_s`, on a request's first tokens, is how long it waited before its first step. The last three fields say how the
-    tokens came: `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the returned tokens were drafted ones.
+    `queued_s`, on a request's first tokens, is how long it waited before its first step. The last fields say how the tokens came:
+    `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the returned tokens, its first ones, were drafted. Of the
+    nodes `num_predicted_tokens` had a token that the request's prediction foretold there; `predicted_places` are those of the
+    returned tokens that came so.
     """
 
     request_id: str
@@ -119,6 +135,8 @@ class TokenEvent:
     expansion: Expansion | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_predicted_tokens: int = 0
+    predicted_places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +163,8 @@ class StepStats:
 
     Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` laws and verification, `host_s` the rest.
     `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1. `expansions` counts decoding rows by
-    the label of the expansion they got. `expected_tokens` sums E[tau + 1 | tree] over the
+    the label of the expansion they got; `drafted_by_source` and `accepted_by_source` tell the drafted and the accepted tokens apart
+    by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the
     `num_expected_rows` decoding rows whose rule tells it; `num_realised_tokens` is what came out of the same rows, accepted
     depth + 1 before limits cut it: their difference is chance alone.
     """
@@ -165,6 +184,8 @@ class StepStats:
     num_preemptions: int = 0
     accepted_per_depth: tuple[int, ...] = ()
     expansions: dict[str, int] = field(default_factory=dict)
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     num_expected_rows: int = 0
     expected_tokens: float = 0.0
     num_realised_tokens: int = 0
