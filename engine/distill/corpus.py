@@ -1,0 +1,163 @@
+"""What a head learns from: texts the target wrote, with its own states at each token, in shards on disk.
+
+A shard is a safetensors file of some texts end to end; a folder of shards can be added to at any time, and a run that was cut off
+goes on after its last whole shard. Shape key: T tokens of a text, F feature layers, D target width.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.config import SchedulerConfig
+from engine.engine import Engine
+from engine.model import CausalModel
+from engine.plan import StepPlan
+from engine.policy import PlainDecoding
+from engine.taps import StateTap
+from engine.target import Target
+from engine.tree import TokenTree
+from engine.types import ModelInfo, Request, SamplingParams, Speculation
+
+_PLAIN = Speculation(is_enabled=False, verifier="traversal")  # one uniform a token, where the coupled rule makes V
+TEMPERATURES = (0.7, 1.0, 0.0, 0.7, 1.0, 0.7)  # of the texts, in turn
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt with the target's answer, and the target's states at every token but the last (it was never fed), bfloat16.
+
+    `index` is the prompt's place among all.
+    """
+
+    index: int
+    ids_T: Int[Tensor, " T"]
+    num_prompt: int
+    states_TFD: Float[Tensor, "T-1 F D"]
+
+
+class RecordingTarget(Target):
+    """A target that keeps the states of plainly decoded rows."""
+
+    def __init__(self, model: CausalModel, num_slots: int, layers: Sequence[int]) -> None:
+        super().__init__(model, num_slots)
+        self._tap = StateTap(model, layers)
+        self._parts: dict[str, list[Tensor]] = {}
+
+    def forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> Float[Tensor, "N V"]:
+        """Run the step's pass and keep each row's states."""
+        logits_NV = super().forward(plan, trees)
+        states = self._tap.latest().to("cpu", torch.bfloat16)
+        lengths = [len(row.certain_ids) for row in plan.rows]
+        for row, part in zip(plan.rows, states.split(lengths), strict=True):
+            self._parts.setdefault(row.request_id, []).append(part)
+        return logits_NV
+
+    def taken(self, request_id: str) -> Float[Tensor, "T F D"]:
+        """Return a finished request's states and forget them."""
+        return torch.cat(self._parts.pop(request_id))
+
+
+def write_texts(
+    model: CausalModel, layers: Sequence[int], prompts: Mapping[int, Sequence[int]], max_tokens: int, seed: int, batch: int
+) -> Iterator[Text]:
+    """Yield prompts with the target's answers as they are done, `batch` at a time; a text's randomness is that of its index."""
+    num_slots = batch * (max(map(len, prompts.values())) + max_tokens + 1)
+    config = SchedulerConfig(batch, len(prompts), max_step_tokens=max(512, batch), num_slots=num_slots, max_model_len=num_slots)
+    info = ModelInfo(
+        "corpus", model.vocab_size, model.max_positions, num_slots, model.eos_token_ids, "", "", "none", "coupled", "plain"
+    )
+    target = RecordingTarget(model, num_slots, layers)
+    engine = Engine(info, config, target, None, PlainDecoding())
+    answers: dict[str, list[int]] = {}
+    for index, prompt in prompts.items():
+        sampling = SamplingParams(TEMPERATURES[index % len(TEMPERATURES)], seed=seed + index, max_tokens=max_tokens)
+        engine.add(Request(str(index), tuple(prompt), sampling, _PLAIN))
+        answers[str(index)] = []
+    while engine.has_work:
+        for event in engine.step().events:
+            answers[event.request_id].extend(event.token_ids)
+            if event.finish is not None:
+                index = int(event.request_id)
+                ids = torch.tensor([*prompts[index], *answers.pop(event.request_id)], dtype=torch.int32)
+                yield Text(index, ids, len(prompts[index]), target.taken(event.request_id))
+
+
+class Corpus:
+    """A folder of shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def shards(self) -> list[Path]:
+        """Whole shards, in order."""
+        return sorted(self.folder.glob("shard-*.safetensors"))
+
+    def add(self, texts: Sequence[Text]) -> None:
+        """Write one more shard, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"shard-{len(self.shards):05d}.safetensors"
+        tensors = {"ids": torch.cat([text.ids_T for text in texts]), "states": torch.cat([text.states_TFD for text in texts])}
+        layout = [(text.index, len(text.ids_T), text.num_prompt) for text in texts]
+        save_file(tensors, path.with_suffix(".partial"), metadata={"layout": json.dumps(layout)})
+        path.with_suffix(".partial").rename(path)
+
+    def indices(self) -> set[int]:
+        """Return the indices of all texts."""
+        return {index for path in self.shards for index, _, _ in _layout(path)}
+
+    def texts(self, shards: Sequence[Path] | None = None) -> Iterator[Text]:
+        """Yield the texts of some shards, or of all."""
+        for path in self.shards if shards is None else shards:
+            layout = _layout(path)
+            with safe_open(path, framework="pt") as file:
+                ids, states = file.get_tensor("ids"), file.get_tensor("states")
+            ids_parts = ids.split([length for _, length, _ in layout])
+            state_parts = states.split([length - 1 for _, length, _ in layout])
+            for (index, _, num_prompt), ids_T, states_TFD in zip(layout, ids_parts, state_parts, strict=True):
+                yield Text(index, ids_T, num_prompt, states_TFD)
+
+
+def collect(
+    corpus: Corpus,
+    model: CausalModel,
+    layers: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    seed: int,
+    batch: int = 96,
+    texts_per_shard: int = 128,
+) -> None:
+    """Let the target answer the prompts that have no answer yet."""
+    done = corpus.indices()
+    missing = {index: prompt for index, prompt in enumerate(prompts) if index not in done}
+    if not missing:
+        return
+    texts: list[Text] = []
+    num_tokens = 0
+    with tqdm(total=len(prompts), initial=len(done), desc="writing texts", unit="text") as bar:
+        for text in write_texts(model, layers, missing, max_tokens, seed, batch):
+            texts.append(text)
+            num_tokens += len(text.states_TFD)
+            bar.set_postfix(tokens=num_tokens, refresh=False)
+            bar.update()
+            if len(texts) == texts_per_shard:
+                corpus.add(texts)
+                texts = []
+    if texts:
+        corpus.add(texts)
+
+
+def _layout(path: Path) -> list[tuple[int, int, int]]:
+    """Return (index, tokens, prompt tokens) of a shard's texts."""
+    with safe_open(path, framework="pt") as file:
+        return [(index, length, num_prompt) for index, length, num_prompt in json.loads(file.metadata()["layout"])]

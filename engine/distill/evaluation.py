@@ -1,0 +1,71 @@
+"""How good a head is on texts it never saw: its law against the target's, at each depth of a chain.
+
+Shape key: N positions, V vocabulary, M head vocabulary, D target width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.distill.chains import chain_states
+from engine.distill.corpus import Text
+from engine.distill.trainer import batched, sampled_starts
+from engine.draft.head import DraftHead
+
+
+@dataclass(frozen=True, slots=True)
+class DepthReport:
+    """Means over positions: `overlap` is sum min(p, q) at temperature 1, `overlap_07` at 0.7, `agreement` of the arg max."""
+
+    depth: int
+    num_positions: int
+    overlap: float
+    overlap_07: float
+    agreement: float
+
+
+def evaluate(
+    head: DraftHead,
+    embeddings_VD: Float[Tensor, "V D"],
+    output_VD: Float[Tensor, "V D"],
+    texts: Sequence[Text],
+    num_steps: int = 6,
+    share: float = 0.25,
+) -> list[DepthReport]:
+    """Compare head and target along chains of `num_steps` tokens that begin at a share of the texts' positions."""
+    sums = torch.zeros(num_steps, 4, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    vocab_M = head.vocab_M.long()
+    rows_MD = output_VD[vocab_M].float()
+    with torch.inference_mode():
+        for text in texts:
+            batch = batched([text], output_VD.device)
+            starts_BC, is_start_BC = sampled_starts(batch.counts_BT, share, num_steps, generator)
+            if not bool(is_start_BC.any()):
+                continue
+            starts = starts_BC[is_start_BC]
+            states = batch.states_BTFD.float()
+            steps = chain_states(head, states, embeddings_VD[batch.ids_BT].float(), starts[None], num_steps)
+            for step, state in enumerate(steps):
+                chosen = state[0, starts] if step == 0 else state[0]
+                p_logits = states[0, starts + step, -1] @ output_VD.float().T
+                q_logits = head.predicted(chosen) @ rows_MD.T
+                sums[step] += torch.tensor(_compared(p_logits, q_logits, vocab_M), dtype=torch.float64)
+    return [_report(step, sums[step]) for step in range(num_steps)]
+
+
+def _compared(p_logits_NV: Tensor, q_logits_NM: Tensor, vocab_M: Tensor) -> tuple[float, float, float, float]:
+    overlaps = [
+        float(torch.minimum((p_logits_NV / t).softmax(-1)[:, vocab_M], (q_logits_NM / t).softmax(-1)).sum()) for t in (1.0, 0.7)
+    ]
+    agreement = float((p_logits_NV.argmax(-1) == vocab_M[q_logits_NM.argmax(-1)]).sum())
+    return len(p_logits_NV), overlaps[0], overlaps[1], agreement
+
+
+def _report(step: int, sums: Tensor) -> DepthReport:
+    count, overlap, overlap_07, agreement = sums.tolist()
+    count = max(count, 1.0)
+    return DepthReport(step + 1, int(count), overlap / count, overlap_07 / count, agreement / count)

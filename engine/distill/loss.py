@@ -1,0 +1,65 @@
+"""What a head is taught: to say the target's law over its own vocabulary, by divergence, by acceptance, or by a blend.
+
+Shape key: N positions, D target width, M head vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_ROWS = 512  # positions at a time, so that their laws stay in the processor's cache
+
+
+def teacher_laws(states_ND: Float[Tensor, "N D"], rows_MD: Float[Tensor, "M D"]) -> Float[Tensor, "N M"]:
+    """Return the target's laws over the head's vocabulary alone, scaled to sum to 1, bfloat16."""
+    laws_NM = torch.empty(len(states_ND), len(rows_MD), dtype=torch.bfloat16, device=states_ND.device)
+    for first in range(0, len(states_ND), _ROWS):
+        laws_NM[first : first + _ROWS] = (states_ND[first : first + _ROWS] @ rows_MD.T).softmax(-1)
+    return laws_NM
+
+
+class _Distilled(torch.autograd.Function):
+    """Mean loss of predicted states, with its gradient made in the same sweep, so that no law of the whole batch is kept.
+
+    Cross-entropy -sum p log q has the gradient q - p in the logits; the refused mass 1 - sum min(p, q) has
+    -q (a - sum a q), a being 1 where q < p.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, predicted_ND: Tensor, laws_NM: Tensor, rows_MD: Tensor, refusal_weight: float) -> Tensor:
+        grad_ND = torch.empty_like(predicted_ND)
+        loss = torch.zeros((), device=predicted_ND.device)
+        for first in range(0, len(predicted_ND), _ROWS):
+            part = slice(first, first + _ROWS)
+            logits, p = predicted_ND[part] @ rows_MD.T, laws_NM[part]
+            q = logits.softmax(-1, dtype=torch.float32)
+            # sum p log q = sum p logits - log of the sum of exp(logits), and that is logits - log q at any token
+            log_sum = logits[:, :1].float() - q[:, :1].clamp_min(1e-38).log()
+            loss -= (1.0 - refusal_weight) * ((p * logits).sum(-1, dtype=torch.float32) - log_sum[:, 0]).sum()
+            if refusal_weight:
+                is_less = q < p
+                accepted = (is_less * q).sum(-1, keepdim=True)
+                refusal_grad = q * (accepted - is_less.float())
+                loss += refusal_weight * (1.0 - torch.minimum(p.float(), q).sum(-1)).sum()
+                grad = q.sub_(p).mul_(1.0 - refusal_weight).add_(refusal_grad, alpha=refusal_weight)
+            else:
+                grad = q.sub_(p)
+            grad_ND[part] = grad.to(rows_MD.dtype) @ rows_MD
+        ctx.save_for_backward(grad_ND / len(predicted_ND))
+        return loss / len(predicted_ND)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.saved_tensors[0] * grads[0].to(ctx.saved_tensors[0].dtype), None, None, None
+
+
+def distillation_loss(
+    predicted_ND: Float[Tensor, "N D"], laws_NM: Float[Tensor, "N M"], rows_MD: Float[Tensor, "M D"], refusal_weight: float
+) -> Float[Tensor, ""]:
+    """Return the mean of (1 - w) cross-entropy + w refused mass over the positions; w = `refusal_weight` in [0, 1].
+
+    `rows_MD` are the target's output rows of the head's vocabulary: frozen, no gradient reaches them.
+    """
+    return _Distilled.apply(predicted_ND, laws_NM, rows_MD, refusal_weight)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,49 @@
+"""Draws prompts from a grammar of templates and fillers, as many as wanted and the same for the same seed."""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_SLOT = re.compile(r"\{(\w+)\}")
+
+
+class PromptGrammar:
+    """Templates by kind, each kind with its weight, and what their {names} stand for."""
+
+    def __init__(self, templates: Mapping[str, Sequence[str]], fillers: Mapping[str, Sequence[str]], weights: Mapping[str, int]):
+        self._templates, self._fillers, self._weights = templates, fillers, weights
+        unknown = {name for group in templates.values() for text in group for name in _SLOT.findall(text)}
+        unknown -= set(fillers) | {"number", "small"}
+        if unknown or set(weights) != set(templates):
+            raise ValueError(f"the grammar lacks fillers {sorted(unknown)} or has kinds without templates and weights")
+
+    @classmethod
+    def load(cls, path: Path) -> "PromptGrammar":
+        """Read a YAML file with `templates`, `fillers` and `weights`."""
+        parts: dict[str, Any] = yaml.safe_load(path.read_text())
+        return cls(parts["templates"], parts["fillers"], parts["weights"])
+
+    def draw(self, count: int, seed: int) -> list[str]:
+        """Return `count` different prompts; raise ValueError if the grammar has not so many."""
+        rng = random.Random(seed)
+        kinds, weights = list(self._weights), list(self._weights.values())
+        drawn: dict[str, None] = {}
+        for _ in range(100 * count):
+            if len(drawn) == count:
+                break
+            template = rng.choice(self._templates[rng.choices(kinds, weights)[0]])
+            drawn[_SLOT.sub(lambda slot: self._filled(slot[1], rng), template)] = None
+        if len(drawn) < count:
+            raise ValueError(f"the grammar has fewer than {count} prompts")
+        return list(drawn)
+
+    def _filled(self, name: str, rng: random.Random) -> str:
+        if name == "number":
+            return str(rng.randint(11, 960))
+        if name == "small":
+            return str(rng.randint(2, 12))
+        return rng.choice(self._fillers[name])

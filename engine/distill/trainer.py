@@ -1,0 +1,228 @@
+"""The training loop: texts in batches of like length, chains as they will be served, checkpoints that resume.
+
+Shape key: B texts, T positions, C chains a text, N positions that count, F feature layers, D target width, M head vocabulary.
+"""
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from engine.distill.chains import chain_states
+from engine.distill.corpus import Text
+from engine.distill.loss import distillation_loss, teacher_laws
+from engine.draft.head import DraftHead
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """How a head is trained. `chain_share` of the positions start chains of `num_steps`; `refusal_weight` is reached at the end.
+
+    Matrices are trained by Muon (arXiv 2502.16982), norms by AdamW; both rates rise over `num_warmup` updates and fall to zero.
+    """
+
+    num_epochs: int = 3
+    tokens_per_update: int = 6_000
+    tokens_per_pass: int = 3_000
+    num_steps: int = 5
+    chain_share: float = 0.2
+    matrix_rate: float = 0.01
+    norm_rate: float = 2e-3
+    num_warmup: int = 20
+    refusal_weight: float = 0.0
+    checkpoint_every: int = 25
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts padded to one length. `counts_BT`: positions whose law is taught (answers, and where the target's state is known)."""
+
+    ids_BT: Int[Tensor, "B T"]
+    states_BTFD: Float[Tensor, "B T F D"]
+    counts_BT: Bool[Tensor, "B T"]
+
+
+def batched(texts: Sequence[Text], device: torch.device) -> Batch:
+    """Pad texts to the longest; each loses its last token, after which the target's law is unknown."""
+    lengths = torch.tensor([len(text.states_TFD) for text in texts])
+    ids_BT = pad_sequence([text.ids_T[:-1].long() for text in texts], batch_first=True)
+    states = pad_sequence([text.states_TFD for text in texts], batch_first=True)
+    position_T = torch.arange(ids_BT.shape[1])
+    first_B1 = torch.tensor([max(1, text.num_prompt - 1) for text in texts])[:, None]
+    counts_BT = (position_T >= first_B1) & (position_T < lengths[:, None])
+    return Batch(ids_BT.to(device), states.to(device), counts_BT.to(device))
+
+
+class Trainer:
+    """Trains a head against the target's embeddings and output rows. Owns the optimisers, the curve and the checkpoint."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        embeddings_VD: Float[Tensor, "V D"],
+        rows_MD: Float[Tensor, "M D"],
+        plan: TrainingPlan,
+        checkpoint: Path,
+    ) -> None:
+        self.head, self.plan = head, plan
+        self.curve: list[dict[str, float]] = []
+        self._embeddings_VD, self._rows_MD = embeddings_VD, rows_MD.bfloat16()
+        self._checkpoint = checkpoint
+        matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
+        norms = [parameter for parameter in head.parameters() if parameter.dim() == 1]
+        self._optimisers: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(matrices, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"), plan.matrix_rate),
+            (torch.optim.AdamW(norms, weight_decay=0.0), plan.norm_rate),
+        ]
+
+    def run(self, texts: Sequence[Text]) -> None:
+        """Train to the end of the plan, from the checkpoint if there is one."""
+        updates = self._updates(texts)
+        done = self._resume()
+        bar = tqdm(total=len(updates), initial=done, desc="training", unit="update")
+        for index in range(done, len(updates)):
+            progress = index / len(updates)
+            self.curve.append({"update": index, **self._update([texts[i] for i in updates[index]], progress, index)})
+            bar.set_postfix(loss=f"{self.curve[-1]['loss']:.3f}", overlap=f"{self.curve[-1]['overlap']:.3f}")
+            bar.update()
+            if (index + 1) % self.plan.checkpoint_every == 0:
+                self._save(index + 1)
+        bar.close()
+
+    def _updates(self, texts: Sequence[Text]) -> list[list[int]]:
+        """Return the texts of every update of every epoch: like lengths together, in random order."""
+        rng = random.Random(self.plan.seed)
+        updates: list[list[int]] = []
+        for _ in range(self.plan.num_epochs):
+            order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids_T) + rng.uniform(-8, 8))
+            groups = list(_packed(order, texts, self.plan.tokens_per_pass))
+            rng.shuffle(groups)
+            per_update = max(1, self.plan.tokens_per_update // self.plan.tokens_per_pass)
+            updates += [list(chain(*groups[i : i + per_update])) for i in range(0, len(groups), per_update)]
+        return updates
+
+    def _update(self, texts: list[Text], progress: float, index: int) -> dict[str, float]:
+        groups = list(_packed(range(len(texts)), texts, self.plan.tokens_per_pass))
+        rise = min(1.0, (index + 1) / self.plan.num_warmup)
+        fall = 1.0 - progress
+        for optimiser, rate in self._optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate * rise * fall
+            optimiser.zero_grad(set_to_none=True)
+        loss = overlap = 0.0
+        generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + index)
+        for members in groups:
+            one_loss, one_overlap = self._learn([texts[i] for i in members], progress, generator, 1.0 / len(groups))
+            loss, overlap = loss + one_loss / len(groups), overlap + one_overlap / len(groups)
+        norm = float(clip_grad_norm_(self.head.parameters(), 1.0))
+        for optimiser, _ in self._optimisers:
+            optimiser.step()
+        return {"loss": loss, "overlap": overlap, "norm": norm}
+
+    def _learn(self, texts: list[Text], progress: float, generator: torch.Generator, share: float) -> tuple[float, float]:
+        """Add one pass's gradient; return its loss and, at step 0, the overlap with the target over the head's vocabulary."""
+        plan, device = self.plan, self._rows_MD.device
+        batch = batched(texts, device)
+        laws_NM = teacher_laws(batch.states_BTFD[batch.counts_BT][:, -1], self._rows_MD)
+        law_of_BT = batch.counts_BT.flatten().cumsum(0).view_as(batch.counts_BT) - 1
+        starts_BC, is_start_BC = sampled_starts(batch.counts_BT, plan.chain_share, plan.num_steps, generator)
+        weight = plan.refusal_weight * progress
+        total = torch.zeros((), device=device)
+        overlap = 0.0
+        with torch.autocast(device.type, torch.bfloat16):
+            embeddings = self._embeddings_VD[batch.ids_BT]
+            for step, state in enumerate(chain_states(self.head, batch.states_BTFD, embeddings, starts_BC, plan.num_steps)):
+                predicted = self.head.predicted(state)
+                if step == 0:
+                    kept, laws = predicted[batch.counts_BT], laws_NM
+                    overlap = _overlap(kept.detach()[::17], laws[::17], self._rows_MD)
+                else:
+                    rows = torch.arange(len(starts_BC), device=device)[:, None]
+                    kept, laws = predicted[is_start_BC], laws_NM[law_of_BT[rows, starts_BC + step][is_start_BC]]
+                total = total + distillation_loss(kept.bfloat16(), laws, self._rows_MD, weight)
+        loss = total / plan.num_steps
+        (loss * share).backward()
+        return float(loss.detach()), overlap
+
+    def _save(self, done: int) -> None:
+        state = {
+            "done": done,
+            "plan": asdict(self.plan),
+            "head": self.head.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser, _ in self._optimisers],
+            "curve": self.curve,
+        }
+        partial = self._checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.rename(self._checkpoint)
+
+    def _resume(self) -> int:
+        """Load the checkpoint of the same plan, if there is one; return how many updates it has behind it."""
+        if not self._checkpoint.exists():
+            return 0
+        state: dict[str, Any] = torch.load(self._checkpoint, weights_only=True)
+        if json.dumps(state["plan"]) != json.dumps(asdict(self.plan)):
+            raise ValueError(f"{self._checkpoint} is of another plan; remove it to begin anew")
+        self.head.load_state_dict(state["head"])
+        for (optimiser, _), saved in zip(self._optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+        self.curve = state["curve"]
+        return int(state["done"])
+
+
+def sampled_starts(
+    counts_BT: Bool[Tensor, "B T"], share: float, num_steps: int, generator: torch.Generator
+) -> tuple[Int[Tensor, "B C"], Bool[Tensor, "B C"]]:
+    """Return positions where chains begin, the same number a text, and which of them are real: its whole chain counts."""
+    length = counts_BT.shape[1]
+    can_start_BT = counts_BT.clone()
+    can_start_BT[:, :-1] &= counts_BT[:, 1:]
+    for shift in range(1, num_steps):
+        can_start_BT[:, : length - shift] &= counts_BT[:, shift:]
+    can_start_BT[:, max(0, length - num_steps + 1) :] = False
+    num_chains = max(1, math.ceil(share * int(can_start_BT.sum(1).max())))
+    noise_BT = torch.rand(counts_BT.shape, generator=generator).to(counts_BT.device)
+    starts_BC = noise_BT.masked_fill(~can_start_BT, -1.0).topk(min(num_chains, length)).indices
+    is_start_BC = can_start_BT.gather(1, starts_BC)
+    return starts_BC.masked_fill(~is_start_BC, 0), is_start_BC
+
+
+def _packed(order: Sequence[int], texts: Sequence[Text], most: int) -> Iterator[list[int]]:
+    """Cut an order of texts into groups of at most `most` padded tokens, or of one text."""
+    group: list[int] = []
+    longest = 0
+    for index in order:
+        length = len(texts[index].ids_T)
+        if group and max(longest, length) * (len(group) + 1) > most:
+            yield group
+            group, longest = [], 0
+        group.append(index)
+        longest = max(longest, length)
+    if group:
+        yield group
+
+
+def _overlap(predicted_ND: Tensor, laws_NM: Tensor, rows_MD: Tensor) -> float:
+    q = (predicted_ND.to(rows_MD.dtype) @ rows_MD.T).float().softmax(-1)
+    return float(torch.minimum(q, laws_NM.float()).sum(-1).mean())
+
+
+class NothingToLearn(ValueError):
+    """There is no text to train on."""
+
+
+def parameters_of(head: nn.Module) -> int:
+    """Return the number of trained parameters."""
+    return sum(parameter.numel() for parameter in head.parameters())
