@@ -55,6 +55,24 @@ def group_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(num_rows * num_queries, -1)
 
 
+def cached_attention(
+    layer: int,
+    query_THGK: Float[Tensor, "T H G K"],
+    context: AttentionContext,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "T HGV"]:
+    """Attend to what the cache holds for a layer: every packed token's output, in packed order."""
+    batch, cache = context.batch, context.cache
+    outputs = [
+        group_attention(query_THGK, *cache.gather(layer, group.key_slots_BL), group, scaling, window, softcap)
+        for group in batch.groups
+    ]
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out if batch.is_identity else out.index_select(0, batch.unpad_T)
+
+
 def tree_attention(
     module: nn.Module,
     query: Float[Tensor, "1 HG T K"],
@@ -80,13 +98,7 @@ def tree_attention(
     num_tokens, num_heads, head_size = query.shape[2], key.shape[1], query.shape[3]
     query_THGK = query[0].transpose(0, 1).reshape(num_tokens, num_heads, -1, head_size)
     scale = head_size**-0.5 if scaling is None else scaling
-    outputs = [
-        group_attention(query_THGK, *cache.gather(layer, group.key_slots_BL), group, scale, sliding_window, softcap)  # type: ignore[arg-type]
-        for group in batch.groups
-    ]
-    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    if not batch.is_identity:
-        out = out.index_select(0, batch.unpad_T)
+    out = cached_attention(layer, query_THGK, attention_context, scale, sliding_window, softcap)  # type: ignore[arg-type]
     return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
 
 

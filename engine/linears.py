@@ -20,6 +20,11 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight [outputs, inputs], a copy made anew."""
+        return self._packed.to_dense()
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]

@@ -4,11 +4,24 @@ One rule for all: node v of a tree lies at logical position root_position + v, a
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from engine.packing import Segment
 from engine.tree import TokenTree
+
+
+class GrowingNodes(Protocol):
+    """A tree as far as it has grown: what is known of each node, and which have keys."""
+
+    token_ids: list[int]
+    depths: list[int]
+    fed: set[int]
+
+    def path(self, node: int) -> list[int]:
+        """Return the nodes from the root to `node`, both included."""
+        ...
 
 
 def chain_segment(token_ids: Sequence[int], context_len: int, slots: Sequence[int]) -> Segment:
@@ -36,4 +49,24 @@ def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, 
         key_slots=slots[:end],
         tail_visible_TW=visible_WW,
         tail_positions=positions,
+    )
+
+
+def level_segment(nodes: Sequence[int], tree: GrowingNodes, root_position: int, slots: Sequence[int]) -> Segment:
+    """Return the segment that feeds nodes of a growing tree: each sees the context, its ancestors and itself.
+
+    Only slots that hold keys are gathered: a node that has never been fed has none.
+    """
+    tail = sorted(tree.fed.union(nodes))
+    place = {node: index for index, node in enumerate(tail)}
+    visible_TW = np.zeros((len(nodes), len(tail)), dtype=np.bool_)
+    for query, node in enumerate(nodes):
+        visible_TW[query, [place[ancestor] for ancestor in tree.path(node)]] = True
+    return Segment(
+        token_ids=[tree.token_ids[node] for node in nodes],
+        positions=[root_position + tree.depths[node] for node in nodes],
+        write_slots=[slots[root_position + node] for node in nodes],
+        key_slots=[*slots[:root_position], *(slots[root_position + node] for node in tail)],
+        tail_visible_TW=visible_TW,
+        tail_positions=[root_position + tree.depths[node] for node in tail],
     )

@@ -1,12 +1,13 @@
 """The target model and its cache: the one tree-masked forward of a step.
 
-Shape key: N nodes of all decoding rows' trees (tree after tree), V vocabulary.
+Shape key: T packed tokens, N nodes of all decoding rows' trees (tree after tree), V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.kv_cache import KVCache
@@ -17,12 +18,25 @@ from engine.segments import tree_segment
 from engine.tree import TokenTree
 
 
+class PassObserver(Protocol):
+    """Whoever keeps something of each pass beside the cache, by slot."""
+
+    def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
+        """Take note of a pass that has just run: token t of it was cached in slot t of `write_slots_T`."""
+        ...
+
+
 class Target:
     """The model whose law is served. Owns its cache's contents; slots are the scheduler's."""
 
     def __init__(self, model: CausalModel, num_slots: int) -> None:
         self.model = model
         self.cache = KVCache(num_slots, model.device)
+        self._observers: list[PassObserver] = []
+
+    def report_to(self, observer: PassObserver) -> None:
+        """Tell `observer` of every pass from now on."""
+        self._observers.append(observer)
 
     def forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> Float[Tensor, "N V"]:
         """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees."""
@@ -40,4 +54,8 @@ class Target:
                 logit_rows.extend(range(end - tree.num_nodes, end))
             start = end
         rows_N = torch.tensor(logit_rows, dtype=torch.int64, device=self.model.device)
-        return self.model.forward(pack(segments, self.model.device), self.cache, rows_N)
+        batch = pack(segments, self.model.device)
+        logits_NV = self.model.forward(batch, self.cache, rows_N)
+        for observer in self._observers:
+            observer.on_pass(batch.write_slots_T)
+        return logits_NV

@@ -1,0 +1,234 @@
+"""A draft head at work: every proposal is what the net says by the book, what it keeps is true, and no text changes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.config import SchedulerConfig
+from engine.draft.drafter import FrontierNode, Proposal
+from engine.draft.growth import grow
+from engine.draft.head_drafter import FeaturePool, HeadDrafter
+from engine.engine import Engine
+from engine.kv_cache import KVCache
+from engine.linears import PackedLinear
+from engine.model import adopt
+from engine.plan import StepPlan
+from engine.policy import FixedExpansion
+from engine.scheduler import Scheduler
+from engine.testing import tiny_engine, tiny_model, tiny_module
+from engine.tree import Expansion, TokenTree, parse_expansion
+from engine.types import FinishReason
+from tests.model.driving import greedy, run, sampled
+from tests.model.heads import head_engine, head_logits, learnt_head, random_head, true_features
+from tests.model.passes import CPU
+from tests.model.rows import decoding_row
+from tests.model.test_kv_cache import RandomExpansion
+from tests.model.tiny import model, own_greedy_text, own_module
+
+EXACT, WRONG = 1e-3, 1e-1  # of logits of size 1 to 10
+CROWDED = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_model_len=64)
+PROMPTS = [[5 + (7 * row + 3 * i) % 50 for i in range(4 + 9 * row)] for row in range(4)]
+REQUESTS = [
+    greedy("greedy", PROMPTS[0], max_tokens=24),
+    sampled("coupled", PROMPTS[1], seed=1, max_tokens=24),
+    sampled("traversal", PROMPTS[2], seed=2, max_tokens=24, verifier="traversal"),
+    sampled("specinfer", PROMPTS[3], seed=3, max_tokens=24, verifier="specinfer", temperature=0.3),
+    greedy("plain", PROMPTS[1], max_tokens=6, is_enabled=False),
+]
+
+
+@pytest.fixture
+def poisoned_pools(monkeypatch):
+    """Pools are not zeroed: here what was never written is NaN, in the caches and among the features."""
+    pool_of, made = KVCache._pool, FeaturePool.__init__
+
+    def poisoned(pool, *args):
+        made(pool, *args)
+        pool._pool_SW[: pool.before_all] = float("nan")
+
+    monkeypatch.setattr(KVCache, "_pool", lambda cache, example: pool_of(cache, example).fill_(float("nan")))
+    monkeypatch.setattr(FeaturePool, "__init__", poisoned)
+
+
+class Proposals:
+    """Watches a drafter: how far its proposals are from the net's own logits, and how deep they went."""
+
+    def __init__(self, engine: Engine, family: str = "llama") -> None:
+        drafter = engine.drafter
+        assert isinstance(drafter, HeadDrafter)
+        self.error, self.depths = 0.0, [0] * 8
+        self._head, self._module = random_head(len(drafter._layers)), own_module(family)
+        self._head.load_state_dict({**self._head.state_dict(), **drafter._head.state_dict()})
+        for name in ("feed", "extend"):
+            monitored = self._watched(getattr(drafter, name))
+            setattr(drafter, name, monitored)
+
+    def _watched(self, ask: Callable[..., Proposal]) -> Callable[..., Proposal]:
+        def watched(*args):
+            proposal = ask(*args)
+            for asked, logits_V in zip(args[-1], proposal.logits_PV, strict=True):
+                self._compare(asked, logits_V)
+            return proposal
+
+        return watched
+
+    def _compare(self, asked: FrontierNode, logits_V: Tensor) -> None:
+        context = asked.law_context
+        expected = head_logits(self._head, self._module, context.history, context.path_ids)
+        assert torch.equal(logits_V.isfinite() | logits_V.isnan(), expected.isfinite())
+        error = float((logits_V - expected)[expected.isfinite()].abs().max())
+        self.error = max(self.error, error if error == error else float("inf"))
+        self.depths[len(context.path_ids)] += 1
+
+
+def proposals_of_a_run(num_layers: int = 1, family: str = "llama") -> Proposals:
+    """Run rows of every kind together through chunks, random trees and preemption; compare all that is proposed."""
+    engine = head_engine(random_head(num_layers), model(family), RandomExpansion(3), CROWDED)
+    proposals = Proposals(engine, family)
+    session = run(engine, REQUESTS)
+    assert all(outcome.finish is FinishReason.LENGTH for outcome in session.outcomes.values())
+    assert sum(stats.num_preemptions for stats in session.stats)
+    return proposals
+
+
+@pytest.mark.usefixtures("poisoned_pools")
+@pytest.mark.parametrize(("num_layers", "family"), [(1, "llama"), (2, "qwen2"), (1, "gemma3")])
+def test_every_proposal_is_the_nets_own(num_layers, family):
+    """Committed tokens read the target's true features, drafted ones the head's own states; in training it is the same."""
+    proposals = proposals_of_a_run(num_layers, family)
+    assert proposals.error < EXACT
+    assert min(proposals.depths[:4]) > 20
+
+
+def reads_its_own_feature(drafter, row):
+    return row.slots[row.draft_len : row.draft_len + len(row.draft_ids)]
+
+
+def reads_the_slot_before(drafter, row):
+    """Position 0 reads whatever lies in the last slot."""
+    return [row.slots[position - 1] for position in range(row.draft_len, row.draft_len + len(row.draft_ids))]
+
+
+def drafted_keys_are_kept(scheduler, row, result):
+    return row.draft_len + len(row.draft_ids) if row.expansion.is_plain else row.root_position + result.drafted_len
+
+
+def nothing_is_told_of_nodes(drafter, write_slots_T):
+    """Only a row's first token has its feature kept; of short steps that is the root."""
+    with torch.inference_mode():
+        drafter._pool.write(write_slots_T[:1], drafter._head.features(drafter._tap.latest())[:1])
+
+
+def roots_are_proposed_for_at_once(scheduler, sequence, wish):
+    return wish.num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant"),
+    [
+        (HeadDrafter, "_slots_before", reads_its_own_feature),
+        (HeadDrafter, "_slots_before", reads_the_slot_before),
+        (HeadDrafter, "on_pass", nothing_is_told_of_nodes),
+        (Scheduler, "_draft_len_after", drafted_keys_are_kept),
+        (Scheduler, "_num_claimed", roots_are_proposed_for_at_once),
+    ],
+)
+def test_the_nets_own_proposals_kill(where, name, mutant, monkeypatch):
+    """The text would be right still, as any draft is lossless: only the proposals show it."""
+    monkeypatch.setattr(where, name, mutant)
+    assert proposals_of_a_run().error > WRONG
+
+
+def feature_error(engine: Engine) -> float:
+    """Return how far the kept features of all cached tokens are from the target's."""
+    drafter = engine.drafter
+    assert isinstance(drafter, HeadDrafter)
+    errors = [0.0]
+    for sequence in engine._scheduler._by_id.values():
+        if sequence.slots:
+            ids_BT = torch.tensor([sequence.token_ids[: sequence.target_len]])
+            kept = drafter._pool.at(torch.tensor(sequence.slots))
+            errors.append(float((kept - true_features(drafter._head, own_module("llama"), ids_BT)[0]).abs().max()))
+        assert sequence.draft_len <= sequence.target_len
+    return max(errors)
+
+
+@pytest.mark.usefixtures("poisoned_pools")
+def test_whoever_keeps_a_slot_keeps_its_feature():
+    engine = head_engine(learnt_head(), policy=RandomExpansion(5), config=CROWDED)
+    errors: list[float] = []
+    run(engine, REQUESTS, lambda engine: errors.append(feature_error(engine)))
+    assert max(errors) < EXACT
+
+
+TREES = ("2.2.2", "delayed_distinct.1.2.1", "static.8", "heap.8", "calibrated.8", "threshold.8", "noise_aware.8", "beam.8")
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("config", [None, CROWDED])
+def test_no_text_changes(tree, config):
+    expansion = parse_expansion(tree)
+    requests = [
+        *(greedy(str(row), PROMPTS[row], expansion=expansion) for row in range(3)),
+        *(sampled(f"seed {row}", PROMPTS[row], seed=row) for row in range(3)),
+    ]
+    engine = head_engine(learnt_head(), policy=FixedExpansion(expansion), config=config)
+    texts = run(engine, requests).texts()
+    assert texts == run(tiny_engine(model("llama")), requests).texts()
+    assert [texts[str(row)] for row in range(3)] == [own_greedy_text("llama", PROMPTS[row], 12) for row in range(3)]
+
+
+def test_a_head_over_packed_tied_weights_says_the_same():
+    """The output rows come from a layer that is packed already; the head's own layers are packed too."""
+    config = LlamaConfig(**{**tiny_module().config.to_dict(), "tie_word_embeddings": True})
+    proposals = []
+    for linears in ("plain", "packed"):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            target = adopt(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), CPU, linears)
+        engine = head_engine(random_head(), target, linears=linears)
+        drafter = engine.drafter
+        assert isinstance(drafter, HeadDrafter)
+        assert isinstance(drafter._output, PackedLinear) == (linears == "packed")
+        row = decoding_row((5,), Expansion(3, 1, 0))
+        proposals.append(grow(drafter, [row], 61, CPU).forest.draft_laws_RV)
+    assert torch.allclose(*proposals, atol=1e-5)
+
+
+def test_a_head_works_in_the_targets_precision():
+    target = tiny_model()
+    target.module.to(torch.bfloat16)
+    engine = head_engine(random_head(), target)
+    session = run(engine, [greedy("a", PROMPTS[1]), sampled("b", PROMPTS[2], seed=1)])
+    assert sum(stats.num_drafts for stats in session.stats)
+    assert {pool.dtype for pool in engine.drafter._cache._keys.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (random_head(target_width=16), "width 16, this one has 32"),
+        (random_head(vocab_size=64), "not ascending ids of the target's 61"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(head, why):
+    with pytest.raises(ValueError, match=why):
+        HeadDrafter("head", head, model("llama"), 8)
+
+
+def test_a_head_of_a_deeper_target_is_refused():
+    with pytest.raises(ValueError, match="after layers"):
+        HeadDrafter("head", random_head(), tiny_model(num_layers=2), 8)
+
+
+def test_a_prompt_alone_is_fed_without_a_proposal():
+    """A plain row's tokens are fed by the features before them; there is nothing to propose and nothing to attend for."""
+    engine = head_engine(random_head(2))
+    drafter = engine.drafter
+    row = decoding_row((5, 9, 33, 4), Expansion(0, 1, 0))
+    engine.target.forward(StepPlan(0, (row,)), [TokenTree.single(4)])
+    assert drafter.feed([row], []).logits_PV.shape == (0, 61)
+    assert drafter._cache.num_layers == 2
