@@ -37,7 +37,7 @@ def chain_states(
     rotation = head.rotary(positions_T[None].expand(num_texts, length))
     keys: list[tuple[Tensor, Tensor]] = []  # of step 0, by layer
     state = features_BTW
-    for layer in head.layers:
+    for layer in head.decoder:
         query, key, value = layer.projected(state, tokens_BTW, *rotation)
         keys.append((key, value))
         state = layer.finished(state, _causal(query, key, value))
@@ -45,11 +45,11 @@ def chain_states(
     visible_BCT = positions_T <= starts_BC[..., None]
     rows_B1 = torch.arange(num_texts, device=starts_BC.device)[:, None]
     state = state[rows_B1, starts_BC]
-    own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.layers]  # of the chains' steps, by layer
+    own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.decoder]  # of the chains' steps, by layer
     for step in range(1, num_steps):
         positions_BC = starts_BC + step
         rotation, tokens = head.rotary(positions_BC), tokens_BTW[rows_B1, positions_BC]
-        for layer, trunk, chain in zip(head.layers, keys, own, strict=True):
+        for layer, trunk, chain in zip(head.decoder, keys, own, strict=True):
             query, key, value = layer.projected(state, tokens, *rotation)
             chain.append((key, value))
             state = layer.finished(state, _chained(layer, query, trunk, chain, visible_BCT))
@@ -71,12 +71,12 @@ def _chained(
 ) -> Float[Tensor, "B C HGK"]:
     """Attend to the true keys up to each chain's start, and to the chain's own keys."""
     shape = layer.shape
-    query = query_BCNK.unflatten(2, (shape.num_kv_heads, -1)) * shape.head_size**-0.5  # [B, C, H, G, K]
+    query = torch.unflatten(query_BCNK, 2, (shape.num_kv_heads, -1)) * shape.head_size**-0.5  # [B, C, H, G, K]
     trunk_scores = torch.einsum("bchgk,bthk->bchgt", query, trunk[0])
     trunk_scores = trunk_scores.float().masked_fill(~visible_BCT[:, :, None, None], float("-inf"))
     own_keys, own_values = (torch.stack(parts, dim=-2) for parts in zip(*chain, strict=True))  # [B, C, H, S, K]
     own_scores = torch.einsum("bchgk,bchsk->bchgs", query, own_keys).float()
     weights = torch.cat([trunk_scores, own_scores], dim=-1).softmax(-1).to(query.dtype)
-    to_trunk, to_own = weights.split([trunk_scores.shape[-1], own_scores.shape[-1]], dim=-1)
+    to_trunk, to_own = torch.split(weights, [trunk_scores.shape[-1], own_scores.shape[-1]], dim=-1)
     out = torch.einsum("bchgt,bthk->bchgk", to_trunk, trunk[1]) + torch.einsum("bchgs,bchsk->bchgk", to_own, own_values)
     return out.flatten(2)

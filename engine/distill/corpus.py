@@ -56,7 +56,7 @@ class RecordingTarget(Target):
         logits_NV = super().forward(plan, trees)
         states = self._tap.latest().to("cpu", torch.bfloat16)
         lengths = [len(row.certain_ids) for row in plan.rows]
-        for row, part in zip(plan.rows, states.split(lengths), strict=True):
+        for row, part in zip(plan.rows, torch.split(states, lengths), strict=True):
             self._parts.setdefault(row.request_id, []).append(part)
         return logits_NV
 
@@ -120,8 +120,8 @@ class Corpus:
             layout = _layout(path)
             with safe_open(path, framework="pt") as file:
                 ids, states = file.get_tensor("ids"), file.get_tensor("states")
-            ids_parts = ids.split([length for _, length, _ in layout])
-            state_parts = states.split([length - 1 for _, length, _ in layout])
+            ids_parts = torch.split(ids, [length for _, length, _ in layout])
+            state_parts = torch.split(states, [length - 1 for _, length, _ in layout])
             for (index, _, num_prompt), ids_T, states_TFD in zip(layout, ids_parts, state_parts, strict=True):
                 yield Text(index, ids_T, num_prompt, states_TFD)
 

@@ -153,7 +153,7 @@ class Trainer:
                     kept, laws = predicted[is_start_BC], laws_NM[law_of_BT[rows, starts_BC + step][is_start_BC]]
                 total = total + distillation_loss(kept.bfloat16(), laws, self._rows_MD, weight)
         loss = total / plan.num_steps
-        (loss * share).backward()
+        (loss * share).backward()  # type: ignore[no-untyped-call]
         return float(loss.detach()), overlap
 
     def _save(self, done: int) -> None:

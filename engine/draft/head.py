@@ -41,6 +41,14 @@ class HeadShape:
     norm_eps: float = 1e-5
 
 
+class Norm(nn.RMSNorm):
+    """Root mean square norm in its input's precision, whatever that of its weight."""
+
+    def forward(self, x: Float[Tensor, "*T W"]) -> Float[Tensor, "*T W"]:
+        """Return the scaled input."""
+        return functional.rms_norm(x, tuple(self.normalized_shape), self.weight.to(x.dtype), self.eps)
+
+
 class HeadLayer(nn.Module):
     """A pre-norm decoder layer without its attention product, which differs between serving and training.
 
@@ -52,11 +60,11 @@ class HeadLayer(nn.Module):
         self.shape = shape
         width, inner = shape.width, shape.num_heads * shape.head_size
         kv = shape.num_kv_heads * shape.head_size
-        self.state_norm = nn.RMSNorm(width, shape.norm_eps)
-        self.token_norm = nn.RMSNorm(width, shape.norm_eps) if is_first else None
+        self.state_norm = Norm(width, shape.norm_eps)
+        self.token_norm = Norm(width, shape.norm_eps) if is_first else None
         self.qkv = nn.Linear(2 * width if is_first else width, inner + 2 * kv, bias=False)
         self.output = nn.Linear(inner, width, bias=False)
-        self.mlp_norm = nn.RMSNorm(width, shape.norm_eps)
+        self.mlp_norm = Norm(width, shape.norm_eps)
         self.gate_up = nn.Linear(width, 2 * shape.intermediate, bias=False)
         self.down = nn.Linear(shape.intermediate, width, bias=False)
 
@@ -95,8 +103,13 @@ class DraftHead(nn.Module):
         self.fuse = nn.Linear(len(shape.feature_layers) * shape.target_width, shape.width, bias=False)
         self.token = nn.Linear(shape.target_width, shape.width, bias=False)
         self.layers = nn.ModuleList(HeadLayer(shape, index == 0) for index in range(shape.num_layers))
-        self.last_norm = nn.RMSNorm(shape.width, shape.norm_eps)
+        self.last_norm = Norm(shape.width, shape.norm_eps)
         self.widen = nn.Linear(shape.width, shape.target_width, bias=False)
+
+    @property
+    def decoder(self) -> list[HeadLayer]:
+        """The decoder layers, first to last."""
+        return list(self.layers)  # type: ignore[arg-type]
 
     def features(self, states_TFD: Float[Tensor, "*T F D"]) -> Float[Tensor, "*T W"]:
         """Fuse the target's states after the feature layers, each scaled to a mean square of 1, into one feature a token."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine.attention import AttentionContext, cached_attention
 from engine.draft.drafter import FrontierNode, Proposal
-from engine.draft.head import DraftHead, HeadLayer, HeadShape
+from engine.draft.head import DraftHead, HeadShape
 from engine.draft.passes import fed_segments, level_segments, places_of_roots
 from engine.kv_cache import KVCache
 from engine.linears import prepare_linears
@@ -64,7 +64,7 @@ class HeadDrafter:
         self._embedding: nn.Module = target.module.get_input_embeddings()
         dtype = target.module.dtype
         self._head = head.to(self._device, dtype)
-        self._layers: list[HeadLayer] = list(head.layers)  # type: ignore[arg-type]
+        self._layers = head.decoder
         self._vocab_M = head.vocab_M.to(torch.int64)
         rows_MD = target.module.get_output_embeddings().weight[self._vocab_M]
         maps = nn.ModuleList([self._head, _output_of(head, rows_MD)])

@@ -1,0 +1,77 @@
+"""From a corpus to a head's file: vocabulary, training, held-out figures, recipe."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from engine.distill.corpus import Corpus, Text
+from engine.distill.evaluation import evaluate
+from engine.distill.rows import frequent_tokens
+from engine.distill.trainer import NothingToLearn, Trainer, TrainingPlan, parameters_of
+from engine.draft.head import DraftHead, HeadShape
+from engine.model import CausalModel
+
+_HELD_OUT = 20  # one text in this many is kept to measure on
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A trained head, its recipe (how it was made and what it reached on held-out texts), and the curve of its training."""
+
+    head: DraftHead
+    recipe: dict[str, object]
+    curve: list[dict[str, float]]
+
+
+def shape_for(model: CausalModel, width: int, num_layers: int, intermediate: int, feature_layers: tuple[int, ...]) -> HeadShape:
+    """Return a head's shape for a target, with attention heads of 64, a third as many for keys; raise ValueError if it cannot be."""
+    if width % 192:
+        raise ValueError(f"the inner width must be a multiple of 192, not {width}")
+    target_width = model.module.get_input_embeddings().weight.shape[1]
+    heads = width // 64
+    return HeadShape(target_width, feature_layers, width, num_layers, heads, heads // 3, 64, intermediate)
+
+
+def is_held_out(text: Text) -> bool:
+    """Return whether a text is measured on instead of learned."""
+    return text.index % _HELD_OUT == 0
+
+
+def distil(
+    model: CausalModel,
+    corpus: Corpus,
+    shape: HeadShape,
+    vocab_size: int,
+    plan: TrainingPlan,
+    checkpoint: Path,
+    notes: Mapping[str, object],
+) -> Distilled:
+    """Train a head on a corpus; goes on from `checkpoint` if it exists. Raises NothingToLearn.
+
+    `model` lends embeddings and output head, in its own precision; its layers are not run.
+    """
+    texts = sorted(corpus.texts(), key=lambda text: text.index)
+    learned = [text for text in texts if not is_held_out(text) and len(text.ids_T) - text.num_prompt > plan.num_steps]
+    held_out = [text for text in texts if is_held_out(text)]
+    if not learned or not held_out:
+        raise NothingToLearn(f"{corpus.folder} has {len(texts)} texts, too few to learn from")
+    vocab_M, coverage = frequent_tokens(model, learned, vocab_size)
+    embeddings_VD = model.module.get_input_embeddings().weight
+    output_VD = model.module.get_output_embeddings().weight
+    torch.manual_seed(plan.seed)
+    head = DraftHead(shape, vocab_M).to(model.device)
+    trainer = Trainer(head, embeddings_VD, output_VD[vocab_M], plan, checkpoint)
+    trainer.run(learned)
+    reports = evaluate(head, embeddings_VD, output_VD, held_out)
+    recipe = {
+        **notes,
+        "num_texts": len(learned),
+        "num_tokens": sum(len(text.ids_T) - text.num_prompt for text in learned),
+        "num_parameters": parameters_of(head),
+        "coverage": round(coverage, 4),
+        "plan": asdict(plan),
+        "held_out": [asdict(report) for report in reports],
+    }
+    return Distilled(head, recipe, trainer.curve)

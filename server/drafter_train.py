@@ -1,0 +1,155 @@
+"""`latebranch drafter train` and `evaluate`: distil a draft head for a target, and measure one on texts it never saw."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from engine.weights import resolve
+from engine.weights.fingerprint import RECIPE_KEY, fingerprint
+
+if TYPE_CHECKING:
+    from engine.model import CausalModel
+
+_PROMPTS = Path(__file__).parent.parent / "configs" / "drafters" / "prompts.yaml"
+
+
+def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `train`."""
+    train = commands.add_parser("train", help="distil a draft head: the target writes texts, a small net learns its laws")
+    _add_target(train)
+    train.add_argument("--work", type=Path, required=True, help="folder of texts and checkpoints; a run that was cut off goes on")
+    train.add_argument(
+        "--out", type=Path, required=True, help="safetensors file to write, with its curve (.jsonl, .png) beside it"
+    )
+    train.add_argument("--prompt-grammar", type=Path, default=_PROMPTS, help="YAML file of templates and fillers")
+    train.add_argument("--num-prompts", type=int, default=6000, help="texts to write")
+    train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
+    train.add_argument("--batch", type=int, default=192, help="texts written at a time")
+    train.add_argument("--width", type=int, default=576, help="inner width of the head")
+    train.add_argument("--intermediate", type=int, default=2304, help="width of its feed-forward layer")
+    train.add_argument("--head-layers", type=int, default=1, help="its decoder layers")
+    train.add_argument("--feature-layers", type=_numbers, help="counts of target layers whose output it reads; default thirds")
+    train.add_argument("--vocab", type=int, default=8192, help="tokens it can propose: the target's likeliest")
+    train.add_argument("--epochs", type=int, default=4)
+    train.add_argument("--refusal-weight", type=float, default=0.0, help="share of the refused mass in the loss at the end")
+    train.add_argument("--seed", type=int, default=1)
+    train.set_defaults(handler=_train)
+
+
+def add_evaluate_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `evaluate`."""
+    measure = commands.add_parser("evaluate", help="measure a draft head on the target's answers to given prompts, by kind")
+    _add_target(measure)
+    measure.add_argument("--head", type=Path, required=True)
+    measure.add_argument("--prompts", type=Path, required=True, help="YAML file of prompts by kind")
+    measure.add_argument("--max-tokens", type=int, default=96)
+    measure.add_argument("--steps", type=int, default=6, help="depth of the chains")
+    measure.add_argument("--seed", type=int, default=99)
+    measure.set_defaults(handler=_evaluate)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="reference of the target's weights")
+    parser.add_argument("--dtype", default="bfloat16", help="precision of the target's pass")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    from engine.distill.corpus import Corpus, collect  # torch is slow to import, and other commands need not wait for it
+    from engine.distill.distil import distil, shape_for
+    from engine.distill.prompts import PromptGrammar
+    from engine.distill.trainer import TrainingPlan
+
+    folder = resolve(parsed.target).folder
+    prompts = _as_chats(folder, PromptGrammar.load(parsed.prompt_grammar).draw(parsed.num_prompts, parsed.seed))
+    model = _load(parsed, folder, "packed")
+    depth = len(model.module.model.layers)
+    layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)
+    corpus = Corpus(parsed.work / "texts")
+    collect(corpus, model, layers, prompts, max_tokens=parsed.max_tokens, seed=parsed.seed * 1_000_000, batch=parsed.batch)
+    model = _load(parsed, folder, "plain")
+    shape = shape_for(model, parsed.width, parsed.head_layers, parsed.intermediate, layers)
+    plan = TrainingPlan(num_epochs=parsed.epochs, refusal_weight=parsed.refusal_weight, seed=parsed.seed)
+    notes = {"target": parsed.target, "command": _command(parsed), RECIPE_KEY: fingerprint(folder).as_text()}
+    distilled = distil(model, corpus, shape, parsed.vocab, plan, parsed.work / "checkpoint.pt", notes)
+    distilled.head.save(parsed.out, distilled.recipe)
+    parsed.out.with_suffix(".jsonl").write_text("".join(json.dumps(point) + "\n" for point in distilled.curve))
+    _plot(distilled.curve, parsed.out.with_suffix(".png"))
+    sys.stdout.write(json.dumps(distilled.recipe) + "\n")
+    return 0
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    from engine.distill.corpus import write_texts
+    from engine.distill.evaluation import evaluate
+    from engine.draft.head import DraftHead
+
+    folder = resolve(parsed.target).folder
+    head, _ = DraftHead.load(parsed.head)
+    model = _load(parsed, folder, "plain")
+    embeddings, output = model.module.get_input_embeddings().weight, model.module.get_output_embeddings().weight
+    for kind, entries in yaml.safe_load(parsed.prompts.read_text()).items():
+        chats = dict(enumerate(_as_chats(folder, [_message(entry) for entry in entries])))
+        texts = list(write_texts(model, head.shape.feature_layers, chats, parsed.max_tokens, parsed.seed, len(chats)))
+        reports = evaluate(head.to(model.device), embeddings, output, texts, parsed.steps, share=1.0)
+        sys.stdout.write(json.dumps({"kind": kind, "depths": [asdict(report) for report in reports]}) + "\n")
+    return 0
+
+
+def _message(entry: str | Mapping[str, Any]) -> str:
+    return entry if isinstance(entry, str) else str(entry["prompt"])
+
+
+def _load(parsed: argparse.Namespace, folder: Path, linears: str) -> "CausalModel":
+    import torch
+
+    from engine.model import load_model
+
+    torch.set_num_threads(parsed.threads)
+    device = torch.device(parsed.device)
+    return load_model(folder, parsed.dtype, device, linears if device.type == "cpu" else "plain")
+
+
+def _as_chats(folder: Path, messages: Sequence[str]) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = [[{"role": "user", "content": message}] for message in messages]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+
+
+def _command(parsed: argparse.Namespace) -> str:
+    names = ("target", "num_prompts", "max_tokens", "batch", "width", "intermediate", "head_layers", "vocab", "epochs", "seed")
+    flags = " ".join(f"--{name.replace('_', '-')} {getattr(parsed, name)}" for name in names)
+    return f"latebranch drafter train {flags} --work {parsed.work.name} --out {parsed.out.name}"
+
+
+def _plot(curve: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw loss and overlap by update, if matplotlib is installed."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        sys.stderr.write("matplotlib is not installed: no plot\n")
+        return
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    updates = [point["update"] for point in curve]
+    left.plot(updates, [point["loss"] for point in curve])
+    left.set(xlabel="update", ylabel="loss, mean over the steps of a chain")
+    right.plot(updates, [point["overlap"] for point in curve])
+    right.set(xlabel="update", ylabel="sum of min(p, q) at step 1, training texts")
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,247 @@
+"""Distillation: texts are what the target wrote, chains are trained as they are served, the loss has the right gradient."""
+
+import dataclasses
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.distill.chains import chain_states
+from engine.distill.corpus import Corpus, Text, collect
+from engine.distill.evaluation import evaluate
+from engine.distill.loss import distillation_loss, teacher_laws
+from engine.distill.prompts import PromptGrammar
+from engine.distill.rows import frequent_tokens
+from engine.distill.trainer import Trainer, TrainingPlan, batched, sampled_starts
+from engine.draft.head import DraftHead, HeadShape
+from engine.testing import tiny_model, tiny_module
+
+LAYERS = (1, 3)
+SHAPE = HeadShape(32, LAYERS, width=24, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, intermediate=40)
+PLAN = TrainingPlan(num_epochs=2, tokens_per_update=120, tokens_per_pass=60, num_steps=3, num_warmup=2, checkpoint_every=3)
+
+
+def tiny_head(seed: int = 0, vocab: Tensor | None = None) -> DraftHead:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return DraftHead(SHAPE, torch.arange(3, 61) if vocab is None else vocab)
+
+
+def some_texts(count: int = 12) -> list[Text]:
+    generator = torch.Generator().manual_seed(5)
+    texts = []
+    for index in range(count):
+        length = 12 + index
+        states = torch.randn(length - 1, 2, 32, generator=generator).bfloat16()
+        texts.append(Text(index, torch.randint(0, 61, (length,), generator=generator).int(), 4, states))
+    return texts
+
+
+# ---- corpus
+
+
+def test_texts_are_the_targets_own_and_states_are_the_models(tmp_path: Path) -> None:
+    model = tiny_model()
+    prompts = [[5, 9, 11 + i] for i in range(9)]
+    corpus = Corpus(tmp_path)
+    collect(corpus, model, LAYERS, prompts, max_tokens=10, seed=7, batch=4, texts_per_shard=4)
+    texts = sorted(corpus.texts(), key=lambda text: text.index)
+    assert [text.index for text in texts] == list(range(9))
+    assert [text.ids_T[:3].tolist() for text in texts] == prompts
+    for text in texts:
+        reference = _reference_states(text.ids_T[:-1])
+        assert torch.allclose(text.states_TFD.float(), reference, rtol=0.01, atol=0.01)  # they are kept in bfloat16
+    greedy = texts[2]  # the third temperature is 0
+    expected = tiny_module().generate(
+        torch.tensor([prompts[2]]), attention_mask=torch.ones(1, 3), max_new_tokens=10, do_sample=False, pad_token_id=0
+    )
+    assert greedy.ids_T.tolist() == expected[0].tolist()
+
+
+def test_a_collection_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+    model, prompts = tiny_model(), [[5, 9, 11 + i] for i in range(6)]
+    whole, cut = Corpus(tmp_path / "whole"), Corpus(tmp_path / "cut")
+    collect(whole, model, LAYERS, prompts, max_tokens=6, seed=1, batch=2, texts_per_shard=2)
+    collect(cut, model, LAYERS, prompts, max_tokens=6, seed=1, batch=2, texts_per_shard=2)
+    cut.shards[-1].unlink()
+    collect(cut, model, LAYERS, prompts, max_tokens=6, seed=1, batch=2, texts_per_shard=2)
+    by_index = [{text.index: text.ids_T.tolist() for text in corpus.texts()} for corpus in (whole, cut)]
+    assert by_index[0] == by_index[1]
+    assert len(by_index[0]) == 6
+
+
+def _reference_states(ids_T: Tensor) -> Tensor:
+    out = tiny_module()(input_ids=ids_T[None].long(), output_hidden_states=True)
+    return torch.stack([out.hidden_states[1][0], out.hidden_states[-1][0]], dim=1)
+
+
+# ---- chains
+
+
+def naive_chain(head: DraftHead, text: Text, embeddings_TD: Tensor, start: int, num_steps: int) -> list[Tensor]:
+    """One chain token by token, with plain loops over what each position may see."""
+    states = text.states_TFD.float()
+    features = torch.cat([torch.zeros(1, SHAPE.width), head.features(states)])[:-1]
+    inputs = list(head.tokens(embeddings_TD))
+    caches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.decoder]
+    state = torch.zeros(SHAPE.width)
+    found: list[Tensor] = []
+    for position in range(start + num_steps):
+        state = features[position] if position <= start else found[-1]
+        for layer, cache in zip(head.decoder, caches, strict=True):
+            query, key, value = layer.projected(state, inputs[position], *head.rotary(torch.tensor(position)))
+            cache.append((key, value))
+            heads = []
+            for index in range(SHAPE.num_heads):
+                group = index // (SHAPE.num_heads // SHAPE.num_kv_heads)
+                scores = torch.stack([query[index] @ key[group] for key, _ in cache]) * SHAPE.head_size**-0.5
+                weights = scores.softmax(0)
+                heads.append(sum(w * value[group] for w, (_, value) in zip(weights, cache, strict=True)))
+            state = layer.finished(state, torch.cat(heads))
+        if position >= start:
+            found.append(state)
+    return found
+
+
+def test_chains_in_parallel_are_chains_one_by_one() -> None:
+    head, texts = tiny_head(), some_texts(3)
+    embeddings_VD = torch.randn(61, 32, generator=torch.Generator().manual_seed(1))
+    batch = batched(texts, torch.device("cpu"))
+    starts_BC = torch.tensor([[3, 6], [5, 1], [8, 4]])
+    with torch.inference_mode():
+        steps = list(chain_states(head, batch.states_BTFD.float(), embeddings_VD[batch.ids_BT], starts_BC, 3))
+        for row, text in enumerate(texts):
+            for column, start in enumerate(starts_BC[row].tolist()):
+                naive = naive_chain(head, text, embeddings_VD[text.ids_T[:-1].long()], start, 3)
+                parallel = [steps[0][row, start], *(state[row, column] for state in steps[1:])]
+                for one, other in zip(naive, parallel, strict=True):
+                    assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_chains_start_where_they_count_to_their_end() -> None:
+    counts_BT = torch.zeros(2, 20, dtype=torch.bool)
+    counts_BT[0, 4:15] = True
+    counts_BT[1, 10:13] = True  # too short for a chain of four
+    starts_BC, is_start_BC = sampled_starts(counts_BT, 0.5, 4, torch.Generator().manual_seed(0))
+    assert not is_start_BC[1].any()
+    assert all(4 <= start <= 11 for start in starts_BC[0][is_start_BC[0]].tolist())
+    assert int(is_start_BC[0].sum()) == 4
+
+
+# ---- loss
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.4, 1.0])
+def test_the_loss_has_the_gradient_that_autograd_finds(weight: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows_MD = torch.randn(13, 6, generator=generator)
+    laws_NM = teacher_laws(torch.randn(7, 6, generator=generator), rows_MD).float()
+    predicted = torch.randn(7, 6, generator=generator, requires_grad=True)
+    log_q = (predicted @ rows_MD.T).log_softmax(-1)
+    plain = (1 - weight) * -(laws_NM * log_q).sum(-1) + weight * (1 - torch.minimum(laws_NM, log_q.exp()).sum(-1))
+    (expected,) = torch.autograd.grad(plain.mean(), predicted)
+    loss = distillation_loss(predicted, laws_NM, rows_MD, weight)
+    (found,) = torch.autograd.grad(loss, predicted)
+    assert torch.allclose(loss, plain.mean(), atol=2e-2)  # the teacher's laws are bfloat16 and sum to about 1
+    assert torch.allclose(found, expected, atol=1e-3)
+
+
+# ---- training
+
+
+def trained(tmp_path: Path, name: str, plan: TrainingPlan = PLAN) -> Trainer:
+    model, head = tiny_model(), tiny_head()
+    output_VD = model.module.lm_head.weight
+    trainer = Trainer(head, model.module.get_input_embeddings().weight, output_VD[head.vocab_M.long()], plan, tmp_path / name)
+    trainer.run(some_texts())
+    return trainer
+
+
+def test_training_lowers_the_loss(tmp_path: Path) -> None:
+    curve = trained(tmp_path, "a.pt", dataclasses.replace(PLAN, num_epochs=12)).curve
+    assert sum(point["loss"] for point in curve[-3:]) < 0.8 * sum(point["loss"] for point in curve[:3])
+
+
+def test_a_training_that_was_cut_off_ends_like_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = trained(tmp_path, "whole.pt")
+    count = 0
+    original = Trainer._update
+
+    def failing(self: Trainer, *args) -> dict[str, float]:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(Trainer, "_update", failing)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, "cut.pt")
+    monkeypatch.undo()
+    resumed = trained(tmp_path, "cut.pt")
+    assert len(resumed.curve) == len(whole.curve)
+    for one, other in zip(whole.head.parameters(), resumed.head.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, "a.pt")
+    with pytest.raises(ValueError, match="another plan"):
+        trained(tmp_path, "a.pt", dataclasses.replace(PLAN, num_epochs=3))
+
+
+def test_a_head_survives_its_file(tmp_path: Path) -> None:
+    head = tiny_head()
+    head.save(tmp_path / "head.safetensors", {"target": "tiny"})
+    loaded, recipe = DraftHead.load(tmp_path / "head.safetensors")
+    assert recipe == {"target": "tiny"}
+    assert loaded.shape == SHAPE
+    for one, other in zip(head.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one.bfloat16().float(), other)
+
+
+def test_evaluation_is_perfect_where_head_and_target_say_the_same() -> None:
+    """A head that says nothing leaves uniform logits, and so does a target without output."""
+    head = tiny_head(vocab=torch.arange(61))
+    output_VD = torch.zeros(61, 32)
+    reports = evaluate(head, torch.randn(61, 32), output_VD, some_texts(), num_steps=3)
+    assert [round(report.overlap, 5) for report in reports] == [1.0, 1.0, 1.0]
+    assert reports[0].num_positions == reports[2].num_positions > 0
+
+
+def test_frequent_tokens_carry_the_mass() -> None:
+    model = tiny_model()
+    texts = some_texts()
+    few, carried = frequent_tokens(model, texts, 10)
+    everything, all_carried = frequent_tokens(model, texts, 1000)
+    assert few.tolist() == sorted(few.tolist())
+    assert len(few) == 10
+    assert len(everything) == 61
+    assert carried < all_carried == pytest.approx(1.0, abs=1e-3)
+
+
+# ---- prompts
+
+
+def test_a_grammar_draws_different_prompts_and_the_same_for_a_seed() -> None:
+    grammar = PromptGrammar({"a": ["{x} and {x}", "{number}"], "b": ["{small}"]}, {"x": ["one", "two"]}, {"a": 3, "b": 1})
+    drawn = grammar.draw(60, 1)
+    assert drawn == grammar.draw(60, 1) != grammar.draw(60, 2)
+    assert max(Counter(drawn).values()) == 1
+    with pytest.raises(ValueError, match="fewer"):
+        grammar.draw(100_000, 1)
+    with pytest.raises(ValueError, match="lacks fillers"):
+        PromptGrammar({"a": ["{y}"]}, {}, {"a": 1})
+
+
+def test_no_prompt_of_the_shipped_grammar_is_a_benchmarks() -> None:
+    import yaml
+
+    root = Path(__file__).parents[2]
+    drawn = set(PromptGrammar.load(root / "configs/drafters/prompts.yaml").draw(8000, random.Random(3).randrange(100)))
+    kinds = yaml.safe_load((root / "benchmarks/prompts.yaml").read_text())
+    held_out = {prompt if isinstance(prompt, str) else prompt["prompt"] for prompts in kinds.values() for prompt in prompts}
+    assert not drawn & held_out
