@@ -2,6 +2,8 @@
 
 import logging
 import secrets
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +20,8 @@ from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
 from engine.pairs import require_exact
 from engine.plan import Feeding
-from engine.policy import AdaptiveExpansion, ExpansionPolicy, FixedExpansion, PlainDecoding
+from engine.policy import ExpansionPolicy, FixedExpansion, PlainDecoding
+from engine.rig import Rig
 from engine.target import Target
 from engine.trace_file import TraceFile
 from engine.tracer import FileTracer, header_of
@@ -32,10 +35,14 @@ class BadConfiguration(ValueError):
     """The configuration asks for something that does not exist or does not fit together."""
 
 
-def build_engine(config: EngineConfig) -> Engine:
+PolicyFactory = Callable[[EngineConfig, Rig], ExpansionPolicy]
+
+
+def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None) -> Engine:
     """Load everything and return an engine that is ready to step. Takes seconds to a minute.
 
-    Raises BadConfiguration, engine.model_check.UnsupportedModel or what engine.weights raises.
+    `adaptive` makes the policy of that name, which is not the engine's own. Raises BadConfiguration,
+    engine.model_check.UnsupportedModel or what engine.weights raises.
     """
     require_exact(config.expansion, config.verifier)
     if config.num_threads:
@@ -44,7 +51,6 @@ def build_engine(config: EngineConfig) -> Engine:
     model = _load(config.model, config, device)
     target = Target(model, config.scheduler.num_slots)
     drafter = _drafter(config, target)
-    policy = _policy(config, drafter)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
     info = ModelInfo(
         name=config.model_name or config.model,
@@ -56,7 +62,7 @@ def build_engine(config: EngineConfig) -> Engine:
         device=str(device),
         drafter=drafter.name if drafter else "none",
         verifier=config.verifier,
-        policy=policy.name,
+        policy=config.policy,
     )
     engine = Engine(info, config.scheduler, target, drafter, policy)
     _warm_up(engine)
@@ -64,13 +70,15 @@ def build_engine(config: EngineConfig) -> Engine:
         engine.trace_to(_file_tracer(Path(config.trace_file), info))
     if config.dtype != "float32":
         _logger.warning("%s rounds wide and narrow passes differently: near ties can fall either way", config.dtype)
+    policy = _policy(config, Rig(info, config.scheduler, target, drafter), adaptive)
+    info = replace(info, policy=policy.name)
     _logger.info("engine ready: %s", info)
     return engine
 
 
-def build_served(config: EngineConfig) -> Engine | AuditedEngine:
+def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) -> Engine | AuditedEngine:
     """Return what a worker turns: the engine, and around it the audit if one is wanted. Raises what `build_engine` raises."""
-    engine = build_engine(config)
+    engine = build_engine(config, adaptive)
     if not config.audit_share:
         return engine
     auditor = Auditor(config.audit_share, config.audit_tokens, config.dtype, secrets.randbits(63))
@@ -128,11 +136,12 @@ def _model_drafter(reference: str, config: EngineConfig, target: Target) -> Mode
     return ModelDrafter(f"model {reference}", draft, cache, Feeding.OWN_CACHE)
 
 
-def _policy(config: EngineConfig, drafter: Drafter | None) -> ExpansionPolicy:
-    if drafter is None or config.policy == "plain":
+def _policy(config: EngineConfig, rig: Rig, adaptive: PolicyFactory | None) -> ExpansionPolicy:
+    if rig.drafter is None or config.policy == "plain":
         return PlainDecoding()
     if config.policy == "fixed":
         return FixedExpansion(config.expansion)
-    if config.policy == "adaptive":
-        return AdaptiveExpansion(config.expansion)
-    raise BadConfiguration(f"unknown policy {config.policy!r}; known: plain, fixed, adaptive")
+    if config.policy == "adaptive" and adaptive is not None:
+        return adaptive(config, rig)
+    known = "plain, fixed" if adaptive is None else "plain, fixed, adaptive"
+    raise BadConfiguration(f"unknown policy {config.policy!r}; known: {known}")

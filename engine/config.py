@@ -26,10 +26,12 @@ class SchedulerConfig:
 class EngineConfig:
     """Everything the worker needs to load models and run.
 
-    `model` and `draft_model` are references that engine.weights resolves. `drafter` is `none`, `ngram`, `early-exit` or
-    `model`; `policy` is `plain`, `fixed` or `adaptive`. `dtype` is float32 or bfloat16. None lets the engine choose:
-    the device (cuda if there is one), threads (the physical processors). `audit_share` of the requests have their first
-    `audit_tokens` tokens checked in idle moments. `trace_file` is appended to at every step; None traces nothing.
+    `model` and `draft_model` are references that engine.weights resolves. `drafter` is `none`, `ngram`, `early-exit`, `head` or
+    `model`; `lens` and `head` are the files of two of them. `policy` is `plain`, `fixed` or `adaptive` (made by whoever
+    builds the engine); the last chooses among trees of the family of `expansion`, none beyond `largest_expansion`. `dtype` is
+    float32 or bfloat16. None lets the engine choose: the device (cuda if there is one), threads (the physical processors).
+    `audit_share` of the requests have their first `audit_tokens` tokens checked in idle moments. `trace_file` is appended to at
+    every step; None traces nothing.
     """
 
     model: str
@@ -38,7 +40,7 @@ class EngineConfig:
     draft_model: str | None = None
     lens: str | None = None
     verifier: str = "traversal"
-    policy: str = "adaptive"
+    policy: str = "fixed"
     expansion: Expansion = Expansion(4, 1, 0)
     dtype: str = "float32"
     device: str | None = None

@@ -97,7 +97,9 @@ class Engine:
         watch = Stopwatch()
         # 1. Who runs, and how far each may speculate.
         self._scheduler.admit()
-        plan = self._scheduler.plan(self._policy.choose(self._scheduler.views()))
+        choice = self._policy.choose(self._scheduler.views())
+        watch.lap("choose")
+        plan = self._scheduler.plan(choice.expansions)
         watch.lap("plan")
         # 2. A tree for each decoding row.
         growth = self._grow(plan)
@@ -113,8 +115,9 @@ class Engine:
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_aborts(), *(self._event(one, logits_NV) for one in committed)]
         watch.lap("commit")
-        record = StepRecord(plan, tuple(committed), watch.laps)
+        record = StepRecord(plan, choice, tuple(committed), watch.laps)
         self._policy.observe(feedback_of(record))
+        watch.lap("learn")
         stats = stats_of(record, self._scheduler)
         self._tracer.on_step(record, stats)
         return StepOutput(tuple(events), stats)

@@ -14,7 +14,7 @@ from engine.budget import Share, Wish, share_out
 from engine.config import SchedulerConfig
 from engine.pairs import fitted
 from engine.plan import Feeding, Row, StepPlan
-from engine.policy import DraftOutcome, SequenceView
+from engine.policy import SequenceView
 from engine.sequence import Sequence
 from engine.tree import PLAIN, Expansion, TokenTree
 from engine.types import FinishReason
@@ -228,8 +228,6 @@ class Scheduler:
         new_ids, finish = sequence.accept([*drafted, result.extra_id])
         num_accepted = min(len(drafted), len(new_ids))
         sequence.token_ids.extend(new_ids)
-        if not row.expansion.is_plain:
-            sequence.recent.append(DraftOutcome(max(result.tree.depths), len(drafted)))
         if finish is not None:
             self.remove(row.request_id)
             return Emission(row, tuple(new_ids), num_accepted, finish, queued_s)

@@ -4,12 +4,9 @@ Knows integers only. The scheduler owns every Sequence; others see SequenceView 
 """
 
 import time
-from collections import deque
 
-from engine.policy import DraftOutcome, SequenceView
+from engine.policy import SequenceView
 from engine.types import FinishReason, Request
-
-_RECENT_OUTCOMES = 32
 
 
 class Sequence:
@@ -34,7 +31,6 @@ class Sequence:
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
         self._num_counted_prompt = 0
-        self.recent: deque[DraftOutcome] = deque(maxlen=_RECENT_OUTCOMES)
 
     @property
     def request_id(self) -> str:
@@ -69,7 +65,15 @@ class Sequence:
     def view(self) -> SequenceView:
         """Return what a policy may see."""
         return SequenceView(
-            self.request_id, self.num_tokens, self.num_generated, self.request.sampling, self.verifier, tuple(self.recent)
+            request_id=self.request_id,
+            num_committed=self.num_tokens,
+            num_generated=self.num_generated,
+            num_remaining=self.num_remaining,
+            num_uncached=self.num_uncached,
+            num_unfed=self.num_tokens - self.draft_len,
+            sampling=self.request.sampling,
+            speculation=self.request.speculation,
+            verifier=self.verifier,
         )
 
     def leave_queue(self) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from engine.plan import Row, StepPlan
-from engine.policy import DraftOutcome, StepFeedback
+from engine.policy import Choice, DraftOutcome, StepFeedback, StepWork
 from engine.scheduler import Emission, Scheduler
 from engine.tree import TokenTree
 from engine.types import StepStats
@@ -49,9 +49,10 @@ class RowOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Everything a step was: its plan, what became of the decoding rows, seconds by stage."""
+    """Everything a step was: its plan, the choice that led to it, what became of the decoding rows, seconds by stage."""
 
     plan: StepPlan
+    choice: Choice
     outcomes: tuple[RowOutcome, ...]
     laps: dict[str, float]
 
@@ -68,17 +69,36 @@ class StepRecord:
 
 
 def feedback_of(record: StepRecord) -> StepFeedback:
-    """Return what a policy may learn."""
-    outcomes = [DraftOutcome(max(outcome.tree.depths), outcome.accepted_depth) for outcome in record.outcomes]
+    """Return what a policy may learn, before it has learnt: what the step cost without the policy."""
+    laps = record.laps
     return StepFeedback(
-        expansions=tuple(outcome.row.expansion for outcome in record.outcomes),
-        outcomes=tuple(outcomes),
-        num_target_tokens=record.num_target_tokens,
-        num_emitted=record.num_emitted,
-        draft_s=record.laps["draft"],
-        verify_s=record.laps["verify"],
-        step_s=sum(record.laps.values()),
+        work=_work_of(record),
+        outcomes=tuple(_draft_outcome(outcome) for outcome in record.outcomes),
+        draft_s=laps["draft"],
+        rest_s=laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
         has_prefill=any(len(row.certain_ids) > 1 for row in record.plan.rows),
+    )
+
+
+def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
+    row, tree = outcome.row, outcome.tree
+    return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, max(tree.depths), outcome.accepted_depth)
+
+
+def _work_of(record: StepRecord) -> StepWork:
+    """Return what the step ran. A level that came out empty cost the pass that found it so."""
+    rows, outcomes = record.plan.rows, record.outcomes
+    asked = [(outcome.row.expansion.max_depth, outcome.tree) for outcome in outcomes]
+    num_fed = sum(sum(0 < level < depth for level in tree.depths) for depth, tree in asked)
+    grown = sum((outcome.tree.num_nodes - 1) * outcome.row.end for outcome in outcomes)
+    return StepWork(
+        num_rows=len(rows),
+        num_tokens=record.num_target_tokens,
+        num_drawn=sum(outcome.tree.num_nodes for outcome in outcomes if not outcome.row.sampling.is_greedy),
+        num_keys=sum(row.end for row in rows),
+        num_scores=grown + sum(len(row.certain_ids) * row.end for row in rows),
+        num_passes=max((min(depth, max(tree.depths) + 1) for depth, tree in asked), default=0),
+        num_draft_tokens=num_fed + sum(len(row.draft_ids) for row in rows),
     )
 
 
@@ -110,6 +130,10 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         draft_s=laps["draft"],
         verify_s=laps["verify"],
         judge_s=laps["judge"],
+        policy_s=laps["choose"] + laps["learn"],
         host_s=laps["plan"] + laps["commit"],
         step_s=sum(laps.values()),
+        policy_reason=record.choice.reason,
+        predicted_s=record.choice.step_s,
+        predicted_speedup=record.choice.speedup,
     )

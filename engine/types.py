@@ -161,12 +161,14 @@ class AuditStats:
 class StepStats:
     """Numbers of one engine step; counts are this step's own, gauges the state after it.
 
-    Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` laws and verification, `host_s` the rest.
+    Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` laws and verification, `policy_s` choosing
+    expansions and learning from them, `host_s` the rest. `policy_reason` says why they were chosen; a policy that expects
+    something says so before the step: `predicted_s` its seconds, `predicted_speedup` its tokens a second over plain decoding's.
     `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1. `expansions` counts decoding rows by
-    the label of the expansion they got; `drafted_by_source` and `accepted_by_source` tell the drafted and the accepted tokens apart
-    by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the
-    `num_expected_rows` decoding rows whose rule tells it; `num_realised_tokens` is what came out of the same rows, accepted
-    depth + 1 before limits cut it: their difference is chance alone.
+    the label of the expansion they got; `drafted_by_source` and `accepted_by_source` tell the drafted and the accepted tokens
+    apart by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the `num_expected_rows` decoding rows whose rule tells it;
+    `num_realised_tokens` is what came out of the same rows, accepted depth + 1 before limits cut it: their difference is chance
+    alone.
     """
 
     step: int
@@ -192,8 +194,12 @@ class StepStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     judge_s: float = 0.0
+    policy_s: float = 0.0
     host_s: float = 0.0
     step_s: float = 0.0
+    policy_reason: str = ""
+    predicted_s: float | None = None
+    predicted_speedup: float = 1.0
     audit: AuditStats | None = None
 
 

@@ -34,13 +34,6 @@ ReadLetters = Callable[[float], list[Letter]]  # waits for up to so many seconds
 Say = Callable[[Report], None]  # must not wait for a reader
 
 
-def load_engine(config: EngineConfig) -> SteppedEngine:
-    """Build the real engine; raise what its loading raises."""
-    from engine.build import build_served  # here, because it brings torch
-
-    return build_served(config)
-
-
 class Worker:
     """The loop: read letters, turn the engine once, tell of it.
 
@@ -81,7 +74,7 @@ def described(error: Exception) -> str:
 class ProcessLauncher:
     """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it."""
 
-    def __init__(self, config: EngineConfig, factory: EngineFactory = load_engine) -> None:
+    def __init__(self, config: EngineConfig, factory: EngineFactory) -> None:
         self._config = config
         self._factory = factory
 

@@ -13,6 +13,7 @@ from engine.client import WorkerClient
 from engine.service import EngineError, EngineService
 from engine.weights import resolve
 from engine.worker import ProcessLauncher
+from server.assembly import served_engine
 from server.auth import ApiKeyGate
 from server.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
 from server.metrics.http import HttpMeter
@@ -79,7 +80,7 @@ def _add_error_answers(app: FastAPI) -> None:
 
 def _worker(settings: Settings) -> EngineService:
     config = settings.to_engine_config()
-    return WorkerClient(ProcessLauncher(config), config.scheduler)
+    return WorkerClient(ProcessLauncher(config, served_engine), config.scheduler)
 
 
 def _tokenizer_of(reference: str) -> Tokenizer:

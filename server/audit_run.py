@@ -19,11 +19,12 @@ from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
 from engine.audit.report import Report, Verdict
 from engine.blocks import IntegrityError
-from engine.build import BadConfiguration, build_engine
+from engine.build import BadConfiguration
 from engine.model_check import UnsupportedModel
 from engine.refusal import RequestRefused
 from engine.types import ModelInfo
 from engine.weights import resolve
+from server.assembly import tool_engine
 from server.audit_cli import AuditError, AuditFailed, law_parameters
 from server.audit_text import as_text
 from server.settings import Settings
@@ -56,7 +57,7 @@ def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
 
 def _collected(settings: Settings, plan: AuditPlan) -> tuple[ModelInfo, Collected]:
     """Return what the engine is and says; it is gone afterwards, so that the reference has its memory."""
-    engine = build_engine(settings.to_tool_config())
+    engine = tool_engine(settings.to_tool_config())
     return engine.info, collect(engine, plan)
 
 

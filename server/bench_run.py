@@ -9,11 +9,12 @@ from dataclasses import asdict
 
 from transformers import AutoTokenizer
 
-from engine.build import BadConfiguration, build_engine
+from engine.build import BadConfiguration
 from engine.engine import Engine
 from engine.model_check import UnsupportedModel
 from engine.refusal import RequestRefused
 from engine.weights import resolve
+from server.assembly import tool_engine
 from server.bench import Load, Result, cases_of, compare, table
 from server.bench_prompts import BenchError
 from server.settings import Settings
@@ -39,7 +40,7 @@ def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
         return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
     prompts = {kind: tuple(map(encode, of_kind)) for kind, of_kind in texts.items()}
-    engine = build_engine(settings.to_tool_config())
+    engine = tool_engine(settings.to_tool_config())
     results = run_bench(engine, prompts, parsed)
     sys.stdout.write(table(results) + "\n" + as_json(engine, results) + "\n")
     return 0

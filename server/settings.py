@@ -72,8 +72,11 @@ class Settings(BaseSettings):
     policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="Who chooses tree shapes.")
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
         default="4.1.0",
-        description="Tree: trunk.branches.depth of a delayed one, or tree.max_nodes, for example heap.16; the fixed one, or the "
-        "largest of the adaptive policy.",
+        description="Tree: trunk.branches.depth of a delayed one, or tree.max_nodes, for example heap.16: the fixed one, or "
+        "one of the family that the adaptive policy chooses from.",
+    )
+    largest_expansion: Annotated[str | None, BeforeValidator(_checked_expansion)] = Field(
+        default=None, description="Largest tree of the adaptive policy, of expansion's family; unset: 8.4.8, or 64 nodes."
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number format of weights and cache.")
     device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
@@ -107,7 +110,13 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _tree_and_verifier_are_an_exact_pair(self) -> Self:
-        require_exact(parse_expansion(self.expansion), self.verifier)
+        expansion = parse_expansion(self.expansion)
+        require_exact(expansion, self.verifier)
+        if self.largest_expansion is not None:
+            largest = parse_expansion(self.largest_expansion)
+            require_exact(largest, self.verifier)
+            if largest.is_delayed != expansion.is_delayed or (not largest.is_delayed and largest.tree != expansion.tree):
+                raise ValueError(f"largest_expansion {largest} is not of the family of expansion {expansion}")
         return self
 
     @model_validator(mode="after")
@@ -145,6 +154,7 @@ class Settings(BaseSettings):
             device=self.device,
             num_threads=self.num_threads,
             audit_share=self.audit_share,
+            largest_expansion=None if self.largest_expansion is None else parse_expansion(self.largest_expansion),
             audit_tokens=self.audit_tokens,
             trace_file=self.trace_file,
             scheduler=SchedulerConfig(

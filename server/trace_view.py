@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.trace import TracedRow, TracedSampling, TracedStep, TraceHeader, TraceRecord
 from engine.tree import ROOT, TokenTree
+from engine.types import StepStats
 
 Spell = Callable[[Sequence[int]], str]  # token ids to what is shown for them
 
@@ -70,10 +71,18 @@ def _header_line(header: TraceHeader) -> str:
 
 def _step_line(shown: ShownStep) -> str:
     stats = shown.step.stats
-    stages = {"draft": stats.draft_s, "verify": stats.verify_s, "judge": stats.judge_s, "host": stats.host_s}
-    spent = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in stages.items())
+    stages = ("draft", "verify", "judge", "policy", "host")
+    spent = ", ".join(f"{name} {1000 * getattr(stats, f'{name}_s'):.1f}" for name in stages)
     counts = f"{stats.num_decoding_rows} decoding rows, {stats.num_target_tokens} target tokens"
-    return f"step {stats.step}: {counts}, {1000 * stats.step_s:.1f} ms ({spent})"
+    return f"step {stats.step}: {counts}, {1000 * stats.step_s:.1f} ms ({spent}){_policy_words(stats)}"
+
+
+def _policy_words(stats: StepStats) -> str:
+    """Return why the trees are what they are, where somebody chose."""
+    if stats.predicted_s is None:
+        return ""
+    reason = stats.policy_reason.replace("_", " ")
+    return f"; {reason}: {1000 * stats.predicted_s:.1f} ms expected, x{stats.predicted_speedup:.2f} of plain"
 
 
 def _row_lines(row: TracedRow, spell: Spell) -> Iterator[str]:

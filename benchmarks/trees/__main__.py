@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 from benchmarks.trees.collect import Collector, Design
 from benchmarks.trees.paired import differences
 from benchmarks.trees.report import report
-from engine.build import build_engine
 from engine.weights import resolve
+from server.assembly import tool_engine
 from server.bench_prompts import read_prompts
 from server.settings import load_settings
 
@@ -56,7 +56,7 @@ def _collect(args: argparse.Namespace) -> None:
         return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
     design = Design(tuple(args.budgets), tuple(args.temperatures), args.text_tokens, args.stride, args.time_every)
-    engine = build_engine(settings.to_tool_config())
+    engine = tool_engine(settings.to_tool_config())
     Collector(engine, design, args.out).run({kind: [encode(text) for text in of_kind] for kind, of_kind in texts.items()})
 
 

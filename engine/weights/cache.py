@@ -2,6 +2,7 @@
 
     <root>/gguf/<key>.gguf           assembled from wheels, kept for conversion and for other engines
     <root>/models/<key>-r<recipe>/   what transformers loads
+    <root>/profiles/<key>.json       what steps cost on this machine
     <root>/tmp/<entry>-xxxx/         being made; whoever holds the entry's lock may delete it
     <root>/locks/<entry>.lock        held through `flock`, so it ends with its process, however that ends
 
@@ -44,6 +45,10 @@ class WeightsCache:
     def model(self, key: str) -> Path:
         """Where the converted folder of this key lies, or will."""
         return self.root / "models" / key
+
+    def profile(self, key: str) -> Path:
+        """Where the profile of this key lies, or will."""
+        return self.root / "profiles" / f"{key}.json"
 
     def obtain(self, entry: Path, make: Callable[[Path, Path], None]) -> Path:
         """Return `entry`, having it made first if it is not there.

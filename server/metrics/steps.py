@@ -65,9 +65,17 @@ class StepMetrics:
         self._realised_tokens = families.counter(
             "latebranch_realised_tokens", "Accepted depth + 1 of those rows, before limits cut it."
         )
+        self._decisions = families.counters("latebranch_policy_steps", "Steps by why their expansions were chosen.", "reason")
+        self._predicted_s = families.counter(
+            "latebranch_predicted_seconds", "What the policy expected steps to take, of those it expected something of."
+        )
+        self._foretold_s = families.counter("latebranch_foretold_seconds", "What those steps took.")
+        self._plain_s = families.counter(
+            "latebranch_predicted_plain_seconds", "What plain decoding would take for the tokens expected of those steps."
+        )
         self._steps = families.counter("latebranch_steps", "Engine steps.")
         self._phase_s = families.histograms(
-            "latebranch_step_phase_seconds", "Seconds of a step: draft, verify, judge, host.", "phase", PHASE_BUCKETS
+            "latebranch_step_phase_seconds", "Seconds of a step: draft, verify, judge, policy, host.", "phase", PHASE_BUCKETS
         )
         self._step_s = families.histogram("latebranch_step_seconds", "Seconds of a whole step.", PHASE_BUCKETS)
 
@@ -92,6 +100,7 @@ class StepMetrics:
         self._preemptions.inc(stats.num_preemptions)
         self._iteration_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)
         self._on_speculation(stats)
+        self._on_policy(stats)
         self._on_seconds(stats)
 
     def _load(self, value: Callable[[StepStats], float]) -> float:
@@ -114,10 +123,24 @@ class StepMetrics:
         for expansion, count in stats.expansions.items():
             self._expansions(self._bounded(expansion)).inc(count)
 
+    def _on_policy(self, stats: StepStats) -> None:
+        if stats.policy_reason:
+            self._decisions(stats.policy_reason).inc()
+        if stats.predicted_s is not None:
+            self._predicted_s.inc(stats.predicted_s)
+            self._plain_s.inc(stats.predicted_s * stats.predicted_speedup)
+            self._foretold_s.inc(stats.step_s)
+
     def _on_seconds(self, stats: StepStats) -> None:
         self._steps.inc()
         self._step_s.observe(stats.step_s)
-        phases = {"draft": stats.draft_s, "verify": stats.verify_s, "judge": stats.judge_s, "host": stats.host_s}
+        phases = {
+            "draft": stats.draft_s,
+            "verify": stats.verify_s,
+            "judge": stats.judge_s,
+            "policy": stats.policy_s,
+            "host": stats.host_s,
+        }
         for phase, seconds in phases.items():
             self._phase_s(phase).observe(seconds)
 

@@ -88,7 +88,7 @@ def test_mistakes_of_bench_are_one_line_and_told_before_a_model_is_loaded(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """The bug: each of these was a traceback, some only after the model had been loaded."""
-    monkeypatch.setattr("server.bench_run.build_engine", None)
+    monkeypatch.setattr("server.bench_run.tool_engine", None)
     monkeypatch.chdir(Path(__file__).parents[2])
     assert server.cli.main(["bench", *arguments]) == 2
     error = capsys.readouterr().err

@@ -174,7 +174,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES)
 def test_mistakes_are_one_line_and_told_before_a_model_is_loaded(arguments, words, capsys, monkeypatch):
-    monkeypatch.setattr("server.audit_run.build_engine", None)
+    monkeypatch.setattr("server.audit_run.tool_engine", None)
     assert server.cli.main(["audit", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("latebranch audit: ")

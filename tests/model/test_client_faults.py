@@ -21,6 +21,7 @@ from engine.supervision import Supervision
 from engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from engine.wire import Addresses, Report
 from engine.worker import ProcessLauncher, Worker
+from server.assembly import served_engine
 from tests.clients import collect, end_of, running, tokens_of, until, worker_client
 from tests.counting_engine import Trick, build_counting, build_unless_marked, build_without_weights, counting_request
 
@@ -264,8 +265,8 @@ async def test_the_real_engine_gives_the_same_text_after_a_restart() -> None:
     assert after[-1] != before[-1]
 
 
-async def test_the_default_factory_builds_the_real_engine() -> None:
-    client = WorkerClient(ProcessLauncher(EngineConfig("/no/such/model")), SchedulerConfig())
+async def test_the_served_engine_is_the_real_one() -> None:
+    client = WorkerClient(ProcessLauncher(EngineConfig("/no/such/model"), served_engine), SchedulerConfig())
     with pytest.raises(EngineUnavailable, match="did not start") as failure:
         await client.start()
     assert "/no/such/model" in str(failure.value)

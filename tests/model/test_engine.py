@@ -15,7 +15,7 @@ from engine.draft.ngram import NgramDrafter
 from engine.engine import Engine
 from engine.keys import Stream, stream_key
 from engine.noise import gumbels
-from engine.policy import FixedExpansion
+from engine.policy import Choice, FixedExpansion
 from engine.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine
 from engine.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion
@@ -147,7 +147,7 @@ class Script:
     def choose(self, views):
         chosen = [self._wishes[(self._next + i) % len(self._wishes)] for i in range(len(views))]
         self._next += len(views)
-        return chosen
+        return Choice(tuple(chosen))
 
     def observe(self, feedback):
         pass

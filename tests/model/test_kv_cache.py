@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
 from engine.packing import pack
+from engine.policy import Choice
 from engine.scheduler import Scheduler
 from engine.segments import chain_segment
 from engine.testing import FAMILIES, tiny_engine
@@ -61,7 +62,9 @@ class RandomExpansion:
         self._rng = random.Random(seed)
 
     def choose(self, views):
-        return [Expansion(self._rng.randint(0, 3), self._rng.randint(1, 3), self._rng.randint(0, 3)) for _ in views]
+        return Choice(
+            tuple(Expansion(self._rng.randint(0, 3), self._rng.randint(1, 3), self._rng.randint(0, 3)) for _ in views)
+        )
 
     def observe(self, feedback):
         pass

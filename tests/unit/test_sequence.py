@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.policy import DraftOutcome
 from engine.sequence import Sequence
 from engine.types import FinishReason, Request, SamplingParams
 
@@ -92,10 +91,10 @@ def test_counts_and_caches():
     assert (one.target_len, one.draft_len, one.num_uncached, one.num_generated) == (0, 0, 5, 2)
 
 
-def test_a_view_is_bounded_and_says_what_a_policy_may_see():
-    one = sequence()
-    one.recent.extend(DraftOutcome(4, depth % 5) for depth in range(100))
+def test_a_view_says_what_a_policy_may_see():
+    one = sequence(max_tokens=5)
+    one.token_ids.extend([7, 8])
+    one.slots, one.draft_len = [10, 11, 12, 13], 2
     view = one.view()
-    assert (view.request_id, view.num_committed, view.num_generated, view.verifier) == ("r", 3, 0, "traversal")
-    assert len(view.recent) == 32
-    assert view.recent[-1] == DraftOutcome(4, 99 % 5)
+    assert (view.request_id, view.num_committed, view.num_generated, view.num_remaining) == ("r", 5, 2, 3)
+    assert (view.num_uncached, view.num_unfed, view.verifier) == (1, 3, "traversal")

@@ -12,9 +12,9 @@ from server.trace_view import drawn_tree, spelt_as_ids
 from tests.traces import HEADER, RECORDS, TREE, bushy_row, step
 
 ENGINE = ["engine: tiny, drafter ngram, verifier traversal, policy fixed 1.2.2, float32 on cpu"]
-STEP_1 = ["step 1: 2 decoding rows, 12 target tokens, 8.0 ms (draft 1.0, verify 5.0, judge 1.5, host 0.5)"]
-STEP_2 = ["step 2: 0 decoding rows, 0 target tokens, 8.0 ms (draft 1.0, verify 5.0, judge 1.5, host 0.5)"]
-STEP_3 = ["step 3: 2 decoding rows, 12 target tokens, 8.0 ms (draft 1.0, verify 5.0, judge 1.5, host 0.5)"]
+STEP_1 = ["step 1: 2 decoding rows, 12 target tokens, 8.0 ms (draft 1.0, verify 5.0, judge 1.5, policy 0.0, host 0.5)"]
+STEP_2 = ["step 2: 0 decoding rows, 0 target tokens, 8.0 ms (draft 1.0, verify 5.0, judge 1.5, policy 0.0, host 0.5)"]
+STEP_3 = ["step 3: 2 decoding rows, 12 target tokens, 8.0 ms (draft 1.0, verify 5.0, judge 1.5, policy 0.0, host 0.5)"]
 DRAWING = [
     "[5] -+- [17] x2 -+- 33 - 4",
     "     |           +- 8 x2",

@@ -1,0 +1,161 @@
+"""Shares a step's tokens out among sequences: the marginal allocation that brings the batch most tokens a second.
+
+A step's seconds are common to the batch, so a node is worth drafting where it adds more tokens a second than the batch has
+already. For one price of a second, each sequence takes the entry with the largest surplus (tokens less price times the seconds it
+adds); for every price and every number of draft passes (which all sequences share, so depth is paid once) the whole step is
+priced, and the best is kept. Sequences alike would all change at one price: between the best price and its neighbours they are
+switched one by one, those first that gain most for a second, and the best number of them is taken.
+
+Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selector.cost import CostModel, Works
+from selector.estimators import Estimates
+from selector.menu import Menu
+
+Array = NDArray[np.float64]
+Places = NDArray[np.int64]
+
+# Of a second, in multiples of what the batch does without speculation; below 1 for curves that flatten.
+_PRICES = np.array([0.5, 0.8, 1.0, 1.3, 1.8, 2.8])
+_AHEAD = 4.0  # packed tokens a sequence over which the price of a token is averaged
+
+
+@dataclass(frozen=True)
+class BatchLoad:
+    """What the batch's step runs whatever is chosen, and what a node adds for each sequence.
+
+    `base` is plain decoding's work, with the trees that requests ask for themselves; `base_tokens` what it brings.
+    `context_B` are cached tokens of each sequence, `unfed_B` what its drafter must be fed before it drafts, `draws_B` whether it
+    draws (1) or ranks (0).
+    """
+
+    base: Works
+    base_tokens: float
+    context_B: Array
+    unfed_B: Array
+    draws_B: Array
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Places on the menu, int64 [B], and what is expected of the step."""
+
+    places_B: Places
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+class Allocator:
+    """Finds allocations for one step. Knows its estimates, its costs and what the step runs anyway."""
+
+    def __init__(
+        self, menu: Menu, estimates: Estimates, is_allowed_BM: NDArray[np.bool_], load: BatchLoad, costs: CostModel
+    ) -> None:
+        self._menu = menu
+        self._estimates = estimates
+        self._is_allowed_BM = is_allowed_BM
+        self._load = load
+        self._costs = costs
+        # Nodes of an entry's last level are not fed to the drafter.
+        inner_M = np.where(menu.depths > 0, 1.0 - 1.0 / np.maximum(menu.depths, 1), 0.0)
+        self._fed_BM = estimates.nodes * inner_M + np.where(menu.depths > 0, load.unfed_B[:, None], 0.0)
+        self._rows = np.arange(len(load.context_B))
+
+    def plain(self) -> Allocation:
+        """Return plain decoding of every sequence."""
+        return self.of(np.zeros(len(self._rows), dtype=np.int64))
+
+    def of(self, places_B: Places) -> Allocation:
+        """Return a given choice with what is expected of it."""
+        return self._best_of(places_B[None])
+
+    def losses(self, chosen: Allocation, index: int, entries: Places) -> tuple[list[Allocation], Array]:
+        """Return the choice with each of the entries for one sequence, and the seconds that each loses.
+
+        A loss is what the step takes longer, less what the tokens that it brings are worth at the choice's own rate.
+        """
+        places_CB = np.repeat(chosen.places_B[None], len(entries), axis=0)
+        places_CB[:, index] = entries
+        tokens_C, seconds_C = self._priced(places_CB)
+        changed = [Allocation(*one) for one in zip(places_CB, tokens_C.tolist(), seconds_C.tolist(), strict=True)]
+        return changed, seconds_C - tokens_C / chosen.rate
+
+    def best(self, plain: Allocation) -> Allocation:
+        """Return the best allocation that is found; never a worse one than plain decoding."""
+        if len(self._menu) == 1:
+            return plain
+        chosen_PDB = self._by_price(plain)
+        num_prices, num_depths, num_rows = chosen_PDB.shape
+        places_CB = chosen_PDB.reshape(-1, num_rows)
+        tokens_C, seconds_C = self._priced(places_CB)
+        best = int((tokens_C / seconds_C).argmax())
+        found = [plain, Allocation(places_CB[best], float(tokens_C[best]), float(seconds_C[best]))]
+        if num_rows > 1:
+            price, depth = divmod(best, num_depths)
+            around = [chosen_PDB[other, depth] for other in (price - 1, price + 1) if 0 <= other < num_prices]
+            ways = [self._switched(places_CB[best], other_B) for other_B in (*around, plain.places_B)]
+            found.append(self._best_of(np.concatenate(ways)))
+        return max(found, key=lambda one: one.rate)
+
+    def _by_price(self, plain: Allocation) -> NDArray[np.int64]:
+        """Return what each sequence takes at each price and within each number of passes, [P, D, B]."""
+        seconds_BM = np.where(self._is_allowed_BM, self._seconds_added(), np.inf).astype(np.float32)
+        prices_P = (_PRICES * plain.rate).astype(np.float32)
+        surplus_PBM = self._estimates.tokens.astype(np.float32) - prices_P[:, None, None] * seconds_BM
+        best_PBM = np.maximum.accumulate(surplus_PBM, axis=2)
+        is_new = np.ones(best_PBM.shape, dtype=np.bool_)
+        np.greater(best_PBM[..., 1:], best_PBM[..., :-1], out=is_new[..., 1:])
+        places_PBM = np.maximum.accumulate(is_new * np.arange(len(self._menu), dtype=np.int16), axis=2)
+        return places_PBM[:, :, self._menu.last_of_depth].transpose(0, 2, 1).astype(np.int64)
+
+    def _seconds_added(self) -> Array:
+        """Return the seconds that each entry adds to the step, but for the passes, [B, M]."""
+        load, nodes_BM = self._load, self._estimates.nodes
+        marginals = self._costs.marginals(float(load.base.num_tokens), _AHEAD * len(self._rows))
+        node_B = marginals.token_s + marginals.drawn_s * load.draws_B + marginals.score_s * load.context_B
+        return nodes_BM * node_B[:, None] + self._fed_BM * marginals.draft_token_s
+
+    def _switched(self, from_B: Places, to_B: Places) -> Places:
+        """Return the choices on the way from one to another, [C, B]: sequence by sequence, best gain for a node first."""
+        moved = np.flatnonzero(from_B != to_B)
+        estimates = self._estimates
+        gain = estimates.tokens[moved, to_B[moved]] - estimates.tokens[moved, from_B[moved]]
+        spent = estimates.nodes[moved, to_B[moved]] - estimates.nodes[moved, from_B[moved]]
+        order = moved[np.argsort(-gain / np.where(np.abs(spent) < 1e-9, 1e-9, spent), kind="stable")]
+        is_switched_CB = np.zeros((len(order) + 1, len(from_B)), dtype=np.bool_)
+        is_switched_CB[:, order] = np.tri(len(order) + 1, len(order), -1, dtype=np.bool_)
+        return np.where(is_switched_CB, to_B, from_B)
+
+    def _best_of(self, places_CB: Places) -> Allocation:
+        tokens_C, seconds_C = self._priced(places_CB)
+        best = int((tokens_C / seconds_C).argmax())
+        return Allocation(places_CB[best], float(tokens_C[best]), float(seconds_C[best]))
+
+    def _priced(self, places_CB: Places) -> tuple[Array, Array]:
+        """Return the tokens and the seconds of each candidate."""
+        load, base = self._load, self._load.base
+        index_CB = places_CB + self._rows * len(self._menu)
+        nodes_CB = self._estimates.nodes.take(index_CB)
+        num_nodes_C = nodes_CB.sum(1)
+        works = Works(
+            num_rows=base.num_rows,
+            num_tokens=base.num_tokens + num_nodes_C,
+            num_drawn=base.num_drawn + nodes_CB @ load.draws_B,
+            num_keys=base.num_keys,
+            num_scores=base.num_scores + nodes_CB @ load.context_B,
+            num_passes=np.maximum(base.num_passes, self._estimates.passes.take(index_CB).max(1)),
+            num_draft_tokens=base.num_draft_tokens + self._fed_BM.take(index_CB).sum(1),
+        )
+        tokens_C = load.base_tokens + self._estimates.tokens.take(index_CB).sum(1)
+        return tokens_C, self._costs.step_s(works)

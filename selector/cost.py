@@ -1,0 +1,192 @@
+"""What a step costs: seconds as a line in features of its work, with a prior from a profile, corrected by every step that runs.
+
+A step is drafting and the rest. Each is a sum of non-negative prices times features: the target's pass over N packed tokens is a
+piecewise linear curve T(N) (a roofline's flat part and slope, and whatever lies between), to which rows, keys, scores and drawn
+nodes add their own; drafting pays for each pass, each token fed in it and each key that a pass sees. Units: seconds.
+
+Prices are learnt by a Kalman filter on their relative errors: x of price = prior x (1 + x). A machine that becomes slow becomes
+slow in everything, so the prior covariance of x has a large common part, which follows within a few steps, and a small part for
+each price, which moves slowly; a price that is not seen moves with the others and forgets. What is far from what the filter
+expects is clipped: a step during which another program ran teaches no more than a slow one.
+
+Shape key: K prices, F features of one part, C candidates.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.policy import StepWork
+
+Array = NDArray[np.float64]
+
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens between which T(N) is a line
+_KNOTS = np.array(KNOTS, dtype=np.float64)
+_WIDTHS = np.append(np.diff(_KNOTS), np.inf)
+REST_PRICES = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score")
+DRAFT_PRICES = ("pass", "draft_token", "pass_key")
+NUM_REST = len(REST_PRICES)
+_KEYS = 1000.0  # keys and scores are counted in thousands, so that all features are of like size
+
+# Without a profile: a token costs 2 % of a step and a draft pass 10 %. Their scale is that of the first step seen.
+GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01)
+GENERIC_DRAFT = (0.1, 0.005, 0.005)
+
+_COMMON_VARIANCE, _OWN_VARIANCE = 1.0, 0.09
+_FORGETTING = 0.999  # of the filter's covariance, towards the prior's, each step
+_NOISE = 0.15  # standard deviation of a step's seconds, relative
+_MOST_SIGMAS = 2.5
+_LEAST_FACTOR = 0.05  # no price falls below this share of its prior
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What a step cost: drafting, and all else."""
+
+    draft_s: float
+    rest_s: float
+
+
+@dataclass(frozen=True)
+class Works:
+    """Work of C candidate steps, as StepWork has it for one: numbers or float64 [C]; expectations need not be whole."""
+
+    num_rows: Array | float
+    num_tokens: Array | float
+    num_drawn: Array | float
+    num_keys: Array | float
+    num_scores: Array | float
+    num_passes: Array | float
+    num_draft_tokens: Array | float
+
+    @classmethod
+    def of(cls, works: Iterable[StepWork]) -> "Works":
+        """Return steps that ran as candidates."""
+        table = np.array(
+            [(w.num_rows, w.num_tokens, w.num_drawn, w.num_keys, w.num_scores, w.num_passes, w.num_draft_tokens) for w in works],
+            dtype=np.float64,
+        )
+        return cls(*table.T)
+
+
+def rest_features(works: Works) -> Array:
+    """Return float64 [C, F] of the part that is not drafting, in the order of REST_PRICES."""
+    tokens_C = np.atleast_1d(np.asarray(works.num_tokens, dtype=np.float64))
+    features_CF = np.empty((len(tokens_C), NUM_REST))
+    features_CF[:, 0] = 1.0
+    features_CF[:, 1:-4] = np.clip(tokens_C[:, None] - _KNOTS, 0.0, _WIDTHS)
+    features_CF[:, -4] = works.num_rows
+    features_CF[:, -3] = works.num_drawn
+    features_CF[:, -2] = works.num_keys
+    features_CF[:, -1] = works.num_scores
+    features_CF[:, -2:] /= _KEYS
+    return features_CF
+
+
+def draft_features(works: Works) -> Array:
+    """Return float64 [C, F] of drafting, in the order of DRAFT_PRICES."""
+    passes_C = np.atleast_1d(np.asarray(works.num_passes, dtype=np.float64))
+    features_CF = np.empty((len(passes_C), len(DRAFT_PRICES)))
+    features_CF[:, 0] = passes_C
+    features_CF[:, 1] = works.num_draft_tokens
+    features_CF[:, 2] = passes_C * works.num_keys / _KEYS
+    return features_CF
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """Seconds of one more of each thing, about a given step: tokens beside (knee by knee) what the features say."""
+
+    token_s: float
+    drawn_s: float
+    score_s: float
+    draft_token_s: float
+
+
+class CostModel:
+    """Predicts a step's seconds and learns from each. Owns its state; prices are a profile's, or the generic ones."""
+
+    def __init__(self, rest: Sequence[float] | None = None, draft: Sequence[float] | None = None) -> None:
+        self._has_scale = rest is not None
+        rest, draft = rest or GENERIC_REST, draft or GENERIC_DRAFT
+        if len(rest) != NUM_REST or len(draft) != len(DRAFT_PRICES):
+            raise ValueError(f"{NUM_REST} prices of the rest and {len(DRAFT_PRICES)} of drafting are needed")
+        self._prior_K = np.array([*rest, *draft], dtype=np.float64)
+        if not np.isfinite(self._prior_K).all() or (self._prior_K <= 0.0).any():
+            raise ValueError("prices must be positive")
+        num_prices = len(self._prior_K)
+        self._error_K = np.zeros(num_prices)
+        self._prior_KK = np.full((num_prices, num_prices), _COMMON_VARIANCE) + _OWN_VARIANCE * np.eye(num_prices)
+        self._covariance_KK = self._prior_KK.copy()
+        self._prices_K = self._prior_K.copy()
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """Seconds by name, as learnt so far."""
+        return dict(zip((*REST_PRICES, *DRAFT_PRICES), self._prices_K.tolist(), strict=True))
+
+    def step_s(self, works: Works) -> Array:
+        """Return the predicted seconds of each candidate, float64 [C]."""
+        return self.rest_s(works) + draft_features(works) @ self._prices_K[NUM_REST:]
+
+    def rest_s(self, works: Works) -> Array:
+        """Return the predicted seconds of all but drafting, float64 [C]."""
+        return rest_features(works) @ self._prices_K[:NUM_REST]
+
+    def marginals(self, num_tokens: float, ahead: float) -> Marginals:
+        """Return what one more of each thing costs about a step of that many packed tokens, averaged over `ahead` more."""
+        segments_2F = np.clip(np.array([[num_tokens], [num_tokens + ahead]]) - _KNOTS, 0.0, _WIDTHS)
+        token_s = float((segments_2F[1] - segments_2F[0]) @ self._prices_K[1 : 1 + len(KNOTS)]) / ahead
+        prices = self._prices_K
+        return Marginals(token_s, float(prices[NUM_REST - 3]), float(prices[NUM_REST - 1]) / _KEYS, float(prices[NUM_REST + 1]))
+
+    def observe(self, work: StepWork, seconds: StageSeconds) -> None:
+        """Learn from a step that ran."""
+        works = Works.of([work])
+        if not self._has_scale:
+            self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(works)[0])
+            self._has_scale = True
+        self._covariance_KK += (1.0 - _FORGETTING) * (self._prior_KK - self._covariance_KK)
+        self._correct(slice(0, NUM_REST), rest_features(works)[0], seconds.rest_s)
+        if work.num_passes:
+            self._correct(slice(NUM_REST, None), draft_features(works)[0], seconds.draft_s)
+        self._prices_K = self._prior_K * np.maximum(1.0 + self._error_K, _LEAST_FACTOR)
+
+    def _correct(self, part: slice, features_F: Array, seen_s: float) -> None:
+        """Move prices towards what would have predicted the seconds seen; errors are relative to the prior's prediction."""
+        weights_F = features_F * self._prior_K[part]
+        scale_s = float(weights_F.sum())
+        if scale_s <= 0.0 or not np.isfinite(seen_s):
+            return
+        weights_F = weights_F / scale_s
+        expected = 1.0 + float(weights_F @ self._error_K[part])
+        towards_K = self._covariance_KK[:, part] @ weights_F
+        noise = (_NOISE * max(expected, _LEAST_FACTOR)) ** 2
+        variance = float(weights_F @ towards_K[part]) + noise
+        surprise = seen_s / scale_s - expected
+        bound = _MOST_SIGMAS * variance**0.5
+        gain_K = towards_K / variance
+        self._error_K += gain_K * min(bound, max(-bound, surprise))
+        self._covariance_KK -= np.outer(gain_K, towards_K)
+
+
+def fitted_prices(features_CF: Array, seconds_C: Array, least_share: float = 0.002) -> list[float]:
+    """Return non-negative prices that fit measured seconds best, by relative error; each is at least a small share of a step.
+
+    Non-negative least squares by coordinate descent (the features are few); a light pull towards equal shares decides between
+    features that were always seen together.
+    """
+    num_features = features_CF.shape[1]
+    weighted_CF = features_CF / seconds_C[:, None]
+    size_F = np.maximum(weighted_CF.max(0), 1e-12)
+    unit_CF = weighted_CF / size_F
+    gram_FF = unit_CF.T @ unit_CF + 1e-4 * np.eye(num_features)
+    wanted_F = unit_CF.sum(0)
+    shares_F = np.full(num_features, 0.0)
+    for _ in range(2000):
+        for feature in range(num_features):
+            rest = wanted_F[feature] - gram_FF[feature] @ shares_F + gram_FF[feature, feature] * shares_F[feature]
+            shares_F[feature] = max(0.0, rest / gram_FF[feature, feature])
+    return [float(price) for price in np.maximum(shares_F, least_share) / size_F]

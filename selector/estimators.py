@@ -1,0 +1,355 @@
+"""What the text allows: the expected tokens of every expansion on the menu, for each sequence, before anything is drafted.
+
+An Estimator knows nothing of seconds. The one here counts: per depth, how often a drafted token was accepted given that its
+parent was, each sequence's own counts shrunk towards those of all sequences of its kind (temperature and verifier), and those
+towards the depth above. Shape key: B sequences, M entries of the menu, D depths, K branches, G points of a grid.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.policy import DraftOutcome, SequenceView
+from engine.tree import Expansion
+from engine.types import SamplingParams
+from selector.menu import Menu
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Expectations for each sequence and entry, float64 [B, M].
+
+    `tokens` is E[tau + 1], the extra token included; `nodes` the drafted nodes that will be there to verify (a drafter may have
+    nothing to say); `passes` the draft passes they take.
+    """
+
+    tokens: Array
+    nodes: Array
+    passes: Array
+
+
+class Estimator(Protocol):
+    """Tells what each expansion would bring, and learns from what it brought."""
+
+    def estimate(self, views: Sequence[SequenceView]) -> Estimates:
+        """Return the expectations for the sequences, in order, over the menu that the estimator was made for."""
+        ...
+
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Learn from what became of the sequences of a step."""
+        ...
+
+
+_START_ACCEPTANCE = 0.5  # before anything is known: worth a try, soon refuted
+_GROUP_TRIALS, _OWN_TRIALS = 4.0, 6.0  # what a prior weighs, in trials
+_GROUP_MEMORY, _OWN_MEMORY = 0.998, 0.97  # what a count keeps of itself at each of its outcomes
+_RATIO_TRIALS = 8.0
+_EDGE = 1e-3
+_MAX_BRANCHES = 16
+_GRID = np.linspace(0.0, 0.99, 34)  # of acceptance, between which trees of their own shape are interpolated
+_OWN_STEP, _GROUP_STEP, _OWN_RETURN = 0.3, 0.05, 0.98  # of the log-odds of such trees
+
+# Rows of the counts of one sequence or kind, each by depth.
+_ACCEPTED, _TRIED, _OFFERED, _ASKED = range(4)
+_NUM_COUNTS = 4
+
+
+def kind_of(sampling: SamplingParams, verifier: str) -> str:
+    """Return which sequences are alike: greedy ones, others by verifier and how flat their law is."""
+    if sampling.is_greedy:
+        return "greedy"
+    flatness = "cool" if sampling.temperature <= 0.5 else "warm" if sampling.temperature <= 1.0 else "hot"
+    return f"{verifier} {flatness}"
+
+
+class _Group:
+    """What is known of one kind of sequences."""
+
+    def __init__(self, num_depths: int, menu: Menu) -> None:
+        self.counts = np.zeros((_NUM_COUNTS, num_depths))
+        # Of K branches, and of each entry: what was seen over what was expected, as two sums.
+        self.forks = np.full((2, _MAX_BRANCHES + 1), _RATIO_TRIALS)
+        self.merged = np.full((2, _MAX_BRANCHES + 1), _RATIO_TRIALS)
+        self.entries = np.full((2, len(menu)), _RATIO_TRIALS)
+        self.fill = np.full((2, len(menu)), _RATIO_TRIALS)
+        self.log_odds = 0.0
+        self._laws: Array | None = None
+
+    def forget(self) -> None:
+        self.counts *= _GROUP_MEMORY
+        self._laws = None
+
+    @property
+    def pooled(self) -> tuple[float, float]:
+        """Acceptance and offering whatever the depth."""
+        hits, trials, offers, asks = self.counts.sum(1).tolist()
+        accepted = (hits + _GROUP_TRIALS * _START_ACCEPTANCE) / (trials + _GROUP_TRIALS)
+        return min(accepted, 1.0 - _EDGE), min((offers + _GROUP_TRIALS) / (asks + _GROUP_TRIALS), 1.0 - _EDGE)
+
+    @property
+    def laws(self) -> Array:
+        """Acceptance and offering by depth, [2, D]: each depth's counts, shrunk to the depth above, the first's to all depths."""
+        if self._laws is None:
+            accepted, offered = self.pooled
+            laws = np.empty((2, self.counts.shape[1]))
+            for depth, (hits, trials, offers, asks) in enumerate(self.counts.T.tolist()):
+                accepted = (hits + _GROUP_TRIALS * accepted) / (trials + _GROUP_TRIALS)
+                offered = (offers + _GROUP_TRIALS * offered) / (asks + _GROUP_TRIALS)
+                laws[:, depth] = accepted, offered
+            self._laws = np.clip(laws, _EDGE, 1.0 - _EDGE)
+        return self._laws
+
+
+class CountedAcceptance:
+    """The estimator that counts. Keeps a little state for each sequence it has lately been asked about."""
+
+    def __init__(self, menu: Menu) -> None:
+        self._menu = menu
+        self._num_depths = max(1, int(menu.depths.max()))
+        self._shape = _shape_of(menu)
+        self._sized = [place for place, entry in enumerate(menu.entries) if not entry.is_delayed]
+        self._table_MG = np.array([[best_tokens(menu.entries[place], float(a)) for a in _GRID] for place in self._sized])
+        self._groups: dict[str, _Group] = {}
+        self._seats: dict[str, int] = {}
+        self._free: list[int] = []
+        self._make_room(16)
+
+    def _make_room(self, num_seats: int) -> None:
+        """Have seats for so many sequences."""
+        old = len(self._free) + len(self._seats)
+        depths = self._num_depths
+        self._free.extend(range(num_seats - 1, old - 1, -1))
+        if not old:
+            self._counts = np.zeros((num_seats, _NUM_COUNTS, depths))
+            self._accept = np.full((num_seats, depths), _START_ACCEPTANCE)
+            self._log_odds = np.zeros(num_seats)
+            self._kind_of_seat = [""] * num_seats
+            return
+        more = num_seats - old
+        self._counts = np.concatenate([self._counts, np.zeros((more, _NUM_COUNTS, depths))])
+        self._accept = np.concatenate([self._accept, np.full((more, depths), _START_ACCEPTANCE)])
+        self._log_odds = np.concatenate([self._log_odds, np.zeros(more)])
+        self._kind_of_seat += [""] * more
+
+    def estimate(self, views: Sequence[SequenceView]) -> Estimates:
+        """Return the expectations for the sequences."""
+        seats = [self._seat(view) for view in views]
+        self._leave(views)
+        groups = [self._groups[self._kind_of_seat[seat]] for seat in seats]
+        one = groups[0] if all(group is groups[0] for group in groups) else None
+        laws_2BD = one.laws[:, None] if one else np.stack([group.laws for group in groups], axis=1)
+        pooled_2B = np.array([group.pooled for group in ([one] if one else groups)]).T
+        counts = self._counts[seats]
+        accept_BD, offer_BD = _shrunk(counts, laws_2BD, pooled_2B)
+        self._accept[seats] = accept_BD
+        forks_BK = self._per_branch(groups, one, "forks")
+        merged_BK = self._per_branch(groups, one, "merged")
+        tokens_BM = self._tokens(accept_BD, forks_BK)
+        nodes_BM, passes_BM = self._nodes(offer_BD, merged_BK)
+        if self._sized:
+            self._fill_sized(seats, groups, tokens_BM, nodes_BM, passes_BM)
+        return Estimates(tokens_BM, nodes_BM, passes_BM)
+
+    @staticmethod
+    def _per_branch(groups: Sequence[_Group], one: _Group | None, name: str) -> Array:
+        """Return what branches bring beside what was expected of them, [B or 1, K]."""
+        sums = [getattr(group, name) for group in ([one] if one else groups)]
+        return np.stack([seen / expected for seen, expected in sums])
+
+    def _tokens(self, accept_BD: Array, forks_BK: Array) -> Array:
+        """Return expected tokens: the trunk's reach, and what lies behind the fork times what branches add to its chance."""
+        reach_BD = np.concatenate([np.ones((len(accept_BD), 1)), np.cumprod(accept_BD, axis=1)], axis=1)
+        up_to_BD = np.cumsum(reach_BD, axis=1)
+        shape = self._shape
+        trunk_BM = up_to_BD[:, shape.trunk_M]
+        behind_BM = up_to_BD[:, shape.end_M] - trunk_BM
+        if shape.is_forked:
+            single_BM = accept_BD[:, shape.fork_M]
+            chance_BM = forks_BK[:, shape.branches_M] * (1.0 - (1.0 - single_BM) ** shape.branches_M)
+            behind_BM = behind_BM * np.clip(chance_BM, single_BM, 1.0) / single_BM
+        return np.asarray(trunk_BM + behind_BM)
+
+    def _nodes(self, offer_BD: Array, merged_BK: Array) -> tuple[Array, Array]:
+        """Return expected nodes and draft passes: a level is drafted if the one above it was and the drafter goes on."""
+        alive_BD = np.concatenate([np.zeros((len(offer_BD), 1)), np.cumprod(offer_BD, axis=1)], axis=1)
+        up_to_BD = np.cumsum(alive_BD, axis=1)
+        shape = self._shape
+        trunk_BM = up_to_BD[:, shape.trunk_M]
+        nodes_BM = trunk_BM + (up_to_BD[:, shape.end_M] - trunk_BM) * shape.branches_M * merged_BK[:, shape.branches_M]
+        passes_BM = np.where(shape.end_M > 0, 1.0 + up_to_BD[:, np.maximum(shape.end_M - 1, 0)], 0.0)
+        return nodes_BM, passes_BM
+
+    def _fill_sized(self, seats: list[int], groups: list[_Group], tokens_BM: Array, nodes_BM: Array, passes_BM: Array) -> None:
+        """Write the columns of trees that find their own shape."""
+        for row, (seat, group) in enumerate(zip(seats, groups, strict=True)):
+            tokens_BM[row, self._sized] = self._sized_tokens(group, float(self._log_odds[seat]))
+            fill = (group.fill[0] / group.fill[1])[self._sized]
+            nodes_BM[row, self._sized] = self._menu.num_nodes[self._sized] * np.minimum(fill, 1.0)
+            passes_BM[row, self._sized] = self._menu.depths[self._sized]
+
+    def _sized_tokens(self, group: _Group, own_log_odds: float) -> Array:
+        acceptance = 1.0 / (1.0 + np.exp(-(group.log_odds + own_log_odds)))
+        place = min(acceptance, _GRID[-1]) / (_GRID[1] - _GRID[0])
+        low = min(int(place), len(_GRID) - 2)
+        between = self._table_MG[:, low] + (place - low) * (self._table_MG[:, low + 1] - self._table_MG[:, low])
+        ratio = (group.entries[0] / group.entries[1])[self._sized]
+        return np.asarray(1.0 + (between - 1.0) * ratio)
+
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Learn from trees; a row that was plain says nothing."""
+        drafted = [one for one in outcomes if not one.expansion.is_plain and one.request_id in self._seats]
+        for group in {id(group): group for group in map(self._group_of, drafted)}.values():
+            group.forget()
+        for outcome in drafted:
+            seat = self._seats[outcome.request_id]
+            self._counts[seat] *= _OWN_MEMORY
+            self._log_odds[seat] *= _OWN_RETURN
+            if outcome.expansion.is_delayed:
+                self._count(seat, self._group_of(outcome), outcome)
+            else:
+                self._tilt(seat, self._group_of(outcome), outcome)
+
+    def _group_of(self, outcome: DraftOutcome) -> _Group:
+        return self._groups[self._kind_of_seat[self._seats[outcome.request_id]]]
+
+    def _count(self, seat: int, group: _Group, outcome: DraftOutcome) -> None:
+        """Count a delayed tree's trials by depth, and what its branches brought."""
+        expansion, accepted, drafted = outcome.expansion, outcome.accepted_depth, outcome.drafted_depth
+        asked = min(expansion.max_depth, self._num_depths)
+        hits = np.zeros((_NUM_COUNTS, self._num_depths))
+        hits[_ACCEPTED, :accepted] = 1.0
+        hits[_TRIED, : min(accepted + 1, asked)] = 1.0
+        hits[_OFFERED, :drafted] = 1.0
+        hits[_ASKED, : min(drafted + 1, asked)] = 1.0
+        fork, branches = expansion.trunk, min(expansion.branches, _MAX_BRANCHES)
+        if branches > 1 and expansion.depth and fork < self._num_depths:
+            if accepted >= fork:
+                hits[[_ACCEPTED, _TRIED], fork] = self._of_fork(seat, group, fork, branches, accepted > fork)
+            wished = branches * max(0, drafted - fork)
+            if wished:
+                below = outcome.num_nodes - min(drafted, fork)
+                group.merged[:, branches] = 0.99 * group.merged[:, branches] + (below, wished)
+        self._counts[seat] += hits
+        group.counts += hits
+
+    def _of_fork(self, seat: int, group: _Group, fork: int, branches: int, is_accepted: bool) -> tuple[float, float]:
+        """Return what a trial of K branches says of a single one, as hits of trials; learn what branches bring.
+
+        Refused, they are K misses. Accepted, they are that part of a hit which leaves the ratio where it is if it is right:
+        E[hits] = a E[trials] under P(any) = 1 - (1 - a)^K. Many branches are accepted so often that this is next to nothing.
+        """
+        single = float(self._accept[seat, fork])
+        of_any = 1.0 - (1.0 - single) ** branches
+        group.forks[:, branches] = 0.99 * group.forks[:, branches] + (is_accepted, of_any)
+        group.forks[:, branches] += 0.01 * _RATIO_TRIALS
+        if not is_accepted:
+            return 0.0, float(branches)
+        part = branches * single * (1.0 - single) ** (branches - 1) / of_any
+        return part, part
+
+    def _tilt(self, seat: int, group: _Group, outcome: DraftOutcome) -> None:
+        """Move the log-odds of a tree that found its own shape towards what explains its tokens."""
+        place = self._menu.index.get(outcome.expansion)
+        if place is None:
+            return
+        column = self._sized.index(place)
+        expected = float(self._sized_tokens(group, float(self._log_odds[seat]))[column]) - 1.0
+        surprise = (outcome.accepted_depth - expected) / (1.0 + expected)
+        self._log_odds[seat] += _OWN_STEP * surprise
+        group.log_odds = min(6.0, max(-6.0, group.log_odds + _GROUP_STEP * surprise))
+        group.entries[:, place] = 0.99 * group.entries[:, place] + (outcome.accepted_depth, expected)
+        group.entries[:, place] += 0.01 * _RATIO_TRIALS
+        group.fill[:, place] = 0.99 * group.fill[:, place] + (outcome.num_nodes, outcome.expansion.num_draft_tokens)
+
+    def _seat(self, view: SequenceView) -> int:
+        """Return where a sequence's state is kept; one not seen before (or whose id begins anew) starts as its kind."""
+        kind = kind_of(view.sampling, view.verifier)
+        seat = self._seats.get(view.request_id)
+        if seat is not None and self._kind_of_seat[seat] == kind and view.num_generated:
+            return seat
+        if seat is None:
+            if not self._free:
+                self._make_room(2 * len(self._seats))
+            seat = self._seats[view.request_id] = self._free.pop()
+        self._groups.setdefault(kind, _Group(self._num_depths, self._menu))
+        self._kind_of_seat[seat] = kind
+        self._counts[seat] = 0.0
+        self._log_odds[seat] = 0.0
+        return seat
+
+    def _leave(self, views: Sequence[SequenceView]) -> None:
+        """Give up the seats of sequences that are gone, now and then."""
+        if len(self._seats) <= 2 * len(views) + 8:
+            return
+        present = {view.request_id for view in views}
+        for request_id in [one for one in self._seats if one not in present]:
+            self._free.append(self._seats.pop(request_id))
+
+
+def _shrunk(counts_B4D: Array, laws_2BD: Array, pooled_2B: Array) -> Array:
+    """Return each depth's ratios, [2, B, D], shrunk towards the kind's with the odds that the depth above has beside its kind's.
+
+    The first depth takes those of all depths together for the depth above.
+    """
+    hits_D2B = counts_B4D[:, (_ACCEPTED, _OFFERED)].transpose(2, 1, 0)
+    trials_D2B = counts_B4D[:, (_TRIED, _ASKED)].transpose(2, 1, 0)
+    odds_D2B = (laws_2BD / (1.0 - laws_2BD)).transpose(2, 0, 1)
+    ratios_D2B = np.empty(hits_D2B.shape)
+    ratio_2B = (hits_D2B.sum(0) + _OWN_TRIALS * pooled_2B) / (trials_D2B.sum(0) + _OWN_TRIALS)
+    above_2B = pooled_2B / (1.0 + _EDGE - pooled_2B)
+    for depth in range(len(ratios_D2B)):
+        # The square root: half of what is special about a sequence at one depth carries over to the next.
+        tilted_2B = odds_D2B[depth] * np.sqrt(ratio_2B / ((1.0 + _EDGE - ratio_2B) * above_2B))
+        ratio_2B = (hits_D2B[depth] + _OWN_TRIALS * tilted_2B / (1.0 + tilted_2B)) / (trials_D2B[depth] + _OWN_TRIALS)
+        ratio_2B = np.minimum(np.maximum(ratio_2B, _EDGE), 1.0 - _EDGE)
+        ratios_D2B[depth], above_2B = ratio_2B, odds_D2B[depth]
+    return ratios_D2B.transpose(1, 2, 0)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Indices of each entry into depths: where its trunk ends, where it ends, the depth behind the fork, how many branches."""
+
+    trunk_M: NDArray[np.int64]
+    end_M: NDArray[np.int64]
+    fork_M: NDArray[np.int64]
+    branches_M: NDArray[np.int64]
+
+    @property
+    def is_forked(self) -> bool:
+        return bool((self.branches_M > 1).any())
+
+
+def _shape_of(menu: Menu) -> _Shape:
+    delayed = [entry if entry.is_delayed else Expansion(0, 1, 0) for entry in menu.entries]
+    last = max(1, int(menu.depths.max())) - 1
+    return _Shape(
+        trunk_M=np.array([entry.trunk for entry in delayed]),
+        end_M=np.array([entry.max_depth for entry in delayed]),
+        fork_M=np.array([min(entry.trunk, last) for entry in delayed]),
+        branches_M=np.array([entry.branches for entry in delayed]),
+    )
+
+
+def best_tokens(expansion: Expansion, acceptance: float) -> float:
+    """Return the expected tokens of the best tree of that size, if every node is accepted with one chance given its parent.
+
+    Places are filled most valuable first, a sibling's after its elder's.
+    """
+    places, expected = [(-acceptance, 1, 0)], 1.0  # (-chance to be accepted, depth, rank)
+    for _ in range(expansion.max_nodes):
+        if not places:
+            break
+        value, depth, rank = heappop(places)
+        expected -= value
+        if depth < expansion.depth:
+            heappush(places, (value * acceptance, depth + 1, 0))
+        if rank + 1 < expansion.branches:
+            heappush(places, (value * (1.0 - acceptance), depth, rank + 1))
+    return expected

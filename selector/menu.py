@@ -1,0 +1,108 @@
+"""The finite menus of expansions a policy chooses from: plain decoding first, then ever deeper trees of the server's family.
+
+Knows shapes, and which of them a verifier is exact on. Shape key: M entries of a menu.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.pairs import default_tree, fitted, is_exact
+from engine.tree import DELAYED_TREES, PLAIN, Expansion, TreeName
+
+_TRUNKS = (0, 1, 2, 3, 4, 6)
+_DEPTHS = (1, 2, 3, 4, 6)
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of trees that find their own shape
+_LARGEST_DELAYED = (8, 4, 8)  # trunk, branches, depth: the menu of Dynamic Delayed Tree Expansion
+_MAX_LEVELS = 10
+
+
+@dataclass(frozen=True)
+class Menu:
+    """Expansions without repetition, plain decoding first, then by depth and size."""
+
+    entries: tuple[Expansion, ...]
+
+    def __post_init__(self) -> None:
+        if not self.entries or self.entries[0] != PLAIN or len(set(self.entries)) < len(self.entries):
+            raise ValueError("a menu begins with plain decoding and says nothing twice")
+        if list(self.depths) != sorted(self.depths):
+            raise ValueError("the entries of a menu are ordered by depth")
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @cached_property
+    def depths(self) -> NDArray[np.int64]:
+        """Levels of each entry, int64 [M]: draft passes of the whole batch."""
+        return np.array([entry.max_depth for entry in self.entries])
+
+    @cached_property
+    def num_nodes(self) -> NDArray[np.int64]:
+        """Drafted tokens of each entry at most, int64 [M]."""
+        return np.array([entry.num_draft_tokens for entry in self.entries])
+
+    @cached_property
+    def last_of_depth(self) -> NDArray[np.int64]:
+        """Index of the last entry of each depth there is, ascending: the menu up to it is the menu of that many passes."""
+        return np.array([i for i in range(len(self)) if i + 1 == len(self) or self.depths[i + 1] > self.depths[i]])
+
+    @cached_property
+    def tells_most(self) -> NDArray[np.bool_]:
+        """Which entries say most of acceptance, bool [M]: chains, a trial at each depth; trees of their own shape all do."""
+        return np.array([not one.is_plain and (one.branches == 1 or not one.is_delayed) for one in self.entries])
+
+    @cached_property
+    def index(self) -> dict[Expansion, int]:
+        """Each entry's place."""
+        return {entry: place for place, entry in enumerate(self.entries)}
+
+    def kept(self, is_kept: NDArray[np.bool_]) -> "Menu":
+        """Return the menu of plain decoding and the entries that are kept."""
+        return _menu(entry for entry, keep in zip(self.entries, is_kept, strict=True) if keep)
+
+
+def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = None) -> Menu:
+    """Return the menu of the family of `expansion`, of what the verifier is exact on and no larger than `largest`.
+
+    Delayed trees: chains of up to 8, and trunks of up to 8 with 2 to 4 branches of up to 8, unless `largest` says otherwise, the
+    lengths ever farther apart; branches start differently where the verifier's own tree does. Other trees: sizes up to 64 of the
+    expansion's depth and branches.
+    """
+    if not expansion.is_delayed:
+        bound = largest or replace(expansion, max_nodes=max(expansion.max_nodes, _SIZES[-1]))
+        return _menu([*(replace(bound, max_nodes=size) for size in _SIZES if size < bound.max_nodes), bound])
+    family = _family(expansion, verifier)
+    bound = largest or Expansion(*_LARGEST_DELAYED, family)
+    chains = [Expansion(length, 1, 0) for length in range(1, min(bound.max_depth, _LARGEST_DELAYED[0]) + 1)]
+    trees = [
+        Expansion(trunk, branches, depth, family)
+        for trunk in _up_to(_TRUNKS, bound.trunk)
+        for branches in range(2, bound.branches + 1)
+        for depth in _up_to(_DEPTHS, bound.depth)
+        if trunk + depth <= max(_MAX_LEVELS, bound.max_depth if largest else 0)
+    ]
+    return _menu(entry for entry in [*chains, *trees] if is_exact(entry.kind, verifier))
+
+
+def menu_for(menu: Menu, verifier: str) -> Menu:
+    """Return the menu for a request with a verifier of its own: each entry as the engine would fit it to that verifier."""
+    return _menu(fitted(entry, verifier) for entry in menu.entries)
+
+
+def _menu(entries: Iterable[Expansion]) -> Menu:
+    drafting = {entry for entry in entries if not entry.is_plain}
+    return Menu((PLAIN, *sorted(drafting, key=lambda entry: (entry.max_depth, entry.num_draft_tokens, entry))))
+
+
+def _family(expansion: Expansion, verifier: str) -> TreeName:
+    """Return which delayed tree branches: the configured one if it does, else the verifier's own."""
+    own = default_tree(verifier)
+    return expansion.tree if expansion.branches > 1 or own not in DELAYED_TREES else own
+
+
+def _up_to(values: tuple[int, ...], bound: int) -> list[int]:
+    return sorted({*(value for value in values if value <= bound), bound})

@@ -1,0 +1,28 @@
+"""Where the engine and the selector meet: the engine of a configuration with the policy that it cannot make itself.
+
+Importing this module loads no model code: the process that serves HTTP launches workers without paying for that.
+"""
+
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.desk import SteppedEngine
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+def served_engine(config: EngineConfig) -> SteppedEngine:
+    """Return what a worker turns; raise what its loading raises. A module-level function: the worker's process imports it."""
+    from engine.build import build_served  # here, because it brings torch
+    from selector.build import adaptive_policy
+
+    return build_served(config, adaptive_policy)
+
+
+def tool_engine(config: EngineConfig) -> "Engine":
+    """Return the engine for a tool of this process; raise what its loading raises."""
+    from engine.build import build_engine
+    from selector.build import adaptive_policy
+
+    return build_engine(config, adaptive_policy)
