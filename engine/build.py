@@ -11,10 +11,12 @@ import torch
 from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
 from engine.config import EngineConfig
+from engine.draft.compatibility import check_drafter
 from engine.draft.drafter import Drafter
 from engine.draft.early_exit import Lens, early_exit_drafter
 from engine.draft.model import ModelDrafter
 from engine.draft.ngram import NgramDrafter
+from engine.draft.padding import RepaddedModel
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
@@ -47,6 +49,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None) ->
     require_exact(config.expansion, config.verifier)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    _require_compatible(config)
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = _load(config.model, config, device)
     target = Target(model, config.scheduler.num_slots)
@@ -106,13 +109,22 @@ def _load(reference: str, config: EngineConfig, device: torch.device) -> CausalM
     return load_model(resolve(reference).folder, config.dtype, device, linears)
 
 
+def _require_compatible(config: EngineConfig) -> None:
+    """Refuse a drafter that does not belong to its target, before any weight is loaded."""
+    found = check_drafter(config)
+    for warning in found.warnings:
+        _logger.warning("%s", warning)
+    if found.refusals:
+        raise BadConfiguration(f"the drafter does not belong to {config.model}: {'; '.join(found.refusals)}")
+
+
 def _drafter(config: EngineConfig, target: Target) -> Drafter | None:
     if config.drafter == "none":
         return None
     if config.drafter == "ngram":
         return NgramDrafter(target.model.vocab_size, target.model.device)
     if config.drafter == "early-exit":
-        return early_exit_drafter(target.model, target.cache, Lens.load(Path(_required(config.lens, "lens"))))
+        return _early_exit_drafter(Path(_required(config.lens, "lens")), target)
     if config.drafter == "model":
         return _model_drafter(_required(config.draft_model, "draft_model"), config, target)
     raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, model")
@@ -124,16 +136,19 @@ def _required(value: str | None, name: str) -> str:
     return value
 
 
+def _early_exit_drafter(lens: Path, target: Target) -> ModelDrafter:
+    try:
+        return early_exit_drafter(target.model, target.cache, Lens.load(lens))
+    except ValueError as error:  # it is no lens, or none of this target's size
+        raise BadConfiguration(str(error)) from error
+
+
 def _model_drafter(reference: str, config: EngineConfig, target: Target) -> ModelDrafter:
     draft = _load(reference, config, target.model.device)
-    if draft.eos_token_ids != target.model.eos_token_ids:
-        _logger.warning("end tokens differ: target %s, drafter %s", target.model.eos_token_ids, draft.eos_token_ids)
-    if draft.vocab_size != target.model.vocab_size:
-        raise BadConfiguration(f"the drafter {reference} has {draft.vocab_size} tokens, the target {target.model.vocab_size}")
-    if draft.max_positions < min(config.scheduler.max_model_len, target.model.max_positions):
-        raise BadConfiguration(f"the drafter {reference} knows {draft.max_positions} positions only")
+    num_rows = target.model.vocab_size
+    model = draft if draft.vocab_size == num_rows else RepaddedModel(draft, num_rows)
     cache = KVCache(config.scheduler.num_slots, draft.device)
-    return ModelDrafter(f"model {reference}", draft, cache, Feeding.OWN_CACHE)
+    return ModelDrafter(f"model {reference}", model, cache, Feeding.OWN_CACHE)
 
 
 def _policy(config: EngineConfig, rig: Rig, adaptive: PolicyFactory | None) -> ExpansionPolicy:

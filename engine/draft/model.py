@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.draft.drafter import FrontierNode, Proposal
+from engine.draft.padding import RepaddedModel
 from engine.draft.passes import fed_segments, level_segments, places_of_roots
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
@@ -18,7 +19,7 @@ from engine.plan import Feeding, Row
 class ModelDrafter:
     """Drafts with `model` over `cache`, its own or the target's, as `feeding` says."""
 
-    def __init__(self, name: str, model: CausalModel, cache: KVCache, feeding: Feeding) -> None:
+    def __init__(self, name: str, model: CausalModel | RepaddedModel, cache: KVCache, feeding: Feeding) -> None:
         self.name = name
         self.feeding = feeding
         self._model = model

@@ -1,0 +1,37 @@
+"""A draft model beside a target of the same tokens whose output has more or fewer rows.
+
+Models of one family pad one vocabulary to different sizes. Such rows stand for no token, so the draft logits are cut to the
+target's number of rows, or padded with rows that are never drafted; a draft law stays a law, and any draft law is lossless.
+Shape key: N rows of logits, V vocabulary of the target.
+"""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kv_cache import KVCache
+from engine.model import CausalModel
+from engine.packing import PackedBatch
+
+
+class RepaddedModel:
+    """Runs a model as one of `vocab_size` output rows."""
+
+    def __init__(self, model: CausalModel, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._model.device
+
+    def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        """As CausalModel.forward. A text can hold ids that only the target has rows for: the model's last one is read for them."""
+        num_rows = self._model.vocab_size
+        known = replace(batch, input_ids_1T=batch.input_ids_1T.clamp(max=num_rows - 1))
+        logits = self._model.forward(known, cache, logit_rows_N)[:, : self._vocab_size]
+        return functional.pad(logits, (0, self._vocab_size - logits.shape[1]), value=-torch.inf)
