@@ -105,6 +105,7 @@ class DraftHead(nn.Module):
         self.layers = nn.ModuleList(HeadLayer(shape, index == 0) for index in range(shape.num_layers))
         self.last_norm = Norm(shape.width, shape.norm_eps)
         self.widen = nn.Linear(shape.width, shape.target_width, bias=False)
+        nn.init.normal_(self.widen.weight, std=0.02 * shape.width**-0.5)  # an untrained head is nearly uniform
 
     @property
     def decoder(self) -> list[HeadLayer]:
