@@ -11,12 +11,14 @@ import torch
 from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
 from engine.config import EngineConfig
+from engine.draft.cached import CachedDrafter
+from engine.draft.combined import CombinedDrafter
 from engine.draft.compatibility import check_drafter
 from engine.draft.drafter import Drafter
 from engine.draft.early_exit import Lens, early_exit_drafter
 from engine.draft.model import ModelDrafter
-from engine.draft.ngram import NgramDrafter
 from engine.draft.padding import RepaddedModel
+from engine.draft.texts import TextCache
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
@@ -53,7 +55,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None) ->
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = _load(config.model, config, device)
     target = Target(model, config.scheduler.num_slots)
-    drafter = _drafter(config, target)
+    drafter = _with_texts(_drafter(config, target), config, model)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
     info = ModelInfo(
         name=config.model_name or config.model,
@@ -67,14 +69,14 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None) ->
         verifier=config.verifier,
         policy=config.policy,
     )
+    policy = _policy(config, Rig(info, config.scheduler, target, drafter), adaptive)
+    info = replace(info, policy=policy.name)
     engine = Engine(info, config.scheduler, target, drafter, policy)
     _warm_up(engine)
     if config.trace_file is not None:
         engine.trace_to(_file_tracer(Path(config.trace_file), info))
     if config.dtype != "float32":
         _logger.warning("%s rounds wide and narrow passes differently: near ties can fall either way", config.dtype)
-    policy = _policy(config, Rig(info, config.scheduler, target, drafter), adaptive)
-    info = replace(info, policy=policy.name)
     _logger.info("engine ready: %s", info)
     return engine
 
@@ -122,12 +124,24 @@ def _drafter(config: EngineConfig, target: Target) -> Drafter | None:
     if config.drafter == "none":
         return None
     if config.drafter == "ngram":
-        return NgramDrafter(target.model.vocab_size, target.model.device)
+        return CachedDrafter(target.model.vocab_size, target.model.device, _texts(config))
     if config.drafter == "early-exit":
         return _early_exit_drafter(Path(_required(config.lens, "lens")), target)
     if config.drafter == "model":
         return _model_drafter(_required(config.draft_model, "draft_model"), config, target)
     raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, model")
+
+
+def _with_texts(drafter: Drafter | None, config: EngineConfig, model: CausalModel) -> Drafter | None:
+    """Return a drafter that drafts from predictions too, and where the configuration says so from all cached text."""
+    if drafter is None or isinstance(drafter, CachedDrafter):
+        return drafter
+    return CombinedDrafter(drafter, _texts(config), model.vocab_size, model.device)
+
+
+def _texts(config: EngineConfig) -> TextCache:
+    has_own_texts = config.cached_text or config.drafter == "ngram"
+    return TextCache(config.ngram_min_tokens, config.recent_tokens, has_own_texts)
 
 
 def _required(value: str | None, name: str) -> str:

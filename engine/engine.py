@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import SchedulerConfig
 from engine.draft.calibration import Calibrations
-from engine.draft.drafter import Drafter
+from engine.draft.drafter import Drafter, RequestFollower
 from engine.draft.growth import Growth, grow, learn, plain_growth
 from engine.forcing import TeacherForcing
 from engine.judge import Judge, logprobs_of
@@ -27,7 +27,7 @@ from engine.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_o
 from engine.target import Target
 from engine.tracer import NoTracer, Tracer
 from engine.tree import PLAIN
-from engine.types import FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
+from engine.types import DraftSource, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
 from engine.verify.verdict import Unjudged, Verdict
 
 _logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Engine:
         self._config = config
         self._target = target
         self._drafter = drafter
+        self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
         self._policy = policy
         self._judge = Judge()
         self._tracer: Tracer = NoTracer()
@@ -79,7 +80,10 @@ class Engine:
         request = with_end_tokens(request, self.info)
         sampling, speculation = request.sampling, request.speculation
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        self._scheduler.add(Sequence(request, seed, speculation.verifier or self._verifier_for(request)))
+        sequence = Sequence(request, seed, speculation.verifier or self._verifier_for(request))
+        self._scheduler.add(sequence)
+        if self._follower is not None:
+            self._follower.begin(request, sequence.token_ids)
 
     def _verifier_for(self, request: Request) -> str:
         """Return the verifier of a request that names none."""
@@ -91,6 +95,11 @@ class Engine:
         """End a request now; the next step tells of it. Unknown ids are ignored."""
         if self._scheduler.remove(request_id):
             self._aborted.append(TokenEvent(request_id, finish=FinishReason.ABORT))
+            self._let_go(request_id)
+
+    def _let_go(self, request_id: str) -> None:
+        if self._follower is not None:
+            self._follower.end(request_id)
 
     def step(self) -> StepOutput:
         """Advance every running sequence by one tree; return the tokens that left the engine."""
@@ -156,7 +165,10 @@ class Engine:
                 self._scheduler.remove(row.request_id)
             else:
                 emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
-            outcomes.append(RowOutcome(row, growth.forest.trees[index], growth.forest.offsets[index], verdict, emission))
+            if emission is None or emission.finish is not None:
+                self._let_go(row.request_id)
+            tree, offset = growth.forest.trees[index], growth.forest.offsets[index]
+            outcomes.append(RowOutcome(row, tree, growth.sources[index], offset, verdict, emission))
         return outcomes
 
     def _event(self, outcome: RowOutcome, logits_NV: Float[Tensor, "N V"]) -> TokenEvent:
@@ -181,6 +193,10 @@ class Engine:
             expansion=row.expansion,
             num_draft_tokens=outcome.tree.num_nodes - 1,
             num_accepted_tokens=emission.num_accepted,
+            num_predicted_tokens=outcome.sources.count(DraftSource.PREDICTION),
+            predicted_places=tuple(
+                place for place, source in enumerate(outcome.accepted_sources) if source is DraftSource.PREDICTION
+            ),
         )
 
 

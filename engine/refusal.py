@@ -19,8 +19,10 @@ def require_runnable(request: Request, info: ModelInfo) -> None:
         raise RequestRefused(
             f"{num_prompt} prompt tokens and {sampling.max_tokens} to generate exceed {info.max_model_len} tokens"
         )
-    if any(not 0 <= token_id < info.vocab_size for token_id in request.prompt_ids):
-        raise RequestRefused(f"prompt token ids must lie in [0, {info.vocab_size})")
+    if len(request.prediction_ids) > info.max_model_len:
+        raise RequestRefused(f"a prediction of {len(request.prediction_ids)} tokens exceeds {info.max_model_len} tokens")
+    if any(not 0 <= token_id < info.vocab_size for token_id in (*request.prompt_ids, *request.prediction_ids)):
+        raise RequestRefused(f"token ids of prompt and prediction must lie in [0, {info.vocab_size})")
     try:
         require_law(sampling, info.vocab_size, info.eos_token_ids)
     except NoLaw as error:

@@ -241,6 +241,8 @@ class Scheduler:
             return row.root_position + len(result.path)
         if row.expansion.is_plain or self._feeding is Feeding.TARGET_FEATURES:
             return row.draft_len + len(row.draft_ids)
+        if not result.drafted_len:  # not even the root: a tree that did without the drafter left its tokens for later
+            return row.draft_len
         return row.root_position + result.drafted_len
 
     def _keep(self, sequence: Sequence, num_kept: int, path_slots: list[int]) -> None:

@@ -8,7 +8,7 @@ from engine.plan import Row, StepPlan
 from engine.policy import Choice, DraftOutcome, StepFeedback, StepWork
 from engine.scheduler import Emission, Scheduler
 from engine.tree import TokenTree
-from engine.types import StepStats
+from engine.types import DraftSource, StepStats
 from engine.verify.verdict import Unjudged, Verdict
 
 
@@ -28,10 +28,14 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """A decoding row after the step. `offset` is its root among the packed nodes; unjudged rows emit nothing and end."""
+    """A decoding row after the step. `offset` is its root among the packed nodes; unjudged rows emit nothing and end.
+
+    `sources` are of the tree's nodes, the root aside.
+    """
 
     row: Row
     tree: TokenTree
+    sources: tuple[DraftSource, ...]
     offset: int
     verdict: Verdict | Unjudged
     emission: Emission | None
@@ -40,6 +44,13 @@ class RowOutcome:
     def accepted_depth(self) -> int:
         """Drafted tokens on the accepted path, before limits cut it."""
         return len(self.verdict.path) - 1 if isinstance(self.verdict, Verdict) else 0
+
+    @property
+    def accepted_sources(self) -> list[DraftSource]:
+        """What proposed the drafted ones of the tokens that left the engine, in order."""
+        if not isinstance(self.verdict, Verdict) or self.emission is None:
+            return []
+        return [self.sources[node - 1] for node in self.verdict.path[1 : 1 + self.emission.num_accepted]]
 
     @property
     def expected_tokens(self) -> float | None:
@@ -124,6 +135,8 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         num_preemptions=record.plan.num_preempted,
         accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
         expansions=dict(Counter(outcome.row.expansion.label for outcome in record.outcomes)),
+        drafted_by_source=dict(Counter(source.value for outcome in drafted for source in outcome.sources)),
+        accepted_by_source=dict(Counter(source.value for outcome in drafted for source in outcome.accepted_sources)),
         num_expected_rows=len(foretold),
         expected_tokens=sum(outcome.expected_tokens or 0.0 for outcome in foretold),
         num_realised_tokens=sum(outcome.accepted_depth + 1 for outcome in foretold),

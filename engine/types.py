@@ -165,8 +165,8 @@ class StepStats:
     expansions and learning from them, `host_s` the rest. `policy_reason` says why they were chosen; a policy that expects
     something says so before the step: `predicted_s` its seconds, `predicted_speedup` its tokens a second over plain decoding's.
     `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1. `expansions` counts decoding rows by
-    the label of the expansion they got; `drafted_by_source` and `accepted_by_source` tell the drafted and the accepted tokens
-    apart by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the `num_expected_rows` decoding rows whose rule tells it;
+    the label of the expansion they got; `drafted_by_source` and `accepted_by_source` tell drafted and accepted tokens apart by
+    DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the `num_expected_rows` decoding rows whose rule tells it;
     `num_realised_tokens` is what came out of the same rows, accepted depth + 1 before limits cut it: their difference is chance
     alone.
     """

@@ -5,10 +5,12 @@ import hmac
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import BadApiKey
 
+_KEY_DIGEST = "latebranch.key_digest"  # where the scope of a request says which key opened the door
 OPEN_PATHS = frozenset({"/live", "/health"})
 
 
@@ -24,16 +26,29 @@ class ApiKeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._admits(Headers(scope=scope)):
-            await BadApiKey().response()(scope, receive, send)
-            return
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            digest = self._admitted(Headers(scope=scope))
+            if digest is None:
+                await BadApiKey().response()(scope, receive, send)
+                return
+            scope[_KEY_DIGEST] = digest
         await self.app(scope, receive, send)
 
-    def _admits(self, headers: Headers) -> bool:
+    def _admitted(self, headers: Headers) -> bytes | None:
+        """Return the digest of the key if it opens the door."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         offered = _digest(key.strip())
         matches = [hmac.compare_digest(offered, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        return offered if scheme.lower() == "bearer" and any(matches) else None
+
+
+def tenant_of(request: Request, user: str | None) -> str:
+    """Return an opaque name of who may draft from each other's texts: one user of one key. Empty where no key is asked for.
+
+    How fast an answer comes can tell what was drafted, so nobody's text is drafted from for anybody else.
+    """
+    digest: bytes | None = request.scope.get(_KEY_DIGEST)
+    return "" if digest is None else hmac.new(digest, (user or "").encode("utf-8", "surrogateescape"), "sha256").hexdigest()[:32]
 
 
 def _digest(key: str) -> bytes:

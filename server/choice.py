@@ -37,19 +37,28 @@ class Piece:
 
 @dataclass(slots=True)
 class AcceptanceCounts:
-    """What became of the drafts of the returned tokens; `histogram[j]` counts steps of which j drafted tokens were returned."""
+    """What became of the drafts of the returned tokens; `histogram[j]` counts steps of which j drafted tokens were returned.
+
+    `num_predicted` of the drafted tokens were foretold by the request's prediction, `num_accepted_predicted` of them returned.
+    """
 
     num_draft_tokens: int = 0
+    num_predicted: int = 0
+    num_accepted_predicted: int = 0
     histogram: list[int] = field(default_factory=list)
 
-    def add_step(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """Count one step that drafted."""
-        self.num_draft_tokens += num_draft_tokens
-        self._count(num_accepted, 1)
+    def add_step(self, event: TokenEvent, num_kept: int) -> None:
+        """Count one step that drafted; the first `num_kept` of its tokens were returned."""
+        self.num_draft_tokens += event.num_draft_tokens
+        self.num_predicted += event.num_predicted_tokens
+        self.num_accepted_predicted += sum(place < num_kept for place in event.predicted_places)
+        self._count(min(event.num_accepted_tokens, num_kept), 1)
 
     def add(self, other: "AcceptanceCounts") -> None:
         """Count another sample's steps too."""
         self.num_draft_tokens += other.num_draft_tokens
+        self.num_predicted += other.num_predicted
+        self.num_accepted_predicted += other.num_accepted_predicted
         for accepted, steps in enumerate(other.histogram):
             self._count(accepted, steps)
 
@@ -128,7 +137,7 @@ class Choice:
 
     def _count_drafts(self, event: TokenEvent, num_kept: int) -> None:
         if event.num_draft_tokens and num_kept:
-            self.acceptance.add_step(event.num_draft_tokens, min(event.num_accepted_tokens, num_kept))
+            self.acceptance.add_step(event, num_kept)
 
     def _entry(self, token_id: int, logprobs: TokenLogprobs, num_top: int) -> TokenEntry:
         pairs = zip(logprobs.top_ids[:num_top], logprobs.top_logprobs[:num_top], strict=True)

@@ -16,9 +16,9 @@ from server.generation import Generation, Sample
 from server.runtime import Runtime
 from server.sampling import sampling_of
 from server.schemas.chat import ChatRequest
-from server.schemas.common import GenerationRequest
+from server.schemas.common import GenerationRequest, Prediction
 from server.schemas.completion import CompletionRequest, Prompt
-from server.text import TextCodec, TextError
+from server.text import TextError
 from server.tokenizer_thread import TokenizerBusy, TokenizerClosed
 
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
@@ -27,18 +27,17 @@ _TOKENIZER_RETRY_S = 2.0
 PromptIds = tuple[int, ...]
 
 
-async def completion_generation(runtime: Runtime, body: CompletionRequest) -> Generation:
+async def completion_generation(runtime: Runtime, body: CompletionRequest, tenant: str) -> Generation:
     """Return the samples of a completion request, submitted to the engine."""
     _check_model(runtime, body.model)
-    codec = runtime.codec
     _check_num_choices(runtime, len(body.prompts) * body.num_samples)
     prompts = [await _prompt_ids(runtime, prompt) for prompt in body.prompts]
     room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
     max_tokens = min(_DEFAULT_COMPLETION_TOKENS, room) if body.token_limit is None else body.token_limit
-    return await _submitted(runtime, codec, body, prompts, max_tokens)
+    return await _submitted(runtime, body, prompts, max_tokens, tenant)
 
 
-async def chat_generation(runtime: Runtime, body: ChatRequest) -> Generation:
+async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str) -> Generation:
     """Return the samples of a chat request, submitted to the engine."""
     _check_model(runtime, body.model)
     codec = runtime.codec
@@ -47,7 +46,7 @@ async def chat_generation(runtime: Runtime, body: ChatRequest) -> Generation:
     num_bytes = sum(len(message["content"].encode()) for message in messages)
     ids = await _encoded(runtime, num_bytes, lambda: codec.encode_chat(messages), "messages")
     room = _room(runtime.engine.model, ids, "messages", body.token_limit)
-    return await _submitted(runtime, codec, body, [ids], room if body.token_limit is None else body.token_limit)
+    return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant)
 
 
 def _check_model(runtime: Runtime, name: str) -> None:
@@ -71,7 +70,7 @@ async def _encoded(runtime: Runtime, num_bytes: int, encode: Callable[[], Prompt
     """Return the ids of that many bytes of text, encoded beside the event loop; refuse what cannot fit before it is encoded."""
     codec, longest = runtime.codec, _longest(runtime.engine.model)
     if num_bytes > longest * codec.longest_token_bytes:
-        raise ContextTooLong(f"prompt and answer together have at most {longest} tokens; the prompt has {num_bytes} bytes", param)
+        raise ContextTooLong(f"prompt and answer together have at most {longest} tokens; {param} has {num_bytes} bytes", param)
     try:
         return await codec.thread.run(num_bytes, encode)
     except TokenizerBusy as error:
@@ -104,24 +103,37 @@ def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None)
 
 
 async def _submitted(
-    runtime: Runtime, codec: TextCodec, body: GenerationRequest, prompts: Sequence[PromptIds], max_tokens: int
+    runtime: Runtime, body: GenerationRequest, prompts: Sequence[PromptIds], max_tokens: int, tenant: str
 ) -> Generation:
     """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
-    model = runtime.engine.model
+    model, codec = runtime.engine.model, runtime.codec
     _check_speculation(runtime, body)
     sampling = sampling_of(model, body, max_tokens)
+    prediction_ids = await _prediction_ids(runtime, body.prediction)
     meter = runtime.metrics.requests.meter(body.num_samples, max_tokens)
     group = uuid.uuid4().hex
     speculation = body.speculative.to_speculation() if body.speculative else Speculation()
     samples = [
         Sample(
-            Request(f"{group}-{index}", ids, _of_choice(sampling, index), speculation),
+            Request(f"{group}-{index}", ids, _of_choice(sampling, index), speculation, prediction_ids, tenant),
             Choice(index, codec.detokenizer(), body.stops, codec.token_text, body.num_top_logprobs),
             meter.sample(len(ids)),
         )
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))
     ]
     return await Generation(runtime.engine, samples, meter, sum(map(len, prompts))).start()
+
+
+async def _prediction_ids(runtime: Runtime, prediction: Prediction | None) -> PromptIds:
+    """Return the ids of a prediction; refuse one that is longer than any answer."""
+    if prediction is None or not (text := prediction.text):
+        return ()
+    ids = await _encoded(runtime, len(text.encode()), lambda: runtime.codec.encode_more(text), "prediction")
+    if len(ids) > (longest := _longest(runtime.engine.model)):
+        raise ContextTooLong(
+            f"prompt and answer together have at most {longest} tokens; the prediction has {len(ids)}", "prediction"
+        )
+    return ids
 
 
 def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:

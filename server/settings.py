@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_v
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from engine.config import EngineConfig, SchedulerConfig
+from engine.draft.context_tree import MAX_CONTEXT
 from engine.pairs import VerifierName, require_exact
 from engine.tree import parse_expansion
 from server.schemas.common import MAX_CHOICES
@@ -68,6 +69,17 @@ class Settings(BaseSettings):
     drafter: Literal["none", "ngram", "early-exit", "model"] = Field(default="ngram", description="What drafts tokens.")
     draft_model: str | None = Field(default=None, description="Draft model, as in model; for drafter model.")
     lens: str | None = Field(default=None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
+    cached_text: bool = Field(
+        default=False, description="Draft from text said before too, beside a model; drafter ngram does nothing else."
+    )
+    ngram_min_tokens: int = Field(
+        default=2, ge=1, le=MAX_CONTEXT, description="Tokens that must match for cached text to be drafted from."
+    )
+    recent_tokens: int = Field(
+        default=16384,
+        ge=0,
+        description="Tokens of finished answers kept for each user of each API key, to draft their later ones from; 0: none.",
+    )
     verifier: VerifierName = Field(default="traversal", description="Rule that accepts drafted tokens.")
     policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="Who chooses tree shapes.")
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
@@ -106,6 +118,8 @@ class Settings(BaseSettings):
             raise ValueError("draft_model is given with drafter model, and only then")
         if self.lens is not None and self.drafter != "early-exit":
             raise ValueError("lens is given only with drafter early-exit")
+        if self.cached_text and self.drafter in ("none", "ngram"):
+            raise ValueError("cached_text is given only with a drafter that is a model")
         return self
 
     @model_validator(mode="after")
@@ -147,6 +161,9 @@ class Settings(BaseSettings):
             drafter=self.drafter,
             draft_model=self.draft_model,
             lens=self.lens,
+            cached_text=self.cached_text,
+            ngram_min_tokens=self.ngram_min_tokens,
+            recent_tokens=self.recent_tokens,
             verifier=self.verifier,
             policy=self.policy,
             expansion=parse_expansion(self.expansion),

@@ -83,6 +83,10 @@ class TextCodec:
         """Return the ids of a bare prompt, with the special tokens that the model expects around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=True))
 
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text that goes on after others, with nothing around it."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Return the ids of a conversation up to where the assistant speaks. Raises TextError with the template's reason."""
         if not self._tokenizer.chat_template:

@@ -181,15 +181,25 @@ class FakeEngine:
 
 
 def _event(request: Request, ids: tuple[int, ...], number: int) -> TokenEvent:
-    """Return an event as a step gives it: the first without drafts, others with one more draft than was accepted."""
+    """Return an event as a step gives it: the first without drafts, others with one more draft than was accepted.
+
+    Where there is a prediction, all drafts are of it.
+    """
     logprobs: tuple[TokenLogprobs, ...] = ()
     if (num_top := request.sampling.num_logprobs) is not None:
         logprobs = tuple(_logprobs(token_id, num_top) for token_id in ids)
     if number == 0:
         return TokenEvent(request.request_id, ids, logprobs, expansion=Expansion(0, 1, 0))
-    expansion = Expansion(len(ids), 1, 0)
+    is_predicted = bool(request.prediction_ids)
     return TokenEvent(
-        request.request_id, ids, logprobs, expansion=expansion, num_draft_tokens=len(ids), num_accepted_tokens=len(ids) - 1
+        request.request_id,
+        ids,
+        logprobs,
+        expansion=Expansion(len(ids), 1, 0),
+        num_draft_tokens=len(ids),
+        num_accepted_tokens=len(ids) - 1,
+        num_predicted_tokens=len(ids) if is_predicted else 0,
+        predicted_places=tuple(range(len(ids) - 1)) if is_predicted else (),
     )
 
 

@@ -3,20 +3,25 @@
 Shape key: P proposals, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
 from engine.plan import Feeding, LawContext, Row
 from engine.tree import ROOT, TokenTree
+from engine.types import DraftSource, Request
 
 
 @dataclass
 class GrowingTree:
-    """A tree under construction for one row. Owned by the growth loop; drafters only read it."""
+    """A tree under construction for one row. Owned by the growth loop.
+
+    Drafters only read it, but for one: whoever feeds ancestors of the nodes asked about notes them in `fed`. `origins` has the
+    tokens that no model proposed, by the drafted tokens before them.
+    """
 
     row: Row
     parents: list[int] = field(default_factory=lambda: [-1])
@@ -25,6 +30,7 @@ class GrowingTree:
     depths: list[int] = field(default_factory=lambda: [0])
     law_rows: list[int | None] = field(default_factory=lambda: [None])
     fed: set[int] = field(default_factory=set)
+    origins: dict[tuple[int, ...], Mapping[int, DraftSource]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.token_ids.append(self.row.certain_ids[-1])
@@ -83,11 +89,14 @@ class FrontierNode:
 class Proposal:
     """Raw draft logits for some of the nodes asked about; the others stay leaves.
 
-    `indices[i]` is the asked node that row i of `logits_PV` (float32) answers; ascending.
+    `indices[i]` is the asked node that row i of `logits_PV` (float32) answers; ascending. Nodes in `unfed` were answered though
+    they were not fed. `origins[index]` says of tokens that another source than a model proposes what it is.
     """
 
     indices: tuple[int, ...]
     logits_PV: Float[Tensor, "P V"]
+    unfed: frozenset[int] = frozenset()
+    origins: Mapping[int, Mapping[int, DraftSource]] = field(default_factory=dict)
 
 
 class Drafter(Protocol):
@@ -102,4 +111,17 @@ class Drafter(Protocol):
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Feed the frontier's nodes, those of one tree side by side and each after its ancestors, and propose for each."""
+        ...
+
+
+@runtime_checkable
+class RequestFollower(Protocol):
+    """A drafter that is told of requests' lives, from the queue to the end."""
+
+    def begin(self, request: Request, history: Sequence[int]) -> None:
+        """Take note of a request whose text, as it is committed, is `history`: it grows and is not to be changed."""
+        ...
+
+    def end(self, request_id: str) -> None:
+        """Take note that a request has ended, however it did; its history stays as it is now. Unknown ids are ignored."""
         ...

@@ -15,22 +15,27 @@ from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold,
 from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer, offers_of
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
-from engine.draft.strategies import Delayed, Grown, Static, Strategy
+from engine.draft.strategies import Delayed, Static, Strategy
 from engine.draft.topology import best_topology
 from engine.forest import Forest
 from engine.logit_edits import edited_logits
 from engine.plan import Row
 from engine.tree import TokenTree, TreeKind
+from engine.types import DraftSource
 from engine.verify.verdict import Unjudged, Verdict
 
 
 @dataclass(frozen=True)
 class Growth:
-    """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers."""
+    """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
+
+    `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside.
+    """
 
     forest: Forest
     fed: tuple[frozenset[int], ...]
     offers: tuple[dict[int, Offer], ...]
+    sources: tuple[tuple[DraftSource, ...], ...]
 
 
 def grow(
@@ -51,14 +56,14 @@ def grow(
             frontier = [ask for strategy in strategies for ask in strategy.asks()]
             if frontier:
                 proposal = drafter.extend(frontier)
-    return _growth([strategy.grown() for strategy in strategies], laws, vocab_size, device)
+    return _growth(strategies, laws, vocab_size, device)
 
 
 def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
     """Return roots alone: the step of an engine without a drafter."""
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
     forest = Forest(trees, torch.empty((0, vocab_size), device=device), tuple((None,) for _ in trees))
-    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees))
+    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), tuple(() for _ in trees))
 
 
 def strategy_of(row: Row, calibration: Calibration) -> Strategy:
@@ -125,19 +130,41 @@ def _answers(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Te
     if len(sound) < len(answered):
         logits_PV = logits_PV[torch.tensor(sound, device=logits_PV.device)]
     asked_nodes = [answered[i] for i in sound]
-    for asked in asked_nodes:
-        asked.tree.fed.add(asked.node)
+    for index in (proposal.indices[i] for i in sound):
+        _note(frontier[index], proposal, index)
     return list(zip(asked_nodes, offers_of(asked_nodes, logits_PV, laws), strict=True))
 
 
-def _growth(grown: Sequence[Grown], laws: Sequence[Tensor], vocab_size: int, device: torch.device) -> Growth:
+def _note(asked: FrontierNode, proposal: Proposal, index: int) -> None:
+    """Note in the tree whether an answered node was fed, and what proposed its tokens."""
+    if index not in proposal.unfed:
+        asked.tree.fed.add(asked.node)
+    if index in proposal.origins:
+        asked.tree.origins[asked.law_context.path_ids] = proposal.origins[index]
+
+
+def sources_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]]) -> tuple[DraftSource, ...]:
+    """Return what proposed each node's token, the root aside."""
+    if not origins:
+        return (DraftSource.MODEL,) * (tree.num_nodes - 1)
+    path_ids: list[tuple[int, ...]] = [()]
+    sources = []
+    for parent, token_id in zip(tree.parents[1:], tree.token_ids[1:], strict=True):
+        sources.append(origins.get(path_ids[parent], {}).get(token_id, DraftSource.MODEL))
+        path_ids.append((*path_ids[parent], token_id))
+    return tuple(sources)
+
+
+def _growth(strategies: Sequence[Strategy], laws: Sequence[Tensor], vocab_size: int, device: torch.device) -> Growth:
     """Return the step's trees; laws of nodes that got no child are dropped."""
+    grown = [strategy.grown() for strategy in strategies]
+    sources = tuple(sources_of(one.tree, strategy.tree.origins) for one, strategy in zip(grown, strategies, strict=True))
     used = sorted({row for one in grown for row in one.law_rows if row is not None})
     laws_RV = _gathered(laws, used, vocab_size, device)
     new_row = {row: index for index, row in enumerate(used)}
     law_rows = tuple(tuple(None if row is None else new_row[row] for row in one.law_rows) for one in grown)
     forest = Forest(tuple(one.tree for one in grown), laws_RV, law_rows)
-    return Growth(forest, tuple(one.fed for one in grown), tuple(one.offers for one in grown))
+    return Growth(forest, tuple(one.fed for one in grown), tuple(one.offers for one in grown), sources)
 
 
 def _gathered(laws: Sequence[Tensor], used: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from engine.types import FinishReason
 from server.choice import AcceptanceCounts, Piece
 from server.generation import Generation
-from server.schemas.answer import Metrics, PromptTokensDetails, SpeculativeDecoding, Usage
+from server.schemas.answer import CompletionTokensDetails, Metrics, PromptTokensDetails, SpeculativeDecoding, Usage
 
 
 class Format(Protocol):
@@ -36,12 +36,16 @@ def finish_reason(finish: FinishReason | None) -> Literal["stop", "length"] | No
 
 def usage_of(generation: Generation) -> Usage:
     """Return the token counts. No prompt token is reported as cached: the engine does not tell."""
-    num_prompt, num_completion = generation.num_prompt_tokens, generation.num_completion_tokens
+    num_prompt, num_completion, counts = generation.num_prompt_tokens, generation.num_completion_tokens, generation.acceptance
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_completion,
         total_tokens=num_prompt + num_completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=counts.num_accepted_predicted,
+            rejected_prediction_tokens=counts.num_predicted - counts.num_accepted_predicted,
+        ),
     )
 
 

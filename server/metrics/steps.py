@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from engine.service import EngineHealth, EngineState
-from engine.types import ModelInfo, StepStats
+from engine.types import DraftSource, ModelInfo, StepStats
 from server.metrics.families import ITERATION_BUCKETS, PHASE_BUCKETS, Families
 
 _MAX_EXPANSION_LABELS = 64
@@ -46,6 +46,13 @@ class StepMetrics:
             "vllm:spec_decode_num_draft_tokens", "Drafted tokens verified; a tree's are its nodes."
         )
         self._accepted_tokens = families.counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
+        sources = [source.value for source in DraftSource]
+        self._drafted_by_source = families.counters(
+            "latebranch_drafted_tokens", "Drafted tokens verified, by what proposed them.", "source", sources
+        )
+        self._accepted_by_source = families.counters(
+            "latebranch_accepted_tokens", "Drafted tokens that left the engine, by what proposed them.", "source", sources
+        )
         self._accepted_per_position = families.counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Trees whose accepted path reached a depth (0 is the first).",
@@ -113,6 +120,10 @@ class StepMetrics:
         self._drafts.inc(stats.num_drafts)
         self._draft_tokens.inc(stats.num_draft_tokens)
         self._accepted_tokens.inc(stats.num_accepted_tokens)
+        for source, count in stats.drafted_by_source.items():
+            self._drafted_by_source(source).inc(count)
+        for source, count in stats.accepted_by_source.items():
+            self._accepted_by_source(source).inc(count)
         for position, count in enumerate(stats.accepted_per_depth):
             self._accepted_per_position(str(position)).inc(count)
         self._row_steps.inc(stats.num_decoding_rows)

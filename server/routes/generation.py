@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from server.auth import tenant_of
 from server.disconnect import ClientGone, until_disconnect
 from server.formats.chat import ChatFormat
 from server.formats.common import Format, joined, streamed
@@ -34,14 +35,16 @@ _ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     form = CompletionFormat(body.model, body.num_top_logprobs, body.includes_usage)
-    return await _answer(request, body, partial(completion_generation, runtime_of(request), body), form)
+    generate = partial(completion_generation, runtime_of(request), body, tenant_of(request, body.user))
+    return await _answer(request, body, generate, form)
 
 
 @router.post("/chat/completions", response_model=ChatCompletion, responses={**_ALSO_A_STREAM, **ERRORS})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     form = ChatFormat(body.model, body.num_top_logprobs, body.includes_usage)
-    return await _answer(request, body, partial(chat_generation, runtime_of(request), body), form)
+    generate = partial(chat_generation, runtime_of(request), body, tenant_of(request, body.user))
+    return await _answer(request, body, generate, form)
 
 
 async def _answer(request: Request, body: GenerationRequest, generate: Generate, form: Format) -> Response:

@@ -11,6 +11,17 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(BaseModel):
+    """What became of a prediction, all choices together.
+
+    Tokens of it that were drafted and are in the completion, and those that were drafted and are not: these are counted nowhere
+    else.
+    """
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class Usage(BaseModel):
     """Tokens of a request, all choices together; a prompt counts once however many samples it gets."""
 
@@ -18,6 +29,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class SpeculativeDecoding(BaseModel):

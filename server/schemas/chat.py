@@ -5,24 +5,16 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.answer import Metrics, Usage
-from server.schemas.common import MAX_INTEGER, MAX_LOGPROBS, GenerationRequest, Neutral, Strict, misfit
+from server.schemas.common import MAX_INTEGER, MAX_LOGPROBS, GenerationRequest, Neutral, Strict, TextParts, misfit
 
 MAX_MESSAGES = 2048
-MAX_PARTS = 256
-
-
-class TextPart(Strict):
-    """A part of a message; text is the only kind that is understood."""
-
-    type: Literal["text"]
-    text: str
 
 
 class Message(Strict):
     """One message. What an assistant's message carries beside its text is accepted where it is empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    content: str | TextParts
     name: Annotated[object, Neutral()] = None
     refusal: Annotated[object, Neutral()] = None
     tool_calls: Annotated[object, Neutral([])] = None

@@ -5,7 +5,7 @@ as `Neutral`: its neutral values change nothing and are accepted, anything else 
 """
 
 import json
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -32,6 +32,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 256
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 4096
+MAX_PARTS = 256
 
 
 class Neutral:
@@ -63,6 +64,28 @@ class Strict(BaseModel):
     """Base of every request model."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class TextPart(Strict):
+    """A part of a text; text is the only kind that is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+
+
+class Prediction(Strict):
+    """What the client expects to be said, or much of it. It is drafted from: it changes speed, never the law of the text."""
+
+    type: Literal["content"]
+    content: str | TextParts
+
+    @property
+    def text(self) -> str:
+        """The expected text; parts follow each other without a gap."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class StreamOptions(Strict):
@@ -175,7 +198,10 @@ class GenerationRequest(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculative: SpeculativeOptions | None = None
-    user: str | None = Field(None, description="Accepted; changes nothing.")
+    prediction: Prediction | None = Field(None, description="Text that is expected to come; drafted from.")
+    user: str | None = Field(
+        None, description="Changes no text: what one user of a key is told is drafted from for that user alone."
+    )
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:

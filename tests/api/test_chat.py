@@ -95,6 +95,7 @@ NEUTRAL = {
     "logit_bias": {"5": -100},
     "allowed_token_ids": [5, 6],
     "min_tokens": 3,
+    "prediction": {"type": "content", "content": "hello"},
 }
 REFUSED = {
     "response_format": {"type": "json_object"},
@@ -112,7 +113,7 @@ REFUSED = {
     "max_completion_tokens": 0,
     "logprobs": 5,
     "functions": [],
-    "prediction": None,
+    "prediction": {"type": "content", "content": [{"type": "image"}]},
     "prompt": "x",
 }
 

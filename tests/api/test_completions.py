@@ -194,6 +194,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "speculative.verifier": ("magic",),
     "speculative.branches": (0, 2**64),
     "speculative.colour": ("red",),
+    "prediction": ("hello", {"type": "text", "content": "a"}, {"type": "content", "content": []}, {"type": "content"}),
     "anything": (None,),
 }
 

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.config import SchedulerConfig
+from engine.draft.cached import CachedDrafter
 from engine.draft.drafter import Drafter
 from engine.draft.early_exit import Lens, early_exit_drafter
 from engine.draft.model import ModelDrafter
-from engine.draft.ngram import NgramDrafter
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
@@ -77,7 +77,7 @@ def _golden(preset: str, num_prompts: int, num_tokens: int) -> Golden:
     texts = _generated(preset, prompts, num_tokens)
     model = load_model(resolve(preset).folder, "float32", CPU, "packed")
     target = Target(model, SLOTS.num_slots)
-    drafters: list[Drafter] = [NgramDrafter(model.vocab_size, CPU)]
+    drafters: list[Drafter] = [CachedDrafter(model.vocab_size, CPU)]
     if preset == "smollm2-135m":
         drafters.append(early_exit_drafter(model, target.cache, Lens.load(LENS_OF_DEFAULT)))
     if preset == "qwen2.5-coder-1.5b":

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.draft.ngram import NgramDrafter
+from engine.draft.cached import CachedDrafter
+from engine.draft.texts import TextCache
 from engine.keys import Stream, stream_key
 from engine.model import adopt
 from engine.noise import gumbels, uniforms
@@ -43,7 +44,7 @@ def test_laws_are_the_cpus():
 
 def engine_on(device: torch.device, family: str, drafter: str):
     target = adopt(tiny_module(family), device)
-    draft = NgramDrafter(61, device, min_tokens=1) if drafter == "ngram" else adopt(tiny_module(family), device)
+    draft = CachedDrafter(61, device, TextCache(min_tokens=1)) if drafter == "ngram" else adopt(tiny_module(family), device)
     return tiny_engine(target, draft, FixedExpansion(Expansion(2, 2, 2)))
 
 

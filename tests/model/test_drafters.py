@@ -1,88 +1,34 @@
 """The drafters: text that repeats itself, and the target's own first layers."""
 
-from collections import Counter
-
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from engine.draft.cached import CachedDrafter
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.early_exit import Lens, early_exit_drafter
 from engine.draft.growth import grow
-from engine.draft.ngram import NgramDrafter, continuations
 from engine.kv_cache import KVCache
 from engine.packing import pack
 from engine.plan import Feeding
 from engine.segments import chain_segment
 from engine.testing import tiny_engine
 from engine.tree import ROOT, Expansion
+from engine.types import DraftSource
 from tests.model.driving import greedy, run, sampled
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
 from tests.model.test_kv_cache import EXACT, RandomExpansion, cache_error
 from tests.model.tiny import model, own_greedy_text, own_module
 
-texts = st.lists(st.integers(0, 3), max_size=30)
 
-
-def counted(text: list[int], size: int) -> Counter[int]:
-    """Count what followed every earlier occurrence of the last `size` tokens, by looking at each place."""
-    suffix = text[len(text) - size :]
-    starts = range(len(text) - size)
-    return Counter(text[start + size] for start in starts if text[start : start + size] == suffix)
-
-
-def check_continuations(found, text: list[int], size: int) -> None:
-    assert found(np.asarray(text, dtype=np.int64), size) == (counted(text, size) if size < len(text) else Counter())
-
-
-@given(texts, st.integers(1, 5))
-def test_continuations(text, size):
-    check_continuations(continuations, text, size)
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        lambda text, size: continuations(text[:-1], size),
-        lambda text, size: continuations(text, size - 1),
-        lambda text, size: Counter(dict.fromkeys(continuations(text, size), 1)),
-        lambda text, size: Counter(text[size - 1 :].tolist()),
-    ],
-)
-def test_continuations_kill(mutant):
-    text = [3, 2, 1, 2, 0, 1, 2, 3, 1, 2, 0, 1, 2]
-    check_continuations(continuations, text, 2)
-    with pytest.raises(AssertionError):
-        check_continuations(mutant, text, 2)
-
-
-def ngram_law(text: list[int], **sizes) -> list[float] | None:
-    """Return the law proposed at the root of the text, None if nothing is proposed."""
-    drafter = NgramDrafter(4, CPU, **sizes)
-    proposal = drafter.feed([], [FrontierNode(GrowingTree(decoding_row(text)), ROOT, 1)])
-    return proposal.logits_PV[0].softmax(-1).tolist() if proposal.indices else None
-
-
-def test_the_ngram_law_is_the_share_of_continuations():
-    assert ngram_law([1, 2, 0, 1, 2, 3, 1, 2, 0, 1, 2], max_tokens=2) == pytest.approx([2 / 3, 0, 0, 1 / 3])
-
-
-def test_the_longest_match_decides():
-    text = [3, 1, 2, 0, 1, 2, 3, 3, 1, 2]
-    assert ngram_law(text, max_tokens=3) == [1.0, 0.0, 0.0, 0.0]
-    assert ngram_law(text, max_tokens=2) == pytest.approx([0.5, 0.0, 0.0, 0.5])
-
-
-def test_no_match_within_the_window_is_no_proposal():
-    text = [1, 2, 0, 3, 3, 0, 1, 2]
-    assert ngram_law(text) == [1.0, 0.0, 0.0, 0.0]
-    assert ngram_law(text, window_tokens=6) is None
-    assert ngram_law([1, 2, 3]) is None
-    assert ngram_law([1]) is None
+def test_cached_laws_are_proposed_where_there_are_any():
+    """The law is the share of continuations of the longest match; what was never seen stays a leaf."""
+    trees = [GrowingTree(decoding_row(text, request_id=str(text))) for text in ((1, 2, 0, 3, 1, 2, 1, 3, 1, 2), (1, 2, 3))]
+    proposal = CachedDrafter(4, CPU).feed([], [FrontierNode(tree, ROOT, 1) for tree in trees])
+    assert proposal.indices == (0,)
+    assert proposal.logits_PV.softmax(-1).tolist() == [pytest.approx([0.0, 1.0, 0.0, 0.0])]
+    assert proposal.origins == {0: {1: DraftSource.CACHE}}
 
 
 def test_ngram_trees_go_on_from_the_drafted_path_and_leave_others_alone():
@@ -91,7 +37,7 @@ def test_ngram_trees_go_on_from_the_drafted_path_and_leave_others_alone():
         decoding_row((0, 1, 2), Expansion(4, 1, 0), request_id="none"),
         decoding_row((1, 2, 3, 0, 0, 1, 2), Expansion(4, 1, 0), request_id="some"),
     ]
-    plain, chain = grow(NgramDrafter(4, CPU), rows, 4, CPU).forest.trees
+    plain, chain = grow(CachedDrafter(4, CPU), rows, 4, CPU).forest.trees
     assert plain.num_nodes == 1
     assert chain.token_ids == (2, 3, 0, 0, 1)
 
@@ -142,7 +88,7 @@ def test_early_exit_writes_the_keys_the_target_would():
 
 def engine_with_early_exit(policy=None):
     """Return an engine whose drafter shares the target's cache."""
-    engine = tiny_engine(model("llama"), NgramDrafter(61, CPU), policy)
+    engine = tiny_engine(model("llama"), CachedDrafter(61, CPU), policy)
     engine._drafter = early_exit_drafter(engine._target.model, engine._target.cache, random_lens())
     return engine
 
@@ -189,4 +135,4 @@ def test_a_lens_that_does_not_fit_is_refused(lens):
 
 def test_a_drafter_says_whether_it_needs_feeding():
     assert early_exit_drafter(model("llama"), KVCache(1, CPU), random_lens()).feeding is Feeding.TARGET_CACHE
-    assert NgramDrafter(4, CPU).feeding is Feeding.TARGET_CACHE
+    assert CachedDrafter(4, CPU).feeding is Feeding.TARGET_CACHE

@@ -11,7 +11,8 @@ import torch
 
 from engine import judge
 from engine.config import SchedulerConfig
-from engine.draft.ngram import NgramDrafter
+from engine.draft.cached import CachedDrafter
+from engine.draft.texts import TextCache
 from engine.engine import Engine
 from engine.keys import Stream, stream_key
 from engine.noise import gumbels
@@ -154,7 +155,7 @@ def test_a_drafter_that_knows_no_token_that_can_come_drafts_nothing_there(kind):
     fields: dict[str, Any] = {"temperature": 0.0} if kind == "greedy" else {"seed": 1}
     sampling = SamplingParams(max_tokens=6, ignore_eos=True, allowed_token_ids=(20, 21, 22), **fields)
     request = Request("r", text, sampling, Speculation(verifier="traversal" if kind == "traversal" else None))
-    engine = tiny_engine(model("llama"), NgramDrafter(61, CPU, min_tokens=1), FixedExpansion(Expansion(2, 2, 2)))
+    engine = tiny_engine(model("llama"), CachedDrafter(61, CPU, TextCache(min_tokens=1)), FixedExpansion(Expansion(2, 2, 2)))
     outcome = run(engine, [request]).outcomes["r"]
     assert (len(outcome.ids), outcome.finish) == (6, FinishReason.LENGTH)
     assert set(outcome.ids) <= {20, 21, 22}

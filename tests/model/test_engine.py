@@ -10,11 +10,16 @@ from hypothesis import strategies as st
 
 from engine import judge
 from engine.config import SchedulerConfig
+from engine.draft.cached import CachedDrafter
+from engine.draft.combined import CombinedDrafter
 from engine.draft.early_exit import Lens, early_exit_drafter
-from engine.draft.ngram import NgramDrafter
+from engine.draft.model import ModelDrafter
+from engine.draft.texts import TextCache
 from engine.engine import Engine
 from engine.keys import Stream, stream_key
+from engine.kv_cache import KVCache
 from engine.noise import gumbels
+from engine.plan import Feeding
 from engine.policy import Choice, FixedExpansion
 from engine.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine
@@ -30,7 +35,7 @@ from tests.strategies import expansions
 
 BEAM, HEAP = Expansion(0, 3, 4, "beam", 7), Expansion(0, 3, 4, "heap", 7)
 EXPANSIONS = [PLAIN, Expansion(4, 1, 0), Expansion(0, 3, 2), Expansion(2, 2, 2), Expansion(1, 4, 1), BEAM, HEAP]
-DRAFTERS = ["none", "model", "ngram", "early exit"]
+DRAFTERS = ["none", "model", "ngram", "early exit", "model and text"]
 TIGHT = SchedulerConfig(max_running=6, max_step_tokens=20, num_slots=90, max_model_len=64)
 LONG = [3 + (11 * i) % 7 for i in range(19)]  # repeats itself, so that look-ups find something
 
@@ -39,9 +44,14 @@ def engine_of(family: str, drafter: str, expansion: Expansion = PLAIN, config: S
     policy = FixedExpansion(expansion)
     if drafter == "model":
         return tiny_engine(*pair(family), policy, config=config)
+    if drafter == "model and text":
+        target, draft = pair(family)
+        cache = KVCache((config or SchedulerConfig(num_slots=2048)).num_slots, CPU)
+        combined = CombinedDrafter(ModelDrafter("tiny", draft, cache, Feeding.OWN_CACHE), TextCache(min_tokens=1), 61, CPU)
+        return tiny_engine(target, combined, policy, config=config)
     if drafter == "none":
         return tiny_engine(model(family), None, policy, config=config)
-    engine = tiny_engine(model(family), NgramDrafter(61, CPU, min_tokens=1), policy, config=config)
+    engine = tiny_engine(model(family), CachedDrafter(61, CPU, TextCache(min_tokens=1)), policy, config=config)
     if drafter == "early exit":
         lens = Lens(2, torch.eye(32), torch.zeros(32), {})
         engine._drafter = early_exit_drafter(engine._target.model, engine._target.cache, lens)

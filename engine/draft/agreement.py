@@ -1,0 +1,62 @@
+"""How far a text's past can be trusted to foretell it: how often cached laws agreed with what came, by what they rested on.
+
+Learnt from every token that was committed, drafted or not, so that nothing is learnt only where it was believed. Rates are
+everybody's, texts are not (texts.py).
+"""
+
+from bisect import bisect_right
+from enum import Enum
+
+from engine.draft.context_tree import Match
+
+_MEMORY = 0.998  # weight of a past token for each new one
+_WEIGHT = 12.0  # of the prior, in tokens
+_LENGTHS = (2, 3, 4, 5, 7, 9, 13, 17, 25)  # where the next class of match lengths begins
+_SHARES = (0.4, 0.6, 0.7, 0.85)  # the same of how much of what followed was the commonest token, had there been one more
+_MOST = 0.99
+
+
+class TextSource(Enum):
+    """Where a cached text comes from."""
+
+    PREDICTION = "prediction"  # what the client expects to be said
+    OWN = "own"  # prompt and output so far
+    RECENT = "recent"  # what was said to others of the same tenant
+
+
+_HALF_LENGTH = {TextSource.PREDICTION: 1.0, TextSource.OWN: 3.0, TextSource.RECENT: 3.0}  # of a match that is half believed
+
+
+class Agreement:
+    """The chance that a token drawn from a match's continuations is the one that comes. Owned by the engine's one thread."""
+
+    def __init__(self) -> None:
+        self._rates: dict[tuple[TextSource, int, int], tuple[float, float]] = {}  # (agreed, tried)
+
+    def chance(self, source: TextSource, match: Match) -> float:
+        """Return it for a match in a source; never certain."""
+        agreed, tried = self._rate(source, match)
+        return min(_MOST, agreed / tried)
+
+    def observe(self, source: TextSource, match: Match, token_id: int) -> None:
+        """Learn what came after a match."""
+        agreed, tried = self._rate(source, match)
+        share = match.counts.get(token_id, 0) / sum(match.counts.values())
+        self._rates[_place(source, match)] = (_MEMORY * agreed + share, _MEMORY * tried + 1.0)
+
+    def _rate(self, source: TextSource, match: Match) -> tuple[float, float]:
+        return self._rates.get(_place(source, match)) or _prior(source, match)
+
+
+def _place(source: TextSource, match: Match) -> tuple[TextSource, int, int]:
+    return source, bisect_right(_LENGTHS, match.length), bisect_right(_SHARES, _share(match))
+
+
+def _share(match: Match) -> float:
+    return max(match.counts.values()) / (1 + sum(match.counts.values()))
+
+
+def _prior(source: TextSource, match: Match) -> tuple[float, float]:
+    """Return what is believed before anything was seen: the longer the match and the less divided, the surer."""
+    top = max(match.counts.values()) / sum(match.counts.values())
+    return _WEIGHT * top * match.length / (match.length + _HALF_LENGTH[source]), _WEIGHT

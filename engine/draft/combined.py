@@ -1,0 +1,168 @@
+"""Cached text and a model in one tree: a node's law is the cache's where that is sure, the model's where the cache knows nothing,
+a mixture of both between the two.
+
+A mixture q = w q_cached + (1 - w) q_model is a law like any other; w is fixed by the two laws before anything is drawn from it.
+Where the cache is sure the model is not run: a trunk of cached text costs no draft pass. A node below such a trunk that needs the
+model has the trunk fed with it, in one pass. A drafter that reads its parent's state cannot catch up so: there a path that began
+on the cache stays on it. Shape key: P proposals, M of them with a model's law, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.draft.cached import law_at, odds_rows
+from engine.draft.drafter import Drafter, FrontierNode, Proposal
+from engine.draft.texts import SURE, CachedLaw, TextCache
+from engine.plan import Feeding, Row
+from engine.tree import ROOT
+from engine.types import DraftSource, Request
+
+_MOST_DEFERRED = 128  # committed tokens of all rows that the model may be behind in a step
+_MOST_TRUST = 0.99
+
+Origins = dict[int, DraftSource]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A node to be put to the model: its place in the frontier, or None for an ancestor that is fed for a node's sake."""
+
+    node: FrontierNode
+    index: int | None
+
+
+class CombinedDrafter:
+    """Asks the cache first and the model where that leaves something open. Is fed as the model is."""
+
+    def __init__(self, model: Drafter, texts: TextCache, vocab_size: int, device: torch.device) -> None:
+        self.name = f"{model.name}+ngram" if texts.has_own_texts else model.name
+        self.feeding = model.feeding
+        self.texts = texts
+        self._model = model
+        self._vocab_size = vocab_size
+        self._device = device
+
+    @property
+    def _can_catch_up(self) -> bool:
+        """Whether the model can be fed a node's ancestors beside it."""
+        return self.feeding is not Feeding.TARGET_FEATURES
+
+    def begin(self, request: Request, history: Sequence[int]) -> None:
+        """Follow a request's text."""
+        self.texts.begin(request, history)
+
+    def end(self, request_id: str) -> None:
+        """Let go of a request."""
+        self.texts.end(request_id)
+
+    def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
+        """Feed the model, but for what can wait; propose at the roots."""
+        laws = [law_at(self.texts, root) for root in roots]
+        asked = [_Asked(root, index) for index, (root, law) in enumerate(zip(roots, laws, strict=True)) if not _is_sure(law)]
+        waiting = self._waiting(roots, laws)
+        fed = [row for row in rows if row.request_id not in waiting]
+        answers = self._model.feed(fed, [one.node for one in asked]) if fed else None
+        is_unasked = {index for index, law in enumerate(laws) if _is_sure(law)}
+        unfed = {i for i in is_unasked if not self._can_catch_up or roots[i].tree.row.request_id in waiting}
+        return self._proposal(laws, _rows_of(asked, answers), answers, unfed)
+
+    def _waiting(self, roots: Sequence[FrontierNode], laws: Sequence[CachedLaw | None]) -> set[str]:
+        """Return the rows whose tree may do without the model, so that their tokens can be fed later, many at a time."""
+        waiting: set[str] = set()
+        num_deferred = 0
+        for root, law in zip(roots, laws, strict=True):
+            row = root.tree.row
+            if self._can_catch_up and _is_sure(law) and num_deferred + len(row.draft_ids) <= _MOST_DEFERRED:
+                num_deferred += len(row.draft_ids)
+                waiting.add(row.request_id)
+        return waiting
+
+    def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
+        """Propose at nodes; feed the model those that the cache is not sure of, each after the ancestors it has not seen."""
+        laws = [law_at(self.texts, asked) for asked in frontier]
+        asked = list(self._asked(frontier, laws))
+        self._feed_late_roots(asked)
+        answers = self._model.extend([one.node for one in asked]) if asked else None
+        for place in answers.indices if answers is not None else ():
+            if asked[place].index is None:
+                asked[place].node.tree.fed.add(asked[place].node.node)
+        places = _rows_of(asked, answers)
+        return self._proposal(laws, places, answers, set(range(len(frontier))) - places.keys())
+
+    def _asked(self, frontier: Sequence[FrontierNode], laws: Sequence[CachedLaw | None]) -> Iterator[_Asked]:
+        """Yield what the model is to be fed, each node after its ancestors."""
+        chosen: set[tuple[int, int]] = set()
+        for index, (asked, law) in enumerate(zip(frontier, laws, strict=True)):
+            tree = asked.tree
+            unseen = [node for node in tree.path(asked.node)[1:-1] if node not in tree.fed and (id(tree), node) not in chosen]
+            if _is_sure(law) or ((unseen or ROOT not in tree.fed) and not self._can_catch_up):
+                continue
+            chosen.update((id(tree), node) for node in unseen)
+            yield from (_Asked(FrontierNode(tree, node, 1), None) for node in unseen)
+            yield _Asked(asked, index)
+
+    def _feed_late_roots(self, asked: Sequence[_Asked]) -> None:
+        """Feed the committed tokens of trees that went without the model so far."""
+        trees = {id(one.node.tree): one.node.tree for one in asked if ROOT not in one.node.tree.fed}
+        if trees:
+            self._model.feed([tree.row for tree in trees.values()], [FrontierNode(tree, ROOT, 1) for tree in trees.values()])
+        for tree in trees.values():
+            tree.fed.add(ROOT)
+
+    def _proposal(
+        self, laws: Sequence[CachedLaw | None], rows: Mapping[int, int], answers: Proposal | None, unfed: set[int]
+    ) -> Proposal:
+        """Return the model's laws, the cache's where there is none of the model, and mixtures where there are both.
+
+        `rows[index]` is the row of `answers` that the model said of node `index` of the frontier.
+        """
+        known = {index: law for index, law in enumerate(laws) if law is not None}
+        if answers is not None and not known and tuple(rows) == answers.indices:
+            return answers
+        indices = sorted({*known, *rows})
+        place = {index: at for at, index in enumerate(indices)}
+        logits_PV = torch.empty((len(indices), self._vocab_size), device=self._device)
+        alone = {index: law for index, law in known.items() if index not in rows}
+        logits_PV[[place[index] for index in alone]] = odds_rows([*alone.values()], self._vocab_size, self._device).log()
+        origins: dict[int, Origins] = {index: law.origins for index, law in alone.items()}
+        if answers is not None and rows:
+            logits_PV[[place[index] for index in rows]] = answers.logits_PV[[*rows.values()]]
+            both = {index: law for index, law in known.items() if index in rows}
+            mixtures_MV, of_both = _mixed(answers.logits_PV[[rows[index] for index in both]], [*both.values()])
+            logits_PV[[place[index] for index in both]] = mixtures_MV
+            origins.update(zip(both, of_both, strict=True))
+        return Proposal(tuple(indices), logits_PV, frozenset(unfed), origins)
+
+
+def _is_sure(law: CachedLaw | None) -> bool:
+    return law is not None and law.chance >= SURE
+
+
+def _rows_of(asked: Sequence[_Asked], answers: Proposal | None) -> dict[int, int]:
+    """Return the row of the model's answer for each node of the frontier that it answered."""
+    if answers is None:
+        return {}
+    return {index: row for row, place in enumerate(answers.indices) if (index := asked[place].index) is not None}
+
+
+def _mixed(logits_MV: Float[Tensor, "M V"], laws: Sequence[CachedLaw]) -> tuple[Float[Tensor, "M V"], list[Origins]]:
+    """Return mixtures of the model's laws with the cache's, as logits, and which tokens are rather the cache's in each.
+
+    Each side weighs as much as its odds to foretell the token: the cache's as they were observed, the model's (if it knows how
+    sure it is) by the chance that two draws from its law agree.
+    """
+    model_MV = logits_MV.softmax(-1)
+    cached_MV = odds_rows(laws, logits_MV.shape[-1], logits_MV.device)
+    trust_M1 = model_MV.square().sum(-1, keepdim=True).clamp(max=_MOST_TRUST)
+    chance_M1 = torch.tensor([law.chance for law in laws], dtype=torch.float32, device=logits_MV.device)[:, None]
+    model_odds_M1, cached_odds_M1 = trust_M1 / (1.0 - trust_M1), chance_M1 / (1.0 - chance_M1)
+    weight_M1 = cached_odds_M1 / (cached_odds_M1 + model_odds_M1)
+    cached_MV, model_MV = weight_M1 * cached_MV, (1.0 - weight_M1) * model_MV
+    origins: list[Origins] = [{} for _ in laws]
+    for row, token_id in (cached_MV > model_MV).nonzero().tolist():
+        origins[row][token_id] = laws[row].source_of(token_id)
+    return (cached_MV + model_MV).log(), origins

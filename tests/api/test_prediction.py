@@ -1,0 +1,119 @@
+"""Predictions and tenants on the wire: what the engine is told, and what usage says came of it."""
+
+import httpx
+import pytest
+
+from engine.types import Request
+from tests.api.harness import in_process
+from tests.fake_engine import FakeEngine, says
+from tests.tokenizers_for_tests import byte_level
+
+IDS = byte_level().encode("hello world, the quick")
+TEXT = "hello brave world"
+PREDICTION = {"type": "content", "content": TEXT}
+
+
+def chat(**fields) -> tuple[str, dict]:
+    return "/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def completion(**fields) -> tuple[str, dict]:
+    return "/v1/completions", {"model": "fake", "prompt": "hi", "max_tokens": 50, **fields}
+
+
+BOTH = pytest.mark.parametrize("body", [chat, completion])
+
+
+async def post(client: httpx.AsyncClient, request: tuple[str, dict], **headers: str) -> dict:
+    url, fields = request
+    response = await client.post(url, json=fields, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def told(engine: FakeEngine, request: tuple[str, dict]) -> Request:
+    """Return what the engine is asked for."""
+    async with in_process(engine) as client:
+        await post(client, request)
+    return engine.requests[-1]
+
+
+@BOTH
+async def test_a_prediction_reaches_the_engine_as_tokens_with_nothing_around_them(body):
+    request = await told(FakeEngine(), body(prediction=PREDICTION))
+    assert list(request.prediction_ids) == byte_level().encode(TEXT, add_special_tokens=False)
+    parts = {"type": "content", "content": [{"type": "text", "text": text} for text in (TEXT[:7], TEXT[7:])]}
+    assert (await told(FakeEngine(), body(prediction=parts))).prediction_ids == request.prediction_ids
+    assert (await told(FakeEngine(), body(prediction={"type": "content", "content": ""}))).prediction_ids == ()
+    assert (await told(FakeEngine(), body())).prediction_ids == ()
+
+
+@BOTH
+async def test_every_choice_gets_it_beside_whatever_else_is_asked(body):
+    engine = FakeEngine()
+    logprobs = {"logprobs": True} if body is chat else {"logprobs": 1}
+    async with in_process(engine) as client:
+        await post(client, body(prediction=PREDICTION, n=3, presence_penalty=1.0, **logprobs))
+    assert len({request.prediction_ids for request in engine.requests}) == 1
+    assert len(engine.requests) == 3
+
+
+def counts(answer: dict) -> dict:
+    return answer["usage"]["completion_tokens_details"]
+
+
+@BOTH
+async def test_usage_says_what_came_of_it_and_counts_it_nowhere_else(body):
+    """Steps of 1, 3, 1, 3, ... tokens; each but the first drafts as many as it returns, and the last one is the extra token."""
+    engine = FakeEngine(script=says(IDS), chunks=(1, 3))
+    num_steps = [len(IDS[at : at + 3]) for at in range(1, len(IDS), 4)] + [1 for _ in range(4, len(IDS), 4)]
+    async with in_process(engine) as client:
+        answer = await post(client, body(prediction=PREDICTION, n=2))
+        assert answer["usage"]["completion_tokens"] == 2 * len(IDS)
+        accepted, drafted = 2 * sum(size - 1 for size in num_steps), 2 * sum(num_steps)
+        assert counts(answer) == {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        assert counts(await post(client, body())) == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+        url, fields = body(prediction=PREDICTION, n=2, stream=True, stream_options={"include_usage": True})
+        response = await client.post(url, json=fields)
+        assert f'"completion_tokens_details":{{"accepted_prediction_tokens":{accepted},' in response.text.replace(" ", "")
+
+
+@BOTH
+async def test_a_token_cut_off_by_a_stop_string_was_not_accepted(body):
+    engine = FakeEngine(script=says(IDS), chunks=(1, 100))
+    async with in_process(engine) as client:
+        whole, cut = [counts(await post(client, body(prediction=PREDICTION, **stop))) for stop in ({}, {"stop": "world"})]
+    assert cut["accepted_prediction_tokens"] < whole["accepted_prediction_tokens"]
+    assert sum(cut.values()) == sum(whole.values())
+
+
+@BOTH
+async def test_one_longer_than_any_answer_is_refused_by_name(body):
+    async with in_process(FakeEngine(max_model_len=64)) as client:
+        for text in ("x y " * 100, "x" * 100_000):
+            url, fields = body(prediction={"type": "content", "content": text})
+            response = await client.post(url, json={**fields, "max_tokens": 5})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "prediction")
+
+
+async def tenants(keys: tuple[str, ...], requests: list[tuple[str, dict]]) -> list[str]:
+    """Return the tenants of requests by (key, fields)."""
+    engine = FakeEngine()
+    async with in_process(engine, api_keys=keys) as client:
+        for key, fields in requests:
+            await post(client, chat(**fields), authorization=f"Bearer {key}")
+    return [request.tenant for request in engine.requests]
+
+
+async def test_a_tenant_is_one_user_of_one_key_and_tells_neither():
+    users = [("a", None), ("a", None), ("b", None), ("a", "x"), ("b", "x"), ("a", "x"), ("a", "")]
+    asked = [(key, {} if user is None else {"user": user}) for key, user in users]
+    first, again, other, user, others_user, user_again, empty = await tenants(("a", "b"), asked)
+    assert first == again == empty
+    assert user == user_again
+    assert len({first, other, user, others_user}) == 4
+    assert all(len(tenant) == 32 for tenant in (first, other, user, others_user))
+
+
+async def test_without_keys_nobody_shares_anything():
+    assert await tenants((), [("a", {}), ("b", {"user": "x"})]) == ["", ""]

@@ -1,0 +1,114 @@
+"""The index of texts by context: it tells what a look at every place tells."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.draft import context_tree
+from engine.draft.context_tree import ContextTree, Match
+
+tokens = st.integers(0, 2)
+texts = st.lists(st.tuples(st.lists(tokens, max_size=4), st.lists(tokens, max_size=30)), max_size=3)  # (context, continuations)
+Texts = Sequence[tuple[list[int], list[int]]]
+
+
+def counted(several: Texts, context: list[int], most: int = context_tree.MAX_CONTEXT) -> Match | None:
+    """Look at every place of every text for the longest end of the context that is followed by anything."""
+    for length in range(min(len(context), most), 0, -1):
+        end, counts = context[len(context) - length :], Counter[int]()
+        for before, text in several:
+            whole = [*before, *text]
+            places = range(max(len(before), length), len(whole))
+            counts.update(whole[place] for place in places if whole[place - length : place] == end)
+        if counts:
+            return Match(length, counts)
+    return None
+
+
+def tree_of(several: Texts) -> ContextTree:
+    tree = ContextTree()
+    for before, text in several:
+        tree.begin(before)
+        for token_id in text:
+            tree.append(token_id)
+    return tree
+
+
+def check(several: Texts, context: list[int]) -> None:
+    assert tree_of(several).match(context) == counted(several, context, context_tree.MAX_CONTEXT)
+
+
+@given(texts, st.lists(tokens, max_size=12))
+def test_a_match_is_what_a_look_at_every_place_finds(several, context):
+    check(several, context)
+
+
+@given(st.lists(tokens, max_size=40), st.integers(1, 5))
+def test_contexts_are_compared_so_far_and_no_farther(text, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_tree, "MAX_CONTEXT", most)
+        for end in range(len(text) + 1):
+            check([([], text)], text[:end])
+
+
+@given(st.lists(tokens, min_size=1, max_size=40))
+def test_a_text_can_be_asked_at_every_token_while_it_grows(text):
+    tree = ContextTree()
+    tree.begin()
+    for end, token_id in enumerate(text):
+        assert tree.match(text[:end]) == counted([([], text[:end])], text[:end])
+        tree.append(token_id)
+
+
+def forks(tree: ContextTree) -> int:
+    stack, count = [tree._root], 0
+    while stack:
+        below = [child for child in stack.pop().children.values() if not isinstance(child, int)]
+        count += len(below)
+        stack += below
+    return count
+
+
+@given(st.lists(tokens, max_size=60), st.integers(1, 3))
+def test_memory_is_a_fork_a_token_at_most_however_often_a_text_repeats(text, times):
+    assert forks(tree_of([([], text * times)])) <= len(text) * times
+
+
+_forked, _shared = ContextTree._fork, ContextTree._common
+
+
+def forgets_what_came_before(tree, at, depth, counts, below):
+    return _forked(tree, at, depth, {}, below)
+
+
+def loses_the_other_context(tree, at, depth, counts, below):
+    fork = _forked(tree, at, depth, counts, below)
+    fork.children.clear()
+    return fork
+
+
+def believes_one_token_more(tree, position, other, known, most):
+    return min(most, _shared(tree, position, other, known, most) + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("_fork", forgets_what_came_before), ("_fork", loses_the_other_context), ("_common", believes_one_token_more)],
+)
+def test_matches_kill(name, mutant, monkeypatch):
+    text = [0, 1, 2, 0, 1, 2, 1, 1, 2, 0, 2, 1, 0, 1, 2, 0, 0, 1]
+    check_ends(text)
+    monkeypatch.setattr(ContextTree, name, mutant)
+    with pytest.raises(AssertionError):
+        check_ends(text)
+
+
+def check_ends(text: list[int]) -> None:
+    """Check what follows every part of the text, and every part after another token."""
+    for end in range(len(text)):
+        for begin in range(end):
+            check([([], text)], text[begin:end])
+            check([([], text)], [2 - text[begin], *text[begin + 1 : end]])
