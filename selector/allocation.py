@@ -80,13 +80,13 @@ class Allocator:
         """Return a given choice with what is expected of it."""
         return self._best_of(places_B[None])
 
-    def losses(self, chosen: Allocation, index: int, entries: Places) -> tuple[list[Allocation], Array]:
-        """Return the choice with each of the entries for one sequence, and the seconds that each loses.
+    def losses(self, chosen: Allocation, indices: list[int], entries: Places) -> tuple[list[Allocation], Array]:
+        """Return the choice with each of the entries for some sequences, and the seconds that each loses.
 
         A loss is what the step takes longer, less what the tokens that it brings are worth at the choice's own rate.
         """
         places_CB = np.repeat(chosen.places_B[None], len(entries), axis=0)
-        places_CB[:, index] = entries
+        places_CB[:, indices] = entries[:, None]
         tokens_C, seconds_C = self._priced(places_CB)
         changed = [Allocation(*one) for one in zip(places_CB, tokens_C.tolist(), seconds_C.tolist(), strict=True)]
         return changed, seconds_C - tokens_C / chosen.rate

@@ -48,8 +48,8 @@ class Estimator(Protocol):
 
 _START_ACCEPTANCE = 0.5  # before anything is known: worth a try, soon refuted
 _GROUP_TRIALS, _OWN_TRIALS = 4.0, 6.0  # what a prior weighs, in trials
-_GROUP_MEMORY, _OWN_MEMORY = 0.998, 0.97  # what a count keeps of itself at each of its outcomes
-_RATIO_TRIALS = 8.0
+_GROUP_MEMORY, _OWN_MEMORY = 0.998, 0.98  # what a count keeps of itself at each of its outcomes
+_RATIO_TRIALS, _RATIO_MEMORY = 30.0, 0.99  # of what was seen over what was expected: weight of 1, and how slowly it returns there
 _EDGE = 1e-3
 _MAX_BRANCHES = 16
 _GRID = np.linspace(0.0, 0.99, 34)  # of acceptance, between which trees of their own shape are interpolated
@@ -84,6 +84,8 @@ class _Group:
     def forget(self) -> None:
         self.counts *= _GROUP_MEMORY
         self._laws = None
+        for ratio in (self.forks, self.merged, self.entries, self.fill):
+            ratio += (1.0 - _RATIO_MEMORY) * (_RATIO_TRIALS - ratio)
 
     @property
     def pooled(self) -> tuple[float, float]:
@@ -234,7 +236,7 @@ class CountedAcceptance:
             wished = branches * max(0, drafted - fork)
             if wished:
                 below = outcome.num_nodes - min(drafted, fork)
-                group.merged[:, branches] = 0.99 * group.merged[:, branches] + (below, wished)
+                group.merged[:, branches] += (below / branches, wished / branches)
         self._counts[seat] += hits
         group.counts += hits
 
@@ -246,8 +248,7 @@ class CountedAcceptance:
         """
         single = float(self._accept[seat, fork])
         of_any = 1.0 - (1.0 - single) ** branches
-        group.forks[:, branches] = 0.99 * group.forks[:, branches] + (is_accepted, of_any)
-        group.forks[:, branches] += 0.01 * _RATIO_TRIALS
+        group.forks[:, branches] += (is_accepted, of_any)
         if not is_accepted:
             return 0.0, float(branches)
         part = branches * single * (1.0 - single) ** (branches - 1) / of_any
@@ -263,9 +264,8 @@ class CountedAcceptance:
         surprise = (outcome.accepted_depth - expected) / (1.0 + expected)
         self._log_odds[seat] += _OWN_STEP * surprise
         group.log_odds = min(6.0, max(-6.0, group.log_odds + _GROUP_STEP * surprise))
-        group.entries[:, place] = 0.99 * group.entries[:, place] + (outcome.accepted_depth, expected)
-        group.entries[:, place] += 0.01 * _RATIO_TRIALS
-        group.fill[:, place] = 0.99 * group.fill[:, place] + (outcome.num_nodes, outcome.expansion.num_draft_tokens)
+        group.entries[:, place] += (outcome.accepted_depth, expected)
+        group.fill[:, place] += (outcome.num_nodes / outcome.expansion.num_draft_tokens, 1.0)
 
     def _seat(self, view: SequenceView) -> int:
         """Return where a sequence's state is kept; one not seen before (or whose id begins anew) starts as its kind."""

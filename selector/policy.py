@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
-_CLEARLY_BETTER = 1.02  # times the rate of the last choice, before it is given up
+_CLEARLY_BETTER = 1.01  # times the rate of the last choice, before it is given up
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,15 @@ class AdaptiveExpansion:
         return Choice(tuple(self._menu.entries[place] for place in places), last.choice.reason)
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
-        batch = self._batch(views)
-        if not batch.views:
+        if not any(_is_free(view) for view in views):
             return Choice((PLAIN,) * len(views))
+        batch = self._batch(views)
         estimates = self._estimator.estimate(batch.views)
         if not all(np.isfinite(part).all() for part in (estimates.tokens, estimates.nodes, estimates.passes)):
             return self._without_numbers(views)
         allocator = Allocator(self._menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
         plain = allocator.plain()
-        self._probes.save(plain.seconds * (1 + self._settled_steps))
+        self._probes.save(plain.seconds, 1 + self._settled_steps)
         best = self._clearly_better(batch, allocator, allocator.best(plain))
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, best, plain, reason, views)
@@ -127,7 +127,7 @@ class AdaptiveExpansion:
 
     def _batch(self, views: Sequence[SequenceView]) -> _Batch:
         """Tell the sequences that leave the choice to the policy from those whose request has made it."""
-        free = tuple(i for i, one in enumerate(views) if one.speculation.is_enabled and one.speculation.expansion is None)
+        free = tuple(index for index, view in enumerate(views) if _is_free(view))
         chosen_for = tuple(views[i] for i in free)
         trees = [one.speculation.expansion or PLAIN if one.speculation.is_enabled else PLAIN for one in views]
         rows = list(zip(views, trees, strict=True))
@@ -155,7 +155,7 @@ class AdaptiveExpansion:
         bounds = [one.speculation.max_nodes for one in views]
         most_nodes_B = np.array([np.inf if bound is None else bound for bound in bounds])
         num_remaining_B = np.array([max(1, one.num_remaining) for one in views])
-        allowed_BM = np.array([self._exact_for(one) for one in views]).reshape(len(views), len(self._menu))
+        allowed_BM = np.array([self._exact_for(one) for one in views])
         allowed_BM &= self._menu.num_nodes <= most_nodes_B[:, None]
         allowed_BM &= self._menu.depths < num_remaining_B[:, None]
         return allowed_BM
@@ -174,24 +174,29 @@ class AdaptiveExpansion:
         return kept if best.rate < kept.rate * _CLEARLY_BETTER else best
 
     def _probe(self, batch: _Batch, allocator: Allocator, chosen: Allocation) -> Allocation | None:
-        """Return the choice with a tree to learn from for a sequence that is due, if the account can pay one.
+        """Return the choice with a tree to learn from for the sequences that are due, or the first of them, if it can be paid.
 
-        For one that is plain that is the tree that loses least, for another the deepest that can be paid.
+        For those that are plain that is the tree that loses least, for others the deepest that can be paid.
         """
-        index = self._probes.due(batch.views, [place == 0 for place in chosen.places_B.tolist()])
-        if index is None:
-            return None
-        place = int(chosen.places_B[index])
-        entries = np.flatnonzero(batch.is_allowed_BM[index] & (self._menu.tells_most if place else self._menu.num_nodes > 0))
+        due = self._probes.due(batch.views, [place == 0 for place in chosen.places_B.tolist()])
+        for indices in (due, due[:1])[len(due) < 2 :]:
+            if indices and (probing := self._paid_probe(batch, allocator, chosen, indices)):
+                return probing
+        return None
+
+    def _paid_probe(self, batch: _Batch, allocator: Allocator, chosen: Allocation, indices: list[int]) -> Allocation | None:
+        place = int(chosen.places_B[indices[0]])
+        is_open_M = batch.is_allowed_BM[indices].all(0) & (self._menu.tells_most if place else self._menu.num_nodes > 0)
+        entries = np.flatnonzero(is_open_M)
         entries = entries[entries != place]
         if not len(entries):
             return None
-        probing, loss_C = allocator.losses(chosen, index, entries)
+        probing, loss_C = allocator.losses(chosen, indices, entries)
         affordable = np.flatnonzero(loss_C <= self._probes.saved_s)
         if not len(affordable):
             return None
         best = int(affordable[-1] if place else loss_C.argmin())
-        self._probes.pay(batch.views[index], float(loss_C[best]))
+        self._probes.pay([batch.views[index] for index in indices], float(loss_C[best]))
         return probing[best]
 
     def _without_numbers(self, views: Sequence[SequenceView]) -> Choice:
@@ -199,3 +204,8 @@ class AdaptiveExpansion:
             _logger.error("the estimator gave numbers that are not finite; %s is drafted instead", self._fallback)
             self._has_failed = True
         return Choice((self._fallback,) * len(views), Reason.FALLBACK)
+
+
+def _is_free(view: SequenceView) -> bool:
+    """Return whether the request leaves the choice to the policy."""
+    return view.speculation.is_enabled and view.speculation.expansion is None

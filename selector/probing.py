@@ -1,6 +1,6 @@
 """When to draft otherwise than looks best: what was learnt grows old, and only drafting renews it.
 
-A probe is one sequence's tree in a step: some tree where plain decoding looks best, a long chain where something else does (of
+A probe is a tree in a step, for one sequence or for all that are due, who share its passes: some tree where plain decoding looks best, a long chain where something else does (of
 many branches the best is accepted so often that they say little of a single one, and nothing of what is deeper). Its expected
 loss is paid from an account into which every step puts a small share of its own seconds, so that probing costs no more than that
 share whatever the drafter; and a sequence whose probes bring nothing is asked ever less often, a new one as often as the others
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.policy import DraftOutcome, SequenceView
 
 _SHARE = 0.01  # of all seconds, spent on probes at most
-_FIRST_INTERVAL, _LONGEST_INTERVAL = 8, 512  # tokens of a sequence between its probes while it is plain
+_FIRST_INTERVAL, _LONGEST_INTERVAL = 8, 64  # tokens of a sequence between its probes while it is plain
 _PACE = 24  # the same while it drafts
 _MOST_SAVED_STEPS = 2.0  # more is not saved up: a long quiet time does not buy a burst of probes
 
@@ -36,13 +36,16 @@ class Probes:
         self._patience: dict[str, _Patience] = {}
         self._asked: set[str] = set()
 
-    def save(self, step_s: float) -> None:
-        """Put a step's share into the account."""
-        self._saved_s = min(self._saved_s + _SHARE * step_s, _MOST_SAVED_STEPS * step_s)
+    def save(self, step_s: float, num_steps: int) -> None:
+        """Put the share of some steps into the account."""
+        self._saved_s = min(self._saved_s + _SHARE * step_s * num_steps, _MOST_SAVED_STEPS * step_s)
 
-    def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool]) -> int | None:
-        """Return the most overdue of the sequences, None if none is due. Those that are to draft are asked at an even pace."""
-        most, chosen = 1.0, None
+    def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool]) -> list[int]:
+        """Return the sequences that are due, the most overdue first, and only such as that one: all plain, or none.
+
+        Those that are to draft are asked at an even pace.
+        """
+        found: list[tuple[float, int]] = []
         patience = {}
         for index, (view, plain) in enumerate(zip(views, is_plain, strict=True)):
             now = view.num_generated
@@ -51,21 +54,23 @@ class Probes:
             if not plain or now < one.drafted:
                 one.drafted = now
             overdue = (now - max(one.probed, one.drafted)) / one.interval if plain else (now - one.probed) / _PACE
-            if overdue >= most:
-                most, chosen = overdue, index
+            if overdue >= 1.0:
+                found.append((-overdue, index))
         self._patience = patience
-        return chosen
+        order = [index for _, index in sorted(found)]
+        return [index for index in order if is_plain[index] == is_plain[order[0]]]
 
     @property
     def saved_s(self) -> float:
         """Seconds that a probe may lose."""
         return self._saved_s
 
-    def pay(self, view: SequenceView, loss_s: float) -> None:
-        """Pay a probe of that expected loss."""
+    def pay(self, views: Sequence[SequenceView], loss_s: float) -> None:
+        """Pay a probe of these sequences, of that expected loss."""
         self._saved_s -= max(0.0, loss_s)
-        self._patience[view.request_id].probed = view.num_generated
-        self._asked.add(view.request_id)
+        for view in views:
+            self._patience[view.request_id].probed = view.num_generated
+            self._asked.add(view.request_id)
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Be patient with a sequence whose probe brought nothing, and with those that come."""

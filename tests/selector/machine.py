@@ -60,6 +60,15 @@ class Text:
         length, remaining = self.context + self.num_generated, self.max_tokens - self.num_generated
         return SequenceView(name, length, self.num_generated, remaining, 1, 1, sampling, self.speculation, "traversal")
 
+    def expected_tokens(self, expansion: Expansion) -> float:
+        """Return E[tau + 1] of such a tree here."""
+        alive, total = self.offers, 1.0
+        for depth in range(1, expansion.max_depth + 1):
+            branches = expansion.branches if depth == expansion.trunk + 1 and expansion.depth else 1
+            alive *= 1.0 - (1.0 - self.chances(depth, self.num_generated)) ** branches
+            total += alive
+        return total
+
     def draft(self, expansion: Expansion, chance: random.Random) -> tuple[int, int, int]:
         """Return nodes, drafted depth and accepted depth of a tree grown here."""
         if expansion.is_plain or chance.random() >= self.offers:
@@ -76,9 +85,9 @@ class Text:
 
 @dataclass
 class Ran:
-    """What a run brought."""
+    """What a run brought. Tokens are expected ones: what was chosen is judged, not its luck."""
 
-    num_tokens: int = 0
+    num_tokens: float = 0.0
     seconds: float = 0.0
     choices: list[tuple[Expansion, ...]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -86,6 +95,17 @@ class Ran:
     @property
     def rate(self) -> float:
         return self.num_tokens / self.seconds
+
+
+def fixed_rate(machine: Machine, texts: Sequence[Text], expansion: Expansion) -> float:
+    """Return the tokens a second of the same tree for all, drafted whole."""
+    num_nodes, num_rows = expansion.num_draft_tokens, len(texts)
+    num_keys = sum(text.context for text in texts)
+    num_fed = 0 if expansion.is_plain else num_rows * (1 + num_nodes - (expansion.branches if expansion.depth else 1))
+    tokens = num_rows * (1 + num_nodes)
+    work = StepWork(num_rows, tokens, tokens, num_keys, (1 + num_nodes) * num_keys, expansion.max_depth, num_fed)
+    expected = sum(text.expected_tokens(expansion) for text in texts)
+    return expected / (machine.rest_s(work) + machine.draft_s(work))
 
 
 def flat(chance: float) -> Chances:
@@ -102,6 +122,7 @@ def run(policy: ExpansionPolicy, machine: Machine, texts: Sequence[Text], num_st
         outcomes, work = [], dict.fromkeys(("num_tokens", "num_scores", "num_passes", "num_draft_tokens"), 0)
         for text, view, wished in zip(texts, views, choice.expansions, strict=True):
             expansion = wished if text.speculation.is_enabled else Expansion(0, 1, 0)
+            ran.num_tokens += text.expected_tokens(expansion)
             nodes, drafted, accepted = text.draft(expansion, chance)
             outcomes.append(DraftOutcome(view.request_id, expansion, nodes, drafted, accepted))
             work["num_tokens"] += 1 + nodes
@@ -111,7 +132,6 @@ def run(policy: ExpansionPolicy, machine: Machine, texts: Sequence[Text], num_st
                 fed = expansion.num_draft_tokens - (expansion.branches if expansion.depth else 1)
                 work["num_draft_tokens"] += 1 + (fed if drafted else 0)
             text.num_generated += accepted + 1
-            ran.num_tokens += accepted + 1
         num_drawn = sum(1 + one.num_nodes for one, text in zip(outcomes, texts, strict=True) if text.temperature)
         num_keys = sum(view.num_committed for view in views)
         done = StepWork(len(texts), num_drawn=num_drawn, num_keys=num_keys, **work)

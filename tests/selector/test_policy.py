@@ -1,0 +1,244 @@
+"""The adaptive policy on a machine on paper: near the best fixed choice where nothing changes, quick where something does.
+
+Chance comes from seeds and time from arithmetic, so every number here is the same at every run.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from engine.policy import Reason
+from engine.tree import PLAIN, Expansion
+from engine.types import Speculation
+from selector.cost import KNOTS, CostModel
+from selector.estimators import CountedAcceptance, Estimates
+from selector.menu import Menu, menu_of
+from selector.policy import AdaptiveExpansion
+from selector.probing import Probes
+from tests.selector.machine import Machine, Ran, Text, fixed_rate, flat, run
+
+CHAIN = Expansion(4, 1, 0)
+NOISY = {"blur": 0.15, "outliers": 0.01}
+CHEAP, USUAL, DEAR = Machine(pass_s=0.0001, **NOISY), Machine(**NOISY), Machine(pass_s=0.004, **NOISY)
+MENU = menu_of(CHAIN, "traversal", Expansion(4, 3, 4))
+
+
+def profiled(machine: Machine) -> CostModel:
+    """Return the machine's costs as a profile would have them, wrong by up to 8 % here and there."""
+
+    def target_s(tokens: float) -> float:
+        return machine.base_s + machine.token_s * tokens + machine.beyond_s * max(0.0, tokens - machine.knee)
+
+    ends = (*KNOTS[1:], 1024)
+    slopes = [(target_s(end) - target_s(start)) / (end - start) for start, end in zip(KNOTS, ends, strict=True)]
+    rest = [target_s(1.0), *slopes, machine.row_s, 1e-7, 1e-7, max(1e-9, 1000 * machine.key_s)]
+    wrong = [1.0 + 0.08 * (place * 7 % 13 - 6) / 6 for place in range(len(rest))]
+    return CostModel(
+        [price * factor for price, factor in zip(rest, wrong, strict=True)], [machine.pass_s, machine.draft_token_s, 1e-7]
+    )
+
+
+def adaptive(machine: Machine, menu: Menu = MENU, kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> AdaptiveExpansion:
+    return kind(menu, CountedAcceptance(menu), profiled(machine), CHAIN)
+
+
+def texts_of(chance: float, num_texts: int) -> list[Text]:
+    return [Text(flat(chance), context=100 + 10 * index) for index in range(num_texts)]
+
+
+def settled_share(machine: Machine, num_texts: int, chance: float) -> float:
+    """Return the policy's tokens a second after a while, as a share of the best fixed choice's."""
+    policy, texts = adaptive(machine), texts_of(chance, num_texts)
+    warm_up, steps = (100, 150) if num_texts < 32 else (40, 60)
+    run(policy, machine, texts, warm_up)
+    best = max(fixed_rate(machine, texts, entry) for entry in MENU.entries)
+    return run(policy, machine, texts, steps, seed=1).rate / best
+
+
+@pytest.mark.parametrize("machine", [CHEAP, USUAL, DEAR], ids=["cheap", "usual", "dear"])
+def test_it_comes_near_the_best_fixed_choice(machine):
+    """Of 1 to 32 sequences whose drafts are useless, poor, good or perfect, with probes and plain steps paid for."""
+    shares = {(n, chance): settled_share(machine, n, chance) for n in (1, 4, 32) for chance in (0.0, 0.3, 0.7, 1.0)}
+    assert min(shares.values()) > 0.94, shares
+    assert sum(shares.values()) / len(shares) > 0.98, shares
+
+
+def late_share(policy: AdaptiveExpansion) -> float:
+    """Return the rate beside plain decoding's of a useless drafter, after a warm-up of 50 steps."""
+    texts = texts_of(0.0, 1)
+    run(policy, DEAR, texts, 50)
+    return run(policy, DEAR, texts, 400, seed=1).rate / fixed_rate(DEAR, texts, PLAIN)
+
+
+def test_a_useless_drafter_costs_next_to_nothing():
+    assert late_share(adaptive(DEAR)) > 0.985
+
+
+def test_even_its_first_steps_are_few():
+    texts = texts_of(0.0, 1)
+    ran = run(adaptive(DEAR), DEAR, texts, 100)
+    assert sum(not choice[0].is_plain for choice in ran.choices) <= 12
+
+
+class ForgetsItsCosts(AdaptiveExpansion):
+    def _probe(self, batch, allocator, chosen):
+        entries = np.flatnonzero(self._menu.num_nodes > 0)
+        return allocator.losses(chosen, [0], entries)[0][0]
+
+
+class DeafToOutcomes(AdaptiveExpansion):
+    def observe(self, feedback):
+        pass
+
+
+@pytest.mark.parametrize("mutant", [ForgetsItsCosts, DeafToOutcomes])
+def test_uselessness_kills(mutant):
+    assert late_share(adaptive(DEAR, kind=mutant)) < 0.985
+
+
+def rates_around_a_change(before: float, after: float, num_steps: int = 300) -> Ran:
+    """Return what ran at the end of a text whose acceptance changes in the middle."""
+    text = Text(lambda depth, num_generated: before if num_generated < 400 else after, context=100)
+    policy = adaptive(USUAL)
+    while text.num_generated < 400:
+        run(policy, USUAL, [text], 1)
+    run(policy, USUAL, [text], 100, seed=1)
+    return run(policy, USUAL, [text], num_steps, seed=2)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9), (0.3, 0.9), (0.9, 0.3)])
+def test_it_follows_a_text_that_changes(before, after):
+    best = max(fixed_rate(USUAL, texts_of(after, 1), entry) for entry in MENU.entries)
+    assert rates_around_a_change(before, after).rate > 0.93 * best
+
+
+class NeverProbes(AdaptiveExpansion):
+    def _probe(self, batch, allocator, chosen):
+        return None
+
+
+def test_without_probes_it_would_not_come_back():
+    text = Text(lambda depth, num_generated: 0.0 if num_generated < 100 else 0.9)
+    ran = run(adaptive(USUAL, kind=NeverProbes), USUAL, [text], 600)
+    assert all(choice[0].is_plain for choice in ran.choices[-100:])
+
+
+def test_it_follows_the_load():
+    """One sequence speculates, 32 do not, and the one that is left does again at once: what text allows is not forgotten."""
+    policy, texts = adaptive(USUAL), texts_of(0.6, 32)
+    alone = run(policy, USUAL, texts[:1], 150)
+    crowd = run(policy, USUAL, texts, 100)
+    again = run(policy, USUAL, texts[:1], 20)
+    assert sum(expansion.num_draft_tokens for (expansion,) in alone.choices[-20:]) > 40
+    plain = fixed_rate(USUAL, texts, PLAIN)
+    assert crowd.rate > 0.97 * plain
+    assert sum(not choice[0].is_plain for choice in again.choices) >= 15
+
+
+def test_nodes_go_where_they_are_accepted():
+    """Half of the batch is worth drafting for; equal shares for all would waste half."""
+    texts = [Text(flat(0.9 if index % 2 else 0.05), context=100) for index in range(8)]
+    policy = adaptive(USUAL)
+    run(policy, USUAL, texts, 200)
+    ran = run(policy, USUAL, texts, 50, seed=1)
+    spent = [sum(choice[index].num_draft_tokens for choice in ran.choices) for index in range(8)]
+    assert min(spent[1::2]) > 5 * max(spent[::2])
+    best = max(fixed_rate(USUAL, texts, entry) for entry in MENU.entries)
+    assert ran.rate > 1.05 * best
+
+
+def test_a_drafter_that_is_often_silent_is_asked_if_silence_is_cheap():
+    text = Text(flat(0.9), offers=0.2, context=100)
+    policy = adaptive(CHEAP)
+    run(policy, CHEAP, [text], 150)
+    ran = run(policy, CHEAP, [text], 100, seed=1)
+    assert ran.rate > 1.2 * fixed_rate(CHEAP, [text], PLAIN)
+
+
+def test_requests_that_chose_for_themselves_are_left_alone():
+    own = Expansion(0, 2, 2)
+    texts = [
+        Text(flat(1.0), speculation=Speculation(is_enabled=False)),
+        Text(flat(1.0), speculation=Speculation(expansion=own)),
+        Text(flat(1.0), speculation=Speculation(max_nodes=2)),
+        Text(flat(1.0), max_tokens=10**6),
+    ]
+    ran = run(adaptive(CHEAP), CHEAP, texts, 60)
+    assert {choice[0] for choice in ran.choices} == {choice[1] for choice in ran.choices} == {PLAIN}
+    assert max(choice[2].num_draft_tokens for choice in ran.choices) == 2
+    assert max(choice[3].num_draft_tokens for choice in ran.choices) > 2
+    alone = run(adaptive(CHEAP), CHEAP, texts[:2], 5)
+    assert set(alone.choices) == {(PLAIN, PLAIN)}
+
+
+def test_nothing_is_drafted_beyond_the_end():
+    text = Text(flat(1.0), max_tokens=30)
+    policy = adaptive(CHEAP)
+    while text.num_generated < 29:
+        (expansion,) = policy.choose([text.view("r")]).expansions
+        assert expansion.max_depth < 30 - text.num_generated or text.num_generated < 20
+        run(policy, CHEAP, [text], 1)
+
+
+class Nonsense:
+    """An estimator that fails now and then."""
+
+    def __init__(self, menu: Menu, value: float) -> None:
+        self._counted = CountedAcceptance(menu)
+        self._value = value
+
+    def estimate(self, views):
+        good = self._counted.estimate(views)
+        tokens = good.tokens.copy()
+        tokens[0, 1] = self._value
+        return Estimates(tokens, good.nodes, good.passes)
+
+    def observe(self, outcomes):
+        self._counted.observe(outcomes)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_none_fall_back_to_the_fixed_expansion_and_say_so_once(value, caplog):
+    policy = AdaptiveExpansion(MENU, Nonsense(MENU, value), profiled(USUAL), CHAIN)
+    with caplog.at_level(logging.ERROR):
+        ran = run(policy, USUAL, texts_of(0.5, 2), 5)
+    assert set(ran.choices) == {(CHAIN, CHAIN)}
+    assert set(ran.reasons) == {Reason.FALLBACK}
+    assert len(caplog.records) == 1
+
+
+def test_it_says_why_and_what_it_expects():
+    policy, texts = adaptive(USUAL), texts_of(0.8, 1)
+    reasons = run(policy, USUAL, texts, 200).reasons
+    assert reasons.count(Reason.SPECULATION_PAYS) > 150
+    assert 0 < reasons.count(Reason.PROBE) < 30
+    choice = policy.choose([texts[0].view("0")])
+    assert choice.step_s is not None
+    truth = fixed_rate(USUAL, texts, choice.expansions[0])
+    assert texts[0].expected_tokens(choice.expansions[0]) / choice.step_s == pytest.approx(truth, rel=0.15)
+    assert choice.speedup == pytest.approx(truth / fixed_rate(USUAL, texts, PLAIN), rel=0.2)
+    useless = adaptive(DEAR)
+    assert run(useless, DEAR, texts_of(0.0, 1), 60).reasons[-1] is Reason.PLAIN_IS_BEST
+
+
+def test_it_does_not_flap():
+    """Between two shapes that are about as good, noise alone changes nothing."""
+    ran = run(adaptive(USUAL), USUAL, texts_of(0.6, 4), 400)
+    changes = sum(one != other for one, other in zip(ran.choices[200:], ran.choices[201:], strict=False))
+    assert changes < 80
+
+
+def test_probing_never_spends_more_than_its_share():
+    probes = Probes()
+    spent_s, step_s, num_probes = 0.0, 0.01, 0
+    for step in range(5000):
+        probes.save(step_s, 1)
+        one = Text(flat(0.0), num_generated=step).view("r")
+        if probes.due([one], [True]) and probes.saved_s >= 0.006:
+            probes.pay([one], 0.006)
+            spent_s, num_probes = spent_s + 0.006, num_probes + 1
+    assert 10 < num_probes
+    assert spent_s <= 0.01 * 5000 * step_s + 0.006
