@@ -18,6 +18,7 @@ from engine.draft.drafter import Drafter
 from engine.draft.early_exit import Lens, early_exit_drafter
 from engine.draft.model import ModelDrafter
 from engine.draft.padding import RepaddedModel
+from engine.draft.runs import LENGTHS, RunningPolicy
 from engine.draft.texts import TextCache
 from engine.engine import Engine
 from engine.kv_cache import KVCache
@@ -139,6 +140,13 @@ def _with_texts(drafter: Drafter | None, config: EngineConfig, model: CausalMode
     return CombinedDrafter(drafter, _texts(config), model.vocab_size, model.device)
 
 
+def _with_runs(policy: ExpansionPolicy, config: EngineConfig, drafter: Drafter) -> ExpansionPolicy:
+    """Return a policy that takes long cached text as it comes, up to the largest tree's depth."""
+    if not isinstance(drafter, CachedDrafter | CombinedDrafter):
+        return policy
+    return RunningPolicy(policy, drafter.texts, config.largest_expansion.max_depth if config.largest_expansion else LENGTHS[0])
+
+
 def _texts(config: EngineConfig) -> TextCache:
     has_own_texts = config.cached_text or config.drafter == "ngram"
     return TextCache(config.ngram_min_tokens, config.recent_tokens, has_own_texts)
@@ -171,6 +179,6 @@ def _policy(config: EngineConfig, rig: Rig, adaptive: PolicyFactory | None) -> E
     if config.policy == "fixed":
         return FixedExpansion(config.expansion)
     if config.policy == "adaptive" and adaptive is not None:
-        return adaptive(config, rig)
+        return _with_runs(adaptive(config, rig), config, rig.drafter)
     known = "plain, fixed" if adaptive is None else "plain, fixed, adaptive"
     raise BadConfiguration(f"unknown policy {config.policy!r}; known: {known}")

@@ -1,0 +1,61 @@
+"""Chains for text that is surely foretold: a policy's choice, but where cached text promises a longer path than any of its trees.
+
+A long trunk of cached text costs no draft pass, so it pays where no tree of a model would. Whether there is one is told by
+committed text alone, before anything is drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.draft.texts import TextCache
+from engine.policy import Choice, DraftOutcome, ExpansionPolicy, SequenceView, StepFeedback, StepWork
+from engine.tree import Expansion
+
+LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
+
+
+class RunningPolicy:
+    """Another policy's choices, with chains of at most `longest` nodes where the cache is sure of so many.
+
+    What became of such chains is kept from the other policy: they say nothing of its own trees, nor of what a draft pass costs.
+    """
+
+    def __init__(self, policy: ExpansionPolicy, texts: TextCache, longest: int = LENGTHS[0]) -> None:
+        self.name = policy.name
+        self._policy = policy
+        self._texts = texts
+        self._longest = longest
+        self._runs: dict[str, Expansion] = {}  # of the last choice, by request
+
+    def choose(self, views: Sequence[SequenceView]) -> Choice:
+        """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
+        choice = self._policy.choose(views)
+        chains = [self._chain(view, wish) for view, wish in zip(views, choice.expansions, strict=True)]
+        self._runs = {view.request_id: chain for view, chain in zip(views, chains, strict=True) if chain is not None}
+        if not self._runs:
+            return choice
+        expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
+        return replace(choice, expansions=tuple(expansions), step_s=None)
+
+    def _chain(self, view: SequenceView, wish: Expansion) -> Expansion | None:
+        """Return the longest chain that the cache is sure of, if it is deeper than the wish."""
+        known = self._texts.run(view.request_id, min(self._longest, view.num_remaining - 1))
+        lengths = (length for length in LENGTHS if wish.max_depth < length <= known)
+        return next((Expansion(length, 1, 0) for length in lengths), None)
+
+    def observe(self, feedback: StepFeedback) -> None:
+        """Let the policy learn from its own trees."""
+        own = tuple(one for one in feedback.outcomes if one.request_id not in self._runs)
+        if len(own) < len(feedback.outcomes):
+            feedback = replace(feedback, outcomes=own, work=_without_runs(feedback.work, feedback.outcomes, own))
+        self._policy.observe(feedback)
+
+
+def _without_runs(work: StepWork, outcomes: Sequence[DraftOutcome], own: Sequence[DraftOutcome]) -> StepWork:
+    """Return the step's work without draft passes for chains that needed none."""
+    num_fed = sum(one.num_nodes for one in outcomes) - sum(one.num_nodes for one in own)
+    return replace(
+        work,
+        num_passes=max((min(one.expansion.max_depth, one.drafted_depth + 1) for one in own), default=0),
+        num_draft_tokens=max(0, work.num_draft_tokens - num_fed),
+    )
