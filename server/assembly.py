@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.desk import SteppedEngine
 
 if TYPE_CHECKING:
+    from engine.build import Models
     from engine.engine import Engine
 
 
@@ -20,9 +21,9 @@ def served_engine(config: EngineConfig) -> SteppedEngine:
     return build_served(config, adaptive_policy)
 
 
-def tool_engine(config: EngineConfig) -> "Engine":
-    """Return the engine for a tool of this process; raise what its loading raises."""
+def tool_engine(config: EngineConfig, models: "Models | None" = None) -> "Engine":
+    """Return the engine for a tool of this process, over what `models` holds already; raise what its loading raises."""
     from engine.build import build_engine
     from selector.build import adaptive_policy
 
-    return build_engine(config, adaptive_policy)
+    return build_engine(config, adaptive_policy, models)

@@ -1,7 +1,9 @@
 """The prompts of `latebranch bench`: a YAML file of user messages by kind. Knows text only."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -10,21 +12,46 @@ class BenchError(Exception):
     """A mistake in what the benchmark was asked for; the message is one line."""
 
 
-def read_prompts(path: Path, kinds: Sequence[str], limit: int) -> dict[str, tuple[str, ...]]:
-    """Return up to `limit` messages of each of the kinds (of all, if none is named). Raises BenchError."""
-    texts = _texts(path)
-    unknown = [kind for kind in kinds if kind not in texts]
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One user message, and text that its answer is likely to repeat, if the file foretells any."""
+
+    text: str
+    prediction: str | None = None
+
+
+def load_prompts(path: Path, kinds: Sequence[str], limit: int) -> dict[str, tuple[Prompt, ...]]:
+    """Return up to `limit` prompts of each of the kinds (of all, if none is named). Raises BenchError."""
+    prompts = _prompts(path)
+    unknown = [kind for kind in kinds if kind not in prompts]
     if unknown:
-        raise BenchError(f"{path} has no prompts of kind {', '.join(unknown)}; it has {', '.join(texts)}")
-    return {kind: tuple(texts[kind][:limit]) for kind in kinds or texts}
+        raise BenchError(f"{path} has no prompts of kind {', '.join(unknown)}; it has {', '.join(prompts)}")
+    return {kind: prompts[kind][:limit] for kind in kinds or prompts}
 
 
-def _texts(path: Path) -> dict[str, list[str]]:
+def read_prompts(path: Path, kinds: Sequence[str], limit: int) -> dict[str, tuple[str, ...]]:
+    """Return the messages alone. Raises BenchError."""
+    return {kind: tuple(prompt.text for prompt in of_kind) for kind, of_kind in load_prompts(path, kinds, limit).items()}
+
+
+def _prompts(path: Path) -> dict[str, tuple[Prompt, ...]]:
     try:
         value = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BenchError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    is_kinds = isinstance(value, dict) and all(isinstance(texts, list) and texts for texts in value.values())
-    if not value or not is_kinds or not all(isinstance(text, str) for texts in value.values() for text in texts):
-        raise BenchError(f"{path} is no file of prompts: it must map each kind to a list of texts")
-    return {str(kind): texts for kind, texts in value.items()}
+    is_kinds = isinstance(value, dict) and all(isinstance(entries, list) and entries for entries in value.values())
+    if not value or not is_kinds or not all(_is_prompt(entry) for entries in value.values() for entry in entries):
+        raise BenchError(f"{path} is no file of prompts: it must map each kind to a list of texts, or of text and prediction")
+    return {str(kind): tuple(_prompt(entry) for entry in entries) for kind, entries in value.items()}
+
+
+def _is_prompt(entry: Any) -> bool:
+    if isinstance(entry, dict):
+        return (
+            "text" in entry and entry.keys() <= {"text", "prediction"} and all(isinstance(part, str) for part in entry.values())
+        )
+    return isinstance(entry, str)
+
+
+def _prompt(entry: Any) -> Prompt:
+    return Prompt(**entry) if isinstance(entry, dict) else Prompt(entry)

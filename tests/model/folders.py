@@ -28,7 +28,8 @@ def model_folder(
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=template).save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,33 @@
+"""How much of the processors others used while something was measured."""
+
+import os
+import time
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_IDLE, _IOWAIT, _GUEST = 3, 4, 8  # places in the line; what guests use is counted in user time already
+
+
+class ForeignCpu:
+    """Begins with the object; `cpus` reads the mean number of processors that others kept busy since."""
+
+    def __init__(self) -> None:
+        self._begin = _reading()
+
+    def cpus(self) -> float | None:
+        """Return processors of others, the system's own work and stolen time included; None where the system does not tell."""
+        if self._begin is None:
+            return None
+        now = _reading()
+        assert now is not None  # it told before
+        wall_s, busy_s, own_s = (end - begin for end, begin in zip(now, self._begin, strict=True))
+        return max(0.0, busy_s - own_s) / wall_s if wall_s > 0 else 0.0
+
+
+def _reading() -> tuple[float, float, float] | None:
+    """Return the clock, busy seconds of all processors and those of this process."""
+    if not _STAT.exists():
+        return None
+    ticks = [int(field) for field in _STAT.read_text().split("\n", 1)[0].split()[1:]]
+    busy = sum(ticks[:_GUEST]) - ticks[_IDLE] - ticks[_IOWAIT]
+    return time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
