@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,12 +41,14 @@ class BadConfiguration(ValueError):
 
 
 PolicyFactory = Callable[[EngineConfig, Rig], ExpansionPolicy]
+Models = MutableMapping[str, CausalModel]  # by reference
 
 
-def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None) -> Engine:
+def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, models: Models | None = None) -> Engine:
     """Load everything and return an engine that is ready to step. Takes seconds to a minute.
 
-    `adaptive` makes the policy of that name, which is not the engine's own. Raises BadConfiguration,
+    `adaptive` makes the policy of that name, which is not the engine's own. `models` holds what is loaded already and gets what
+    is loaded here, so that engines of one number format and device can share weights. Raises BadConfiguration,
     engine.model_check.UnsupportedModel or what engine.weights raises.
     """
     require_exact(config.expansion, config.verifier)
@@ -54,9 +56,10 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None) ->
         torch.set_num_threads(config.num_threads)
     _require_compatible(config)
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = _load(config.model, config, device)
+    models = {} if models is None else models
+    model = _load(config.model, config, device, models)
     target = Target(model, config.scheduler.num_slots)
-    drafter = _with_texts(_drafter(config, target), config, model)
+    drafter = _with_texts(_drafter(config, target, models), config, model)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
     info = ModelInfo(
         name=config.model_name or config.model,
@@ -106,10 +109,12 @@ def _file_tracer(path: Path, info: ModelInfo) -> FileTracer:
         raise BadConfiguration(f"the trace file {path} cannot be written: {error.strerror}") from error
 
 
-def _load(reference: str, config: EngineConfig, device: torch.device) -> CausalModel:
+def _load(reference: str, config: EngineConfig, device: torch.device, models: Models) -> CausalModel:
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     linears = "packed" if device.type == "cpu" and has_onednn else "plain"
-    return load_model(resolve(reference).folder, config.dtype, device, linears)
+    if reference not in models:
+        models[reference] = load_model(resolve(reference).folder, config.dtype, device, linears)
+    return models[reference]
 
 
 def _require_compatible(config: EngineConfig) -> None:
@@ -121,7 +126,7 @@ def _require_compatible(config: EngineConfig) -> None:
         raise BadConfiguration(f"the drafter does not belong to {config.model}: {'; '.join(found.refusals)}")
 
 
-def _drafter(config: EngineConfig, target: Target) -> Drafter | None:
+def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | None:
     if config.drafter == "none":
         return None
     if config.drafter == "ngram":
@@ -129,7 +134,7 @@ def _drafter(config: EngineConfig, target: Target) -> Drafter | None:
     if config.drafter == "early-exit":
         return _early_exit_drafter(Path(_required(config.lens, "lens")), target)
     if config.drafter == "model":
-        return _model_drafter(_required(config.draft_model, "draft_model"), config, target)
+        return _model_drafter(_required(config.draft_model, "draft_model"), config, target, models)
     raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, model")
 
 
@@ -165,8 +170,8 @@ def _early_exit_drafter(lens: Path, target: Target) -> ModelDrafter:
         raise BadConfiguration(str(error)) from error
 
 
-def _model_drafter(reference: str, config: EngineConfig, target: Target) -> ModelDrafter:
-    draft = _load(reference, config, target.model.device)
+def _model_drafter(reference: str, config: EngineConfig, target: Target, models: Models) -> ModelDrafter:
+    draft = _load(reference, config, target.model.device, models)
     num_rows = target.model.vocab_size
     model = draft if draft.vocab_size == num_rows else RepaddedModel(draft, num_rows)
     cache = KVCache(config.scheduler.num_slots, draft.device)
