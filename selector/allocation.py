@@ -1,10 +1,10 @@
 """Shares a step's tokens out among sequences: the marginal allocation that brings the batch most tokens a second.
 
 A step's seconds are common to the batch, so a node is worth drafting where it adds more tokens a second than the batch has
-already. For one price of a second, each sequence takes the entry with the largest surplus (tokens less price times the seconds it
-adds); for every price and every number of draft passes (which all sequences share, so depth is paid once) the whole step is
-priced, and the best is kept. Sequences alike would all change at one price: between the best price and its neighbours they are
-switched one by one, those first that gain most for a second, and the best number of them is taken.
+already. For one price of a packed token, each sequence takes the entry with the largest surplus: its tokens less what its seconds
+are worth. For every price and every number of draft passes (which all sequences share, so depth is paid once) the whole step is
+priced, and the best is kept. Sequences alike would all change at one price: on the way to what other prices give they are
+switched one by one, those first that gain most for a node, and the best number of them is taken.
 
 Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
 """
@@ -21,9 +21,8 @@ from selector.menu import Menu
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
 
-# Of a second, in multiples of what the batch does without speculation; below 1 for curves that flatten.
-_PRICES = np.array([0.5, 0.8, 1.0, 1.3, 1.8, 2.8])
-_AHEAD = 4.0  # packed tokens a sequence over which the price of a token is averaged
+_NUM_PRICES = 8
+_AHEAD = 4.0  # packed tokens a sequence, up to where prices of a token are taken from T(N)
 
 
 @dataclass(frozen=True)
@@ -96,35 +95,41 @@ class Allocator:
         if len(self._menu) == 1:
             return plain
         chosen_PDB = self._by_price(plain)
-        num_prices, num_depths, num_rows = chosen_PDB.shape
+        _, num_depths, num_rows = chosen_PDB.shape
         places_CB = chosen_PDB.reshape(-1, num_rows)
         tokens_C, seconds_C = self._priced(places_CB)
         best = int((tokens_C / seconds_C).argmax())
         found = [plain, Allocation(places_CB[best], float(tokens_C[best]), float(seconds_C[best]))]
         if num_rows > 1:
-            price, depth = divmod(best, num_depths)
-            around = [chosen_PDB[other, depth] for other in (price - 1, price + 1) if 0 <= other < num_prices]
-            ways = [self._switched(places_CB[best], other_B) for other_B in (*around, plain.places_B)]
-            found.append(self._best_of(np.concatenate(ways)))
+            depths = {min(1, num_depths - 1), best % num_depths}
+            ways = [self._switched(places_CB[best], to_B) for depth in sorted(depths) for to_B in chosen_PDB[:, depth]]
+            found.append(self._best_of(np.concatenate([*ways, self._switched(places_CB[best], plain.places_B)])))
         return max(found, key=lambda one: one.rate)
 
     def _by_price(self, plain: Allocation) -> NDArray[np.int64]:
         """Return what each sequence takes at each price and within each number of passes, [P, D, B]."""
-        seconds_BM = np.where(self._is_allowed_BM, self._seconds_added(), np.inf).astype(np.float32)
-        prices_P = (_PRICES * plain.rate).astype(np.float32)
-        surplus_PBM = self._estimates.tokens.astype(np.float32) - prices_P[:, None, None] * seconds_BM
+        surplus_PBM = self._estimates.tokens.astype(np.float32) - np.float32(plain.rate) * self._seconds_added()
         best_PBM = np.maximum.accumulate(surplus_PBM, axis=2)
         is_new = np.ones(best_PBM.shape, dtype=np.bool_)
         np.greater(best_PBM[..., 1:], best_PBM[..., :-1], out=is_new[..., 1:])
         places_PBM = np.maximum.accumulate(is_new * np.arange(len(self._menu), dtype=np.int16), axis=2)
         return places_PBM[:, :, self._menu.last_of_depth].transpose(0, 2, 1).astype(np.int64)
 
-    def _seconds_added(self) -> Array:
-        """Return the seconds that each entry adds to the step, but for the passes, [B, M]."""
+    def _seconds_added(self) -> NDArray[np.float32]:
+        """Return the seconds that each entry adds to the step, but for the passes, at each price of a token, [P, B, M].
+
+        T(N) bends, and how far the batch will go along it is what is sought: prices run from less than the next token's to more
+        than the dearest within reach (a second is worth more in a batch that speculates than in the plain one).
+        """
         load, nodes_BM = self._load, self._estimates.nodes
-        marginals = self._costs.marginals(float(load.base.num_tokens), _AHEAD * len(self._rows))
-        node_B = marginals.token_s + marginals.drawn_s * load.draws_B + marginals.score_s * load.context_B
-        return nodes_BM * node_B[:, None] + self._fed_BM * marginals.draft_token_s
+        start, reach = float(load.base.num_tokens), _AHEAD * len(self._rows)
+        marginals = self._costs.marginals(start, 1.0)
+        ends = (marginals.token_s, *(self._costs.marginals(start + reach * part, 1.0).token_s for part in (0.25, 0.5, 1.0)))
+        prices_P = np.geomspace(0.6 * min(ends), 3.0 * max(ends), _NUM_PRICES, dtype=np.float32)
+        else_B = marginals.drawn_s * load.draws_B + marginals.score_s * load.context_B
+        else_BM = nodes_BM * else_B[:, None] + self._fed_BM * marginals.draft_token_s
+        else_BM = np.where(self._is_allowed_BM, else_BM, np.inf).astype(np.float32)
+        return (prices_P[:, None, None] * nodes_BM.astype(np.float32) + else_BM).astype(np.float32, copy=False)
 
     def _switched(self, from_B: Places, to_B: Places) -> Places:
         """Return the choices on the way from one to another, [C, B]: sequence by sequence, best gain for a node first."""

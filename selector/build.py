@@ -10,7 +10,7 @@ from selector.menu import Menu, menu_of
 from selector.policy import AdaptiveExpansion
 from selector.profile import Bench, cached_profile
 
-_DOUBT = 1.5  # a tree is left out only if it would not pay although the machine were that much kinder than its profile
+_DOUBT = 3.0  # a tree is left out only if it would not pay although the machine were that much kinder than its profile
 
 
 def adaptive_policy(config: EngineConfig, bench: Bench) -> AdaptiveExpansion:

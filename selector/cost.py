@@ -39,6 +39,7 @@ _FORGETTING = 0.999  # of the filter's covariance, towards the prior's, each ste
 _NOISE = 0.15  # standard deviation of a step's seconds, relative
 _MOST_SIGMAS = 2.5
 _LEAST_FACTOR = 0.05  # no price falls below this share of its prior
+_PULL, _LEAST_FITTED = 1e-5, 1e-3  # of fitted prices towards the generic ones, and below which share of them none falls
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class CostModel:
     def observe(self, work: StepWork, seconds: StageSeconds) -> None:
         """Learn from a step that ran."""
         works = Works.of([work])
-        if not self._has_scale:
+        if not self._has_scale and seconds.rest_s > 0.0:
             self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(works)[0])
             self._has_scale = True
         self._covariance_KK += (1.0 - _FORGETTING) * (self._prior_KK - self._covariance_KK)
@@ -172,21 +173,21 @@ class CostModel:
         self._covariance_KK -= np.outer(gain_K, towards_K)
 
 
-def fitted_prices(features_CF: Array, seconds_C: Array, least_share: float = 0.002) -> list[float]:
-    """Return non-negative prices that fit measured seconds best, by relative error; each is at least a small share of a step.
+def fitted_prices(features_CF: Array, seconds_C: Array, generic: Sequence[float]) -> list[float]:
+    """Return positive prices that fit measured seconds best, by relative error.
 
-    Non-negative least squares by coordinate descent (the features are few); a light pull towards equal shares decides between
-    features that were always seen together.
+    Non-negative least squares by coordinate descent (the features are few), with a light pull towards the generic prices at the
+    scale of what was measured: they decide where features were seen together or not at all, and no price falls far below them.
     """
-    num_features = features_CF.shape[1]
-    weighted_CF = features_CF / seconds_C[:, None]
-    size_F = np.maximum(weighted_CF.max(0), 1e-12)
-    unit_CF = weighted_CF / size_F
-    gram_FF = unit_CF.T @ unit_CF + 1e-4 * np.eye(num_features)
-    wanted_F = unit_CF.sum(0)
-    shares_F = np.full(num_features, 0.0)
-    for _ in range(2000):
-        for feature in range(num_features):
-            rest = wanted_F[feature] - gram_FF[feature] @ shares_F + gram_FF[feature, feature] * shares_F[feature]
-            shares_F[feature] = max(0.0, rest / gram_FF[feature, feature])
-    return [float(price) for price in np.maximum(shares_F, least_share) / size_F]
+    generic_F = np.array(generic)
+    generic_F = generic_F * float(np.median(seconds_C / (features_CF @ generic_F)))
+    weighted_CF = features_CF * generic_F / seconds_C[:, None]
+    pull = _PULL * len(seconds_C)
+    gram_FF = weighted_CF.T @ weighted_CF + pull * np.eye(len(generic_F))
+    wanted_F = weighted_CF.sum(0) + pull
+    factors_F = np.ones(len(generic_F))
+    for _ in range(1000):
+        for feature in range(len(generic_F)):
+            rest = wanted_F[feature] - gram_FF[feature] @ factors_F + gram_FF[feature, feature] * factors_F[feature]
+            factors_F[feature] = max(_LEAST_FITTED, rest / gram_FF[feature, feature])
+    return [float(price) for price in factors_F * generic_F]

@@ -49,7 +49,7 @@ class Estimator(Protocol):
 _START_ACCEPTANCE = 0.5  # before anything is known: worth a try, soon refuted
 _GROUP_TRIALS, _OWN_TRIALS = 4.0, 6.0  # what a prior weighs, in trials
 _GROUP_MEMORY, _OWN_MEMORY = 0.998, 0.98  # what a count keeps of itself at each of its outcomes
-_RATIO_TRIALS, _RATIO_MEMORY = 30.0, 0.99  # of what was seen over what was expected: weight of 1, and how slowly it returns there
+_RATIO_TRIALS, _RATIO_MEMORY = 30.0, 0.998  # seen over expected: what a ratio of 1 weighs, how slowly it returns there
 _EDGE = 1e-3
 _MAX_BRANCHES = 16
 _GRID = np.linspace(0.0, 0.99, 34)  # of acceptance, between which trees of their own shape are interpolated
@@ -201,7 +201,7 @@ class CountedAcceptance:
         low = min(int(place), len(_GRID) - 2)
         between = self._table_MG[:, low] + (place - low) * (self._table_MG[:, low + 1] - self._table_MG[:, low])
         ratio = (group.entries[0] / group.entries[1])[self._sized]
-        return np.asarray(1.0 + (between - 1.0) * ratio)
+        return np.asarray(np.maximum.accumulate(1.0 + (between - 1.0) * ratio))  # more nodes never bring less
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from trees; a row that was plain says nothing."""

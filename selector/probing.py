@@ -1,10 +1,10 @@
 """When to draft otherwise than looks best: what was learnt grows old, and only drafting renews it.
 
-A probe is a tree in a step, for one sequence or for all that are due, who share its passes: some tree where plain decoding looks best, a long chain where something else does (of
-many branches the best is accepted so often that they say little of a single one, and nothing of what is deeper). Its expected
-loss is paid from an account into which every step puts a small share of its own seconds, so that probing costs no more than that
-share whatever the drafter; and a sequence whose probes bring nothing is asked ever less often, a new one as often as the others
-lately. Deterministic: no clock, no chance.
+A probe is a tree in a step, for one sequence or for all that are due, who share its passes: some tree where plain decoding looks
+best, a long chain where something else does (of many branches the best is accepted so often that they say little of a single one,
+and nothing of what is deeper). Its expected loss is paid from an account into which every step puts a small share of its own
+seconds, so that probing costs no more than that share whatever the drafter; and a sequence whose probes bring nothing is asked
+less often, a new one as often as the others lately. Deterministic: no clock, no chance.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,17 @@ from engine.config import SchedulerConfig
 from engine.policy import PassSize, StepFeedback, StepWork
 from engine.tree import PLAIN, Expansion
 from engine.weights import WeightsCache
-from selector.cost import KNOTS, Array, CostModel, Works, draft_features, fitted_prices, rest_features
+from selector.cost import (
+    GENERIC_DRAFT,
+    GENERIC_REST,
+    KNOTS,
+    Array,
+    CostModel,
+    Works,
+    draft_features,
+    fitted_prices,
+    rest_features,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -27,6 +37,8 @@ _VERSION = 1  # of the file and of what its prices mean
 _BUDGET_S = 6.0
 _SHORT, _LONG = 64, 768  # tokens of context
 _STEP_DEPTHS = (0, 1, 2, 4)
+_FEWEST_SIZES, _FEWEST_ROUNDS = 8, 2
+_CALM = 1.3  # median over least time of a pass, at most
 
 
 class Bench(Protocol):
@@ -53,10 +65,11 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Profile:
-    """Prices of the cost model, in its order, and what they were measured on."""
+    """Prices of the cost model, in its order, and whether they may be believed another day."""
 
     rest: tuple[float, ...]
     draft: tuple[float, ...]
+    is_sound: bool = True
 
     def costs(self) -> CostModel:
         """Return a cost model that begins with these prices."""
@@ -100,72 +113,81 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
         seen[size] = (work, [seconds])
         if clock() - begin_s > budget_s / 2:
             break
-    steps = _steps(bench)
-    round_s = sum(seconds[0] for _, seconds in seen.values())
+    one_s = min(min(times) for _, times in seen.values())
+    steps = _steps(bench, max(1, min(3, int(budget_s / 8 / one_s / len(_STEP_DEPTHS)))))
+    round_s = sum(times[0] for _, times in seen.values())
     while clock() - begin_s + round_s < budget_s:
         for size, (_, times) in seen.items():
             times.append(bench.time_pass(size)[1])
     works = [work for work, _ in seen.values()]
-    medians = np.array([float(np.median(seconds)) for _, seconds in seen.values()])
-    profile = Profile(_rest_prices(works, medians), _draft_prices(steps))
+    medians = np.array([float(np.median(times)) for _, times in seen.values()])
+    profile = Profile(_rest_prices(works, medians), _draft_prices(steps, medians[0]), _is_sound(list(seen.values())))
     costs = profile.costs()
     _logger.info("profiled in %.1f s: %s", clock() - begin_s, {name: f"{price:.2e}" for name, price in costs.prices.items()})
     return profile
 
 
-def _steps(bench: Bench) -> list[StepFeedback]:
-    """Return real steps: plain ones and chains, of one sequence and of several, the first of each kind left out."""
-    expansions = [Expansion(depth, 1, 0) if depth else PLAIN for depth in _STEP_DEPTHS for _ in range(3)]
+def _is_sound(seen: Sequence[tuple[StepWork, list[float]]]) -> bool:
+    """Return whether enough was measured, and calmly enough, to be believed another day."""
+    if len(seen) < _FEWEST_SIZES or any(len(times) < _FEWEST_ROUNDS for _, times in seen):
+        return False
+    return float(np.median([np.median(times) / min(times) for _, times in seen])) < _CALM
+
+
+def _steps(bench: Bench, num_repeats: int) -> list[StepFeedback]:
+    """Return real steps: plain ones and chains, of one sequence and of several; the first of several alike is left out."""
+    expansions = [Expansion(depth, 1, 0) if depth else PLAIN for depth in _STEP_DEPTHS for _ in range(num_repeats)]
     num_prompt = min(_SHORT, bench.limits.max_model_len // 4)
     steps = []
-    for num_rows in (1, min(4, bench.limits.max_running)):
+    for num_rows in (1, 4)[: num_repeats if bench.limits.max_running >= 4 else 1]:
         ran = bench.run_steps(num_rows, num_prompt, expansions)
-        steps += [one for index, one in enumerate(ran) if index % 3]
+        steps += [one for index, one in enumerate(ran) if index % num_repeats or num_repeats == 1]
     return steps
 
 
-def _rest_prices(works: Sequence[StepWork], seconds: Array) -> tuple[float, ...]:
+def _rest_prices(works: Sequence[StepWork], seconds_C: Array) -> tuple[float, ...]:
     """Return prices that fit the passes; segments of T(N) beyond what was measured go on like the last."""
-    features_CF = rest_features(Works.of(works))
-    prices = fitted_prices(features_CF, seconds)
+    prices = fitted_prices(rest_features(Works.of(works)), seconds_C, GENERIC_REST)
     largest = max(work.num_tokens for work in works)
-    num_seen = sum(knot < largest for knot in KNOTS)
-    last = max(1, num_seen)
+    last = max(1, sum(knot < largest for knot in KNOTS))
     prices[1 + last : 1 + len(KNOTS)] = [prices[last]] * (len(KNOTS) - last)
     return tuple(prices)
 
 
-def _draft_prices(steps: Sequence[StepFeedback]) -> tuple[float, ...]:
-    """Return prices that fit the drafting of real steps."""
+def _draft_prices(steps: Sequence[StepFeedback], step_s: float) -> tuple[float, ...]:
+    """Return prices that fit the drafting of real steps; the generic ones if nothing drafted."""
     drafting = [step for step in steps if step.work.num_passes and step.draft_s > 0.0]
     if not drafting:
-        raise ValueError("no step drafted")
+        return tuple(price * step_s for price in GENERIC_DRAFT)
     features_CF = draft_features(Works.of([step.work for step in drafting]))
-    return tuple(fitted_prices(features_CF, np.array([step.draft_s for step in drafting])))
+    return tuple(fitted_prices(features_CF, np.array([step.draft_s for step in drafting]), GENERIC_DRAFT))
 
 
 def cached_profile(bench: Bench, cache: WeightsCache) -> Profile:
-    """Return this machine's profile, measured if the cache has none; a cache that cannot be written is done without."""
+    """Return this machine's profile: the cache's, else a measured one, which is kept if it was a calm measurement."""
     facts = bench.facts
     entry = cache.profile(_key(facts, bench.limits))
     try:
-        return _kept_profile(bench, cache, entry)
+        return Profile.from_text(entry.read_text())
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        _logger.warning("%s is no profile (%s); it is measured again", entry, error)
+    profile = measure(bench)
+    if profile.is_sound:
+        _keep(profile, facts, cache, entry)
+    return profile
+
+
+def _keep(profile: Profile, facts: dict[str, str], cache: WeightsCache, entry: Path) -> None:
+    def make(target: Path, scratch: Path) -> None:  # noqa: ARG001 (nothing is kept aside)
+        target.write_text(profile.as_text(facts))
+
+    try:
+        entry.unlink(missing_ok=True)
+        cache.obtain(entry, make)
     except OSError as error:
         _logger.warning("the profile cannot be kept in %s: %s", entry, error)
-        return measure(bench)
-
-
-def _kept_profile(bench: Bench, cache: WeightsCache, entry: Path) -> Profile:
-    def make(target: Path, scratch: Path) -> None:  # noqa: ARG001 (nothing is kept aside)
-        target.write_text(measure(bench).as_text(bench.facts))
-
-    text = cache.obtain(entry, make).read_text()
-    try:
-        return Profile.from_text(text)
-    except ValueError as error:
-        _logger.warning("%s is no profile (%s); it is measured again", entry, error)
-        entry.unlink()
-        return Profile.from_text(cache.obtain(entry, make).read_text())
 
 
 def _key(facts: dict[str, str], limits: SchedulerConfig) -> str:
