@@ -1,0 +1,96 @@
+"""Marginal allocation: near the best of all allocations where all can be tried, and never below plain decoding."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from engine.tree import PLAIN, Expansion
+from selector.allocation import Allocator, BatchLoad
+from selector.cost import KNOTS, CostModel, Works
+from selector.estimators import Estimates
+from selector.menu import Menu
+
+MENU = Menu((PLAIN, Expansion(1, 1, 0), Expansion(0, 2, 1), Expansion(2, 1, 0), Expansion(1, 2, 1), Expansion(3, 1, 0)))
+
+
+def costs(slopes: tuple[float, ...], pass_s: float) -> CostModel:
+    """Return costs with these slopes between the knots, the last going on."""
+    steps = [*slopes, *[slopes[-1]] * (len(KNOTS) - len(slopes))]
+    return CostModel([1.0, *steps, 1e-6, 1e-6, 1e-6, 1e-6], [pass_s, 1e-6, 1e-6])
+
+
+def allocator(chances: list[float], model: CostModel, allowed: list[list[bool]] | None = None) -> Allocator:
+    num_rows = len(chances)
+    tokens = [[1 + sum(a ** min(level, 9) for level in range(1, one.max_depth + 1)) for one in MENU.entries] for a in chances]
+    forked = np.array([one.branches for one in MENU.entries]) - 1
+    estimates = Estimates(
+        tokens=np.array(tokens) + 0.2 * forked * np.array(chances)[:, None],
+        nodes=np.tile(MENU.num_nodes.astype(float), (num_rows, 1)),
+        passes=np.tile(MENU.depths.astype(float), (num_rows, 1)),
+    )
+    zeros = np.zeros(num_rows)
+    load = BatchLoad(Works(num_rows, num_rows, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, zeros, zeros + 1.0, zeros)
+    is_allowed = np.array(allowed) if allowed else np.ones((num_rows, len(MENU)), dtype=np.bool_)
+    return Allocator(MENU, estimates, is_allowed, load, model)
+
+
+def best_of_all(one: Allocator, num_rows: int) -> float:
+    return one._best_of(np.array(list(product(range(len(MENU)), repeat=num_rows)))).rate
+
+
+slopes = st.lists(st.floats(0.001, 0.5), min_size=1, max_size=4).map(lambda found: tuple(sorted(found)))
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=3), slopes, st.floats(0.001, 0.5))
+@example([0.9, 0.9, 0.9], (0.001, 0.001, 0.4), 0.01)  # room for one node and no more: rows alike must not all take it
+def test_it_is_near_the_best_and_never_below_plain(chances, knees, pass_s):
+    one = allocator(chances, costs(knees, pass_s))
+    plain = one.plain()
+    found = one.best(plain)
+    assert found.rate >= plain.rate
+    assert found.rate >= 0.97 * best_of_all(one, len(chances))
+
+
+class SwitchesNobody(Allocator):
+    def _switched(self, from_B, to_B):
+        return from_B[None]
+
+
+def test_rows_alike_share_what_there_is_room_for():
+    """A knee at 8 tokens with 5 rows: three nodes fit, so three rows draft."""
+    model = costs((0.001, 0.001, 0.001, 0.8), 0.01)
+    found = allocator([0.6] * 5, model)
+    best = found.best(found.plain())
+    assert best.rate >= 0.97 * best_of_all(found, 5)
+    assert 0 < np.count_nonzero(best.places_B) < 5
+    found.__class__ = SwitchesNobody
+    assert found.best(found.plain()).rate < 0.97 * best_of_all(found, 5)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_what_is_not_allowed_is_not_taken(open_entries):
+    allowed = [[True, *one] for one in open_entries]
+    one = allocator([0.95] * len(allowed), costs((0.001,), 0.001), allowed)
+    places = one.best(one.plain()).places_B
+    assert all(allowed[row][place] for row, place in enumerate(places.tolist()))
+
+
+def test_passes_are_paid_once():
+    """A pass that does not pay for one row pays for four."""
+    model = costs((0.01,), 0.4)
+    alone, four = allocator([0.35], model), allocator([0.35] * 4, model)
+    assert not alone.best(alone.plain()).places_B.any()
+    crowd = CostModel([0.2, *[0.05] * len(KNOTS), *[1e-6] * 4], [0.05, 1e-6, 1e-6])
+    few = allocator([0.35] * 4, crowd)
+    assert four.best(four.plain()).rate >= four.plain().rate
+    assert few.best(few.plain()).places_B.any() == (best_of_all(few, 4) > few.plain().rate)
+
+
+@pytest.mark.parametrize("price", [1e-4, 0.05, 0.5])
+def test_dearer_tokens_never_buy_more(price):
+    cheap, dear = allocator([0.6, 0.8], costs((price,), 0.01)), allocator([0.6, 0.8], costs((2 * price,), 0.01))
+    spent = [MENU.num_nodes[one.best(one.plain()).places_B].sum() for one in (cheap, dear)]
+    assert spent[0] >= spent[1]

@@ -1,0 +1,137 @@
+"""The cost model: positive, monotone, learnt from steps, deaf to outliers, quick to follow a machine that slows down."""
+
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.policy import StepWork
+from selector import cost
+from selector.cost import (
+    GENERIC_DRAFT,
+    GENERIC_REST,
+    CostModel,
+    StageSeconds,
+    Works,
+    draft_features,
+    fitted_prices,
+    rest_features,
+)
+
+
+def work(num_tokens: int, num_passes: int = 0, num_rows: int = 1, num_keys: int = 200) -> StepWork:
+    return StepWork(num_rows, num_tokens, num_tokens, num_keys, num_tokens * num_keys, num_passes, num_passes)
+
+
+def true_seconds(one: StepWork, pass_s: float = 0.003) -> StageSeconds:
+    rest_s = 0.010 + 0.0001 * one.num_tokens + 0.0006 * max(0, one.num_tokens - 16)
+    return StageSeconds(pass_s * one.num_passes, rest_s)
+
+
+def predicted(costs: CostModel, one: StepWork) -> float:
+    return float(costs.step_s(Works.of([one]))[0])
+
+
+def taught(costs: CostModel, num_steps: int = 200, noise: float = 0.0, outliers: float = 0.0) -> CostModel:
+    """Teach steps of 1 to 24 tokens and 0 to 6 passes; `outliers` of them take thirty times as long."""
+    chance = random.Random(0)
+    for _ in range(num_steps):
+        one = work(chance.randint(1, 24), chance.randint(0, 6))
+        factor = math.exp(chance.gauss(0.0, noise)) * (30.0 if chance.random() < outliers else 1.0)
+        truth = true_seconds(one)
+        costs.observe(one, StageSeconds(truth.draft_s * factor, truth.rest_s * factor))
+    return costs
+
+
+def worst_error(costs: CostModel) -> float:
+    """Return the largest relative error of the ratio to a plain step, which is what a choice depends on."""
+
+    def ratio(seconds_of: Callable[[StepWork], float]) -> list[float]:
+        return [seconds_of(work(1 + nodes, passes)) / seconds_of(work(1)) for nodes, passes in ((1, 1), (4, 4), (15, 3), (23, 6))]
+
+    wanted = ratio(lambda one: true_seconds(one).draft_s + true_seconds(one).rest_s)
+    return max(abs(got / want - 1.0) for got, want in zip(ratio(lambda one: predicted(costs, one)), wanted, strict=True))
+
+
+def test_it_learns_a_machine_it_knows_nothing_of():
+    assert worst_error(CostModel()) > 0.3
+    assert worst_error(taught(CostModel())) < 0.1
+
+
+def test_noise_and_outliers_do_not_lead_it_astray():
+    assert worst_error(taught(CostModel(), 400, noise=0.15, outliers=0.05)) < 0.2
+
+
+def test_it_follows_a_machine_that_slows_down():
+    """All prices follow, seen or not: after 30 plain steps at a third of the speed, drafting is known to be slower too."""
+    costs = taught(CostModel())
+    before = predicted(costs, work(5, 4))
+    for _ in range(30):
+        truth = true_seconds(work(1))
+        costs.observe(work(1), StageSeconds(0.0, 3.0 * truth.rest_s))
+    assert predicted(costs, work(1)) == pytest.approx(3.0 * true_seconds(work(1)).rest_s, rel=0.1)
+    assert predicted(costs, work(5, 4)) > 2.0 * before
+
+
+def test_own_errors_alone_would_not_follow(monkeypatch):
+    monkeypatch.setattr(cost, "_COMMON_VARIANCE", 0.0)
+    with pytest.raises(AssertionError):
+        test_it_follows_a_machine_that_slows_down()
+
+
+def test_without_a_bound_outliers_lead_astray(monkeypatch):
+    monkeypatch.setattr(cost, "_MOST_SIGMAS", 1e9)
+    with pytest.raises(AssertionError):
+        test_noise_and_outliers_do_not_lead_it_astray()
+
+
+works = st.builds(work, st.integers(1, 2000), st.integers(0, 12), st.integers(1, 64), st.integers(0, 10**6))
+
+
+@given(st.lists(st.tuples(works, st.floats(0, 100), st.floats(0, 100)), max_size=20), works)
+def test_seconds_are_positive_and_grow_with_work_whatever_was_seen(history, one):
+    costs = CostModel()
+    for seen, draft_s, rest_s in history:
+        costs.observe(seen, StageSeconds(draft_s, rest_s))
+    seconds = predicted(costs, one)
+    assert 0.0 < seconds < math.inf
+    assert predicted(costs, work(one.num_tokens + 1, one.num_passes, one.num_rows, one.num_keys)) >= seconds
+    assert predicted(costs, work(one.num_tokens, one.num_passes + 1, one.num_rows, one.num_keys)) >= seconds
+
+
+def test_many_candidates_cost_what_each_costs_alone():
+    costs = taught(CostModel())
+    ones = [work(tokens, passes) for tokens in (1, 7, 90, 700) for passes in (0, 3)]
+    assert costs.step_s(Works.of(ones)).tolist() == pytest.approx([predicted(costs, one) for one in ones])
+
+
+def test_marginals_are_differences():
+    costs = taught(CostModel())
+
+    def seconds(tokens: float) -> float:
+        return float(costs.rest_s(Works(1.0, tokens, 0.0, 0.0, 0.0, 0.0, 0.0))[0])
+
+    marginals = costs.marginals(10.0, 8.0)
+    assert marginals.token_s == pytest.approx((seconds(18.0) - seconds(10.0)) / 8.0)
+
+
+def test_prices_are_found_again():
+    chance = random.Random(1)
+    ones = [work(chance.randint(1, 200), chance.randint(1, 5), chance.randint(1, 8), chance.randint(1, 4000)) for _ in range(80)]
+    seconds = np.array([true_seconds(one).rest_s for one in ones])
+    prices = np.array(fitted_prices(rest_features(Works.of(ones)), seconds, GENERIC_REST))
+    assert (prices > 0).all()
+    assert np.abs(rest_features(Works.of(ones)) @ prices / seconds - 1.0).max() < 0.1
+    drafted = np.array([true_seconds(one).draft_s for one in ones])
+    found = fitted_prices(draft_features(Works.of(ones)), drafted, GENERIC_DRAFT)
+    assert found[0] + found[1] == pytest.approx(0.003, rel=0.1)
+
+
+@pytest.mark.parametrize("rest", [[1.0], [0.0] * cost.NUM_REST, [math.nan] * cost.NUM_REST])
+def test_prices_that_are_none(rest):
+    with pytest.raises(ValueError, match="price"):
+        CostModel(rest)

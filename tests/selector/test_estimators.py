@@ -1,0 +1,141 @@
+"""Counted acceptance: what it expects is what comes, for every shape; new sequences begin as their kind is."""
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.policy import DraftOutcome
+from engine.tree import PLAIN, Expansion
+from selector.estimators import CountedAcceptance, best_tokens, kind_of
+from selector.menu import Menu, menu_of
+from tests.selector.machine import Chances, Text, flat
+
+MENU = menu_of(Expansion(4, 1, 0), "traversal", Expansion(4, 3, 4))
+TREE, FORK = Expansion(2, 2, 2, "delayed_distinct"), Expansion(0, 3, 1, "delayed_distinct")
+
+
+def taught(expansions: list[Expansion], chances: Chances, num_steps: int = 400, offers: float = 1.0, menu: Menu = MENU):
+    """Return an estimator that has seen one sequence's trees, and the sequence."""
+    estimator, text, chance = CountedAcceptance(menu), Text(chances, offers), random.Random(0)
+    for step in range(num_steps):
+        estimator.estimate([text.view("r")])
+        expansion = expansions[step % len(expansions)]
+        nodes, drafted, accepted = text.draft(expansion, chance)
+        estimator.observe([DraftOutcome("r", expansion, nodes, drafted, accepted)])
+        text.num_generated += accepted + 1
+    return estimator, text
+
+
+def expected(estimator: CountedAcceptance, text: Text, expansion: Expansion, name: str = "r", menu: Menu = MENU) -> float:
+    return float(estimator.estimate([text.view(name)]).tokens[0, menu.index[expansion]])
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("tried", [[Expansion(4, 1, 0)], [TREE], [FORK, Expansion(3, 1, 0)]], ids=["chain", "tree", "mixed"])
+def test_every_entry_is_foretold_from_a_few(tried, chance):
+    estimator, text = taught(tried, flat(chance))
+    for entry in MENU.entries:
+        assert expected(estimator, text, entry) == pytest.approx(text.expected_tokens(entry), rel=0.2), entry
+
+
+def test_depths_are_told_apart():
+    estimator, text = taught([Expansion(4, 1, 0)], lambda depth, num_generated: 0.9 if depth <= 2 else 0.1)
+    assert expected(estimator, text, Expansion(2, 1, 0)) == pytest.approx(2.71, rel=0.1)
+    assert expected(estimator, text, Expansion(4, 1, 0)) == pytest.approx(2.80, rel=0.1)
+
+
+def test_branches_that_bring_little_are_found_out():
+    """Three branches that are always the same token: accepted as often as one."""
+    estimator, chance = CountedAcceptance(MENU), random.Random(0)
+    text = Text(flat(0.5))
+    for step in range(600):
+        estimator.estimate([text.view("r")])
+        expansion = FORK if step % 2 else Expansion(1, 1, 0)
+        accepted = int(chance.random() < 0.5)
+        estimator.observe([DraftOutcome("r", expansion, 1, 1, accepted)])
+        text.num_generated += accepted + 1
+    estimates = estimator.estimate([text.view("r")])
+    assert estimates.tokens[0, MENU.index[FORK]] == pytest.approx(1.5, abs=0.15)
+    assert estimates.nodes[0, MENU.index[FORK]] == pytest.approx(1.0, abs=0.35)
+
+
+def test_silence_is_foretold():
+    estimator, text = taught([Expansion(4, 1, 0)], flat(0.9), offers=0.25)
+    estimates = estimator.estimate([text.view("r")])
+    place = MENU.index[Expansion(4, 1, 0)]
+    assert estimates.nodes[0, place] == pytest.approx(1.0, rel=0.3)
+    assert estimates.passes[0, place] < 2.0
+    assert estimates.tokens[0, place] == pytest.approx(text.expected_tokens(Expansion(4, 1, 0)), rel=0.2)
+
+
+def test_plain_decoding_brings_one_token_and_costs_nothing():
+    estimates = CountedAcceptance(MENU).estimate([Text(flat(0.5)).view("r")])
+    assert (estimates.tokens[0, 0], estimates.nodes[0, 0], estimates.passes[0, 0]) == (1.0, 0.0, 0.0)
+    assert (estimates.tokens[0, 1:] > 1.0).all()
+
+
+def test_a_new_sequence_begins_as_its_kind_and_not_as_another():
+    estimator, text = taught([Expansion(4, 1, 0)], flat(0.95))
+    alike, unlike = Text(flat(0.95)), Text(flat(0.95), temperature=0.0)
+    assert expected(estimator, alike, Expansion(4, 1, 0), "new") > 3.5
+    assert expected(estimator, unlike, Expansion(4, 1, 0), "other") < 2.5
+    views = [text.view("r"), alike.view("new"), unlike.view("other")]
+    rows = estimator.estimate(views).tokens
+    assert rows.shape == (3, len(MENU))
+    assert np.array_equal(rows, np.concatenate([estimator.estimate([view]).tokens for view in views]))
+
+
+def test_an_id_that_begins_anew_is_another_sequence():
+    estimator, _ = taught([Expansion(4, 1, 0)], lambda depth, num_generated: 0.95 if num_generated < 900 else 0.0)
+    assert (
+        expected(estimator, Text(flat(0.0)), Expansion(4, 1, 0))
+        > expected(estimator, Text(flat(0.0), num_generated=9), Expansion(4, 1, 0)) * 0.5
+    )
+
+
+def test_the_seats_of_those_that_are_gone_are_given_away():
+    estimator = CountedAcceptance(MENU)
+    for number in range(300):
+        view = Text(flat(0.5), num_generated=1).view(f"r{number}")
+        estimator.estimate([view])
+        estimator.observe([DraftOutcome(view.request_id, Expansion(1, 1, 0), 1, 1, 1)])
+    assert len(estimator._seats) <= 16
+    assert len(estimator._counts) <= 32
+
+
+def test_outcomes_of_strangers_and_of_plain_rows_say_nothing():
+    estimator, text = taught([Expansion(4, 1, 0)], flat(0.5), 50)
+    before = estimator.estimate([text.view("r")]).tokens
+    estimator.observe([DraftOutcome("stranger", Expansion(4, 1, 0), 4, 4, 4), DraftOutcome("r", PLAIN, 0, 0, 0)])
+    assert np.array_equal(estimator.estimate([text.view("r")]).tokens, before)
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.6, 0.9])
+def test_trees_of_their_own_shape_are_foretold_from_one_size(chance):
+    largest = Expansion(0, 3, 6, "heap", 16)
+    menu = menu_of(largest, "traversal", largest)
+    estimator, view, seed = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r"), random.Random(0)
+    tried = menu.entries[menu.num_nodes.tolist().index(8)]
+    mean = best_tokens(tried, chance) - 1.0
+    for _ in range(600):
+        estimator.estimate([view])
+        accepted = min(tried.max_depth, int(mean) + (seed.random() < mean - int(mean)))
+        estimator.observe([DraftOutcome("r", tried, 8, tried.max_depth, accepted)])
+    tokens = estimator.estimate([view]).tokens[0]
+    assert (np.diff(tokens) >= -1e-9).all()
+    for place, entry in enumerate(menu.entries[1:], start=1):
+        assert tokens[place] == pytest.approx(best_tokens(entry, chance), rel=0.25), entry
+
+
+def test_best_tokens_of_shapes_that_can_be_counted():
+    assert best_tokens(Expansion(0, 1, 4, "heap", 4), 0.5) == pytest.approx(1.9375)
+    assert best_tokens(Expansion(0, 2, 1, "heap", 2), 0.5) == pytest.approx(1.75)
+    assert best_tokens(Expansion(0, 4, 8, "heap", 16), 0.0) == pytest.approx(1.0)
+
+
+def test_kinds_tell_laws_apart():
+    views = [Text(flat(0.5), temperature=temperature).view("r") for temperature in (0.0, 0.4, 1.0, 1.5)]
+    assert len({kind_of(view.sampling, "traversal") for view in views}) == 4
+    assert kind_of(views[0].sampling, "traversal") == kind_of(views[0].sampling, "coupled")
+    assert kind_of(views[1].sampling, "traversal") != kind_of(views[1].sampling, "coupled")

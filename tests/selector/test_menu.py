@@ -1,0 +1,69 @@
+"""Menus: plain decoding first, then ever deeper trees of one family that the verifier is exact on, none beyond the largest."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.pairs import VERIFIER_NAMES, is_exact
+from engine.tree import PLAIN, Expansion, parse_expansion
+from selector.build import within_reach
+from selector.cost import GENERIC_DRAFT, GENERIC_REST, CostModel
+from selector.menu import Menu, menu_of
+from tests.strategies import any_expansions
+
+SHAPES = any_expansions(max_nodes=24).filter(lambda one: not one.is_plain)
+
+
+@given(SHAPES, st.sampled_from(VERIFIER_NAMES))
+def test_every_entry_is_exact_and_ordered_by_depth(expansion, verifier):
+    menu = menu_of(expansion, verifier)
+    assert menu.entries[0] == PLAIN
+    assert len(set(menu.entries)) == len(menu)
+    assert list(menu.depths) == sorted(menu.depths)
+    if is_exact(expansion.kind, verifier):
+        assert all(is_exact(one.kind, verifier) for one in menu.entries[1:])
+    assert [menu.entries[place].max_depth for place in menu.last_of_depth] == sorted(set(menu.depths.tolist()))
+
+
+@given(SHAPES)
+def test_nothing_is_larger_than_the_largest(largest):
+    menu = menu_of(largest, "coupled", largest)
+    for entry in menu.entries:
+        assert entry.max_depth <= largest.max_depth
+        assert entry.num_draft_tokens <= max(largest.num_draft_tokens, largest.max_depth)
+
+
+@pytest.mark.parametrize(
+    ("expansion", "verifier", "trees"),
+    [
+        ("4.1.0", "traversal", {"delayed", "delayed_distinct"}),  # chains are delayed trees; branches start differently
+        ("4.1.0", "specinfer", {"delayed"}),
+        ("2.2.2", "traversal", {"delayed"}),
+        ("4.1.0", "univer", {"delayed"}),  # exact on chains, and on no tree that branches by draws
+        ("heap.16", "traversal", {"delayed", "heap"}),  # plain decoding is a delayed tree
+    ],
+)
+def test_the_family_is_the_configured_one(expansion, verifier, trees):
+    menu = menu_of(parse_expansion(expansion), verifier)
+    assert {entry.tree for entry in menu.entries} == trees
+
+
+def test_the_default_menu_has_what_the_paper_has():
+    menu = menu_of(Expansion(4, 1, 0), "traversal")
+    chains = [entry for entry in menu.entries if entry.branches == 1]
+    assert [entry.max_depth for entry in chains] == list(range(9))
+    assert {entry.branches for entry in menu.entries} == {1, 2, 3, 4}
+    assert 50 < len(menu) < 128
+
+
+def test_what_could_never_pay_is_left_out():
+    """A draft pass as dear as many steps: a chain of n brings n + 1 tokens at best."""
+    assert len(within_reach(menu_of(Expansion(4, 1, 0), "traversal"), CostModel(GENERIC_REST, (9.0, *GENERIC_DRAFT[1:])))) == 1
+    cheap = menu_of(Expansion(4, 1, 0), "traversal")
+    assert within_reach(cheap, CostModel(GENERIC_REST, GENERIC_DRAFT)).entries == cheap.entries
+
+
+@pytest.mark.parametrize("entries", [(), (Expansion(1, 1, 0),), (PLAIN, PLAIN), (PLAIN, Expansion(2, 1, 0), Expansion(1, 1, 0))])
+def test_menus_that_are_none(entries):
+    with pytest.raises(ValueError, match="menu"):
+        Menu(entries)
