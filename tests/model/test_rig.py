@@ -1,0 +1,141 @@
+"""The measuring rig: it runs what it says it runs, in a served engine's own caches, and leaves no trace in any text."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.draft.cached import CachedDrafter
+from engine.draft.texts import TextCache
+from engine.engine import Engine
+from engine.policy import PassSize
+from engine.rig import Rig
+from engine.testing import tiny_engine
+from engine.tree import PLAIN, Expansion
+from engine.weights import WeightsCache
+from selector.build import adaptive_policy
+from selector.cost import KNOTS
+from selector.profile import Profile, cached_profile, grid, measure
+from tests.model.driving import greedy, run, sampled
+from tests.model.passes import CPU
+from tests.model.test_engine import generated, seeded_text
+from tests.model.tiny import model, pair
+
+LIMITS = SchedulerConfig(num_slots=900, max_model_len=256, max_step_tokens=64)
+PROMPT = tuple(range(5, 30))
+
+
+def engine_and_rig(drafter: str = "model") -> tuple[Engine, Rig]:
+    drafts = CachedDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
+    engine = tiny_engine(model("llama"), drafts, config=LIMITS)
+    return engine, Rig(engine.info, LIMITS, engine.target, engine.drafter)
+
+
+class Ticking:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_a_pass_is_what_it_is_said_to_be(is_drawn):
+    _, rig = engine_and_rig()
+    work, seconds = rig.time_pass(PassSize(3, 4, 100, is_drawn))
+    assert seconds > 0.0
+    assert (work.num_rows, work.num_tokens, work.num_drawn) == (3, 12, 12 if is_drawn else 0)
+    assert (work.num_keys, work.num_scores, work.num_passes, work.num_draft_tokens) == (303, 1212, 0, 0)
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_steps_draft_what_the_script_says(drafter):
+    engine, rig = engine_and_rig(drafter)
+    expansions = [PLAIN, Expansion(1, 1, 0), Expansion(3, 1, 0)]
+    seen = rig.run_steps(2, 20, expansions)
+    assert [step.outcomes[0].expansion for step in seen] == expansions
+    assert seen[0].work.num_passes == 0
+    if drafter == "model":
+        assert [step.work.num_passes for step in seen] == [0, 1, 3]
+        assert seen[2].work.num_tokens == 8
+        assert not any(step.has_prefill for step in seen)
+    engine.check_integrity()
+
+
+def test_nothing_is_left_behind():
+    engine, rig = engine_and_rig()
+    measure(rig, Ticking(), budget_s=12.0)
+    engine.check_integrity()
+    requests = [greedy("greedy", PROMPT), sampled("seeded", PROMPT[:5], seed=3, top_k=20)]
+    assert run(engine, requests).texts() == {
+        "greedy": generated("llama", PROMPT, 12),
+        "seeded": seeded_text("llama", requests[1]),
+    }
+
+
+def test_a_profile_keeps_to_the_limits():
+    sizes = grid(LIMITS)
+    assert max(size.num_tokens for size in sizes) <= LIMITS.max_step_tokens
+    assert max(size.num_context + size.num_nodes for size in sizes) <= LIMITS.max_model_len
+    assert {size.num_tokens for size in sizes} >= {knot for knot in KNOTS if knot <= 64}
+    profile = measure(engine_and_rig()[1], Ticking(), budget_s=20.0)
+    assert all(0.0 < price < 100.0 for price in profile.costs().prices.values())
+    assert not profile.is_sound, "a single round of a few passes is nothing to be kept"
+
+
+def test_a_sound_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rig, cache = engine_and_rig()[1], WeightsCache(tmp_path)
+    sound = Profile(tuple(0.1 for _ in range(15)), (0.1, 0.1, 0.1))
+    measured: list[str] = []
+
+    def measuring(bench):
+        measured.append("once")
+        return sound
+
+    monkeypatch.setattr("selector.profile.measure", measuring)
+    assert cached_profile(rig, cache) == cached_profile(rig, cache) == sound
+    assert len(measured) == 1
+    (entry,) = (tmp_path / "profiles").iterdir()
+    entry.write_text("{}")
+    assert cached_profile(rig, cache) == sound
+    assert len(measured) == 2
+    sound = replace(sound, is_sound=False)
+    entry.unlink()
+    assert cached_profile(rig, cache) == cached_profile(rig, cache)
+    assert len(measured) == 4
+
+
+def test_another_machine_has_another_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rig, cache = engine_and_rig()[1], WeightsCache(tmp_path)
+    monkeypatch.setattr("selector.profile.measure", lambda bench: Profile((0.1,) * 15, (0.1,) * 3))
+    facts = rig.facts
+    cached_profile(rig, cache)
+    for name in facts:
+        others = {**facts, name: "other"}
+        monkeypatch.setattr(Rig, "facts", others)
+        cached_profile(rig, cache)
+    assert len(list((tmp_path / "profiles").iterdir())) == 1 + len(facts)
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_the_adaptive_policy_changes_no_text(drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The real policy on a real engine: it drafts trees of many shapes, and the texts are plain decoding's."""
+    monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
+    monkeypatch.setattr("selector.profile.measure", lambda bench: Profile((1.0, *(0.001,) * 14), (0.001,) * 3))
+    _, rig = engine_and_rig(drafter)
+    policy = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig)
+    drafts = CachedDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
+    engine = tiny_engine(model("llama"), drafts, policy, config=LIMITS)
+    requests = [
+        greedy("greedy", PROMPT, max_tokens=40),
+        *(sampled(f"seeded-{seed}", PROMPT[:5], seed=seed, top_k=20) for seed in range(3)),
+    ]
+    ran = run(engine, requests)
+    wanted = {"greedy": generated("llama", PROMPT, 40), **{one.request_id: seeded_text("llama", one) for one in requests[1:]}}
+    assert ran.texts() == wanted
+    shapes = {event.expansion for outcome in ran.outcomes.values() for event in outcome.events}
+    assert len(shapes) > 1
