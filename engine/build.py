@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
@@ -16,6 +17,8 @@ from engine.draft.combined import CombinedDrafter
 from engine.draft.compatibility import check_drafter
 from engine.draft.drafter import Drafter
 from engine.draft.early_exit import Lens, early_exit_drafter
+from engine.draft.head import DraftHead
+from engine.draft.head_drafter import HeadDrafter
 from engine.draft.model import ModelDrafter
 from engine.draft.padding import RepaddedModel
 from engine.draft.runs import LENGTHS, RunningPolicy
@@ -110,11 +113,14 @@ def _file_tracer(path: Path, info: ModelInfo) -> FileTracer:
 
 
 def _load(reference: str, config: EngineConfig, device: torch.device, models: Models) -> CausalModel:
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    linears = "packed" if device.type == "cpu" and has_onednn else "plain"
     if reference not in models:
-        models[reference] = load_model(resolve(reference).folder, config.dtype, device, linears)
+        models[reference] = load_model(resolve(reference).folder, config.dtype, device, _linears(device))
     return models[reference]
+
+
+def _linears(device: torch.device) -> str:
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return "packed" if device.type == "cpu" and has_onednn else "plain"
 
 
 def _require_compatible(config: EngineConfig) -> None:
@@ -133,9 +139,11 @@ def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | 
         return CachedDrafter(target.model.vocab_size, target.model.device, _texts(config))
     if config.drafter == "early-exit":
         return _early_exit_drafter(Path(_required(config.lens, "lens")), target)
+    if config.drafter == "head":
+        return _head_drafter(Path(_required(config.head, "head")), target)
     if config.drafter == "model":
         return _model_drafter(_required(config.draft_model, "draft_model"), config, target, models)
-    raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, model")
+    raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, head, model")
 
 
 def _with_texts(drafter: Drafter | None, config: EngineConfig, model: CausalModel) -> Drafter | None:
@@ -168,6 +176,18 @@ def _early_exit_drafter(lens: Path, target: Target) -> ModelDrafter:
         return early_exit_drafter(target.model, target.cache, Lens.load(lens))
     except ValueError as error:  # it is no lens, or none of this target's size
         raise BadConfiguration(str(error)) from error
+
+
+def _head_drafter(path: Path, target: Target) -> HeadDrafter:
+    try:
+        head, _ = DraftHead.load(path)
+        drafter = HeadDrafter("head", head, target.model, target.cache.num_slots, _linears(target.model.device))
+    except (OSError, SafetensorError) as error:
+        raise BadConfiguration(f"the draft head {path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise BadConfiguration(f"the draft head {path.name} cannot be used: {error}") from error
+    target.report_to(drafter)
+    return drafter
 
 
 def _model_drafter(reference: str, config: EngineConfig, target: Target, models: Models) -> ModelDrafter:

@@ -40,12 +40,14 @@ class EngineConfig:
     drafter: str = "none"
     draft_model: str | None = None
     lens: str | None = None
+    head: str | None = None
     cached_text: bool = False
     ngram_min_tokens: int = 2
     recent_tokens: int = 0
     verifier: str = "traversal"
     policy: str = "fixed"
     expansion: Expansion = Expansion(4, 1, 0)
+    largest_expansion: Expansion | None = None
     dtype: str = "float32"
     device: str | None = None
     num_threads: int | None = None

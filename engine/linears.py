@@ -20,9 +20,8 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight [outputs, inputs], a copy made anew."""
+    def dense_weight(self) -> Tensor:
+        """Return a copy of the weight [outputs, inputs] in the layout it was given in."""
         return self._packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,6 +41,14 @@ def _packed(model: nn.Module) -> None:
 
 
 _KINDS: dict[str, Callable[[nn.Module], None]] = {"plain": _plain, "packed": _packed}
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    """Return the weight [outputs, inputs] of a linear layer, however it is computed."""
+    if isinstance(linear, PackedLinear):
+        return linear.dense_weight()
+    assert isinstance(linear, nn.Linear)
+    return linear.weight
 
 
 def prepare_linears(model: nn.Module, kind: str) -> None:

@@ -66,9 +66,10 @@ class Settings(BaseSettings):
 
     model: str = Field(default="smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
     model_name: str | None = Field(default=None, description="Name clients use for the model; unset: the value of model.")
-    drafter: Literal["none", "ngram", "early-exit", "model"] = Field(default="ngram", description="What drafts tokens.")
+    drafter: Literal["none", "ngram", "early-exit", "head", "model"] = Field(default="ngram", description="What drafts tokens.")
     draft_model: str | None = Field(default=None, description="Draft model, as in model; for drafter model.")
     lens: str | None = Field(default=None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
+    head: str | None = Field(default=None, description="Distilled draft head for drafter head: a file; unset: none.")
     cached_text: bool = Field(
         default=False, description="Draft from text said before too, beside a model; drafter ngram does nothing else."
     )
@@ -118,6 +119,8 @@ class Settings(BaseSettings):
             raise ValueError("draft_model is given with drafter model, and only then")
         if self.lens is not None and self.drafter != "early-exit":
             raise ValueError("lens is given only with drafter early-exit")
+        if self.head is not None and self.drafter != "head":
+            raise ValueError("head is given only with drafter head")
         if self.cached_text and self.drafter in ("none", "ngram"):
             raise ValueError("cached_text is given only with a drafter that is a model")
         return self
@@ -161,17 +164,18 @@ class Settings(BaseSettings):
             drafter=self.drafter,
             draft_model=self.draft_model,
             lens=self.lens,
+            head=self.head,
             cached_text=self.cached_text,
             ngram_min_tokens=self.ngram_min_tokens,
             recent_tokens=self.recent_tokens,
             verifier=self.verifier,
             policy=self.policy,
             expansion=parse_expansion(self.expansion),
+            largest_expansion=None if self.largest_expansion is None else parse_expansion(self.largest_expansion),
             dtype=self.dtype,
             device=self.device,
             num_threads=self.num_threads,
             audit_share=self.audit_share,
-            largest_expansion=None if self.largest_expansion is None else parse_expansion(self.largest_expansion),
             audit_tokens=self.audit_tokens,
             trace_file=self.trace_file,
             scheduler=SchedulerConfig(

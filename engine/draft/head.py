@@ -114,7 +114,7 @@ class DraftHead(nn.Module):
 
     def features(self, states_TFD: Float[Tensor, "*T F D"]) -> Float[Tensor, "*T W"]:
         """Fuse the target's states after the feature layers, each scaled to a mean square of 1, into one feature a token."""
-        states_TFD = states_TFD.to(self.fuse.weight.dtype)
+        states_TFD = states_TFD.to(self.last_norm.weight.dtype)
         normed = functional.rms_norm(states_TFD, (states_TFD.shape[-1],), eps=self.shape.norm_eps)
         return self.fuse(normed.flatten(-2))  # type: ignore[no-any-return]
 

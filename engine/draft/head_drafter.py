@@ -24,7 +24,7 @@ from engine.draft.drafter import FrontierNode, Proposal
 from engine.draft.head import DraftHead, HeadShape
 from engine.draft.passes import fed_segments, level_segments, places_of_roots
 from engine.kv_cache import KVCache
-from engine.linears import prepare_linears
+from engine.linears import prepare_linears, weight_of
 from engine.model import CausalModel
 from engine.packing import PackedBatch, pack
 from engine.plan import Feeding, Row
@@ -61,12 +61,12 @@ class HeadDrafter:
         _require_fit(head.shape, head.vocab_M, target)
         self.name = name
         self._device, self._vocab_size = target.device, target.vocab_size
-        self._embedding: nn.Module = target.module.get_input_embeddings()
+        self._embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # as they are, where a model scales them
         dtype = target.module.dtype
         self._head = head.to(self._device, dtype)
         self._layers = head.decoder
         self._vocab_M = head.vocab_M.to(torch.int64)
-        rows_MD = target.module.get_output_embeddings().weight[self._vocab_M]
+        rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab_M]
         maps = nn.ModuleList([self._head, _output_of(head, rows_MD)])
         prepare_linears(maps, linears)
         self._output = maps[1]
@@ -110,7 +110,7 @@ class HeadDrafter:
         """Run the layers. All that is needed of a token not asked about is its keys: the last layer attends for the others."""
         batch = fed.batch
         states_TW = self._pool.at(torch.tensor(fed.before, device=self._device))
-        tokens_TW = self._head.tokens(self._embedding(batch.input_ids_1T[0]))
+        tokens_TW = self._head.tokens(self._embeddings_VD[batch.input_ids_1T[0]])
         rotation = self._head.rotary(batch.position_ids_1T[0])
         for index, layer in enumerate(self._layers):
             query, key, value = layer.projected(states_TW, tokens_TW, *rotation)

@@ -22,11 +22,11 @@ from tests.model.tiny import model, own_module
 
 
 def random_head(num_layers: int = 1, seed: int = 0, target_width: int = 32, vocab_size: int = 61) -> DraftHead:
-    """Return a random head, narrower than its target, that knows two tokens of three."""
+    """Return a random head, narrower than its target, that lacks every seventh token."""
     shape = HeadShape(target_width, (1, 2, 3), 24, num_layers, 4, 2, head_size=6, intermediate=40, rope_theta=100.0)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = DraftHead(shape, torch.tensor([token_id for token_id in range(vocab_size) if token_id % 3]))
+        head = DraftHead(shape, torch.tensor([token_id for token_id in range(vocab_size) if token_id % 7]))
         for parameter in head.parameters():
             if parameter.dim() == 2:
                 parameter.data.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
@@ -50,15 +50,16 @@ def read(features_BTW: Tensor) -> Tensor:
 def dense_states(head: DraftHead, module: PreTrainedModel, ids_BT: Tensor, read_BTW: Tensor) -> Tensor:
     """Return the head's last states, each position attending to those before it and itself."""
     shape, length = head.shape, ids_BT.shape[1]
-    tokens, rotation = head.tokens(module.get_input_embeddings()(ids_BT)), head.rotary(torch.arange(length))
+    tokens, rotation = head.tokens(module.get_input_embeddings().weight[ids_BT]), head.rotary(torch.arange(length))
     future = torch.ones(length, length).triu(1).bool()
     state = read_BTW
-    for layer in head.layers:
+    for layer in head.decoder:
         query, key, value = layer.projected(state, tokens, *rotation)
         key, value = (x.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=2) for x in (key, value))
         scores = torch.einsum("bthk,bshk->bhts", query, key) / shape.head_size**0.5
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         state = layer.finished(state, torch.einsum("bhts,bshk->bthk", weights, value).flatten(2))
+    assert isinstance(state, Tensor)
     return state
 
 
@@ -81,15 +82,19 @@ def head_logits(head: DraftHead, module: PreTrainedModel, history: Sequence[int]
 
 @cache
 def _learnt(family: str) -> dict[str, Tensor]:
-    """Return weights of a head that has seen some texts: often right, often wrong."""
+    """Return weights of a head that has seen some texts of the target's own: often right, often wrong."""
     head, module = random_head(), own_module(family)
-    ids_BT = torch.randint(3, 61, (32, 32), generator=torch.Generator().manual_seed(0))
-    states = module(input_ids=ids_BT, output_hidden_states=True, use_cache=False).hidden_states
-    states_BTFD = torch.stack([states[count] for count in head.shape.feature_layers], dim=-2).detach()
-    laws = cut_logits_of_target(head, module, ids_BT)
+    prompts_BT = torch.randint(3, 61, (64, 4), generator=torch.Generator().manual_seed(0))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        kinds = {"do_sample": True, "top_k": 3, "temperature": 1.5, "eos_token_id": None, "pad_token_id": 0}
+        ids_BT = module.generate(prompts_BT, attention_mask=torch.ones_like(prompts_BT), max_new_tokens=20, **kinds)
+        out = module(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
+    states_BTFD = torch.stack([out.hidden_states[count] for count in head.shape.feature_layers], dim=-2)
+    laws = out.logits[..., head.vocab_M.long()].softmax(-1)
     head.requires_grad_(True)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
-    for _ in range(100):
+    for _ in range(60):
         read_BTW = read(head.features(states_BTFD))[:, :-1]
         logits = cut_logits(head, module, dense_states(head, module, ids_BT, read_BTW))
         loss = -(laws * logits.log_softmax(-1)).sum(-1).mean()
@@ -97,10 +102,6 @@ def _learnt(family: str) -> dict[str, Tensor]:
         loss.backward()
         optimizer.step()
     return {name: tensor.detach() for name, tensor in head.state_dict().items()}
-
-
-def cut_logits_of_target(head: DraftHead, module: PreTrainedModel, ids_BT: Tensor) -> Tensor:
-    return module(input_ids=ids_BT, use_cache=False).logits.detach()[..., head.vocab_M.long()].softmax(-1)
 
 
 def learnt_head(family: str = "llama") -> DraftHead:
@@ -124,3 +125,9 @@ def head_engine(
     engine = tiny_engine(target, drafter, policy, config=config)
     engine.target.report_to(drafter)
     return engine
+
+
+def drafter_of(engine: Engine) -> HeadDrafter:
+    """Return the engine's drafter, a head."""
+    assert isinstance(engine.drafter, HeadDrafter)
+    return engine.drafter

@@ -11,6 +11,7 @@ import torch
 
 from engine.config import SchedulerConfig
 from engine.draft import children
+from engine.engine import Engine
 from engine.keys import Stream, stream_key
 from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
@@ -20,6 +21,7 @@ from engine.verify import masses
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.driving import run
+from tests.model.heads import head_engine, learnt_head
 from tests.model.laws import laws_of
 from tests.model.tiny import own_logits, pair
 
@@ -56,7 +58,7 @@ def target_law() -> dict[tuple[int, ...], float]:
     return law
 
 
-def triples(verifier: str | None, expansion: Expansion) -> Counter[tuple[int, ...]]:
+def triples(verifier: str | None, expansion: Expansion, engine: Engine | None = None) -> Counter[tuple[int, ...]]:
     """Return how often each first three tokens came, over as many seeds; without a verifier the seeds are the engine's."""
     requests = [
         Request(
@@ -67,7 +69,7 @@ def triples(verifier: str | None, expansion: Expansion) -> Counter[tuple[int, ..
         )
         for index in range(NUM_REQUESTS)
     ]
-    session = run(tiny_engine(*pair("llama", noise=0.1), FixedExpansion(expansion), config=WIDE), requests)
+    session = run(engine or tiny_engine(*pair("llama", noise=0.1), FixedExpansion(expansion), config=WIDE), requests)
     accepted, drafts = (sum(getattr(s, name) for s in session.stats) for name in ("num_accepted_tokens", "num_drafts"))
     assert 0.15 < accepted / drafts < 1.9, "neither a useless drafter nor a perfect one proves anything"
     return Counter(tuple(outcome.ids[:3]) for outcome in session.outcomes.values())
@@ -91,6 +93,15 @@ def numbered_secrets(monkeypatch):
 )
 def test_named_verifiers_keep_the_targets_law(verifier, expansion):
     assert z_of_counts(triples(verifier, expansion), target_law()) < PASSES_BELOW
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expansion"), [("traversal", DELAYED), ("rrsw", DISTINCT[4]), ("hu", SET_TREE), ("coupled", NOISE_AWARE)]
+)
+def test_a_draft_head_keeps_the_targets_law(verifier, expansion):
+    """Its laws lack a third of the vocabulary, and other seeds have other trees in the slots beside."""
+    engine = head_engine(learnt_head(), policy=FixedExpansion(expansion), config=WIDE)
+    assert z_of_counts(triples(verifier, expansion, engine), target_law()) < PASSES_BELOW
 
 
 @pytest.mark.usefixtures("numbered_secrets")

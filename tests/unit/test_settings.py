@@ -74,11 +74,18 @@ def test_lists_are_split_at_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "key-1" not in repr(settings)
 
 
-@pytest.mark.parametrize(
-    "values", [{"drafter": "model"}, {"drafter": "none", "draft_model": "x"}, {"lens": "x"}, {"cached_text": True}]
-)
-def test_settings_that_contradict_each_other_are_refused(values: dict[str, str]):
-    with pytest.raises(SettingsError, match=r"draft_model|lens|cached_text"):
+CONTRADICTIONS: list[dict[str, object]] = [
+    {"drafter": "model"},
+    {"drafter": "none", "draft_model": "x"},
+    {"lens": "x"},
+    {"head": "x"},
+    {"cached_text": True},
+]
+
+
+@pytest.mark.parametrize("values", CONTRADICTIONS)
+def test_settings_that_contradict_each_other_are_refused(values: dict[str, object]):
+    with pytest.raises(SettingsError, match=r"draft_model|lens|head|cached_text"):
         load_settings(None, values)
 
 
