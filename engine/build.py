@@ -14,7 +14,7 @@ from engine.audit.background import AuditedEngine
 from engine.config import EngineConfig
 from engine.draft.cached import CachedDrafter
 from engine.draft.combined import CombinedDrafter
-from engine.draft.compatibility import check_drafter
+from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.drafter import Drafter
 from engine.draft.early_exit import Lens, early_exit_drafter
 from engine.draft.head import DraftHead
@@ -125,7 +125,10 @@ def _linears(device: torch.device) -> str:
 
 def _require_compatible(config: EngineConfig) -> None:
     """Refuse a drafter that does not belong to its target, before any weight is loaded."""
-    found = check_drafter(config)
+    try:
+        found = check_drafter(config)
+    except UnreadableDrafter as error:
+        raise BadConfiguration(str(error)) from error
     for warning in found.warnings:
         _logger.warning("%s", warning)
     if found.refusals:

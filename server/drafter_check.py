@@ -21,7 +21,7 @@ def add_check_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 def _check(parsed: argparse.Namespace) -> int:
     """Print the comparison; return 0 if the two belong together, 1 if not or if one cannot be read."""
-    from engine.draft.compatibility import compare_made_for, compare_models  # here, because they bring torch
+    from engine.draft.compatibility import UnreadableDrafter, compare_made_for, compare_models  # here, because they bring torch
 
     try:
         target = resolve(parsed.model).folder
@@ -29,7 +29,7 @@ def _check(parsed: argparse.Namespace) -> int:
             found = compare_models(target, resolve(parsed.draft_model).folder, parsed.max_model_len)
         else:
             found = compare_made_for(target, parsed.lens or parsed.head)
-    except WeightsError as error:
+    except (WeightsError, UnreadableDrafter) as error:
         sys.stderr.write(f"latebranch drafter check: {error}\n")
         return 1
     warnings = [f"warning: {warning}" for warning in found.warnings]

@@ -13,12 +13,16 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from engine.config import EngineConfig
-from engine.weights import WeightsError, resolve
+from engine.weights import resolve
 from engine.weights.facts import ModelFacts, read_facts
 from engine.weights.fingerprint import RECIPE_KEY, Fingerprint, fingerprint
 from engine.weights.vocabulary import Vocabulary, read_vocabulary
 
 _MOST_NAMED = 3  # differences of one sort that are spelt out; the others are counted
+
+
+class UnreadableDrafter(ValueError):
+    """A lens or a head cannot be read. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,12 @@ class Compatibility:
 
 
 def check_drafter(config: EngineConfig) -> Compatibility:
-    """Compare every model and file that drafts in a configuration with its target. Raises WeightsError."""
+    """Compare every model and file that drafts in a configuration with its target. Raises UnreadableDrafter, WeightsError."""
     target = resolve(config.model).folder
     found = Compatibility(())
     if config.draft_model is not None:
         found += compare_models(target, resolve(config.draft_model).folder, config.scheduler.max_model_len)
-    for file in filter(None, [config.lens]):
+    for file in filter(None, [config.lens, config.head]):
         found += compare_made_for(target, Path(file))
     return found
 
@@ -63,7 +67,7 @@ def compare_models(target: Path, draft: Path, max_model_len: int) -> Compatibili
 
 
 def compare_made_for(target: Path, file: Path) -> Compatibility:
-    """Compare a file that was made for one model, a lens or a head, with the target. Raises WeightsError."""
+    """Compare a file that was made for one model, a lens or a head, with the target. Raises UnreadableDrafter, WeightsError."""
     made_for = recorded_fingerprint(file)
     if made_for is None:
         unknown = f"{file.name} does not say what model it was made for, so that only its sizes can be checked"
@@ -77,13 +81,13 @@ def compare_made_for(target: Path, file: Path) -> Compatibility:
 
 
 def recorded_fingerprint(file: Path) -> Fingerprint | None:
-    """Return the fingerprint of the model that a lens or head was made for, None if it has none. Raises WeightsError."""
+    """Return the fingerprint of the model that a lens or head was made for, None if it has none. Raises UnreadableDrafter."""
     try:
         with safe_open(file, framework="np") as opened:
             recipe: dict[str, Any] = json.loads((opened.metadata() or {}).get("recipe", "{}"))
         return Fingerprint.from_text(recipe[RECIPE_KEY]) if RECIPE_KEY in recipe else None
     except (OSError, ValueError, SafetensorError) as error:
-        raise WeightsError(f"the drafter's file {file} cannot be read: {error}") from error
+        raise UnreadableDrafter(f"the drafter's file {file} cannot be read: {error}") from error
 
 
 def _token_differences(target: Vocabulary, draft: Vocabulary) -> Iterator[str]:

@@ -13,7 +13,13 @@ import server.cli
 from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.draft import padding
-from engine.draft.compatibility import Compatibility, compare_made_for, compare_models, recorded_fingerprint
+from engine.draft.compatibility import (
+    Compatibility,
+    UnreadableDrafter,
+    compare_made_for,
+    compare_models,
+    recorded_fingerprint,
+)
 from engine.draft.early_exit import Lens
 from engine.draft.model import ModelDrafter
 from engine.draft.padding import RepaddedModel
@@ -24,10 +30,10 @@ from engine.plan import Feeding
 from engine.testing import tiny_engine, tiny_model, tiny_module
 from engine.tree import Expansion
 from engine.types import Request, SamplingParams, Speculation
-from engine.weights import WeightsError
 from engine.weights.fingerprint import fingerprint
 from tests.model.driving import run
 from tests.model.folders import SPECIAL, WORDS, model_folder, with_rows
+from tests.model.heads import random_head
 from tests.model.passes import CPU
 from tests.model.tiny import own_greedy_text
 
@@ -229,6 +235,14 @@ def test_a_lens_of_another_vocabulary_or_shape_is_refused(target, tmp_path, chan
         build_engine(EngineConfig(str(target), drafter="early-exit", lens=str(file), scheduler=SMALL))
 
 
+def test_a_head_is_held_against_the_target_too(target, tmp_path):
+    """The mutant that looks at lenses alone builds an engine here."""
+    other = model_folder(tmp_path / "other", words=(*WORDS[:5], WORDS[6], WORDS[5], *WORDS[7:]))
+    random_head().save(tmp_path / "head", {"target_fingerprint": fingerprint(other).as_text()})
+    with pytest.raises(BadConfiguration, match="head was made for another vocabulary of 61 tokens"):
+        build_engine(EngineConfig(str(target), drafter="head", head=str(tmp_path / "head"), scheduler=SMALL))
+
+
 def test_a_lens_that_does_not_say_is_checked_by_its_size_alone(target, tmp_path):
     file = lens_file(tmp_path / "lens", None)
     assert recorded_fingerprint(file) is None
@@ -240,13 +254,15 @@ def test_a_lens_that_does_not_say_is_checked_by_its_size_alone(target, tmp_path)
         build_engine(EngineConfig(str(target), drafter="early-exit", lens=str(wide), scheduler=SMALL))
 
 
-def test_a_file_that_is_none_is_told(tmp_path):
+def test_a_file_that_is_none_is_told(target, tmp_path):
     (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(BadConfiguration, match="missing cannot be read"):
+        build_engine(EngineConfig(str(target), drafter="early-exit", lens=str(tmp_path / "missing"), scheduler=SMALL))
     for name in ("text", "missing"):
-        with pytest.raises(WeightsError, match=f"{name} cannot be read"):
+        with pytest.raises(UnreadableDrafter, match=f"{name} cannot be read"):
             recorded_fingerprint(tmp_path / name)
     save_file({"a": torch.zeros(1)}, tmp_path / "odd", metadata={"recipe": '{"target_fingerprint": "?"}'})
-    with pytest.raises(WeightsError, match="odd cannot be read"):
+    with pytest.raises(UnreadableDrafter, match="odd cannot be read"):
         recorded_fingerprint(tmp_path / "odd")
 
 
