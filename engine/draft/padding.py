@@ -30,7 +30,7 @@ class RepaddedModel:
         return self._model.device
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """As CausalModel.forward. A text can hold ids that only the target has rows for: the model's last one is read for them."""
+        """As CausalModel.forward. A text can hold ids that only the target has rows for: the last row is read for them."""
         num_rows = self._model.vocab_size
         known = replace(batch, input_ids_1T=batch.input_ids_1T.clamp(max=num_rows - 1))
         logits = self._model.forward(known, cache, logit_rows_N)[:, : self._vocab_size]
