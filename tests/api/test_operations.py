@@ -238,6 +238,22 @@ def test_what_was_foretold_stands_beside_what_came_out():
     assert [values[f"latebranch_{name}_total"] for name in names] == [6.5, 4.0, 8.0]
 
 
+def test_what_a_policy_expected_stands_beside_what_steps_took():
+    metrics = Metrics("m", 10, lambda: FakeEngine().health)
+    for step in (1, 2):
+        stats = StepStats(
+            step, 1, 0, 0, 1, policy_reason="probe", predicted_s=0.25, predicted_speedup=2.0, step_s=0.5, policy_s=0.01
+        )
+        metrics.steps.on_step(stats)
+    metrics.steps.on_step(StepStats(3, 1, 0, 0, 1, policy_reason="fixed", step_s=0.5))
+    lines = [line for line in metrics.render().decode().splitlines() if line.startswith("latebranch_")]
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in lines}
+    names = ("predicted_seconds", "foretold_seconds", "predicted_plain_seconds")
+    assert [values[f"latebranch_{name}_total"] for name in names] == [0.5, 1.0, 1.0]
+    reasons = {line.split('reason="')[1].split('"')[0]: line.split()[-1] for line in lines if "policy_steps_total" in line}
+    assert reasons == {"probe": "2.0", "fixed": "1.0"}
+
+
 async def test_every_metric_is_documented():
     documented = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     async with in_process(FakeEngine()) as client:

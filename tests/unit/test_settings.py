@@ -118,6 +118,17 @@ def test_the_files_to_start_from_load(name: str):
     load_settings(ROOT / "configs" / name).to_engine_config()
 
 
+@pytest.mark.parametrize(
+    ("expansion", "largest"),
+    [("heap.16", "8.2.2"), ("4.1.0", "heap.32"), ("heap.16", "calibrated.32"), ("4.1.0", "greedy_sample.8")],
+)
+def test_the_largest_tree_is_of_the_family(expansion: str, largest: str):
+    with pytest.raises(SettingsError, match=r"largest_expansion|not lossless"):
+        load_settings(None, {"expansion": expansion, "largest_expansion": largest})
+    config = load_settings(None, {"expansion": "heap.16", "largest_expansion": "heap.32.4"}).to_engine_config()
+    assert config.largest_expansion == Expansion(0, 4, 4, "heap", 32)
+
+
 def test_a_tree_that_the_verifier_is_not_exact_on_is_refused():
     with pytest.raises(SettingsError, match="'specinfer' is not lossless on 'heap' trees"):
         load_settings(None, {"verifier": "specinfer", "expansion": "heap.16"})

@@ -1,10 +1,11 @@
 """`latebranch trace show` prints known trees exactly."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.trace import encoded_line
+from engine.trace import TracedStep, encoded_line
 from engine.tree import TokenTree
 from server import trace_view
 from server.cli import main
@@ -126,3 +127,10 @@ def test_a_last_of_nothing_is_refused(trace, capsys):
     with pytest.raises(SystemExit):
         main(["trace", "show", str(trace), "--last", "0"])
     assert "at least 1" in capsys.readouterr().err
+
+
+def test_a_step_says_what_was_expected_of_it_where_somebody_chose(tmp_path, capsys):
+    stats = replace(step(1).stats, policy_reason="speculation_pays", predicted_s=0.0075, predicted_speedup=1.5)
+    path = tmp_path / "trace"
+    path.write_bytes(encoded_line(HEADER) + encoded_line(TracedStep(stats)))
+    assert shown(capsys, path)[1].endswith("host 0.5); speculation pays: 7.5 ms expected, x1.50 of plain")
