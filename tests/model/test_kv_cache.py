@@ -62,9 +62,7 @@ class RandomExpansion:
         self._rng = random.Random(seed)
 
     def choose(self, views):
-        return Choice(
-            tuple(Expansion(self._rng.randint(0, 3), self._rng.randint(1, 3), self._rng.randint(0, 3)) for _ in views)
-        )
+        return Choice(tuple(Expansion(self._rng.randint(0, 3), self._rng.randint(1, 3), self._rng.randint(0, 3)) for _ in views))
 
     def observe(self, feedback):
         pass
