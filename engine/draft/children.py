@@ -2,7 +2,8 @@
 
 Knows how tokens are drawn and which law the verifier must be shown; does not know which node should have how many children
 (strategies) nor models. A drawn token is never dropped or ranked by its value here: an offer is a prefix of what sampling
-gives, in sampling order. Shape key: P proposals, V vocabulary, C children of a node, R kept laws.
+gives, in sampling order. Shape key: P proposals, V vocabulary, K tokens known to some law, C children of a
+node, R kept laws.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +109,8 @@ def _ranked(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws
     del laws
     sampling = [node.tree.row.sampling for node in asked]
     laws_PV = warped_laws(logits_PV, [_UNSHARPENED if params.is_greedy else params for params in sampling])
-    return _best(asked, laws_PV, laws_PV).offers
+    known_K = _known(laws_PV)
+    return _best(asked, known_K, laws_PV.index_select(-1, known_K), laws_PV).offers
 
 
 def _ranked_with_noise(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
@@ -116,10 +118,11 @@ def _ranked_with_noise(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "
     del laws
     laws_PV = warped_laws(logits_PV, [node.tree.row.sampling for node in asked])
     keys = [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in asked]
-    scores_PV = laws_PV.double().log() + gumbels(keys, laws_PV.shape[-1], laws_PV.device)
-    best = _best(asked, scores_PV, laws_PV)
-    scores = zip(best.offers, best.scores, strict=True)
-    return [replace(offer, scores=tuple(row[: len(offer.token_ids)])) for offer, row in scores]
+    known_K = _known(laws_PV)
+    noise_PK = gumbels(keys, laws_PV.shape[-1], laws_PV.device).index_select(-1, known_K)
+    best = _best(asked, known_K, laws_PV.index_select(-1, known_K).double().log() + noise_PK, laws_PV)
+    offers = zip(best.offers, best.scores, strict=True)
+    return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]
 
 
 _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor]], list[Offer]]] = {
@@ -141,12 +144,20 @@ class _Best(NamedTuple):
     scores: list[list[float]]
 
 
-def _best(asked: Sequence[FrontierNode], scores_PV: Tensor, laws_PV: Float[Tensor, "P V"]) -> _Best:
+def _known(laws_PV: Float[Tensor, "P V"]) -> Int[Tensor, " K"]:
+    """Return the tokens that some law allows: no other can be ranked, and where they are few most of the work is saved."""
+    return laws_PV.amax(0).nonzero()[:, 0]
+
+
+def _best(
+    asked: Sequence[FrontierNode], known_K: Int[Tensor, " K"], scores_PK: Float[Tensor, "P K"], laws_PV: Float[Tensor, "P V"]
+) -> _Best:
     """Return each node's best tokens of positive probability by score, and the scores."""
-    top = scores_PV.topk(min(max(node.num_draws for node in asked), scores_PV.shape[-1]), dim=-1)
-    num_possible = (laws_PV.gather(-1, top.indices) > 0.0).sum(-1).tolist()
+    top = scores_PK.topk(min(max(node.num_draws for node in asked), len(known_K)), dim=-1)
+    ids_PC = known_K[top.indices]
+    num_possible = (laws_PV.gather(-1, ids_PC) > 0.0).sum(-1).tolist()
     counts = [min(node.num_draws, possible) for node, possible in zip(asked, num_possible, strict=True)]
-    return _Best(_offers(top.indices, laws_PV, counts), top.values.tolist())
+    return _Best(_offers(ids_PC, laws_PV, counts), top.values.tolist())
 
 
 def _offers(ids_PC: Int[Tensor, "P C"], laws_PV: Float[Tensor, "P V"], counts: Sequence[int]) -> list[Offer]:
