@@ -33,5 +33,5 @@ class RepaddedModel:
         """As CausalModel.forward. A text can hold ids that only the target has rows for: the last row is read for them."""
         num_rows = self._model.vocab_size
         known = replace(batch, input_ids_1T=batch.input_ids_1T.clamp(max=num_rows - 1))
-        logits = self._model.forward(known, cache, logit_rows_N)[:, : self._vocab_size]
-        return functional.pad(logits, (0, self._vocab_size - logits.shape[1]), value=-torch.inf)
+        logits = self._model.forward(known, cache, logit_rows_N)
+        return functional.pad(logits, (0, self._vocab_size - num_rows), value=-torch.inf)  # fewer than 0 rows are cut off
