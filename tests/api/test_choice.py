@@ -140,12 +140,18 @@ def test_drafts_are_counted_as_returned_not_as_accepted():
     assert (choice.acceptance.num_accepted_tokens, choice.acceptance.num_draft_tokens) == (3, 9)
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=8))
-def test_the_histogram_adds_up(steps: list[tuple[int, int]]):
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=8), st.integers(1, 10))
+def test_the_histogram_adds_up(steps: list[tuple[int, int]], num_kept: int):
+    """Of each step `num_kept` tokens are returned; every other accepted token was predicted."""
     one, two = AcceptanceCounts(), AcceptanceCounts()
     for number, (drafted, accepted) in enumerate(steps):
-        (one if number % 2 else two).add_step(drafted, accepted)
+        places = tuple(range(0, accepted, 2))
+        event = TokenEvent(
+            "r", num_draft_tokens=drafted, num_accepted_tokens=accepted, num_predicted_tokens=drafted, predicted_places=places
+        )
+        (one if number % 2 else two).add_step(event, num_kept)
     one.add(two)
     assert one.num_steps == len(steps)
-    assert one.num_accepted_tokens == sum(accepted for _, accepted in steps)
-    assert one.num_draft_tokens == sum(drafted for drafted, _ in steps)
+    assert one.num_accepted_tokens == sum(min(accepted, num_kept) for _, accepted in steps)
+    assert one.num_draft_tokens == one.num_predicted == sum(drafted for drafted, _ in steps)
+    assert one.num_accepted_predicted == sum((min(accepted, num_kept) + 1) // 2 for _, accepted in steps)

@@ -19,11 +19,12 @@ from engine.kv_cache import KVCache
 from engine.plan import Feeding, Row
 from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
-from engine.tree import ROOT, Expansion, TreeKind
+from engine.tree import ROOT, Expansion, TreeKind, parse_expansion
 from engine.types import DraftSource, Request
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model import test_engine_laws
 from tests.model.driving import greedy, run, sampled
+from tests.model.heads import head_engine, learnt_head
 from tests.model.passes import CPU
 from tests.model.rows import TableDrafter, decoding_row
 from tests.model.test_engine_laws import PROMPT, SAMPLING, WIDE, target_law
@@ -97,6 +98,26 @@ def test_the_draft_cache_stays_right_though_much_is_fed_late():
     requests = [replace(greedy(str(i), LONG, 30), prediction_ids=tuple(text[:end])) for i, end in enumerate((30, 12, 20))]
     run(engine, requests, look)
     assert max(errors) < EXACT
+
+
+@pytest.mark.parametrize("tree", ["2.2.2", "heap.8", "beam.8"])
+def test_a_draft_head_beside_cached_text_changes_no_text(tree):
+    """Committed tokens are fed with features as they come, whatever is drafted from; nothing below a cached node is fed."""
+    engine = head_engine(learnt_head(), policy=FixedExpansion(parse_expansion(tree)))
+    assert engine.drafter is not None
+    drafter = CombinedDrafter(Counting(engine.drafter), TextCache(), 61, CPU)
+    engine._drafter = engine._follower = drafter
+    prompt = [5 + (7 + 3 * i) % 50 for i in range(13)]
+    text = own_greedy_text("llama", prompt, 24)
+    predictions = [(), tuple(text), (*text[:9], 5, 5, *text[9:]), tuple(text[5:12])]
+    seeded = sampled("seeded", prompt, seed=5, max_tokens=24)
+    plain = run(tiny_engine(model("llama")), [seeded]).outcomes["seeded"].ids
+    requests = [replace(greedy(str(i), prompt, 24), prediction_ids=ids) for i, ids in enumerate(predictions)]
+    session = run(engine, [*requests, replace(seeded, prediction_ids=tuple(plain[:8]))])
+    assert [session.outcomes[str(i)].ids for i in range(len(predictions))] == [text] * len(predictions)
+    assert session.outcomes["seeded"].ids == plain
+    accepted = sum((Counter(stats.accepted_by_source) for stats in session.stats), Counter())
+    assert set(accepted) >= {DraftSource.MODEL, DraftSource.PREDICTION}
 
 
 def num_passes(prediction_ids: Sequence[int], feeding: Feeding = Feeding.OWN_CACHE) -> tuple[int, int]:
