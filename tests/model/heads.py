@@ -65,7 +65,8 @@ def dense_states(head: DraftHead, module: PreTrainedModel, ids_BT: Tensor, read_
 
 def cut_logits(head: DraftHead, module: PreTrainedModel, states: Tensor) -> Tensor:
     """Return logits of the head's own tokens."""
-    return head.predicted(states) @ module.get_output_embeddings().weight[head.vocab_M.long()].T
+    rows_MD: Tensor = module.get_output_embeddings().weight[head.vocab_M.long()]
+    return head.predicted(states) @ rows_MD.T
 
 
 @torch.inference_mode()

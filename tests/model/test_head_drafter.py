@@ -1,5 +1,6 @@
 """A draft head at work: every proposal is what the net says by the book, what it keeps is true, and no text changes."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
+from engine.draft.combined import CombinedDrafter
 from engine.draft.drafter import FrontierNode, Proposal
 from engine.draft.growth import grow
 from engine.draft.head_drafter import FeaturePool, HeadDrafter
+from engine.draft.texts import TextCache
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.linears import PackedLinear
@@ -24,7 +27,7 @@ from engine.policy import FixedExpansion
 from engine.scheduler import Scheduler
 from engine.testing import tiny_engine, tiny_model, tiny_module
 from engine.tree import Expansion, TokenTree, parse_expansion
-from engine.types import FinishReason
+from engine.types import DraftSource, FinishReason
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, head_logits, learnt_head, random_head, true_features
 from tests.model.passes import CPU
@@ -60,8 +63,7 @@ def poisoned_pools(monkeypatch):
 class Proposals:
     """Watches a drafter: how far its proposals are from the net's own logits, and how deep they went."""
 
-    def __init__(self, engine: Engine, family: str = "llama") -> None:
-        drafter = drafter_of(engine)
+    def __init__(self, drafter: HeadDrafter, family: str = "llama") -> None:
         self.error, self.depths = 0.0, [0] * 8
         self._head, self._module = random_head(drafter._head.shape.num_layers), own_module(family)
         self._head.load_state_dict({**self._head.state_dict(), **drafter._head.state_dict()})
@@ -91,7 +93,7 @@ class Proposals:
 def proposals_of_a_run(num_layers: int = 1, family: str = "llama") -> Proposals:
     """Run rows of every kind together through chunks, random trees and preemption; compare all that is proposed."""
     engine = head_engine(random_head(num_layers), model(family), RandomExpansion(3), CROWDED)
-    proposals = Proposals(engine, family)
+    proposals = Proposals(drafter_of(engine), family)
     session = run(engine, REQUESTS)
     assert all(outcome.finish is FinishReason.LENGTH for outcome in session.outcomes.values())
     assert sum(stats.num_preemptions for stats in session.stats)
@@ -188,6 +190,24 @@ def test_no_text_changes(tree, config):
     session = run(head_engine(learnt_head(), policy=FixedExpansion(parse_expansion(tree)), config=config), MIXED)
     assert session.texts() == texts_without_drafts()
     assert sum(stats.num_accepted_tokens for stats in session.stats)
+
+
+@pytest.mark.usefixtures("poisoned_pools")
+def test_a_head_beside_cached_text_says_what_it_says_alone():
+    """Where the cache is sure the head is not asked: its keys are written all the same, and nothing reads a state that was never made."""
+    head = HeadDrafter("head", learnt_head(), model("llama"), CROWDED.num_slots)
+    proposals = Proposals(head)
+    combined = CombinedDrafter(head, TextCache(), 61, CPU)
+    engine = tiny_engine(model("llama"), combined, FixedExpansion(Expansion(2, 2, 2)), config=CROWDED)
+    engine.target.report_to(head)
+    requests = [greedy("a", PROMPTS[0] * 5, max_tokens=24), sampled("b", PROMPTS[0] * 3, seed=1, max_tokens=24)]
+    session = run(engine, requests)
+    assert session.texts() == run(tiny_engine(model("llama")), requests).texts()
+    drafted = Counter[str]()
+    for stats in session.stats:
+        drafted.update(stats.drafted_by_source)
+    assert min(drafted[DraftSource.CACHE], drafted[DraftSource.MODEL]) > 10
+    assert proposals.error < EXACT
 
 
 def test_a_head_over_packed_tied_weights_says_the_same():
