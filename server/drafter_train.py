@@ -6,12 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import TYPE_CHECKING
 
 from engine.weights import resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
+from server.bench_prompts import read_prompts
 
 if TYPE_CHECKING:
     from engine.model import CausalModel
@@ -28,7 +27,7 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--out", type=Path, required=True, help="safetensors file to write, with its curve (.jsonl, .png) beside it"
     )
     train.add_argument("--prompt-grammar", type=Path, default=_PROMPTS, help="YAML file of templates and fillers")
-    train.add_argument("--num-prompts", type=int, default=6000, help="texts to write")
+    train.add_argument("--num-prompts", type=int, default=4000, help="texts to write")
     train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
     train.add_argument("--batch", type=int, default=192, help="texts written at a time")
     train.add_argument("--width", type=int, default=576, help="inner width of the head")
@@ -36,7 +35,7 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument("--head-layers", type=int, default=1, help="its decoder layers")
     train.add_argument("--feature-layers", type=_numbers, help="counts of target layers whose output it reads; default thirds")
     train.add_argument("--vocab", type=int, default=8192, help="tokens it can propose: the target's likeliest")
-    train.add_argument("--epochs", type=int, default=4)
+    train.add_argument("--epochs", type=int, default=8)
     train.add_argument("--refusal-weight", type=float, default=0.0, help="share of the refused mass in the loss at the end")
     train.add_argument("--seed", type=int, default=1)
     train.set_defaults(handler=_train)
@@ -99,16 +98,12 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     head, _ = DraftHead.load(parsed.head)
     model = _load(parsed, folder, "plain")
     embeddings, output = model.module.get_input_embeddings().weight, model.module.get_output_embeddings().weight
-    for kind, entries in yaml.safe_load(parsed.prompts.read_text()).items():
-        chats = dict(enumerate(_as_chats(folder, [_message(entry) for entry in entries])))
+    for kind, messages in read_prompts(parsed.prompts, [], sys.maxsize).items():
+        chats = dict(enumerate(_as_chats(folder, messages)))
         texts = list(write_texts(model, head.shape.feature_layers, chats, parsed.max_tokens, parsed.seed, len(chats)))
         reports = evaluate(head.to(model.device), embeddings, output, texts, parsed.steps, share=1.0)
         sys.stdout.write(json.dumps({"kind": kind, "depths": [asdict(report) for report in reports]}) + "\n")
     return 0
-
-
-def _message(entry: str | Mapping[str, Any]) -> str:
-    return entry if isinstance(entry, str) else str(entry["prompt"])
 
 
 def _load(parsed: argparse.Namespace, folder: Path, linears: str) -> "CausalModel":

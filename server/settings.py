@@ -23,6 +23,9 @@ ENV_PREFIX = "LATEBRANCH_"
 OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.weights reads it
 
 
+SHIPPED_DRAFTERS = Path(__file__).parent.parent / "configs" / "drafters"
+
+
 class SettingsError(Exception):
     """A setting that is unknown or wrong."""
 
@@ -66,7 +69,10 @@ class Settings(BaseSettings):
 
     model: str = Field(default="smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
     model_name: str | None = Field(default=None, description="Name clients use for the model; unset: the value of model.")
-    drafter: Literal["none", "ngram", "early-exit", "head", "model"] = Field(default="ngram", description="What drafts tokens.")
+    drafter: Literal["auto", "none", "ngram", "early-exit", "head", "model"] = Field(
+        default="auto",
+        description="What drafts tokens; auto: the head that ships for the model, with cached text, or else ngram.",
+    )
     draft_model: str | None = Field(default=None, description="Draft model, as in model; for drafter model.")
     lens: str | None = Field(default=None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
     head: str | None = Field(default=None, description="Distilled draft head for drafter head: a file; unset: none.")
@@ -121,7 +127,7 @@ class Settings(BaseSettings):
             raise ValueError("lens is given only with drafter early-exit")
         if self.head is not None and self.drafter != "head":
             raise ValueError("head is given only with drafter head")
-        if self.cached_text and self.drafter in ("none", "ngram"):
+        if self.cached_text and self.drafter in ("auto", "none", "ngram"):
             raise ValueError("cached_text is given only with a drafter that is a model")
         return self
 
@@ -158,14 +164,19 @@ class Settings(BaseSettings):
 
     def to_engine_config(self) -> EngineConfig:
         """Return the engine's part."""
+        drafter, head, has_cached_text = self.drafter, self.head, self.cached_text
+        if drafter == "auto":
+            shipped = SHIPPED_DRAFTERS / f"{self.model}-head.safetensors"
+            has_cached_text = shipped.is_file()
+            drafter, head = ("head", str(shipped)) if has_cached_text else ("ngram", None)
         return EngineConfig(
             model=self.model,
             model_name=self.served_name,
-            drafter=self.drafter,
+            drafter=drafter,
             draft_model=self.draft_model,
             lens=self.lens,
-            head=self.head,
-            cached_text=self.cached_text,
+            head=head,
+            cached_text=has_cached_text,
             ngram_min_tokens=self.ngram_min_tokens,
             recent_tokens=self.recent_tokens,
             verifier=self.verifier,

@@ -26,7 +26,7 @@ class Distilled:
 
 
 def shape_for(model: CausalModel, width: int, num_layers: int, intermediate: int, feature_layers: tuple[int, ...]) -> HeadShape:
-    """Return a head's shape for a target, with attention heads of 64, a third as many for keys; raise ValueError if it cannot be."""
+    """Return a head's shape for a target: attention heads of 64, a third as many for keys. Raise ValueError if it cannot be."""
     if width % 192:
         raise ValueError(f"the inner width must be a multiple of 192, not {width}")
     target_width = model.module.get_input_embeddings().weight.shape[1]

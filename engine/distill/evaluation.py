@@ -39,7 +39,7 @@ def evaluate(
     sums = torch.zeros(num_steps, 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     vocab_M = head.vocab_M.long()
-    rows_MD = output_VD[vocab_M].float()
+    rows_MD, output_DV = output_VD[vocab_M].float(), output_VD.float().T
     with torch.inference_mode():
         for text in texts:
             batch = batched([text], output_VD.device)
@@ -51,7 +51,7 @@ def evaluate(
             steps = chain_states(head, states, embeddings_VD[batch.ids_BT].float(), starts[None], num_steps)
             for step, state in enumerate(steps):
                 chosen = state[0, starts] if step == 0 else state[0]
-                p_logits = states[0, starts + step, -1] @ output_VD.float().T
+                p_logits = states[0, starts + step, -1] @ output_DV
                 q_logits = head.predicted(chosen) @ rows_MD.T
                 sums[step] += torch.tensor(_compared(p_logits, q_logits, vocab_M), dtype=torch.float64)
     return [_report(step, sums[step]) for step in range(num_steps)]

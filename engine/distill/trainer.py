@@ -32,9 +32,9 @@ class TrainingPlan:
     Matrices are trained by Muon (arXiv 2502.16982), norms by AdamW; both rates rise over `num_warmup` updates and fall to zero.
     """
 
-    num_epochs: int = 3
-    tokens_per_update: int = 6_000
-    tokens_per_pass: int = 3_000
+    num_epochs: int = 8
+    tokens_per_update: int = 2_000
+    tokens_per_pass: int = 2_000
     num_steps: int = 5
     chain_share: float = 0.2
     matrix_rate: float = 0.01

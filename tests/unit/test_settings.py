@@ -155,3 +155,15 @@ def test_every_setting_is_documented():
     text = (ROOT / "docs" / "configuration.md").read_text()
     begin, end = text.index("<!-- settings: begin"), text.index("<!-- settings: end -->")
     assert text[text.index("\n", begin) : end].strip() == documented_table()
+
+
+def test_the_shipped_head_drafts_unless_another_drafter_is_named() -> None:
+    config = load_settings().to_engine_config()
+    assert config.drafter == "head"
+    assert config.head is not None
+    assert Path(config.head).name == "smollm2-135m-head.safetensors"
+    assert config.cached_text
+    without = load_settings(overrides={"model": "gemma3-270m"}).to_engine_config()
+    assert (without.drafter, without.head, without.cached_text) == ("ngram", None, False)
+    named = load_settings(overrides={"drafter": "ngram"}).to_engine_config()
+    assert (named.drafter, named.head, named.cached_text) == ("ngram", None, False)
