@@ -194,7 +194,7 @@ def test_no_text_changes(tree, config):
 
 @pytest.mark.usefixtures("poisoned_pools")
 def test_a_head_beside_cached_text_says_what_it_says_alone():
-    """Where the cache is sure the head is not asked: its keys are written all the same, and nothing reads a state that was never made."""
+    """Where the cache is sure the head is not asked: its keys are written, and nothing reads a state that was never made."""
     head = HeadDrafter("head", learnt_head(), model("llama"), CROWDED.num_slots)
     proposals = Proposals(head)
     combined = CombinedDrafter(head, TextCache(), 61, CPU)
