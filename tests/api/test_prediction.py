@@ -1,5 +1,7 @@
 """Predictions and tenants on the wire: what the engine is told, and what usage says came of it."""
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -8,30 +10,31 @@ from tests.api.harness import in_process
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level
 
+Fields = dict[str, Any]
 IDS = byte_level().encode("hello world, the quick")
 TEXT = "hello brave world"
 PREDICTION = {"type": "content", "content": TEXT}
 
 
-def chat(**fields) -> tuple[str, dict]:
+def chat(**fields) -> tuple[str, Fields]:
     return "/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "hi"}], **fields}
 
 
-def completion(**fields) -> tuple[str, dict]:
+def completion(**fields) -> tuple[str, Fields]:
     return "/v1/completions", {"model": "fake", "prompt": "hi", "max_tokens": 50, **fields}
 
 
 BOTH = pytest.mark.parametrize("body", [chat, completion])
 
 
-async def post(client: httpx.AsyncClient, request: tuple[str, dict], **headers: str) -> dict:
+async def post(client: httpx.AsyncClient, request: tuple[str, Fields], **headers: str) -> Fields:
     url, fields = request
     response = await client.post(url, json=fields, headers=headers)
     assert response.status_code == 200, response.text
-    return response.json()
+    return dict(response.json())
 
 
-async def told(engine: FakeEngine, request: tuple[str, dict]) -> Request:
+async def told(engine: FakeEngine, request: tuple[str, Fields]) -> Request:
     """Return what the engine is asked for."""
     async with in_process(engine) as client:
         await post(client, request)
@@ -58,8 +61,8 @@ async def test_every_choice_gets_it_beside_whatever_else_is_asked(body):
     assert len(engine.requests) == 3
 
 
-def counts(answer: dict) -> dict:
-    return answer["usage"]["completion_tokens_details"]
+def counts(answer: Fields) -> Fields:
+    return dict(answer["usage"]["completion_tokens_details"])
 
 
 @BOTH
@@ -96,7 +99,7 @@ async def test_one_longer_than_any_answer_is_refused_by_name(body):
             assert (response.status_code, response.json()["error"]["param"]) == (400, "prediction")
 
 
-async def tenants(keys: tuple[str, ...], requests: list[tuple[str, dict]]) -> list[str]:
+async def tenants(keys: tuple[str, ...], requests: list[tuple[str, Fields]]) -> list[str]:
     """Return the tenants of requests by (key, fields)."""
     engine = FakeEngine()
     async with in_process(engine, api_keys=keys) as client:

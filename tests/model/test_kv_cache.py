@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from engine import packing
 from engine.config import SchedulerConfig
 from engine.draft.model import ModelDrafter
+from engine.draft.padding import RepaddedModel
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
@@ -68,7 +69,7 @@ class RandomExpansion:
         pass
 
 
-def cache_error(model: CausalModel, cache: KVCache, token_ids: list[int], slots: list[int]) -> float:
+def cache_error(model: CausalModel | RepaddedModel, cache: KVCache, token_ids: list[int], slots: list[int]) -> float:
     """Return how far the cache at the slots is from that of feeding the tokens in one chain."""
     if not slots:
         return 0.0
