@@ -113,7 +113,7 @@ def test_the_default_file_says_the_defaults():
     assert load_settings(ROOT / "configs" / "default.yaml").model_dump() == load_settings().model_dump()
 
 
-@pytest.mark.parametrize("name", ["default.yaml", "qwen-coder.yaml", "smollm2-early-exit.yaml"])
+@pytest.mark.parametrize("name", ["default.yaml", "qwen-coder.yaml", "qwen-coder-head.yaml", "smollm2-early-exit.yaml"])
 def test_the_files_to_start_from_load(name: str):
     load_settings(ROOT / "configs" / name).to_engine_config()
 

@@ -1,0 +1,77 @@
+"""`latebranch drafter train` and `evaluate` as a user runs them, on a tiny model; what comes out drafts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engine.build import build_engine
+from engine.config import EngineConfig, SchedulerConfig
+from engine.draft.head import DraftHead
+from engine.tree import Expansion
+from engine.types import Request, SamplingParams
+from engine.weights.fingerprint import RECIPE_KEY, fingerprint
+from server.cli import main
+from tests.model.driving import run
+from tests.model.folders import model_folder
+from tests.model.tiny import own_greedy_text
+
+GRAMMAR = {
+    "weights": {"a": 1},
+    "templates": {"a": ["w{number} {x}", "{x} w{small} w{small}"]},
+    "fillers": {"x": ["w5", "w9", "w23"]},
+}
+SMALL = ["--dtype", "float32", "--threads", "1", "--max-tokens", "14"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, Path]:
+    """Return the folder of a target and that of what a training left."""
+    target, work = model_folder(tmp_path_factory.mktemp("target")), tmp_path_factory.mktemp("work")
+    (work / "grammar.yaml").write_text(yaml.safe_dump(GRAMMAR))
+    sizes = ["--num-prompts", "40", "--batch", "8", "--width", "192", "--intermediate", "64", "--vocab", "40", "--epochs", "1"]
+    where = ["--prompt-grammar", str(work / "grammar.yaml"), "--work", str(work), "--out", str(work / "head.safetensors")]
+    assert main(["drafter", "train", "--target", str(target), *SMALL, *sizes, *where]) == 0
+    return target, work
+
+
+def test_a_head_comes_with_its_recipe_and_its_curve(made):
+    target, work = made
+    head, recipe = DraftHead.load(work / "head.safetensors")
+    assert head.shape.feature_layers == (1, 2, 3)
+    assert len(head.vocab_M) == 40
+    assert 30 <= int(str(recipe["num_texts"])) <= 38  # two were kept to measure on; the shortest teach no chain
+    assert recipe[RECIPE_KEY] == fingerprint(target).as_text()
+    assert "--width 192" in str(recipe["command"])
+    held_out = recipe["held_out"]
+    assert isinstance(held_out, list)
+    assert [report["depth"] for report in held_out] == [1, 2, 3, 4, 5, 6]
+    curve = [json.loads(line) for line in (work / "head.jsonl").read_text().splitlines()]
+    assert all({"update", "loss", "overlap", "norm"} == set(point) for point in curve)
+
+
+def test_it_drafts_for_its_target_and_changes_no_text(made):
+    target, work = made
+    config = EngineConfig(
+        str(target),
+        drafter="head",
+        head=str(work / "head.safetensors"),
+        expansion=Expansion(3, 2, 1),
+        scheduler=SchedulerConfig(num_slots=512, max_model_len=256),
+    )
+    engine = build_engine(config)
+    texts = run(engine, [Request("a", (5, 9, 23), SamplingParams(0.0, max_tokens=20, ignore_eos=True))])
+    assert texts.outcomes["a"].ids == own_greedy_text("llama", (5, 9, 23), 20)
+
+
+def test_evaluation_tells_every_kind_and_depth(made, capsys):
+    target, work = made
+    (work / "prompts.yaml").write_text(yaml.safe_dump({"one": ["w5 w6", "w7"], "two": ["w9 w11 w12"]}))
+    which = ["--target", str(target), "--head", str(work / "head.safetensors"), "--prompts", str(work / "prompts.yaml")]
+    capsys.readouterr()
+    assert main(["drafter", "evaluate", *which, *SMALL, "--steps", "3"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["kind"] for line in lines] == ["one", "two"]
+    assert all(0.0 <= depth["overlap"] <= 1.0 for line in lines for depth in line["depths"])
+    assert [depth["depth"] for depth in lines[0]["depths"]] == [1, 2, 3]
