@@ -24,6 +24,7 @@ _logger = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
+_CATCH_UP_STEPS = 32  # over which feeding a drafter that lags behind is written off
 _CLEARLY_BETTER = 1.01  # times the rate of the last choice, before it is given up
 
 
@@ -82,10 +83,11 @@ class AdaptiveExpansion:
         if not last.num_steps or num_changed * 4 > len(views):
             return None
         self._standing = replace(last, num_steps=last.num_steps - 1)
-        if not num_changed:
-            return last.choice
         places = (last.places.get(view.request_id, 0) for view in views)
-        return Choice(tuple(self._menu.entries[place] for place in places), last.choice.reason)
+        expansions = tuple(self._menu.entries[place] for place in places)
+        if num_changed:
+            return Choice(expansions, last.choice.reason)
+        return replace(last.choice, expansions=expansions)
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
         if not any(_is_free(view) for view in views):
@@ -102,7 +104,8 @@ class AdaptiveExpansion:
         choice = self._choice(batch, best, plain, reason, views)
         places = dict.fromkeys((view.request_id for view in views), 0)
         places.update((one.request_id, int(place)) for one, place in zip(batch.views, best.places_B, strict=True))
-        self._standing = _Standing(places, choice, self._settled_steps)
+        is_settled = all(view.num_uncached == 1 for view in views)
+        self._standing = _Standing(places, choice, self._settled_steps if is_settled else 0)
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
             return self._choice(batch, plain, plain, Reason.PROBE, views)
@@ -126,12 +129,15 @@ class AdaptiveExpansion:
         self._probes.observe(feedback.outcomes)
 
     def _batch(self, views: Sequence[SequenceView]) -> _Batch:
-        """Tell the sequences that leave the choice to the policy from those whose request has made it."""
+        """Tell the sequences that leave the choice to the policy from those whose request has made it.
+
+        Every sequence is priced as one that decodes: a prompt is fed once, whatever is chosen, and the choice outlives it.
+        """
         free = tuple(index for index, view in enumerate(views) if _is_free(view))
         chosen_for = tuple(views[i] for i in free)
         trees = [one.speculation.expansion or PLAIN if one.speculation.is_enabled else PLAIN for one in views]
         rows = list(zip(views, trees, strict=True))
-        tokens = [one.num_uncached + tree.num_draft_tokens for one, tree in rows]
+        tokens = [1 + tree.num_draft_tokens for _, tree in rows]
         base = Works(
             num_rows=len(views),
             num_tokens=sum(tokens),
@@ -139,13 +145,13 @@ class AdaptiveExpansion:
             num_keys=sum(one.num_committed for one in views),
             num_scores=sum(count * one.num_committed for count, one in zip(tokens, views, strict=True)),
             num_passes=max((tree.max_depth for tree in trees), default=0),
-            num_draft_tokens=sum(one.num_unfed + tree.num_draft_tokens for one, tree in rows if not tree.is_plain),
+            num_draft_tokens=sum(_catch_up(one) + tree.num_draft_tokens for one, tree in rows if not tree.is_plain),
         )
         load = BatchLoad(
             base=base,
             base_tokens=float(len(views) - len(free)),
             context_B=np.array([one.num_committed for one in chosen_for], dtype=np.float64),
-            unfed_B=np.array([one.num_unfed for one in chosen_for], dtype=np.float64),
+            unfed_B=np.array([_catch_up(one) for one in chosen_for], dtype=np.float64),
             draws_B=np.array([not one.sampling.is_greedy for one in chosen_for], dtype=np.float64),
         )
         return _Batch(free, chosen_for, self._allowed(chosen_for), load)
@@ -156,6 +162,8 @@ class AdaptiveExpansion:
         most_nodes_B = np.array([np.inf if bound is None else bound for bound in bounds])
         num_remaining_B = np.array([max(1, one.num_remaining) for one in views])
         allowed_BM = np.array([self._exact_for(one) for one in views])
+        is_prompt_B = np.array([one.num_uncached > 1 for one in views])
+        allowed_BM &= ~is_prompt_B[:, None] | (self._menu.num_nodes == 0)
         allowed_BM &= self._menu.num_nodes <= most_nodes_B[:, None]
         allowed_BM &= self._menu.depths < num_remaining_B[:, None]
         return allowed_BM
@@ -204,6 +212,11 @@ class AdaptiveExpansion:
             _logger.error("the estimator gave numbers that are not finite; %s is drafted instead", self._fallback)
             self._has_failed = True
         return Choice((self._fallback,) * len(views), Reason.FALLBACK)
+
+
+def _catch_up(view: SequenceView) -> float:
+    """Return the tokens that a tree now costs the drafter beside its nodes: what it lags behind, spread over steps to come."""
+    return view.num_unfed / min(_CATCH_UP_STEPS, max(1, view.num_remaining))
 
 
 def _is_free(view: SequenceView) -> bool:

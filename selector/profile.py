@@ -9,9 +9,10 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -85,9 +86,10 @@ class Profile:
         found = json.loads(text)
         if not isinstance(found, dict) or found.get("version") != _VERSION:
             raise ValueError(f"no profile of version {_VERSION}")
-        profile = cls(tuple(found.get("rest", ())), tuple(found.get("draft", ())))
-        profile.costs()
-        return profile
+        rest, draft = found.get("rest"), found.get("draft")
+        if not (_are_prices(rest, len(GENERIC_REST)) and _are_prices(draft, len(GENERIC_DRAFT))):
+            raise ValueError("no prices")
+        return cls(tuple(found["rest"]), tuple(found["draft"]))
 
 
 def grid(limits: SchedulerConfig) -> list[PassSize]:
@@ -98,9 +100,10 @@ def grid(limits: SchedulerConfig) -> list[PassSize]:
     rows += [PassSize(count, 1, _SHORT) for count in (4, 16, 32)]
     rows += [PassSize(4, 4, _LONG)]
     rows += [PassSize(count // 8, 8, _SHORT) for count in KNOTS if count >= 32]
-    most_tokens = min(limits.max_step_tokens, limits.num_slots - _LONG)
-    longest = limits.max_model_len - 16
-    return [size for size in rows if size.num_tokens <= most_tokens and size.num_context <= longest]
+    most_tokens = min(limits.max_step_tokens, limits.num_slots - _SHORT)
+    longest = max(1, limits.max_model_len - 16)
+    within = [replace(size, num_context=min(size.num_context, longest)) for size in rows if size.num_tokens <= most_tokens]
+    return list(dict.fromkeys(within))
 
 
 def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget_s: float = _BUDGET_S) -> Profile:
@@ -113,6 +116,8 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
         seen[size] = (work, [seconds])
         if clock() - begin_s > budget_s / 2:
             break
+    if not seen:
+        return Profile(GENERIC_REST, GENERIC_DRAFT, is_sound=False)
     one_s = min(min(times) for _, times in seen.values())
     steps = _steps(bench, max(1, min(3, int(budget_s / 8 / one_s / len(_STEP_DEPTHS)))))
     round_s = sum(times[0] for _, times in seen.values())
@@ -125,6 +130,10 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
     costs = profile.costs()
     _logger.info("profiled in %.1f s: %s", clock() - begin_s, {name: f"{price:.2e}" for name, price in costs.prices.items()})
     return profile
+
+
+def _are_prices(found: Any, count: int) -> bool:
+    return isinstance(found, list) and len(found) == count and all(isinstance(one, float) and isfinite(one) for one in found)
 
 
 def _is_sound(seen: Sequence[tuple[StepWork, list[float]]]) -> bool:

@@ -13,7 +13,7 @@ from engine.pairs import is_exact
 from engine.tree import PLAIN, Expansion
 from engine.types import FinishReason, Request, SamplingParams, Speculation, StepStats
 
-_STAGES = ("draft_s", "verify_s", "judge_s", "host_s")
+_STAGES = ("draft_s", "verify_s", "judge_s", "policy_s", "host_s")
 
 
 class OutputsDiffer(AssertionError):
@@ -176,10 +176,10 @@ def table(results: Sequence[Result]) -> str:
     """Return the results as aligned text."""
     lines = [
         f"{'kind':<12}{'T':>5}  {'case':<22}{'tokens':>7}{'block eff.':>11}{'tok/s':>8}"
-        f"{'ratio':>7}  {'spread':<13}{'draft':>6}{'verify':>7}{'judge':>6}{'host':>6}"
+        f"{'ratio':>7}  {'spread':<13}{'draft':>6}{'verify':>7}{'judge':>6}{'policy':>7}{'host':>6}"
     ]
     for r in results:
-        shares = "".join(f"{r.shares[stage]:>{width}.0%}" for stage, width in zip(_STAGES, (6, 7, 6, 6), strict=True))
+        shares = "".join(f"{r.shares[stage]:>{width}.0%}" for stage, width in zip(_STAGES, (6, 7, 6, 7, 6), strict=True))
         spread = f"{r.ratio_low:.2f}..{r.ratio_high:.2f}"
         lines.append(
             f"{r.kind:<12}{r.temperature:>5.1f}  {r.case:<22}{r.num_tokens:>7}{r.block_efficiency:>11.2f}{r.tokens_per_s:>8.1f}"

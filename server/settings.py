@@ -167,7 +167,7 @@ class Settings(BaseSettings):
         drafter, head, has_cached_text = self.drafter, self.head, self.cached_text
         if drafter == "auto":
             shipped = SHIPPED_DRAFTERS / f"{self.model}-head.safetensors"
-            has_cached_text = shipped.is_file()
+            has_cached_text = "/" not in self.model and shipped.is_file()
             drafter, head = ("head", str(shipped)) if has_cached_text else ("ngram", None)
         return EngineConfig(
             model=self.model,

@@ -27,6 +27,9 @@ class Distilled:
 
 def shape_for(model: CausalModel, width: int, num_layers: int, intermediate: int, feature_layers: tuple[int, ...]) -> HeadShape:
     """Return a head's shape for a target: attention heads of 64, a third as many for keys. Raise ValueError if it cannot be."""
+    depth = len(model.module.model.layers)
+    if list(feature_layers) != sorted(set(feature_layers)) or feature_layers[-1] != depth:
+        raise ValueError(f"the feature layers must ascend and end with the last of {depth}, not be {list(feature_layers)}")
     if width % 192:
         raise ValueError(f"the inner width must be a multiple of 192, not {width}")
     target_width = model.module.get_input_embeddings().weight.shape[1]

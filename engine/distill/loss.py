@@ -16,7 +16,7 @@ def teacher_laws(states_ND: Float[Tensor, "N D"], rows_MD: Float[Tensor, "M D"])
     """Return the target's laws over the head's vocabulary alone, scaled to sum to 1, bfloat16."""
     laws_NM = torch.empty(len(states_ND), len(rows_MD), dtype=torch.bfloat16, device=states_ND.device)
     for first in range(0, len(states_ND), _ROWS):
-        laws_NM[first : first + _ROWS] = (states_ND[first : first + _ROWS] @ rows_MD.T).softmax(-1)
+        laws_NM[first : first + _ROWS] = (states_ND[first : first + _ROWS] @ rows_MD.T).float().softmax(-1)
     return laws_NM
 
 

@@ -160,6 +160,7 @@ class Trainer:
         state = {
             "done": done,
             "plan": asdict(self.plan),
+            "shape": json.dumps(asdict(self.head.shape)),
             "head": self.head.state_dict(),
             "optimisers": [optimiser.state_dict() for optimiser, _ in self._optimisers],
             "curve": self.curve,
@@ -175,6 +176,8 @@ class Trainer:
         state: dict[str, Any] = torch.load(self._checkpoint, weights_only=True)
         if json.dumps(state["plan"]) != json.dumps(asdict(self.plan)):
             raise ValueError(f"{self._checkpoint} is of another plan; remove it to begin anew")
+        if state["shape"] != json.dumps(asdict(self.head.shape)) or not torch.equal(state["head"]["vocab_M"], self.head.vocab_M):
+            raise ValueError(f"{self._checkpoint} is of a head of another shape or vocabulary; remove it to begin anew")
         self.head.load_state_dict(state["head"])
         for (optimiser, _), saved in zip(self._optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)

@@ -14,6 +14,7 @@ _WEIGHT = 12.0  # of the prior, in tokens
 _LENGTHS = (2, 3, 4, 5, 7, 9, 13, 17, 25)  # where the next class of match lengths begins
 _SHARES = (0.4, 0.6, 0.7, 0.85)  # the same of how much of what followed was the commonest token, had there been one more
 _MOST = 0.99
+_LEAST = 1e-3  # so that what never came can still be weighed
 
 
 class TextSource(Enum):
@@ -34,9 +35,9 @@ class Agreement:
         self._rates: dict[tuple[TextSource, int, int], tuple[float, float]] = {}  # (agreed, tried)
 
     def chance(self, source: TextSource, match: Match) -> float:
-        """Return it for a match in a source; never certain."""
+        """Return it for a match in a source; neither certain nor impossible."""
         agreed, tried = self._rate(source, match)
-        return min(_MOST, agreed / tried)
+        return max(_LEAST, min(_MOST, agreed / tried))
 
     def observe(self, source: TextSource, match: Match, token_id: int) -> None:
         """Learn what came after a match."""

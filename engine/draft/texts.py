@@ -58,6 +58,8 @@ class _Recent:
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Remember an output, or the last of it that there is room for."""
+        if not output:
+            return
         most = self._most_tokens // 2
         text, num_kept = [*prompt[-MAX_CONTEXT:], *output], min(len(output), most)
         if self._num_young + num_kept > most:

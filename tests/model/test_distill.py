@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.distill.chains import chain_states
 from engine.distill.corpus import Corpus, Text, collect
+from engine.distill.distil import shape_for
 from engine.distill.evaluation import evaluate
 from engine.distill.loss import distillation_loss, teacher_laws
 from engine.distill.prompts import PromptGrammar
@@ -196,6 +197,20 @@ def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     trained(tmp_path, "a.pt")
     with pytest.raises(ValueError, match="another plan"):
         trained(tmp_path, "a.pt", dataclasses.replace(PLAN, num_epochs=3))
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, "a.pt")
+    model, head = tiny_model(), tiny_head(vocab=torch.arange(2, 60))
+    rows_MD = model.module.lm_head.weight[head.vocab_M.long()]
+    with pytest.raises(ValueError, match="another shape or vocabulary"):
+        Trainer(head, model.module.get_input_embeddings().weight, rows_MD, PLAN, tmp_path / "a.pt").run(some_texts())
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (3, 1), (1, 1, 3)])
+def test_the_last_feature_is_what_the_output_head_reads(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must ascend"):
+        shape_for(tiny_model(), 192, 1, 64, layers)
 
 
 def test_a_head_survives_its_file(tmp_path: Path) -> None:
