@@ -141,8 +141,8 @@ def test_nan_is_an_error_of_the_one_request_it_concerns(kind, has_drafter):
         (Request("r", ()), "at least one token"),
         (Request("r", (5,), SamplingParams(max_tokens=0)), "max_tokens of at least 1"),
         (Request("r", (5,) * 60, SamplingParams(max_tokens=5)), "60 prompt tokens and 5 to generate exceed 64"),
-        (Request("r", (5, 61)), r"ids must lie in \[0, 61\)"),
-        (Request("r", (5, -1)), r"ids must lie in \[0, 61\)"),
+        (Request("r", (5, 61)), r"must lie in \[0, 61\)"),
+        (Request("r", (5, -1)), r"must lie in \[0, 61\)"),
         (Request("r", (5,), speculation=Speculation(verifier="majority")), "no verifier is named 'majority'"),
     ],
 )
