@@ -143,6 +143,8 @@ def test_nan_is_an_error_of_the_one_request_it_concerns(kind, has_drafter):
         (Request("r", (5,) * 60, SamplingParams(max_tokens=5)), "60 prompt tokens and 5 to generate exceed 64"),
         (Request("r", (5, 61)), r"must lie in \[0, 61\)"),
         (Request("r", (5, -1)), r"must lie in \[0, 61\)"),
+        (Request("r", (5,), prediction_ids=(5, 61)), r"must lie in \[0, 61\)"),
+        (Request("r", (5,), prediction_ids=(5,) * 65), "a prediction of 65 tokens exceeds 64"),
         (Request("r", (5,), speculation=Speculation(verifier="majority")), "no verifier is named 'majority'"),
     ],
 )
