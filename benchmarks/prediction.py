@@ -22,6 +22,7 @@ from engine.testing import tiny_engine
 from engine.tree import Expansion
 from engine.types import Request, SamplingParams
 from engine.weights import resolve
+from server.chat_ids import chat_ids
 
 _MODEL, _NUM_TOKENS, _NUM_SAMPLES, _EVERY = "smollm2-135m", 180, 3, 25
 _LIMITS = SchedulerConfig(num_slots=2048, max_model_len=1024)
@@ -99,7 +100,7 @@ def ran(model: CausalModel, case: Case) -> tuple[list[int], Counts]:
 def cases(model: CausalModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Case]:
     """Yield every case; the second prompt's prediction is its own greedy answer with every 25th token another."""
     greedy = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS)
-    edit, free = (Request("r", _prompt(tokenizer, text), greedy) for text in (_EDIT, _FREE))
+    edit, free = (Request("r", chat_ids(tokenizer, text), greedy) for text in (_EDIT, _FREE))
     answer, _ = ran(model, Case("", free, has_own_texts=True, has_runs=False))
     draws = random.Random(0)
     noised = tuple(draws.randrange(500, 5000) if i % _EVERY == _EVERY - 1 else token_id for i, token_id in enumerate(answer))
@@ -120,11 +121,6 @@ def samples(case: Case) -> list[Case]:
     request = case.request
     seeds = (None,) if request.sampling.is_greedy else range(_NUM_SAMPLES)
     return [replace(case, request=replace(request, sampling=replace(request.sampling, seed=seed))) for seed in seeds]
-
-
-def _prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    messages = [{"role": "user", "content": text}]
-    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
 def main() -> None:

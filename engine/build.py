@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
 from engine.config import EngineConfig
-from engine.draft.cached import CachedDrafter
+from engine.draft.cached import CachedDrafter, FollowsTexts
 from engine.draft.combined import CombinedDrafter
 from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.drafter import Drafter
@@ -25,6 +25,7 @@ from engine.draft.runs import LENGTHS, RunningPolicy
 from engine.draft.texts import TextCache
 from engine.engine import Engine
 from engine.kv_cache import KVCache
+from engine.linears import fastest_linears
 from engine.model import CausalModel, load_model
 from engine.pairs import require_exact
 from engine.plan import Feeding
@@ -114,13 +115,8 @@ def _file_tracer(path: Path, info: ModelInfo) -> FileTracer:
 
 def _load(reference: str, config: EngineConfig, device: torch.device, models: Models) -> CausalModel:
     if reference not in models:
-        models[reference] = load_model(resolve(reference).folder, config.dtype, device, _linears(device))
+        models[reference] = load_model(resolve(reference).folder, config.dtype, device, fastest_linears(device))
     return models[reference]
-
-
-def _linears(device: torch.device) -> str:
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return "packed" if device.type == "cpu" and has_onednn else "plain"
 
 
 def _require_compatible(config: EngineConfig) -> None:
@@ -158,7 +154,7 @@ def _with_texts(drafter: Drafter | None, config: EngineConfig, model: CausalMode
 
 def _with_runs(policy: ExpansionPolicy, config: EngineConfig, drafter: Drafter) -> ExpansionPolicy:
     """Return a policy that takes long cached text as it comes, up to the largest tree's depth."""
-    if not isinstance(drafter, CachedDrafter | CombinedDrafter):
+    if not isinstance(drafter, FollowsTexts):
         return policy
     return RunningPolicy(policy, drafter.texts, config.largest_expansion.max_depth if config.largest_expansion else LENGTHS[0])
 
@@ -184,7 +180,7 @@ def _early_exit_drafter(lens: Path, target: Target) -> ModelDrafter:
 def _head_drafter(path: Path, target: Target) -> HeadDrafter:
     try:
         head, _ = DraftHead.load(path)
-        drafter = HeadDrafter("head", head, target.model, target.cache.num_slots, _linears(target.model.device))
+        drafter = HeadDrafter("head", head, target.model, target.cache.num_slots, fastest_linears(target.model.device))
     except (OSError, SafetensorError) as error:
         raise BadConfiguration(f"the draft head {path} cannot be read: {error}") from error
     except ValueError as error:

@@ -103,6 +103,4 @@ def _chain(row: Row, text: KnownText) -> TokenTree:
     """Return the text's next tokens as a tree on the row's last token."""
     first = _num_forced(row, text)
     drafted = text.token_ids[first : first + row.expansion.num_draft_tokens]
-    num_nodes = 1 + len(drafted)
-    draws = tuple((node + 1,) if node + 1 < num_nodes else () for node in range(num_nodes))
-    return TokenTree(tuple(range(-1, num_nodes - 1)), (row.certain_ids[-1], *drafted), draws)
+    return TokenTree.chain((row.certain_ids[-1], *drafted))

@@ -13,14 +13,14 @@ from tqdm import tqdm
 
 from engine.config import SchedulerConfig
 from engine.draft.early_exit import Lens, truncated
-from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
 from engine.packing import pack
-from engine.policy import PlainDecoding
 from engine.segments import chain_segment
+from engine.taps import StateTap
 from engine.target import Target
-from engine.types import ModelInfo, Request, SamplingParams
+from engine.types import Request, SamplingParams
+from engine.writing import plain_answers
 
 _RIDGE = 1e-3  # of the mean square of a state's entries
 
@@ -37,41 +37,24 @@ class LensReport:
 def written_texts(model: CausalModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
     """Return each prompt with the target's own answer; odd prompts at temperature 1, even ones at 0.7."""
     config = SchedulerConfig(num_slots=32 * (max_tokens + 256), max_model_len=model.max_positions)
-    info = ModelInfo(
-        "fit", model.vocab_size, model.max_positions, config.num_slots, model.eos_token_ids, "", "", "none", "coupled", "plain"
-    )
-    engine = Engine(info, config, Target(model, config.num_slots), None, PlainDecoding())
-    texts = {str(index): list(prompt) for index, prompt in enumerate(prompts)}
-    for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(1.0 if index % 2 else 0.7, seed=seed + index, max_tokens=max_tokens)
-        engine.add(Request(str(index), tuple(prompt), sampling))
-    with tqdm(total=len(prompts), desc="writing texts", unit="text") as bar:
-        while engine.has_work:
-            for event in engine.step().events:
-                texts[event.request_id].extend(event.token_ids)
-                bar.update(event.finish is not None)
-    return list(texts.values())
-
-
-def _states(model: CausalModel, text: Sequence[int], layers: Sequence[int]) -> list[Float[Tensor, "T D"]]:
-    """Return the hidden states after each of `layers` layers."""
-    found: dict[int, Tensor] = {}
-    stack = model.module.model.layers
-    hooks = [
-        stack[count - 1].register_forward_hook(lambda _m, _a, out, count=count: found.update({count: _hidden(out)[0]}))
-        for count in layers
+    requests = [
+        Request(str(index), tuple(prompt), SamplingParams(1.0 if index % 2 else 0.7, seed=seed + index, max_tokens=max_tokens))
+        for index, prompt in enumerate(prompts)
     ]
+    written = plain_answers(Target(model, config.num_slots), config, requests)
+    answers = {request.request_id: answer for request, answer in tqdm(written, "writing texts", len(requests), unit="text")}
+    return [[*request.prompt_ids, *answers[request.request_id]] for request in requests]
+
+
+def _states(model: CausalModel, text: Sequence[int], layers: Sequence[int]) -> tuple[Float[Tensor, "T D"], ...]:
+    """Return the hidden states after each of `layers` layers."""
+    tap = StateTap(model, layers, is_last_normed=False)
     try:
         batch = pack([chain_segment(list(text), 0, list(range(len(text))))], model.device)
         model.forward(batch, KVCache(len(text), model.device), torch.zeros(1, dtype=torch.int64, device=model.device))
+        return tap.latest().unbind(1)
     finally:
-        for hook in hooks:
-            hook.remove()
-    return [found[count] for count in layers]
-
-
-def _hidden(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
+        tap.close()
 
 
 def fit_lens(model: CausalModel, texts: Sequence[Sequence[int]], num_layers: int, recipe: dict[str, str]) -> Lens:
@@ -89,7 +72,7 @@ def fit_lens(model: CausalModel, texts: Sequence[Sequence[int]], num_layers: int
     return Lens(num_layers, solution[:-1], solution[-1], recipe)
 
 
-def _progress(model: CausalModel, texts: Sequence[Sequence[int]], layers: Sequence[int]) -> Iterator[list[Tensor]]:
+def _progress(model: CausalModel, texts: Sequence[Sequence[int]], layers: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
     for text in tqdm(texts, desc="fitting", unit="text"):
         yield _states(model, text, layers)
 

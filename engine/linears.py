@@ -56,3 +56,9 @@ def prepare_linears(model: nn.Module, kind: str) -> None:
     if kind not in _KINDS:
         raise ValueError(f"unknown linear kind {kind!r}; known: {', '.join(_KINDS)}")
     _KINDS[kind](model)
+
+
+def fastest_linears(device: torch.device) -> str:
+    """Return the kind of linear layers that is fastest on a device."""
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return "packed" if device.type == "cpu" and has_onednn else "plain"

@@ -17,6 +17,7 @@ from engine.kv_cache import KVCache
 from engine.linears import prepare_linears
 from engine.model_check import check_text, own_logits, refuse_by_configuration, require_equal
 from engine.packing import PackedBatch
+from engine.weights.facts import end_tokens
 
 _NO_LIMIT = 1 << 20
 
@@ -42,12 +43,7 @@ class CausalModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, by the model's generation settings, else its configuration."""
-        ids = self.module.generation_config.eos_token_id
-        if ids is None:
-            ids = self.module.config.get_text_config().eos_token_id
-        if ids is None:
-            return ()
-        return tuple(ids) if isinstance(ids, list) else (int(ids),)
+        return end_tokens(self.module.generation_config.eos_token_id, self.module.config.get_text_config().eos_token_id)
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""

@@ -147,8 +147,7 @@ class _Script:
 
 def _chain(num_nodes: int, root_id: int) -> TokenTree:
     """Return a chain of a token that is not the root's."""
-    draws = tuple((node + 1,) if node + 1 < num_nodes else () for node in range(num_nodes))
-    return TokenTree(tuple(range(-1, num_nodes - 1)), (root_id, *(1,) * (num_nodes - 1)), draws)
+    return TokenTree.chain((root_id, *(1,) * (num_nodes - 1)))
 
 
 def _processor() -> str:

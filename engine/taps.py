@@ -14,16 +14,19 @@ from engine.model import CausalModel
 
 
 class StateTap:
-    """Keeps the states of a model's latest pass after some numbers of layers; the full number reads the last norm's output."""
+    """Keeps the states of a model's latest pass after some numbers of layers.
 
-    def __init__(self, model: CausalModel, layers: Sequence[int]) -> None:
+    The full number reads the last norm's output, or with `is_last_normed` False what the norm is given.
+    """
+
+    def __init__(self, model: CausalModel, layers: Sequence[int], is_last_normed: bool = True) -> None:
         inner = model.module.model
         depth = len(inner.layers)
         if not layers or not all(0 < count <= depth for count in layers):
             raise ValueError(f"cannot read the state after {list(layers)} of {depth} layers")
         self._states: dict[int, Tensor] = {}
         self._layers = tuple(layers)
-        modules = {count: inner.norm if count == depth else inner.layers[count - 1] for count in layers}
+        modules = {count: inner.norm if count == depth and is_last_normed else inner.layers[count - 1] for count in layers}
         self._hooks = [module.register_forward_hook(self._reader(count)) for count, module in modules.items()]
 
     def latest(self) -> Float[Tensor, "T F D"]:

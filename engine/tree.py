@@ -3,6 +3,7 @@
 Knows parents, depths, orders and ancestor masks. Does not know models, laws or torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -193,6 +194,13 @@ class TokenTree:
     def single(cls, token_id: int) -> "TokenTree":
         """Return the tree of plain decoding: a root alone."""
         return cls((-1,), (token_id,), ((),))
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> "TokenTree":
+        """Return a root and one node after the other; there is at least a root."""
+        num_nodes = len(token_ids)
+        draws = tuple((node + 1,) if node + 1 < num_nodes else () for node in range(num_nodes))
+        return cls(tuple(range(-1, num_nodes - 1)), tuple(token_ids), draws)
 
     @property
     def num_nodes(self) -> int:

@@ -157,6 +157,9 @@ class AuditStats:
     p_value: float = 1.0
 
 
+STAGES = ("draft", "verify", "judge", "policy", "host")  # of a step; StepStats has the seconds of each as NAME_s
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """Numbers of one engine step; counts are this step's own, gauges the state after it.

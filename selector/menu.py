@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.pairs import default_tree, fitted, is_exact
+from engine.pairs import default_tree, is_exact
 from engine.tree import DELAYED_TREES, PLAIN, Expansion, TreeName
 
 _TRUNKS = (0, 1, 2, 3, 4, 6)
@@ -86,11 +86,6 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
         if trunk + depth <= max(_MAX_LEVELS, bound.max_depth if largest else 0)
     ]
     return _menu(entry for entry in [*chains, *trees] if is_exact(entry.kind, verifier))
-
-
-def menu_for(menu: Menu, verifier: str) -> Menu:
-    """Return the menu for a request with a verifier of its own: each entry as the engine would fit it to that verifier."""
-    return _menu(fitted(entry, verifier) for entry in menu.entries)
 
 
 def _menu(entries: Iterable[Expansion]) -> Menu:

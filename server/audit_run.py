@@ -27,6 +27,7 @@ from engine.weights import resolve
 from server.assembly import tool_engine
 from server.audit_cli import AuditError, AuditFailed, law_parameters
 from server.audit_text import as_text
+from server.chat_ids import chat_ids
 from server.settings import Settings
 
 EXIT_STATUS = {Verdict.LOSSLESS: 0, Verdict.VIOLATION: 1, Verdict.INCONCLUSIVE: 3}  # 2 is a mistake in what was asked
@@ -64,8 +65,7 @@ def _collected(settings: Settings, plan: AuditPlan) -> tuple[ModelInfo, Collecte
 def encoded(model: str, texts: Texts) -> tuple[tuple[int, ...], ...]:
     """Return every message as a chat prompt of the model."""
     tokenizer = AutoTokenizer.from_pretrained(resolve(model).folder)
-    chats = [[{"role": "user", "content": text}] for of_kind in texts.values() for text in of_kind]
-    return tuple(tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)) for chat in chats)
+    return tuple(chat_ids(tokenizer, text) for of_kind in texts.values() for text in of_kind)
 
 
 def plan_of(parsed: argparse.Namespace, prompts: tuple[tuple[int, ...], ...]) -> AuditPlan:

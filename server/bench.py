@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from engine.engine import Engine
 from engine.pairs import is_exact
 from engine.tree import PLAIN, Expansion
-from engine.types import FinishReason, Request, SamplingParams, Speculation, StepStats
+from engine.types import STAGES, FinishReason, Request, SamplingParams, Speculation, StepStats
 
-_STAGES = ("draft_s", "verify_s", "judge_s", "policy_s", "host_s")
+_STAGES = tuple(f"{stage}_s" for stage in STAGES)
 
 
 class OutputsDiffer(AssertionError):

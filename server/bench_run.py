@@ -17,6 +17,7 @@ from engine.weights import resolve
 from server.assembly import tool_engine
 from server.bench import Load, Result, cases_of, compare, table
 from server.bench_prompts import BenchError
+from server.chat_ids import chat_ids
 from server.settings import Settings
 
 Prompts = tuple[tuple[int, ...], ...]  # token ids
@@ -34,12 +35,7 @@ def bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
 def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
-
-    def encode(text: str) -> tuple[int, ...]:
-        chat = [{"role": "user", "content": text}]
-        return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-
-    prompts = {kind: tuple(map(encode, of_kind)) for kind, of_kind in texts.items()}
+    prompts = {kind: tuple(chat_ids(tokenizer, text) for text in of_kind) for kind, of_kind in texts.items()}
     engine = tool_engine(settings.to_tool_config())
     results = run_bench(engine, prompts, parsed)
     sys.stdout.write(table(results) + "\n" + as_json(engine, results) + "\n")

@@ -1,13 +1,10 @@
 """`latebranch drafter`: making drafters and checking them. Each command is a module of its own."""
 
 import argparse
-from pathlib import Path
 
 from server.drafter_check import add_check_command
 from server.drafter_fit_lens import add_fit_lens_command
 from server.drafter_train import add_evaluate_command, add_train_command
-
-LENS_OF_DEFAULT = Path(__file__).parent.parent / "configs" / "drafters" / "smollm2-135m-lens.safetensors"
 
 
 def add_drafter_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

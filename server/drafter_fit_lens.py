@@ -10,6 +10,7 @@ import yaml
 
 from engine.weights import resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
+from server.chat_ids import chat_ids
 
 _PROMPTS = Path(__file__).parent.parent / "configs" / "fitting_prompts.yaml"
 _HELD_OUT = 10  # one text in this many is kept to measure on
@@ -59,11 +60,10 @@ def _command(parsed: argparse.Namespace) -> str:
     return f"latebranch drafter fit-lens {flags} --out {parsed.out.name}"
 
 
-def _prompts(path: Path, folder: Path) -> list[list[int]]:
+def _prompts(path: Path, folder: Path) -> list[tuple[int, ...]]:
     from transformers import AutoTokenizer  # as slow to import
 
     parts = yaml.safe_load(path.read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [template.format(topic=topic) for topic in parts["topics"] for template in parts["templates"]]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    return [chat_ids(tokenizer, text) for text in texts]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.weights import resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
 from server.bench_prompts import read_prompts
+from server.chat_ids import chat_ids
 
 if TYPE_CHECKING:
     from engine.model import CausalModel
@@ -72,12 +73,11 @@ def _train(parsed: argparse.Namespace) -> int:
 
     folder = resolve(parsed.target).folder
     prompts = _as_chats(folder, PromptGrammar.load(parsed.prompt_grammar).draw(parsed.num_prompts, parsed.seed))
-    model = _load(parsed, folder, "packed")
+    model = _load(parsed, folder)
     depth = len(model.module.model.layers)
     layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)
     corpus = Corpus(parsed.work / "texts")
     collect(corpus, model, layers, prompts, max_tokens=parsed.max_tokens, seed=parsed.seed * 1_000_000, batch=parsed.batch)
-    model = _load(parsed, folder, "plain")
     shape = shape_for(model, parsed.width, parsed.head_layers, parsed.intermediate, layers)
     plan = TrainingPlan(num_epochs=parsed.epochs, refusal_weight=parsed.refusal_weight, seed=parsed.seed)
     notes = {"target": parsed.target, "command": _command(parsed), RECIPE_KEY: fingerprint(folder).as_text()}
@@ -93,11 +93,12 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     from engine.distill.corpus import write_texts
     from engine.distill.evaluation import evaluate
     from engine.draft.head import DraftHead
+    from engine.linears import weight_of
 
     folder = resolve(parsed.target).folder
     head, _ = DraftHead.load(parsed.head)
-    model = _load(parsed, folder, "plain")
-    embeddings, output = model.module.get_input_embeddings().weight, model.module.get_output_embeddings().weight
+    model = _load(parsed, folder)
+    embeddings, output = model.module.get_input_embeddings().weight, weight_of(model.module.get_output_embeddings())
     for kind, messages in read_prompts(parsed.prompts, [], sys.maxsize).items():
         chats = dict(enumerate(_as_chats(folder, messages)))
         texts = list(write_texts(model, head.shape.feature_layers, chats, parsed.max_tokens, parsed.seed, len(chats)))
@@ -106,22 +107,22 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _load(parsed: argparse.Namespace, folder: Path, linears: str) -> "CausalModel":
+def _load(parsed: argparse.Namespace, folder: Path) -> "CausalModel":
     import torch
 
+    from engine.linears import fastest_linears
     from engine.model import load_model
 
     torch.set_num_threads(parsed.threads)
     device = torch.device(parsed.device)
-    return load_model(folder, parsed.dtype, device, linears if device.type == "cpu" else "plain")
+    return load_model(folder, parsed.dtype, device, fastest_linears(device))
 
 
-def _as_chats(folder: Path, messages: Sequence[str]) -> list[list[int]]:
+def _as_chats(folder: Path, messages: Sequence[str]) -> list[tuple[int, ...]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chats = [[{"role": "user", "content": message}] for message in messages]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    return [chat_ids(tokenizer, message) for message in messages]
 
 
 def _command(parsed: argparse.Namespace) -> str:

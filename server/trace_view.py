@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.trace import TracedRow, TracedSampling, TracedStep, TraceHeader, TraceRecord
 from engine.tree import ROOT, TokenTree
-from engine.types import StepStats
+from engine.types import STAGES, StepStats
 
 Spell = Callable[[Sequence[int]], str]  # token ids to what is shown for them
 
@@ -71,8 +71,7 @@ def _header_line(header: TraceHeader) -> str:
 
 def _step_line(shown: ShownStep) -> str:
     stats = shown.step.stats
-    stages = ("draft", "verify", "judge", "policy", "host")
-    spent = ", ".join(f"{name} {1000 * getattr(stats, f'{name}_s'):.1f}" for name in stages)
+    spent = ", ".join(f"{name} {1000 * getattr(stats, f'{name}_s'):.1f}" for name in STAGES)
     counts = f"{stats.num_decoding_rows} decoding rows, {stats.num_target_tokens} target tokens"
     return f"step {stats.step}: {counts}, {1000 * stats.step_s:.1f} ms ({spent}){_policy_words(stats)}"
 

@@ -16,6 +16,7 @@ from engine.refusal import RequestRefused
 from engine.tree import Expansion, parse_expansion
 from engine.weights import WeightsError, resolve
 from server.bench_prompts import BenchError, Prompt, load_prompts
+from server.chat_ids import chat_ids
 from server.settings import SettingsError, load_settings
 
 _PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
@@ -95,10 +96,8 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, has_predictions: bool) -> EncodedPrompt:
-    chat = [{"role": "user", "content": prompt.text}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     foretold = prompt.prediction if has_predictions and prompt.prediction is not None else ""
-    return EncodedPrompt(tuple(ids), tuple(tokenizer.encode(foretold, add_special_tokens=False)))
+    return EncodedPrompt(chat_ids(tokenizer, prompt.text), tuple(tokenizer.encode(foretold, add_special_tokens=False)))
 
 
 if __name__ == "__main__":

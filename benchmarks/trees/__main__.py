@@ -11,6 +11,7 @@ from benchmarks.trees.report import report
 from engine.weights import resolve
 from server.assembly import tool_engine
 from server.bench_prompts import read_prompts
+from server.chat_ids import chat_ids
 from server.settings import load_settings
 
 _PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
@@ -50,14 +51,10 @@ def _collect(args: argparse.Namespace) -> None:
     settings = load_settings(args.config, {})
     tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
     texts = read_prompts(args.prompts, args.kinds, args.num_prompts)
-
-    def encode(text: str) -> tuple[int, ...]:
-        chat = [{"role": "user", "content": text}]
-        return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-
+    prompts = {kind: [chat_ids(tokenizer, text) for text in of_kind] for kind, of_kind in texts.items()}
     design = Design(tuple(args.budgets), tuple(args.temperatures), args.text_tokens, args.stride, args.time_every)
     engine = tool_engine(settings.to_tool_config())
-    Collector(engine, design, args.out).run({kind: [encode(text) for text in of_kind] for kind, of_kind in texts.items()})
+    Collector(engine, design, args.out).run(prompts)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.config import SchedulerConfig
-from engine.engine import Engine
 from engine.model import CausalModel
 from engine.plan import StepPlan
-from engine.policy import PlainDecoding
 from engine.taps import StateTap
 from engine.target import Target
 from engine.tree import TokenTree
-from engine.types import ModelInfo, Request, SamplingParams, Speculation
+from engine.types import Request, SamplingParams, Speculation
+from engine.writing import plain_answers
 
 _PLAIN = Speculation(is_enabled=False, verifier="traversal")  # one uniform a token, where the coupled rule makes V
 TEMPERATURES = (0.7, 1.0, 0.0, 0.7, 1.0, 0.7)  # of the texts, in turn
@@ -71,23 +70,16 @@ def write_texts(
     """Yield prompts with the target's answers as they are done, `batch` at a time; a text's randomness is that of its index."""
     num_slots = batch * (max(map(len, prompts.values())) + max_tokens + 1)
     config = SchedulerConfig(batch, len(prompts), max_step_tokens=max(512, batch), num_slots=num_slots, max_model_len=num_slots)
-    info = ModelInfo(
-        "corpus", model.vocab_size, model.max_positions, num_slots, model.eos_token_ids, "", "", "none", "coupled", "plain"
-    )
     target = RecordingTarget(model, num_slots, layers)
-    engine = Engine(info, config, target, None, PlainDecoding())
-    answers: dict[str, list[int]] = {}
-    for index, prompt in prompts.items():
-        sampling = SamplingParams(TEMPERATURES[index % len(TEMPERATURES)], seed=seed + index, max_tokens=max_tokens)
-        engine.add(Request(str(index), tuple(prompt), sampling, _PLAIN))
-        answers[str(index)] = []
-    while engine.has_work:
-        for event in engine.step().events:
-            answers[event.request_id].extend(event.token_ids)
-            if event.finish is not None:
-                index = int(event.request_id)
-                ids = torch.tensor([*prompts[index], *answers.pop(event.request_id)], dtype=torch.int32)
-                yield Text(index, ids, len(prompts[index]), target.taken(event.request_id))
+    requests = [_request(index, prompt, max_tokens, seed) for index, prompt in prompts.items()]
+    for request, answer in plain_answers(target, config, requests):
+        ids = torch.tensor([*request.prompt_ids, *answer], dtype=torch.int32)
+        yield Text(int(request.request_id), ids, len(request.prompt_ids), target.taken(request.request_id))
+
+
+def _request(index: int, prompt: Sequence[int], max_tokens: int, seed: int) -> Request:
+    sampling = SamplingParams(TEMPERATURES[index % len(TEMPERATURES)], seed=seed + index, max_tokens=max_tokens)
+    return Request(str(index), tuple(prompt), sampling, _PLAIN)
 
 
 class Corpus:
@@ -114,9 +106,9 @@ class Corpus:
         """Return the indices of all texts."""
         return {index for path in self.shards for index, _, _ in _layout(path)}
 
-    def texts(self, shards: Sequence[Path] | None = None) -> Iterator[Text]:
-        """Yield the texts of some shards, or of all."""
-        for path in self.shards if shards is None else shards:
+    def texts(self) -> Iterator[Text]:
+        """Yield all texts, shard by shard."""
+        for path in self.shards:
             layout = _layout(path)
             with safe_open(path, framework="pt") as file:
                 ids, states = file.get_tensor("ids"), file.get_tensor("states")

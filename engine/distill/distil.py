@@ -9,11 +9,16 @@ import torch
 from engine.distill.corpus import Corpus, Text
 from engine.distill.evaluation import evaluate
 from engine.distill.rows import frequent_tokens
-from engine.distill.trainer import NothingToLearn, Trainer, TrainingPlan, parameters_of
+from engine.distill.trainer import Trainer, TrainingPlan
 from engine.draft.head import DraftHead, HeadShape
+from engine.linears import weight_of
 from engine.model import CausalModel
 
 _HELD_OUT = 20  # one text in this many is kept to measure on
+
+
+class NothingToLearn(ValueError):
+    """There is no text to train on."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def distil(
         raise NothingToLearn(f"{corpus.folder} has {len(texts)} texts, too few to learn from")
     vocab_M, coverage = frequent_tokens(model, learned, vocab_size)
     embeddings_VD = model.module.get_input_embeddings().weight
-    output_VD = model.module.get_output_embeddings().weight
+    output_VD = weight_of(model.module.get_output_embeddings())
     torch.manual_seed(plan.seed)
     head = DraftHead(shape, vocab_M).to(model.device)
     trainer = Trainer(head, embeddings_VD, output_VD[vocab_M], plan, checkpoint)
@@ -72,7 +77,7 @@ def distil(
         **notes,
         "num_texts": len(learned),
         "num_tokens": sum(len(text.ids_T) - text.num_prompt for text in learned),
-        "num_parameters": parameters_of(head),
+        "num_parameters": sum(parameter.numel() for parameter in head.parameters()),
         "coverage": round(coverage, 4),
         "plan": asdict(plan),
         "held_out": [asdict(report) for report in reports],

@@ -8,13 +8,12 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -94,27 +93,27 @@ class Trainer:
         bar = tqdm(total=len(updates), initial=done, desc="training", unit="update")
         for index in range(done, len(updates)):
             progress = index / len(updates)
-            self.curve.append({"update": index, **self._update([texts[i] for i in updates[index]], progress, index)})
+            groups = [[texts[i] for i in group] for group in updates[index]]
+            self.curve.append({"update": index, **self._update(groups, progress, index)})
             bar.set_postfix(loss=f"{self.curve[-1]['loss']:.3f}", overlap=f"{self.curve[-1]['overlap']:.3f}")
             bar.update()
             if (index + 1) % self.plan.checkpoint_every == 0:
                 self._save(index + 1)
         bar.close()
 
-    def _updates(self, texts: Sequence[Text]) -> list[list[int]]:
-        """Return the texts of every update of every epoch: like lengths together, in random order."""
+    def _updates(self, texts: Sequence[Text]) -> list[list[list[int]]]:
+        """Return the texts of every pass of every update of every epoch: like lengths in one pass, passes in random order."""
         rng = random.Random(self.plan.seed)
-        updates: list[list[int]] = []
+        updates: list[list[list[int]]] = []
         for _ in range(self.plan.num_epochs):
             order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids_T) + rng.uniform(-8, 8))
             groups = list(_packed(order, texts, self.plan.tokens_per_pass))
             rng.shuffle(groups)
             per_update = max(1, self.plan.tokens_per_update // self.plan.tokens_per_pass)
-            updates += [list(chain(*groups[i : i + per_update])) for i in range(0, len(groups), per_update)]
+            updates += [groups[i : i + per_update] for i in range(0, len(groups), per_update)]
         return updates
 
-    def _update(self, texts: list[Text], progress: float, index: int) -> dict[str, float]:
-        groups = list(_packed(range(len(texts)), texts, self.plan.tokens_per_pass))
+    def _update(self, groups: list[list[Text]], progress: float, index: int) -> dict[str, float]:
         rise = min(1.0, (index + 1) / self.plan.num_warmup)
         fall = 1.0 - progress
         for optimiser, rate in self._optimisers:
@@ -123,8 +122,8 @@ class Trainer:
             optimiser.zero_grad(set_to_none=True)
         loss = overlap = 0.0
         generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + index)
-        for members in groups:
-            one_loss, one_overlap = self._learn([texts[i] for i in members], progress, generator, 1.0 / len(groups))
+        for texts in groups:
+            one_loss, one_overlap = self._learn(texts, progress, generator, 1.0 / len(groups))
             loss, overlap = loss + one_loss / len(groups), overlap + one_overlap / len(groups)
         norm = float(clip_grad_norm_(self.head.parameters(), 1.0))
         for optimiser, _ in self._optimisers:
@@ -220,12 +219,3 @@ def _packed(order: Sequence[int], texts: Sequence[Text], most: int) -> Iterator[
 def _overlap(predicted_ND: Tensor, laws_NM: Tensor, rows_MD: Tensor) -> float:
     q = (predicted_ND.to(rows_MD.dtype) @ rows_MD.T).float().softmax(-1)
     return float(torch.minimum(q, laws_NM.float()).sum(-1).mean())
-
-
-class NothingToLearn(ValueError):
-    """There is no text to train on."""
-
-
-def parameters_of(head: nn.Module) -> int:
-    """Return the number of trained parameters."""
-    return sum(parameter.numel() for parameter in head.parameters())

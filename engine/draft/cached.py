@@ -16,16 +16,11 @@ from engine.plan import Feeding, Row
 from engine.types import Request
 
 
-class CachedDrafter:
-    """Proposes wherever the cache knows anything."""
+class FollowsTexts:
+    """What drafters from cached text have in common: the cache follows the requests."""
 
-    name = "ngram"
-    feeding = Feeding.TARGET_CACHE
-
-    def __init__(self, vocab_size: int, device: torch.device, texts: TextCache | None = None) -> None:
-        self.texts = texts or TextCache()
-        self._vocab_size = vocab_size
-        self._device = device
+    def __init__(self, texts: TextCache) -> None:
+        self.texts = texts
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Follow a request's text."""
@@ -34,6 +29,18 @@ class CachedDrafter:
     def end(self, request_id: str) -> None:
         """Let go of a request."""
         self.texts.end(request_id)
+
+
+class CachedDrafter(FollowsTexts):
+    """Proposes wherever the cache knows anything."""
+
+    name = "ngram"
+    feeding = Feeding.TARGET_CACHE
+
+    def __init__(self, vocab_size: int, device: torch.device, texts: TextCache | None = None) -> None:
+        super().__init__(texts or TextCache())
+        self._vocab_size = vocab_size
+        self._device = device
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Propose at the roots; there is nothing to feed."""

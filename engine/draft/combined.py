@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.draft.cached import law_at, odds_rows
+from engine.draft.cached import FollowsTexts, law_at, odds_rows
 from engine.draft.drafter import Drafter, FrontierNode, Proposal
 from engine.draft.texts import SURE, CachedLaw, TextCache
 from engine.plan import Feeding, Row
 from engine.tree import ROOT
-from engine.types import DraftSource, Request
+from engine.types import DraftSource
 
 _MOST_DEFERRED = 128  # committed tokens of all rows that the model may be behind in a step
 _MOST_TRUST = 0.99
@@ -35,13 +35,13 @@ class _Asked:
     index: int | None
 
 
-class CombinedDrafter:
+class CombinedDrafter(FollowsTexts):
     """Asks the cache first and the model where that leaves something open. Is fed as the model is."""
 
     def __init__(self, model: Drafter, texts: TextCache, vocab_size: int, device: torch.device) -> None:
+        super().__init__(texts)
         self.name = f"{model.name}+ngram" if texts.has_own_texts else model.name
         self.feeding = model.feeding
-        self.texts = texts
         self._model = model
         self._vocab_size = vocab_size
         self._device = device
@@ -50,14 +50,6 @@ class CombinedDrafter:
     def _can_catch_up(self) -> bool:
         """Whether the model can be fed a node's ancestors beside it."""
         return self.feeding is not Feeding.TARGET_FEATURES
-
-    def begin(self, request: Request, history: Sequence[int]) -> None:
-        """Follow a request's text."""
-        self.texts.begin(request, history)
-
-    def end(self, request_id: str) -> None:
-        """Let go of a request."""
-        self.texts.end(request_id)
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed the model, but for what can wait; propose at the roots."""

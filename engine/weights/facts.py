@@ -42,11 +42,14 @@ def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:
     """Return the end tokens of the generation settings, else of the configuration."""
     from transformers import GenerationConfig
 
-    ids = None
-    if (folder / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(folder).eos_token_id
-    if ids is None:
-        ids = text_config.eos_token_id
+    has_settings = (folder / "generation_config.json").is_file()
+    of_settings = GenerationConfig.from_pretrained(folder).eos_token_id if has_settings else None
+    return end_tokens(of_settings, text_config.eos_token_id)
+
+
+def end_tokens(of_settings: int | list[int] | None, of_configuration: int | list[int] | None) -> tuple[int, ...]:
+    """Return the end tokens that the generation settings name, else those of the model's configuration; there may be none."""
+    ids = of_configuration if of_settings is None else of_settings
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (int(ids),)

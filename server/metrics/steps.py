@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from engine.service import EngineHealth, EngineState
-from engine.types import DraftSource, ModelInfo, StepStats
+from engine.types import STAGES, DraftSource, ModelInfo, StepStats
 from server.metrics.families import ITERATION_BUCKETS, PHASE_BUCKETS, Families
 
 _MAX_EXPANSION_LABELS = 64
@@ -82,7 +82,7 @@ class StepMetrics:
         )
         self._steps = families.counter("latebranch_steps", "Engine steps.")
         self._phase_s = families.histograms(
-            "latebranch_step_phase_seconds", "Seconds of a step: draft, verify, judge, policy, host.", "phase", PHASE_BUCKETS
+            "latebranch_step_phase_seconds", f"Seconds of a step: {', '.join(STAGES)}.", "phase", PHASE_BUCKETS
         )
         self._step_s = families.histogram("latebranch_step_seconds", "Seconds of a whole step.", PHASE_BUCKETS)
 
@@ -145,15 +145,8 @@ class StepMetrics:
     def _on_seconds(self, stats: StepStats) -> None:
         self._steps.inc()
         self._step_s.observe(stats.step_s)
-        phases = {
-            "draft": stats.draft_s,
-            "verify": stats.verify_s,
-            "judge": stats.judge_s,
-            "policy": stats.policy_s,
-            "host": stats.host_s,
-        }
-        for phase, seconds in phases.items():
-            self._phase_s(phase).observe(seconds)
+        for phase in STAGES:
+            self._phase_s(phase).observe(getattr(stats, f"{phase}_s"))
 
     def _bounded(self, expansion: str) -> str:
         """Return the label of an expansion: clients can ask for any shape, but not for any number of series."""

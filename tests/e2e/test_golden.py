@@ -25,7 +25,7 @@ from engine.tree import Expansion, parse_expansion
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 from engine.verify import coupled
 from engine.weights import resolve
-from server.drafter_cli import LENS_OF_DEFAULT
+from server.settings import SHIPPED_DRAFTERS
 from tests.e2e.prompts import PROMPTS
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -79,7 +79,7 @@ def _golden(preset: str, num_prompts: int, num_tokens: int) -> Golden:
     target = Target(model, SLOTS.num_slots)
     drafters: list[Drafter] = [CachedDrafter(model.vocab_size, CPU)]
     if preset == "smollm2-135m":
-        drafters.append(early_exit_drafter(model, target.cache, Lens.load(LENS_OF_DEFAULT)))
+        drafters.append(early_exit_drafter(model, target.cache, Lens.load(SHIPPED_DRAFTERS / "smollm2-135m-lens.safetensors")))
     if preset == "qwen2.5-coder-1.5b":
         draft = load_model(resolve("qwen2.5-coder-0.5b").folder, "float32", CPU, "packed")
         drafters = [ModelDrafter("0.5b", draft, KVCache(SLOTS.num_slots, CPU), Feeding.OWN_CACHE)]

@@ -22,7 +22,7 @@ from engine.tree import Expansion
 from engine.types import Request, SamplingParams, Speculation
 from engine.verify import coupled
 from engine.weights import resolve
-from server.drafter_cli import LENS_OF_DEFAULT
+from server.settings import SHIPPED_DRAFTERS
 from tests.e2e.seeded_prompts import SEEDED_PROMPTS
 from tests.model.laws import laws_of
 
@@ -62,7 +62,7 @@ def cases(request: pytest.FixtureRequest) -> list[Case]:
 
 
 def _engine(drafter: str) -> Engine:
-    lens = str(LENS_OF_DEFAULT) if drafter == "early-exit" else None
+    lens = str(SHIPPED_DRAFTERS / "smollm2-135m-lens.safetensors") if drafter == "early-exit" else None
     return build_engine(EngineConfig(model=PRESET, drafter=drafter, lens=lens, policy="fixed", scheduler=BATCH))
 
 

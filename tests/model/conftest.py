@@ -1,10 +1,22 @@
-"""Each test's temporary folders lie apart, so that what is left behind can be seen."""
+"""What tests of models share: temporary folders that lie apart, so that what is left behind can be seen; pools of NaN."""
 
 from pathlib import Path
 
 import pytest
 
+from engine.kv_cache import KVCache
+
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def poisoned_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools are not zeroed, so a slot gathered before it is written may hold anything; here it holds NaN.
+
+    A mask is no protection: 0 times NaN is NaN.
+    """
+    pool_of = KVCache._pool
+    monkeypatch.setattr(KVCache, "_pool", lambda cache, example: pool_of(cache, example).fill_(float("nan")))

@@ -270,16 +270,7 @@ def test_combined_drafts_keep_the_targets_law(verifier, expansion):
 
 
 def test_the_law_kills_a_mixture_that_is_not_the_law_kept(monkeypatch):
-    drawn = children._drawn_iid
-
-    def kept_as_the_models(asked, logits_PV, laws):
-        """Draw from one law and hand over a flatter one, where the cache had a say."""
-        offers = drawn(asked, logits_PV, laws)
-        laws[-1] = torch.where(laws[-1] > 0, laws[-1] ** 0.2, 0.0)
-        laws[-1] /= laws[-1].sum(-1, keepdim=True)
-        return offers
-
-    monkeypatch.setitem(children._RULES, TreeKind.IID, kept_as_the_models)
+    test_engine_laws.misreport_draft_laws(monkeypatch)
     assert z_of_counts(triples(*LAWFUL[0]), target_law()) > FAILS_ABOVE
 
 

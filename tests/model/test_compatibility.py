@@ -312,9 +312,9 @@ def test_the_command_checks_files_too(target, tmp_path, capsys, flag):
 @pytest.mark.weights
 def test_the_shipped_drafters_belong_to_their_targets():
     from engine.weights import resolve
-    from server.drafter_cli import LENS_OF_DEFAULT
+    from server.settings import SHIPPED_DRAFTERS
 
     pair = compare_models(resolve("qwen2.5-coder-1.5b").folder, resolve("qwen2.5-coder-0.5b").folder, 32768)
-    lens = compare_made_for(resolve("smollm2-135m").folder, LENS_OF_DEFAULT)
+    lens = compare_made_for(resolve("smollm2-135m").folder, SHIPPED_DRAFTERS / "smollm2-135m-lens.safetensors")
     assert (pair.refusals, pair.warnings, lens.refusals, lens.warnings) == ((), (), (), ())
     assert compare_models(resolve("qwen2.5-coder-1.5b").folder, resolve("smollm2-135m").folder, 8192).refusals

@@ -142,7 +142,8 @@ def test_the_law_kills(where, name, mutant, monkeypatch):
     assert z_of_counts(triples("traversal", DELAYED), target_law()) > FAILS_ABOVE
 
 
-def test_the_law_kills_a_draft_law_that_was_not_drawn(monkeypatch):
+def misreport_draft_laws(monkeypatch):
+    """Draw from one law and hand over a flatter one."""
     drawn_iid = children._drawn_iid
 
     def misreported(asked, logits_PV, laws):
@@ -152,6 +153,10 @@ def test_the_law_kills_a_draft_law_that_was_not_drawn(monkeypatch):
         return drawn
 
     monkeypatch.setitem(children._RULES, TreeKind.IID, misreported)
+
+
+def test_the_law_kills_a_draft_law_that_was_not_drawn(monkeypatch):
+    misreport_draft_laws(monkeypatch)
     assert z_of_counts(triples("traversal", DELAYED), target_law()) > FAILS_ABOVE
 
 

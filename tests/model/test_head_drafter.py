@@ -19,7 +19,6 @@ from engine.draft.growth import grow
 from engine.draft.head_drafter import FeaturePool, HeadDrafter
 from engine.draft.texts import TextCache
 from engine.engine import Engine
-from engine.kv_cache import KVCache
 from engine.linears import PackedLinear
 from engine.model import adopt
 from engine.plan import Feeding, StepPlan
@@ -30,6 +29,7 @@ from engine.tree import Expansion, TokenTree, parse_expansion
 from engine.types import DraftSource, FinishReason
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, head_logits, learnt_head, random_head, true_features
+from tests.model.mixed import PROMPTS, mixed_requests
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
 from tests.model.test_kv_cache import RandomExpansion
@@ -37,26 +37,21 @@ from tests.model.tiny import model, own_greedy_text, own_module
 
 EXACT, WRONG = 1e-3, 1e-1  # of logits of size 1 to 10
 CROWDED = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_model_len=64)
-PROMPTS = [[5 + (7 * row + 3 * i) % 50 for i in range(4 + 9 * row)] for row in range(4)]
 REQUESTS = [
-    greedy("greedy", PROMPTS[0], max_tokens=16),
-    sampled("coupled", PROMPTS[1], seed=1, max_tokens=16),
-    sampled("traversal", PROMPTS[2], seed=2, max_tokens=16, verifier="traversal"),
-    sampled("specinfer", PROMPTS[3], seed=3, max_tokens=16, verifier="specinfer", temperature=0.3),
+    *mixed_requests(max_tokens=16),
     greedy("plain", PROMPTS[1], max_tokens=6, is_enabled=False),
 ]
 
 
 @pytest.fixture
-def poisoned_pools(monkeypatch):
-    """Pools are not zeroed: here what was never written is NaN, in the caches and among the features."""
-    pool_of, made = KVCache._pool, FeaturePool.__init__
+def poisoned_pools(poisoned_pools, monkeypatch):
+    """Among the features too, what was never written is NaN."""
+    made = FeaturePool.__init__
 
     def poisoned(pool, *args):
         made(pool, *args)
         pool._pool_SW[: pool.before_all] = float("nan")
 
-    monkeypatch.setattr(KVCache, "_pool", lambda cache, example: pool_of(cache, example).fill_(float("nan")))
     monkeypatch.setattr(FeaturePool, "__init__", poisoned)
 
 

@@ -21,7 +21,8 @@ from engine.segments import chain_segment
 from engine.testing import FAMILIES, tiny_engine
 from engine.tree import Expansion
 from engine.types import FinishReason
-from tests.model.driving import greedy, run, sampled
+from tests.model.driving import run
+from tests.model.mixed import mixed_requests
 from tests.model.passes import CPU
 from tests.model.tiny import pair
 
@@ -104,28 +105,11 @@ def errors_over_a_run(family: str) -> CacheErrors:
     """Run greedy, coupled and i.i.d. rows together through chunks, random trees and preemption."""
     config = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=NUM_SLOTS, max_model_len=64)
     engine = tiny_engine(*pair(family), policy=RandomExpansion(3), config=config)
-    prompts = [[5 + (7 * row + 3 * i) % 50 for i in range(4 + 9 * row)] for row in range(4)]
-    requests = [
-        greedy("greedy", prompts[0], max_tokens=24),
-        sampled("coupled", prompts[1], seed=1, max_tokens=24),
-        sampled("traversal", prompts[2], seed=2, max_tokens=24, verifier="traversal"),
-        sampled("specinfer", prompts[3], seed=3, max_tokens=24, verifier="specinfer", temperature=0.3),
-    ]
     errors = CacheErrors()
-    session = run(engine, requests, errors.look)
+    session = run(engine, mixed_requests(max_tokens=24), errors.look)
     assert all(outcome.finish is FinishReason.LENGTH for outcome in session.outcomes.values())
     assert sum(stats.num_preemptions for stats in session.stats)
     return errors
-
-
-@pytest.fixture
-def poisoned_pools(monkeypatch):
-    """Pools are not zeroed, so a slot gathered before it is written may hold anything; here it holds NaN.
-
-    A mask is no protection: 0 times NaN is NaN.
-    """
-    pool_of = KVCache._pool
-    monkeypatch.setattr(KVCache, "_pool", lambda cache, example: pool_of(cache, example).fill_(float("nan")))
 
 
 @pytest.mark.usefixtures("poisoned_pools")

@@ -108,7 +108,7 @@ def test_known_drawings_kill_a_bar_forgotten(monkeypatch):
 def test_a_long_chain_is_drawn():
     """A drawing that calls itself for each child ends at a thousand."""
     num = 3000
-    chain = TokenTree(tuple(range(-1, num)), (1,) * (num + 1), (*((node + 1,) for node in range(num)), ()))
+    chain = TokenTree.chain((1,) * (num + 1))
     assert drawn_tree(chain, (), spelt_as_ids) == [" - ".join(["1"] * (num + 1))]
 
 

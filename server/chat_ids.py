@@ -1,0 +1,12 @@
+"""One user message as a model's chat prompt, for tools that load a tokenizer of their own."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def chat_ids(tokenizer: "PreTrainedTokenizerBase", message: str) -> tuple[int, ...]:
+    """Return the ids of a conversation of one user message, up to where the assistant speaks."""
+    chat = [{"role": "user", "content": message}]
+    return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
