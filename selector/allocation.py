@@ -30,8 +30,8 @@ class BatchLoad:
     """What the batch's step runs whatever is chosen, and what a node adds for each sequence.
 
     `base` is plain decoding's work, with the trees that requests ask for themselves; `base_tokens` what it brings.
-    `context_B` are cached tokens of each sequence, `unfed_B` what its drafter must be fed before it drafts, `draws_B` whether it
-    draws (1) or ranks (0).
+    `context_B` are cached tokens of each sequence, `unfed_B` the tokens that its drafter is behind, as far as they are charged to
+    this step, `draws_B` whether it draws (1) or ranks (0).
     """
 
     base: Works

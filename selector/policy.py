@@ -98,14 +98,14 @@ class AdaptiveExpansion:
             return self._without_numbers(views)
         allocator = Allocator(self._menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
         plain = allocator.plain()
-        self._probes.save(plain.seconds, 1 + self._settled_steps)
+        num_settled = self._settled_steps if _all_decode(views) else 0
+        self._probes.save(plain.seconds, 1 + num_settled)
         best = self._clearly_better(batch, allocator, allocator.best(plain))
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, best, plain, reason, views)
         places = dict.fromkeys((view.request_id for view in views), 0)
         places.update((one.request_id, int(place)) for one, place in zip(batch.views, best.places_B, strict=True))
-        is_settled = all(view.num_uncached == 1 for view in views)
-        self._standing = _Standing(places, choice, self._settled_steps if is_settled else 0)
+        self._standing = _Standing(places, choice, num_settled)
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
             return self._choice(batch, plain, plain, Reason.PROBE, views)
@@ -115,11 +115,14 @@ class AdaptiveExpansion:
     def _choice(
         self, batch: _Batch, chosen: Allocation, plain: Allocation, reason: Reason, views: Sequence[SequenceView]
     ) -> Choice:
-        """Return an allocation as an expansion for every view; whoever chose for itself is not asked."""
+        """Return an allocation as an expansion for every view; whoever chose for itself is not asked.
+
+        No seconds are foretold of a step that feeds a prompt: it was priced without.
+        """
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, chosen.places_B.tolist(), strict=True):
             expansions[index] = self._menu.entries[place]
-        return Choice(tuple(expansions), reason, chosen.rate / plain.rate, chosen.seconds)
+        return Choice(tuple(expansions), reason, chosen.rate / plain.rate, chosen.seconds if _all_decode(views) else None)
 
     def observe(self, feedback: StepFeedback) -> None:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought."""
@@ -217,6 +220,11 @@ class AdaptiveExpansion:
 def _catch_up(view: SequenceView) -> float:
     """Return the tokens that a tree now costs the drafter beside its nodes: what it lags behind, spread over steps to come."""
     return view.num_unfed / min(_CATCH_UP_STEPS, max(1, view.num_remaining))
+
+
+def _all_decode(views: Sequence[SequenceView]) -> bool:
+    """Return whether no prompt is being fed."""
+    return all(view.num_uncached == 1 for view in views)
 
 
 def _is_free(view: SequenceView) -> bool:
