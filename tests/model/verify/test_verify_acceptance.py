@@ -153,7 +153,9 @@ class WorstRanked(BestRanked):
 
 
 @pytest.mark.parametrize("num_draws", [2, 3])
-@pytest.mark.parametrize("selection", [BestRanked(), Duels(2), Duels(3), Duels(4)], ids=repr)
+@pytest.mark.parametrize(
+    "selection", [BestRanked(), Duels(2), Duels(3), Duels(4)], ids=["ranked", "duels-2", "duels-3", "duels-4"]
+)
 def test_the_law_of_the_chosen_draw_is_told(selection: Selection, num_draws: int) -> None:
     for flavour in ("generic", "sparse", "equal"):
         drawn, told = chosen_law(selection, TinyModel(4, 3, flavour), num_draws)
