@@ -108,8 +108,10 @@ def test_a_source_distribution_is_not_built(registry, tmp_path, monkeypatch):
     assert ran.exists()
 
 
+# Python leaves SIGINT ignored where it was: in children of a shell's background job.
 KILLED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from engine.weights import WeightsCache
 from engine.weights.fetch import fetch_gguf
