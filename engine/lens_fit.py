@@ -11,17 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.config import SchedulerConfig
 from engine.draft.early_exit import Lens, truncated
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
 from engine.packing import pack
 from engine.segments import chain_segment
 from engine.taps import StateTap
-from engine.target import Target
-from engine.types import Request, SamplingParams
-from engine.writing import plain_answers
+from engine.writing import Order, write
 
+_BATCH = 64  # texts written at a time
 _RIDGE = 1e-3  # of the mean square of a state's entries
 
 
@@ -36,14 +34,9 @@ class LensReport:
 
 def written_texts(model: CausalModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
     """Return each prompt with the target's own answer; odd prompts at temperature 1, even ones at 0.7."""
-    config = SchedulerConfig(num_slots=32 * (max_tokens + 256), max_model_len=model.max_positions)
-    requests = [
-        Request(str(index), tuple(prompt), SamplingParams(1.0 if index % 2 else 0.7, seed=seed + index, max_tokens=max_tokens))
-        for index, prompt in enumerate(prompts)
-    ]
-    written = plain_answers(Target(model, config.num_slots), config, requests)
-    answers = {request.request_id: answer for request, answer in tqdm(written, "writing texts", len(requests), unit="text")}
-    return [[*request.prompt_ids, *answers[request.request_id]] for request in requests]
+    orders = {index: Order(prompt, 1.0 if index % 2 else 0.7, seed + index, max_tokens) for index, prompt in enumerate(prompts)}
+    texts = {text.name: text.ids for text in tqdm(write(model, orders, _BATCH), "writing texts", len(orders), unit="text")}
+    return [texts[index] for index in range(len(orders))]
 
 
 def _states(model: CausalModel, text: Sequence[int], layers: Sequence[int]) -> tuple[Float[Tensor, "T D"], ...]:

@@ -1,6 +1,6 @@
 """Reads hidden states out of a model's forward passes.
 
-Shape key: T packed tokens, F tapped layers, D model width.
+Shape key: T tokens (packed, or row after row), F tapped layers, D model width.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,6 @@ class StateTap:
 
     def _reader(self, count: int) -> Any:
         def read(_module: Any, _args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
-            self._states[count] = (output if isinstance(output, Tensor) else output[0])[0]
+            self._states[count] = (output if isinstance(output, Tensor) else output[0]).flatten(0, 1)
 
         return read

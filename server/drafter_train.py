@@ -28,6 +28,7 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--out", type=Path, required=True, help="safetensors file to write, with its curve (.jsonl, .png) beside it"
     )
     train.add_argument("--prompt-grammar", type=Path, default=_PROMPTS, help="YAML file of templates and fillers")
+    train.add_argument("--weights", type=_weights, default={}, help="of kinds of prompts, where not the grammar's: code=20,prose=2")
     train.add_argument("--num-prompts", type=int, default=4000, help="texts to write")
     train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
     train.add_argument("--batch", type=int, default=192, help="texts written at a time")
@@ -65,6 +66,10 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _weights(text: str) -> dict[str, int]:
+    return {kind: int(weight) for kind, weight in (part.split("=") for part in text.split(","))}
+
+
 def _train(parsed: argparse.Namespace) -> int:
     from engine.distill.corpus import Corpus, collect  # torch is slow to import, and other commands need not wait for it
     from engine.distill.distil import distil, shape_for
@@ -72,7 +77,7 @@ def _train(parsed: argparse.Namespace) -> int:
     from engine.distill.trainer import TrainingPlan
 
     folder = resolve(parsed.target).folder
-    prompts = _as_chats(folder, PromptGrammar.load(parsed.prompt_grammar).draw(parsed.num_prompts, parsed.seed))
+    prompts = _as_chats(folder, PromptGrammar.load(parsed.prompt_grammar, parsed.weights).draw(parsed.num_prompts, parsed.seed))
     model = _load(parsed, folder)
     depth = len(model.module.model.layers)
     layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)

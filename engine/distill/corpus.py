@@ -16,16 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.config import SchedulerConfig
 from engine.model import CausalModel
-from engine.plan import StepPlan
-from engine.taps import StateTap
-from engine.target import Target
-from engine.tree import TokenTree
-from engine.types import Request, SamplingParams, Speculation
-from engine.writing import plain_answers
+from engine.writing import Order, write
 
-_PLAIN = Speculation(is_enabled=False, verifier="traversal")  # one uniform a token, where the coupled rule makes V
 TEMPERATURES = (0.7, 1.0, 0.0, 0.7, 1.0, 0.7)  # of the texts, in turn
 
 
@@ -42,44 +35,16 @@ class Text:
     states_TFD: Float[Tensor, "T-1 F D"]
 
 
-class RecordingTarget(Target):
-    """A target that keeps the states of plainly decoded rows."""
-
-    def __init__(self, model: CausalModel, num_slots: int, layers: Sequence[int]) -> None:
-        super().__init__(model, num_slots)
-        self._tap = StateTap(model, layers)
-        self._parts: dict[str, list[Tensor]] = {}
-
-    def forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> Float[Tensor, "N V"]:
-        """Run the step's pass and keep each row's states."""
-        logits_NV = super().forward(plan, trees)
-        states = self._tap.latest().to("cpu", torch.bfloat16)
-        lengths = [len(row.certain_ids) for row in plan.rows]
-        for row, part in zip(plan.rows, torch.split(states, lengths), strict=True):
-            self._parts.setdefault(row.request_id, []).append(part)
-        return logits_NV
-
-    def taken(self, request_id: str) -> Float[Tensor, "T F D"]:
-        """Return a finished request's states and forget them."""
-        return torch.cat(self._parts.pop(request_id))
-
-
 def write_texts(
     model: CausalModel, layers: Sequence[int], prompts: Mapping[int, Sequence[int]], max_tokens: int, seed: int, batch: int
 ) -> Iterator[Text]:
     """Yield prompts with the target's answers as they are done, `batch` at a time; a text's randomness is that of its index."""
-    num_slots = batch * (max(map(len, prompts.values())) + max_tokens + 1)
-    config = SchedulerConfig(batch, len(prompts), max_step_tokens=max(512, batch), num_slots=num_slots, max_model_len=num_slots)
-    target = RecordingTarget(model, num_slots, layers)
-    requests = [_request(index, prompt, max_tokens, seed) for index, prompt in prompts.items()]
-    for request, answer in plain_answers(target, config, requests):
-        ids = torch.tensor([*request.prompt_ids, *answer], dtype=torch.int32)
-        yield Text(int(request.request_id), ids, len(request.prompt_ids), target.taken(request.request_id))
-
-
-def _request(index: int, prompt: Sequence[int], max_tokens: int, seed: int) -> Request:
-    sampling = SamplingParams(TEMPERATURES[index % len(TEMPERATURES)], seed=seed + index, max_tokens=max_tokens)
-    return Request(str(index), tuple(prompt), sampling, _PLAIN)
+    orders = {
+        index: Order(prompt, TEMPERATURES[index % len(TEMPERATURES)], seed + index, max_tokens)
+        for index, prompt in prompts.items()
+    }
+    for text in write(model, orders, batch, layers):
+        yield Text(text.name, torch.tensor(text.ids, dtype=torch.int32), text.num_prompt, text.states_TFD)
 
 
 class Corpus:
@@ -126,7 +91,7 @@ def collect(
     *,
     max_tokens: int,
     seed: int,
-    batch: int = 96,
+    batch: int = 256,
     texts_per_shard: int = 128,
 ) -> None:
     """Let the target answer the prompts that have no answer yet."""

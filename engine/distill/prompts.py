@@ -22,10 +22,10 @@ class PromptGrammar:
             raise ValueError(f"the grammar lacks fillers {sorted(unknown)} or has kinds without templates and weights")
 
     @classmethod
-    def load(cls, path: Path) -> "PromptGrammar":
-        """Read a YAML file with `templates`, `fillers` and `weights`."""
+    def load(cls, path: Path, weights: Mapping[str, int] | None = None) -> "PromptGrammar":
+        """Read a YAML file with `templates`, `fillers` and `weights`; `weights` given here count instead."""
         parts: dict[str, Any] = yaml.safe_load(path.read_text())
-        return cls(parts["templates"], parts["fillers"], parts["weights"])
+        return cls(parts["templates"], parts["fillers"], {**parts["weights"], **(weights or {})})
 
     def draw(self, count: int, seed: int) -> list[str]:
         """Return `count` different prompts; raise ValueError if the grammar has not so many."""
