@@ -111,8 +111,10 @@ def build_counting(config: EngineConfig) -> CountingEngine:
     return CountingEngine(config.scheduler.max_running)
 
 
-def build_slowly(config: EngineConfig) -> CountingEngine:
-    time.sleep(1.6)
+def build_once_marked(config: EngineConfig) -> CountingEngine:
+    """Take until the file named as the model exists."""
+    while not Path(config.model).exists():
+        time.sleep(_PACE_S)
     return build_counting(config)
 
 

@@ -25,7 +25,7 @@ def make_app(engine: FakeEngine, **settings: Any) -> FastAPI:
 
 async def until(is_true: Any) -> None:
     """Wait for something that other tasks bring about."""
-    for _ in range(2000):
+    for _ in range(30_000):
         if is_true():
             return
         await asyncio.sleep(0.002)

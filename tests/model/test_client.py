@@ -12,7 +12,7 @@ from engine.config import SchedulerConfig
 from engine.service import EngineBusy, EngineState, EngineUnavailable
 from engine.types import FinishReason, StepStats, TokenEvent
 from tests.clients import collect, end_of, patiently, running, tokens_of, until, worker_client
-from tests.counting_engine import Trick, build_slowly, counting_request
+from tests.counting_engine import Trick, build_forever, counting_request
 
 ENDLESS = 500_000
 
@@ -187,7 +187,7 @@ class TestStop:
             assert end_of(await patiently(_drained(stream))).finish is FinishReason.ABORT
 
     async def test_while_loading_kills(self) -> None:
-        client = worker_client(build_slowly)
+        client = worker_client(build_forever)
         start = asyncio.create_task(client.start())
         await until(lambda: client.health.heartbeat_age_s is not None)
         await client.stop(drain_s=60.0)

@@ -49,14 +49,15 @@ async def test_abort_close_and_a_full_queue() -> None:
         await until(lambda: len(service._ledger) == 0)
 
 
-async def test_stop_drains_or_aborts() -> None:
+@pytest.mark.parametrize(
+    ("max_tokens", "drain_s", "finish"), [(5, 3600.0, FinishReason.LENGTH), (ENDLESS, 0.05, FinishReason.ABORT)]
+)
+async def test_stop_drains_or_aborts(max_tokens: int, drain_s: float, finish: FinishReason) -> None:
     service = in_process()
     async with running(service):
-        short = service.submit(counting_request("short", Trick.PACE, max_tokens=5))
-        endless = service.submit(counting_request("endless", Trick.PACE, max_tokens=ENDLESS))
-        await service.stop(drain_s=0.2)
-        assert end_of([event async for event in short]).finish is FinishReason.LENGTH
-        assert end_of([event async for event in endless]).finish is FinishReason.ABORT
+        stream = service.submit(counting_request("a", Trick.PACE, max_tokens=max_tokens))
+        await service.stop(drain_s)
+        assert end_of([event async for event in stream]).finish is finish
         with pytest.raises(EngineUnavailable, match="stopped"):
             service.submit(counting_request("late", 1))
 

