@@ -1,8 +1,11 @@
 """Set up before any test module is imported: shapes checked at run time, one torch thread, hypothesis without deadlines."""
 
+import os
+
 import jaxtyping
 import pytest
 import torch
+import transformers.modeling_utils  # noqa: F401  (what is first imported under the hook below is compiled anew)
 from hypothesis import HealthCheck, settings
 
 import tests.typechecking  # noqa: F401  (the hook looks it up as an attribute of `tests`)
@@ -26,3 +29,14 @@ settings.load_profile("latebranch")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden-tokens", type=int, default=24, help="tokens compared with transformers.generate for each prompt")
     parser.addoption("--seeded-prompts", type=int, default=3, help="prompts whose seeded texts are compared on real weights")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several processes give each file to one, whole, unless its tests name groups; begin with what takes longest."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

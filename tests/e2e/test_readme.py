@@ -3,23 +3,16 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import RunningServer, running_server
+from tests.e2e.server import RunningServer
 
-pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("server")]
 
 README = Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", README.read_text(), re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("readme") / "log") as running:
-        yield running
 
 
 def test_there_are_examples() -> None:

@@ -12,18 +12,12 @@ import openai
 import pytest
 
 from tests.e2e.prompts import PROMPTS
-from tests.e2e.server import RunningServer, running_server, sse
+from tests.e2e.server import RunningServer, sse
 
-pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("server")]
 
 MODEL = "smollm2-135m"
 SHAPES = [(0, 1, 0), (4, 1, 0), (2, 2, 2), (0, 3, 2), (6, 1, 0)]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("serve") / "log") as running:
-        yield running
 
 
 @pytest.fixture
