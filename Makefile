@@ -38,9 +38,9 @@ weights: $(INSTALLED) ## fetch and convert the weights of MODEL (smollm2-135m), 
 serve: weights ## serve MODEL (smollm2-135m) on 127.0.0.1:8000
 	$(BIN)/latebranch serve $(SERVE_MODEL) $(ARGS)
 
-# A process a core; what shares a loaded model stays in one of them, and the longest begin first (tests/conftest.py).
+# A process a core; what shares a loaded model stays in one of them (tests/scheduling.py).
 test: $(INSTALLED) ## run the whole suite on every core
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
 
 lint: $(INSTALLED) ## check style, layout, types and the direction of imports
 	$(BIN)/ruff check

@@ -7,8 +7,10 @@ import pytest
 import torch
 import transformers.modeling_utils  # noqa: F401  (what is first imported under the hook below is compiled anew)
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
 
 import tests.typechecking  # noqa: F401  (the hook looks it up as an attribute of `tests`)
+from tests.scheduling import GroupScheduling
 
 # The modules that hold tensors. The records of the others are built inside hypothesis strategies, where the random choices by
 # which beartype looks into containers are not welcome.
@@ -31,12 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeded-prompts", type=int, default=3, help="prompts whose seeded texts are compared on real weights")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several processes give each file to one, whole, unless its tests name groups; begin with what takes longest."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Begin with what takes longest where several processes run, so that none is left with it at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    return GroupScheduling(config, log)

@@ -9,6 +9,6 @@ from tests.e2e.server import RunningServer, running_server
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A ready server; its tests are of one `xdist_group`, so that it is started once."""
+    """A ready server; its tests stay in one process (tests/scheduling.py), so that it is started once."""
     with running_server(tmp_path_factory.mktemp("serve") / "log") as running:
         yield running

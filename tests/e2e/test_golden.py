@@ -86,11 +86,7 @@ def _golden(preset: str, num_prompts: int, num_tokens: int) -> Golden:
     return Golden(model, target, tuple(drafters), tuple(prompts), tuple(texts))
 
 
-def _preset(name: str) -> object:
-    return pytest.param(name, marks=pytest.mark.xdist_group(name))  # loaded once, and presets beside each other
-
-
-@pytest.fixture(scope="module", params=map(_preset, ["qwen2.5-coder-1.5b", "smollm2-135m", "gemma3-270m"]))
+@pytest.fixture(scope="module", params=["qwen2.5-coder-1.5b", "smollm2-135m", "gemma3-270m"])
 def golden(request: pytest.FixtureRequest) -> Golden:
     num_tokens = request.config.getoption("--golden-tokens")
     num_prompts = 8 if request.param == "smollm2-135m" else 3

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.server import RunningServer
 
-pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("server")]
+pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600)]
 
 README = Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", README.read_text(), re.DOTALL)

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.server import RunningServer, sse
 
-pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("server")]
+pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = "smollm2-135m"
 SHAPES = [(0, 1, 0), (4, 1, 0), (2, 2, 2), (0, 3, 2), (6, 1, 0)]

@@ -310,7 +310,6 @@ def test_the_command_checks_files_too(target, tmp_path, capsys, flag):
 
 
 @pytest.mark.weights
-@pytest.mark.xdist_group("qwen2.5-coder-1.5b")  # fetched in one place
 def test_the_shipped_drafters_belong_to_their_targets():
     from engine.weights import resolve
     from server.settings import SHIPPED_DRAFTERS

@@ -124,7 +124,6 @@ def test_what_cannot_be_read_is_named(tmp_path, file):
 
 
 @pytest.mark.weights
-@pytest.mark.xdist_group("qwen2.5-coder-1.5b")  # fetched in one place
 def test_the_shipped_pair_has_one_vocabulary():
     from engine.weights import resolve
 
