@@ -21,6 +21,7 @@ from engine.draft.head import DraftHead
 from engine.draft.head_drafter import HeadDrafter
 from engine.draft.model import ModelDrafter
 from engine.draft.padding import RepaddedModel
+from engine.draft.recent_texts import RecentLimits
 from engine.draft.runs import LENGTHS, RunningPolicy
 from engine.draft.texts import TextCache
 from engine.engine import Engine
@@ -161,7 +162,7 @@ def _with_runs(policy: ExpansionPolicy, config: EngineConfig, drafter: Drafter) 
 
 def _texts(config: EngineConfig) -> TextCache:
     has_own_texts = config.cached_text or config.drafter == "ngram"
-    return TextCache(config.ngram_min_tokens, config.recent_tokens, has_own_texts)
+    return TextCache(config.ngram_min_tokens, RecentLimits(config.recent_tokens, config.total_recent_tokens), has_own_texts)
 
 
 def _required(value: str | None, name: str) -> str:

@@ -105,6 +105,9 @@ class Engine:
         """Advance every running sequence by one tree; return the tokens that left the engine."""
         watch = Stopwatch()
         # 1. Who runs, and how far each may speculate.
+        if self._follower is not None:
+            self._follower.advance()
+        watch.lap("follow")
         self._scheduler.admit()
         choice = self._policy.choose(self._scheduler.views())
         watch.lap("choose")

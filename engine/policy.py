@@ -47,12 +47,15 @@ class Choice:
     """One expansion for each view, in order, and what its chooser expects of the step.
 
     `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds; a chooser that expects nothing leaves them.
+    `node_price` is what one more node would cost the step, in tokens that its seconds would bring: it pays if it is likelier to
+    be accepted.
     """
 
     expansions: tuple[Expansion, ...]
     reason: Reason = Reason.FIXED
     speedup: float = 1.0
     step_s: float | None = None
+    node_price: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

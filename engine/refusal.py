@@ -21,7 +21,8 @@ def require_runnable(request: Request, info: ModelInfo) -> None:
         )
     if len(request.prediction_ids) > info.max_model_len:
         raise RequestRefused(f"a prediction of {len(request.prediction_ids)} tokens exceeds {info.max_model_len} tokens")
-    if any(not 0 <= token_id < info.vocab_size for token_id in (*request.prompt_ids, *request.prediction_ids)):
+    token_ids = (*request.prompt_ids, *request.prediction_ids)
+    if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
         raise RequestRefused(f"prompt and prediction token ids must lie in [0, {info.vocab_size})")
     try:
         require_law(sampling, info.vocab_size, info.eos_token_ids)

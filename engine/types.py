@@ -92,7 +92,8 @@ class Request:
     """One sequence to generate. `request_id` is unique among the living ones.
 
     `prediction_ids` are what the client expects to come; they are drafted from and change no law. What a `tenant` was told may be
-    drafted from in its later requests and in nobody else's; the empty one shares nothing.
+    drafted from in its later requests and in nobody else's; the empty one shares nothing. Its name up to the first slash is that
+    of a group, whose tenants are kept few.
     """
 
     request_id: str

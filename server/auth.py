@@ -43,12 +43,15 @@ class ApiKeyGate:
 
 
 def tenant_of(request: Request, user: str | None) -> str:
-    """Return an opaque name of who may draft from each other's texts: one user of one key. Empty where no key is asked for.
+    """Return an opaque name of who may draft from each other's texts: KEY/USER. Empty where no key is asked for.
 
     How fast an answer comes can tell what was drafted, so nobody's text is drafted from for anybody else.
     """
     digest: bytes | None = request.scope.get(_KEY_DIGEST)
-    return "" if digest is None else hmac.new(digest, (user or "").encode("utf-8", "surrogateescape"), "sha256").hexdigest()[:32]
+    if digest is None:
+        return ""
+    named = hmac.new(digest, (user or "").encode("utf-8", "surrogateescape"), "sha256")
+    return f"{hashlib.sha256(digest).hexdigest()[:16]}/{named.hexdigest()[:32]}"
 
 
 def _digest(key: str) -> bytes:

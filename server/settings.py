@@ -87,6 +87,11 @@ class Settings(BaseSettings):
         ge=0,
         description="Tokens of finished answers kept for each user of each API key, to draft their later ones from; 0: none.",
     )
+    total_recent_tokens: int = Field(
+        default=262_144,
+        ge=0,
+        description="Tokens kept so for all users together, a few hundred bytes each; the least lately used are forgotten first.",
+    )
     verifier: VerifierName = Field(default="traversal", description="Rule that accepts drafted tokens.")
     policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="Who chooses tree shapes.")
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
@@ -179,6 +184,7 @@ class Settings(BaseSettings):
             cached_text=has_cached_text,
             ngram_min_tokens=self.ngram_min_tokens,
             recent_tokens=self.recent_tokens,
+            total_recent_tokens=self.total_recent_tokens,
             verifier=self.verifier,
             policy=self.policy,
             expansion=parse_expansion(self.expansion),

@@ -26,6 +26,10 @@ class FollowsTexts:
         """Follow a request's text."""
         self.texts.begin(request, history)
 
+    def advance(self) -> None:
+        """Follow the texts up to what is committed."""
+        self.texts.advance()
+
     def end(self, request_id: str) -> None:
         """Let go of a request."""
         self.texts.end(request_id)

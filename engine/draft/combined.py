@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.draft.cached import FollowsTexts, law_at, odds_rows
 from engine.draft.drafter import Drafter, FrontierNode, Proposal
-from engine.draft.texts import SURE, CachedLaw, TextCache
+from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Feeding, Row
 from engine.tree import ROOT
 from engine.types import DraftSource
@@ -131,7 +131,7 @@ class CombinedDrafter(FollowsTexts):
 
 
 def _is_sure(law: CachedLaw | None) -> bool:
-    return law is not None and law.chance >= SURE
+    return law is not None and law.is_sure
 
 
 def _rows_of(asked: Sequence[_Asked], answers: Proposal | None) -> dict[int, int]:

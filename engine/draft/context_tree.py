@@ -7,7 +7,8 @@ its states only once a text has ended; tables of n-grams cost every length for e
 2411.04975) runs forward in time, so that each new token extends a suffix of every length. Knows token ids, not whose they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,3 +105,13 @@ class ContextTree:
             if depth < child.depth:
                 break
         return Match(depth, fork.counts) if depth else None
+
+
+def joined(matches: Iterable[Match | None]) -> Match | None:
+    """Return what one tree of all their texts would say, given what several trees say: the longest matches, counted together."""
+    known = [match for match in matches if match is not None]
+    length = max((match.length for match in known), default=0)
+    longest = [match.counts for match in known if match.length == length]
+    if not longest:
+        return None
+    return Match(length, longest[0] if len(longest) == 1 else sum(map(Counter, longest), Counter()))

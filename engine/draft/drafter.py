@@ -116,10 +116,14 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class RequestFollower(Protocol):
-    """A drafter that is told of requests' lives, from the queue to the end."""
+    """A drafter that is told of requests' lives, from the queue to the end, and of the steps between."""
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Take note of a request whose text, as it is committed, is `history`: it grows and is not to be changed."""
+        ...
+
+    def advance(self) -> None:
+        """Take note of what was committed, before a step; what may take longer than a step can wait is done in parts, here."""
         ...
 
     def end(self, request_id: str) -> None:

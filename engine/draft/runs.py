@@ -1,7 +1,8 @@
 """Chains for text that is surely foretold: a policy's choice, but where cached text promises a longer path than any of its trees.
 
-A long trunk of cached text costs no draft pass, so it pays where no tree of a model would. Whether there is one is told by
-committed text alone, before anything is drawn.
+A long trunk of cached text costs no draft pass, so it pays where no tree of a model would; but its nodes cost the target what
+anyone's do, so a chain ends where its last node is less likely to be accepted than a node costs in this batch. Whether there is
+one is told by committed text alone, before anything is drawn.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ from engine.policy import Choice, DraftOutcome, ExpansionPolicy, SequenceView, S
 from engine.tree import Expansion
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
+_LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
 
 
 class RunningPolicy:
     """Another policy's choices, with chains of at most `longest` nodes where the cache is sure of so many.
 
     What became of such chains is kept from the other policy: they say nothing of its own trees, nor of what a draft pass costs.
+    Sequences whose request has chosen a tree, or none, are left alone.
     """
 
     def __init__(self, policy: ExpansionPolicy, texts: TextCache, longest: int = LENGTHS[0]) -> None:
@@ -25,27 +28,32 @@ class RunningPolicy:
         self._policy = policy
         self._texts = texts
         self._longest = longest
-        self._runs: dict[str, Expansion] = {}  # of the last choice, by request
+        self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
         choice = self._policy.choose(views)
-        chains = [self._chain(view, wish) for view, wish in zip(views, choice.expansions, strict=True)]
-        self._runs = {view.request_id: chain for view, chain in zip(views, chains, strict=True) if chain is not None}
-        if not self._runs:
+        least_chance = max(_LEAST_CHANCE, choice.node_price)
+        chains = [self._chain(view, wish, least_chance) for view, wish in zip(views, choice.expansions, strict=True)]
+        self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
+        if not self._running:
             return choice
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
         return replace(choice, expansions=tuple(expansions), step_s=None)
 
-    def _chain(self, view: SequenceView, wish: Expansion) -> Expansion | None:
-        """Return the longest chain that the cache is sure of, if it is deeper than the wish."""
-        known = self._texts.run(view.request_id, min(self._longest, view.num_remaining - 1))
+    def _chain(self, view: SequenceView, wish: Expansion, least_chance: float) -> Expansion | None:
+        """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep."""
+        asked = view.speculation
+        if not asked.is_enabled or asked.expansion is not None:
+            return None
+        most = min(self._longest, view.num_remaining - 1, self._longest if asked.max_nodes is None else asked.max_nodes)
+        known = self._texts.run(view.request_id, most, least_chance)
         lengths = (length for length in LENGTHS if wish.max_depth < length <= known)
         return next((Expansion(length, 1, 0) for length in lengths), None)
 
     def observe(self, feedback: StepFeedback) -> None:
-        """Let the policy learn from its own trees."""
-        own = tuple(one for one in feedback.outcomes if one.request_id not in self._runs)
+        """Let the policy learn from its own trees, and from rows that had no room for a chain and ran plain."""
+        own = tuple(one for one in feedback.outcomes if one.request_id not in self._running or one.expansion.is_plain)
         if len(own) < len(feedback.outcomes):
             feedback = replace(feedback, outcomes=own, work=_without_runs(feedback.work, feedback.outcomes, own))
         self._policy.observe(feedback)

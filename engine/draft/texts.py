@@ -1,35 +1,39 @@
 """The texts a request may draft from: its own, its prediction, and what was said lately to its tenant. Nothing else, ever.
 
-Each is a ContextTree; the law after a text is the mixture of what followed its longest known end in each, weighted by how well
-such matches agreed with what came. Weights and laws depend on committed tokens and on the path alone, never on a draw from them.
-Knows token ids and requests' lives, neither trees nor tensors.
+Each is in a ContextTree, as far as it is indexed; the law after a text is the mixture of what followed its longest known end in
+each, weighted by how well such matches agreed with what came. Weights and laws depend on committed tokens, on the path and on
+how many steps there were, never on a draw from them. Knows token ids and requests' lives, neither token trees nor tensors.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.draft.agreement import Agreement, TextSource
-from engine.draft.context_tree import MAX_CONTEXT, ContextTree, Match
-from engine.plan import Row
+from engine.draft.context_tree import MAX_CONTEXT, ContextTree, Match, joined
+from engine.draft.edited import may_hinder
+from engine.draft.recent_texts import RecentLimits, RecentTexts
+from engine.draft.text_index import Indexer, TextIndex, text_after
+from engine.plan import LawContext, Row
 from engine.types import DraftSource, Request
 
 SURE = 0.8  # chance of a cached law from which on no model is asked
-_MAX_TENANTS = 64
-_LEAST_RUN = 0.5  # chance of the whole of a run
+MOST_INDEXED = 512  # tokens of all texts that are indexed in a step: milliseconds, and no slower than prompts are fed
+_NOTHING = RecentLimits()
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLaw:
     """What cached text says comes next: probabilities that sum to 1, how far they are trusted, which tokens are predicted ones.
 
-    `chance` is that of a draw from the law to be the token that comes.
+    `chance` is that of a draw from the law to be the token that the bare model says. A law `is_sure` if that is high and the
+    request does nothing to its logits that may hinder one of the tokens: a model need not be asked.
     """
 
     odds: dict[int, float]
     chance: float
     predicted: frozenset[int]
+    is_sure: bool = False
 
     def source_of(self, token_id: int) -> DraftSource:
         """Return where a token of the law comes from: the prediction if that foretells it too."""
@@ -48,150 +52,154 @@ class _Told(NamedTuple):
     match: Match
 
 
-class _Recent:
-    """One tenant's outputs in two generations: when the younger has half the tokens, the elder is forgotten."""
-
-    def __init__(self, most_tokens: int) -> None:
-        self._most_tokens = most_tokens
-        self._num_young = 0
-        self.generations = [ContextTree(), ContextTree()]
-
-    def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Remember an output, or the last of it that there is room for."""
-        if not output:
-            return
-        most = self._most_tokens // 2
-        text, num_kept = [*prompt[-MAX_CONTEXT:], *output], min(len(output), most)
-        if self._num_young + num_kept > most:
-            self.generations = [ContextTree(), self.generations[0]]
-            self._num_young = 0
-        self._num_young += num_kept
-        self.generations[0].begin(text[: len(text) - num_kept])
-        for token_id in text[len(text) - num_kept :]:
-            self.generations[0].append(token_id)
-
-
 class _Trees(NamedTuple):
-    """A request's own text, if that is drafted from, and its prediction, if it has one."""
+    """What one request may draft from, by source."""
 
-    own: ContextTree | None
-    prediction: ContextTree | None
-
-
-def _tree_of(token_ids: Sequence[int] = (), context: Sequence[int] = ()) -> ContextTree:
-    tree = ContextTree()
-    tree.begin(context)
-    for token_id in token_ids:
-        tree.append(token_id)
-    return tree
-
-
-class _RequestTexts:
-    """What one request may draft from. It follows the request's text, which only grows, when it is asked."""
-
-    def __init__(self, history: Sequence[int], prompt_len: int, trees: _Trees, recent: _Recent | None) -> None:
-        self.history = history
-        self.prompt_len = prompt_len
-        self.recent = recent
-        self._trees = trees
-        self._num_known = 0
-
-    def follow(self, agreement: Agreement, min_tokens: int) -> None:
-        """Learn the tokens that were committed since: first how well they were foretold, then the tokens."""
-        for position in range(self._num_known, len(self.history)):
-            token_id = self.history[position]
-            if position >= self.prompt_len:
-                context = self.history[max(0, position - MAX_CONTEXT) : position]
-                for told in self.told(context, min_tokens):
-                    agreement.observe(told.source, told.match, token_id)
-            if self._trees.own is not None:
-                self._trees.own.append(token_id)
-        self._num_known = len(self.history)
+    prediction: tuple[ContextTree, ...] = ()
+    own: tuple[ContextTree, ...] = ()  # its prompt and its output, which are one text
+    recent: tuple[ContextTree, ...] = ()
 
     def told(self, context: Sequence[int], min_tokens: int) -> Iterator[_Told]:
         """Yield what each source knows of what follows. One token of a prediction says something, elsewhere it says little."""
-        own, prediction = self._trees
-        if prediction is not None and (match := prediction.match(context)) is not None:
-            yield _Told(TextSource.PREDICTION, match)
-        if own is not None and (match := own.match(context)) is not None and match.length >= min_tokens:
+        for tree in self.prediction:
+            if (match := tree.match(context)) is not None:
+                yield _Told(TextSource.PREDICTION, match)
+        if (match := joined(tree.match(context) for tree in self.own)) is not None and match.length >= min_tokens:
             yield _Told(TextSource.OWN, match)
-        for tree in self.recent.generations if self.recent is not None else ():
+        for tree in self.recent:
             if (match := tree.match(context)) is not None and match.length >= min_tokens:
                 yield _Told(TextSource.RECENT, match)
 
 
-class TextCache:
-    """Owns what is cached of all requests. `begin` and `end` tell of their lives.
+@dataclass(slots=True)
+class _Followed:
+    """A living request: its text, which only grows, and what is indexed of it and of its prediction.
 
-    A match in own or recent text has `min_tokens` tokens at least. `recent_tokens` bounds each tenant's remembered outputs, 0
-    remembers none; tenants are forgotten least lately used first. With `has_own_texts` False only predictions are drafted from.
+    `output` is nobody else's and follows the text token by token; `prompt` and `prediction` come in their turns.
     """
 
-    def __init__(self, min_tokens: int = 2, recent_tokens: int = 0, has_own_texts: bool = True) -> None:
+    request: Request
+    history: Sequence[int]
+    prediction: TextIndex | None
+    prompt: TextIndex | None
+    output: ContextTree
+    num_known: int
+
+    def trees(self, recent: tuple[ContextTree, ...]) -> _Trees:
+        """Return what the request may draft from now."""
+        prediction = () if self.prediction is None else (self.prediction.tree,)
+        own = () if self.prompt is None else (self.prompt.tree, self.output)
+        return _Trees(prediction, own, recent)
+
+
+class TextCache:
+    """Owns what is cached of all requests. `begin` and `end` tell of their lives, `advance` of each step.
+
+    A match in own or recent text has `min_tokens` tokens at least. `recent` bounds what is remembered of finished outputs:
+    nothing, as it stands. With `has_own_texts` False only predictions are drafted from. Laws change in `advance` alone.
+    """
+
+    def __init__(self, min_tokens: int = 2, recent: RecentLimits = _NOTHING, has_own_texts: bool = True) -> None:
         self._min_tokens = min_tokens
-        self._recent_tokens = recent_tokens
         self.has_own_texts = has_own_texts
         self._agreement = Agreement()
-        self._requests: dict[str, _RequestTexts] = {}
-        self._tenants: OrderedDict[str, _Recent] = OrderedDict()
+        self._indexer = Indexer()
+        self._recent = RecentTexts(recent if has_own_texts else _NOTHING, self._indexer)
+        self._followed: dict[str, _Followed] = {}
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Follow a request from now on; `history` is its text, which grows as it is committed."""
         if request.speculation.is_enabled and (self.has_own_texts or request.prediction_ids):
-            self._requests[request.request_id] = self._texts_of(request, history)
+            self._followed[request.request_id] = self._followed_of(request, history)
+            self._recent.use(request.tenant)
 
-    def _texts_of(self, request: Request, history: Sequence[int]) -> _RequestTexts:
-        own = _tree_of() if self.has_own_texts else None
-        # A prediction is expected where the prompt ends, and found again by what was just said after it was left.
-        prediction = _tree_of(request.prediction_ids, request.prompt_ids) if request.prediction_ids else None
-        return _RequestTexts(history, len(request.prompt_ids), _Trees(own, prediction), self._recent_of(request.tenant))
+    def _followed_of(self, request: Request, history: Sequence[int]) -> _Followed:
+        tenant, prompt_ids = request.tenant, request.prompt_ids
+        prompt = prediction = None
+        if request.prediction_ids:
+            # It is expected where the prompt ends, and found again by what was just said after it was left.
+            prediction = self._indexer.index_of(tenant, text_after(prompt_ids, request.prediction_ids))
+        if self.has_own_texts:
+            prompt = self._indexer.index_of(tenant, text_after((), prompt_ids))
+        output = ContextTree()
+        output.begin(prompt_ids)
+        return _Followed(request, history, prediction, prompt, output, len(prompt_ids))
 
     def end(self, request_id: str) -> None:
         """Forget a request; its output stays with its tenant."""
-        texts = self._requests.pop(request_id, None)
-        if texts is not None and texts.recent is not None:
-            texts.recent.add(texts.history[: texts.prompt_len], texts.history[texts.prompt_len :])
+        one = self._followed.pop(request_id, None)
+        if one is not None:
+            prompt_len = len(one.request.prompt_ids)
+            self._recent.add(one.request.tenant, one.request.prompt_ids, one.history[prompt_len:])
 
-    def _recent_of(self, tenant: str) -> _Recent | None:
-        """Return what is remembered for a tenant; nothing is for nobody."""
-        if not tenant or not self._recent_tokens or not self.has_own_texts:
-            return None
-        if tenant not in self._tenants:
-            self._tenants[tenant] = _Recent(self._recent_tokens)
-        self._tenants.move_to_end(tenant)
-        while len(self._tenants) > _MAX_TENANTS:
-            self._tenants.popitem(last=False)
-        return self._tenants[tenant]
+    def advance(self) -> None:
+        """Learn what was committed since, and index a bounded number of tokens of what waits."""
+        for one in self._followed.values():
+            self._follow(one)
+        self._indexer.advance(MOST_INDEXED)
+
+    def _follow(self, one: _Followed) -> None:
+        """Learn the tokens that were committed since: first how well they were foretold, then the tokens."""
+        trees = self._trees_of(one)
+        for position in range(one.num_known, len(one.history)):
+            token_id = one.history[position]
+            context = one.history[max(0, position - MAX_CONTEXT) : position]
+            for told in trees.told(context, self._min_tokens):
+                self._agreement.observe(told.source, told.match, token_id)
+            if one.prompt is not None:
+                one.output.append(token_id)
+        one.num_known = len(one.history)
+
+    def _trees_of(self, one: _Followed) -> _Trees:
+        return one.trees(self._recent.trees_of(one.request.tenant))
 
     def law_after(self, row: Row, path_ids: Sequence[int]) -> CachedLaw | None:
         """Return the law after a row's text and these drafted tokens; None where nothing is known of it.
 
         A row whose request was not begun here (in tests and tools) has its own text alone, read afresh each time.
         """
-        texts = self._requests.get(row.request_id)
-        if texts is None and self.has_own_texts:
-            texts = _RequestTexts(row.history, len(row.history), _Trees(_tree_of(), None), None)
-        return None if texts is None else self._law(texts, path_ids)
+        one = self._followed.get(row.request_id)
+        if one is not None:
+            trees = self._trees_of(one)
+        elif self.has_own_texts:
+            trees = _Trees(own=(_tree_of(row.history),))
+        else:
+            return None
+        return self._law(trees, row.law_context(tuple(path_ids)))
 
-    def run(self, request_id: str, most_tokens: int) -> int:
-        """Return how many tokens after a request's text are foretold so surely that they should be drafted as one chain."""
-        texts = self._requests.get(request_id)
-        path_ids: list[int] = []
+    def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
+        """Return how many tokens after a request's text are foretold so surely that they should be drafted as one chain.
+
+        Each of them surely after those before it, and all of them together with `least_chance` at least.
+        """
+        one = self._followed.get(request_id)
+        path_ids: tuple[int, ...] = ()
         chance = 1.0
-        while texts is not None and len(path_ids) < most_tokens:
-            law = self._law(texts, path_ids)
-            if law is None or law.chance < SURE or (chance := chance * law.chance) < _LEAST_RUN:
+        while one is not None and len(path_ids) < most_tokens:
+            context = LawContext(one.request.sampling, one.history, len(one.request.prompt_ids), path_ids)
+            law = self._law(self._trees_of(one), context)
+            if law is None or not law.is_sure or (chance := chance * law.chance) < least_chance:
                 break
-            path_ids.append(max(law.odds, key=lambda token_id: law.odds[token_id]))
+            path_ids += (max(law.odds, key=lambda token_id: law.odds[token_id]),)
         return len(path_ids)
 
-    def _law(self, texts: _RequestTexts, path_ids: Sequence[int]) -> CachedLaw | None:
-        texts.follow(self._agreement, self._min_tokens)
-        context = [*texts.history[-MAX_CONTEXT:], *path_ids]
-        told = [(*one, self._agreement.chance(*one)) for one in texts.told(context, self._min_tokens)]
+    def _law(self, trees: _Trees, context: LawContext) -> CachedLaw | None:
+        text = [*context.history[-MAX_CONTEXT:], *context.path_ids]
+        told = [(*one, self._agreement.chance(*one)) for one in trees.told(text, self._min_tokens)]
         if not told:
             return None
-        return _mixture(told)
+        law = _mixture(told)
+        num_generated = len(context.history) - context.num_prompt_tokens + len(context.path_ids)
+        is_sure = law.chance >= SURE and not may_hinder(context.sampling, law.odds, num_generated)
+        return replace(law, is_sure=is_sure)
+
+
+def _tree_of(token_ids: Sequence[int]) -> ContextTree:
+    tree = ContextTree()
+    tree.begin()
+    for token_id in token_ids:
+        tree.append(token_id)
+    return tree
 
 
 def _mixture(told: Sequence[tuple[TextSource, Match, float]]) -> CachedLaw:

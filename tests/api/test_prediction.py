@@ -115,7 +115,9 @@ async def test_a_tenant_is_one_user_of_one_key_and_tells_neither():
     assert first == again == empty
     assert user == user_again
     assert len({first, other, user, others_user}) == 4
-    assert all(len(tenant) == 32 for tenant in (first, other, user, others_user))
+    key, users_key, others_key = (tenant.partition("/")[0] for tenant in (first, user, others_user))
+    assert key == users_key != others_key
+    assert all(len(tenant) == 16 + 1 + 32 for tenant in (first, other, user, others_user))
 
 
 async def test_without_keys_nobody_shares_anything():

@@ -3,17 +3,20 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from engine.draft import children, combined
+from engine.draft import texts as texts_module
 from engine.draft.cached import CachedDrafter
 from engine.draft.combined import CombinedDrafter
 from engine.draft.drafter import Drafter, FrontierNode, Proposal
 from engine.draft.growth import Growth, grow
 from engine.draft.model import ModelDrafter
-from engine.draft.texts import CachedLaw, TextCache
+from engine.draft.recent_texts import RecentLimits
+from engine.draft.texts import SURE, CachedLaw, TextCache
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.plan import Feeding, Row
@@ -134,6 +137,33 @@ def test_text_that_is_foretold_costs_hardly_a_pass_of_the_model():
     assert with_it < without / 2
 
 
+def first_step(sampling: dict[str, Any]) -> tuple[list[int], int, int]:
+    """Return the text of a greedy request whose plain text is its prediction, and its first step's drafted and predicted."""
+    text = own_greedy_text("llama", LONG, 12)
+    request = replace(greedy("r", LONG, 12), prediction_ids=tuple(text))
+    engine, _ = engine_of(FixedExpansion(CHAIN), texts=TextCache(has_own_texts=False))
+    outcome = run(engine, [replace(request, sampling=replace(request.sampling, **sampling))]).outcomes["r"]
+    return outcome.ids, outcome.events[0].num_draft_tokens, outcome.events[0].num_predicted_tokens
+
+
+def test_a_forbidden_token_is_not_drafted_however_surely_text_foretells_it_and_the_model_is_asked_instead():
+    """The cache was sure of the token, so no model was asked, and what was forbidden left the tree without a node."""
+    forbidden = {"logit_bias": ((own_greedy_text("llama", LONG, 1)[0], -100.0),)}
+    request = greedy("r", LONG, 12)
+    plain = run(tiny_engine(model("llama")), [replace(request, sampling=replace(request.sampling, **forbidden))])
+    assert first_step({})[1:] == (6, 6)
+    text, num_drafted, num_predicted = first_step(forbidden)
+    assert text == plain.outcomes["r"].ids
+    assert num_drafted == 6
+    assert num_predicted < 6
+
+
+def test_forbidden_tokens_kill_a_cache_that_is_sure_of_them(monkeypatch):
+    monkeypatch.setattr(texts_module, "may_hinder", lambda sampling, token_ids, num_generated: False)
+    with pytest.raises(AssertionError):
+        test_a_forbidden_token_is_not_drafted_however_surely_text_foretells_it_and_the_model_is_asked_instead()
+
+
 class Stateful(TableDrafter):
     """A drafter that reads its parent's state: it can be fed a level at a time and no otherwise."""
 
@@ -149,7 +179,7 @@ class Foretelling(TextCache):
 
     def law_after(self, row: Row, path_ids: Sequence[int]) -> CachedLaw | None:
         found = self._by_length.get(len(path_ids))
-        return None if found is None else CachedLaw(found[0], found[1], frozenset({3}))
+        return None if found is None else CachedLaw(found[0], found[1], frozenset({3}), found[1] >= SURE)
 
 
 LAWS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.4, 0.1], [0.7, 0.1, 0.1, 0.1]])
@@ -314,7 +344,7 @@ def test_steps_tell_drafted_and_accepted_tokens_apart_by_source():
 
 def test_tenants_outputs_speed_up_their_own_requests_alone():
     def num_steps(second_tenant: str) -> int:
-        drafter = CachedDrafter(61, CPU, TextCache(min_tokens=2, recent_tokens=100))
+        drafter = CachedDrafter(61, CPU, TextCache(2, RecentLimits(100)))
         engine, prompt = tiny_engine(model("llama"), drafter, FixedExpansion(CHAIN)), (5, 9, 33, 4)
         run(engine, [replace(greedy("0", prompt, 30), tenant="mine")])
         return len(run(engine, [replace(greedy("1", prompt, 30), tenant=second_tenant)]).stats)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.draft import context_tree
-from engine.draft.context_tree import ContextTree, Match
+from engine.draft.context_tree import ContextTree, Match, joined
 
 tokens = st.integers(0, 2)
 texts = st.lists(st.tuples(st.lists(tokens, max_size=4), st.lists(tokens, max_size=30)), max_size=3)  # (context, continuations)
@@ -61,6 +61,26 @@ def test_a_text_can_be_asked_at_every_token_while_it_grows(text):
     for end, token_id in enumerate(text):
         assert tree.match(text[:end]) == counted([([], text[:end])], text[:end])
         tree.append(token_id)
+
+
+@given(texts, st.lists(tokens, max_size=12), st.data())
+def test_trees_of_parts_of_a_text_say_together_what_its_own_tree_says(several, context, data):
+    """A text is cut into two, as prompt and output are, and texts are put into two trees."""
+    check_parts([([], one) for _, one in several], context, data.draw(st.integers(0, 30)))
+
+
+def check_parts(several: Texts, context: list[int], cut: int) -> None:
+    first, second = ([(before, text[:cut]) for before, text in several], [(text[:cut], text[cut:]) for _, text in several])
+    assert joined([tree_of(first).match(context), tree_of(second).match(context)]) == tree_of(several).match(context)
+
+
+def test_parts_kill_the_first_match_and_one_of_the_longest(monkeypatch):
+    several: Texts = [([], [0, 1, 2, 0, 1, 0, 0, 1, 2])]
+    check_parts(several, [0, 1], 5)
+    for mutant in (lambda matches: next(iter(matches)), lambda matches: max(filter(None, matches), key=lambda one: one.length)):
+        monkeypatch.setitem(globals(), "joined", mutant)
+        with pytest.raises(AssertionError):
+            check_parts(several, [0, 1], 5)
 
 
 def forks(tree: ContextTree) -> int:

@@ -7,39 +7,42 @@ import pytest
 from engine.draft.runs import RunningPolicy
 from engine.draft.texts import TextCache
 from engine.policy import Choice, DraftOutcome, FixedExpansion, SequenceView, StepFeedback, StepWork
-from engine.tree import Expansion
+from engine.tree import PLAIN, Expansion
 from engine.types import SamplingParams, Speculation
 
 TREE = Expansion(2, 2, 3)
 
 
 class Sure(TextCache):
-    """A cache that is sure of so many tokens of each request."""
+    """A cache that is sure of so many tokens of each request, each accepted with that chance after the one before it."""
 
-    def __init__(self, lengths: dict[str, int]) -> None:
+    def __init__(self, lengths: dict[str, int], chance: float = 1.0) -> None:
         super().__init__()
         self._lengths = lengths
+        self._chance = chance
 
-    def run(self, request_id: str, most_tokens: int) -> int:
-        return min(self._lengths[request_id], most_tokens)
+    def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
+        worth = (length for length in range(most_tokens, 0, -1) if self._chance**length >= least_chance)
+        return min(self._lengths[request_id], next(worth, 0))
 
 
 class Listening(FixedExpansion):
     """A fixed policy that remembers what it was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, node_price: float = 0.0) -> None:
         super().__init__(TREE)
+        self._node_price = node_price
         self.told: list[StepFeedback] = []
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
-        return Choice((TREE,) * len(views), step_s=0.5)
+        return Choice((TREE,) * len(views), step_s=0.5, node_price=self._node_price)
 
     def observe(self, feedback: StepFeedback) -> None:
         self.told.append(feedback)
 
 
-def view(request_id: str, num_remaining: int = 100) -> SequenceView:
-    return SequenceView(request_id, 50, 10, num_remaining, 1, 1, SamplingParams(), Speculation(), "traversal")
+def view(request_id: str, num_remaining: int = 100, **speculation) -> SequenceView:
+    return SequenceView(request_id, 50, 10, num_remaining, 1, 1, SamplingParams(), Speculation(**speculation), "traversal")
 
 
 @pytest.mark.parametrize(
@@ -62,18 +65,41 @@ def test_the_longest_is_bounded():
     assert RunningPolicy(Listening(), Sure({"r": 40}), 12).choose([view("r")]).expansions == (Expansion(12, 1, 0),)
 
 
-def test_the_policy_learns_from_its_own_trees_and_from_passes_that_were_made():
+@pytest.mark.parametrize(
+    ("node_price", "expected"), [(0.0, Expansion(12, 1, 0)), (0.6, Expansion(8, 1, 0)), (0.7, Expansion(6, 1, 0)), (0.8, TREE)]
+)
+def test_a_chain_goes_no_farther_than_its_nodes_are_worth_what_they_cost(node_price, expected):
+    """At .95 a node, 12 come all with a chance of .54, 8 with .66, 6 with .74."""
+    policy = RunningPolicy(Listening(node_price), Sure({"r": 40}, 0.95))
+    assert policy.choose([view("r")]).expansions == (expected,)
+
+
+@pytest.mark.parametrize(
+    "speculation", [{"expansion": Expansion(3, 1, 0)}, {"is_enabled": False}, {"max_nodes": 5}], ids=lambda one: next(iter(one))
+)
+def test_who_chose_for_himself_is_left_alone_and_what_came_of_it_is_not_a_chains(speculation):
+    """The scheduler runs the request's own tree: were it taken for a chain, the policy would never hear of it."""
     inner = Listening()
-    policy = RunningPolicy(inner, Sure({"run": 16, "tree": 0}))
-    policy.choose([view("run"), view("tree")])
-    outcomes = (DraftOutcome("run", Expansion(16, 1, 0), 16, 16, 16), DraftOutcome("tree", TREE, 8, 5, 2))
-    work = StepWork(2, 26, 26, 100, 1000, 16, 15 + 8 + 2)
-    policy.observe(StepFeedback(work, outcomes, 0.1, 0.2, has_prefill=False))
-    (told,) = inner.told
-    assert told.outcomes == outcomes[1:]
-    assert (told.work.num_passes, told.work.num_draft_tokens) == (5, 9)
-    assert told.work.num_tokens == 26
-    policy.choose([view("tree")])
-    feedback = StepFeedback(work, outcomes[1:], 0.1, 0.2, has_prefill=False)
+    policy = RunningPolicy(inner, Sure({"own": 16}))
+    choice = policy.choose([view("own", **speculation)])
+    assert (choice.expansions, choice.step_s) == ((TREE,), 0.5)
+    feedback = feedback_of(DraftOutcome("own", speculation.get("expansion", TREE), 3, 3, 1))
     policy.observe(feedback)
-    assert inner.told[1] is feedback
+    assert inner.told == [feedback]
+
+
+def feedback_of(*outcomes: DraftOutcome, num_passes: int = 5, num_draft_tokens: int = 9) -> StepFeedback:
+    return StepFeedback(StepWork(2, 26, 26, 100, 1000, num_passes, num_draft_tokens), outcomes, 0.1, 0.2, has_prefill=False)
+
+
+def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room():
+    inner = Listening()
+    policy = RunningPolicy(inner, Sure({"run": 16, "cut": 16, "none": 16, "tree": 0}))
+    policy.choose([view("run"), view("cut"), view("none"), view("tree")])
+    run, cut = DraftOutcome("run", Expansion(16, 1, 0), 16, 16, 16), DraftOutcome("cut", Expansion(3, 1, 0), 3, 3, 3)
+    none, tree = DraftOutcome("none", PLAIN, 0, 0, 0), DraftOutcome("tree", TREE, 8, 5, 2)
+    policy.observe(feedback_of(run, cut, none, tree, num_passes=16, num_draft_tokens=15 + 3 + 9))
+    assert inner.told == [feedback_of(none, tree, num_passes=5, num_draft_tokens=8)]
+    policy.choose([view("tree")])
+    policy.observe(feedback_of(tree))
+    assert inner.told[1] == feedback_of(tree)

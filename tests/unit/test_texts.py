@@ -1,6 +1,7 @@
 """What a request may draft from: its own text, its prediction, its tenant's outputs; how laws are mixed and trusted."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.draft import texts
 from engine.draft.agreement import Agreement, TextSource
-from engine.draft.context_tree import ContextTree, Match
+from engine.draft.context_tree import Match
+from engine.draft.recent_texts import RecentLimits, RecentTexts
 from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Row
 from engine.tree import PLAIN
@@ -25,6 +27,8 @@ def row_of(request_id: str, history: Sequence[int]) -> Row:
 
 
 def law(cache: TextCache, history: Sequence[int], path: Sequence[int] = (), request_id: str = "r") -> CachedLaw | None:
+    """Return the law after a step in which the history was committed."""
+    cache.advance()
     return cache.law_after(row_of(request_id, history), path)
 
 
@@ -40,6 +44,12 @@ def known(cache: TextCache, *args: Any, **kwargs: Any) -> CachedLaw:
     found = law(cache, *args, **kwargs)
     assert found is not None
     return found
+
+
+def foretold(cache: TextCache, most_tokens: int, least_chance: float = 0.5) -> int:
+    """Return how long a run the cache promises after a step."""
+    cache.advance()
+    return cache.run("r", most_tokens, least_chance)
 
 
 def said(cache: TextCache, output: Sequence[int], tenant: str, request_id: str = "earlier") -> None:
@@ -81,7 +91,7 @@ def test_a_prediction_is_expected_at_once_and_found_again_after_it_was_left():
     assert law(cache, history) is None
     history += [22]
     assert list(known(cache, history).odds) == [23]
-    assert cache.run("r", 8) <= 2
+    assert foretold(cache, 8) <= 2
 
 
 def test_a_prediction_that_comes_true_is_drafted_in_long_runs():
@@ -90,17 +100,82 @@ def test_a_prediction_that_comes_true_is_drafted_in_long_runs():
     history = begun(cache, prediction_ids=tuple(range(100, 180)))
     runs = []
     for token_id in range(100, 140):
-        runs.append(cache.run("r", 16))
+        runs.append(foretold(cache, 16))
         history.append(token_id)
     assert runs[0] <= 4
     assert runs[-1] == 16
-    assert cache.run("r", 6) == 6
+    assert foretold(cache, 6) == 6
     history += [3, 1, 4]
-    assert cache.run("r", 16) == 0
+    assert foretold(cache, 16) == 0
+
+
+def sureness(**sampling) -> tuple[bool, int]:
+    """Return whether the token after two that were foretold is sure, and how long a run goes on, under these parameters."""
+    cache, params = TextCache(), SamplingParams(**sampling)
+    history = begun(cache, range(60, 110), prediction_ids=(20, 21, 22, *range(30, 60)), sampling=params)
+    history += [20, 21]
+    length = foretold(cache, 8, 0.1)
+    found = cache.law_after(replace(row_of("r", history), sampling=params, num_prompt_tokens=50), ())
+    assert found is not None
+    return found.is_sure, length
+
+
+def test_what_a_request_forbids_or_penalises_is_not_sure():
+    """Text was called sure before the request's own edits: no model was asked, and what was forbidden ended the tree."""
+    assert sureness() == sureness(logit_bias=((9, -100.0),)) == sureness(min_tokens=9, stop_token_ids=(9,)) == (True, 8)
+    assert sureness(logit_bias=((22, -100.0),)) == sureness(repetition_penalty=1.1) == (False, 0)
+    assert sureness(allowed_token_ids=tuple(range(20, 32))) == (True, 3)
+    assert sureness(min_tokens=5, stop_token_ids=(30, 31)) == (True, 1)
+    assert sureness(min_tokens=4, stop_token_ids=(31,)) == (True, 8)
+
+
+def test_sureness_kills_a_judgement_before_the_edits(monkeypatch):
+    monkeypatch.setattr(texts, "may_hinder", lambda sampling, token_ids, num_generated: False)
+    with pytest.raises(AssertionError):
+        test_what_a_request_forbids_or_penalises_is_not_sure()
+
+
+def test_a_run_ends_where_it_is_not_worth_its_price():
+    cache = TextCache()
+    begun(cache, range(50), prediction_ids=range(100, 150))
+    lengths = [foretold(cache, 40, least_chance) for least_chance in (0.01, 0.3, 0.5, 0.8, 0.95, 0.99)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[2] > lengths[-1] == 0
+
+
+def test_texts_are_indexed_in_steps_however_many_requests_have_them(monkeypatch):
+    """128 choices of a long prompt with a prediction stopped every step until each had an index of its own of both."""
+    monkeypatch.setattr(texts, "MOST_INDEXED", 100)
+    cache, prompt, prediction = TextCache(), tuple(range(1000)), tuple(range(1000, 1500))
+    for number in range(128):
+        begun(cache, prompt, str(number), prediction_ids=prediction)
+    steps = []
+    while not all(one.prompt.is_complete and one.prediction.is_complete for one in cache._followed.values()):
+        before = num_indexed(cache)
+        cache.advance()
+        steps.append(num_indexed(cache) - before)
+    assert steps == [100] * 15
+    assert law(cache, prompt[:500], request_id="7") is not None
+
+
+def num_indexed(cache: TextCache) -> int:
+    """Return how many tokens lie in all trees, the output's aside."""
+    indexes = {id(index): index for one in cache._followed.values() for index in (one.prompt, one.prediction)}
+    texts_of = [index.tree._text for index in indexes.values()]
+    return sum(len(text) - (1 if text[1:2] == [0] else 1 + 32) for text in texts_of if text)
+
+
+def test_choices_alike_share_what_does_not_change_and_not_what_they_say():
+    cache = TextCache()
+    mine, others = begun(cache, request_id="0"), begun(cache, request_id="1")
+    mine += [8, 9, 5, 6, 7, 8]
+    assert list(known(cache, mine, request_id="0").odds) == [9]
+    others += [8]
+    assert law(cache, others, request_id="1") is None
 
 
 def test_outputs_are_drafted_from_for_their_tenant():
-    cache = TextCache(recent_tokens=100)
+    cache = TextCache(recent=RecentLimits(100))
     said(cache, [40, 41, 42, 43], "mine")
     history = begun(cache, tenant="mine", request_id="later")
     history += [41, 42]
@@ -110,7 +185,7 @@ def test_outputs_are_drafted_from_for_their_tenant():
 
 @given(st.sampled_from(["", "mine", "other"]), st.sampled_from(["", "mine", "other"]))
 def test_no_tenant_drafts_from_anothers_text_and_nobody_from_nobodys(earlier, later):
-    check_isolation(TextCache(recent_tokens=100), earlier, later)
+    check_isolation(TextCache(recent=RecentLimits(100)), earlier, later)
 
 
 def check_isolation(cache: TextCache, earlier: str, later: str) -> None:
@@ -121,32 +196,11 @@ def check_isolation(cache: TextCache, earlier: str, later: str) -> None:
 
 
 def test_isolation_kills_one_store_for_all(monkeypatch):
-    own = TextCache._recent_of
-    monkeypatch.setattr(TextCache, "_recent_of", lambda cache, tenant: own(cache, "everybody"))
+    own, add = RecentTexts.trees_of, RecentTexts.add
+    monkeypatch.setattr(RecentTexts, "trees_of", lambda recent, tenant: own(recent, "everybody"))
+    monkeypatch.setattr(RecentTexts, "add", lambda recent, tenant, prompt, output: add(recent, "everybody", prompt, output))
     with pytest.raises(AssertionError):
-        check_isolation(TextCache(recent_tokens=100), "mine", "other")
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(0, 50))
-def test_what_is_kept_of_a_tenant_is_bounded(lengths, most):
-    cache = TextCache(recent_tokens=most)
-    for number, length in enumerate(lengths):
-        said(cache, [100 * number + i for i in range(length)], "mine")
-    kept = [tree for recent in cache._tenants.values() for tree in recent.generations]
-    assert sum(num_continuations(tree) for tree in kept) <= most
-
-
-def num_continuations(tree: ContextTree) -> int:
-    """Return how many tokens can be drafted from a tree: each is counted once among what follows contexts of one token."""
-    return sum(1 if isinstance(child, int) else sum(child.counts.values()) for child in tree._root.children.values())
-
-
-def test_the_least_lately_used_tenant_is_forgotten(monkeypatch):
-    monkeypatch.setattr(texts, "_MAX_TENANTS", 2)
-    cache = TextCache(recent_tokens=100)
-    for tenant in ("a", "b", "a", "c"):
-        said(cache, [40, 41, 42], tenant)
-    assert list(cache._tenants) == ["a", "c"]
+        check_isolation(TextCache(recent=RecentLimits(100)), "mine", "other")
 
 
 def test_an_ended_request_leaves_nothing_behind():
@@ -154,14 +208,14 @@ def test_an_ended_request_leaves_nothing_behind():
     begun(cache)
     cache.end("r")
     cache.end("never begun")
-    assert not cache._requests
+    assert not cache._followed
 
 
 def test_a_request_that_does_not_speculate_and_a_cache_of_predictions_follow_nothing():
     cache = TextCache()
     begun(cache, speculation=Speculation(is_enabled=False))
-    assert not cache._requests
-    cache = TextCache(recent_tokens=100, has_own_texts=False)
+    assert not cache._followed
+    cache = TextCache(recent=RecentLimits(100), has_own_texts=False)
     said(cache, [40, 41, 42, 43], "mine")
     history = begun(cache, (*PROMPT, *PROMPT), tenant="mine", prediction_ids=(1, 2))
     assert list(known(cache, history).odds) == [1]

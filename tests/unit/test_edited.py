@@ -1,0 +1,39 @@
+"""Which edits of logits may take the place of a foretold token."""
+
+import pytest
+
+from engine.draft.edited import may_hinder
+from engine.types import SamplingParams
+
+LAW = (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("num_generated", "fields"),
+    [
+        (0, {}),
+        (0, {"temperature": 0.0, "stop_token_ids": (5,)}),
+        (0, {"logit_bias": ((6, -100.0), (5, 3.0), (9, 0.0))}),
+        (0, {"allowed_token_ids": (5, 6, 7)}),
+        (4, {"min_tokens": 4, "stop_token_ids": (5,)}),
+        (3, {"min_tokens": 4, "stop_token_ids": (6,)}),
+    ],
+)
+def test_edits_that_leave_a_law_alone_or_raise_it(num_generated, fields):
+    assert not may_hinder(SamplingParams(**fields), LAW, num_generated)
+
+
+@pytest.mark.parametrize(
+    ("num_generated", "fields"),
+    [
+        (0, {"logit_bias": ((5, -100.0),)}),
+        (0, {"logit_bias": ((6, 1.0),)}),
+        (0, {"allowed_token_ids": (5, 6)}),
+        (0, {"repetition_penalty": 1.1}),
+        (0, {"frequency_penalty": 0.1}),
+        (0, {"presence_penalty": -0.1}),
+        (3, {"min_tokens": 4, "stop_token_ids": (5,)}),
+    ],
+)
+def test_edits_that_may_hinder_one_of_its_tokens(num_generated, fields):
+    assert may_hinder(SamplingParams(**fields), LAW, num_generated)
