@@ -26,6 +26,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
+        if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1]:  # a lone row takes a slow way: 1.4 times the time of two
+            return torch.narrow(self._product(x.reshape(1, -1).expand(2, -1)), 0, 0, 1).view(*x.shape[:-1], -1)
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -62,3 +67,12 @@ def fastest_linears(device: torch.device) -> str:
     """Return the kind of linear layers that is fastest on a device."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return "packed" if device.type == "cpu" and has_onednn else "plain"
+
+
+def fastest_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the precision for weights whose rounding costs no more than a little acceptance: a drafter's.
+
+    That is bfloat16 where a processor multiplies it, half the memory traffic of float32; elsewhere `dtype`.
+    """
+    has_bfloat16 = device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bfloat16 and dtype == torch.float32 else dtype

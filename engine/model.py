@@ -45,6 +45,10 @@ class CausalModel:
         """Tokens that end a text, by the model's generation settings, else its configuration."""
         return end_tokens(self.module.generation_config.eos_token_id, self.module.config.get_text_config().eos_token_id)
 
+    def restore_attention(self) -> None:
+        """Let the model attend to an engine's slots again, after it was lent to something that set another attention."""
+        self.module.set_attn_implementation(NAME)
+
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
         with torch.inference_mode():
@@ -73,7 +77,7 @@ def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain")
     model = CausalModel(module, device)
     ids = check_text(model)
     expected_NV = own_logits(model, ids)
-    module.set_attn_implementation(NAME)
+    model.restore_attention()
     prepare_linears(model.module, linears)
     require_equal(model, ids, expected_NV)
     return model

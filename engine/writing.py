@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from engine.attention import NAME as ENGINE_ATTENTION
 from engine.attention import UnsupportedAttention
 from engine.model import CausalModel
 from engine.taps import StateTap
@@ -125,7 +124,7 @@ class _Batch:
                 attention_context=self._columns,
             )
         if self._tap is not None:
-            states = self._tap.latest().to("cpu", torch.bfloat16).unflatten(0, tuple(self._ids_BT.shape))
+            states = torch.unflatten(self._tap.latest().to("cpu", torch.bfloat16), 0, tuple(self._ids_BT.shape))
             if self._states_BCFD is None:
                 shape = (len(self._rows), self._columns.num_columns, *states.shape[2:])
                 self._states_BCFD = torch.empty(shape, dtype=torch.bfloat16)
@@ -265,7 +264,7 @@ def _columns_attention(model: CausalModel) -> Iterator[None]:
     try:
         yield
     finally:
-        model.module.set_attn_implementation(ENGINE_ATTENTION)
+        model.restore_attention()
 
 
 AttentionInterface.register(NAME, columns_attention)

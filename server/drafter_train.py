@@ -1,6 +1,7 @@
 """`latebranch drafter train` and `evaluate`: distil a draft head for a target, and measure one on texts it never saw."""
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.weights import resolve
+from engine.weights import WeightsError, resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
 from server.bench_prompts import read_prompts
 from server.chat_ids import chat_ids
@@ -16,6 +17,7 @@ from server.chat_ids import chat_ids
 if TYPE_CHECKING:
     from engine.model import CausalModel
 
+_NOT_RECORDED = {"handler", "command", "threads", "device"}
 _PROMPTS = Path(__file__).parent.parent / "configs" / "drafters" / "prompts.yaml"
 
 
@@ -28,7 +30,9 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--out", type=Path, required=True, help="safetensors file to write, with its curve (.jsonl, .png) beside it"
     )
     train.add_argument("--prompt-grammar", type=Path, default=_PROMPTS, help="YAML file of templates and fillers")
-    train.add_argument("--weights", type=_weights, default={}, help="of kinds of prompts, where not the grammar's: code=20,prose=2")
+    train.add_argument(
+        "--weights", type=_weights, default={}, help="of kinds of prompts, where not the grammar's: code=20,prose=2"
+    )
     train.add_argument("--num-prompts", type=int, default=4000, help="texts to write")
     train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
     train.add_argument("--batch", type=int, default=192, help="texts written at a time")
@@ -71,27 +75,51 @@ def _weights(text: str) -> dict[str, int]:
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    from engine.distill.corpus import Corpus, collect  # torch is slow to import, and other commands need not wait for it
+    from engine.distill.corpus import Corpus, collect  # torch is slow to import, and other commands need not wait
     from engine.distill.distil import distil, shape_for
     from engine.distill.prompts import PromptGrammar
+    from engine.distill.rows import require_plain_output
     from engine.distill.trainer import TrainingPlan
 
-    folder = resolve(parsed.target).folder
-    prompts = _as_chats(folder, PromptGrammar.load(parsed.prompt_grammar, parsed.weights).draw(parsed.num_prompts, parsed.seed))
-    model = _load(parsed, folder)
-    depth = len(model.module.model.layers)
-    layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)
-    corpus = Corpus(parsed.work / "texts")
-    collect(corpus, model, layers, prompts, max_tokens=parsed.max_tokens, seed=parsed.seed * 1_000_000, batch=parsed.batch)
-    shape = shape_for(model, parsed.width, parsed.head_layers, parsed.intermediate, layers)
-    plan = TrainingPlan(num_epochs=parsed.epochs, refusal_weight=parsed.refusal_weight, seed=parsed.seed)
-    notes = {"target": parsed.target, "command": _command(parsed), RECIPE_KEY: fingerprint(folder).as_text()}
-    distilled = distil(model, corpus, shape, parsed.vocab, plan, parsed.work / "checkpoint.pt", notes)
+    try:
+        folder = resolve(parsed.target).folder
+        grammar = PromptGrammar.load(parsed.prompt_grammar, parsed.weights)
+        prompts = _as_chats(folder, grammar.draw(parsed.num_prompts, parsed.seed))
+        model = _load(parsed, folder)
+        require_plain_output(model)
+        depth = len(model.module.model.layers)
+        layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)
+        shape = shape_for(model, parsed.width, parsed.head_layers, parsed.intermediate, layers)
+        target = fingerprint(folder).as_text()
+        corpus = Corpus(parsed.work / "texts")
+        corpus.bind(_made_with(parsed, target, layers))
+        collect(corpus, model, layers, prompts, max_tokens=parsed.max_tokens, seed=parsed.seed * 1_000_000, batch=parsed.batch)
+        texts = (text for text in corpus.texts() if text.index < len(prompts))
+        plan = TrainingPlan(num_epochs=parsed.epochs, refusal_weight=parsed.refusal_weight, seed=parsed.seed)
+        notes = {"target": parsed.target, "command": _command(parsed), RECIPE_KEY: target}
+        distilled = distil(model, texts, shape, parsed.vocab, plan, parsed.work / "checkpoint.pt", notes)
+    except (WeightsError, OSError, ValueError) as error:
+        sys.stderr.write(f"latebranch drafter train: {error}\n")
+        return 1
     distilled.head.save(parsed.out, distilled.recipe)
     parsed.out.with_suffix(".jsonl").write_text("".join(json.dumps(point) + "\n" for point in distilled.curve))
     _plot(distilled.curve, parsed.out.with_suffix(".png"))
     sys.stdout.write(json.dumps(distilled.recipe) + "\n")
     return 0
+
+
+def _made_with(parsed: argparse.Namespace, target: str, layers: Sequence[int]) -> dict[str, str]:
+    """Return all that texts of a folder must have in common."""
+    grammar = hashlib.sha256(parsed.prompt_grammar.read_bytes()).hexdigest()[:16]
+    return {
+        "target": target,
+        "precision": parsed.dtype,
+        "feature layers": " ".join(map(str, layers)),
+        "prompt grammar": grammar,
+        "weights": json.dumps(parsed.weights, sort_keys=True),
+        "seed": str(parsed.seed),
+        "number of tokens": str(parsed.max_tokens),
+    }
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
@@ -131,9 +159,20 @@ def _as_chats(folder: Path, messages: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def _command(parsed: argparse.Namespace) -> str:
-    names = ("target", "num_prompts", "max_tokens", "batch", "width", "intermediate", "head_layers", "vocab", "epochs", "seed")
-    flags = " ".join(f"--{name.replace('_', '-')} {getattr(parsed, name)}" for name in names)
-    return f"latebranch drafter train {flags} --work {parsed.work.name} --out {parsed.out.name}"
+    """Return the command line that makes this head again, every setting spelt out."""
+    settings = {
+        name: value for name, value in vars(parsed).items() if name not in _NOT_RECORDED and value not in (None, {}, _PROMPTS)
+    }
+    settings |= {"work": parsed.work.name, "out": parsed.out.name}
+    return " ".join(
+        ["latebranch drafter train", *(f"--{name.replace('_', '-')} {_as_text(settings[name])}" for name in settings)]
+    )
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{kind}={weight}" for kind, weight in value.items())
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _plot(curve: Sequence[Mapping[str, float]], path: Path) -> None:

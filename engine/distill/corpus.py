@@ -47,11 +47,26 @@ def write_texts(
         yield Text(text.name, torch.tensor(text.ids, dtype=torch.int32), text.num_prompt, text.states_TFD)
 
 
+class OtherTexts(ValueError):
+    """The folder holds texts that were made differently."""
+
+
 class Corpus:
-    """A folder of shards."""
+    """A folder of shards, and of a note on what they were made with."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def bind(self, made_with: Mapping[str, str]) -> None:
+        """Note what its texts are made with; raise OtherTexts if those it has were made with something else."""
+        note = self.folder / "made_with.json"
+        if not note.exists() and not self.shards:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            note.write_text(json.dumps(dict(made_with), indent=1))
+        found = json.loads(note.read_text()) if note.exists() else {}
+        other = [name for name, value in made_with.items() if found.get(name) != value]
+        if other:
+            raise OtherTexts(f"the texts in {self.folder} were made with another {', '.join(other)}; give another folder")
 
     @property
     def shards(self) -> list[Path]:

@@ -1,14 +1,14 @@
 """From a corpus to a head's file: vocabulary, training, held-out figures, recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from engine.distill.corpus import Corpus, Text
+from engine.distill.corpus import Text
 from engine.distill.evaluation import evaluate
-from engine.distill.rows import frequent_tokens
+from engine.distill.rows import coverage, frequent_tokens
 from engine.distill.trainer import Trainer, TrainingPlan
 from engine.draft.head import DraftHead, HeadShape
 from engine.linears import weight_of
@@ -49,23 +49,23 @@ def is_held_out(text: Text) -> bool:
 
 def distil(
     model: CausalModel,
-    corpus: Corpus,
+    texts: Iterable[Text],
     shape: HeadShape,
     vocab_size: int,
     plan: TrainingPlan,
     checkpoint: Path,
     notes: Mapping[str, object],
 ) -> Distilled:
-    """Train a head on a corpus; goes on from `checkpoint` if it exists. Raises NothingToLearn.
+    """Train a head on texts of the target's; goes on from `checkpoint` if it exists. Raises NothingToLearn.
 
     `model` lends embeddings and output head, in its own precision; its layers are not run.
     """
-    texts = sorted(corpus.texts(), key=lambda text: text.index)
+    texts = sorted(texts, key=lambda text: text.index)
     learned = [text for text in texts if not is_held_out(text) and len(text.ids_T) - text.num_prompt > plan.num_steps]
     held_out = [text for text in texts if is_held_out(text)]
     if not learned or not held_out:
-        raise NothingToLearn(f"{corpus.folder} has {len(texts)} texts, too few to learn from")
-    vocab_M, coverage = frequent_tokens(model, learned, vocab_size)
+        raise NothingToLearn(f"{len(texts)} texts are too few to learn from and to measure on")
+    vocab_M = frequent_tokens(model, learned, vocab_size)
     embeddings_VD = model.module.get_input_embeddings().weight
     output_VD = weight_of(model.module.get_output_embeddings())
     torch.manual_seed(plan.seed)
@@ -78,7 +78,7 @@ def distil(
         "num_texts": len(learned),
         "num_tokens": sum(len(text.ids_T) - text.num_prompt for text in learned),
         "num_parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "coverage": round(coverage, 4),
+        "coverage": round(coverage(model, held_out, vocab_M), 4),
         "plan": asdict(plan),
         "held_out": [asdict(report) for report in reports],
     }

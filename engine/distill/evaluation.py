@@ -35,7 +35,10 @@ def evaluate(
     num_steps: int = 6,
     share: float = 0.25,
 ) -> list[DepthReport]:
-    """Compare head and target along chains of `num_steps` tokens that begin at a share of the texts' positions."""
+    """Compare head and target along chains of `num_steps` tokens that begin at a share of the texts' positions.
+
+    No report is made if no text is as long as a chain.
+    """
     sums = torch.zeros(num_steps, 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     vocab_M = head.vocab_M.long()
@@ -54,7 +57,7 @@ def evaluate(
                 p_logits = states[0, starts + step, -1] @ output_DV
                 q_logits = head.predicted(chosen) @ rows_MD.T
                 sums[step] += torch.tensor(_compared(p_logits, q_logits, vocab_M), dtype=torch.float64)
-    return [_report(step, sums[step]) for step in range(num_steps)]
+    return [_report(step, sums[step]) for step in range(num_steps) if sums[step, 0]]
 
 
 def _compared(p_logits_NV: Tensor, q_logits_NM: Tensor, vocab_M: Tensor) -> tuple[float, float, float, float]:
@@ -67,5 +70,4 @@ def _compared(p_logits_NV: Tensor, q_logits_NM: Tensor, vocab_M: Tensor) -> tupl
 
 def _report(step: int, sums: Tensor) -> DepthReport:
     count, overlap, overlap_07, agreement = sums.tolist()
-    count = max(count, 1.0)
     return DepthReport(step + 1, int(count), overlap / count, overlap_07 / count, agreement / count)

@@ -3,18 +3,49 @@
 Shape key: M head vocabulary, V vocabulary, D target width, N positions.
 """
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.distill.corpus import Text
+from engine.linears import weight_of
 from engine.model import CausalModel
+from engine.model_check import UnsupportedModel, check_text, own_logits
+from engine.taps import StateTap
 
 _SAMPLE = 20_000  # positions whose laws are summed
+_TOLERANCE = 5e-2  # of bfloat16 logits, relative to the largest
 
 
-def frequent_tokens(model: CausalModel, texts: list[Text], count: int) -> tuple[Int[Tensor, " M"], float]:
-    """Return the `count` tokens that carry most of the target's probability in the texts, ascending, and how much they carry."""
+def require_plain_output(model: CausalModel) -> None:
+    """Raise UnsupportedModel unless the target's logits are its output rows times its last state: what a head is taught."""
+    tap = StateTap(model, [len(model.module.model.layers)])
+    try:
+        expected_NV = own_logits(model, check_text(model))
+        rows_VD = weight_of(model.module.get_output_embeddings()).float()
+        logits_NV = tap.latest()[-len(expected_NV) :, 0].float() @ rows_VD.T
+    finally:
+        tap.close()
+        model.restore_attention()
+    if not float((logits_NV - expected_NV).abs().max() / expected_NV.abs().max()) < _TOLERANCE:
+        raise UnsupportedModel(f"{type(model.module).__name__} scales, caps or shifts its logits; a head cannot be made for it")
+
+
+def frequent_tokens(model: CausalModel, texts: Sequence[Text], count: int) -> Int[Tensor, " M"]:
+    """Return the `count` tokens that carry most of the target's probability in the texts, ascending."""
+    return _mass(model, texts).topk(min(count, model.vocab_size)).indices.sort().values
+
+
+def coverage(model: CausalModel, texts: Sequence[Text], ids_M: Int[Tensor, " M"]) -> float:
+    """Return how much of the target's probability in the texts some tokens carry."""
+    mass_V = _mass(model, texts)
+    return float(mass_V[ids_M].sum() / mass_V.sum())
+
+
+def _mass(model: CausalModel, texts: Sequence[Text]) -> Float[Tensor, " V"]:
+    """Return the summed laws of answers' positions, of the first texts."""
     mass_V = torch.zeros(model.vocab_size, device=model.device)
     num_rows = 0
     for text in texts:
@@ -24,5 +55,4 @@ def frequent_tokens(model: CausalModel, texts: list[Text], count: int) -> tuple[
         num_rows += len(states)
         if num_rows >= _SAMPLE:
             break
-    ids_M = mass_V.topk(min(count, model.vocab_size)).indices.sort().values
-    return ids_M, float(mass_V[ids_M].sum() / num_rows)
+    return mass_V

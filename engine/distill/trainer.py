@@ -24,6 +24,10 @@ from engine.distill.loss import distillation_loss, teacher_laws
 from engine.draft.head import DraftHead
 
 
+class OtherCheckpoint(ValueError):
+    """The checkpoint is of another training."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
     """How a head is trained. `chain_share` of the positions start chains of `num_steps`; `refusal_weight` is reached at the end.
@@ -174,9 +178,9 @@ class Trainer:
             return 0
         state: dict[str, Any] = torch.load(self._checkpoint, weights_only=True)
         if json.dumps(state["plan"]) != json.dumps(asdict(self.plan)):
-            raise ValueError(f"{self._checkpoint} is of another plan; remove it to begin anew")
+            raise OtherCheckpoint(f"{self._checkpoint} is of another plan; remove it to begin anew")
         if state["shape"] != json.dumps(asdict(self.head.shape)) or not torch.equal(state["head"]["vocab_M"], self.head.vocab_M):
-            raise ValueError(f"{self._checkpoint} is of a head of another shape or vocabulary; remove it to begin anew")
+            raise OtherCheckpoint(f"{self._checkpoint} is of a head of another shape or vocabulary; remove it to begin anew")
         self.head.load_state_dict(state["head"])
         for (optimiser, _), saved in zip(self._optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
@@ -191,7 +195,7 @@ def sampled_starts(
     length = counts_BT.shape[1]
     can_start_BT = counts_BT.clone()
     can_start_BT[:, :-1] &= counts_BT[:, 1:]
-    for shift in range(1, num_steps):
+    for shift in range(1, min(num_steps, length)):
         can_start_BT[:, : length - shift] &= counts_BT[:, shift:]
     can_start_BT[:, max(0, length - num_steps + 1) :] = False
     num_chains = max(1, math.ceil(share * int(can_start_BT.sum(1).max())))

@@ -146,12 +146,15 @@ class DraftHead(nn.Module):
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"{path} is not a draft head")
-            fields = json.loads(metadata["shape"])
-            shape = HeadShape(**{**fields, "feature_layers": tuple(fields["feature_layers"])})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-        head = cls(shape, tensors["vocab_M"])
-        head.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()})
-        return head.requires_grad_(False).eval(), json.loads(metadata["recipe"])
+        try:
+            fields = json.loads(metadata["shape"])
+            head = cls(HeadShape(**{**fields, "feature_layers": tuple(fields["feature_layers"])}), tensors["vocab_M"])
+            floats = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+            head.load_state_dict(floats)
+            return head.requires_grad_(False).eval(), json.loads(metadata["recipe"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{path} is a damaged draft head: {error}") from error
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

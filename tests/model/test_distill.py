@@ -7,17 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from engine.distill.chains import chain_states
-from engine.distill.corpus import Corpus, Text, collect
+from engine.distill.corpus import Corpus, OtherTexts, Text, collect, write_texts
 from engine.distill.distil import shape_for
 from engine.distill.evaluation import evaluate
 from engine.distill.loss import distillation_loss, teacher_laws
 from engine.distill.prompts import PromptGrammar
-from engine.distill.rows import frequent_tokens
+from engine.distill.rows import coverage, frequent_tokens, require_plain_output
 from engine.distill.trainer import Trainer, TrainingPlan, batched, sampled_starts
 from engine.draft.head import DraftHead, HeadShape
+from engine.model import adopt
+from engine.model_check import UnsupportedModel
 from engine.testing import tiny_model, tiny_module
 from server.bench_prompts import read_prompts
 
@@ -73,6 +77,18 @@ def test_a_collection_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     by_index = [{text.index: text.ids_T.tolist() for text in corpus.texts()} for corpus in (whole, cut)]
     assert by_index[0] == by_index[1]
     assert len(by_index[0]) == 6
+
+
+def test_a_folder_keeps_to_one_way_of_making(tmp_path: Path) -> None:
+    corpus = Corpus(tmp_path / "texts")
+    corpus.bind({"seed": "1", "precision": "bfloat16"})
+    corpus.add(some_texts(2))
+    corpus.bind({"seed": "1", "precision": "bfloat16"})
+    with pytest.raises(OtherTexts, match="another seed;"):
+        corpus.bind({"seed": "2", "precision": "bfloat16"})
+    (tmp_path / "texts" / "made_with.json").unlink()
+    with pytest.raises(OtherTexts, match="another seed, precision"):
+        corpus.bind({"seed": "1", "precision": "bfloat16"})
 
 
 def _reference_states(ids_T: Tensor) -> Tensor:
@@ -223,6 +239,21 @@ def test_a_head_survives_its_file(tmp_path: Path) -> None:
         assert torch.equal(one.bfloat16().float(), other)
 
 
+@pytest.mark.parametrize("lost", ["widen.weight", "vocab_M"])
+def test_a_damaged_head_is_refused_in_words(tmp_path: Path, lost: str) -> None:
+    path = tmp_path / "head.safetensors"
+    tiny_head().save(path, {"target": "tiny"})
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys() if name != lost}, file.metadata()  # noqa: SIM118
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(ValueError, match="damaged draft head"):
+        DraftHead.load(path)
+
+
+def test_texts_shorter_than_a_chain_give_no_report() -> None:
+    assert evaluate(tiny_head(), torch.randn(61, 32), torch.randn(61, 32), some_texts(2), num_steps=30) == []
+
+
 def test_evaluation_is_perfect_where_head_and_target_say_the_same() -> None:
     """A head that says nothing leaves uniform logits, and so does a target without output."""
     head = tiny_head(vocab=torch.arange(61))
@@ -235,12 +266,21 @@ def test_evaluation_is_perfect_where_head_and_target_say_the_same() -> None:
 def test_frequent_tokens_carry_the_mass() -> None:
     model = tiny_model()
     texts = some_texts()
-    few, carried = frequent_tokens(model, texts, 10)
-    everything, all_carried = frequent_tokens(model, texts, 1000)
+    few, everything = (frequent_tokens(model, texts, count) for count in (10, 1000))
+    carried, all_carried = (coverage(model, texts, ids) for ids in (few, everything))
     assert few.tolist() == sorted(few.tolist())
     assert len(few) == 10
     assert len(everything) == 61
-    assert carried < all_carried == pytest.approx(1.0, abs=1e-3)
+    assert coverage(model, texts, torch.arange(10)) < carried < all_carried == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_target_that_does_more_to_its_logits_is_refused() -> None:
+    module = tiny_module()
+    require_plain_output(adopt(module, torch.device("cpu"), "packed"))
+    assert len(list(write_texts(tiny_model(), LAYERS, {0: [5]}, 3, 1, 1))) == 1
+    module.lm_head = nn.Linear(32, 61)
+    with pytest.raises(UnsupportedModel, match="a head cannot be made"):
+        require_plain_output(adopt(module, torch.device("cpu")))
 
 
 # ---- prompts

@@ -30,7 +30,23 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     """Return the folder of a target and that of what a training left."""
     target, work = model_folder(tmp_path_factory.mktemp("target")), tmp_path_factory.mktemp("work")
     (work / "grammar.yaml").write_text(yaml.safe_dump(GRAMMAR))
-    sizes = ["--num-prompts", "40", "--batch", "8", "--width", "192", "--intermediate", "64", "--vocab", "40", "--epochs", "1"]
+    sizes = [
+        "--num-prompts",
+        "40",
+        "--batch",
+        "8",
+        "--width",
+        "192",
+        "--intermediate",
+        "64",
+        "--vocab",
+        "40",
+        "--epochs",
+        "1",
+        "--weights",
+        "a=2",
+    ]
+    sizes += ["--weights", "a=2"]
     where = ["--prompt-grammar", str(work / "grammar.yaml"), "--work", str(work), "--out", str(work / "head.safetensors")]
     assert main(["drafter", "train", "--target", str(target), *SMALL, *sizes, *where]) == 0
     return target, work
@@ -43,12 +59,22 @@ def test_a_head_comes_with_its_recipe_and_its_curve(made):
     assert len(head.vocab_M) == 40
     assert 30 <= int(str(recipe["num_texts"])) <= 38  # two were kept to measure on; the shortest teach no chain
     assert recipe[RECIPE_KEY] == fingerprint(target).as_text()
-    assert "--width 192" in str(recipe["command"])
+    command = str(recipe["command"])
+    assert all(part in command for part in ("--width 192", "--dtype float32", "--refusal-weight 0.0", "--weights a=2"))
     held_out = recipe["held_out"]
     assert isinstance(held_out, list)
     assert [report["depth"] for report in held_out] == [1, 2, 3, 4, 5, 6]
     curve = [json.loads(line) for line in (work / "head.jsonl").read_text().splitlines()]
     assert all({"update", "loss", "overlap", "norm"} == set(point) for point in curve)
+
+
+def test_what_cannot_be_made_is_refused_in_words(made, capsys):
+    target, work = made
+    other = ["--prompt-grammar", str(work / "grammar.yaml"), "--work", str(work), "--out", str(work / "other.safetensors")]
+    assert main(["drafter", "train", "--target", str(target), *SMALL, "--num-prompts", "40", "--seed", "7", *other]) == 1
+    assert "were made with another" in capsys.readouterr().err
+    assert main(["drafter", "train", "--target", str(target), *SMALL, "--num-prompts", "40", "--width", "100", *other]) == 1
+    assert "multiple of 192" in capsys.readouterr().err
 
 
 def test_it_drafts_for_its_target_and_changes_no_text(made):

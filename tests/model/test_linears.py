@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.linears import PackedLinear, prepare_linears
+from engine.linears import PackedLinear, fastest_dtype, prepare_linears
 from engine.testing import FAMILIES, tiny_module
 
 IDS = torch.arange(3, 40)[None]
@@ -46,3 +46,19 @@ def test_plain_changes_nothing():
 def test_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="known: plain, packed"):
         prepare_linears(tiny_module("llama"), "quantised")
+
+
+@needs_onednn
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_a_lone_bfloat16_row_is_multiplied_like_others(num_rows):
+    linear = nn.Linear(48, 40).bfloat16().requires_grad_(False)
+    x = torch.randn(num_rows, 1, 48).bfloat16()
+    assert PackedLinear(linear)(x).shape == (num_rows, 1, 40)
+    assert torch.allclose(PackedLinear(linear)(x).float(), linear(x).float(), atol=2e-2)
+
+
+def test_only_float32_is_narrowed_and_only_where_it_is_faster():
+    cpu = torch.device("cpu")
+    assert fastest_dtype(cpu, torch.float16) == torch.float16
+    assert fastest_dtype(torch.device("cuda"), torch.float32) == torch.float32
+    assert fastest_dtype(cpu, torch.float32) in (torch.bfloat16, torch.float32)
