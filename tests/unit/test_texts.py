@@ -12,6 +12,7 @@ from engine.draft import texts
 from engine.draft.agreement import Agreement, TextSource
 from engine.draft.context_tree import Match
 from engine.draft.recent_texts import RecentLimits, RecentTexts
+from engine.draft.text_index import TextIndex
 from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Row
 from engine.tree import PLAIN
@@ -150,7 +151,7 @@ def test_texts_are_indexed_in_steps_however_many_requests_have_them(monkeypatch)
     for number in range(128):
         begun(cache, prompt, str(number), prediction_ids=prediction)
     steps = []
-    while not all(one.prompt.is_complete and one.prediction.is_complete for one in cache._followed.values()):
+    while not all(index.is_complete for index in indexes_of(cache)):
         before = num_indexed(cache)
         cache.advance()
         steps.append(num_indexed(cache) - before)
@@ -160,9 +161,14 @@ def test_texts_are_indexed_in_steps_however_many_requests_have_them(monkeypatch)
 
 def num_indexed(cache: TextCache) -> int:
     """Return how many tokens lie in all trees, the output's aside."""
-    indexes = {id(index): index for one in cache._followed.values() for index in (one.prompt, one.prediction)}
-    texts_of = [index.tree._text for index in indexes.values()]
+    texts_of = [index.tree._text for index in indexes_of(cache)]
     return sum(len(text) - (1 if text[1:2] == [0] else 1 + 32) for text in texts_of if text)
+
+
+def indexes_of(cache: TextCache) -> list[TextIndex]:
+    """Return the indexes of prompts and predictions, each once."""
+    found = (index for one in cache._followed.values() for index in (one.prompt, one.prediction) if index is not None)
+    return list({id(index): index for index in found}.values())
 
 
 def test_choices_alike_share_what_does_not_change_and_not_what_they_say():
