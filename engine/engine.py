@@ -21,6 +21,7 @@ from engine.pairs import verifier_for
 from engine.plan import Feeding, StepPlan
 from engine.policy import ExpansionPolicy
 from engine.refusal import require_runnable
+from engine.roots import Ending, RootReader
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
@@ -45,7 +46,13 @@ class Engine:
     """Owns the scheduler and the models. Not thread-safe: one caller adds, aborts and steps."""
 
     def __init__(
-        self, info: ModelInfo, config: SchedulerConfig, target: Target, drafter: Drafter | None, policy: ExpansionPolicy
+        self,
+        info: ModelInfo,
+        config: SchedulerConfig,
+        target: Target,
+        drafter: Drafter | None,
+        policy: ExpansionPolicy,
+        roots: RootReader | None = None,
     ) -> None:
         self.info = info
         self._config = config
@@ -53,6 +60,7 @@ class Engine:
         self._drafter = drafter
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
         self._policy = policy
+        self._roots = roots or RootReader(target.model, drafter)
         self._judge = Judge()
         self._tracer: Tracer = NoTracer()
         self._calibrations = Calibrations()
@@ -68,6 +76,11 @@ class Engine:
     def drafter(self) -> Drafter | None:
         """What drafts, for measurements beside the engine's steps."""
         return self._drafter
+
+    @property
+    def roots(self) -> RootReader:
+        """What tells a policy of the places where trees will grow."""
+        return self._roots
 
     @property
     def has_work(self) -> bool:
@@ -124,6 +137,8 @@ class Engine:
         watch.lap("judge")
         # 5. Keep the accepted paths; tokens out.
         committed = self._commit(plan, growth, verdicts)
+        if self._roots.is_watching:
+            self._roots.note(_endings(committed, growth), logits_NV, growth.forest.draft_laws_RV)
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_aborts(), *(self._event(one, logits_NV) for one in committed)]
         watch.lap("commit")
@@ -201,6 +216,18 @@ class Engine:
                 place for place, source in enumerate(outcome.accepted_sources) if source is DraftSource.PREDICTION
             ),
         )
+
+
+def _endings(outcomes: SequenceOf[RowOutcome], growth: Growth) -> dict[str, Ending]:
+    """Return where the step of each row that goes on has ended."""
+    endings = {}
+    for outcome, law_rows in zip(outcomes, growth.forest.law_rows, strict=True):
+        row, verdict, emission = outcome.row, outcome.verdict, outcome.emission
+        if isinstance(verdict, Verdict) and emission is not None and emission.finish is None:
+            last = verdict.path[-1]
+            slot = row.slots[row.root_position + last]
+            endings[row.request_id] = Ending(outcome.offset + last, law_rows[last], slot, verdict.extra_id, row.sampling)
+    return endings
 
 
 def with_end_tokens(request: Request, info: ModelInfo) -> Request:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.tree import PLAIN, Expansion
 from engine.types import SamplingParams, Speculation
 
@@ -40,6 +43,45 @@ class SequenceView:
     sampling: SamplingParams
     speculation: Speculation
     verifier: str
+
+
+# Of the last law before a root: the target's (at the request's temperature, 1 for a greedy one), and the drafter's where the
+# step before drew from it (else zeros): entropy, greatest probabilities, log-probabilities of the root's token, and the L1 distance.
+ROOT_SCALARS = (
+    "entropy",
+    "top",
+    "root_log",
+    "has_draft",
+    "draft_top",
+    "distance",
+    "draft_root_log",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RootFacts:
+    """What passes that have run say of B sequences' roots, float32; rows of which nothing is known are zeros.
+
+    `target_BD` is the target's last state before the root, `draft_BW` what the drafter will read there (the root's embedding,
+    and where it has features the one before), `scalars_BS` are ROOT_SCALARS.
+    """
+
+    is_known_B: NDArray[np.bool_]
+    target_BD: NDArray[np.float32]
+    draft_BW: NDArray[np.float32]
+    scalars_BS: NDArray[np.float32]
+
+
+class RootSource(Protocol):
+    """Tells what is known of roots before anything is drafted from them."""
+
+    def watch(self) -> None:
+        """Begin to keep what is needed; before, nothing is known of any root."""
+        ...
+
+    def facts(self, request_ids: Sequence[str]) -> RootFacts:
+        """Return what is known of these sequences' roots, in order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

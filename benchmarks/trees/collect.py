@@ -9,19 +9,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from benchmarks.trees.contenders import Contender, contenders_of
-from benchmarks.trees.lab import Lab, Planting, Point
 from engine.draft.calibration import Calibrations
 from engine.draft.growth import grow, learn
 from engine.engine import Engine
+from engine.lab import Lab, Planting, Point
 from engine.plan import Row, StepPlan
 from engine.tree import PLAIN, TokenTree
-from engine.types import Request, SamplingParams, Speculation
+from engine.types import SamplingParams
 from engine.verify.coupled import judge_greedy
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Verdict, Verifier
@@ -61,7 +61,8 @@ class Collector:
                         self._text(kind, of_kind[index], SamplingParams(temperature=temperature), f"{kind}-{index}")
 
     def _text(self, kind: str, prompt: tuple[int, ...], sampling: SamplingParams, name: str) -> None:
-        text = self._written(prompt, sampling)
+        limited = replace(sampling, max_tokens=self._design.num_text_tokens, seed=len(prompt))
+        text = self._lab.written(prompt, limited)
         self._lab.load(text)
         for point in range(len(prompt) + 1, len(text) - 1, self._design.point_stride):
             facts = {"kind": kind, "temperature": sampling.temperature, "point": f"{name}-{sampling.temperature}-{point}"}
@@ -73,16 +74,6 @@ class Collector:
             self._num_at[sampling.temperature] += 1
             self._write(lines)
             sys.stderr.write(f"{facts['point']}: {len(lines)} measurements in {time.perf_counter() - begin:.1f} s\n")
-
-    def _written(self, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
-        """Return the prompt with a continuation of the target's own."""
-        limited = SamplingParams(sampling.temperature, max_tokens=self._design.num_text_tokens, seed=len(prompt))
-        self._engine.add(Request("text", prompt, limited, Speculation()))
-        ids: list[int] = []
-        while self._engine.has_work:
-            for event in self._engine.step().events:
-                ids.extend(event.token_ids)
-        return (*prompt, *ids)
 
     def _judged(self, at: int, sampling: SamplingParams, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         contenders = [one for budget in self._design.budgets for one in contenders_of(budget, sampling.is_greedy)]

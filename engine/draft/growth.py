@@ -47,6 +47,13 @@ def grow(
     by_tree = {id(strategy.tree): strategy for strategy in strategies}
     frontier = [ask for strategy in strategies for ask in strategy.asks()]
     feeding = [row for row in rows if row.draft_ids]
+    return grow_by(strategies, drafter, rows, vocab_size, device)
+
+
+def grow_by(
+    strategies: Sequence[Strategy], drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device
+) -> Growth:
+    """Feed the drafter what it lacks and grow the decoding rows' trees by given strategies, one for each."""
     laws: list[Tensor] = []
     if feeding or frontier:
         proposal = drafter.feed(feeding, frontier)

@@ -89,6 +89,10 @@ class HeadDrafter:
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Feed some nodes of every tree by their parents' states; propose at each."""
         before = [asked.tree.row.slots[asked.tree.row.root_position + asked.tree.parents[asked.node]] for asked in frontier]
+    def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
+        """Return what tokens read that come after those in these slots, where the target has been."""
+        return self._pool.at(torch.tensor(slots, dtype=torch.int64, device=self._device))
+
         batch = pack(level_segments(frontier), self._device)
         return self._proposal(_Fed(batch, before), batch, range(len(frontier)))
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.trees import lab as lab_module
 from benchmarks.trees.collect import Collector, Design
 from benchmarks.trees.contenders import contenders_of
-from benchmarks.trees.lab import Lab, Planting
 from benchmarks.trees.paired import differences
 from benchmarks.trees.report import report
+from engine import lab as lab_module
 from engine.draft.calibration import Calibrations
 from engine.draft.growth import grow
+from engine.lab import Lab, Planting
 from engine.pairs import is_exact
 from engine.testing import tiny_engine
 from engine.tree import Expansion

@@ -6,23 +6,32 @@ the law after every node. Shape key: U nodes of the union, N nodes of a tree, V 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
-from engine.draft.growth import Growth, grow
+from engine.draft.growth import Growth, grow, grow_by
+from engine.draft.nested import Nested, Truncation
 from engine.engine import Engine
+from engine.forest import Forest
 from engine.plan import Feeding, LawContext, Row, StepPlan
+from engine.policy import RootFacts
+from engine.roots import Ending
 from engine.sampling import processed_laws
 from engine.tree import ROOT, Expansion, TokenTree
-from engine.types import SamplingParams
+from engine.types import Request, SamplingParams, Speculation
+from engine.verify.coupled import judge_greedy
+from engine.verify.verdict import Verifier
 
 Path = tuple[int, ...]
 _MAX_UNION = 1500  # nodes of all trees of a point, shared paths counted once
 _CHUNK = 256
+_NAME = "lab"
 
 
 @dataclass(frozen=True)
@@ -35,13 +44,23 @@ class Planting:
 
 
 class Lab:
-    """Both models over one text; the engine must be idle and stay so."""
+    """Both models over one text; the engine must be idle, and run nothing but what is asked for here."""
 
     def __init__(self, engine: Engine) -> None:
         if engine.drafter is None:
             raise ValueError("a lab of trees needs a drafter")
-        self._target, self._drafter = engine.target, engine.drafter
+        self._engine = engine
+        self._target, self._drafter, self._roots = engine.target, engine.drafter, engine.roots
         self._text: tuple[int, ...] = ()
+
+    def written(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
+        """Return the prompt with the target's own continuation; what is drafted for it is the engine's policy's choice."""
+        self._engine.add(Request("text", tuple(prompt), sampling, Speculation()))
+        ids: list[int] = []
+        while self._engine.has_work:
+            for event in self._engine.step().events:
+                ids.extend(event.token_ids)
+        return (*prompt, *ids)
 
     def load(self, text: Sequence[int]) -> None:
         """Fill both caches with the text: its token i lies in slot i."""
@@ -68,7 +87,7 @@ class Lab:
         history = self._text[: begin + len(ids)]
         return Row(
             *(
-                "lab",
+                _NAME,
                 begin,
                 tuple(ids),
                 0,
@@ -98,9 +117,39 @@ class Lab:
         rows = [self.row(point, planting, sampling) for planting in plantings]
         model = self._target.model
         growth = grow(_Remembering(self._drafter, union), rows, model.vocab_size, model.device, calibrations)
+        return self._judged(rows, growth, union, sampling)
+
+    def nested(
+        self, point: int, expansions: Sequence[Expansion], plantings: Sequence[Planting], sampling: SamplingParams
+    ) -> "NestedPoint":
+        """Grow trees that hold all of `expansions`, one for each planting, whose expansion names the family and its branches."""
+        union = GrowingTree(self.row(point, Planting(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
+        rows = [self.row(point, planting, sampling) for planting in plantings]
+        strategies = [Nested(GrowingTree(row), expansions) for row in rows]
+        model = self._target.model
+        growth = grow_by(strategies, _Remembering(self._drafter, union), rows, model.vocab_size, model.device)
+        return NestedPoint(self._judged(rows, growth, union, sampling), [one.truncations() for one in strategies])
+
+    def _judged(self, rows: list[Row], growth: Growth, union: GrowingTree, sampling: SamplingParams) -> "Point":
+        """Ask the target for the law after every node of the trees."""
         nodes = [_add(union, tree) for tree in growth.forest.trees]
         logits_UV = self._target.forward(StepPlan(0, (union.row,)), [union.frozen()])
         return Point(rows, growth, nodes, _laws(union, logits_UV, sampling), logits_UV.argmax(-1).tolist())
+
+    def facts(self, point: int, planting: Planting, sampling: SamplingParams) -> RootFacts:
+        """Return what a policy could see of the root at `point` if the step before had ended one token before it.
+
+        That step grew the planting's tree and nothing of it was accepted.
+        """
+        self._roots.watch()
+        row = self.row(point - 1, planting, sampling)
+        model = self._target.model
+        growth = grow(self._drafter, [row], model.vocab_size, model.device)
+        logits_NV = self._target.forward(StepPlan(0, (row,)), growth.forest.trees)
+        law_row, root_id = growth.forest.law_rows[0][ROOT], self._text[point]
+        ending = Ending(ROOT, law_row, row.slots[row.root_position], root_id, sampling)
+        self._roots.note({_NAME: ending}, logits_NV, growth.forest.draft_laws_RV)
+        return self._roots.facts([_NAME])
 
 
 @dataclass(frozen=True)
@@ -121,6 +170,68 @@ class Point:
     def best_N(self, index: int) -> list[int]:
         """Return the target's arg max after each node of a tree."""
         return [self.best_U[node] for node in self.nodes[index]]
+
+
+class Brought(NamedTuple):
+    """What a tree brings: expected tokens (where the rule tells them, else what came), and how deep one judgement accepted it."""
+
+    tokens: float
+    accepted_depth: int
+
+
+@dataclass(frozen=True)
+class NestedPoint:
+    """Whole trees of a point, and for each the trees of all expansions that it holds."""
+
+    whole: Point
+    truncations: list[list[Truncation]]
+
+    def forest(self, index: int) -> Forest:
+        """Return the truncations of a tree with the laws that their nodes were drawn from."""
+        growth, trees = self.whole.growth, self.truncations[index]
+        rows = growth.forest.law_rows[index]
+        law_rows = tuple(
+            tuple(rows[node] if drawn else None for node, drawn in zip(one.nodes, one.tree.draws, strict=True)) for one in trees
+        )
+        return Forest(tuple(one.tree for one in trees), growth.forest.draft_laws_RV, law_rows)
+
+    def tokens(self, index: int, verifier: Verifier | None) -> list[Brought]:
+        """Return what each truncation of a tree brings; without a verifier, to a greedy row.
+
+        Where chance is not the verifier's own (greedy, coupled), all truncations follow one path, each as far as it goes.
+        """
+        if verifier is None:
+            path = judge_greedy([self.whole.growth.forest.trees[index]], self.whole.best_N(index))[0].path
+        elif verifier.name == "coupled":
+            forest, key = self.whole.growth.forest.subset([index]), self.whole.rows[index].key
+            path = verifier.judge(forest, self.whole.target_laws_NV(index), [key])[0].path
+        else:
+            return self._expected(index, verifier)
+        reaches = (sum(node in one.nodes for node in path) for one in self.truncations[index])
+        return [Brought(float(reach), reach - 1) for reach in reaches]
+
+    def _expected(self, index: int, verifier: Verifier) -> list[Brought]:
+        forest, laws_NC = lumped(self.forest(index), self.whole.target_laws_NV(index), self.truncations[index])
+        verdicts = verifier.judge(forest, laws_NC, [self.whole.rows[index].key] * len(forest.trees))
+        assert all(verdict.expected_tokens is not None for verdict in verdicts)
+        return [Brought(verdict.expected_tokens or 0.0, len(verdict.path) - 1) for verdict in verdicts]
+
+
+def lumped(forest: Forest, target_laws_MV: Tensor, truncations: Sequence[Truncation]) -> tuple[Forest, Tensor]:
+    """Return the forest over fewer tokens, and the target's law after each of its nodes: what no draft law knows is one token.
+
+    A rule treats tokens that cannot be drafted alike, each in proportion to its probability, so that masses stay what they are.
+    `target_laws_MV` is by node of the whole tree.
+    """
+    is_known_V = (forest.draft_laws_RV > 0.0).any(0)
+    known_C = is_known_V.nonzero()[:, 0]
+    column_V = (is_known_V.cumsum(0) - 1).tolist()
+    trees = tuple(replace(tree, token_ids=(0, *(column_V[token_id] for token_id in tree.token_ids[1:]))) for tree in forest.trees)
+    drafted_RC = functional.pad(forest.draft_laws_RV.index_select(1, known_C), (0, 1))
+    rest_M1 = target_laws_MV[:, ~is_known_V].sum(-1, keepdim=True)
+    laws_MC = torch.cat([target_laws_MV.index_select(1, known_C), rest_M1], dim=-1)
+    nodes = torch.tensor([node for one in truncations for node in one.nodes])
+    return Forest(trees, drafted_RC, forest.law_rows), laws_MC[nodes]
 
 
 def _laws(union: GrowingTree, logits_UV: Tensor, sampling: SamplingParams) -> Tensor | None:

@@ -1,0 +1,115 @@
+"""Truncations of one deep tree: each is what its expansion grows alone, and brings exactly what it would bring alone."""
+
+import pytest
+import torch
+
+from engine import lab as lab_module
+from engine.draft.children import Offer
+from engine.draft.drafter import GrowingTree
+from engine.draft.nested import Nested
+from engine.draft.strategies import Delayed
+from engine.lab import Lab, NestedPoint, Planting
+from engine.pairs import VERIFIER_NAMES, is_exact
+from engine.tree import Expansion, TreeKind, TreeName
+from engine.types import SamplingParams
+from engine.verify.rules import create_verifier
+from tests.model.heads import head_engine, learnt_head
+from tests.model.rows import decoding_row
+
+TEXT = tuple(5 + (7 * i) % 40 for i in range(30))
+SHAPES = [(1, 1, 0), (3, 1, 0), (0, 3, 2), (1, 2, 2), (2, 3, 1), (0, 2, 3)]
+SAMPLING = SamplingParams(temperature=1.5)
+
+
+def nested_point(family: TreeName = "delayed", sampling: SamplingParams = SAMPLING, verifier: str = "traversal") -> NestedPoint:
+    laboratory = Lab(head_engine(learnt_head()))
+    laboratory.load(TEXT)
+    expansions = [Expansion(*shape, "delayed" if shape[1] == 1 else family) for shape in SHAPES]
+    plantings = [Planting(Expansion(0, 3, 3, family), verifier, seed) for seed in (5, 6)]
+    return laboratory.nested(17, expansions, plantings, sampling)
+
+
+class Script:
+    """Draws that depend on the path and their own number alone, with some that coincide."""
+
+    @staticmethod
+    def offer(tree: GrowingTree, node: int, count: int) -> Offer:
+        base = sum((depth + 1) * tree.token_ids[at] for depth, at in enumerate(tree.path(node)[1:]))
+        return Offer(tuple((base + draw * draw) % 3 for draw in range(count)), (0.3,) * count)
+
+
+def grown_whole(strategy) -> None:
+    while frontier := strategy.asks():
+        for asked in frontier:
+            strategy.take(asked.node, Script.offer(strategy.tree, asked.node, asked.num_draws))
+
+
+def paths_of(tree) -> list[tuple[list[int], list[int]]]:
+    return sorted(
+        ([tree.token_ids[v] for v in tree.path(node)[1:]], [tree.token_ids[child] for child in tree.draws[node]])
+        for node in range(tree.num_nodes)
+    )
+
+
+def test_a_truncation_is_the_tree_that_grows_alone():
+    expansions = [Expansion(*shape) for shape in SHAPES]
+    row = decoding_row(expansion=Expansion(0, 3, 4))
+    whole = Nested(GrowingTree(row), expansions)
+    grown_whole(whole)
+    for expansion, one in zip(expansions, whole.truncations(), strict=True):
+        alone = Delayed(GrowingTree(decoding_row(expansion=expansion)))
+        grown_whole(alone)
+        assert paths_of(one.tree) == paths_of(alone.grown().tree), expansion
+        assert [whole.tree.token_ids[node] for node in one.nodes[1:]] == list(one.tree.token_ids[1:])
+
+
+@pytest.mark.parametrize("family", ["delayed", "delayed_distinct"])
+def test_lumping_tokens_that_no_draft_knows_changes_no_expectation(family):
+    point = nested_point(family)
+    kind = TreeKind.IID if family == "delayed" else TreeKind.WITHOUT_REPLACEMENT
+    names = [name for name in VERIFIER_NAMES if name != "coupled" and is_exact(kind, name)]
+    assert "traversal" in names
+    for name in names:
+        verifier = create_verifier(name)
+        forest = point.forest(0)
+        laws_MV = point.whole.target_laws_NV(0)
+        nodes = torch.tensor([node for one in point.truncations[0] for node in one.nodes])
+        full = verifier.judge(forest, laws_MV[nodes], [point.whole.rows[0].key] * len(SHAPES))
+        brought = point.tokens(0, verifier)
+        assert [one.tokens for one in brought] == pytest.approx([one.expected_tokens for one in full], abs=1e-6), name
+        assert len({round(one.tokens, 6) for one in brought}) > 2
+
+
+def test_leaving_the_unknown_tokens_out_would_show(monkeypatch):
+    """The mutation of the test before: probability of tokens that no draft knows is lost."""
+    whole = lab_module.lumped
+
+    def without_rest(*args):
+        forest, laws_NC = whole(*args)
+        laws_NC[:, -1] = 0.0
+        return forest, laws_NC / laws_NC.sum(-1, keepdim=True)
+
+    monkeypatch.setattr(lab_module, "lumped", without_rest)
+    with pytest.raises(AssertionError):
+        test_lumping_tokens_that_no_draft_knows_changes_no_expectation("delayed_distinct")
+
+
+@pytest.mark.parametrize(("temperature", "verifier"), [(0.0, "traversal"), (1.2, "coupled")])
+def test_where_chance_is_not_the_verifiers_every_truncation_is_judged_as_alone(temperature, verifier):
+    point = nested_point("delayed_distinct", SamplingParams(temperature=temperature), verifier)
+    for index in range(2):
+        brought = point.tokens(index, create_verifier(verifier) if temperature else None)
+        for one, truncation in zip(brought, point.truncations[index], strict=True):
+            assert one.accepted_depth == one.tokens - 1
+            laws_NV = point.whole.laws_UV
+            if temperature:
+                assert laws_NV is not None
+                numbers = [point.whole.nodes[index][node] for node in truncation.nodes]
+                forest = point.forest(index).subset([point.truncations[index].index(truncation)])
+                alone = create_verifier(verifier).judge(forest, laws_NV[torch.tensor(numbers)], [point.whole.rows[index].key])
+                assert one.accepted_depth == len(alone[0].path) - 1
+    assert max(
+        one.accepted_depth
+        for index in range(2)
+        for one in point.tokens(index, create_verifier("coupled") if temperature else None)
+    )
