@@ -44,9 +44,6 @@ def grow(
     """Feed the drafter what it lacks and grow every decoding row's tree to its expansion."""
     calibrations = calibrations or Calibrations()
     strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
-    by_tree = {id(strategy.tree): strategy for strategy in strategies}
-    frontier = [ask for strategy in strategies for ask in strategy.asks()]
-    feeding = [row for row in rows if row.draft_ids]
     return grow_by(strategies, drafter, rows, vocab_size, device)
 
 
@@ -54,6 +51,9 @@ def grow_by(
     strategies: Sequence[Strategy], drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device
 ) -> Growth:
     """Feed the drafter what it lacks and grow the decoding rows' trees by given strategies, one for each."""
+    by_tree = {id(strategy.tree): strategy for strategy in strategies}
+    frontier = [ask for strategy in strategies for ask in strategy.asks()]
+    feeding = [row for row in rows if row.draft_ids]
     laws: list[Tensor] = []
     if feeding or frontier:
         proposal = drafter.feed(feeding, frontier)

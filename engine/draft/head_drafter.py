@@ -79,6 +79,10 @@ class HeadDrafter:
         with torch.inference_mode():
             self._pool.write(write_slots_T, self._head.features(self._tap.latest()))
 
+    def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
+        """Return what tokens read that come after those in these slots, where the target has been."""
+        return self._pool.at(torch.tensor(slots, dtype=torch.int64, device=self._device))
+
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens by the target's features; propose at the roots."""
         before = [slot for row in rows for slot in self._slots_before(row)]
@@ -89,10 +93,6 @@ class HeadDrafter:
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Feed some nodes of every tree by their parents' states; propose at each."""
         before = [asked.tree.row.slots[asked.tree.row.root_position + asked.tree.parents[asked.node]] for asked in frontier]
-    def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
-        """Return what tokens read that come after those in these slots, where the target has been."""
-        return self._pool.at(torch.tensor(slots, dtype=torch.int64, device=self._device))
-
         batch = pack(level_segments(frontier), self._device)
         return self._proposal(_Fed(batch, before), batch, range(len(frontier)))
 
