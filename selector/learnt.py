@@ -1,0 +1,83 @@
+"""The estimator that a network is: its expectations where it knows a root, the counting estimator's everywhere else.
+
+Counting goes on beside it: the network starts from what was counted, nodes and passes are counted ones, and what the network
+cannot tell, or tells wrongly (a number that is not finite), is counting's.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.policy import DraftOutcome, RootFacts, RootSource, SequenceView
+from selector.estimators import Array, CountedAcceptance, Estimates
+from selector.features import features_of, rule_of
+from selector.menu import Menu
+from selector.net import Inputs, SelectorNet
+
+_logger = logging.getLogger(__name__)
+
+_NAMED = 4  # trees in a message
+_MOST_READ = 8  # sequences of a choice whose roots are read, the oldest: reading a law costs time for each, on a processor
+
+
+class NetEstimator:
+    """Expectations by a network over a part of its menu; raise ValueError if it was made for other trees or other models."""
+
+    def __init__(self, menu: Menu, net: SelectorNet, roots: RootSource) -> None:
+        if net.shape.objective != "tokens":
+            raise ValueError("this selector was trained to choose, not to expect tokens")
+        unknown = [str(entry) for entry in menu.entries if entry not in net.menu.index]
+        if unknown:
+            more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+            raise ValueError(f"the selector was not trained for {', '.join(unknown[:_NAMED])}{more}")
+        self._net = net
+        self._places = np.array([net.menu.index[entry] for entry in menu.entries])
+        self._counting = CountedAcceptance(net.menu)
+        self._rules = {rule: place for place, rule in enumerate(net.shape.rules)}
+        self._roots = roots
+        self._has_failed = False
+        roots.watch()
+        nothing = roots.facts([])
+        widths = nothing.target_BD.shape[1], nothing.draft_BW.shape[1]
+        if widths != (net.shape.target_width, net.shape.draft_width):
+            raise ValueError(
+                f"the selector reads states of widths {net.shape.target_width} and {net.shape.draft_width}, not {widths}"
+            )
+
+    def estimate(self, views: Sequence[SequenceView]) -> Estimates:
+        """Return the network's expectations for sequences whose roots are known and whose rule it has seen, else counted ones."""
+        counted = self._counting.estimate(views)
+        tokens_BM, places = counted.tokens, self._places
+        asked = [row for row, view in enumerate(views) if rule_of(view) in self._rules][:_MOST_READ]
+        facts = self._roots.facts([views[row].request_id for row in asked])
+        if facts.is_known_B.any():
+            tokens_BM = self._told(views, asked, facts, counted.tokens)
+        return Estimates(tokens_BM[:, places], counted.nodes[:, places], counted.passes[:, places])
+
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Count."""
+        self._counting.observe(outcomes)
+
+    def _told(self, views: Sequence[SequenceView], asked: Sequence[int], facts: RootFacts, counted_BM: Array) -> Array:
+        """Return the counted tokens with the network's in the rows asked about whose roots are known."""
+        features = features_of([views[row] for row in asked], facts, counted_BM[asked], self._net.menu).at(facts.is_known_B)
+        rows = [row for row, is_known in zip(asked, facts.is_known_B.tolist(), strict=True) if is_known]
+        try:
+            with torch.inference_mode():
+                told = self._net(Inputs.of(features, [self._rules[rule_of(views[row])] for row in rows])).double().numpy()
+        except RuntimeError as error:
+            return self._without(counted_BM, str(error))
+        if not np.isfinite(told).all():
+            return self._without(counted_BM, "numbers that are not finite")
+        tokens_BM = counted_BM.copy()
+        tokens_BM[rows] = told
+        return tokens_BM
+
+    def _without(self, counted_BM: Array, reason: str) -> Array:
+        """Return what was counted, and say why once."""
+        if not self._has_failed:
+            self._has_failed = True
+            _logger.error("the selector's network failed (%s); what was counted is used in its place", reason)
+        return counted_BM

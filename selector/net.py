@@ -1,0 +1,191 @@
+"""The selector's network: from what is known of a root to E[tau + 1] of every tree on the menu, or to a choice among them.
+
+Three projections with layer norms (the target's state, what the drafter will read, scalars), an MLP of 512 and 32, and a head for
+each rule that judges trees. The head of expectations says by how much each increment differs from the counted one: a level of
+the chain, or one more branch from a trunk on as deep as one more step of the menu. Increments are never negative, so a deeper or
+wider tree never brings less, and a network that has learnt nothing is the counting estimator. The other head is the paper's
+(Dynamic Delayed Tree Expansion, arXiv 2602.16994): scores of the menu's entries.
+
+Shape key: B sequences, M entries of the menu, P increments, D target width, W width of what the drafter reads, S scalars.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.tree import parse_expansion
+from selector.features import OF_DRAFT_LAW, SCALARS, Features
+from selector.menu import Menu
+
+_FORMAT = "latebranch-selector-1"
+_WIDTH, _HIDDEN, _CODE = 128, 512, 32
+_LEAST = 1e-3  # tokens of a counted increment
+_DROPOUT = 0.1
+
+Objective = Literal["tokens", "policy"]
+
+
+@dataclass(frozen=True, slots=True)
+class NetShape:
+    """What a network reads, whose trees it knows, and which of its two heads it has."""
+
+    target_width: int
+    draft_width: int
+    rules: tuple[str, ...]
+    entries: tuple[str, ...]
+    objective: Objective = "tokens"
+    scalars: tuple[str, ...] = SCALARS
+
+    @property
+    def menu(self) -> Menu:
+        """The trees."""
+        return Menu(tuple(parse_expansion(entry) for entry in self.entries))
+
+
+def increments_of(menu: Menu) -> NDArray[np.float32]:
+    """Return which increments each entry has, 0 or 1, [M, P]; raise ValueError where trees find their own shape.
+
+    A tree has the levels of the longest chain in it, and for each branch beside the first the steps of depth behind its trunk.
+    """
+    if not all(entry.is_delayed for entry in menu.entries):
+        raise ValueError("the network knows delayed trees alone: chains, and trunks with branches")
+    levels = [("level", level, 0, 0) for level in range(1, int(menu.depths.max()) + 1)]
+    forked = [entry for entry in menu.entries if entry.branches > 1]
+    cells = sorted({("fork", one.trunk, rank, one.depth) for one in forked for rank in range(2, one.branches + 1)})
+    has_MP = np.zeros((len(menu), len(levels) + len(cells)), dtype=np.float32)
+    for place, entry in enumerate(menu.entries):
+        has_MP[place, : entry.max_depth] = 1.0
+        if entry.branches > 1:
+            for column, (_, trunk, rank, depth) in enumerate(cells, start=len(levels)):
+                has_MP[place, column] = trunk == entry.trunk and rank <= entry.branches and depth <= entry.depth
+    return has_MP
+
+
+class SelectorNet(nn.Module):
+    """The network. In training mode dropout is on."""
+
+    has_MP: Tensor
+    to_increments_PM: Tensor
+    most_M: Tensor
+    mean_S: Tensor
+    deviation_S: Tensor
+
+    def __init__(self, shape: NetShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.menu = shape.menu
+        has_MP = increments_of(self.menu)
+        self.register_buffer("has_MP", torch.from_numpy(has_MP), persistent=False)
+        self.register_buffer("to_increments_PM", torch.from_numpy(np.linalg.pinv(has_MP)), persistent=False)
+        self.register_buffer("most_M", torch.tensor(self.menu.depths, dtype=torch.float32) + 1.0, persistent=False)
+        self.register_buffer("mean_S", torch.zeros(len(shape.scalars)))
+        self.register_buffer("deviation_S", torch.ones(len(shape.scalars)))
+        widths = (shape.target_width, shape.draft_width, len(shape.scalars))
+        self.projections = nn.ModuleList(nn.Sequential(nn.Linear(width, _WIDTH), nn.LayerNorm(_WIDTH)) for width in widths)
+        self.body = nn.Sequential(
+            nn.Dropout(_DROPOUT),
+            nn.Linear(len(widths) * _WIDTH, _HIDDEN),
+            nn.GELU(),
+            nn.Dropout(_DROPOUT),
+            nn.Linear(_HIDDEN, _CODE),
+            nn.GELU(),
+        )
+        num_outputs = has_MP.shape[1] if shape.objective == "tokens" else len(self.menu)
+        self.heads = nn.ModuleList(nn.Linear(_CODE, num_outputs) for _ in shape.rules)
+        for head in self.heads:
+            assert isinstance(head, nn.Linear)
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+
+    def standardise(self, scalars_RS: NDArray[np.float32]) -> None:
+        """Take means and deviations of the scalars from examples; those of a draft law, from examples that have one."""
+        has_law = scalars_RS[:, OF_DRAFT_LAW.start] > 0.0
+        for column in range(scalars_RS.shape[1]):
+            is_of_law = OF_DRAFT_LAW.start < column < OF_DRAFT_LAW.stop
+            values = scalars_RS[has_law, column] if is_of_law else scalars_RS[:, column]
+            if len(values):
+                self.mean_S[column] = float(values.mean())
+                self.deviation_S[column] = max(float(values.std()), 1e-2)
+
+    def forward(self, features: "Inputs") -> Float[Tensor, "B M"]:
+        """Return expected tokens of every entry, or its score."""
+        scalars_BS = (features.scalars_BS - self.mean_S) / self.deviation_S
+        has_law_B1 = features.scalars_BS[:, OF_DRAFT_LAW.start : OF_DRAFT_LAW.start + 1]
+        law = slice(OF_DRAFT_LAW.start + 1, OF_DRAFT_LAW.stop)
+        scalars_BS[:, law] = scalars_BS[:, law] * has_law_B1
+        parts = (features.target_BD, features.draft_BW, scalars_BS)
+        code_BC = self.body(
+            torch.cat([projection(part) for projection, part in zip(self.projections, parts, strict=True)], dim=-1)
+        )
+        outputs_BP = self._by_rule(code_BC, features.rules_B)
+        return outputs_BP if self.shape.objective == "policy" else self._tokens(outputs_BP, features.counted_BM)
+
+    def _by_rule(self, code_BC: Tensor, rules_B: Tensor) -> Tensor:
+        found = sorted(set(rules_B.tolist()))
+        if len(found) == 1:
+            return self.heads[found[0]](code_BC)  # type: ignore[no-any-return]
+        stacked = torch.stack([self.heads[rule](code_BC) for rule in found])
+        place_B = torch.searchsorted(torch.tensor(found), rules_B)
+        return stacked[place_B, torch.arange(len(rules_B))]
+
+    def _tokens(self, outputs_BP: Tensor, counted_BM: Tensor) -> Tensor:
+        """Return 1 and the increments: the counted ones, moved in the space where they are any number."""
+        counted_BP = ((counted_BM - 1.0) @ self.to_increments_PM.T).clamp(min=_LEAST)
+        increments_BP = functional.softplus(outputs_BP + counted_BP + torch.log(-torch.expm1(-counted_BP)))
+        return torch.minimum(1.0 + increments_BP @ self.has_MP.T, self.most_M)
+
+    def save(self, path: Path, recipe: Mapping[str, object]) -> None:
+        """Write weights, shape and recipe to a safetensors file."""
+        shape = {name: getattr(self.shape, name) for name in self.shape.__slots__}
+        metadata = {"format": _FORMAT, "shape": json.dumps(shape), "recipe": json.dumps(recipe)}
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, path, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[Self, dict[str, object]]:
+        """Read a network and its recipe; raise OSError or SafetensorError if it cannot be read, ValueError if it is none."""
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"{path.name} is no selector of the format {_FORMAT}")
+        fields: dict[str, Any] = json.loads(metadata["shape"])
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        shape = NetShape(**fields)
+        if shape.scalars != SCALARS:
+            raise ValueError(f"{path.name} reads other scalars than this version has: {', '.join(shape.scalars)}")
+        net = cls(shape)
+        net.load_state_dict(tensors)
+        return net.eval().requires_grad_(False), json.loads(metadata["recipe"])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Features as tensors, and the rule that judges each sequence's trees, as its place among the network's."""
+
+    target_BD: Float[Tensor, "B D"]
+    draft_BW: Float[Tensor, "B W"]
+    scalars_BS: Float[Tensor, "B S"]
+    counted_BM: Float[Tensor, "B M"]
+    rules_B: Int[Tensor, " B"]
+
+    @classmethod
+    def of(cls, features: Features, rules: Sequence[int]) -> "Inputs":
+        """Return them."""
+        return cls(
+            target_BD=torch.from_numpy(features.target_BD),
+            draft_BW=torch.from_numpy(features.draft_BW),
+            scalars_BS=torch.from_numpy(features.scalars_BS),
+            counted_BM=torch.from_numpy(features.counted_BM),
+            rules_B=torch.tensor(rules),
+        )

@@ -1,0 +1,163 @@
+"""The network: untrained it counts, deeper and wider never bring less, and what it cannot tell is counted."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.policy import DraftOutcome
+from engine.tree import Expansion
+from selector.estimators import CountedAcceptance
+from selector.features import SCALARS
+from selector.learnt import NetEstimator
+from selector.menu import Menu, menu_of
+from selector.net import Inputs, NetShape, SelectorNet, increments_of
+from tests.selector.roots import MENU, WIDTHS, PaperRoots, examples, view
+
+EXAMPLES = examples(num_prompts=3)
+SMALL = menu_of(Expansion(4, 1, 0), "traversal", Expansion(2, 2, 2, "delayed_distinct"))
+
+
+def net_of(menu: Menu = MENU, seed: int | None = None, objective="tokens", rules=("greedy", "traversal")) -> SelectorNet:
+    """Return a network; with a seed, a random one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed or 0)
+        net = SelectorNet(NetShape(*WIDTHS, rules, tuple(map(str, menu.entries)), objective))
+        if seed is not None:
+            for parameter in net.parameters():
+                parameter.data.normal_(0.0, 1.0)
+    return net.eval()
+
+
+def told(net: SelectorNet) -> np.ndarray:
+    with torch.inference_mode():
+        return np.asarray(net(Inputs.of(EXAMPLES.features, [1] * len(EXAMPLES))).numpy())
+
+
+def dominates(large: Expansion, small: Expansion) -> bool:
+    """Return whether the larger tree holds the smaller one: the same trunk, or a chain within the path of any tree."""
+    if small.branches == 1:
+        return small.max_depth <= large.max_depth
+    return large.trunk == small.trunk and large.branches >= small.branches and large.depth >= small.depth
+
+
+def check_monotone(tokens_BM: np.ndarray) -> None:
+    for small, one in enumerate(MENU.entries):
+        for large, other in enumerate(MENU.entries):
+            if dominates(other, one):
+                assert (tokens_BM[:, large] >= tokens_BM[:, small] - 1e-5).all(), (one, other)
+
+
+@given(st.integers(1, 10_000))
+def test_a_tree_that_holds_another_never_brings_less(seed):
+    tokens_BM = told(net_of(seed=seed))
+    check_monotone(tokens_BM)
+    assert (tokens_BM[:, 0] == 1.0).all()
+    assert (tokens_BM <= MENU.depths + 1).all()
+    assert tokens_BM.std() > 0.1
+
+
+def test_increments_of_any_sign_would_show(monkeypatch):
+    monkeypatch.setattr("selector.net.functional.softplus", lambda x: x)
+    with pytest.raises(AssertionError):
+        check_monotone(told(net_of(seed=1)))
+
+
+def test_a_network_that_has_learnt_nothing_counts():
+    chains = [place for place, entry in enumerate(MENU.entries) if entry.branches == 1]
+    assert told(net_of())[:, chains] == pytest.approx(EXAMPLES.counted_RM[:, chains], abs=0.02)
+    assert told(net_of()) == pytest.approx(EXAMPLES.counted_RM, abs=0.1)
+
+
+def test_trees_that_find_their_own_shape_are_refused():
+    with pytest.raises(ValueError, match="delayed trees alone"):
+        increments_of(menu_of(Expansion(0, 4, 8, "heap", 16), "traversal"))
+
+
+def test_a_file_comes_back_with_its_recipe(tmp_path):
+    net = net_of(seed=3)
+    net.standardise(EXAMPLES.scalars_RS)
+    net.save(tmp_path / "net.safetensors", {"command": "made by hand"})
+    again, recipe = SelectorNet.load(tmp_path / "net.safetensors")
+    assert recipe == {"command": "made by hand"}
+    assert again.shape == net.shape
+    assert (told(again) == told(net)).all()
+
+
+def test_a_file_with_other_scalars_or_of_another_format_is_refused(tmp_path):
+    net = net_of()
+    object.__setattr__(net.shape, "scalars", SCALARS[::-1])
+    net.save(tmp_path / "other.safetensors", {})
+    with pytest.raises(ValueError, match="other scalars"):
+        SelectorNet.load(tmp_path / "other.safetensors")
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1)}, tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="no selector"):
+        SelectorNet.load(tmp_path / "none.safetensors")
+
+
+def test_what_it_knows_is_its_own_and_the_rest_is_counted():
+    roots = PaperRoots({"known": 0.9, "unknown": None, "other rule": 0.9})
+    estimator, counting = NetEstimator(SMALL, net_of(seed=5), roots), CountedAcceptance(MENU)
+    views = [view("known"), view("unknown"), view("other rule", temperature=0.0)]
+    rule_less = NetEstimator(SMALL, net_of(seed=5, rules=("traversal",)), roots)
+    counted = counting.estimate(views)
+    places = [MENU.index[entry] for entry in SMALL.entries]
+    for one in (estimator, rule_less):
+        estimates = one.estimate(views)
+        assert estimates.tokens.shape == (3, len(SMALL))
+        assert (estimates.nodes == counted.nodes[:, places]).all()
+        assert (estimates.tokens[1] == counted.tokens[1, places]).all()
+        assert (estimates.tokens[0] != counted.tokens[0, places]).any()
+    assert (rule_less.estimate(views).tokens[2] == counted.tokens[2, places]).all()
+    assert (estimator.estimate(views).tokens[2] != counted.tokens[2, places]).any()
+    assert roots.is_watched
+
+
+def test_it_goes_on_counting():
+    roots = PaperRoots({"r": 0.5})
+    estimator = NetEstimator(MENU, net_of(), roots)
+    chain = MENU.index[Expansion(4, 1, 0)]
+    before = estimator.estimate([view("r")]).tokens[0, chain]
+    for _ in range(60):
+        estimator.observe([DraftOutcome("r", Expansion(4, 1, 0), 4, 4, 4)])
+        estimator.estimate([view("r")])
+    assert estimator.estimate([view("r")]).tokens[0, chain] > before + 1.0
+
+
+@pytest.mark.parametrize("fault", ["nan", "error"])
+def test_a_network_that_fails_is_replaced_by_counting_and_that_is_said_once(fault, caplog, monkeypatch):
+    net = net_of(seed=5)
+    estimator = NetEstimator(SMALL, net, PaperRoots({"r": 0.5}))
+    if fault == "nan":
+        torch.nn.init.constant_(net.get_parameter("heads.1.bias"), float("nan"))
+    else:
+        monkeypatch.setattr(net, "forward", lambda inputs: torch.zeros(2) @ torch.zeros(3))
+    with caplog.at_level(logging.ERROR):
+        estimates = [estimator.estimate([view("r")]) for _ in range(3)]
+    places = [MENU.index[entry] for entry in SMALL.entries]
+    assert (estimates[-1].tokens == CountedAcceptance(MENU).estimate([view("r")]).tokens[:, places]).all()
+    assert len(caplog.records) == 1
+    assert "counted" in caplog.text
+
+
+def test_of_many_sequences_the_oldest_are_read_and_the_others_counted():
+    names = [f"r{index}" for index in range(12)]
+    estimator = NetEstimator(MENU, net_of(seed=5), PaperRoots(dict.fromkeys(names, 0.9)))
+    views = [view(name) for name in names]
+    differs_BM = estimator.estimate(views).tokens != CountedAcceptance(MENU).estimate(views).tokens
+    assert differs_BM.any(1).tolist() == [True] * 8 + [False] * 4
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"not trained for .*, 2\.1\.0, .* and 42 more"):
+        NetEstimator(MENU, net_of(Menu(MENU.entries[:3])), PaperRoots({}))
+    with pytest.raises(ValueError, match="trained to choose"):
+        NetEstimator(MENU, net_of(objective="policy"), PaperRoots({}))
+    wide = SelectorNet(NetShape(7, 7, ("traversal",), tuple(map(str, MENU.entries))))
+    with pytest.raises(ValueError, match="widths 7 and 7"):
+        NetEstimator(MENU, wide, PaperRoots({}))
