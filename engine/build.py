@@ -1,5 +1,6 @@
 """Builds an engine from its configuration: resolves weights, loads and checks models, chooses drafter and policy."""
 
+import hashlib
 import logging
 import secrets
 from collections.abc import Callable, MutableMapping
@@ -59,12 +60,13 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     require_exact(config.expansion, config.verifier)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    _require_compatible(config)
+    config = _compatible(config)
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     models = {} if models is None else models
     model = _load(config.model, config, device, models)
     target = Target(model, config.scheduler.num_slots)
-    drafter = _with_texts(_drafter(config, target, models), config, model)
+    config, own_drafter = _drafter_or_stand_in(config, target, models)
+    drafter = _with_texts(own_drafter, config, model)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
     info = ModelInfo(
         name=config.model_name or config.model,
@@ -78,10 +80,12 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         verifier=config.verifier,
         policy=config.policy,
     )
-    policy = _policy(config, Rig(info, config.scheduler, target, drafter), adaptive)
+    measured = CachedDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, CachedDrafter) else own_drafter
+    _warm_up(info, config, target, _with_texts(measured, config, model))
+    rig = Rig(info, config.scheduler, target, measured, _drafter_weights(config, models))
+    policy = _policy(config, drafter, rig, adaptive)
     info = replace(info, policy=policy.name)
     engine = Engine(info, config.scheduler, target, drafter, policy)
-    _warm_up(engine)
     if config.trace_file is not None:
         engine.trace_to(_file_tracer(Path(config.trace_file), info))
     if config.dtype != "float32":
@@ -99,9 +103,14 @@ def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) ->
     return AuditedEngine(engine, auditor)
 
 
-def _warm_up(engine: Engine) -> None:
-    """Run a few tokens through every stage: caches are made, kernels chosen, and what cannot run fails now and not at a user."""
-    prompt = tuple(index % engine.info.vocab_size for index in range(1, 9))
+def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Drafter | None) -> None:
+    """Run a few tokens through every stage: caches are made, kernels chosen, and what cannot run fails now and not at a user.
+
+    `drafter` is like the served one, with cached text of its own: nothing that serves learns from this.
+    """
+    policy = FixedExpansion(config.expansion) if drafter else PlainDecoding()
+    engine = Engine(info, config.scheduler, target, drafter, policy)
+    prompt = tuple(index % info.vocab_size for index in range(1, 9))
     engine.add(Request("warm-up", prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)))
     while engine.has_work:
         engine.step()
@@ -120,16 +129,43 @@ def _load(reference: str, config: EngineConfig, device: torch.device, models: Mo
     return models[reference]
 
 
-def _require_compatible(config: EngineConfig) -> None:
-    """Refuse a drafter that does not belong to its target, before any weight is loaded."""
+def _compatible(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with a drafter that belongs to its target, or refuse it, before any weight is loaded."""
     try:
         found = check_drafter(config)
     except UnreadableDrafter as error:
-        raise BadConfiguration(str(error)) from error
+        return _with_stand_in(config, BadConfiguration(str(error)))
     for warning in found.warnings:
         _logger.warning("%s", warning)
     if found.refusals:
-        raise BadConfiguration(f"the drafter does not belong to {config.model}: {'; '.join(found.refusals)}")
+        differences = "; ".join(found.refusals)
+        return _with_stand_in(config, BadConfiguration(f"the drafter does not belong to {config.model}: {differences}"))
+    return config
+
+
+def _with_stand_in(config: EngineConfig, error: BadConfiguration) -> EngineConfig:
+    """Return the configuration with its stand-in as the drafter, and say why; raise the error if it has none."""
+    if config.stand_in is None:
+        raise error
+    _logger.warning("%s; %s drafts instead", error, config.stand_in)
+    return replace(config, drafter=config.stand_in, stand_in=None, draft_model=None, lens=None, head=None, cached_text=False)
+
+
+def _drafter_or_stand_in(config: EngineConfig, target: Target, models: Models) -> tuple[EngineConfig, Drafter | None]:
+    """Return what drafts, and the configuration that says so."""
+    try:
+        return config, _drafter(config, target, models)
+    except BadConfiguration as error:  # its file is of this model, as far as it says, but cannot be used
+        config = _with_stand_in(config, error)
+        return config, _drafter(config, target, models)
+
+
+def _drafter_weights(config: EngineConfig, models: Models) -> str:
+    """Return what names the weights that draft: a file's digest, or a draft model's configuration."""
+    if config.draft_model is not None:
+        return str(models[config.draft_model].module.config.to_json_string())
+    files = [Path(file) for file in (config.lens, config.head) if file is not None]
+    return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
 
 
 def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | None:
@@ -198,12 +234,12 @@ def _model_drafter(reference: str, config: EngineConfig, target: Target, models:
     return ModelDrafter(f"model {reference}", model, cache, Feeding.OWN_CACHE)
 
 
-def _policy(config: EngineConfig, rig: Rig, adaptive: PolicyFactory | None) -> ExpansionPolicy:
-    if rig.drafter is None or config.policy == "plain":
+def _policy(config: EngineConfig, drafter: Drafter | None, rig: Rig, adaptive: PolicyFactory | None) -> ExpansionPolicy:
+    if drafter is None or config.policy == "plain":
         return PlainDecoding()
     if config.policy == "fixed":
         return FixedExpansion(config.expansion)
     if config.policy == "adaptive" and adaptive is not None:
-        return _with_runs(adaptive(config, rig), config, rig.drafter)
+        return _with_runs(adaptive(config, rig), config, drafter)
     known = "plain, fixed" if adaptive is None else "plain, fixed, adaptive"
     raise BadConfiguration(f"unknown policy {config.policy!r}; known: {known}")

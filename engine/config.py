@@ -27,9 +27,10 @@ class EngineConfig:
     """Everything the worker needs to load models and run.
 
     `model` and `draft_model` are references that engine.weights resolves. `drafter` is `none`, `ngram`, `early-exit`, `head` or
-    `model`; `lens` and `head` are the files of two of them. Beside a model, cached text is drafted from where `cached_text` says
-    so; a match of it has `ngram_min_tokens` tokens at least, and of each tenant's outputs the last `recent_tokens` are kept, of
-    all tenants together `total_recent_tokens`.
+    `model`; `lens` and `head` are the files of two of them. `stand_in` drafts in its place, with a warning, if it does not belong
+    to the target; without one that is refused. Beside a model, cached text is drafted from where `cached_text` says so; a match
+    of it has `ngram_min_tokens` tokens at least, and of each tenant's outputs the last `recent_tokens` are kept, of all tenants
+    together `total_recent_tokens`.
     `policy` is `plain`, `fixed` or `adaptive` (made by whoever builds the engine); the last chooses among trees of the family of
     `expansion`, none beyond `largest_expansion`. `dtype` is float32 or bfloat16. None lets the engine choose: the device (cuda
     if there is one), threads (the physical processors). `audit_share` of the requests have their first `audit_tokens` tokens
@@ -42,6 +43,7 @@ class EngineConfig:
     draft_model: str | None = None
     lens: str | None = None
     head: str | None = None
+    stand_in: str | None = None
     cached_text: bool = False
     ngram_min_tokens: int = 2
     recent_tokens: int = 0

@@ -124,7 +124,7 @@ class Engine:
         self._scheduler.admit()
         choice = self._policy.choose(self._scheduler.views())
         watch.lap("choose")
-        plan = self._scheduler.plan(choice.expansions)
+        plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up)
         watch.lap("plan")
         # 2. A tree for each decoding row.
         growth = self._grow(plan)
@@ -142,7 +142,7 @@ class Engine:
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_aborts(), *(self._event(one, logits_NV) for one in committed)]
         watch.lap("commit")
-        record = StepRecord(plan, choice, tuple(committed), watch.laps)
+        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         self._policy.observe(feedback_of(record))
         watch.lap("learn")
         stats = stats_of(record, self._scheduler)

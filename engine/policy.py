@@ -88,9 +88,10 @@ class RootSource(Protocol):
 class Choice:
     """One expansion for each view, in order, and what its chooser expects of the step.
 
-    `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds; a chooser that expects nothing leaves them.
-    `node_price` is what one more node would cost the step, in tokens that its seconds would bring: it pays if it is likelier to
-    be accepted.
+    `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
+    expects nothing leaves them. `node_price` is what one more node would cost the step, in tokens that its seconds would bring:
+    it pays if it is likelier to be accepted. `keeps_up` has drafters fed now and then while their sequences are plain, so that
+    they do not fall far behind.
     """
 
     expansions: tuple[Expansion, ...]
@@ -98,6 +99,7 @@ class Choice:
     speedup: float = 1.0
     step_s: float | None = None
     node_price: float = 0.0
+    keeps_up: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,9 @@ class StepWork:
     """What a step runs, as far as its seconds depend on it; sums over its rows.
 
     `num_tokens` are packed tokens of the target's forward, `num_drawn` those of them that are nodes of rows that draw (the root
-    included), `num_keys` the cached tokens its rows see and `num_scores` pairs of a token and a key it sees. A draft pass feeds
-    one level of every tree; `num_draft_tokens` are fed in all of them together, the roots' included.
+    included), `num_keys` the cached tokens its rows see and `num_scores` pairs of a token and a key it sees. A draft pass is one
+    of the model that drafts; `num_draft_tokens` are fed to it in all of them together, the roots' included. Trees grow in
+    `num_rounds`, a level of every tree in each; where cached text is sure of a level its round takes no pass.
     """
 
     num_rows: int
@@ -127,6 +130,7 @@ class StepWork:
     num_scores: int
     num_passes: int
     num_draft_tokens: int
+    num_rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +194,7 @@ class PlainDecoding(FixedExpansion):
     def __init__(self) -> None:
         super().__init__(PLAIN)
         self.name = "plain"
+
+    def choose(self, views: Sequence[SequenceView]) -> Choice:
+        """Return plain decoding for every view; drafters wait until a request asks for a tree itself."""
+        return Choice((PLAIN,) * len(views), keeps_up=False)

@@ -1,7 +1,7 @@
 """A measuring rig over the engine's own models: times passes and steps of a chosen size, before any request comes.
 
 Knows how to run such steps and how long they took; what follows from it is the selector's business. Runs in the engine's own
-caches, which hold nothing yet, and leaves nothing in them that anybody reads.
+caches, which hold nothing yet, and leaves nothing in them that anybody reads; its drafter must have no other memory that serves.
 """
 
 import os
@@ -28,10 +28,17 @@ _NUM_CONTEXT_SLOTS = 64  # that hold keys; longer contexts read them again
 
 
 class Rig:
-    """Runs the target, the judge and whole steps at will. Valid while no engine over the same caches has work."""
+    """Runs the target, the judge and whole steps at will. Valid while no engine over the same caches has work.
 
-    def __init__(self, info: ModelInfo, config: SchedulerConfig, target: Target, drafter: Drafter | None) -> None:
-        self.drafter = drafter
+    `drafter` is what is to be measured: the model that drafts, where there is one, without the cached text beside it, which would
+    spare it its passes. `drafter_weights` names that model's weights.
+    """
+
+    def __init__(
+        self, info: ModelInfo, config: SchedulerConfig, target: Target, drafter: Drafter | None, drafter_weights: str = ""
+    ) -> None:
+        self._drafter = drafter
+        self._drafter_weights = drafter_weights
         self._info = info
         self._config = config
         self._target = target
@@ -54,7 +61,8 @@ class Rig:
             "torch": torch.__version__,
             "dtype": info.dtype,
             "target": self._target.model.module.config.to_json_string(),
-            "drafter": info.drafter,
+            "drafter": self._drafter.name if self._drafter else "none",
+            "drafter_weights": self._drafter_weights,
             "verifier": info.verifier,
         }
 
@@ -72,7 +80,7 @@ class Rig:
         seconds = time.perf_counter() - begin_s
         num_keys, num_drawn = size.num_context + 1, size.num_tokens if size.is_drawn else 0
         num_scores = size.num_tokens * num_keys
-        return StepWork(size.num_rows, size.num_tokens, num_drawn, size.num_rows * num_keys, num_scores, 0, 0), seconds
+        return StepWork(size.num_rows, size.num_tokens, num_drawn, size.num_rows * num_keys, num_scores, 0, 0, 0), seconds
 
     def run_steps(self, num_rows: int, num_prompt: int, expansions: Sequence[Expansion]) -> list[StepFeedback]:
         """Return what real steps of so many greedy sequences cost, each with the next of the expansions for every sequence.
@@ -80,7 +88,7 @@ class Rig:
         The prompts are of one repeated token, so that whoever looks into the text finds something to draft.
         """
         script = _Script(expansions)
-        engine = Engine(self._info, self._config, self._target, self.drafter, script)
+        engine = Engine(self._info, self._config, self._target, self._drafter, script)
         budget = sum(1 + one.max_depth for one in expansions) + 2
         sampling = SamplingParams(temperature=0.0, max_tokens=budget, ignore_eos=True)
         for row in range(num_rows):

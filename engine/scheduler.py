@@ -21,6 +21,8 @@ from engine.types import FinishReason
 
 _logger = logging.getLogger(__name__)
 
+_MOST_BEHIND = 64  # tokens that a drafter falls behind a plain row before it is fed
+
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
@@ -104,10 +106,10 @@ class Scheduler:
         """Return what a policy may see of the running sequences, oldest first."""
         return [sequence.view() for sequence in self._running]
 
-    def plan(self, wanted: SequenceOf[Expansion], most_tokens: int | None = None) -> StepPlan:
+    def plan(self, wanted: SequenceOf[Expansion], most_tokens: int | None = None, keeps_up: bool = True) -> StepPlan:
         """Turn wishes (one expansion for each of `views`) into rows that fit the step's tokens and the slots, oldest first.
 
-        `most_tokens` makes the step smaller than the configuration does.
+        `most_tokens` makes the step smaller than the configuration does. `keeps_up` feeds drafters that plain rows leave behind.
         """
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = list(self._running)
@@ -116,6 +118,7 @@ class Scheduler:
         shares = share_out(claims, max_tokens)
         rows: list[Row] = []
         num_preempted, draft_feed = 0, max_tokens
+        most_behind = self._most_behind(sequences, wishes) if keeps_up else None
         self._step += 1
         for sequence, wish, share in zip(sequences, wishes, shares, strict=True):
             if sequence not in self._running:  # preempted for the sake of an older one
@@ -123,7 +126,8 @@ class Scheduler:
             expansion = self._fitted(sequence, wish, share, draft_feed)
             num_preempted += self._make_room(sequence, share.num_certain)
             if sequence in self._running:
-                rows.append(self._row(sequence, share.num_certain, wish, expansion, draft_feed))
+                draft_ids = self._draft_feed(sequence, share.num_certain, wish, expansion, most_behind)
+                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids[:draft_feed]))
                 draft_feed -= len(rows[-1].draft_ids)
         return StepPlan(self._step, tuple(rows), num_preempted)
 
@@ -164,10 +168,9 @@ class Scheduler:
             num_preempted += 1
         return num_preempted
 
-    def _row(self, sequence: Sequence, num_certain: int, wish: Expansion, expansion: Expansion, draft_feed: int) -> Row:
+    def _row(self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_ids: list[int]) -> Row:
         """Give the sequence its slots and return its row."""
         context_len = sequence.target_len
-        draft_ids = self._draft_feed(sequence, num_certain, wish, expansion, draft_feed)
         sequence.slots.extend(self.pool.allocate(num_certain + expansion.num_draft_tokens))
         end = context_len + num_certain
         return Row(
@@ -187,10 +190,23 @@ class Scheduler:
             num_prompt_tokens=len(sequence.request.prompt_ids),
         )
 
-    def _draft_feed(self, sequence: Sequence, num_certain: int, wish: Expansion, expansion: Expansion, most: int) -> list[int]:
+    def _most_behind(self, sequences: SequenceOf[Sequence], wishes: SequenceOf[Expansion]) -> int:
+        """Return the tokens that the drafter may be behind a plain row in this step.
+
+        As soon as it is far behind one, those half as far behind are fed with it, in one pass.
+        """
+        rows = zip(sequences, wishes, strict=True)
+        plain = [one for one, wish in rows if wish.is_plain and one.request.speculation.is_enabled]
+        is_late = any(one.num_tokens - one.draft_len > _MOST_BEHIND for one in plain)
+        return _MOST_BEHIND // 2 if is_late else _MOST_BEHIND
+
+    def _draft_feed(
+        self, sequence: Sequence, num_certain: int, wish: Expansion, expansion: Expansion, most_behind: int | None
+    ) -> list[int]:
         """Return the tokens to feed the drafter: up to the root for a tree, else what keeps it from falling behind.
 
-        Called before the row's slots are given. A drafter behind the target's features follows a step late.
+        Called before the row's slots are given. A drafter behind the target's features follows a step late. Unless `most_behind`
+        says otherwise, one that no tree waits for falls behind.
         """
         end = sequence.target_len + num_certain
         if not expansion.is_plain:
@@ -200,7 +216,8 @@ class Scheduler:
         reach = sequence.target_len if self._feeding is Feeding.TARGET_FEATURES else end
         unfed = sequence.token_ids[sequence.draft_len : reach]
         is_waited_for = end < sequence.num_tokens or not wish.is_plain
-        return unfed[: max(0, most)] if is_waited_for or len(unfed) > self._config.max_step_tokens else []
+        is_late = most_behind is not None and len(unfed) > most_behind
+        return unfed if is_waited_for or is_late else []
 
     def _preempt(self, sequence: Sequence) -> None:
         _logger.info("request %s preempted at %d tokens", sequence.request_id, sequence.num_tokens)

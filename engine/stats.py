@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from engine.draft.drafter import ModelPasses
 from engine.plan import Row, StepPlan
 from engine.policy import Choice, DraftOutcome, StepFeedback, StepWork
 from engine.scheduler import Emission, Scheduler
@@ -60,10 +61,15 @@ class RowOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Everything a step was: its plan, the choice that led to it, what became of the decoding rows, seconds by stage."""
+    """Everything a step was: its plan, the choice that led to it, what became of the decoding rows, seconds by stage.
+
+    Trees grew in `num_draft_rounds`, in which `draft_passes` of a model were run.
+    """
 
     plan: StepPlan
     choice: Choice
+    num_draft_rounds: int
+    draft_passes: ModelPasses
     outcomes: tuple[RowOutcome, ...]
     laps: dict[str, float]
 
@@ -86,7 +92,7 @@ def feedback_of(record: StepRecord) -> StepFeedback:
         work=_work_of(record),
         outcomes=tuple(_draft_outcome(outcome) for outcome in record.outcomes),
         draft_s=laps["draft"],
-        rest_s=laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
+        rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
         has_prefill=any(len(row.certain_ids) > 1 for row in record.plan.rows),
     )
 
@@ -97,10 +103,8 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
 
 
 def _work_of(record: StepRecord) -> StepWork:
-    """Return what the step ran. A level that came out empty cost the pass that found it so."""
+    """Return what the step ran. A level that came out empty cost the round that found it so."""
     rows, outcomes = record.plan.rows, record.outcomes
-    asked = [(outcome.row.expansion.max_depth, outcome.tree) for outcome in outcomes]
-    num_fed = sum(sum(0 < level < depth for level in tree.depths) for depth, tree in asked)
     grown = sum((outcome.tree.num_nodes - 1) * outcome.row.end for outcome in outcomes)
     return StepWork(
         num_rows=len(rows),
@@ -108,8 +112,9 @@ def _work_of(record: StepRecord) -> StepWork:
         num_drawn=sum(outcome.tree.num_nodes for outcome in outcomes if not outcome.row.sampling.is_greedy),
         num_keys=sum(row.end for row in rows),
         num_scores=grown + sum(len(row.certain_ids) * row.end for row in rows),
-        num_passes=max((min(depth, max(tree.depths) + 1) for depth, tree in asked), default=0),
-        num_draft_tokens=num_fed + sum(len(row.draft_ids) for row in rows),
+        num_passes=record.draft_passes.num_passes,
+        num_draft_tokens=record.draft_passes.num_fed,
+        num_rounds=record.num_draft_rounds,
     )
 
 

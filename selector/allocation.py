@@ -30,15 +30,18 @@ class BatchLoad:
     """What the batch's step runs whatever is chosen, and what a node adds for each sequence.
 
     `base` is plain decoding's work, with the trees that requests ask for themselves; `base_tokens` what it brings.
-    `context_B` are cached tokens of each sequence, `unfed_B` the tokens that its drafter is behind, as far as they are charged to
-    this step, `draws_B` whether it draws (1) or ranks (0).
+    `context_B` are cached tokens of each sequence, `draws_B` whether it draws (1) or ranks (0). Of the tokens that its drafter
+    must be fed before it can draft, `unfed_B` weigh in the choice, and the `lag_B` others are written off over steps to come:
+    only a probe, which may be the last for long, pays for them. `model_share` of the rounds of growth run the model.
     """
 
     base: Works
     base_tokens: float
     context_B: Array
     unfed_B: Array
+    lag_B: Array
     draws_B: Array
+    model_share: float
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,8 @@ class Allocator:
         self._is_allowed_BM = is_allowed_BM
         self._load = load
         self._costs = costs
-        # Nodes of an entry's last level are not fed to the drafter.
-        inner_M = np.where(menu.depths > 0, 1.0 - 1.0 / np.maximum(menu.depths, 1), 0.0)
-        self._fed_BM = estimates.nodes * inner_M + np.where(menu.depths > 0, load.unfed_B[:, None], 0.0)
+        fed_BM = estimates.nodes * menu.fed_share + np.where(menu.depths > 0, load.unfed_B[:, None], 0.0)
+        self._fed_BM = load.model_share * fed_BM
         self._rows = np.arange(len(load.context_B))
 
     def plain(self) -> Allocation:
@@ -79,16 +81,22 @@ class Allocator:
         """Return a given choice with what is expected of it."""
         return self._best_of(places_B[None])
 
+    def node_price(self, chosen: Allocation) -> float:
+        """Return what one more node in a choice's step costs, in tokens that its seconds would bring."""
+        num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
+        return self._costs.marginals(float(self._load.base.num_tokens) + num_nodes).token_s * chosen.rate
+
     def losses(self, chosen: Allocation, indices: list[int], entries: Places) -> tuple[list[Allocation], Array]:
-        """Return the choice with each of the entries for some sequences, and the seconds that each loses.
+        """Return the choice with each of the entries for some sequences, and the seconds that each loses; no entry is plain.
 
         A loss is what the step takes longer, less what the tokens that it brings are worth at the choice's own rate.
         """
         places_CB = np.repeat(chosen.places_B[None], len(entries), axis=0)
         places_CB[:, indices] = entries[:, None]
         tokens_C, seconds_C = self._priced(places_CB)
+        lag_s = self._load.model_share * self._costs.prices["draft_token"] * float(self._load.lag_B[indices].sum())
         changed = [Allocation(*one) for one in zip(places_CB, tokens_C.tolist(), seconds_C.tolist(), strict=True)]
-        return changed, seconds_C - tokens_C / chosen.rate
+        return changed, lag_s + seconds_C - tokens_C / chosen.rate
 
     def best(self, plain: Allocation) -> Allocation:
         """Return the best allocation that is found; never a worse one than plain decoding."""
@@ -123,8 +131,8 @@ class Allocator:
         """
         load, nodes_BM = self._load, self._estimates.nodes
         start, reach = float(load.base.num_tokens), _AHEAD * len(self._rows)
-        marginals = self._costs.marginals(start, 1.0)
-        ends = (marginals.token_s, *(self._costs.marginals(start + reach * part, 1.0).token_s for part in (0.25, 0.5, 1.0)))
+        marginals = self._costs.marginals(start)
+        ends = (marginals.token_s, *(self._costs.marginals(start + reach * part).token_s for part in (0.25, 0.5, 1.0)))
         prices_P = np.geomspace(0.6 * min(ends), 3.0 * max(ends), _NUM_PRICES, dtype=np.float32)
         else_B = marginals.drawn_s * load.draws_B + marginals.score_s * load.context_B
         else_BM = nodes_BM * else_B[:, None] + self._fed_BM * marginals.draft_token_s
@@ -153,14 +161,26 @@ class Allocator:
         index_CB = places_CB + self._rows * len(self._menu)
         nodes_CB = self._estimates.nodes.take(index_CB)
         num_nodes_C = nodes_CB.sum(1)
+        num_rounds_C = np.maximum(base.num_rounds, self._rounds(places_CB, self._estimates.passes.take(index_CB)))
         works = Works(
             num_rows=base.num_rows,
             num_tokens=base.num_tokens + num_nodes_C,
             num_drawn=base.num_drawn + nodes_CB @ load.draws_B,
             num_keys=base.num_keys,
             num_scores=base.num_scores + nodes_CB @ load.context_B,
-            num_passes=np.maximum(base.num_passes, self._estimates.passes.take(index_CB).max(1)),
+            num_passes=load.model_share * num_rounds_C,
             num_draft_tokens=base.num_draft_tokens + self._fed_BM.take(index_CB).sum(1),
+            num_rounds=num_rounds_C,
         )
         tokens_C = load.base_tokens + self._estimates.tokens.take(index_CB).sum(1)
         return tokens_C, self._costs.step_s(works)
+
+    def _rounds(self, places_CB: Places, passes_CB: Array) -> Array:
+        """Return the rounds that all trees of each candidate take together.
+
+        A tree goes on to its end or ends at once, for want of anything to propose, as often as its own expected passes say; the
+        step ends with the tree that goes on longest.
+        """
+        more_C = np.maximum(self._menu.depths[places_CB].max(1) - 1.0, 0.0)
+        goes_on_CB = np.clip((passes_CB - 1.0) / np.maximum(more_C, 1.0)[:, None], 0.0, 1.0)
+        return np.asarray(passes_CB.max(1).clip(max=1.0) + more_C * (1.0 - np.prod(1.0 - goes_on_CB, axis=1)))

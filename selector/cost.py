@@ -2,18 +2,20 @@
 
 A step is drafting and the rest. Each is a sum of non-negative prices times features: the target's pass over N packed tokens is a
 piecewise linear curve T(N) (a roofline's flat part and slope, and whatever lies between), to which rows, keys, scores and drawn
-nodes add their own; drafting pays for each pass, each token fed in it and each key that a pass sees. Units: seconds.
+nodes add their own; drafting pays for each round of growth, each pass of the model that drafts, each token fed in it and each key
+that a pass sees. Units: seconds.
 
 Prices are learnt by a Kalman filter on their relative errors: x of price = prior x (1 + x). A machine that becomes slow becomes
 slow in everything, so the prior covariance of x has a large common part, which follows within a few steps, and a small part for
 each price, which moves slowly; a price that is not seen moves with the others and forgets. What is far from what the filter
-expects is clipped: a step during which another program ran teaches no more than a slow one.
+expects is clipped: a step during which another program ran teaches no more than a slow one. Where one such surprise follows
+another it is the filter that is wrong, as after a profile that was disturbed, and it becomes unsure of itself.
 
 Shape key: K prices, F features of one part, C candidates.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,19 +28,20 @@ KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens betw
 _KNOTS = np.array(KNOTS, dtype=np.float64)
 _WIDTHS = np.append(np.diff(_KNOTS), np.inf)
 REST_PRICES = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score")
-DRAFT_PRICES = ("pass", "draft_token", "pass_key")
+DRAFT_PRICES = ("round", "pass", "draft_token", "pass_key")
 NUM_REST = len(REST_PRICES)
 _KEYS = 1000.0  # keys and scores are counted in thousands, so that all features are of like size
 
-# Without a profile: a token costs 2 % of a step and a draft pass 10 %. Their scale is that of the first step seen.
+# Without a profile: a token costs 2 % of a step and a round with its pass 10 %. Their scale is that of the first step seen.
 GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01)
-GENERIC_DRAFT = (0.1, 0.005, 0.005)
+GENERIC_DRAFT = (0.01, 0.09, 0.005, 0.005)
 
 _COMMON_VARIANCE, _OWN_VARIANCE = 1.0, 0.09
 _FORGETTING = 0.999  # of the filter's covariance, towards the prior's, each step
 _NOISE = 0.15  # standard deviation of a step's seconds, relative
 _MOST_SIGMAS = 2.5
-_LEAST_FACTOR = 0.05  # no price falls below this share of its prior
+_LEAST_FACTOR = 0.002  # no price falls below this share of its prior
+_CLIPPED_TWICE = 2.0  # times the filter's standard deviations, each time that one surprise after another is out of bounds
 _PULL, _LEAST_FITTED = 1e-5, 1e-3  # of fitted prices towards the generic ones, and below which share of them none falls
 
 
@@ -61,15 +64,14 @@ class Works:
     num_scores: Array | float
     num_passes: Array | float
     num_draft_tokens: Array | float
+    num_rounds: Array | float
 
     @classmethod
     def of(cls, works: Iterable[StepWork]) -> "Works":
         """Return steps that ran as candidates."""
-        table = np.array(
-            [(w.num_rows, w.num_tokens, w.num_drawn, w.num_keys, w.num_scores, w.num_passes, w.num_draft_tokens) for w in works],
-            dtype=np.float64,
-        )
-        return cls(*table.T)
+        names = [field.name for field in fields(cls)]
+        table = np.array([[getattr(work, name) for name in names] for work in works], dtype=np.float64)
+        return cls(**dict(zip(names, table.T, strict=True)))
 
 
 def rest_features(works: Works) -> Array:
@@ -90,15 +92,16 @@ def draft_features(works: Works) -> Array:
     """Return float64 [C, F] of drafting, in the order of DRAFT_PRICES."""
     passes_C = np.atleast_1d(np.asarray(works.num_passes, dtype=np.float64))
     features_CF = np.empty((len(passes_C), len(DRAFT_PRICES)))
-    features_CF[:, 0] = passes_C
-    features_CF[:, 1] = works.num_draft_tokens
-    features_CF[:, 2] = passes_C * works.num_keys / _KEYS
+    features_CF[:, 0] = works.num_rounds
+    features_CF[:, 1] = passes_C
+    features_CF[:, 2] = works.num_draft_tokens
+    features_CF[:, 3] = passes_C * works.num_keys / _KEYS
     return features_CF
 
 
 @dataclass(frozen=True)
 class Marginals:
-    """Seconds of one more of each thing, about a given step: tokens beside (knee by knee) what the features say."""
+    """Seconds of one more of each thing, about a given step."""
 
     token_s: float
     drawn_s: float
@@ -122,6 +125,7 @@ class CostModel:
         self._prior_KK = np.full((num_prices, num_prices), _COMMON_VARIANCE) + _OWN_VARIANCE * np.eye(num_prices)
         self._covariance_KK = self._prior_KK.copy()
         self._prices_K = self._prior_K.copy()
+        self._was_clipped = {"rest": False, "draft": False}
 
     @property
     def prices(self) -> dict[str, float]:
@@ -130,18 +134,22 @@ class CostModel:
 
     def step_s(self, works: Works) -> Array:
         """Return the predicted seconds of each candidate, float64 [C]."""
-        return self.rest_s(works) + draft_features(works) @ self._prices_K[NUM_REST:]
+        return self.rest_s(works) + self.draft_s(works)
+
+    def draft_s(self, works: Works) -> Array:
+        """Return the predicted seconds of drafting, float64 [C]."""
+        return draft_features(works) @ self._prices_K[NUM_REST:]
 
     def rest_s(self, works: Works) -> Array:
         """Return the predicted seconds of all but drafting, float64 [C]."""
         return rest_features(works) @ self._prices_K[:NUM_REST]
 
-    def marginals(self, num_tokens: float, ahead: float) -> Marginals:
-        """Return what one more of each thing costs about a step of that many packed tokens, averaged over `ahead` more."""
-        segments_2F = np.clip(np.array([[num_tokens], [num_tokens + ahead]]) - _KNOTS, 0.0, _WIDTHS)
-        token_s = float((segments_2F[1] - segments_2F[0]) @ self._prices_K[1 : 1 + len(KNOTS)]) / ahead
-        prices = self._prices_K
-        return Marginals(token_s, float(prices[NUM_REST - 3]), float(prices[NUM_REST - 1]) / _KEYS, float(prices[NUM_REST + 1]))
+    def marginals(self, num_tokens: float) -> Marginals:
+        """Return what one more of each thing costs in a step of that many packed tokens."""
+        segments_2F = np.clip(np.array([[num_tokens], [num_tokens + 1.0]]) - _KNOTS, 0.0, _WIDTHS)
+        token_s = float((segments_2F[1] - segments_2F[0]) @ self._prices_K[1 : 1 + len(KNOTS)])
+        prices = self.prices
+        return Marginals(token_s, prices["drawn"], prices["score"] / _KEYS, prices["draft_token"])
 
     def observe(self, work: StepWork, seconds: StageSeconds) -> None:
         """Learn from a step that ran."""
@@ -150,13 +158,13 @@ class CostModel:
             self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(works)[0])
             self._has_scale = True
         self._covariance_KK += (1.0 - _FORGETTING) * (self._prior_KK - self._covariance_KK)
-        self._correct(slice(0, NUM_REST), rest_features(works)[0], seconds.rest_s)
-        if work.num_passes:
-            self._correct(slice(NUM_REST, None), draft_features(works)[0], seconds.draft_s)
+        self._correct("rest", slice(0, NUM_REST), rest_features(works)[0], seconds.rest_s)
+        if work.num_passes or work.num_rounds:
+            self._correct("draft", slice(NUM_REST, None), draft_features(works)[0], seconds.draft_s)
         self._prices_K = self._prior_K * np.maximum(1.0 + self._error_K, _LEAST_FACTOR)
 
-    def _correct(self, part: slice, features_F: Array, seen_s: float) -> None:
-        """Move prices towards what would have predicted the seconds seen; errors are relative to the prior's prediction."""
+    def _correct(self, name: str, part: slice, features_F: Array, seen_s: float) -> None:
+        """Move the prices of a part towards what would have predicted the seconds seen; errors are relative to the prior's."""
         weights_F = features_F * self._prior_K[part]
         scale_s = float(weights_F.sum())
         if scale_s <= 0.0 or not np.isfinite(seen_s):
@@ -168,6 +176,11 @@ class CostModel:
         variance = float(weights_F @ towards_K[part]) + noise
         surprise = seen_s / scale_s - expected
         bound = _MOST_SIGMAS * variance**0.5
+        is_clipped = abs(surprise) > bound
+        if is_clipped and self._was_clipped[name]:
+            self._covariance_KK[part] *= _CLIPPED_TWICE
+            self._covariance_KK[:, part] *= _CLIPPED_TWICE
+        self._was_clipped[name] = is_clipped
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))
         self._covariance_KK -= np.outer(gain_K, towards_K)

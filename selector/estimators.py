@@ -26,7 +26,7 @@ class Estimates:
     """Expectations for each sequence and entry, float64 [B, M].
 
     `tokens` is E[tau + 1], the extra token included; `nodes` the drafted nodes that will be there to verify (a drafter may have
-    nothing to say); `passes` the draft passes they take.
+    nothing to say); `passes` the draft passes they take where no cached text spares the model any.
     """
 
     tokens: Array
@@ -35,7 +35,12 @@ class Estimates:
 
 
 class Estimator(Protocol):
-    """Tells what each expansion would bring, and learns from what it brought."""
+    """Tells what each expansion would bring, and learns from what it brought: the seam between texts and seconds.
+
+    Whatever tells this can stand behind the policy (counts, a network), made for one menu. It is asked every few steps, about
+    sequences that may be new or still be feeding their prompts, and told of every step, of which it may know some sequences not
+    at all. A number that is not finite, or an error, costs the step its choice and nothing else.
+    """
 
     def estimate(self, views: Sequence[SequenceView]) -> Estimates:
         """Return the expectations for the sequences, in order, over the menu that the estimator was made for."""
@@ -255,12 +260,17 @@ class CountedAcceptance:
         return part, part
 
     def _tilt(self, seat: int, group: _Group, outcome: DraftOutcome) -> None:
-        """Move the log-odds of a tree that found its own shape towards what explains its tokens."""
-        place = self._menu.index.get(outcome.expansion)
-        if place is None:
+        """Move the log-odds of a tree that found its own shape towards what explains its tokens.
+
+        One of a size between the menu's (there was no room for more) is foretold from its neighbours, and counts for the nearest.
+        """
+        if not self._sized:
             return
-        column = self._sized.index(place)
-        expected = float(self._sized_tokens(group, float(self._log_odds[seat]))[column]) - 1.0
+        sizes = self._menu.num_nodes[self._sized]
+        size = outcome.expansion.num_draft_tokens
+        place = self._sized[int(np.abs(np.log(sizes / size)).argmin())]
+        tokens = self._sized_tokens(group, float(self._log_odds[seat]))
+        expected = float(np.interp(size, [0, *sizes], [1.0, *tokens])) - 1.0
         surprise = (outcome.accepted_depth - expected) / (1.0 + expected)
         self._log_odds[seat] += _OWN_STEP * surprise
         group.log_odds = min(6.0, max(-6.0, group.log_odds + _GROUP_STEP * surprise))

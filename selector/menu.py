@@ -46,6 +46,11 @@ class Menu:
         return np.array([entry.num_draft_tokens for entry in self.entries])
 
     @cached_property
+    def fed_share(self) -> NDArray[np.float64]:
+        """Share of each entry's nodes that are fed to the drafter, float64 [M]: all but those of the last level."""
+        return np.array([fed_share(entry) for entry in self.entries])
+
+    @cached_property
     def last_of_depth(self) -> NDArray[np.int64]:
         """Index of the last entry of each depth there is, ascending: the menu up to it is the menu of that many passes."""
         return np.array([i for i in range(len(self)) if i + 1 == len(self) or self.depths[i + 1] > self.depths[i]])
@@ -60,9 +65,14 @@ class Menu:
         """Each entry's place."""
         return {entry: place for place, entry in enumerate(self.entries)}
 
-    def kept(self, is_kept: NDArray[np.bool_]) -> "Menu":
-        """Return the menu of plain decoding and the entries that are kept."""
-        return _menu(entry for entry, keep in zip(self.entries, is_kept, strict=True) if keep)
+
+def fed_share(expansion: Expansion) -> float:
+    """Return the share of a tree's nodes that have children; of a tree that finds its own shape, all but those of one level."""
+    if expansion.is_plain:
+        return 0.0
+    if not expansion.is_delayed:
+        return 1.0 - 1.0 / expansion.max_depth
+    return 1.0 - (expansion.branches if expansion.depth else 1) / expansion.num_draft_tokens
 
 
 def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = None) -> Menu:

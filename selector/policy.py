@@ -17,14 +17,19 @@ from engine.tree import PLAIN, Expansion
 from selector.allocation import Allocation, Allocator, BatchLoad
 from selector.cost import CostModel, StageSeconds, Works
 from selector.estimators import Estimator
-from selector.menu import Menu
+from selector.menu import Menu, fed_share
+from selector.model_share import ModelShare
 from selector.probing import Probes
 
 _logger = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
-_CATCH_UP_STEPS = 32  # over which feeding a drafter that lags behind is written off
+_USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
+_CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is written off
+_CHEAP_FEEDING = 0.01  # of a plain step's seconds, for which drafters are kept up with sequences that are plain
+_FEEDING_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
+_MOST_TRIED = 3  # sequences that are due for a probe, of which the first that can be paid is asked
 _CLEARLY_BETTER = 1.01  # times the rate of the last choice, before it is given up
 
 
@@ -40,11 +45,17 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Standing:
-    """A choice that stands for some steps: the place of each sequence, and what was expected of the batch."""
+    """A choice that stands for some steps: the place of each sequence, and what was expected of the batch.
+
+    The choice's seconds are those of its first step; `feed_s` are seconds of a token that a drafter must be fed before it drafts,
+    of which there were `num_unfed`.
+    """
 
     places: dict[str, int]
     choice: Choice
     num_steps: int
+    feed_s: float = 0.0
+    num_unfed: int = 0
 
 
 class AdaptiveExpansion:
@@ -63,6 +74,8 @@ class AdaptiveExpansion:
         self._fallback = fallback
         self._settled_steps = settled_steps
         self._probes = Probes()
+        self._model_share = ModelShare()
+        self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
         self._standing = _Standing({}, Choice(()), 0)
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._is_exact: dict[str, NDArray[np.bool_]] = {}
@@ -70,6 +83,7 @@ class AdaptiveExpansion:
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second, or nearly so, and what is expected of them."""
+        self._probe_s = None
         choice = self._stood(views) or self._chosen(views)
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
@@ -85,9 +99,10 @@ class AdaptiveExpansion:
         self._standing = replace(last, num_steps=last.num_steps - 1)
         places = (last.places.get(view.request_id, 0) for view in views)
         expansions = tuple(self._menu.entries[place] for place in places)
-        if num_changed:
-            return Choice(expansions, last.choice.reason)
-        return replace(last.choice, expansions=expansions)
+        if num_changed or last.choice.step_s is None:
+            return replace(last.choice, expansions=expansions, speedup=1.0, step_s=None)
+        num_unfed = _num_unfed(views, expansions)
+        return replace(last.choice, expansions=expansions, step_s=last.choice.step_s + last.feed_s * (num_unfed - last.num_unfed))
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
         if not any(_is_free(view) for view in views):
@@ -98,36 +113,71 @@ class AdaptiveExpansion:
             return self._without_numbers(views)
         allocator = Allocator(self._menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
         plain = allocator.plain()
+        if not np.isfinite(plain.rate):
+            return self._without_numbers(views)
         num_settled = self._settled_steps if _all_decode(views) else 0
         self._probes.save(plain.seconds, 1 + num_settled)
         best = self._clearly_better(batch, allocator, allocator.best(plain))
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
-        choice = self._choice(batch, best, plain, reason, views)
+        choice = self._choice(batch, allocator, best, plain, reason, views)
         places = dict.fromkeys((view.request_id for view in views), 0)
         places.update((one.request_id, int(place)) for one, place in zip(batch.views, best.places_B, strict=True))
-        self._standing = _Standing(places, choice, num_settled)
+        self._standing = _Standing(places, choice, num_settled, self._feed_s, _num_unfed(views, choice.expansions))
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
-            return self._choice(batch, plain, plain, Reason.PROBE, views)
+            return self._choice(batch, allocator, plain, plain, Reason.PROBE, views)
         probing = self._probe(batch, allocator, best)
-        return self._choice(batch, probing, plain, Reason.PROBE, views) if probing else choice
+        if probing is None:
+            return choice
+        choice = self._choice(batch, allocator, probing, plain, Reason.PROBE, views)
+        self._probe_s = choice.step_s
+        return choice
+
+    @property
+    def _feed_s(self) -> float:
+        """Seconds of a token that a drafter must be fed before it drafts, if a model drafts."""
+        return self._model_share.share * self._costs.prices["draft_token"]
 
     def _choice(
-        self, batch: _Batch, chosen: Allocation, plain: Allocation, reason: Reason, views: Sequence[SequenceView]
+        self,
+        batch: _Batch,
+        allocator: Allocator,
+        chosen: Allocation,
+        plain: Allocation,
+        reason: Reason,
+        views: Sequence[SequenceView],
     ) -> Choice:
         """Return an allocation as an expansion for every view; whoever chose for itself is not asked.
 
-        No seconds are foretold of a step that feeds a prompt: it was priced without.
+        The seconds foretold are this step's own, with all that drafters are behind. None are foretold of a step that feeds a
+        prompt: it was priced without.
         """
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, chosen.places_B.tolist(), strict=True):
             expansions[index] = self._menu.entries[place]
-        return Choice(tuple(expansions), reason, chosen.rate / plain.rate, chosen.seconds if _all_decode(views) else None)
+        charged = sum(_catch_up(one) for one in _drafting(views, expansions))
+        step_s = chosen.seconds + self._feed_s * (_num_unfed(views, expansions) - charged)
+        return Choice(
+            expansions=tuple(expansions),
+            reason=reason,
+            speedup=chosen.rate / plain.rate,
+            step_s=step_s if _all_decode(views) else None,
+            node_price=allocator.node_price(chosen),
+            keeps_up=self._is_feeding_cheap(batch.load, plain),
+        )
+
+    def _is_feeding_cheap(self, load: BatchLoad, plain: Allocation) -> bool:
+        """Return whether keeping drafters up with plain sequences costs next to nothing: a token of each, and seldom a pass."""
+        feeding = replace(load.base, num_draft_tokens=load.base.num_rows, num_passes=1.0 / _FEEDING_STEPS, num_rounds=0.0)
+        return float(self._costs.draft_s(feeding)[0]) <= _CHEAP_FEEDING * plain.seconds
 
     def observe(self, feedback: StepFeedback) -> None:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought."""
         if feedback.outcomes and not feedback.has_prefill:
             self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
+            self._model_share.observe(feedback)
+            if self._probe_s is not None:
+                self._probes.settle(feedback.draft_s + feedback.rest_s - self._probe_s)
         self._estimator.observe(feedback.outcomes)
         self._probes.observe(feedback.outcomes)
 
@@ -138,8 +188,11 @@ class AdaptiveExpansion:
         """
         free = tuple(index for index, view in enumerate(views) if _is_free(view))
         chosen_for = tuple(views[i] for i in free)
-        trees = [one.speculation.expansion or PLAIN if one.speculation.is_enabled else PLAIN for one in views]
+        trees = [_own_tree(one) for one in views]
         rows = list(zip(views, trees, strict=True))
+        share = self._model_share.share
+        num_rounds = max((tree.max_depth for tree in trees), default=0)
+        num_fed = sum(_catch_up(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in rows if not tree.is_plain)
         tokens = [1 + tree.num_draft_tokens for _, tree in rows]
         base = Works(
             num_rows=len(views),
@@ -147,15 +200,18 @@ class AdaptiveExpansion:
             num_drawn=sum(1 + tree.num_draft_tokens for one, tree in rows if not one.sampling.is_greedy),
             num_keys=sum(one.num_committed for one in views),
             num_scores=sum(count * one.num_committed for count, one in zip(tokens, views, strict=True)),
-            num_passes=max((tree.max_depth for tree in trees), default=0),
-            num_draft_tokens=sum(_catch_up(one) + tree.num_draft_tokens for one, tree in rows if not tree.is_plain),
+            num_passes=share * num_rounds,
+            num_draft_tokens=share * num_fed,
+            num_rounds=num_rounds,
         )
         load = BatchLoad(
             base=base,
             base_tokens=float(len(views) - len(free)),
             context_B=np.array([one.num_committed for one in chosen_for], dtype=np.float64),
             unfed_B=np.array([_catch_up(one) for one in chosen_for], dtype=np.float64),
+            lag_B=np.array([one.num_unfed - _catch_up(one) for one in chosen_for], dtype=np.float64),
             draws_B=np.array([not one.sampling.is_greedy for one in chosen_for], dtype=np.float64),
+            model_share=share,
         )
         return _Batch(free, chosen_for, self._allowed(chosen_for), load)
 
@@ -185,26 +241,40 @@ class AdaptiveExpansion:
         return kept if best.rate < kept.rate * _CLEARLY_BETTER else best
 
     def _probe(self, batch: _Batch, allocator: Allocator, chosen: Allocation) -> Allocation | None:
-        """Return the choice with a tree to learn from for the sequences that are due, or the first of them, if it can be paid.
+        """Return the choice with a tree to learn from for the sequences that are due, or one of the first, if it can be paid.
 
-        For those that are plain that is the tree that loses least, for others the deepest that can be paid.
+        For those that are plain that is the tree that loses least, for others the deepest that can be paid. One that is plain may
+        be asked on credit, that whose drafter is least behind: else what looks too dear would never be seen again.
         """
-        due = self._probes.due(batch.views, [place == 0 for place in chosen.places_B.tolist()])
-        for indices in (due, due[:1])[len(due) < 2 :]:
-            if indices and (probing := self._paid_probe(batch, allocator, chosen, indices)):
+        places_B = chosen.places_B
+        is_open_BM = batch.is_allowed_BM & np.where(places_B[:, None] > 0, self._menu.tells_most, self._menu.num_nodes > 0)
+        is_open_BM[np.arange(len(places_B)), places_B] = False
+        due = self._probes.due(batch.views, (places_B == 0).tolist(), [bool(is_open_M.any()) for is_open_M in is_open_BM])
+        together = [due] if len(due) > 1 else []
+        for indices in (*together, *([index] for index in due[:_MOST_TRIED])):
+            if probing := self._paid_probe(batch, allocator, chosen, indices, is_open_BM):
                 return probing
-        return None
+        if not due or places_B[due[0]] or not self._probes.is_full:
+            return None
+        least_behind = min(due, key=lambda index: batch.views[index].num_unfed)
+        return self._paid_probe(batch, allocator, chosen, [least_behind], is_open_BM, is_on_credit=True)
 
-    def _paid_probe(self, batch: _Batch, allocator: Allocator, chosen: Allocation, indices: list[int]) -> Allocation | None:
+    def _paid_probe(
+        self,
+        batch: _Batch,
+        allocator: Allocator,
+        chosen: Allocation,
+        indices: list[int],
+        is_open_BM: NDArray[np.bool_],
+        is_on_credit: bool = False,
+    ) -> Allocation | None:
         place = int(chosen.places_B[indices[0]])
-        is_open_M = batch.is_allowed_BM[indices].all(0) & (self._menu.tells_most if place else self._menu.num_nodes > 0)
-        entries = np.flatnonzero(is_open_M)
-        entries = entries[entries != place]
+        entries = np.flatnonzero(is_open_BM[indices].all(0))
         if not len(entries):
             return None
         probing, loss_C = allocator.losses(chosen, indices, entries)
         affordable = np.flatnonzero(loss_C <= self._probes.saved_s)
-        if not len(affordable):
+        if not len(affordable) and not is_on_credit:
             return None
         best = int(affordable[-1] if place else loss_C.argmin())
         self._probes.pay([batch.views[index] for index in indices], float(loss_C[best]))
@@ -212,14 +282,35 @@ class AdaptiveExpansion:
 
     def _without_numbers(self, views: Sequence[SequenceView]) -> Choice:
         if not self._has_failed:
-            _logger.error("the estimator gave numbers that are not finite; %s is drafted instead", self._fallback)
+            _logger.error("what to expect of a step is not a finite number; %s is drafted instead", self._fallback)
             self._has_failed = True
         return Choice((self._fallback,) * len(views), Reason.FALLBACK)
 
 
 def _catch_up(view: SequenceView) -> float:
-    """Return the tokens that a tree now costs the drafter beside its nodes: what it lags behind, spread over steps to come."""
-    return view.num_unfed / min(_CATCH_UP_STEPS, max(1, view.num_remaining))
+    """Return the tokens that a tree costs the drafter beside its nodes: what it lags far behind is spread over steps to come."""
+    usual = min(view.num_unfed, _USUAL_UNFED)
+    return usual + (view.num_unfed - usual) / min(_CATCH_UP_STEPS, max(1, view.num_remaining))
+
+
+def _own_tree(view: SequenceView) -> Expansion:
+    """Return the tree that the request asks for itself, plain if it asks for none; no larger than it allows."""
+    speculation = view.speculation
+    if speculation.expansion is None or not speculation.is_enabled:
+        return PLAIN
+    tree = speculation.expansion
+    most = tree.num_draft_tokens if speculation.max_nodes is None else speculation.max_nodes
+    return tree.limited(max(0, view.num_remaining - 1), most)
+
+
+def _drafting(views: Sequence[SequenceView], expansions: Sequence[Expansion]) -> list[SequenceView]:
+    """Return the sequences that draft, by these expansions or their own."""
+    return [one for one, tree in zip(views, expansions, strict=True) if not (tree.is_plain and _own_tree(one).is_plain)]
+
+
+def _num_unfed(views: Sequence[SequenceView], expansions: Sequence[Expansion]) -> int:
+    """Return the tokens that drafters must be fed before they draft so."""
+    return sum(one.num_unfed for one in _drafting(views, expansions))
 
 
 def _all_decode(views: Sequence[SequenceView]) -> bool:

@@ -2,9 +2,13 @@
 
 A probe is a tree in a step, for one sequence or for all that are due, who share its passes: some tree where plain decoding looks
 best, a long chain where something else does (of many branches the best is accepted so often that they say little of a single one,
-and nothing of what is deeper). Its expected loss is paid from an account into which every step puts a small share of its own
-seconds, so that probing costs no more than that share whatever the drafter; and a sequence whose probes bring nothing is asked
-less often, a new one as often as the others lately. Deterministic: no clock, no chance.
+and nothing of what is deeper). It is paid from an account into which every step puts a small share of its own seconds, so that
+probing costs no more than that share whatever the drafter; and a sequence whose probes bring nothing is asked less often, a new
+one as often as the others lately.
+
+What a probe will lose is a belief, and the belief may be what is wrong. So a full account buys any probe, on credit, and the
+account is charged with what the step really took: a price that was measured badly is found out by one probe, a drafter that is
+truly dear is not asked again until its share is saved. Deterministic: no clock, no chance.
 """
 
 from collections.abc import Sequence
@@ -28,22 +32,24 @@ class _Patience:
 
 
 class Probes:
-    """Owns the account and each sequence's patience."""
+    """Owns the account, which begins full, and each sequence's patience."""
 
     def __init__(self) -> None:
-        self._saved_s = 0.0
+        self._saved_s = self._most_s = float("inf")  # until the first step is known
+        self._paid_s = 0.0
         self._interval = float(_FIRST_INTERVAL)  # that a new sequence begins with
         self._patience: dict[str, _Patience] = {}
         self._asked: set[str] = set()
 
     def save(self, step_s: float, num_steps: int) -> None:
         """Put the share of some steps into the account."""
-        self._saved_s = min(self._saved_s + _SHARE * step_s * num_steps, _MOST_SAVED_STEPS * step_s)
+        self._most_s = _MOST_SAVED_STEPS * step_s
+        self._saved_s = min(self._saved_s + _SHARE * step_s * num_steps, self._most_s)
 
-    def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool]) -> list[int]:
+    def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool], can_probe: Sequence[bool]) -> list[int]:
         """Return the sequences that are due, the most overdue first, and only such as that one: all plain, or none.
 
-        Those that are to draft are asked at an even pace.
+        Those that are to draft are asked at an even pace; those that have no other choice are not asked.
         """
         found: list[tuple[float, int]] = []
         patience = {}
@@ -54,7 +60,7 @@ class Probes:
             if not plain or now < one.drafted:
                 one.drafted = now
             overdue = (now - max(one.probed, one.drafted)) / one.interval if plain else (now - one.probed) / _PACE
-            if overdue >= 1.0:
+            if overdue >= 1.0 and can_probe[index]:
                 found.append((-overdue, index))
         self._patience = patience
         order = [index for _, index in sorted(found)]
@@ -65,12 +71,26 @@ class Probes:
         """Seconds that a probe may lose."""
         return self._saved_s
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no more is saved, so that a probe that looks dearer than that is made all the same."""
+        return self._saved_s >= self._most_s
+
     def pay(self, views: Sequence[SequenceView], loss_s: float) -> None:
         """Pay a probe of these sequences, of that expected loss."""
-        self._saved_s -= max(0.0, loss_s)
+        self._paid_s = max(0.0, loss_s)
+        self._saved_s -= self._paid_s
         for view in views:
             self._patience[view.request_id].probed = view.num_generated
             self._asked.add(view.request_id)
+
+    def settle(self, overrun_s: float) -> None:
+        """Correct what the last probe paid by what its step took beyond what was foretold (less, if negative).
+
+        No more is given back than was paid; a step during which another program ran takes no more than the account can hold.
+        """
+        self._saved_s -= min(max(overrun_s, -self._paid_s), self._most_s)
+        self._paid_s = 0.0
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Be patient with a sequence whose probe brought nothing, and with those that come."""

@@ -1,7 +1,8 @@
 """What the machine charges, measured when an engine starts and kept for the next start on the same machine.
 
-Runs a grid of passes and a few real steps on the engine's rig, in interleaved rounds within a budget of seconds, and fits the
-cost model's prices to the medians. A profile is a small file in the weights cache, named for all that its times depend on.
+Runs a grid of passes and a few real steps on the engine's rig, like with like in interleaved rounds within a budget of seconds,
+and fits the cost model's prices to the medians. A machine on which the budget is soon spent is measured at the most telling sizes
+alone. A profile is a small file in the weights cache, named for all that its times depend on.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ import numpy as np
 
 from engine.config import SchedulerConfig
 from engine.policy import PassSize, StepFeedback, StepWork
-from engine.tree import PLAIN, Expansion
+from engine.tree import Expansion
 from engine.weights import WeightsCache
 from selector.cost import (
     GENERIC_DRAFT,
@@ -34,12 +35,17 @@ from selector.cost import (
 
 _logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of the file and of what its prices mean
+_VERSION = 2  # of the file and of what its prices mean
 _BUDGET_S = 6.0
+_MOST_BUDGETS = 4.0  # that are spent on a machine too slow for the fewest sizes and rounds within one
 _SHORT, _LONG = 64, 768  # tokens of context
-_STEP_DEPTHS = (0, 1, 2, 4)
-_FEWEST_SIZES, _FEWEST_ROUNDS = 8, 2
-_CALM = 1.3  # median over least time of a pass, at most
+_FEWEST_SIZES, _FEWEST_ROUNDS = 4, 2
+_CHAINS = (1, 2, 4)  # lengths drafted in real steps, in turns
+_MANY_ROWS = 4
+_FEWEST_TURNS, _MOST_TURNS = 2, 6  # beside the first, in which kernels are chosen
+_STEP_PROMPT = 16  # tokens
+_UNSEEN = 1e-3  # of a generic price
+_CALM = 1.3  # median over least time of what is alike, at most
 
 
 class Bench(Protocol):
@@ -93,11 +99,13 @@ class Profile:
 
 
 def grid(limits: SchedulerConfig) -> list[PassSize]:
-    """Return the passes to time, small ones first: one row's trees, many rows', plain batches; short and long contexts."""
-    rows = [PassSize(1, count, _SHORT) for count in (1, 2, 4, 8, 16)]
+    """Return the passes to time, the most telling first: one row's trees, plain batches, long contexts, many rows' trees."""
+    rows = [PassSize(1, count, _SHORT) for count in (1, 4, 16)]
+    rows += [PassSize(4, 1, _SHORT)]
+    rows += [PassSize(1, count, _SHORT) for count in (2, 8)]
     rows += [PassSize(1, count, _LONG) for count in (1, 8)]
     rows += [PassSize(1, 8, _SHORT, is_drawn=True)]
-    rows += [PassSize(count, 1, _SHORT) for count in (4, 16, 32)]
+    rows += [PassSize(count, 1, _SHORT) for count in (16, 32)]
     rows += [PassSize(4, 4, _LONG)]
     rows += [PassSize(count // 8, 8, _SHORT) for count in KNOTS if count >= 32]
     most_tokens = min(limits.max_step_tokens, limits.num_slots - _SHORT)
@@ -107,26 +115,37 @@ def grid(limits: SchedulerConfig) -> list[PassSize]:
 
 
 def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget_s: float = _BUDGET_S) -> Profile:
-    """Return this machine's prices. The first round stops short of what would not fit, others repeat it while they fit."""
+    """Return this machine's prices. The first round stops short of what would not fit, others repeat it while they fit.
+
+    The fewest sizes and rounds are not cut short but by a larger budget.
+    """
     begin_s = clock()
     seen: dict[PassSize, tuple[StepWork, list[float]]] = {}
     for size in grid(bench.limits):
         bench.time_pass(size)  # the first time something is slower: kernels are chosen, memory is found
         work, seconds = bench.time_pass(size)
         seen[size] = (work, [seconds])
-        if clock() - begin_s > budget_s / 2:
+        if clock() - begin_s > budget_s * (0.5 if len(seen) >= _FEWEST_SIZES else _MOST_BUDGETS / 2):
             break
     if not seen:
         return Profile(GENERIC_REST, GENERIC_DRAFT, is_sound=False)
     one_s = min(min(times) for _, times in seen.values())
-    steps = _steps(bench, max(1, min(3, int(budget_s / 8 / one_s / len(_STEP_DEPTHS)))))
+    drafted = _drafted(bench, int(budget_s / 8 / one_s / len(_CHAINS)))
     round_s = sum(times[0] for _, times in seen.values())
-    while clock() - begin_s + round_s < budget_s:
+    num_rounds = 1
+    while clock() - begin_s + round_s < budget_s * (1.0 if num_rounds >= _FEWEST_ROUNDS else _MOST_BUDGETS):
+        num_rounds += 1
         for size, (_, times) in seen.items():
             times.append(bench.time_pass(size)[1])
     works = [work for work, _ in seen.values()]
     medians = np.array([float(np.median(times)) for _, times in seen.values()])
-    profile = Profile(_rest_prices(works, medians), _draft_prices(steps, medians[0]), _is_sound(list(seen.values())))
+    is_whole = len(seen) >= min(_FEWEST_SIZES, len(grid(bench.limits))) and num_rounds >= _FEWEST_ROUNDS
+    alike = [*(times for _, times in seen.values())], [[step.draft_s for step in steps] for steps in drafted]
+    profile = Profile(
+        rest=_rest_prices(works, medians),
+        draft=_draft_prices([_typical(steps) for steps in drafted], medians[0]),
+        is_sound=is_whole and all(map(_is_calm, alike)),
+    )
     costs = profile.costs()
     _logger.info("profiled in %.1f s: %s", clock() - begin_s, {name: f"{price:.2e}" for name, price in costs.prices.items()})
     return profile
@@ -136,22 +155,36 @@ def _are_prices(found: Any, count: int) -> bool:
     return isinstance(found, list) and len(found) == count and all(isinstance(one, float) and isfinite(one) for one in found)
 
 
-def _is_sound(seen: Sequence[tuple[StepWork, list[float]]]) -> bool:
-    """Return whether enough was measured, and calmly enough, to be believed another day."""
-    if len(seen) < _FEWEST_SIZES or any(len(times) < _FEWEST_ROUNDS for _, times in seen):
-        return False
-    return float(np.median([np.median(times) / min(times) for _, times in seen])) < _CALM
+def _is_calm(alike: Sequence[Sequence[float]]) -> bool:
+    """Return whether times that should be alike are, on the whole."""
+    return not alike or float(np.median([np.median(times) / max(min(times), 1e-9) for times in alike])) < _CALM
 
 
-def _steps(bench: Bench, num_repeats: int) -> list[StepFeedback]:
-    """Return real steps: plain ones and chains, of one sequence and of several; the first of several alike is left out."""
-    expansions = [Expansion(depth, 1, 0) if depth else PLAIN for depth in _STEP_DEPTHS for _ in range(num_repeats)]
-    num_prompt = min(_SHORT, bench.limits.max_model_len // 4)
-    steps = []
-    for num_rows in (1, 4)[: num_repeats if bench.limits.max_running >= 4 else 1]:
+def _drafted(bench: Bench, num_turns: int) -> list[list[StepFeedback]]:
+    """Return real steps that draft, like with like: chains of each length, of one sequence and (if that is not slow) of several.
+
+    Lengths take turns, so that no disturbance meets one of them alone. None where a text is too short for that.
+    """
+    limits = bench.limits
+    num_prompt = min(_STEP_PROMPT, max(1, limits.max_model_len // 4))
+    turn_tokens = sum(1 + length for length in _CHAINS)
+    room = (min(limits.max_model_len, limits.num_slots) - num_prompt) // turn_tokens - 2
+    num_turns, is_slow = max(_FEWEST_TURNS, min(_MOST_TURNS, num_turns)), num_turns < _FEWEST_TURNS
+    if room < num_turns:
+        return []
+    expansions = [Expansion(length, 1, 0) for _ in range(1 + num_turns) for length in _CHAINS]
+    longest = num_prompt + (2 + num_turns) * turn_tokens
+    has_many = not is_slow and limits.max_running >= _MANY_ROWS and limits.num_slots >= _MANY_ROWS * longest
+    drafted = []
+    for num_rows in (1, _MANY_ROWS)[: 1 + has_many]:
         ran = bench.run_steps(num_rows, num_prompt, expansions)
-        steps += [one for index, one in enumerate(ran) if index % num_repeats or num_repeats == 1]
-    return steps
+        drafted += [ran[len(_CHAINS) + place :: len(_CHAINS)] for place in range(len(_CHAINS))]
+    return [steps for steps in drafted if steps]
+
+
+def _typical(steps: Sequence[StepFeedback]) -> StepFeedback:
+    """Return the step whose drafting took the median time, the lower one of two."""
+    return sorted(steps, key=lambda step: step.draft_s)[(len(steps) - 1) // 2]
 
 
 def _rest_prices(works: Sequence[StepWork], seconds_C: Array) -> tuple[float, ...]:
@@ -164,12 +197,15 @@ def _rest_prices(works: Sequence[StepWork], seconds_C: Array) -> tuple[float, ..
 
 
 def _draft_prices(steps: Sequence[StepFeedback], step_s: float) -> tuple[float, ...]:
-    """Return prices that fit the drafting of real steps; the generic ones if nothing drafted."""
-    drafting = [step for step in steps if step.work.num_passes and step.draft_s > 0.0]
+    """Return prices that fit the drafting of real steps; generic ones if nothing drafted, next to none for what no step has."""
+    generic = tuple(price * step_s for price in GENERIC_DRAFT)
+    drafting = [step for step in steps if step.work.num_rounds and step.draft_s > 0.0]
     if not drafting:
-        return tuple(price * step_s for price in GENERIC_DRAFT)
+        return generic
     features_CF = draft_features(Works.of([step.work for step in drafting]))
-    return tuple(fitted_prices(features_CF, np.array([step.draft_s for step in drafting]), GENERIC_DRAFT))
+    fitted = fitted_prices(features_CF, np.array([step.draft_s for step in drafting]), GENERIC_DRAFT)
+    is_seen = [bool(feature_C.any()) for feature_C in features_CF.T]
+    return tuple(price if seen else _UNSEEN * low for price, low, seen in zip(fitted, generic, is_seen, strict=True))
 
 
 def cached_profile(bench: Bench, cache: WeightsCache) -> Profile:
@@ -200,5 +236,7 @@ def _keep(profile: Profile, facts: dict[str, str], cache: WeightsCache, entry: P
 
 
 def _key(facts: dict[str, str], limits: SchedulerConfig) -> str:
-    everything = {"version": _VERSION, "facts": facts, "largest": min(limits.max_step_tokens, KNOTS[-1])}
+    """Return a name for the machine, the models and what is measured of them."""
+    room = [limits.max_running, limits.num_slots, limits.max_model_len]
+    everything = {"version": _VERSION, "facts": facts, "sizes": [astuple(size) for size in grid(limits)], "room": room}
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:24]

@@ -71,7 +71,7 @@ class Settings(BaseSettings):
     model_name: str | None = Field(default=None, description="Name clients use for the model; unset: the value of model.")
     drafter: Literal["auto", "none", "ngram", "early-exit", "head", "model"] = Field(
         default="auto",
-        description="What drafts tokens; auto: the head that ships for the model, with cached text, or else ngram.",
+        description="What drafts tokens; auto: the shipped head, with cached text, or else (or under policy plain) ngram.",
     )
     draft_model: str | None = Field(default=None, description="Draft model, as in model; for drafter model.")
     lens: str | None = Field(default=None, description="Trained exit lens for drafter early-exit: a file; unset: none.")
@@ -172,7 +172,7 @@ class Settings(BaseSettings):
         drafter, head, has_cached_text = self.drafter, self.head, self.cached_text
         if drafter == "auto":
             shipped = SHIPPED_DRAFTERS / f"{self.model}-head.safetensors"
-            has_cached_text = "/" not in self.model and shipped.is_file()
+            has_cached_text = self.policy != "plain" and "/" not in self.model and shipped.is_file()
             drafter, head = ("head", str(shipped)) if has_cached_text else ("ngram", None)
         return EngineConfig(
             model=self.model,
@@ -181,6 +181,7 @@ class Settings(BaseSettings):
             draft_model=self.draft_model,
             lens=self.lens,
             head=head,
+            stand_in="ngram" if self.drafter == "auto" else None,
             cached_text=has_cached_text,
             ngram_min_tokens=self.ngram_min_tokens,
             recent_tokens=self.recent_tokens,

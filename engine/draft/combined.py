@@ -8,14 +8,14 @@ on the cache stays on it. Shape key: P proposals, M of them with a model's law, 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from engine.draft.cached import FollowsTexts, law_at, odds_rows
-from engine.draft.drafter import Drafter, FrontierNode, Proposal
+from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal
 from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Feeding, Row
 from engine.tree import ROOT
@@ -77,13 +77,14 @@ class CombinedDrafter(FollowsTexts):
         """Propose at nodes; feed the model those that the cache is not sure of, each after the ancestors it has not seen."""
         laws = [law_at(self.texts, asked) for asked in frontier]
         asked = list(self._asked(frontier, laws))
-        self._feed_late_roots(asked)
+        late = self._feed_late_roots(asked)
         answers = self._model.extend([one.node for one in asked]) if asked else None
         for place in answers.indices if answers is not None else ():
             if asked[place].index is None:
                 asked[place].node.tree.fed.add(asked[place].node.node)
         places = _rows_of(asked, answers)
-        return self._proposal(laws, places, answers, set(range(len(frontier))) - places.keys())
+        proposal = self._proposal(laws, places, answers, set(range(len(frontier))) - places.keys())
+        return replace(proposal, passes=late + proposal.passes)
 
     def _asked(self, frontier: Sequence[FrontierNode], laws: Sequence[CachedLaw | None]) -> Iterator[_Asked]:
         """Yield what the model is to be fed, each node after its ancestors."""
@@ -97,13 +98,16 @@ class CombinedDrafter(FollowsTexts):
             yield from (_Asked(FrontierNode(tree, node, 1), None) for node in unseen)
             yield _Asked(asked, index)
 
-    def _feed_late_roots(self, asked: Sequence[_Asked]) -> None:
-        """Feed the committed tokens of trees that went without the model so far."""
+    def _feed_late_roots(self, asked: Sequence[_Asked]) -> ModelPasses:
+        """Feed the committed tokens of trees that went without the model so far; return what that took."""
         trees = {id(one.node.tree): one.node.tree for one in asked if ROOT not in one.node.tree.fed}
-        if trees:
-            self._model.feed([tree.row for tree in trees.values()], [FrontierNode(tree, ROOT, 1) for tree in trees.values()])
+        if not trees:
+            return ModelPasses()
+        roots = [FrontierNode(tree, ROOT, 1) for tree in trees.values()]
+        fed = self._model.feed([tree.row for tree in trees.values()], roots)
         for tree in trees.values():
             tree.fed.add(ROOT)
+        return fed.passes
 
     def _proposal(
         self, laws: Sequence[CachedLaw | None], rows: Mapping[int, int], answers: Proposal | None, unfed: set[int]
@@ -127,11 +131,15 @@ class CombinedDrafter(FollowsTexts):
             mixtures_MV, of_both = _mixed(answers.logits_PV[[rows[index] for index in both]], [*both.values()])
             logits_PV[[place[index] for index in both]] = mixtures_MV
             origins.update(zip(both, of_both, strict=True))
-        return Proposal(tuple(indices), logits_PV, frozenset(unfed), origins)
+        return Proposal(tuple(indices), logits_PV, frozenset(unfed), origins, _passes_of(answers))
 
 
 def _is_sure(law: CachedLaw | None) -> bool:
     return law is not None and law.is_sure
+
+
+def _passes_of(answers: Proposal | None) -> ModelPasses:
+    return ModelPasses() if answers is None else answers.passes
 
 
 def _rows_of(asked: Sequence[_Asked], answers: Proposal | None) -> dict[int, int]:

@@ -85,18 +85,31 @@ class FrontierNode:
         return self.tree.row.law_context(tuple(self.tree.token_ids[node] for node in self.tree.path(self.node)[1:]))
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPasses:
+    """Passes of a draft model, and the tokens fed in them."""
+
+    num_passes: int = 0
+    num_fed: int = 0
+
+    def __add__(self, other: "ModelPasses") -> "ModelPasses":
+        return ModelPasses(self.num_passes + other.num_passes, self.num_fed + other.num_fed)
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Raw draft logits for some of the nodes asked about; the others stay leaves.
 
     `indices[i]` is the asked node that row i of `logits_PV` (float32) answers; ascending. Nodes in `unfed` were answered though
-    they were not fed. `origins[index]` says of tokens that another source than a model proposes what it is.
+    they were not fed. `origins[index]` says of tokens that another source than a model proposes what it is. `passes` of a model
+    were run to answer; cached text needs none.
     """
 
     indices: tuple[int, ...]
     logits_PV: Float[Tensor, "P V"]
     unfed: frozenset[int] = frozenset()
     origins: Mapping[int, Mapping[int, DraftSource]] = field(default_factory=dict)
+    passes: ModelPasses = ModelPasses()
 
 
 class Drafter(Protocol):

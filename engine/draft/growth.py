@@ -5,7 +5,7 @@ R kept laws.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from engine.draft.best_first import BestFirst
 from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_odds
 from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer, offers_of
-from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
+from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses, Proposal
 from engine.draft.strategies import Delayed, Static, Strategy
 from engine.draft.topology import best_topology
 from engine.forest import Forest
@@ -29,13 +29,16 @@ from engine.verify.verdict import Unjudged, Verdict
 class Growth:
     """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
 
-    `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside.
+    `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside. `num_rounds` put nodes to the drafter,
+    which ran `passes` of a model.
     """
 
     forest: Forest
     fed: tuple[frozenset[int], ...]
     offers: tuple[dict[int, Offer], ...]
     sources: tuple[tuple[DraftSource, ...], ...]
+    num_rounds: int = 0
+    passes: ModelPasses = ModelPasses()
 
 
 def grow(
@@ -55,15 +58,19 @@ def grow_by(
     frontier = [ask for strategy in strategies for ask in strategy.asks()]
     feeding = [row for row in rows if row.draft_ids]
     laws: list[Tensor] = []
+    num_rounds, passes = 0, ModelPasses()
     if feeding or frontier:
         proposal = drafter.feed(feeding, frontier)
+        passes = proposal.passes
         while frontier:
+            num_rounds += 1
             for asked, offer in _answers(frontier, proposal, laws):
                 by_tree[id(asked.tree)].take(asked.node, offer)
             frontier = [ask for strategy in strategies for ask in strategy.asks()]
             if frontier:
                 proposal = drafter.extend(frontier)
-    return _growth(strategies, laws, vocab_size, device)
+                passes += proposal.passes
+    return replace(_growth(strategies, laws, vocab_size, device), num_rounds=num_rounds, passes=passes)
 
 
 def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:

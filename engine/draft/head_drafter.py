@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from engine.attention import AttentionContext, cached_attention
-from engine.draft.drafter import FrontierNode, Proposal
+from engine.draft.drafter import FrontierNode, ModelPasses, Proposal
 from engine.draft.head import DraftHead, HeadShape
 from engine.draft.passes import fed_segments, level_segments, places_of_roots
 from engine.kv_cache import KVCache
@@ -108,7 +108,8 @@ class HeadDrafter:
             self._pool.write(asked.write_slots_T, states_PW)
             logits_PM = self._output(self._head.last_norm(states_PW)).float()
             logits_PV = logits_PM.new_full((len(places), self._vocab_size), float("-inf"))
-            return Proposal(tuple(range(len(places))), logits_PV.index_copy_(1, self._vocab_M, logits_PM))
+            logits_PV.index_copy_(1, self._vocab_M, logits_PM)
+            return Proposal(tuple(range(len(places))), logits_PV, passes=ModelPasses(1, fed.batch.num_tokens))
 
     def _states(self, fed: "_Fed", asked: PackedBatch, places_P: Int[Tensor, " P"]) -> Float[Tensor, "P W"]:
         """Run the layers. All that is needed of a token not asked about is its keys: the last layer attends for the others."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.draft.drafter import FrontierNode, Proposal
+from engine.draft.drafter import FrontierNode, ModelPasses, Proposal
 from engine.draft.padding import RepaddedModel
 from engine.draft.passes import fed_segments, level_segments, places_of_roots
 from engine.kv_cache import KVCache
@@ -35,5 +35,6 @@ class ModelDrafter:
 
     def _propose(self, segments: Sequence[Segment], logit_rows: list[int]) -> Proposal:
         rows_P = torch.tensor(logit_rows, dtype=torch.int64, device=self._model.device)
-        logits_PV = self._model.forward(pack(segments, self._model.device), self._cache, rows_P)
-        return Proposal(tuple(range(len(logit_rows))), logits_PV)
+        batch = pack(segments, self._model.device)
+        logits_PV = self._model.forward(batch, self._cache, rows_P)
+        return Proposal(tuple(range(len(logit_rows))), logits_PV, passes=ModelPasses(1, batch.num_tokens))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.draft.texts import TextCache
-from engine.policy import Choice, DraftOutcome, ExpansionPolicy, SequenceView, StepFeedback, StepWork
+from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
 from engine.tree import Expansion
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
@@ -19,8 +19,8 @@ _LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
 class RunningPolicy:
     """Another policy's choices, with chains of at most `longest` nodes where the cache is sure of so many.
 
-    What became of such chains is kept from the other policy: they say nothing of its own trees, nor of what a draft pass costs.
-    Sequences whose request has chosen a tree, or none, are left alone.
+    What became of such chains is kept from the other policy: they say nothing of its own trees. Sequences whose request has
+    chosen a tree, or none, are left alone.
     """
 
     def __init__(self, policy: ExpansionPolicy, texts: TextCache, longest: int = LENGTHS[0]) -> None:
@@ -55,15 +55,5 @@ class RunningPolicy:
         """Let the policy learn from its own trees, and from rows that had no room for a chain and ran plain."""
         own = tuple(one for one in feedback.outcomes if one.request_id not in self._running or one.expansion.is_plain)
         if len(own) < len(feedback.outcomes):
-            feedback = replace(feedback, outcomes=own, work=_without_runs(feedback.work, feedback.outcomes, own))
+            feedback = replace(feedback, outcomes=own)
         self._policy.observe(feedback)
-
-
-def _without_runs(work: StepWork, outcomes: Sequence[DraftOutcome], own: Sequence[DraftOutcome]) -> StepWork:
-    """Return the step's work without draft passes for chains that needed none."""
-    num_fed = sum(one.num_nodes for one in outcomes) - sum(one.num_nodes for one in own)
-    return replace(
-        work,
-        num_passes=max((min(one.expansion.max_depth, one.drafted_depth + 1) for one in own), default=0),
-        num_draft_tokens=max(0, work.num_draft_tokens - num_fed),
-    )

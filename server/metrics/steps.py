@@ -140,7 +140,7 @@ class StepMetrics:
         if stats.predicted_s is not None:
             self._predicted_s.inc(stats.predicted_s)
             self._plain_s.inc(stats.predicted_s * stats.predicted_speedup)
-            self._foretold_s.inc(stats.step_s)
+            self._foretold_s.inc(stats.step_s - stats.policy_s)  # a policy does not foretell its own
 
     def _on_seconds(self, stats: StepStats) -> None:
         self._steps.inc()

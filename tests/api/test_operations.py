@@ -248,7 +248,7 @@ def test_what_a_policy_expected_stands_beside_what_steps_took():
     lines = [line for line in metrics.render().decode().splitlines() if line.startswith("latebranch_")]
     values = {line.split("{")[0]: float(line.split()[-1]) for line in lines}
     names = ("predicted_seconds", "foretold_seconds", "predicted_plain_seconds")
-    assert [values[f"latebranch_{name}_total"] for name in names] == [0.5, 1.0, 1.0]
+    assert [values[f"latebranch_{name}_total"] for name in names] == [0.5, 0.98, 1.0]
     reasons = {line.split('reason="')[1].split('"')[0]: line.split()[-1] for line in lines if "policy_steps_total" in line}
     assert reasons == {"probe": "2.0", "fixed": "1.0"}
 

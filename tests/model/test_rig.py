@@ -16,7 +16,7 @@ from engine.testing import tiny_engine
 from engine.tree import PLAIN, Expansion
 from engine.weights import WeightsCache
 from selector.build import adaptive_policy
-from selector.cost import KNOTS
+from selector.cost import DRAFT_PRICES, KNOTS, NUM_REST
 from selector.profile import Profile, cached_profile, grid, measure
 from tests.model.driving import greedy, run, sampled
 from tests.model.passes import CPU
@@ -25,12 +25,13 @@ from tests.model.tiny import model, pair
 
 LIMITS = SchedulerConfig(num_slots=900, max_model_len=256, max_step_tokens=64)
 PROMPT = tuple(range(5, 30))
+CHEAP = Profile((1.0, *(0.001,) * (NUM_REST - 1)), (0.001,) * len(DRAFT_PRICES))
 
 
 def engine_and_rig(drafter: str = "model") -> tuple[Engine, Rig]:
     drafts = CachedDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
     engine = tiny_engine(model("llama"), drafts, config=LIMITS)
-    return engine, Rig(engine.info, LIMITS, engine.target, engine.drafter)
+    return engine, Rig(engine.info, LIMITS, engine.target, engine.drafter, "weights")
 
 
 class Ticking:
@@ -64,6 +65,9 @@ def test_steps_draft_what_the_script_says(drafter):
         assert [step.work.num_passes for step in seen] == [0, 1, 3]
         assert seen[2].work.num_tokens == 8
         assert not any(step.has_prefill for step in seen)
+    else:
+        assert {step.work.num_passes for step in seen} == {step.work.num_draft_tokens for step in seen} == {0}
+    assert [step.work.num_rounds for step in seen] == [0, 1, 3]
     engine.check_integrity()
 
 
@@ -89,7 +93,7 @@ def test_a_profile_keeps_to_the_limits():
 
 def test_a_sound_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rig, cache = engine_and_rig()[1], WeightsCache(tmp_path)
-    sound = Profile(tuple(0.1 for _ in range(15)), (0.1, 0.1, 0.1))
+    sound = Profile((0.1,) * NUM_REST, (0.1,) * len(DRAFT_PRICES))
     measured: list[str] = []
 
     def measuring(bench):
@@ -111,21 +115,25 @@ def test_a_sound_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_another_machine_has_another_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rig, cache = engine_and_rig()[1], WeightsCache(tmp_path)
-    monkeypatch.setattr("selector.profile.measure", lambda bench: Profile((0.1,) * 15, (0.1,) * 3))
+    monkeypatch.setattr("selector.profile.measure", lambda bench: Profile((0.1,) * NUM_REST, (0.1,) * len(DRAFT_PRICES)))
     facts = rig.facts
     cached_profile(rig, cache)
     for name in facts:
         others = {**facts, name: "other"}
         monkeypatch.setattr(Rig, "facts", others)
         cached_profile(rig, cache)
+    assert "drafter_weights" in facts
     assert len(list((tmp_path / "profiles").iterdir())) == 1 + len(facts)
+    monkeypatch.setattr(Rig, "limits", replace(LIMITS, max_running=2))
+    cached_profile(rig, cache)
+    assert len(list((tmp_path / "profiles").iterdir())) == 2 + len(facts)
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 def test_the_adaptive_policy_changes_no_text(drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The real policy on a real engine: it drafts trees of many shapes, and the texts are plain decoding's."""
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
-    monkeypatch.setattr("selector.profile.measure", lambda bench: Profile((1.0, *(0.001,) * 14), (0.001,) * 3))
+    monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
     _, rig = engine_and_rig(drafter)
     policy = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig)
     drafts = CachedDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]

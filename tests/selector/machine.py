@@ -7,9 +7,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.policy import DraftOutcome, ExpansionPolicy, SequenceView, StepFeedback, StepWork
-from engine.tree import Expansion
+from engine.policy import Choice, DraftOutcome, ExpansionPolicy, SequenceView, StepFeedback, StepWork
+from engine.tree import PLAIN, Expansion
 from engine.types import SamplingParams, Speculation
+
+_CHUNK = 128  # tokens of a prompt fed in a step
+_MOST_BEHIND = 64  # tokens that a drafter falls behind a plain sequence
 
 Chances = Callable[[int, int], float]  # (depth from 1, tokens generated): a drafted token is accepted, given that its parent was
 
@@ -24,6 +27,7 @@ class Machine:
     knee: float = 16.0
     beyond_s: float = 0.0006
     key_s: float = 1e-8
+    round_s: float = 0.0
     pass_s: float = 0.001
     draft_token_s: float = 0.00005
     blur: float = 0.0
@@ -35,7 +39,8 @@ class Machine:
         return seconds + self.key_s * work.num_scores
 
     def draft_s(self, work: StepWork) -> float:
-        return self.pass_s * work.num_passes + self.draft_token_s * work.num_draft_tokens
+        rounds_s = self.round_s * work.num_rounds
+        return rounds_s + self.pass_s * work.num_passes + self.draft_token_s * work.num_draft_tokens
 
     def blurred(self, seconds: float, chance: random.Random) -> float:
         factor = 1.0 + self.blur * chance.uniform(-1.0, 1.0)
@@ -44,11 +49,18 @@ class Machine:
 
 @dataclass
 class Text:
-    """One sequence: how its drafts fare. `offers` is the chance that a drafter that was asked has anything to say at all."""
+    """One sequence: how its drafts fare. `offers` is the chance that a drafter that was asked has anything to say at all.
+
+    `cached` is the chance that a tree is drafted from cached text, without the model. The first `num_prompt` tokens of the
+    context are a prompt that is still to be fed; the drafter is behind by `num_unfed`, the root included.
+    """
 
     chances: Chances
     offers: float = 1.0
+    cached: float = 0.0
     context: int = 200
+    num_prompt: int = 0
+    num_unfed: int = 1
     temperature: float = 1.0
     max_tokens: int = 10**9
     speculation: Speculation = field(default_factory=Speculation)
@@ -58,7 +70,10 @@ class Text:
     def view(self, name: str) -> SequenceView:
         sampling = SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
         length, remaining = self.context + self.num_generated, self.max_tokens - self.num_generated
-        return SequenceView(name, length, self.num_generated, remaining, 1, 1, sampling, self.speculation, "traversal")
+        num_uncached = 1 + self.num_prompt
+        return SequenceView(
+            name, length, self.num_generated, remaining, num_uncached, self.num_unfed, sampling, self.speculation, "traversal"
+        )
 
     def expected_tokens(self, expansion: Expansion) -> float:
         """Return E[tau + 1] of such a tree here."""
@@ -85,25 +100,34 @@ class Text:
 
 @dataclass
 class Ran:
-    """What a run brought. Tokens are expected ones: what was chosen is judged, not its luck."""
+    """What a run brought. Tokens are expected ones: what was chosen is judged, not its luck.
+
+    `foretold` has the seconds that the policy expected of a step and those that it took, where something was expected.
+    """
 
     num_tokens: float = 0.0
     seconds: float = 0.0
     choices: list[tuple[Expansion, ...]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    foretold: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
         return self.num_tokens / self.seconds
 
+    @property
+    def foretold_share(self) -> float:
+        """What was expected of all steps together over what they took."""
+        return sum(one for one, _ in self.foretold) / sum(seen for _, seen in self.foretold)
+
 
 def fixed_rate(machine: Machine, texts: Sequence[Text], expansion: Expansion) -> float:
-    """Return the tokens a second of the same tree for all, drafted whole."""
+    """Return the tokens a second of the same tree for all, drafted whole by a drafter that is not behind."""
     num_nodes, num_rows = expansion.num_draft_tokens, len(texts)
     num_keys = sum(text.context for text in texts)
-    num_fed = 0 if expansion.is_plain else num_rows * (1 + num_nodes - (expansion.branches if expansion.depth else 1))
-    tokens = num_rows * (1 + num_nodes)
-    work = StepWork(num_rows, tokens, tokens, num_keys, (1 + num_nodes) * num_keys, expansion.max_depth, num_fed)
+    num_fed = 0 if expansion.is_plain else num_rows * (1 + _num_inner(expansion))
+    tokens, depth = num_rows * (1 + num_nodes), expansion.max_depth
+    work = StepWork(num_rows, tokens, tokens, num_keys, (1 + num_nodes) * num_keys, depth, num_fed, depth)
     expected = sum(text.expected_tokens(expansion) for text in texts)
     return expected / (machine.rest_s(work) + machine.draft_s(work))
 
@@ -119,26 +143,86 @@ def run(policy: ExpansionPolicy, machine: Machine, texts: Sequence[Text], num_st
     for _ in range(num_steps):
         views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
         choice = policy.choose(views)
-        outcomes, work = [], dict.fromkeys(("num_tokens", "num_scores", "num_passes", "num_draft_tokens"), 0)
+        step = _Step(choice, len(texts))
         for text, view, wished in zip(texts, views, choice.expansions, strict=True):
-            expansion = wished if text.speculation.is_enabled else Expansion(0, 1, 0)
-            ran.num_tokens += text.expected_tokens(expansion)
-            nodes, drafted, accepted = text.draft(expansion, chance)
-            outcomes.append(DraftOutcome(view.request_id, expansion, nodes, drafted, accepted))
-            work["num_tokens"] += 1 + nodes
-            work["num_scores"] += (1 + nodes) * view.num_committed
-            work["num_passes"] = max(work["num_passes"], min(expansion.max_depth, drafted + 1))
-            if not expansion.is_plain:
-                fed = expansion.num_draft_tokens - (expansion.branches if expansion.depth else 1)
-                work["num_draft_tokens"] += 1 + (fed if drafted else 0)
-            text.num_generated += accepted + 1
-        num_drawn = sum(1 + one.num_nodes for one, text in zip(outcomes, texts, strict=True) if text.temperature)
-        num_keys = sum(view.num_committed for view in views)
-        done = StepWork(len(texts), num_drawn=num_drawn, num_keys=num_keys, **work)
-        draft_s, rest_s = machine.draft_s(done), machine.rest_s(done)
+            if text.num_prompt:
+                step.feed_prompt(text)
+            else:
+                ran.num_tokens += step.decode(text, view, wished, chance)
+        work = step.work
+        draft_s, rest_s = machine.draft_s(work), machine.rest_s(work)
         ran.seconds += draft_s + rest_s
         ran.choices.append(choice.expansions)
         ran.reasons.append(choice.reason)
+        if choice.step_s is not None:
+            ran.foretold.append((choice.step_s, draft_s + rest_s))
         blurred = machine.blurred(draft_s, chance), machine.blurred(rest_s, chance)
-        policy.observe(StepFeedback(done, tuple(outcomes), *blurred, has_prefill=False))
+        policy.observe(StepFeedback(work, tuple(step.outcomes), *blurred, has_prefill=step.has_prefill))
     return ran
+
+
+class _Step:
+    """Adds up what a step runs, as the engine would run it."""
+
+    def __init__(self, choice: Choice, num_rows: int) -> None:
+        self.outcomes: list[DraftOutcome] = []
+        self.has_prefill = False
+        self._keeps_up = choice.keeps_up
+        self._num_rows = num_rows
+        self._sums = dict.fromkeys(("num_tokens", "num_drawn", "num_keys", "num_scores", "num_draft_tokens"), 0)
+        self._num_passes = self._num_rounds = 0
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork(self._num_rows, **self._sums, num_passes=self._num_passes, num_rounds=self._num_rounds)
+
+    def feed_prompt(self, text: Text) -> None:
+        """Feed a chunk to both models."""
+        chunk = min(text.num_prompt, _CHUNK)
+        text.num_prompt -= chunk
+        text.num_unfed = max(1, text.num_unfed - chunk)
+        self._add(text.context, num_tokens=chunk, num_drawn=0, num_draft_tokens=chunk)
+        self.has_prefill, self._num_passes = True, max(1, self._num_passes)
+
+    def decode(self, text: Text, view: SequenceView, wished: Expansion, chance: random.Random) -> float:
+        """Draft and accept; return the tokens that were to be expected."""
+        expansion = _granted(text, wished)
+        expected = text.expected_tokens(expansion)
+        is_cached = chance.random() < text.cached
+        nodes, drafted, accepted = text.draft(expansion, chance)
+        self.outcomes.append(DraftOutcome(view.request_id, expansion, nodes, drafted, accepted))
+        num_fed = 0
+        if not expansion.is_plain:
+            rounds = min(expansion.max_depth, drafted + 1)
+            self._num_rounds = max(self._num_rounds, rounds)
+            if not is_cached:
+                self._num_passes = max(self._num_passes, rounds)
+                num_fed = text.num_unfed + (_num_inner(expansion) if drafted else 0)
+                text.num_unfed = -min(accepted, max(0, drafted - 1))  # of the path all but a leaf has been fed
+        elif self._keeps_up and text.num_unfed > _MOST_BEHIND:
+            self._num_passes = max(1, self._num_passes)
+            num_fed, text.num_unfed = text.num_unfed, 0
+        text.num_unfed += accepted + 1
+        text.num_generated += accepted + 1
+        self._add(view.num_committed, 1 + nodes, (1 + nodes) if text.temperature else 0, num_fed)
+        return expected
+
+    def _add(self, num_keys: int, num_tokens: int, num_drawn: int, num_draft_tokens: int) -> None:
+        amounts = (num_tokens, num_drawn, num_keys, num_tokens * num_keys, num_draft_tokens)
+        for name, amount in zip(self._sums, amounts, strict=True):
+            self._sums[name] += amount
+
+
+def _granted(text: Text, wished: Expansion) -> Expansion:
+    """Return what the scheduler makes of a wish."""
+    speculation = text.speculation
+    if not speculation.is_enabled:
+        return PLAIN
+    tree = speculation.expansion or wished
+    most = tree.num_draft_tokens if speculation.max_nodes is None else speculation.max_nodes
+    return tree.limited(max(0, text.max_tokens - text.num_generated - 1), most)
+
+
+def _num_inner(expansion: Expansion) -> int:
+    """Return the nodes of a whole tree that are fed to the drafter: all but the last level's."""
+    return expansion.num_draft_tokens - (expansion.branches if expansion.depth else 1)

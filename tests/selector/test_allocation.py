@@ -19,7 +19,7 @@ MENU = Menu((PLAIN, Expansion(1, 1, 0), Expansion(0, 2, 1), Expansion(2, 1, 0), 
 def costs(slopes: tuple[float, ...], pass_s: float) -> CostModel:
     """Return costs with these slopes between the knots, the last going on."""
     steps = [*slopes, *[slopes[-1]] * (len(KNOTS) - len(slopes))]
-    return CostModel([1.0, *steps, 1e-6, 1e-6, 1e-6, 1e-6], [pass_s, 1e-6, 1e-6])
+    return CostModel([1.0, *steps, 1e-6, 1e-6, 1e-6, 1e-6], [1e-6, pass_s, 1e-6, 1e-6])
 
 
 def allocator(chances: list[float], model: CostModel, allowed: list[list[bool]] | None = None) -> Allocator:
@@ -32,7 +32,7 @@ def allocator(chances: list[float], model: CostModel, allowed: list[list[bool]] 
         passes=np.tile(MENU.depths.astype(float), (num_rows, 1)),
     )
     zeros = np.zeros(num_rows)
-    load = BatchLoad(Works(num_rows, num_rows, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, zeros, zeros + 1.0, zeros)
+    load = BatchLoad(Works(num_rows, num_rows, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, zeros, zeros + 1.0, zeros, zeros, 1.0)
     is_allowed = np.array(allowed) if allowed else np.ones((num_rows, len(MENU)), dtype=np.bool_)
     return Allocator(MENU, estimates, is_allowed, load, model)
 
@@ -83,7 +83,7 @@ def test_passes_are_paid_once():
     model = costs((0.01,), 0.4)
     alone, four = allocator([0.35], model), allocator([0.35] * 4, model)
     assert not alone.best(alone.plain()).places_B.any()
-    crowd = CostModel([0.2, *[0.05] * len(KNOTS), *[1e-6] * 4], [0.05, 1e-6, 1e-6])
+    crowd = CostModel([0.2, *[0.05] * len(KNOTS), *[1e-6] * 4], [1e-6, 0.05, 1e-6, 1e-6])
     few = allocator([0.35] * 4, crowd)
     assert four.best(four.plain()).rate >= four.plain().rate
     assert few.best(few.plain()).places_B.any() == (best_of_all(few, 4) > few.plain().rate)

@@ -24,7 +24,7 @@ from selector.cost import (
 
 
 def work(num_tokens: int, num_passes: int = 0, num_rows: int = 1, num_keys: int = 200) -> StepWork:
-    return StepWork(num_rows, num_tokens, num_tokens, num_keys, num_tokens * num_keys, num_passes, num_passes)
+    return StepWork(num_rows, num_tokens, num_tokens, num_keys, num_tokens * num_keys, num_passes, num_passes, num_passes)
 
 
 def true_seconds(one: StepWork, pass_s: float = 0.003) -> StageSeconds:
@@ -113,10 +113,10 @@ def test_marginals_are_differences():
     costs = taught(CostModel())
 
     def seconds(tokens: float) -> float:
-        return float(costs.rest_s(Works(1.0, tokens, 0.0, 0.0, 0.0, 0.0, 0.0))[0])
+        return float(costs.rest_s(Works(1.0, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))[0])
 
-    marginals = costs.marginals(10.0, 8.0)
-    assert marginals.token_s == pytest.approx((seconds(18.0) - seconds(10.0)) / 8.0)
+    for tokens in (1.0, 10.0, 15.5, 900.0):
+        assert costs.marginals(tokens).token_s == pytest.approx(seconds(tokens + 1.0) - seconds(tokens))
 
 
 def test_prices_are_found_again():
@@ -128,7 +128,7 @@ def test_prices_are_found_again():
     assert np.abs(rest_features(Works.of(ones)) @ prices / seconds - 1.0).max() < 0.1
     drafted = np.array([true_seconds(one).draft_s for one in ones])
     found = fitted_prices(draft_features(Works.of(ones)), drafted, GENERIC_DRAFT)
-    assert found[0] + found[1] == pytest.approx(0.003, rel=0.1)
+    assert sum(found[:3]) == pytest.approx(0.003, rel=0.1)
 
 
 @pytest.mark.parametrize("rest", [[1.0], [0.0] * cost.NUM_REST, [math.nan] * cost.NUM_REST])

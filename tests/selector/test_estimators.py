@@ -1,6 +1,7 @@
 """Counted acceptance: what it expects is what comes, for every shape; new sequences begin as their kind is."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -126,6 +127,25 @@ def test_trees_of_their_own_shape_are_foretold_from_one_size(chance):
     assert (np.diff(tokens) >= -1e-9).all()
     for place, entry in enumerate(menu.entries[1:], start=1):
         assert tokens[place] == pytest.approx(best_tokens(entry, chance), rel=0.25), entry
+
+
+def tokens_after_trimming(menu: Menu, size: int) -> float:
+    """Return what the largest tree is expected to bring after trees cut to a size that is on no menu brought all they could."""
+    estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
+    trimmed = replace(menu.entries[-1], max_nodes=size)
+    assert trimmed not in menu.index
+    for _ in range(200):
+        estimator.estimate([view])
+        estimator.observe([DraftOutcome("r", trimmed, size, trimmed.max_depth, trimmed.max_depth)])
+    return float(estimator.estimate([view]).tokens[0, -1])
+
+
+@pytest.mark.parametrize("size", [5, 11, 200])
+def test_trees_cut_for_want_of_room_teach_too(size):
+    largest = Expansion(0, 3, 6, "heap", 64)
+    menu = menu_of(largest, "traversal", largest)
+    unknown = float(CountedAcceptance(menu).estimate([Text(flat(0.0)).view("r")]).tokens[0, -1])
+    assert tokens_after_trimming(menu, size) > 1.3 * unknown
 
 
 def test_best_tokens_of_shapes_that_can_be_counted():

@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 
 from engine.pairs import VERIFIER_NAMES, is_exact
 from engine.tree import PLAIN, Expansion, parse_expansion
-from selector.build import within_reach
-from selector.cost import GENERIC_DRAFT, GENERIC_REST, CostModel
-from selector.menu import Menu, menu_of
+from selector.menu import Menu, fed_share, menu_of
 from tests.strategies import any_expansions
 
 SHAPES = any_expansions(max_nodes=24).filter(lambda one: not one.is_plain)
@@ -56,11 +54,10 @@ def test_the_default_menu_has_what_the_paper_has():
     assert 50 < len(menu) < 128
 
 
-def test_what_could_never_pay_is_left_out():
-    """A draft pass as dear as many steps: a chain of n brings n + 1 tokens at best."""
-    assert len(within_reach(menu_of(Expansion(4, 1, 0), "traversal"), CostModel(GENERIC_REST, (9.0, *GENERIC_DRAFT[1:])))) == 1
-    cheap = menu_of(Expansion(4, 1, 0), "traversal")
-    assert within_reach(cheap, CostModel(GENERIC_REST, GENERIC_DRAFT)).entries == cheap.entries
+@pytest.mark.parametrize(("tree", "num_fed"), [("0.1.0", 0), ("4.1.0", 3), ("2.2.3", 6), ("0.4.1", 0), ("heap.16", 14)])
+def test_all_but_the_last_level_is_fed(tree, num_fed):
+    expansion = parse_expansion(tree)
+    assert fed_share(expansion) * expansion.num_draft_tokens == pytest.approx(num_fed)
 
 
 @pytest.mark.parametrize("entries", [(), (Expansion(1, 1, 0),), (PLAIN, PLAIN), (PLAIN, Expansion(2, 1, 0), Expansion(1, 1, 0))])

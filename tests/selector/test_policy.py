@@ -5,6 +5,8 @@ Chance comes from seeds and time from arithmetic, so every number here is the sa
 
 import logging
 import math
+from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ import pytest
 from engine.policy import Reason
 from engine.tree import PLAIN, Expansion
 from engine.types import Speculation
-from selector.cost import KNOTS, CostModel
+from selector.allocation import Allocator
+from selector.cost import DRAFT_PRICES, KNOTS, CostModel
 from selector.estimators import CountedAcceptance, Estimates
 from selector.menu import Menu, menu_of
+from selector.model_share import ModelShare
 from selector.policy import AdaptiveExpansion
 from selector.probing import Probes
 from tests.selector.machine import Machine, Ran, Text, fixed_rate, flat, run
@@ -36,7 +40,7 @@ def profiled(machine: Machine) -> CostModel:
     rest = [target_s(1.0), *slopes, machine.row_s, 1e-7, 1e-7, max(1e-9, 1000 * machine.key_s)]
     wrong = [1.0 + 0.08 * (place * 7 % 13 - 6) / 6 for place in range(len(rest))]
     return CostModel(
-        [price * factor for price, factor in zip(rest, wrong, strict=True)], [machine.pass_s, machine.draft_token_s, 1e-7]
+        [price * factor for price, factor in zip(rest, wrong, strict=True)], [1e-7, machine.pass_s, machine.draft_token_s, 1e-7]
     )
 
 
@@ -83,6 +87,8 @@ def test_even_its_first_steps_are_few():
 
 
 class ForgetsItsCosts(AdaptiveExpansion):
+    """Probes whenever anything could be learnt, whatever it costs."""
+
     def _probe(self, batch, allocator, chosen):
         entries = np.flatnonzero(self._menu.num_nodes > 0)
         return allocator.losses(chosen, [0], entries)[0][0]
@@ -236,8 +242,144 @@ def test_probing_never_spends_more_than_its_share():
     for step in range(5000):
         probes.save(step_s, 1)
         one = Text(flat(0.0), num_generated=step).view("r")
-        if probes.due([one], [True]) and probes.saved_s >= 0.006:
+        if probes.due([one], [True], [True]) and probes.saved_s >= 0.006:
             probes.pay([one], 0.006)
             spent_s, num_probes = spent_s + 0.006, num_probes + 1
     assert num_probes > 10
-    assert spent_s <= 0.01 * 5000 * step_s + 0.006
+    assert spent_s <= (0.01 * 5000 + 2.0) * step_s
+
+
+def test_a_probe_pays_what_its_step_took():
+    """On credit once the account is full, and less or more than was foretold when that was wrong."""
+    probes, view = Probes(), Text(flat(0.0)).view("r")
+    probes.save(1.0, 1)
+    assert probes.is_full
+    probes.due([view], [True], [True])
+    probes.pay([view], 50.0)
+    assert probes.saved_s == pytest.approx(-48.0)
+    assert not probes.is_full
+    probes.settle(-49.0)  # it was foretold far too dear
+    assert probes.saved_s == pytest.approx(1.0)
+    probes.pay([view], 0.5)
+    probes.settle(1000.0)  # something else ran meanwhile
+    assert probes.saved_s == pytest.approx(0.5 - 2.0)
+
+
+def misjudged(machine: Machine, kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> AdaptiveExpansion:
+    """Return a policy whose profile was taken in a disturbed moment: drafting a hundred times, a token ten times too dear."""
+    prices = list(profiled(machine).prices.values())
+    rest, draft = prices[: -len(DRAFT_PRICES)], prices[-len(DRAFT_PRICES) :]
+    rest[1 : 1 + len(KNOTS)] = [10.0 * price for price in rest[1 : 1 + len(KNOTS)]]
+    return kind(MENU, CountedAcceptance(MENU), CostModel(rest, [100.0 * price for price in draft]), CHAIN)
+
+
+@pytest.mark.parametrize("num_texts", [1, 4])
+def test_a_bad_measurement_does_not_shut_the_drafter_out(num_texts):
+    policy, texts = misjudged(USUAL), texts_of(0.9, num_texts)
+    run(policy, USUAL, texts, 800)
+    best = max(fixed_rate(USUAL, texts, entry) for entry in MENU.entries)
+    assert run(policy, USUAL, texts, 100, seed=1).rate > 0.9 * best
+
+
+def test_without_credit_it_would(monkeypatch):
+    monkeypatch.setattr(Probes, "is_full", False)
+    policy, texts = misjudged(USUAL), texts_of(0.9, 1)
+    assert all(choice[0].is_plain for choice in run(policy, USUAL, texts, 800).choices)
+
+
+def test_a_drafter_that_is_far_too_dear_costs_its_share_all_the_same():
+    """Each pass takes as long as thirty steps, and the profile has it for cheap."""
+    truly = Machine(pass_s=0.3)
+    policy, texts = adaptive(USUAL), texts_of(0.9, 1)
+    run(policy, truly, texts, 100)
+    assert run(policy, truly, texts, 3000).rate > 0.97 * fixed_rate(truly, texts, PLAIN)
+
+
+SLOW_FEED = Machine(draft_token_s=0.002)
+
+
+class FeedsForNothing(Allocator):
+    def losses(self, chosen, indices, entries):
+        self._load = replace(self._load, lag_B=np.zeros_like(self._load.lag_B))
+        return super().losses(chosen, indices, entries)
+
+
+def rate_far_behind() -> float:
+    """Return the rate beside plain decoding's of useless drafts by a drafter that is fed as slowly as the target."""
+    policy, texts = adaptive(SLOW_FEED), [Text(flat(0.0), context=900, num_unfed=900)]
+    run(policy, SLOW_FEED, texts, 50)
+    texts[0].num_unfed = 900
+    return run(policy, SLOW_FEED, texts, 150, seed=1).rate / fixed_rate(SLOW_FEED, texts, PLAIN)
+
+
+def test_what_a_drafter_is_behind_is_paid_for_by_the_probe_that_feeds_it():
+    assert rate_far_behind() > 0.95
+
+
+def test_written_off_it_would_cost_more(monkeypatch):
+    monkeypatch.setattr("selector.policy.Allocator", FeedsForNothing)
+    assert rate_far_behind() < 0.9
+
+
+def test_a_drafter_is_kept_up_where_that_is_cheap():
+    cheap, dear = texts_of(0.0, 1), texts_of(0.0, 1)
+    kept, left = adaptive(CHEAP), adaptive(SLOW_FEED)
+    run(kept, CHEAP, cheap, 100)
+    run(left, SLOW_FEED, dear, 100)
+    assert kept.choose([cheap[0].view("0")]).keeps_up
+    assert not left.choose([dear[0].view("0")]).keeps_up
+
+
+def test_a_prompt_is_fed_before_anything_is_drafted_and_foretold_of():
+    text = Text(flat(0.9), context=700, num_prompt=600, num_unfed=601)
+    policy = adaptive(USUAL)
+    first = run(policy, USUAL, [text], 5)
+    assert set(first.choices) == {(PLAIN,)}
+    assert not first.foretold
+    after = run(policy, USUAL, [text], 60)
+    assert sum(not choice[0].is_plain for choice in after.choices) > 50
+    assert len(after.foretold) == 60
+
+
+def test_those_that_can_only_be_plain_do_not_stand_in_the_way_of_probes():
+    """Those that may draft nothing are for ever overdue."""
+    barred = [Text(flat(0.9), speculation=Speculation(max_nodes=0)) for _ in range(5)]
+    other = Text(lambda depth, num_generated: 0.0 if num_generated < 100 else 0.9)
+    ran = run(adaptive(USUAL), USUAL, [*barred, other], 600)
+    assert {choice[0] for choice in ran.choices} == {PLAIN}
+    assert sum(not choice[-1].is_plain for choice in ran.choices[-100:]) > 80
+
+
+def test_asked_all_the_same_they_would(monkeypatch):
+    due = Probes.due
+    monkeypatch.setattr(Probes, "due", lambda self, views, is_plain, can_probe: due(self, views, is_plain, [True] * len(views)))
+    with pytest.raises(AssertionError):
+        test_those_that_can_only_be_plain_do_not_stand_in_the_way_of_probes()
+
+
+TOLD = {
+    "useless": [Text(flat(0.0))],
+    "perfect": [Text(flat(1.0))],
+    "batch": [Text(flat(0.3 + 0.1 * index), context=100 + 50 * index) for index in range(6)],
+    "often silent": [Text(flat(0.9), offers=0.5), Text(flat(0.9), offers=0.5)],
+    "cached": [Text(flat(0.9), cached=0.8)],
+    "own tree": [Text(flat(0.6), speculation=Speculation(expansion=Expansion(2, 2, 2))), Text(flat(0.6))],
+}
+
+
+def foretold_share(name: str) -> float:
+    """Return expected over true seconds of all steps, after a warm-up; a fifth of a step is drafting where that pays."""
+    policy, texts = adaptive(USUAL), deepcopy(TOLD[name])
+    run(policy, USUAL, texts, 80)
+    return run(policy, USUAL, texts, 150, seed=1).foretold_share
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_seconds_foretold_are_those_taken(name):
+    """In the sum over steps, probes and what drafters are behind included; one percent of the times taught is five-fold."""
+    assert foretold_share(name) == pytest.approx(1.0, abs=0.06)
+
+
+def test_passes_that_cached_text_spares_would_be_foretold(monkeypatch):
+    monkeypatch.setattr(ModelShare, "share", 1.0)
+    assert foretold_share("cached") > 1.06

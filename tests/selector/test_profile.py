@@ -1,13 +1,17 @@
-"""A profile is kept for another day only if enough was measured, often enough and calmly enough; on a machine on paper."""
+"""What is measured at start, on a machine on paper: medians of what is alike, and kept for another day only if that was calm."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 
 from engine.config import SchedulerConfig
-from engine.policy import PassSize, StepFeedback, StepWork
+from engine.policy import DraftOutcome, PassSize, StepFeedback, StepWork
 from engine.tree import Expansion
+from selector import profile as profiles
+from selector.build import profiled_costs
+from selector.cost import CostModel
 from selector.profile import Profile, grid, measure
 
 LIMITS = SchedulerConfig(num_slots=4096, max_model_len=1024, max_step_tokens=256)
@@ -15,14 +19,25 @@ SIZES = grid(LIMITS)
 PLENTY_S = 4.5 * len(SIZES)  # at a second a pass: a round of two each, and two rounds more
 
 
+def even(size: PassSize, count: int) -> float:
+    return 1.0
+
+
+def calm(length: int, turn: int) -> float:
+    return 0.1 * length
+
+
 @dataclass
 class PaperBench:
-    """Passes that last what a script says, on a clock that nothing else moves. `seconds(size, n)` is the n-th time's."""
+    """Passes and drafts that last what scripts say, on a clock that only passes move. `seconds(size, n)` is the n-th time's."""
 
-    seconds: Callable[[PassSize, int], float]
+    seconds: Callable[[PassSize, int], float] = even
+    draft_s: Callable[[int, int], float] = calm
     limits: SchedulerConfig = LIMITS
+    has_model: bool = True
     now_s: float = 0.0
     counts: dict[PassSize, int] = field(default_factory=dict)
+    num_steps: int = 0
 
     @property
     def facts(self) -> dict[str, str]:
@@ -36,44 +51,45 @@ class PaperBench:
         seconds = self.seconds(size, count)
         self.now_s += seconds
         num_keys = size.num_rows * (size.num_context + 1)
-        return StepWork(size.num_rows, size.num_tokens, 0, num_keys, size.num_nodes * num_keys, 0, 0), seconds
+        return StepWork(size.num_rows, size.num_tokens, 0, num_keys, size.num_nodes * num_keys, 0, 0, 0), seconds
 
     def run_steps(self, num_rows: int, num_prompt: int, expansions: Sequence[Expansion]) -> list[StepFeedback]:
-        return []
+        steps = []
+        for place, expansion in enumerate(expansions):
+            length = expansion.max_depth
+            passes = length if self.has_model else 0
+            num_tokens, num_keys = num_rows * (1 + length), num_rows * num_prompt
+            work = StepWork(num_rows, num_tokens, 0, num_keys, num_tokens * num_keys, passes, num_rows * passes, length)
+            outcomes = (DraftOutcome("r", expansion, length, length, 0),) * num_rows
+            steps.append(StepFeedback(work, outcomes, self.draft_s(length, place // 3), 1.0, has_prefill=False))
+        self.num_steps += len(steps)
+        return steps
 
     def profile(self, budget_s: float) -> Profile:
         return measure(self, self.clock, budget_s)
 
 
-def even(size: PassSize, count: int) -> float:
-    return 1.0
-
-
 def test_a_calm_measurement_of_many_sizes_is_sound():
-    bench = PaperBench(even)
+    bench = PaperBench()
     assert bench.profile(PLENTY_S).is_sound
     assert bench.counts == dict.fromkeys(SIZES, 4), "one to warm up, one a round; what fits is repeated"
     assert bench.now_s < PLENTY_S
 
 
-def test_too_few_sizes_are_not_sound():
-    """The first round stops at half the budget, after the seventh size; a second round of those seven fits."""
-    bench = PaperBench(even)
-    assert not bench.profile(budget_s=26.0).is_sound
-    assert bench.counts == dict.fromkeys(SIZES[:7], 3)
+def test_a_slow_machine_is_measured_at_the_most_telling_sizes_and_keeps_that():
+    """The first round alone takes longer than the budget."""
+    bench = PaperBench(lambda size, count: 1.4)
+    assert bench.profile(budget_s=6.0).is_sound
+    assert bench.counts == dict.fromkeys(SIZES[:4], 3)
+    assert {size.num_tokens for size in SIZES[:4]} == {1, 4, 16}
 
 
-def test_the_eighth_size_makes_it_sound():
-    bench = PaperBench(even)
-    assert bench.profile(budget_s=30.0).is_sound
-    assert bench.counts == dict.fromkeys(SIZES[:8], 3)
-
-
-def test_a_single_round_is_not_sound():
-    """The last size is so slow that no second round fits."""
-    bench = PaperBench(lambda size, count: PLENTY_S / 3 if size == SIZES[-1] else 1.0)
-    assert not bench.profile(PLENTY_S).is_sound
-    assert bench.counts == dict.fromkeys(SIZES, 2)
+def test_a_machine_too_slow_for_that_is_not_measured_for_ever():
+    bench = PaperBench(lambda size, count: 9.0)
+    profile = bench.profile(budget_s=6.0)
+    assert not profile.is_sound
+    assert bench.now_s < 60.0
+    assert profile.costs().prices["step"] > 1.0
 
 
 @pytest.mark.parametrize(("slow_s", "is_sound"), [(1.29, True), (1.31, False)])
@@ -81,11 +97,60 @@ def test_unsteady_times_are_not_sound(slow_s: float, is_sound: bool):
     """Each size is fast in the first of three rounds only, so that its median is the slow time."""
     bench = PaperBench(lambda size, count: 1.0 if count <= 2 else slow_s)
     assert bench.profile(PLENTY_S).is_sound is is_sound
-    assert bench.counts == dict.fromkeys(SIZES, 4)
+
+
+def test_unsteady_drafts_are_not_sound():
+    """The profile would be kept with what one noisy start made of the drafter."""
+    assert not PaperBench(draft_s=lambda length, turn: length * (0.1 if turn < 2 else 3.0)).profile(PLENTY_S).is_sound
 
 
 @pytest.mark.parametrize("is_hit", [lambda size, count: size == SIZES[3], lambda size, count: count == 3], ids=["size", "round"])
 def test_one_unsteady_size_or_round_is_forgiven(is_hit: Callable[[PassSize, int], bool]):
-    bench = PaperBench(lambda size, count: 1.4 if count > 2 and is_hit(size, count) else 1.0)
-    assert bench.profile(PLENTY_S).is_sound
-    assert bench.counts == dict.fromkeys(SIZES, 4)
+    assert PaperBench(lambda size, count: 1.4 if count > 2 and is_hit(size, count) else 1.0).profile(PLENTY_S).is_sound
+
+
+def disturbed(length: int, turn: int) -> float:
+    """Return a draft's seconds: its first turn chooses kernels, in the third another program runs."""
+    return 0.1 * length * {0: 9.0, 2: 40.0}.get(turn, 1.0)
+
+
+def draft_s_of(bench: PaperBench) -> float:
+    return sum(bench.profile(2 * PLENTY_S).costs().prices[name] for name in ("round", "pass", "draft_token"))
+
+
+def test_a_disturbed_turn_leaves_the_prices_of_drafting_alone():
+    bench = PaperBench(draft_s=disturbed)
+    assert draft_s_of(bench) == pytest.approx(0.1, rel=0.05)
+    assert bench.num_steps > 20
+
+
+def test_every_step_for_itself_would_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(profiles, "_typical", lambda steps: max(steps, key=lambda step: step.draft_s))
+    assert draft_s_of(PaperBench(draft_s=disturbed)) > 1.0
+
+
+def test_where_no_model_drafts_its_passes_have_no_price():
+    prices = PaperBench(has_model=False).profile(PLENTY_S).costs().prices
+    assert prices["round"] == pytest.approx(0.1, rel=0.05)
+    assert max(prices["pass"], prices["draft_token"], prices["pass_key"]) < 1e-3
+
+
+def test_short_texts_leave_no_room_to_draft():
+    bench = PaperBench(limits=SchedulerConfig(num_slots=64, max_model_len=24, max_step_tokens=32))
+    assert all(0.0 < price < inf for price in bench.profile(PLENTY_S).costs().prices.values())
+    assert not bench.num_steps
+
+
+def test_a_bench_that_fails_leaves_generic_prices_and_says_so(tmp_path, monkeypatch, caplog):
+    def failing(size: PassSize, count: int) -> float:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
+    assert profiled_costs(PaperBench(failing)).prices == CostModel().prices
+    assert "no such kernel" in caplog.text
+
+
+def test_times_that_are_no_numbers_are_no_profile(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
+    assert profiled_costs(PaperBench(lambda size, count: float("nan"))).prices == CostModel().prices
+    assert not list(tmp_path.rglob("*.json"))

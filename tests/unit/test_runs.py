@@ -88,8 +88,8 @@ def test_who_chose_for_himself_is_left_alone_and_what_came_of_it_is_not_a_chains
     assert inner.told == [feedback]
 
 
-def feedback_of(*outcomes: DraftOutcome, num_passes: int = 5, num_draft_tokens: int = 9) -> StepFeedback:
-    return StepFeedback(StepWork(2, 26, 26, 100, 1000, num_passes, num_draft_tokens), outcomes, 0.1, 0.2, has_prefill=False)
+def feedback_of(*outcomes: DraftOutcome) -> StepFeedback:
+    return StepFeedback(StepWork(2, 26, 26, 100, 1000, 5, 9, 16), outcomes, 0.1, 0.2, has_prefill=False)
 
 
 def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room():
@@ -98,8 +98,8 @@ def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room()
     policy.choose([view("run"), view("cut"), view("none"), view("tree")])
     run, cut = DraftOutcome("run", Expansion(16, 1, 0), 16, 16, 16), DraftOutcome("cut", Expansion(3, 1, 0), 3, 3, 3)
     none, tree = DraftOutcome("none", PLAIN, 0, 0, 0), DraftOutcome("tree", TREE, 8, 5, 2)
-    policy.observe(feedback_of(run, cut, none, tree, num_passes=16, num_draft_tokens=15 + 3 + 9))
-    assert inner.told == [feedback_of(none, tree, num_passes=5, num_draft_tokens=8)]
+    policy.observe(feedback_of(run, cut, none, tree))
+    assert inner.told == [feedback_of(none, tree)]
     policy.choose([view("tree")])
     policy.observe(feedback_of(tree))
     assert inner.told[1] == feedback_of(tree)

@@ -105,7 +105,7 @@ def test_the_engine_gets_its_part():
 
 
 def test_every_field_of_the_engines_configuration_can_be_set():
-    fields = {*EngineConfig.__dataclass_fields__, *SchedulerConfig.__dataclass_fields__} - {"scheduler"}
+    fields = {*EngineConfig.__dataclass_fields__, *SchedulerConfig.__dataclass_fields__} - {"scheduler", "stand_in"}
     assert fields <= set(Settings.model_fields)
 
 
@@ -167,3 +167,6 @@ def test_the_shipped_head_drafts_unless_another_drafter_is_named() -> None:
     assert (without.drafter, without.head, without.cached_text) == ("ngram", None, False)
     named = load_settings(overrides={"drafter": "ngram"}).to_engine_config()
     assert (named.drafter, named.head, named.cached_text) == ("ngram", None, False)
+    plain = load_settings(overrides={"policy": "plain"}).to_engine_config()
+    assert (plain.drafter, plain.head, plain.cached_text) == ("ngram", None, False)
+    assert (config.stand_in, named.stand_in) == ("ngram", None), "only what nobody named may be replaced"
