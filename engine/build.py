@@ -31,8 +31,9 @@ from engine.linears import fastest_linears
 from engine.model import CausalModel, load_model
 from engine.pairs import require_exact
 from engine.plan import Feeding
-from engine.policy import ExpansionPolicy, FixedExpansion, PlainDecoding
+from engine.policy import ExpansionPolicy, FixedExpansion, PlainDecoding, RootSource
 from engine.rig import Rig
+from engine.roots import RootReader
 from engine.target import Target
 from engine.trace_file import TraceFile
 from engine.tracer import FileTracer, header_of
@@ -46,7 +47,7 @@ class BadConfiguration(ValueError):
     """The configuration asks for something that does not exist or does not fit together."""
 
 
-PolicyFactory = Callable[[EngineConfig, Rig], ExpansionPolicy]
+PolicyFactory = Callable[[EngineConfig, Rig, RootSource], ExpansionPolicy]
 Models = MutableMapping[str, CausalModel]  # by reference
 
 
@@ -66,7 +67,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     model = _load(config.model, config, device, models)
     target = Target(model, config.scheduler.num_slots)
     config, own_drafter = _drafter_or_stand_in(config, target, models)
-    drafter = _with_texts(own_drafter, config, model)
+    drafter, roots = _with_texts(own_drafter, config, model), RootReader(model, own_drafter)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
     info = ModelInfo(
         name=config.model_name or config.model,
@@ -83,9 +84,9 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     measured = CachedDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, CachedDrafter) else own_drafter
     _warm_up(info, config, target, _with_texts(measured, config, model))
     rig = Rig(info, config.scheduler, target, measured, _drafter_weights(config, models))
-    policy = _policy(config, drafter, rig, adaptive)
+    policy = _policy(config, drafter, rig, roots, adaptive)
     info = replace(info, policy=policy.name)
-    engine = Engine(info, config.scheduler, target, drafter, policy)
+    engine = Engine(info, config.scheduler, target, drafter, policy, roots)
     if config.trace_file is not None:
         engine.trace_to(_file_tracer(Path(config.trace_file), info))
     if config.dtype != "float32":
@@ -234,12 +235,17 @@ def _model_drafter(reference: str, config: EngineConfig, target: Target, models:
     return ModelDrafter(f"model {reference}", model, cache, Feeding.OWN_CACHE)
 
 
-def _policy(config: EngineConfig, drafter: Drafter | None, rig: Rig, adaptive: PolicyFactory | None) -> ExpansionPolicy:
+def _policy(
+    config: EngineConfig, drafter: Drafter | None, rig: Rig, roots: RootSource, adaptive: PolicyFactory | None
+) -> ExpansionPolicy:
     if drafter is None or config.policy == "plain":
         return PlainDecoding()
     if config.policy == "fixed":
         return FixedExpansion(config.expansion)
     if config.policy == "adaptive" and adaptive is not None:
-        return _with_runs(adaptive(config, rig), config, drafter)
+        try:
+            return _with_runs(adaptive(config, rig, roots), config, drafter)
+        except ValueError as error:  # it was made for other models or trees
+            raise BadConfiguration(str(error)) from error
     known = "plain, fixed" if adaptive is None else "plain, fixed, adaptive"
     raise BadConfiguration(f"unknown policy {config.policy!r}; known: {known}")

@@ -32,7 +32,8 @@ class EngineConfig:
     of it has `ngram_min_tokens` tokens at least, and of each tenant's outputs the last `recent_tokens` are kept, of all tenants
     together `total_recent_tokens`.
     `policy` is `plain`, `fixed` or `adaptive` (made by whoever builds the engine); the last chooses among trees of the family of
-    `expansion`, none beyond `largest_expansion`. `dtype` is float32 or bfloat16. None lets the engine choose: the device (cuda
+    `expansion`, none beyond `largest_expansion`, by the network in the file `selector` (None counts acceptance; an optional one
+    that does not fit is left out, with a warning). `dtype` is float32 or bfloat16. None lets the engine choose: the device (cuda
     if there is one), threads (the physical processors). `audit_share` of the requests have their first `audit_tokens` tokens
     checked in idle moments. `trace_file` is appended to at every step; None traces nothing.
     """
@@ -52,6 +53,8 @@ class EngineConfig:
     policy: str = "fixed"
     expansion: Expansion = Expansion(4, 1, 0)
     largest_expansion: Expansion | None = None
+    selector: str | None = None
+    is_selector_optional: bool = False
     dtype: str = "float32"
     device: str | None = None
     num_threads: int | None = None

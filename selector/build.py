@@ -1,25 +1,51 @@
 """Puts the adaptive policy together for one engine: its menu, what is counted of acceptance, and this machine's costs."""
 
 import logging
+from pathlib import Path
+
+from safetensors import SafetensorError
 
 from engine.config import EngineConfig
-from engine.policy import ExpansionPolicy
+from engine.policy import ExpansionPolicy, RootSource
 from engine.weights import WeightsCache, default_root
 from selector.cost import CostModel
-from selector.estimators import CountedAcceptance
+from selector.estimators import CountedAcceptance, Estimator
 from selector.guard import GuardedPolicy
-from selector.menu import menu_of
+from selector.learnt import NetEstimator
+from selector.menu import Menu, menu_of
+from selector.net import SelectorNet
 from selector.policy import AdaptiveExpansion
 from selector.profile import Bench, cached_profile
 
 _logger = logging.getLogger(__name__)
 
 
-def adaptive_policy(config: EngineConfig, bench: Bench) -> ExpansionPolicy:
-    """Return the policy of this configuration, with costs measured on `bench` unless this machine's are known."""
+class UnusableSelector(ValueError):
+    """The configured network cannot be read, or was made for other models or trees."""
+
+
+def adaptive_policy(config: EngineConfig, bench: Bench, roots: RootSource) -> ExpansionPolicy:
+    """Return the policy of this configuration, with costs measured on `bench` unless this machine's are known.
+
+    Raises UnusableSelector.
+    """
     menu = menu_of(config.expansion, config.verifier, config.largest_expansion)
-    policy = AdaptiveExpansion(menu, CountedAcceptance(menu), profiled_costs(bench), config.expansion)
+    policy = AdaptiveExpansion(menu, estimator_of(config, menu, roots), profiled_costs(bench), config.expansion)
     return GuardedPolicy(policy, config.expansion)
+
+
+def estimator_of(config: EngineConfig, menu: Menu, roots: RootSource) -> Estimator:
+    """Return what expects tokens: the configured network, or counting; raise UnusableSelector."""
+    if config.selector is None:
+        return CountedAcceptance(menu)
+    path = Path(config.selector)
+    try:
+        return NetEstimator(menu, SelectorNet.load(path)[0], roots)
+    except (OSError, SafetensorError, ValueError) as error:
+        if not config.is_selector_optional:
+            raise UnusableSelector(f"the selector {path.name} cannot be used: {error}") from error
+        _logger.warning("the selector %s cannot be used, acceptance is counted: %s", path.name, error)
+        return CountedAcceptance(menu)
 
 
 def profiled_costs(bench: Bench) -> CostModel:

@@ -1,4 +1,7 @@
-"""The `latebranch` command: serve, weights, bench, audit, drafter, trace, version. Each handler returns the exit status."""
+"""The `latebranch` command: serve, weights, bench, audit, drafter, selector, trace, version.
+
+Each handler returns the exit status.
+"""
 
 import argparse
 import sys
@@ -10,6 +13,7 @@ from server.audit_cli import add_audit_command
 from server.bench_cli import add_bench_command
 from server.drafter_cli import add_drafter_command
 from server.logs import configure_logging
+from server.selector_cli import add_selector_command
 from server.settings import Settings, SettingsError, load_settings
 from server.trace_cli import add_trace_command
 from server.weights_cli import add_weights_command
@@ -30,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     add_bench_command(subparsers)
     add_audit_command(subparsers)
     add_drafter_command(subparsers)
+    add_selector_command(subparsers)
     add_trace_command(subparsers)
     subparsers.add_parser("version", help="print the version").set_defaults(handler=_version)
     return parser

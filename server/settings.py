@@ -24,6 +24,7 @@ OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.w
 
 
 SHIPPED_DRAFTERS = Path(__file__).parent.parent / "configs" / "drafters"
+SHIPPED_SELECTORS = Path(__file__).parent.parent / "configs" / "selectors"
 
 
 class SettingsError(Exception):
@@ -102,6 +103,11 @@ class Settings(BaseSettings):
     largest_expansion: Annotated[str | None, BeforeValidator(_checked_expansion)] = Field(
         default=None, description="Largest tree of the adaptive policy, of expansion's family; unset: 8.4.8, or 64 nodes."
     )
+    selector: str = Field(
+        default="auto",
+        description="What expects tokens of each tree under policy adaptive: counting (of acceptance), or the file of a trained "
+        "network; auto: the network that ships for the model and its shipped head, where one does, or else counting.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number format of weights and cache.")
     device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
     num_threads: int | None = Field(default=None, ge=1, description="Threads of the engine; unset: the physical cores.")
@@ -125,13 +131,15 @@ class Settings(BaseSettings):
     )
 
     @model_validator(mode="after")
-    def _draft_model_belongs_to_its_drafter(self) -> Self:
+    def _files_belong_to_what_reads_them(self) -> Self:
         if (self.drafter == "model") != (self.draft_model is not None):
             raise ValueError("draft_model is given with drafter model, and only then")
         if self.lens is not None and self.drafter != "early-exit":
             raise ValueError("lens is given only with drafter early-exit")
         if self.head is not None and self.drafter != "head":
             raise ValueError("head is given only with drafter head")
+        if self.selector not in ("auto", "counting") and self.policy != "adaptive":
+            raise ValueError("a selector's file is given only with policy adaptive")
         if self.cached_text and self.drafter in ("auto", "none", "ngram"):
             raise ValueError("cached_text is given only with a drafter that is a model")
         return self
@@ -167,6 +175,14 @@ class Settings(BaseSettings):
         """Return the engine's part for a tool: the server's trace is not its to write, and no audit runs beside it."""
         return replace(self.to_engine_config(), trace_file=None, audit_share=0.0)
 
+    def _selector(self, drafter: str) -> str | None:
+        """Return the network's file, None for counting."""
+        if self.selector != "auto":
+            return None if self.selector == "counting" else self.selector
+        shipped = SHIPPED_SELECTORS / f"{self.model}-head.safetensors"
+        has_one = self.drafter == "auto" and drafter == "head" and "/" not in self.model and shipped.is_file()
+        return str(shipped) if has_one else None
+
     def to_engine_config(self) -> EngineConfig:
         """Return the engine's part."""
         drafter, head, has_cached_text = self.drafter, self.head, self.cached_text
@@ -174,6 +190,7 @@ class Settings(BaseSettings):
             shipped = SHIPPED_DRAFTERS / f"{self.model}-head.safetensors"
             has_cached_text = self.policy != "plain" and "/" not in self.model and shipped.is_file()
             drafter, head = ("head", str(shipped)) if has_cached_text else ("ngram", None)
+        selector = self._selector(drafter)
         return EngineConfig(
             model=self.model,
             model_name=self.served_name,
@@ -190,6 +207,8 @@ class Settings(BaseSettings):
             policy=self.policy,
             expansion=parse_expansion(self.expansion),
             largest_expansion=None if self.largest_expansion is None else parse_expansion(self.largest_expansion),
+            selector=selector,
+            is_selector_optional=self.selector == "auto",
             dtype=self.dtype,
             device=self.device,
             num_threads=self.num_threads,

@@ -12,6 +12,7 @@ from engine.draft.texts import TextCache
 from engine.engine import Engine
 from engine.policy import PassSize
 from engine.rig import Rig
+from engine.roots import RootReader
 from engine.testing import tiny_engine
 from engine.tree import PLAIN, Expansion
 from engine.weights import WeightsCache
@@ -135,7 +136,7 @@ def test_the_adaptive_policy_changes_no_text(drafter, tmp_path: Path, monkeypatc
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
     _, rig = engine_and_rig(drafter)
-    policy = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig)
+    policy = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig, RootReader(model("llama"), None))
     drafts = CachedDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
     engine = tiny_engine(model("llama"), drafts, policy, config=LIMITS)
     requests = [

@@ -105,7 +105,11 @@ def test_the_engine_gets_its_part():
 
 
 def test_every_field_of_the_engines_configuration_can_be_set():
-    fields = {*EngineConfig.__dataclass_fields__, *SchedulerConfig.__dataclass_fields__} - {"scheduler", "stand_in"}
+    fields = {*EngineConfig.__dataclass_fields__, *SchedulerConfig.__dataclass_fields__} - {
+        "scheduler",
+        "stand_in",
+        "is_selector_optional",
+    }
     assert fields <= set(Settings.model_fields)
 
 
@@ -170,3 +174,21 @@ def test_the_shipped_head_drafts_unless_another_drafter_is_named() -> None:
     plain = load_settings(overrides={"policy": "plain"}).to_engine_config()
     assert (plain.drafter, plain.head, plain.cached_text) == ("ngram", None, False)
     assert (config.stand_in, named.stand_in) == ("ngram", None), "only what nobody named may be replaced"
+
+
+def test_the_shipped_network_chooses_beside_the_shipped_head_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.settings.SHIPPED_SELECTORS", tmp_path)
+    assert load_settings().to_engine_config().selector is None
+    (tmp_path / "smollm2-135m-head.safetensors").write_bytes(b"")
+    config = load_settings().to_engine_config()
+    assert config.selector == str(tmp_path / "smollm2-135m-head.safetensors")
+    assert config.is_selector_optional
+    for other in ({"selector": "counting"}, {"drafter": "ngram"}, {"model": "gemma3-270m"}):
+        assert load_settings(overrides=other).to_engine_config().selector is None
+    named = load_settings(overrides={"selector": "own.safetensors", "drafter": "ngram"}).to_engine_config()
+    assert (named.selector, named.is_selector_optional) == ("own.safetensors", False)
+
+
+def test_a_network_without_a_choice_to_make_is_refused() -> None:
+    with pytest.raises(SettingsError, match="only with policy adaptive"):
+        load_settings(overrides={"selector": "own.safetensors", "policy": "fixed"})

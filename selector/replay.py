@@ -1,0 +1,74 @@
+"""Examples replayed: what a step with each tree would have cost, and what a way to choose would have brought.
+
+Shape key: R examples, M entries.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selector.cost import CostModel, Works
+from selector.examples import Examples
+
+Array = NDArray[np.float64]
+Places = NDArray[np.int64]
+
+
+def seconds_of(examples: Examples, costs: CostModel) -> Array:
+    """Return the predicted seconds of a step of one sequence with each tree, [R, M]; the drafter lags by the root alone."""
+    depths_M, fed_M = examples.menu.depths.astype(np.float64), examples.menu.fed_share
+    seconds = []
+    for nodes_M, context, temperature in zip(
+        examples.nodes_RM.astype(np.float64), examples.context_R.tolist(), examples.temperature_R.tolist(), strict=True
+    ):
+        works = Works(
+            num_rows=1.0,
+            num_tokens=1.0 + nodes_M,
+            num_drawn=(1.0 + nodes_M) * (temperature > 0.0),
+            num_keys=context,
+            num_scores=(1.0 + nodes_M) * context,
+            num_passes=depths_M,
+            num_draft_tokens=nodes_M * fed_M + (depths_M > 0),
+            num_rounds=depths_M,
+        )
+        seconds.append(costs.step_s(works))
+    return np.stack(seconds)
+
+
+def best_places(tokens_RM: Array, seconds_RM: Array) -> Places:
+    """Return the entry with most expected tokens a second, for each example."""
+    return np.asarray((tokens_RM / seconds_RM).argmax(1))
+
+
+def static_place(tokens_RM: Array, seconds_RM: Array) -> int:
+    """Return the entry that would be best for all examples alike."""
+    return int((tokens_RM.sum(0) / seconds_RM.sum(0)).argmax())
+
+
+def rows_by(labels: tuple[str, ...]) -> dict[str, Places]:
+    """Return the rows of each label, labels in order of first appearance."""
+    rows: dict[str, list[int]] = defaultdict(list)
+    for row, label in enumerate(labels):
+        rows[label].append(row)
+    return {label: np.array(of_label) for label, of_label in rows.items()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Tokens and seconds of a choice over some examples."""
+
+    tokens: float
+    seconds: float
+
+    @classmethod
+    def of(cls, places_R: Places, tokens_RM: Array, seconds_RM: Array) -> "Outcome":
+        """Return what these choices bring and cost."""
+        rows = np.arange(len(places_R))
+        return cls(float(tokens_RM[rows, places_R].sum()), float(seconds_RM[rows, places_R].sum()))
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds

@@ -1,0 +1,243 @@
+"""`latebranch selector collect`: what every tree of the menu brings at roots along texts that the target writes.
+
+Texts of several temperatures for each prompt, a root every few tokens, some trees a root: each holds all trees of the menu, and
+what they bring is the exact expectation of the verifier. Beside it goes what a policy could have known before drafting.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from server.bench_prompts import BenchError, read_prompts
+from server.chat_ids import chat_ids
+from server.settings import SHIPPED_DRAFTERS, Settings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.lab import Brought, NestedPoint
+    from engine.policy import SequenceView
+    from engine.types import SamplingParams
+    from engine.verify.verdict import Verifier
+    from selector.estimators import CountedAcceptance
+    from selector.examples import Examples
+    from selector.menu import Menu
+    from selector.profile import Profile
+
+
+def add_collect_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `collect`."""
+    collect = commands.add_parser("collect", help="measure what every tree brings at roots of texts that the target writes")
+    collect.add_argument("--config", type=Path, help="YAML file of settings: models, drafter, verifier, expansion")
+    collect.add_argument("--out", type=Path, required=True, help="folder of examples; a run that was cut off goes on")
+    collect.add_argument(
+        "--prompt-grammar", type=Path, default=SHIPPED_DRAFTERS / "prompts.yaml", help="YAML file of templates and fillers"
+    )
+    collect.add_argument("--prompts", type=Path, help="YAML file of prompts by kind, in place of the grammar's")
+    collect.add_argument("--num-prompts", type=int, default=24, help="of each kind, at most")
+    collect.add_argument("--verifiers", nargs="*", default=[], help="rules to judge by beside the configured one")
+    collect.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
+    collect.add_argument("--max-tokens", type=int, default=128, help="tokens the target writes after a prompt")
+    collect.add_argument("--stride", type=int, default=16, help="tokens between two roots")
+    collect.add_argument("--trees", type=int, default=4, help="sampled trees a root")
+    collect.add_argument("--seed", type=int, default=7, help="of prompts and texts; not that of the head's own training")
+    collect.set_defaults(handler=_collect)
+
+
+def _collect(parsed: argparse.Namespace) -> int:
+    from tqdm import tqdm
+    from transformers import AutoTokenizer
+
+    from engine.weights import resolve
+    from selector.examples import ExampleFolder
+
+    try:
+        settings = load_settings(parsed.config, {"policy": "adaptive"})
+        texts = _texts(parsed)
+    except (SettingsError, BenchError) as error:
+        sys.stderr.write(f"latebranch selector collect: {error}\n")
+        return 2
+    folder = ExampleFolder(parsed.out)
+    prompts = {f"{kind}-{index}": (kind, text) for kind, of_kind in texts.items() for index, text in enumerate(of_kind)}
+    missing = {name: prompt for name, prompt in prompts.items() if not folder.has(name)}
+    if not missing:
+        return 0
+    design = Design(tuple(parsed.temperatures), tuple(parsed.verifiers), parsed.max_tokens, parsed.stride, parsed.trees)
+    try:
+        engine, profile = _measured_engine(settings)
+        collector = Collector(engine, settings, design, parsed.seed)
+    except ValueError as error:  # of the engine's configuration too
+        sys.stderr.write(f"latebranch selector collect: {error}\n")
+        return 1
+    tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
+    notes = {"command": _command(parsed), "model": settings.model, "prices": {"rest": profile.rest, "draft": profile.draft}}
+    bar = tqdm(missing.items(), "measuring roots", len(prompts), initial=len(prompts) - len(missing), unit="prompt")
+    for name, (kind, text) in bar:
+        folder.add(name, collector.of_prompt(name, kind, chat_ids(tokenizer, text)), notes)
+    return 0
+
+
+def _texts(parsed: argparse.Namespace) -> Mapping[str, Sequence[str]]:
+    """Return user messages by kind."""
+    if parsed.prompts is not None:
+        return read_prompts(parsed.prompts, [], parsed.num_prompts)
+    from engine.distill.prompts import PromptGrammar
+
+    kinds: list[str] = list(yaml.safe_load(parsed.prompt_grammar.read_text())["templates"])
+    grammars = {kind: PromptGrammar.load(parsed.prompt_grammar, {one: int(one == kind) for one in kinds}) for kind in kinds}
+    return {kind: grammar.draw(parsed.num_prompts, parsed.seed) for kind, grammar in grammars.items()}
+
+
+def _command(parsed: argparse.Namespace) -> str:
+    verifiers = f" --verifiers {' '.join(parsed.verifiers)}" if parsed.verifiers else ""
+    temperatures = " ".join(f"{one:g}" for one in parsed.temperatures)
+    flags = f"--max-tokens {parsed.max_tokens} --stride {parsed.stride} --trees {parsed.trees} --seed {parsed.seed}"
+    config = f" --config {parsed.config.name}" if parsed.config else ""
+    prompts = parsed.prompts or parsed.prompt_grammar
+    name = "prompts" if parsed.prompts else "prompt-grammar"
+    texts = f"--{name} {prompts.name} --num-prompts {parsed.num_prompts}"
+    return f"latebranch selector collect{config} {texts}{verifiers} --temperatures {temperatures} {flags}"
+
+
+def _measured_engine(settings: Settings) -> "tuple[Engine, Profile]":
+    """Return an engine that decodes plainly, and what this machine's steps cost."""
+    from engine.build import build_engine
+    from engine.config import EngineConfig
+    from engine.policy import ExpansionPolicy, PlainDecoding, RootSource
+    from engine.rig import Rig
+    from engine.weights import WeightsCache, default_root
+    from selector.profile import cached_profile
+
+    profiles: list[Profile] = []
+
+    def plain(config: EngineConfig, rig: Rig, roots: RootSource) -> ExpansionPolicy:  # noqa: ARG001
+        profiles.append(cached_profile(rig, WeightsCache(default_root())))
+        return PlainDecoding()
+
+    engine = build_engine(settings.to_tool_config(), plain)
+    if not profiles:
+        raise ValueError("there is nothing to choose without a drafter")
+    return engine, profiles[0]
+
+
+@dataclass(frozen=True)
+class Design:
+    """How much to measure, and by which rules beside the configured one."""
+
+    temperatures: tuple[float, ...]
+    verifiers: tuple[str, ...]
+    max_tokens: int
+    stride: int
+    num_trees: int
+
+
+class Collector:
+    """Measures prompts, one after the other; what was counted of one is known at the next, as on a server."""
+
+    def __init__(self, engine: "Engine", settings: Settings, design: Design, seed: int) -> None:
+        from engine.lab import Lab
+        from engine.pairs import is_exact
+        from engine.verify.rules import create_verifier
+        from selector.estimators import CountedAcceptance
+        from selector.menu import menu_of
+
+        config = settings.to_engine_config()
+        self._menu: Menu = menu_of(config.expansion, config.verifier, config.largest_expansion)
+        if not all(entry.is_delayed for entry in self._menu.entries):
+            raise ValueError(f"the network knows delayed trees alone, not those of {config.expansion}")
+        self._design, self._seed = design, seed
+        self._lab: Lab = Lab(engine)
+        self._rules = tuple(dict.fromkeys((config.verifier, *design.verifiers)))
+        branching = max(self._menu.entries, key=lambda entry: (entry.branches, entry.max_depth))
+        inexact = [name for name in self._rules if not is_exact(branching.kind, name)]
+        if inexact:
+            raise ValueError(f"{', '.join(inexact)} is not lossless on {branching.tree} trees")
+        self._whole = replace(branching, trunk=0, depth=max(1, int(self._menu.depths.max())))
+        self._verifiers: dict[str, Verifier] = {name: create_verifier(name) for name in self._rules}
+        self._counting = {name: CountedAcceptance(self._menu) for name in ("greedy", *self._rules)}
+        self._seeds = count(seed << 32)
+
+    def of_prompt(self, name: str, kind: str, prompt: Sequence[int]) -> "Examples":
+        """Return the examples of one prompt."""
+        from selector.examples import Examples
+
+        parts = [
+            example
+            for temperature in self._design.temperatures
+            for example in self._of_text(f"{name}-{temperature:g}", kind, name, prompt, temperature)
+        ]
+        return Examples.joined(parts)
+
+    def _of_text(self, text_name: str, kind: str, name: str, prompt: Sequence[int], temperature: float) -> "Iterator[Examples]":
+        from engine.types import SamplingParams
+
+        sampling = SamplingParams(temperature, max_tokens=self._design.max_tokens, seed=self._seed)
+        text = self._lab.written(prompt, sampling)
+        self._lab.load(text)
+        rules = ("greedy",) if sampling.is_greedy else self._rules
+        for point in range(len(prompt) + 1, len(text) - 1, self._design.stride):
+            for rule in rules:
+                yield self._of_root(point, len(prompt), f"{text_name}-{rule}", rule, replace(sampling, seed=None), (kind, name))
+
+    def _of_root(
+        self, point: int, num_prompt: int, name: str, rule: str, sampling: "SamplingParams", labels: tuple[str, str]
+    ) -> "Examples":
+        """Return one example, and let the counting learn from its trees."""
+        import numpy as np
+
+        from engine.lab import Planting
+        from selector.examples import Examples
+        from selector.features import features_of
+
+        verifier = rule if rule in self._verifiers else "traversal"
+        view = _view(name, point, num_prompt, sampling, verifier, self._design.max_tokens)
+        counting = self._counting[rule]
+        counted = counting.estimate([view])
+        chain = Planting(self._menu.entries[1], verifier, next(self._seeds))
+        features = features_of([view], self._lab.facts(point, chain, sampling), counted.tokens, self._menu)
+        num_trees = 1 if sampling.is_greedy else self._design.num_trees
+        plantings = [Planting(self._whole, verifier, next(self._seeds)) for _ in range(num_trees)]
+        whole = self._lab.nested(point, self._menu.entries, plantings, sampling)
+        brought = [whole.tokens(index, self._verifiers.get(rule)) for index in range(num_trees)]
+        self._count(counting, name, whole, brought)
+        return Examples(
+            *(self._menu, (rule,), (labels[0],), (labels[1],)),
+            features.target_BD.astype(np.float16),
+            features.draft_BW.astype(np.float16),
+            features.scalars_BS,
+            features.counted_BM,
+            np.array([[one.tokens for one in of_tree] for of_tree in brought], dtype=np.float32).mean(0, keepdims=True),
+            np.array([[one.tree.num_nodes - 1 for one in of] for of in whole.truncations], dtype=np.float32).mean(
+                0, keepdims=True
+            ),
+            np.array([sampling.temperature], dtype=np.float32),
+            np.array([point + 1], dtype=np.float32),
+        )
+
+    def _count(
+        self, counting: "CountedAcceptance", name: str, whole: "NestedPoint", brought: "Sequence[Sequence[Brought]]"
+    ) -> None:
+        """Tell what some steps would have told since the root before: the longest chain and the widest tree in turn."""
+        from engine.policy import DraftOutcome
+
+        entries = self._menu.entries
+        chain = max(place for place, entry in enumerate(entries) if entry.branches == 1)
+        widest = int(self._menu.num_nodes.argmax())
+        for index in range(self._design.num_trees):
+            tree, place = index % len(brought), widest if index % 2 else chain
+            grown = whole.truncations[tree][place].tree
+            depths = (grown.num_nodes - 1, max(grown.depths), brought[tree][place].accepted_depth)
+            counting.observe([DraftOutcome(name, entries[place], *depths)])
+
+
+def _view(name: str, point: int, num_prompt: int, sampling: "SamplingParams", verifier: str, max_tokens: int) -> "SequenceView":
+    from engine.policy import SequenceView
+    from engine.types import Speculation
+
+    num_generated = point + 1 - num_prompt
+    return SequenceView(name, point + 1, num_generated, max_tokens, 1, 1, sampling, Speculation(), verifier)

@@ -1,0 +1,102 @@
+"""Training and judging: what roots tell is found, held-out prompts stay so, scores count right."""
+
+import numpy as np
+import pytest
+
+from engine.tree import Expansion
+from selector.cost import CostModel
+from selector.evaluate import Told, calibration, scores, table, told_by, ways
+from selector.examples import ExampleFolder, Examples
+from selector.menu import Menu
+from selector.replay import Outcome, best_places, rows_by, seconds_of, static_place
+from selector.train import TrainingPlan, split_of, train
+from tests.selector.roots import MENU, examples
+
+COSTS = CostModel((0.010, *(0.001,) * 14), (1e-9, 0.001, 1e-9, 1e-9))
+EXAMPLES = examples(num_prompts=60)
+SECONDS = seconds_of(EXAMPLES, COSTS)
+PLAN = TrainingPlan(max_epochs=40, patience=8, rate=3e-3)
+
+
+def aside(trained) -> tuple[Examples, np.ndarray, Examples, np.ndarray]:
+    """Return what was kept aside and the rest, with their seconds."""
+    wanted = set(trained.recipe["prompts"]["test"])
+    held = [row for row, prompt in enumerate(EXAMPLES.prompts) if prompt in wanted]
+    rest = [row for row, prompt in enumerate(EXAMPLES.prompts) if prompt not in wanted]
+    return EXAMPLES.at(held), SECONDS[held], EXAMPLES.at(rest), SECONDS[rest]
+
+
+@pytest.mark.parametrize("objective", ["tokens", "policy"])
+def test_what_roots_tell_is_learnt(objective):
+    """Counting knows the mean alone; the table knows a blurred entropy; the network reads the state that says it all."""
+    trained = train(EXAMPLES, SECONDS, TrainingPlan(objective, max_epochs=60, patience=12, rate=3e-3, batch=32))
+    held, held_s, rest, rest_s = aside(trained)
+    told = [*ways(rest, rest_s, held, held_s), told_by("net", trained.net, held, held_s)]
+    closed = {score.name: score.gap_closed for score in scores(told, held, held_s) if score.group == "all"}
+    assert closed["oracle"] == pytest.approx(1.0)
+    assert closed["static"] == pytest.approx(0.0)
+    assert closed["net"] > closed["table by entropy"] + 0.1
+    assert closed["net"] > 0.7
+    assert "| net |" in table(scores(told, held, held_s))
+
+
+def test_the_same_seed_makes_the_same_network():
+    plan = TrainingPlan(max_epochs=2)
+    one, other = (train(EXAMPLES, SECONDS, plan) for _ in range(2))
+    assert all((a == b).all() for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True))
+    assert one.recipe == other.recipe
+
+
+def test_every_kind_is_in_every_part_and_no_prompt_in_two():
+    split = split_of(EXAMPLES, PLAN)
+    parts = [set(split.train), set(split.stop), set(split.test)]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 60
+    kinds = dict(zip(EXAMPLES.prompts, EXAMPLES.kinds, strict=True))
+    assert all({kinds[prompt] for prompt in part} == {"even", "odd"} for part in parts)
+    with pytest.raises(ValueError, match="too few"):
+        split_of(examples(num_prompts=4), PLAN)
+
+
+def test_a_folder_gives_back_what_was_added(tmp_path):
+    folder = ExampleFolder(tmp_path / "examples")
+    with pytest.raises(ValueError, match="no examples"):
+        folder.read()
+    for prompt, rows in rows_by(EXAMPLES.prompts).items():
+        folder.add(prompt, EXAMPLES.at(rows), {"command": "c"})
+    assert folder.has("p-3")
+    assert not folder.has("p-99")
+    again, notes = folder.read()
+    assert notes == {"command": "c"}
+    order = sorted(range(len(EXAMPLES)), key=lambda row: f"roots-{EXAMPLES.prompts[row]}.safetensors")
+    expected = EXAMPLES.at(order)
+    assert (again.prompts, again.kinds, again.rules) == (expected.prompts, expected.kinds, expected.rules)
+    assert (again.tokens_RM == expected.tokens_RM).all()
+    assert (again.target_RD == expected.target_RD).all()
+    other = examples(num_prompts=1, menu=Menu(MENU.entries[:4]))
+    with pytest.raises(ValueError, match="different menus"):
+        Examples.joined([EXAMPLES, other])
+
+
+def test_choices_are_priced_by_hand():
+    tokens_RM = np.array([[1.0, 1.5, 2.0], [1.0, 1.1, 1.2]])
+    seconds_RM = np.array([[1.0, 1.2, 1.5], [1.0, 1.2, 1.5]])
+    assert best_places(tokens_RM, seconds_RM).tolist() == [2, 0]
+    assert static_place(tokens_RM, seconds_RM) == 1  # 2.6 / 2.4 beside 2 / 2 and 3.2 / 3
+    assert Outcome.of(np.array([2, 0]), tokens_RM, seconds_RM).rate == pytest.approx(3.0 / 2.5)
+
+
+def test_a_calibration_is_the_distance_of_bins():
+    tokens_RM = EXAMPLES.tokens_RM.astype(np.float64)
+    places_R = np.full(len(EXAMPLES), 3)
+    assert calibration(Told("true", places_R, tokens_RM), EXAMPLES).error == pytest.approx(0.0, abs=1e-6)
+    off = calibration(Told("off", places_R, tokens_RM + 0.25), EXAMPLES)
+    assert off.error == pytest.approx(0.25)
+    assert list(off.expected) == sorted(off.expected)
+
+
+def test_steps_cost_what_their_parts_cost():
+    chain, place = Expansion(3, 1, 0), MENU.index[Expansion(3, 1, 0)]
+    # 10 ms, three more tokens and a row, four drawn nodes, 0.2 thousand keys and 0.8 thousand scores at 1 ms each; 3 passes.
+    expected = 0.010 + 0.003 + 0.001 + 0.004 + 0.0002 + 0.0008 + 0.003
+    assert SECONDS[0, place] == pytest.approx(expected, rel=1e-4)
+    assert chain.num_draft_tokens == 3
