@@ -27,7 +27,7 @@ from engine.draft.runs import LENGTHS, RunningPolicy
 from engine.draft.texts import TextCache
 from engine.engine import Engine
 from engine.kv_cache import KVCache
-from engine.linears import fastest_linears
+from engine.linears import fastest_dtype, fastest_linears
 from engine.model import CausalModel, load_model
 from engine.pairs import require_exact
 from engine.plan import Feeding
@@ -48,7 +48,7 @@ class BadConfiguration(ValueError):
 
 
 PolicyFactory = Callable[[EngineConfig, Rig, RootSource], ExpansionPolicy]
-Models = MutableMapping[str, CausalModel]  # by reference
+Models = MutableMapping[tuple[str, str], CausalModel]  # by reference and number format
 
 
 def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, models: Models | None = None) -> Engine:
@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     config = _compatible(config)
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     models = {} if models is None else models
-    model = _load(config.model, config, device, models)
+    model = _load(config.model, config.dtype, device, models)
     target = Target(model, config.scheduler.num_slots)
     config, own_drafter = _drafter_or_stand_in(config, target, models)
     drafter, roots = _with_texts(own_drafter, config, model), RootReader(model, own_drafter)
@@ -124,10 +124,15 @@ def _file_tracer(path: Path, info: ModelInfo) -> FileTracer:
         raise BadConfiguration(f"the trace file {path} cannot be written: {error.strerror}") from error
 
 
-def _load(reference: str, config: EngineConfig, device: torch.device, models: Models) -> CausalModel:
-    if reference not in models:
-        models[reference] = load_model(resolve(reference).folder, config.dtype, device, fastest_linears(device))
-    return models[reference]
+def _load(reference: str, dtype: str, device: torch.device, models: Models) -> CausalModel:
+    if (reference, dtype) not in models:
+        models[reference, dtype] = load_model(resolve(reference).folder, dtype, device, fastest_linears(device))
+    return models[reference, dtype]
+
+
+def _draft_dtype(config: EngineConfig, device: torch.device) -> str:
+    """Return the number format of a draft model or head: rounding there costs a little acceptance and no exactness."""
+    return config.draft_dtype or str(fastest_dtype(device, getattr(torch, config.dtype))).removeprefix("torch.")
 
 
 def _compatible(config: EngineConfig) -> EngineConfig:
@@ -164,7 +169,8 @@ def _drafter_or_stand_in(config: EngineConfig, target: Target, models: Models) -
 def _drafter_weights(config: EngineConfig, models: Models) -> str:
     """Return what names the weights that draft: a file's digest, or a draft model's configuration."""
     if config.draft_model is not None:
-        return str(models[config.draft_model].module.config.to_json_string())
+        drafts = [model for (reference, _), model in models.items() if reference == config.draft_model]
+        return str(drafts[-1].module.config.to_json_string())
     files = [Path(file) for file in (config.lens, config.head) if file is not None]
     return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
 
@@ -177,7 +183,7 @@ def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | 
     if config.drafter == "early-exit":
         return _early_exit_drafter(Path(_required(config.lens, "lens")), target)
     if config.drafter == "head":
-        return _head_drafter(Path(_required(config.head, "head")), target)
+        return _head_drafter(Path(_required(config.head, "head")), target, _draft_dtype(config, target.model.device))
     if config.drafter == "model":
         return _model_drafter(_required(config.draft_model, "draft_model"), config, target, models)
     raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, head, model")
@@ -215,10 +221,11 @@ def _early_exit_drafter(lens: Path, target: Target) -> ModelDrafter:
         raise BadConfiguration(str(error)) from error
 
 
-def _head_drafter(path: Path, target: Target) -> HeadDrafter:
+def _head_drafter(path: Path, target: Target, dtype: str) -> HeadDrafter:
     try:
         head, _ = DraftHead.load(path)
-        drafter = HeadDrafter("head", head, target.model, target.cache.num_slots, fastest_linears(target.model.device))
+        linears = fastest_linears(target.model.device)
+        drafter = HeadDrafter("head", head, target.model, target.cache.num_slots, linears, getattr(torch, dtype))
     except (OSError, SafetensorError) as error:
         raise BadConfiguration(f"the draft head {path} cannot be read: {error}") from error
     except ValueError as error:
@@ -228,7 +235,7 @@ def _head_drafter(path: Path, target: Target) -> HeadDrafter:
 
 
 def _model_drafter(reference: str, config: EngineConfig, target: Target, models: Models) -> ModelDrafter:
-    draft = _load(reference, config, target.model.device, models)
+    draft = _load(reference, _draft_dtype(config, target.model.device), target.model.device, models)
     num_rows = target.model.vocab_size
     model = draft if draft.vocab_size == num_rows else RepaddedModel(draft, num_rows)
     cache = KVCache(config.scheduler.num_slots, draft.device)

@@ -28,13 +28,14 @@ class EngineConfig:
 
     `model` and `draft_model` are references that engine.weights resolves. `drafter` is `none`, `ngram`, `early-exit`, `head` or
     `model`; `lens` and `head` are the files of two of them. `stand_in` drafts in its place, with a warning, if it does not belong
-    to the target; without one that is refused. Beside a model, cached text is drafted from where `cached_text` says so; a match
-    of it has `ngram_min_tokens` tokens at least, and of each tenant's outputs the last `recent_tokens` are kept, of all tenants
-    together `total_recent_tokens`.
+    to the target; without one that is refused. Beside a model, cached text is drafted from where `cached_text` says
+    so; a match of it has `ngram_min_tokens` tokens at least, and of each tenant's outputs the last `recent_tokens` are kept, of
+    all tenants together `total_recent_tokens`.
     `policy` is `plain`, `fixed` or `adaptive` (made by whoever builds the engine); the last chooses among trees of the family of
     `expansion`, none beyond `largest_expansion`, by the network in the file `selector` (None counts acceptance; an optional one
-    that does not fit is left out, with a warning). `dtype` is float32 or bfloat16. None lets the engine choose: the device (cuda
-    if there is one), threads (the physical processors). `audit_share` of the requests have their first `audit_tokens` tokens
+    that does not fit is left out, with a warning). `dtype` is float32 or bfloat16, `draft_dtype` that of a draft model or head.
+    None lets the engine choose: the device (cuda if there is one), threads (the physical processors), the number format in which
+    the device drafts fastest. `audit_share` of the requests have their first `audit_tokens` tokens
     checked in idle moments. `trace_file` is appended to at every step; None traces nothing.
     """
 
@@ -56,6 +57,7 @@ class EngineConfig:
     selector: str | None = None
     is_selector_optional: bool = False
     dtype: str = "float32"
+    draft_dtype: str | None = None
     device: str | None = None
     num_threads: int | None = None
     audit_share: float = 0.0

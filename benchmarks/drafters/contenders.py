@@ -69,7 +69,7 @@ class Stable:
 
     base: EngineConfig
     parts: Mapping[str, str | None]
-    _models: dict[str, CausalModel] = field(default_factory=dict)
+    _models: dict[tuple[str, str], CausalModel] = field(default_factory=dict)
     _engines: dict[str, Engine] = field(default_factory=dict)
 
     def engine(self, drafter: str) -> Engine:

@@ -50,24 +50,34 @@ class FeaturePool:
 
 
 class HeadDrafter:
-    """Drafts with a head for a target, in its precision and on its device; raise ValueError if the head does not fit.
+    """Drafts with a head for a target, on its device; raise ValueError if the head does not fit.
 
-    Takes the head over. `linears` as engine.linears names them. Must be told of every pass of the target (Target.report_to).
+    Takes the head over. `linears` as engine.linears names them; `dtype` is the head's precision, the target's if none is given.
+    Must be told of every pass of the target (Target.report_to).
     """
 
     feeding = Feeding.TARGET_FEATURES
 
-    def __init__(self, name: str, head: DraftHead, target: CausalModel, num_slots: int, linears: str = "plain") -> None:
+    def __init__(
+        self,
+        name: str,
+        head: DraftHead,
+        target: CausalModel,
+        num_slots: int,
+        linears: str = "plain",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         _require_fit(head.shape, head.vocab_M, target)
         self.name = name
         self._device, self._vocab_size = target.device, target.vocab_size
         self._embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # as they are, where a model scales them
-        dtype = target.module.dtype
+        dtype = dtype or target.module.dtype
         self._head = head.to(self._device, dtype)
         self._layers = head.decoder
+        self._dtype = dtype
         self._vocab_M = head.vocab_M.to(torch.int64)
         rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab_M]
-        maps = nn.ModuleList([self._head, _output_of(head, rows_MD)])
+        maps = nn.ModuleList([self._head, _output_of(head, rows_MD, dtype)])
         prepare_linears(maps, linears)
         self._output = maps[1]
         self._cache = KVCache(num_slots, self._device)
@@ -115,7 +125,7 @@ class HeadDrafter:
         """Run the layers. All that is needed of a token not asked about is its keys: the last layer attends for the others."""
         batch = fed.batch
         states_TW = self._pool.at(torch.tensor(fed.before, device=self._device))
-        tokens_TW = self._head.tokens(self._embeddings_VD[batch.input_ids_1T[0]])
+        tokens_TW = self._head.tokens(self._embeddings_VD[batch.input_ids_1T[0]].to(self._dtype))
         rotation = self._head.rotary(batch.position_ids_1T[0])
         for index, layer in enumerate(self._layers):
             query, key, value = layer.projected(states_TW, tokens_TW, *rotation)
@@ -149,9 +159,9 @@ def _require_fit(shape: HeadShape, vocab_M: Tensor, target: CausalModel) -> None
         raise ValueError(f"the head's tokens are not ascending ids of the target's {target.vocab_size}")
 
 
-def _output_of(head: DraftHead, rows_MD: Float[Tensor, "M D"]) -> nn.Linear:
+def _output_of(head: DraftHead, rows_MD: Float[Tensor, "M D"], dtype: torch.dtype) -> nn.Linear:
     """Return the head's widening and the target's output rows after it as one map, from the inner width to the vocabulary."""
     weight_MW = rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32)
     output = nn.Linear(weight_MW.shape[1], weight_MW.shape[0], bias=False, device="meta")
-    output.weight = nn.Parameter(weight_MW.to(rows_MD.dtype), requires_grad=False)
+    output.weight = nn.Parameter(weight_MW.to(dtype), requires_grad=False)
     return output

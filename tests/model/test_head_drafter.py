@@ -230,6 +230,17 @@ def test_a_head_works_in_the_targets_precision():
     assert {pool.dtype for pool in drafter_of(engine)._cache._keys.values()} == {torch.bfloat16}
 
 
+def test_a_head_in_a_narrower_precision_than_its_targets_changes_no_text():
+    target = model("llama")
+    head = HeadDrafter("head", learnt_head(), target, 2048, dtype=torch.bfloat16)
+    engine = tiny_engine(target, head, FixedExpansion(Expansion(2, 2, 2)))
+    engine.target.report_to(head)
+    session = run(engine, MIXED)
+    assert {session.texts()[name] == text for name, text in texts_without_drafts().items()} == {True}
+    assert sum(stats.num_accepted_tokens for stats in session.stats)
+    assert {pool.dtype for pool in head._cache._keys.values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("head", "why"),
     [
