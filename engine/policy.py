@@ -46,7 +46,8 @@ class SequenceView:
 
 
 # Of the last law before a root: the target's (at the request's temperature, 1 for a greedy one), and the drafter's where the
-# step before drew from it (else zeros): entropy, greatest probabilities, log-probabilities of the root's token, and the L1 distance.
+# step before drew from it (else zeros): entropy, greatest probabilities, log-probabilities of the root's token, and the L1
+# distance of the two.
 ROOT_SCALARS = (
     "entropy",
     "top",
