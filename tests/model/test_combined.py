@@ -148,7 +148,7 @@ def first_step(sampling: dict[str, Any]) -> tuple[list[int], int, int]:
 
 def test_a_forbidden_token_is_not_drafted_however_surely_text_foretells_it_and_the_model_is_asked_instead():
     """The cache was sure of the token, so no model was asked, and what was forbidden left the tree without a node."""
-    forbidden = {"logit_bias": ((own_greedy_text("llama", LONG, 1)[0], -100.0),)}
+    forbidden: dict[str, Any] = {"logit_bias": ((own_greedy_text("llama", LONG, 1)[0], -100.0),)}
     request = greedy("r", LONG, 12)
     plain = run(tiny_engine(model("llama")), [replace(request, sampling=replace(request.sampling, **forbidden))])
     assert first_step({})[1:] == (6, 6)

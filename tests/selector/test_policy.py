@@ -253,11 +253,12 @@ def test_a_probe_pays_what_its_step_took():
     """On credit once the account is full, and less or more than was foretold when that was wrong."""
     probes, view = Probes(), Text(flat(0.0)).view("r")
     probes.save(1.0, 1)
-    assert probes.is_full
+    is_full = [probes.is_full]
     probes.due([view], [True], [True])
     probes.pay([view], 50.0)
+    is_full.append(probes.is_full)
+    assert is_full == [True, False]
     assert probes.saved_s == pytest.approx(-48.0)
-    assert not probes.is_full
     probes.settle(-49.0)  # it was foretold far too dear
     assert probes.saved_s == pytest.approx(1.0)
     probes.pay([view], 0.5)
