@@ -9,7 +9,7 @@ from torch import eye
 
 from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
-from engine.draft.cached import FollowsTexts
+from engine.draft.combined import CombinedDrafter
 from engine.testing import tiny_module
 from engine.tree import Expansion
 from selector.build import adaptive_policy
@@ -67,7 +67,7 @@ def test_the_model_is_measured_without_the_text_beside_it_and_nothing_that_serve
     assert engine.info.drafter == "head+ngram"
     steps = measured[0].run_steps(1, 16, [Expansion(4, 1, 0)] * 3)
     assert [step.work.num_passes for step in steps] == [4, 4, 4], "the prompts repeat a token, so that cached text would be sure"
-    assert isinstance(engine.drafter, FollowsTexts)
+    assert isinstance(engine.drafter, CombinedDrafter)
     assert not engine.drafter.texts._agreement._rates
     build_engine(config, adaptive_policy)
     counts = [len(measured)]
