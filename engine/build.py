@@ -29,6 +29,7 @@ from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.linears import fastest_dtype, fastest_linears
 from engine.model import CausalModel, load_model
+from engine.model_check import UnsupportedModel
 from engine.pairs import require_exact
 from engine.plan import Feeding
 from engine.policy import ExpansionPolicy, FixedExpansion, PlainDecoding, RootSource
@@ -154,7 +155,8 @@ def _with_stand_in(config: EngineConfig, error: BadConfiguration) -> EngineConfi
     if config.stand_in is None:
         raise error
     _logger.warning("%s; %s drafts instead", error, config.stand_in)
-    return replace(config, drafter=config.stand_in, stand_in=None, draft_model=None, lens=None, head=None, cached_text=False)
+    config = replace(config, draft_model=None, lens=None, head=None, selector=None)  # a selector is trained beside its drafter
+    return replace(config, drafter=config.stand_in or "none", stand_in=None, cached_text=False)
 
 
 def _drafter_or_stand_in(config: EngineConfig, target: Target, models: Models) -> tuple[EngineConfig, Drafter | None]:
@@ -167,12 +169,12 @@ def _drafter_or_stand_in(config: EngineConfig, target: Target, models: Models) -
 
 
 def _drafter_weights(config: EngineConfig, models: Models) -> str:
-    """Return what names the weights that draft: a file's digest, or a draft model's configuration."""
+    """Return what names the weights that draft: their number format, and a file's digest or a draft model's configuration."""
     if config.draft_model is not None:
-        drafts = [model for (reference, _), model in models.items() if reference == config.draft_model]
-        return str(drafts[-1].module.config.to_json_string())
-    files = [Path(file) for file in (config.lens, config.head) if file is not None]
-    return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+        drafts = {dtype: model for (reference, dtype), model in models.items() if reference == config.draft_model}
+        return " ".join(f"{dtype} {model.module.config.to_json_string()}" for dtype, model in drafts.items())
+    digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (config.lens, config.head) if file is not None]
+    return " ".join([config.draft_dtype or "auto", *digests])
 
 
 def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | None:
@@ -235,7 +237,13 @@ def _head_drafter(path: Path, target: Target, dtype: str) -> HeadDrafter:
 
 
 def _model_drafter(reference: str, config: EngineConfig, target: Target, models: Models) -> ModelDrafter:
-    draft = _load(reference, _draft_dtype(config, target.model.device), target.model.device, models)
+    try:
+        draft = _load(reference, _draft_dtype(config, target.model.device), target.model.device, models)
+    except UnsupportedModel as error:
+        if config.draft_dtype is not None:
+            raise
+        _logger.warning("%s; it drafts in %s", error, config.dtype)
+        draft = _load(reference, config.dtype, target.model.device, models)
     num_rows = target.model.vocab_size
     model = draft if draft.vocab_size == num_rows else RepaddedModel(draft, num_rows)
     cache = KVCache(config.scheduler.num_slots, draft.device)

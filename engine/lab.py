@@ -284,7 +284,7 @@ class _Remembering:
 
     def _note(self, nodes: Sequence[int], proposal: Proposal) -> None:
         self._logits.update(dict.fromkeys(nodes))
-        self._union.fed.update(nodes)
+        self._union.fed.update(nodes[index] for index in proposal.indices if index not in proposal.unfed)
         for index, logits_V in zip(proposal.indices, proposal.logits_PV, strict=True):
             self._logits[nodes[index]] = logits_V
 

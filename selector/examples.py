@@ -102,8 +102,11 @@ class ExampleFolder:
         partial.rename(self._path(prompt))
 
     def read(self) -> tuple[Examples, dict[str, object]]:
-        """Return all examples and the notes of the first shard; raise ValueError if there are none or menus differ."""
+        """Return all examples and the notes of the first shard; raise ValueError if there are none or not all alike."""
         read = [_read(path) for path in sorted(self.folder.glob("roots-*.safetensors"))]
+        designs = {str(notes.get("design")) for _, notes in read}
+        if len(designs) > 1:
+            raise ValueError(f"{self.folder} holds examples that were made differently: {'; '.join(sorted(designs))}")
         return Examples.joined([examples for examples, _ in read]), read[0][1]
 
     def _path(self, prompt: str) -> Path:

@@ -38,13 +38,13 @@ class NetEstimator:
         self._rules = {rule: place for place, rule in enumerate(net.shape.rules)}
         self._roots = roots
         self._has_failed = False
-        roots.watch()
         nothing = roots.facts([])
         widths = nothing.target_BD.shape[1], nothing.draft_BW.shape[1]
         if widths != (net.shape.target_width, net.shape.draft_width):
             raise ValueError(
                 f"the selector reads states of widths {net.shape.target_width} and {net.shape.draft_width}, not {widths}"
             )
+        roots.watch()
 
     def estimate(self, views: Sequence[SequenceView]) -> Estimates:
         """Return the network's expectations for sequences whose roots are known and whose rule it has seen, else counted ones."""

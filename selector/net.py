@@ -159,14 +159,17 @@ class SelectorNet(nn.Module):
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
         if metadata.get("format") != _FORMAT:
             raise ValueError(f"{path.name} is no selector of the format {_FORMAT}")
-        fields: dict[str, Any] = json.loads(metadata["shape"])
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-        shape = NetShape(**fields)
-        if shape.scalars != SCALARS:
-            raise ValueError(f"{path.name} reads other scalars than this version has: {', '.join(shape.scalars)}")
-        net = cls(shape)
-        net.load_state_dict(tensors)
-        return net.eval().requires_grad_(False), json.loads(metadata["recipe"])
+        try:
+            fields: dict[str, Any] = json.loads(metadata["shape"])
+            fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+            shape = NetShape(**fields)
+            if shape.scalars != SCALARS:
+                raise ValueError(f"{path.name} reads other scalars than this version has: {', '.join(shape.scalars)}")
+            net = cls(shape)
+            net.load_state_dict(tensors)
+            return net.eval().requires_grad_(False), json.loads(metadata["recipe"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{path.name} is a damaged selector: {error}") from error
 
 
 @dataclass(frozen=True)

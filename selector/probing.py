@@ -95,7 +95,7 @@ class Probes:
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Be patient with a sequence whose probe brought nothing, and with those that come."""
         for outcome in outcomes:
-            if outcome.request_id not in self._asked:
+            if outcome.request_id not in self._asked or outcome.expansion.is_plain:  # a probe that found no room says nothing
                 continue
             patience = self._patience.get(outcome.request_id)
             if outcome.accepted_depth:

@@ -75,10 +75,16 @@ def _collect(parsed: argparse.Namespace) -> int:
         sys.stderr.write(f"latebranch selector collect: {error}\n")
         return 1
     tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
-    notes = {"command": _command(parsed), "model": settings.model, "prices": {"rest": profile.rest, "draft": profile.draft}}
+    prices = {"rest": profile.rest, "draft": profile.draft}
+    command = f"{_command(parsed)} --num-prompts {parsed.num_prompts}"
+    notes = {"command": command, "design": _command(parsed), "model": settings.model, "prices": prices}
     bar = tqdm(missing.items(), "measuring roots", len(prompts), initial=len(prompts) - len(missing), unit="prompt")
     for name, (kind, text) in bar:
-        folder.add(name, collector.of_prompt(name, kind, chat_ids(tokenizer, text)), notes)
+        examples = collector.of_prompt(name, kind, chat_ids(tokenizer, text))
+        if examples is None:
+            sys.stderr.write(f"latebranch selector collect: the answers to {name} are too short to hold a root; left out\n")
+        else:
+            folder.add(name, examples, notes)
     return 0
 
 
@@ -94,14 +100,14 @@ def _texts(parsed: argparse.Namespace) -> Mapping[str, Sequence[str]]:
 
 
 def _command(parsed: argparse.Namespace) -> str:
+    """Return the command line but for the number of prompts, to which more can be added."""
     verifiers = f" --verifiers {' '.join(parsed.verifiers)}" if parsed.verifiers else ""
     temperatures = " ".join(f"{one:g}" for one in parsed.temperatures)
     flags = f"--max-tokens {parsed.max_tokens} --stride {parsed.stride} --trees {parsed.trees} --seed {parsed.seed}"
     config = f" --config {parsed.config.name}" if parsed.config else ""
     prompts = parsed.prompts or parsed.prompt_grammar
     name = "prompts" if parsed.prompts else "prompt-grammar"
-    texts = f"--{name} {prompts.name} --num-prompts {parsed.num_prompts}"
-    return f"latebranch selector collect{config} {texts}{verifiers} --temperatures {temperatures} {flags}"
+    return f"latebranch selector collect{config} --{name} {prompts.name}{verifiers} --temperatures {temperatures} {flags}"
 
 
 def _measured_engine(settings: Settings) -> "tuple[Engine, Profile]":
@@ -162,8 +168,8 @@ class Collector:
         self._counting = {name: CountedAcceptance(self._menu) for name in ("greedy", *self._rules)}
         self._seeds = count(seed << 32)
 
-    def of_prompt(self, name: str, kind: str, prompt: Sequence[int]) -> "Examples":
-        """Return the examples of one prompt."""
+    def of_prompt(self, name: str, kind: str, prompt: Sequence[int]) -> "Examples | None":
+        """Return the examples of one prompt, None if its answers are too short to hold a root."""
         from selector.examples import Examples
 
         parts = [
@@ -171,7 +177,7 @@ class Collector:
             for temperature in self._design.temperatures
             for example in self._of_text(f"{name}-{temperature:g}", kind, name, prompt, temperature)
         ]
-        return Examples.joined(parts)
+        return Examples.joined(parts) if parts else None
 
     def _of_text(self, text_name: str, kind: str, name: str, prompt: Sequence[int], temperature: float) -> "Iterator[Examples]":
         from engine.types import SamplingParams

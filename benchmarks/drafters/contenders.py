@@ -60,7 +60,7 @@ def config_of(drafter: str, base: EngineConfig, parts: Mapping[str, str | None])
     if needed is not None and parts[needed] is None:
         raise MissingPart(f"drafter {drafter} needs --{needed.replace('_', '-')}")
     own: dict[str, Any] = {setting: value if setting == needed else None for setting, value in parts.items()}
-    return replace(base, drafter=name, cached_text=name != drafter, **own)
+    return replace(base, drafter=name, stand_in=None, cached_text=name != drafter, **own)
 
 
 @dataclass

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from engine.policy import DraftOutcome
 from engine.tree import Expansion
@@ -98,6 +100,16 @@ def test_a_file_with_other_scalars_or_of_another_format_is_refused(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match="no selector"):
         SelectorNet.load(tmp_path / "none.safetensors")
+
+
+def test_a_damaged_file_is_refused_in_words(tmp_path):
+    net_of(seed=1).save(tmp_path / "net.safetensors", {})
+    with safe_open(tmp_path / "net.safetensors", framework="pt") as file:
+        metadata, tensors = dict(file.metadata()), {name: file.get_tensor(name) for name in list(file.keys())[1:]}
+    for shape in (metadata["shape"], "{}"):
+        save_file(tensors, tmp_path / "net.safetensors", metadata={**metadata, "shape": shape})
+        with pytest.raises(ValueError, match="damaged selector"):
+            SelectorNet.load(tmp_path / "net.safetensors")
 
 
 def test_what_it_knows_is_its_own_and_the_rest_is_counted():

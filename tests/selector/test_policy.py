@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.policy import Reason
+from engine.policy import DraftOutcome, Reason
 from engine.tree import PLAIN, Expansion
 from engine.types import Speculation
 from selector.allocation import Allocator
@@ -247,6 +247,20 @@ def test_probing_never_spends_more_than_its_share():
             spent_s, num_probes = spent_s + 0.006, num_probes + 1
     assert num_probes > 10
     assert spent_s <= (0.01 * 5000 + 2.0) * step_s
+
+
+def test_a_probe_that_found_no_room_says_nothing():
+    """Only a tree that grew and was refused makes a sequence wait longer for its next probe."""
+    intervals = []
+    for expansion in (PLAIN, Expansion(4, 1, 0)):
+        probes, view = Probes(), Text(flat(0.0)).view("r")
+        probes.save(1.0, 1)
+        probes.due([view], [True], [True])
+        probes.pay([view], 0.1)
+        before = probes._patience["r"].interval
+        probes.observe([DraftOutcome("r", expansion, 0, 0, 0)])
+        intervals.append(probes._patience["r"].interval > before)
+    assert intervals == [False, True]
 
 
 def test_a_probe_pays_what_its_step_took():
