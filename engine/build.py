@@ -155,8 +155,8 @@ def _with_stand_in(config: EngineConfig, error: BadConfiguration) -> EngineConfi
     if config.stand_in is None:
         raise error
     _logger.warning("%s; %s drafts instead", error, config.stand_in)
-    config = replace(config, draft_model=None, lens=None, head=None, selector=None)  # a selector is trained beside its drafter
-    return replace(config, drafter=config.stand_in or "none", stand_in=None, cached_text=False)
+    bare = replace(config, draft_model=None, lens=None, head=None, cached_text=False, selector=None)
+    return replace(bare, drafter=config.stand_in, stand_in=None)
 
 
 def _drafter_or_stand_in(config: EngineConfig, target: Target, models: Models) -> tuple[EngineConfig, Drafter | None]:

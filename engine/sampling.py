@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.logit_edits import edited_logits
 from engine.plan import LawContext
+from engine.sampling_limits import MIN_TEMPERATURE
 from engine.types import SamplingParams
 
 _FIRST_CANDIDATES = 1024  # a nucleus is looked for among this many likeliest tokens before all are sorted
-_MIN_TEMPERATURE = 1e-30  # below it logits would overflow; the law is a point mass long before
 
 
 def processed_laws(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContext]) -> Float[Tensor, "N V"]:
@@ -27,7 +27,7 @@ def processed_laws(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContex
 
 def warped_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams]) -> Float[Tensor, "N V"]:
     """Return the laws of logits that are edited already: temperature and truncation alone."""
-    temperature_N1 = _column([max(params.temperature, _MIN_TEMPERATURE) for params in sampling], logits_NV)
+    temperature_N1 = _column([max(params.temperature, MIN_TEMPERATURE) for params in sampling], logits_NV)
     laws_NV = torch.softmax(logits_NV / temperature_N1, dim=-1)
     rows = [row for row, params in enumerate(sampling) if _truncates(params)]
     if rows:

@@ -11,6 +11,7 @@ from engine.types import SamplingParams
 # Bounds of OpenAI's API; a repetition penalty has none there. Within them float32 logits stay finite.
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+MIN_TEMPERATURE = 1e-30  # below it logits would overflow; the law is a point mass long before
 MAX_TEMPERATURE = 1e4  # a law is even long before; one that float32 cannot hold makes masked logits NaN
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 

@@ -20,11 +20,11 @@ from transformers import AttentionInterface
 
 from engine.attention import UnsupportedAttention
 from engine.model import CausalModel
+from engine.sampling_limits import MIN_TEMPERATURE
 from engine.taps import StateTap
 
 NAME = "latebranch-columns"
 _ROWS = 16  # of logits at a time, so that their laws stay in the processor's cache
-_MIN_TEMPERATURE = 1e-30
 _DONE_SHARE = 8  # rows that are done leave the batch when one in this many is
 
 
@@ -223,7 +223,7 @@ def drawn(logits_BV: Float[Tensor, "B V"], temperature_B: Float[Tensor, " B"], u
     for first in range(0, len(logits_BV), _ROWS):
         logits = logits_BV[first : first + _ROWS].float()
         temperature_B1 = temperature_B[first : first + _ROWS, None]
-        mass = torch.softmax(logits / temperature_B1.clamp_min(_MIN_TEMPERATURE), -1).cumsum(-1)
+        mass = torch.softmax(logits / temperature_B1.clamp_min(MIN_TEMPERATURE), -1).cumsum(-1)
         place = torch.searchsorted(mass, uniform_B[first : first + _ROWS, None] * mass[:, -1:], right=True)
         token_B = torch.where(temperature_B1 > 0.0, place.clamp_max(logits.shape[-1] - 1), logits.argmax(-1, keepdim=True))
         tokens += token_B[:, 0].tolist()

@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from engine.sampling_limits import MIN_TEMPERATURE
 from engine.types import SamplingParams
 
 # Largest difference of two logits that rounding may reverse. float32: a thousand times what is seen. bfloat16: logits of size 16
 # to 32 are 1/8 apart, and layers below have rounded as coarsely.
 _TIE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 _MOST_SLACK = 0.5
-_MIN_TEMPERATURE = 1e-30  # sampling's own
 
 
 class Outcome(StrEnum):
@@ -115,7 +115,7 @@ def support_of(laws_of: LawsOf, logits_NV: Float[Tensor, "N V"], sampling: Sampl
     Of two tokens nearly tied for the first place either may be all of a sharp law. A nucleus whose mass meets top-p nearly
     exactly may hold a token more or less, and so may a top-k with a near tie at its end.
     """
-    temperature = max(sampling.temperature, _MIN_TEMPERATURE)
+    temperature = max(sampling.temperature, MIN_TEMPERATURE)
     laws_NV, log_NV = laws_of(sampling), torch.log_softmax(logits_NV.double() / temperature, -1)
     is_near_top_NV = logits_NV >= logits_NV.amax(-1, keepdim=True) - tolerance
     is_sure_NV = is_perhaps_NV = laws_NV > 0
