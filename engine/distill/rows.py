@@ -15,7 +15,7 @@ from engine.model import CausalModel
 from engine.model_check import UnsupportedModel, check_text, own_logits
 from engine.taps import StateTap
 
-_SAMPLE = 20_000  # positions whose laws are summed
+_SAMPLE = 100_000  # positions whose laws are summed
 _TOLERANCE = 5e-2  # of bfloat16 logits, relative to the largest
 
 
