@@ -2,8 +2,9 @@
 
 Knows how tokens are drawn and which law the verifier must be shown; does not know which node should have how many children
 (strategies) nor models. A drawn token is never dropped or ranked by its value here: an offer is a prefix of what sampling
-gives, in sampling order. Shape key: P proposals, V vocabulary, K tokens known to some law, C children of a
-node, R kept laws.
+gives, in sampling order. Where a drafter knows only some tokens, all is done over those alone, and columns of its rows become
+token ids and whole laws at the end. Shape key: P proposals, V vocabulary, M the tokens of it that the drafter knows, K those of
+them known to some law, C children of a node, R kept laws.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.draft.drafter import FrontierNode
+from engine.draft.drafter import FrontierNode, TrimmedVocabulary
 from engine.keys import Stream, stream_key, uniform
 from engine.noise import gumbels
 from engine.sampling import warped_laws
@@ -36,96 +37,112 @@ class Offer:
     collision: float = 0.0
 
 
-def offers_of(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
-    """Return an offer for each node; where children are draws, their laws are appended to `laws` and noted in the tree.
+def offers_of(
+    asked: Sequence[FrontierNode],
+    logits_PM: Float[Tensor, "P M"],
+    laws: list[Tensor],
+    vocab: TrimmedVocabulary | None = None,
+) -> list[Offer]:
+    """Return an offer for each node; where children are draws, their laws [P, V] are appended to `laws` and noted in the tree.
 
-    The logits are edited already (engine.logit_edits) and every row has a token that can come.
+    The logits, of the tokens of `vocab` or of all, are edited already (engine.logit_edits); every row has a token that can come.
     A tree's offers do not depend on the trees beside it.
     """
     offers: dict[int, Offer] = {}
     for kind in dict.fromkeys(node.tree.row.draw_kind for node in asked):
         indices = [i for i, node in enumerate(asked) if node.tree.row.draw_kind is kind]
         part = [asked[i] for i in indices]
-        part_PV = logits_PV if len(part) == len(asked) else logits_PV[torch.tensor(indices, device=logits_PV.device)]
-        offers.update(zip(indices, _RULES[kind](part, part_PV, laws), strict=True))
+        part_PM = logits_PM if len(part) == len(asked) else logits_PM[torch.tensor(indices, device=logits_PM.device)]
+        offers.update(zip(indices, _RULES[kind](part, part_PM, laws, vocab), strict=True))
     return [offers[i] for i in range(len(asked))]
 
 
-def _drawn_iid(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+def _drawn_iid(
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
+) -> list[Offer]:
     """Draw from each node's processed law by inverse distribution functions in float64."""
-    laws_PV = _kept_laws(asked, logits_PV, laws)
-    urn = _Urn(laws_PV)
+    laws_PM = _kept_laws(asked, logits_PM, laws, vocab)
+    urn = _Urn(laws_PM)
     width = max(node.num_draws for node in asked)
-    draws_PC = torch.tensor([_uniforms(node, width) for node in asked], dtype=torch.float64, device=laws_PV.device)
-    ids_PC = torch.stack([urn.at(draws_PC[:, i]) for i in range(width)], dim=-1)
+    draws_PC = torch.tensor([_uniforms(node, width) for node in asked], dtype=torch.float64, device=laws_PM.device)
+    columns_PC = torch.stack([urn.at(draws_PC[:, i]) for i in range(width)], dim=-1)
     counts = [node.num_draws for node in asked]
-    return _offers(ids_PC, laws_PV, counts)
+    return _offers(columns_PC, laws_PM, counts, vocab)
 
 
-def _drawn_distinct(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+def _drawn_distinct(
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
+) -> list[Offer]:
     """Draw without replacement until a node has its children or its law is used up."""
-    laws_PV = _kept_laws(asked, logits_PV, laws)
-    urn = _Urn(laws_PV)
+    laws_PM = _kept_laws(asked, logits_PM, laws, vocab)
+    urn = _Urn(laws_PM)
     width = max(node.num_draws for node in asked)
-    draws_PC = torch.tensor([_uniforms(node, width) for node in asked], dtype=torch.float64, device=laws_PV.device)
+    draws_PC = torch.tensor([_uniforms(node, width) for node in asked], dtype=torch.float64, device=laws_PM.device)
     drawn, num_possible_P = [], torch.zeros_like(urn.num_taken_P)
     for rank in range(width):
         num_possible_P += ~urn.is_empty_P
         drawn.append(urn.at(draws_PC[:, rank]))
         urn.take(drawn[-1])
     counts = [min(node.num_draws, possible) for node, possible in zip(asked, num_possible_P.tolist(), strict=True)]
-    return _offers(torch.stack(drawn, dim=-1), laws_PV, counts)
+    return _offers(torch.stack(drawn, dim=-1), laws_PM, counts, vocab)
 
 
-def _set_and_sample(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+def _set_and_sample(
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
+) -> list[Offer]:
     """Fix the likeliest tokens, all but one of what is asked for and none below the node's floor; draw one off them, last.
 
     A fixed token pays where it comes and the sample would have missed it, q(x) (1 - q(x)): that is compared with the floor. Which
     tokens are fixed is decided by the law alone. Where they are the whole law, the least likely of them is the sample.
     """
-    laws_PV = _kept_laws(asked, logits_PV, laws)
-    width = min(max(node.num_draws for node in asked), laws_PV.shape[-1])
-    top = laws_PV.topk(width, dim=-1)
-    most_P1 = torch.tensor([[node.num_draws - 1] for node in asked], device=laws_PV.device)
-    floor_P1 = torch.tensor([[node.floor] for node in asked], dtype=laws_PV.dtype, device=laws_PV.device)
-    rank_C = torch.arange(width, device=laws_PV.device)
-    num_possible_P1 = (laws_PV > 0.0).sum(-1, keepdim=True)
+    laws_PM = _kept_laws(asked, logits_PM, laws, vocab)
+    width = min(max(node.num_draws for node in asked), laws_PM.shape[-1])
+    top = laws_PM.topk(width, dim=-1)
+    most_P1 = torch.tensor([[node.num_draws - 1] for node in asked], device=laws_PM.device)
+    floor_P1 = torch.tensor([[node.floor] for node in asked], dtype=laws_PM.dtype, device=laws_PM.device)
+    rank_C = torch.arange(width, device=laws_PM.device)
+    num_possible_P1 = (laws_PM > 0.0).sum(-1, keepdim=True)
     gain_PC = top.values * (1.0 - top.values)  # falls with the rank: no token is likelier than what the first one leaves
     is_fixed_PC = (rank_C < most_P1) & (rank_C < num_possible_P1 - 1) & (gain_PC > floor_P1)
-    urn = _Urn(laws_PV)
+    urn = _Urn(laws_PM)
     goes_on_P = torch.ones_like(urn.is_empty_P)
     for rank in range(width):
         goes_on_P &= is_fixed_PC[:, rank] & ~urn.would_be_empty(top.indices[:, rank])
         urn.take(top.indices[:, rank], goes_on_P)
     num_fixed = urn.num_taken_P.tolist()
-    draws_P = torch.tensor([_uniforms(node, 1)[0] for node in asked], dtype=torch.float64, device=laws_PV.device)
-    ids_PC = torch.cat([top.indices, top.indices[:, :1]], dim=-1)
-    ids_PC.scatter_(1, urn.num_taken_P[:, None], urn.at(draws_P)[:, None])
-    return _offers(ids_PC, laws_PV, [count + 1 for count in num_fixed])
+    draws_P = torch.tensor([_uniforms(node, 1)[0] for node in asked], dtype=torch.float64, device=laws_PM.device)
+    columns_PC = torch.cat([top.indices, top.indices[:, :1]], dim=-1)
+    columns_PC.scatter_(1, urn.num_taken_P[:, None], urn.at(draws_P)[:, None])
+    return _offers(columns_PC, laws_PM, [count + 1 for count in num_fixed], vocab)
 
 
-def _ranked(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+def _ranked(
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
+) -> list[Offer]:
     """Return the likeliest tokens: nothing is drawn."""
     del laws
     sampling = [node.tree.row.sampling for node in asked]
-    laws_PV = warped_laws(logits_PV, [_UNSHARPENED if params.is_greedy else params for params in sampling])
-    known_K = _known(laws_PV)
-    return _best(asked, known_K, laws_PV.index_select(-1, known_K), laws_PV).offers
+    laws_PM = warped_laws(logits_PM, [_UNSHARPENED if params.is_greedy else params for params in sampling])
+    known_K = _known(laws_PM)
+    return _best(asked, known_K, laws_PM.index_select(-1, known_K), laws_PM, vocab).offers
 
 
-def _ranked_with_noise(asked: Sequence[FrontierNode], logits_PV: Float[Tensor, "P V"], laws: list[Tensor]) -> list[Offer]:
+def _ranked_with_noise(
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
+) -> list[Offer]:
     """Return the best tokens by log q plus the Gumbel noise of the position itself: the noise that will decide the token."""
     del laws
-    laws_PV = warped_laws(logits_PV, [node.tree.row.sampling for node in asked])
+    laws_PM = warped_laws(logits_PM, [node.tree.row.sampling for node in asked])
     keys = [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in asked]
-    known_K = _known(laws_PV)
-    noise_PK = gumbels(keys, laws_PV.shape[-1], laws_PV.device).index_select(-1, known_K)
-    best = _best(asked, known_K, laws_PV.index_select(-1, known_K).double().log() + noise_PK, laws_PV)
+    known_K = _known(laws_PM)
+    known_ids_K, vocab_size = (known_K, laws_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
+    noise_PK = gumbels(keys, vocab_size, laws_PM.device).index_select(-1, known_ids_K)
+    best = _best(asked, known_K, laws_PM.index_select(-1, known_K).double().log() + noise_PK, laws_PM, vocab)
     offers = zip(best.offers, best.scores, strict=True)
     return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]
 
 
-_RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor]], list[Offer]]] = {
+_RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], TrimmedVocabulary | None], list[Offer]]] = {
     TreeKind.PATH: _drawn_iid,
     TreeKind.IID: _drawn_iid,
     TreeKind.WITHOUT_REPLACEMENT: _drawn_distinct,
@@ -144,35 +161,45 @@ class _Best(NamedTuple):
     scores: list[list[float]]
 
 
-def _known(laws_PV: Float[Tensor, "P V"]) -> Int[Tensor, " K"]:
+def _known(laws_PM: Float[Tensor, "P M"]) -> Int[Tensor, " K"]:
     """Return the tokens that some law allows: no other can be ranked, and where they are few most of the work is saved."""
-    return laws_PV.amax(0).nonzero()[:, 0]
+    return laws_PM.amax(0).nonzero()[:, 0]
 
 
 def _best(
-    asked: Sequence[FrontierNode], known_K: Int[Tensor, " K"], scores_PK: Float[Tensor, "P K"], laws_PV: Float[Tensor, "P V"]
+    asked: Sequence[FrontierNode],
+    known_K: Int[Tensor, " K"],
+    scores_PK: Float[Tensor, "P K"],
+    laws_PM: Float[Tensor, "P M"],
+    vocab: TrimmedVocabulary | None,
 ) -> _Best:
     """Return each node's best tokens of positive probability by score, and the scores."""
     top = scores_PK.topk(min(max(node.num_draws for node in asked), len(known_K)), dim=-1)
-    ids_PC = known_K[top.indices]
-    num_possible = (laws_PV.gather(-1, ids_PC) > 0.0).sum(-1).tolist()
+    columns_PC = known_K[top.indices]
+    num_possible = (laws_PM.gather(-1, columns_PC) > 0.0).sum(-1).tolist()
     counts = [min(node.num_draws, possible) for node, possible in zip(asked, num_possible, strict=True)]
-    return _Best(_offers(ids_PC, laws_PV, counts), top.values.tolist())
+    return _Best(_offers(columns_PC, laws_PM, counts, vocab), top.values.tolist())
 
 
-def _offers(ids_PC: Int[Tensor, "P C"], laws_PV: Float[Tensor, "P V"], counts: Sequence[int]) -> list[Offer]:
-    odds = laws_PV.gather(-1, ids_PC).tolist()
-    rows = zip(ids_PC.tolist(), odds, counts, laws_PV.square().sum(-1).tolist(), strict=True)
+def _offers(
+    columns_PC: Int[Tensor, "P C"], laws_PM: Float[Tensor, "P M"], counts: Sequence[int], vocab: TrimmedVocabulary | None
+) -> list[Offer]:
+    odds = laws_PM.gather(-1, columns_PC).tolist()
+    ids_PC = columns_PC if vocab is None else vocab.ids_M[columns_PC]
+    rows = zip(ids_PC.tolist(), odds, counts, laws_PM.square().sum(-1).tolist(), strict=True)
     return [Offer(tuple(ids[:count]), tuple(chances[:count]), (), collision) for ids, chances, count, collision in rows]
 
 
-def _kept_laws(asked: Sequence[FrontierNode], logits_PV: Tensor, laws: list[Tensor]) -> Float[Tensor, "P V"]:
-    """Return the processed laws, and keep them for the verifier."""
+def _kept_laws(
+    asked: Sequence[FrontierNode], logits_PM: Tensor, laws: list[Tensor], vocab: TrimmedVocabulary | None
+) -> Float[Tensor, "P M"]:
+    """Return the processed laws, and keep them for the verifier, over the whole vocabulary."""
     first_row = sum(len(kept) for kept in laws)
-    laws.append(warped_laws(logits_PV, [node.tree.row.sampling for node in asked]))
+    laws_PM = warped_laws(logits_PM, [node.tree.row.sampling for node in asked])
+    laws.append(laws_PM if vocab is None else vocab.widened(laws_PM, 0.0))
     for offset, node in enumerate(asked):
         node.tree.law_rows[node.node] = first_row + offset
-    return laws[-1]
+    return laws_PM
 
 
 def _uniforms(asked: FrontierNode, count: int) -> list[float]:
@@ -192,9 +219,9 @@ class _Urn:
     A token's width is the difference of neighbouring sums, so that what is cut out is just what could have been drawn.
     """
 
-    def __init__(self, laws_PV: Float[Tensor, "P V"]) -> None:
-        self._cumulative_PV = laws_PV.cumsum(-1, dtype=torch.float64)
-        self._left_P = self._cumulative_PV[:, -1].clone()
+    def __init__(self, laws_PM: Float[Tensor, "P M"]) -> None:
+        self._cumulative_PM = laws_PM.cumsum(-1, dtype=torch.float64)
+        self._left_P = self._cumulative_PM[:, -1].clone()
         self._starts: list[Tensor] = []  # of the taken intervals, each [P], infinite where nothing was taken
         self._widths: list[Tensor] = []
         self.num_taken_P = torch.zeros_like(self._left_P, dtype=torch.int64)
@@ -209,7 +236,7 @@ class _Urn:
         return self._is_nothing(self._left_P - self._interval(ids_P)[1])
 
     def _is_nothing(self, left_P: Tensor) -> Tensor:
-        return left_P <= _LEAST_LEFT * self._cumulative_PV[:, -1]
+        return left_P <= _LEAST_LEFT * self._cumulative_PM[:, -1]
 
     def at(self, uniforms_P: Float[Tensor, " P"]) -> Int[Tensor, " P"]:
         """Return the tokens at these points of what is left."""
@@ -220,9 +247,9 @@ class _Urn:
             for rank in range(starts_PT.shape[-1]):
                 point_P = point_P + torch.where(point_P >= starts_PT[:, rank], widths_PT[:, rank], 0.0)
         # What rounds up to the total would fall past the last token.
-        total_P = self._cumulative_PV[:, -1]
+        total_P = self._cumulative_PM[:, -1]
         point_P = torch.minimum(point_P, torch.nextafter(total_P, torch.zeros_like(total_P)))
-        return torch.searchsorted(self._cumulative_PV, point_P[:, None], right=True)[:, 0]
+        return torch.searchsorted(self._cumulative_PM, point_P[:, None], right=True)[:, 0]
 
     def take(self, ids_P: Int[Tensor, " P"], is_taken_P: Tensor | None = None) -> None:
         """Take a token out of each law, or of some of them."""
@@ -236,7 +263,7 @@ class _Urn:
         self.num_taken_P += 1 if is_taken_P is None else is_taken_P
 
     def _interval(self, ids_P: Int[Tensor, " P"]) -> tuple[Tensor, Tensor]:
-        end_P1 = self._cumulative_PV.gather(-1, ids_P[:, None])
-        before_P1 = self._cumulative_PV.gather(-1, (ids_P[:, None] - 1).clamp_(min=0))
+        end_P1 = self._cumulative_PM.gather(-1, ids_P[:, None])
+        before_P1 = self._cumulative_PM.gather(-1, (ids_P[:, None] - 1).clamp_(min=0))
         start_P1 = torch.where(ids_P[:, None] > 0, before_P1, 0.0)
         return start_P1[:, 0], (end_P1 - start_P1)[:, 0]

@@ -1,13 +1,13 @@
 """Who proposes tokens: the Protocol of drafters, and the growing trees they see.
 
-Shape key: P proposals, V vocabulary.
+Shape key: P proposals, V vocabulary, M the tokens of it that a drafter knows.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.plan import Feeding, LawContext, Row
@@ -96,20 +96,38 @@ class ModelPasses:
         return ModelPasses(self.num_passes + other.num_passes, self.num_fed + other.num_fed)
 
 
+@dataclass(frozen=True, eq=False)
+class TrimmedVocabulary:
+    """The M tokens that a drafter knows of a vocabulary of `size`, ascending. It never proposes another."""
+
+    ids_M: Int[Tensor, " M"]
+    size: int
+
+    def widened(self, rows_PM: Float[Tensor, "P M"], filler: float) -> Float[Tensor, "P V"]:
+        """Return rows over the whole vocabulary."""
+        return rows_PM.new_full((len(rows_PM), self.size), filler).index_copy_(1, self.ids_M, rows_PM)
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Raw draft logits for some of the nodes asked about; the others stay leaves.
 
-    `indices[i]` is the asked node that row i of `logits_PV` (float32) answers; ascending. Nodes in `unfed` were answered though
-    they were not fed. `origins[index]` says of tokens that another source than a model proposes what it is. `passes` of a model
-    were run to answer; cached text needs none.
+    `indices[i]` is the asked node that row i of `logits_PM` (float32) answers; ascending. Its columns are the tokens of `vocab`,
+    or all there are. Nodes in `unfed` were answered though they were not fed. `origins[index]` says of tokens that another source
+    than a model proposes what it is. `passes` of a model were run to answer; cached text needs none.
     """
 
     indices: tuple[int, ...]
-    logits_PV: Float[Tensor, "P V"]
+    logits_PM: Float[Tensor, "P M"]
     unfed: frozenset[int] = frozenset()
     origins: Mapping[int, Mapping[int, DraftSource]] = field(default_factory=dict)
     passes: ModelPasses = ModelPasses()
+    vocab: TrimmedVocabulary | None = None
+
+    @property
+    def logits_PV(self) -> Float[Tensor, "P V"]:
+        """The logits over the whole vocabulary: what the drafter does not know cannot come."""
+        return self.logits_PM if self.vocab is None else self.vocab.widened(self.logits_PM, float("-inf"))
 
 
 class Drafter(Protocol):

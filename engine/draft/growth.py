@@ -137,16 +137,18 @@ def _answers(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Te
     tree is lossless, and the target says what is an error.
     """
     answered = [frontier[index] for index in proposal.indices]
-    logits_PV = edited_logits(proposal.logits_PV, [asked.law_context for asked in answered])
-    sound = torch.isfinite(logits_PV.amax(-1)).nonzero()[:, 0].tolist()
+    logits_PM, vocab = proposal.logits_PM, proposal.vocab
+    if any(asked.tree.row.sampling.edits_logits for asked in answered):
+        logits_PM, vocab = edited_logits(proposal.logits_PV, [asked.law_context for asked in answered]), None
+    sound = [row for row, is_sound in enumerate(torch.isfinite(logits_PM.amax(-1)).tolist()) if is_sound]
     if not sound:
         return []
     if len(sound) < len(answered):
-        logits_PV = logits_PV[torch.tensor(sound, device=logits_PV.device)]
+        logits_PM = logits_PM[torch.tensor(sound, device=logits_PM.device)]
     asked_nodes = [answered[i] for i in sound]
     for index in (proposal.indices[i] for i in sound):
         _note(frontier[index], proposal, index)
-    return list(zip(asked_nodes, offers_of(asked_nodes, logits_PV, laws), strict=True))
+    return list(zip(asked_nodes, offers_of(asked_nodes, logits_PM, laws, vocab), strict=True))
 
 
 def _note(asked: FrontierNode, proposal: Proposal, index: int) -> None:

@@ -40,6 +40,13 @@ class HeadShape:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
 
+    def rotary(self, positions_T: Int[Tensor, "*T"]) -> tuple[Float[Tensor, "*T 1 K"], Float[Tensor, "*T 1 K"]]:
+        """Return cosines and sines of the positions' rotation."""
+        half = torch.arange(0, self.head_size, 2, device=positions_T.device, dtype=torch.float32)
+        angles = positions_T[..., None].float() * self.rope_theta ** (-half / self.head_size)
+        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
+        return angles.cos(), angles.sin()
+
 
 class Norm(nn.RMSNorm):
     """Root mean square norm in its input's precision, whatever that of its weight."""
@@ -128,10 +135,7 @@ class DraftHead(nn.Module):
 
     def rotary(self, positions_T: Int[Tensor, "*T"]) -> tuple[Float[Tensor, "*T 1 K"], Float[Tensor, "*T 1 K"]]:
         """Return cosines and sines of the positions' rotation."""
-        half = torch.arange(0, self.shape.head_size, 2, device=positions_T.device, dtype=torch.float32)
-        angles = positions_T[..., None].float() * self.shape.rope_theta ** (-half / self.shape.head_size)
-        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
-        return angles.cos(), angles.sin()
+        return self.shape.rotary(positions_T)
 
     def save(self, path: Path, recipe: Mapping[str, object]) -> None:
         """Write weights in bfloat16, with the shape and the recipe (how it was made, what it reached) in the metadata."""

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.attention import AttentionContext, cached_attention
-from engine.draft.drafter import FrontierNode, ModelPasses, Proposal
+from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.head import DraftHead, HeadShape
+from engine.draft.lean_head import LeanHead
 from engine.draft.passes import fed_segments, level_segments, places_of_roots
 from engine.kv_cache import KVCache
-from engine.linears import prepare_linears, weight_of
+from engine.linears import weight_of
 from engine.model import CausalModel
 from engine.packing import PackedBatch, pack
 from engine.plan import Feeding, Row
@@ -52,7 +53,7 @@ class FeaturePool:
 class HeadDrafter:
     """Drafts with a head for a target, on its device; raise ValueError if the head does not fit.
 
-    Takes the head over. `linears` as engine.linears names them; `dtype` is the head's precision, the target's if none is given.
+    `linears` as engine.linears names them; `dtype` is the head's precision, the target's if none is given.
     Must be told of every pass of the target (Target.report_to).
     """
 
@@ -69,17 +70,12 @@ class HeadDrafter:
     ) -> None:
         _require_fit(head.shape, head.vocab_M, target)
         self.name = name
-        self._device, self._vocab_size = target.device, target.vocab_size
+        self._device = target.device
         self._embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # as they are, where a model scales them
+        self._vocab = TrimmedVocabulary(head.vocab_M.to(self._device, torch.int64), target.vocab_size)
+        rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
         dtype = dtype or target.module.dtype
-        self._head = head.to(self._device, dtype)
-        self._layers = head.decoder
-        self._dtype = dtype
-        self._vocab_M = head.vocab_M.to(torch.int64)
-        rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab_M]
-        maps = nn.ModuleList([self._head, _output_of(head, rows_MD, dtype)])
-        prepare_linears(maps, linears)
-        self._output = maps[1]
+        self._head = LeanHead(head, rows_MD, dtype, self._device, linears)
         self._cache = KVCache(num_slots, self._device)
         self._pool = FeaturePool(num_slots, head.shape.width, dtype, self._device)
         self._tap = StateTap(target, head.shape.feature_layers)
@@ -96,15 +92,20 @@ class HeadDrafter:
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens by the target's features; propose at the roots."""
         before = [slot for row in rows for slot in self._slots_before(row)]
+        batch = pack(fed_segments(rows), self._device)
+        fed = _Fed(batch, before, max(row.draft_len + len(row.draft_ids) for row in rows))
+        places = places_of_roots(rows, roots)
+        if places == list(range(batch.num_tokens)):
+            return self._proposal(fed, batch, places)
         asked = [chain_segment(root.tree.token_ids[:1], root.position, root.tree.row.slots) for root in roots]
-        fed = _Fed(pack(fed_segments(rows), self._device), before)
-        return self._proposal(fed, pack(asked, self._device), places_of_roots(rows, roots))
+        return self._proposal(fed, pack(asked, self._device), places)
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Feed some nodes of every tree by their parents' states; propose at each."""
         before = [asked.tree.row.slots[asked.tree.row.root_position + asked.tree.parents[asked.node]] for asked in frontier]
         batch = pack(level_segments(frontier), self._device)
-        return self._proposal(_Fed(batch, before), batch, range(len(frontier)))
+        fed = _Fed(batch, before, 1 + max(asked.position for asked in frontier))
+        return self._proposal(fed, batch, range(len(frontier)))
 
     def _slots_before(self, row: Row) -> Sequence[int]:
         """Return the slots that the row's committed tokens read."""
@@ -114,37 +115,38 @@ class HeadDrafter:
     def _proposal(self, fed: "_Fed", asked: PackedBatch, places: Sequence[int]) -> Proposal:
         """Feed tokens, keep the states of those asked about in their slots, and propose at them; `places` says which they are."""
         with torch.inference_mode():
-            states_PW = self._states(fed, asked, torch.tensor(places, dtype=torch.int64, device=self._device))
+            states_PW = self._states(fed, asked, places)
             self._pool.write(asked.write_slots_T, states_PW)
-            logits_PM = self._output(self._head.last_norm(states_PW)).float()
-            logits_PV = logits_PM.new_full((len(places), self._vocab_size), float("-inf"))
-            logits_PV.index_copy_(1, self._vocab_M, logits_PM)
-            return Proposal(tuple(range(len(places))), logits_PV, passes=ModelPasses(1, fed.batch.num_tokens))
+            logits_PM = self._head.logits(states_PW)
+            passes = ModelPasses(1, fed.batch.num_tokens)
+            return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
 
-    def _states(self, fed: "_Fed", asked: PackedBatch, places_P: Int[Tensor, " P"]) -> Float[Tensor, "P W"]:
+    def _states(self, fed: "_Fed", asked: PackedBatch, places: Sequence[int]) -> Float[Tensor, "P W"]:
         """Run the layers. All that is needed of a token not asked about is its keys: the last layer attends for the others."""
-        batch = fed.batch
+        head, batch = self._head, fed.batch
         states_TW = self._pool.at(torch.tensor(fed.before, device=self._device))
-        tokens_TW = self._head.tokens(self._embeddings_VD[batch.input_ids_1T[0]].to(self._dtype))
-        rotation = self._head.rotary(batch.position_ids_1T[0])
-        for index, layer in enumerate(self._layers):
-            query, key, value = layer.projected(states_TW, tokens_TW, *rotation)
+        tokens_TW = head.tokens(self._embeddings_VD[batch.input_ids_1T[0]])
+        rotation_TR = head.rotation(batch.position_ids_1T[0], fed.end)
+        for index, layer in enumerate(head.decoder):
+            query, key, value = (x.to(head.attention_dtype) for x in layer.projected(states_TW, tokens_TW, rotation_TR))
             self._cache.write(index, batch.write_slots_T, key, value)
-            if index == len(self._layers) - 1:
-                batch, states_TW, query = asked, states_TW[places_P], query[places_P]
+            if index == len(head.layers) - 1 and asked is not batch:
+                places_P = torch.tensor(places, dtype=torch.int64, device=self._device)
+                batch, states_TW, query = asked, states_TW.index_select(0, places_P), query.index_select(0, places_P)
             if batch.num_tokens:
-                query_THGK = query.view(len(query), layer.shape.num_kv_heads, -1, layer.shape.head_size)
-                context = AttentionContext(batch, self._cache)
-                states_TW = layer.finished(states_TW, cached_attention(index, query_THGK, context, layer.shape.head_size**-0.5))
+                query_THGK = query.reshape(len(query), key.shape[1], -1, head.shape.head_size)
+                attended = cached_attention(index, query_THGK, AttentionContext(batch, self._cache), head.shape.head_size**-0.5)
+                states_TW = layer.finished(states_TW, attended.to(states_TW.dtype))
         return states_TW
 
 
 @dataclass(frozen=True)
 class _Fed:
-    """Packed tokens, and for each the slot of the token before it."""
+    """Packed tokens, for each the slot of the token before it, and a position past all of theirs."""
 
     batch: PackedBatch
     before: Sequence[int]
+    end: int
 
 
 def _require_fit(shape: HeadShape, vocab_M: Tensor, target: CausalModel) -> None:
@@ -157,11 +159,3 @@ def _require_fit(shape: HeadShape, vocab_M: Tensor, target: CausalModel) -> None
         raise ValueError(f"the head reads the state after layers {list(shape.feature_layers)}, the target has {depth}")
     if not len(vocab_M) or vocab_M.min() < 0 or vocab_M.max() >= target.vocab_size or (vocab_M.diff() <= 0).any():
         raise ValueError(f"the head's tokens are not ascending ids of the target's {target.vocab_size}")
-
-
-def _output_of(head: DraftHead, rows_MD: Float[Tensor, "M D"], dtype: torch.dtype) -> nn.Linear:
-    """Return the head's widening and the target's output rows after it as one map, from the inner width to the vocabulary."""
-    weight_MW = rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32)
-    output = nn.Linear(weight_MW.shape[1], weight_MW.shape[0], bias=False, device="meta")
-    output.weight = nn.Parameter(weight_MW.to(dtype), requires_grad=False)
-    return output

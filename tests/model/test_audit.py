@@ -209,11 +209,11 @@ def test_a_slip_in_a_rules_formula_is_found(table, monkeypatch):
     assert not is_lawful(table_report(table))
 
 
-def likeliest_as_draws(asked, logits_PV, laws):
+def likeliest_as_draws(asked, logits_PM, laws, vocab):
     """Take the likeliest tokens for children and show the law as if they had been drawn from it."""
-    laws_PV = children._kept_laws(asked, logits_PV, laws)
+    laws_PM = children._kept_laws(asked, logits_PM, laws, vocab)
     width = max(node.num_draws for node in asked)
-    return children._offers(laws_PV.topk(width).indices, laws_PV, [node.num_draws for node in asked])
+    return children._offers(laws_PM.topk(width).indices, laws_PM, [node.num_draws for node in asked], vocab)
 
 
 def test_a_rule_of_ratios_on_chosen_children_is_found(monkeypatch):

@@ -249,9 +249,9 @@ def test_draws_are_of_the_mixture():
     assert z_of_counts(first_draws(), law) < PASSES_BELOW
 
 
-def weight_chosen_after_the_draw(asked, logits_PV, laws):
+def weight_chosen_after_the_draw(*args):
     """Draw, and where the cache knows the token call it the cache's: what is kept is no more what was drawn from."""
-    offers = _DRAWN(asked, logits_PV, laws)
+    offers = _DRAWN(*args)
     known = torch.tensor([1.0, 0.0, 1.0, 0.0])
     return [replace(offer, token_ids=tuple(i if known[i] else 2 for i in offer.token_ids)) for offer in offers]
 

@@ -146,8 +146,8 @@ def misreport_draft_laws(monkeypatch):
     """Draw from one law and hand over a flatter one."""
     drawn_iid = children._drawn_iid
 
-    def misreported(asked, logits_PV, laws):
-        drawn = drawn_iid(asked, logits_PV, laws)
+    def misreported(asked, logits_PM, laws, vocab):
+        drawn = drawn_iid(asked, logits_PM, laws, vocab)
         laws[-1] = torch.where(laws[-1] > 0, laws[-1] ** 0.2, 0.0)
         laws[-1] /= laws[-1].sum(-1, keepdim=True)
         return drawn

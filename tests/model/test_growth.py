@@ -166,9 +166,9 @@ def draws_of_neighbours_shared(asked, count):
     return _UNIFORMS(asked, count + 1)[1:] if asked.node == ROOT else _UNIFORMS(replace(asked, node=ROOT), count)
 
 
-def distinct_draws(asked, logits_PV, laws):
+def distinct_draws(*args):
     """A token drawn before is replaced by another: not i.i.d. any more."""
-    offers = _DRAWN(asked, logits_PV, laws)
+    offers = _DRAWN(*args)
     return [
         replace(one, token_ids=(one.token_ids[0], (one.token_ids[0] + 1) % 4))
         if len(set(one.token_ids)) < len(one.token_ids)

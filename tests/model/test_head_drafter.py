@@ -16,6 +16,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.combined import CombinedDrafter
 from engine.draft.drafter import FrontierNode, Proposal
 from engine.draft.growth import grow
+from engine.draft.head import DraftHead
 from engine.draft.head_drafter import FeaturePool, HeadDrafter
 from engine.draft.texts import TextCache
 from engine.engine import Engine
@@ -58,10 +59,9 @@ def poisoned_pools(poisoned_pools, monkeypatch):
 class Proposals:
     """Watches a drafter: how far its proposals are from the net's own logits, and how deep they went."""
 
-    def __init__(self, drafter: HeadDrafter, family: str = "llama") -> None:
+    def __init__(self, drafter: HeadDrafter, head: DraftHead, family: str = "llama") -> None:
         self.error, self.depths = 0.0, [0] * 8
-        self._head, self._module = random_head(drafter._head.shape.num_layers), own_module(family)
-        self._head.load_state_dict({**self._head.state_dict(), **drafter._head.state_dict()})
+        self._head, self._module = head, own_module(family)
         for name in ("feed", "extend"):
             monitored = self._watched(getattr(drafter, name))
             setattr(drafter, name, monitored)
@@ -87,8 +87,9 @@ class Proposals:
 
 def proposals_of_a_run(num_layers: int = 1, family: str = "llama") -> Proposals:
     """Run rows of every kind together through chunks, random trees and preemption; compare all that is proposed."""
-    engine = head_engine(random_head(num_layers), model(family), RandomExpansion(3), CROWDED)
-    proposals = Proposals(drafter_of(engine), family)
+    head = random_head(num_layers)
+    engine = head_engine(head, model(family), RandomExpansion(3), CROWDED)
+    proposals = Proposals(drafter_of(engine), head, family)
     session = run(engine, REQUESTS)
     assert all(outcome.finish is FinishReason.LENGTH for outcome in session.outcomes.values())
     assert sum(stats.num_preemptions for stats in session.stats)
@@ -152,7 +153,7 @@ def feature_error(engine: Engine) -> float:
         if sequence.slots:
             ids_BT = torch.tensor([sequence.token_ids[: sequence.target_len]])
             kept = drafter._pool.at(torch.tensor(sequence.slots))
-            errors.append(float((kept - true_features(drafter._head, own_module("llama"), ids_BT)[0]).abs().max()))
+            errors.append(float((kept - true_features(learnt_head(), own_module("llama"), ids_BT)[0]).abs().max()))
         assert sequence.draft_len <= sequence.target_len
     return max(errors)
 
@@ -191,7 +192,7 @@ def test_no_text_changes(tree, config):
 def test_a_head_beside_cached_text_says_what_it_says_alone():
     """Where the cache is sure the head is not asked: its keys are written, and nothing reads a state that was never made."""
     head = HeadDrafter("head", learnt_head(), model("llama"), CROWDED.num_slots)
-    proposals = Proposals(head)
+    proposals = Proposals(head, learnt_head())
     combined = CombinedDrafter(head, TextCache(), 61, CPU)
     engine = tiny_engine(model("llama"), combined, FixedExpansion(Expansion(2, 2, 2)), config=CROWDED)
     engine.target.report_to(head)
@@ -215,7 +216,7 @@ def test_a_head_over_packed_tied_weights_says_the_same():
             target = adopt(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), CPU, linears)
         engine = head_engine(random_head(), target, linears=linears)
         drafter = drafter_of(engine)
-        assert isinstance(drafter._output, PackedLinear) == (linears == "packed")
+        assert isinstance(drafter._head.output, PackedLinear) == (linears == "packed")
         row = decoding_row((5,), Expansion(3, 1, 0))
         laws.append(grow(drafter, [row], 61, CPU).forest.draft_laws_RV)
     assert torch.allclose(laws[0], laws[1], atol=1e-5)
@@ -227,7 +228,7 @@ def test_a_head_works_in_the_targets_precision():
     engine = head_engine(random_head(), target)
     session = run(engine, [greedy("a", PROMPTS[1]), sampled("b", PROMPTS[2], seed=1)])
     assert sum(stats.num_drafts for stats in session.stats)
-    assert {pool.dtype for pool in drafter_of(engine)._cache._keys.values()} == {torch.bfloat16}
+    assert drafter_of(engine)._pool._pool_SW.dtype == torch.bfloat16
 
 
 def test_a_head_in_a_narrower_precision_than_its_targets_changes_no_text():
@@ -238,7 +239,7 @@ def test_a_head_in_a_narrower_precision_than_its_targets_changes_no_text():
     session = run(engine, MIXED)
     assert {session.texts()[name] == text for name, text in texts_without_drafts().items()} == {True}
     assert sum(stats.num_accepted_tokens for stats in session.stats)
-    assert {pool.dtype for pool in head._cache._keys.values()} == {torch.bfloat16}
+    assert head._pool._pool_SW.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

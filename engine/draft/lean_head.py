@@ -1,0 +1,125 @@
+"""A draft head made ready to draft: the function of engine.draft.head in fewer operations, on few rows.
+
+A draft pass is some tens of operations on a handful of rows, and most take longer to start than to run. So what is a diagonal map
+(a norm's weight) is folded into the map after it, the widening and the target's output rows are one map, queries and keys are
+rotated together by a table, and on a processor attention is in float32: a batched product of a few bfloat16 rows took four times
+as long there. Shape key: T tokens, D target width, F feature layers, W inner width, M head vocabulary, H key-value heads, G query
+heads for each, K head size, N positions of a table, R = 2 K.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.draft.head import DraftHead, HeadLayer, HeadShape
+from engine.linears import prepare_linears
+
+
+class LeanLayer(nn.Module):
+    """A decoder layer of a head, but for its attention product."""
+
+    def __init__(self, layer: HeadLayer) -> None:
+        super().__init__()
+        shape = layer.shape
+        self._num_rotated, self._num_heads = shape.num_heads + shape.num_kv_heads, shape.num_heads
+        self._head_size, self._norm_eps, self._reads_tokens = shape.head_size, shape.norm_eps, layer.token_norm is not None
+        norms = [layer.state_norm] if layer.token_norm is None else [layer.token_norm, layer.state_norm]
+        self.qkv = _after_norm(layer.qkv.weight, torch.cat([norm.weight for norm in norms]), shape.width)
+        self.output = _map(layer.output.weight)
+        self.gate_up = _after_norm(layer.gate_up.weight, layer.mlp_norm.weight, shape.width)
+        self.down = _map(layer.down.weight)
+
+    def projected(
+        self, state_TW: Float[Tensor, "T W"], token_TW: Float[Tensor, "T W"], rotation_TR: Float[Tensor, "T R"]
+    ) -> tuple[Float[Tensor, "T HG K"], Float[Tensor, "T H K"], Float[Tensor, "T H K"]]:
+        """Return queries and keys, rotated, in the rotation's precision, and values."""
+        if self._reads_tokens:
+            x = _unit(torch.stack([token_TW, state_TW], dim=1), self._norm_eps).flatten(1)
+        else:
+            x = _unit(state_TW, self._norm_eps)
+        heads = self.qkv(x).view(len(x), -1, self._head_size)
+        cos, signed_sin = rotation_TR[:, None].chunk(2, dim=-1)
+        turned = heads[:, : self._num_rotated]
+        turned = torch.addcmul(turned * cos, turned.roll(self._head_size // 2, -1), signed_sin)
+        return turned[:, : self._num_heads], turned[:, self._num_heads :], heads[:, self._num_rotated :]
+
+    def finished(self, state_TW: Float[Tensor, "T W"], attended: Float[Tensor, "T HGK"]) -> Float[Tensor, "T W"]:
+        """Return the layer's output for the attention's."""
+        state_TW = state_TW + self.output(attended)
+        gate, up = self.gate_up(_unit(state_TW, self._norm_eps)).chunk(2, dim=-1)
+        return state_TW + self.down(functional.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class LeanHead(nn.Module):
+    """The net, with its own copy of the weights. `rows_MD` are the target's output rows of the head's tokens."""
+
+    def __init__(
+        self, head: DraftHead, rows_MD: Float[Tensor, "M D"], dtype: torch.dtype, device: torch.device, linears: str
+    ) -> None:
+        super().__init__()
+        self.shape = shape = head.shape
+        self.attention_dtype = torch.float32 if device.type == "cpu" else dtype
+        self.fuse = _map(head.fuse.weight * math.sqrt(shape.target_width))
+        self.token = _map(head.token.weight)
+        self.layers = nn.ModuleList(LeanLayer(layer) for layer in head.decoder)
+        output_MW = rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32)
+        self.output = _after_norm(output_MW, head.last_norm.weight, shape.width)
+        self.to(device, dtype)
+        prepare_linears(self, linears)
+        self._dtype = dtype
+        self._rotations = _Rotations(shape, device)
+
+    @property
+    def decoder(self) -> list[LeanLayer]:
+        """The decoder layers, first to last."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def features(self, states_TFD: Float[Tensor, "T F D"]) -> Float[Tensor, "T W"]:
+        """Fuse the target's states after the feature layers into one feature a token."""
+        return self.fuse(_unit(states_TFD, self.shape.norm_eps).flatten(-2).to(self._dtype))  # type: ignore[no-any-return]
+
+    def tokens(self, embeddings_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T W"]:
+        """Narrow the target's embeddings."""
+        return self.token(embeddings_TD.to(self._dtype))  # type: ignore[no-any-return]
+
+    def rotation(self, positions_T: Int[Tensor, " T"], end: int) -> Float[Tensor, "T R"]:
+        """Return cosines and signed sines of positions below `end`, float32."""
+        return self._rotations.at(positions_T, end)
+
+    def logits(self, state_TW: Float[Tensor, "T W"]) -> Float[Tensor, "T M"]:
+        """Return the draft logits of the head's tokens, float32."""
+        return self.output(_unit(state_TW, self.shape.norm_eps)).float()  # type: ignore[no-any-return]
+
+
+class _Rotations:
+    """A table of rotations by position, as long as it was needed to be."""
+
+    def __init__(self, shape: HeadShape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self._table_NR = torch.empty(0)
+
+    def at(self, positions_T: Int[Tensor, " T"], end: int) -> Float[Tensor, "T R"]:
+        if end > len(self._table_NR):
+            cos_N1K, sin_N1K = self._shape.rotary(torch.arange(1 << (end - 1).bit_length(), device=self._device))
+            first, second = sin_N1K[:, 0].chunk(2, dim=-1)
+            self._table_NR = torch.cat([cos_N1K[:, 0], -first, second], dim=-1)
+        return self._table_NR.index_select(0, positions_T)
+
+
+def _unit(x: Float[Tensor, "*T W"], eps: float) -> Float[Tensor, "*T W"]:
+    """Return rms_norm(x) / sqrt(W), its weight aside: the rest is in the map that follows."""
+    squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
+    return x * squares.add_(eps * x.shape[-1]).rsqrt_().to(x.dtype)
+
+
+def _after_norm(weight: Tensor, norm_weight: Tensor, width: int) -> nn.Linear:
+    return _map(weight * (norm_weight * math.sqrt(width)).to(weight.device))
+
+
+def _map(weight: Float[Tensor, "O I"]) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return linear
