@@ -5,6 +5,7 @@ was emitted are read here too: the target's own, before any edit. Shape key: N n
 """
 
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,8 +49,8 @@ class Judge:
 
     def _sound(self, forest: Forest, logits_NV: Tensor) -> list[bool]:
         """Return for each tree whether no logit is NaN and no maximum infinite (-inf is a masked token and sound)."""
-        is_sound_N = torch.isfinite(logits_NV.amax(-1)).tolist()
-        return [all(is_sound_N[first:end]) for first, end in zip(forest.offsets, forest.offsets[1:])]
+        is_sound = [math.isfinite(maximum) for maximum in logits_NV.amax(-1).tolist()]
+        return [all(is_sound[first:end]) for first, end in zip(forest.offsets, forest.offsets[1:])]
 
     def _by_rule(
         self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, logits_NV: Tensor

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.logit_edits import edited_logits
 from engine.plan import LawContext
 from engine.sampling_limits import MIN_TEMPERATURE
+from engine.transfer import column
 from engine.types import SamplingParams
 
 _FIRST_CANDIDATES = 1024  # a nucleus is looked for among this many likeliest tokens before all are sorted
@@ -27,8 +28,10 @@ def processed_laws(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContex
 
 def warped_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams]) -> Float[Tensor, "N V"]:
     """Return the laws of logits that are edited already: temperature and truncation alone."""
-    temperature_N1 = _column([max(params.temperature, MIN_TEMPERATURE) for params in sampling], logits_NV)
-    laws_NV = torch.softmax(logits_NV / temperature_N1, dim=-1)
+    temperatures = [max(params.temperature, MIN_TEMPERATURE) for params in sampling]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits_NV = logits_NV / column(temperatures, logits_NV)
+    laws_NV = torch.softmax(logits_NV, dim=-1)
     rows = [row for row, params in enumerate(sampling) if _truncates(params)]
     if rows:
         index = torch.tensor(rows, device=logits_NV.device)
@@ -38,10 +41,6 @@ def warped_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingPara
 
 def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 def _truncated(laws_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
@@ -78,8 +77,8 @@ def _edges(laws_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence
     is_uncut_N1 = top_k_N1 == laws_NV.shape[-1]
     mass_N1 = torch.where(is_uncut_N1, laws_NV.sum(-1, keepdim=True), allowed_NC.sum(-1, keepdim=True))
     before_NC = (allowed_NC.cumsum(-1) - allowed_NC) / mass_N1
-    top_p_N1 = _column([params.top_p for params in sampling], laws_NV)
-    min_p_N1 = _column([params.min_p for params in sampling], laws_NV)
+    top_p_N1 = column([params.top_p for params in sampling], laws_NV)
+    min_p_N1 = column([params.min_p for params in sampling], laws_NV)
     is_nucleus_NC = (before_NC < top_p_N1) | (top_p_N1 >= 1.0)
     is_kept_NC = is_allowed_NC & is_nucleus_NC & (values_NC >= min_p_N1 * values_NC[:, :1])
     least_N1 = values_NC.gather(-1, is_kept_NC.sum(-1, keepdim=True).clamp(min=1) - 1)

@@ -1,41 +1,40 @@
 """Directions: what a child inherits of its parent's mass, and with what probability a verdict ends at each node.
 
-Knows masses and tables, not laws. Holding the mass at 1 verifies top-down, passing it on verifies bottom-up
+Knows one tree's masses, not laws. Holding the mass at 1 verifies top-down, passing it on verifies bottom-up
 (docs/verification.md).
-
-Shape key: P packed nodes and the dummy, M nodes of one level, C tries.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.verify.layout import Layout
+from engine.tree import ROOT, TokenTree
 
 
-class Masses(NamedTuple):
-    """Phase 1, float64. None of them depends on a uniform.
+class Odds(NamedTuple):
+    """What phase 1 found of one tree, by node: none of it depends on a uniform.
 
-    `prefix_P`: mass a node had when its children were tried; `tried_PC`: chance that a try is taken, those before it
-    refused; `final_P`: chance that a node is accepted, all its children refused. The dummy has 0 everywhere.
+    `tries[v]`: the children tried after node v, in order; `tried[v]`: the chance that each try is taken, those before it refused;
+    `final[v]`: the chance that v is accepted, all its children refused.
     """
 
-    prefix_P: Float[Tensor, " P"]
-    tried_PC: Float[Tensor, "P C"]
-    final_P: Float[Tensor, " P"]
+    tries: Sequence[Sequence[int]]
+    tried: Sequence[Sequence[float]]
+    final: Sequence[float]
 
 
 class Direction(Protocol):
     """The order in which a tree is judged."""
 
-    def inherited(self, tried_MC: Float[Tensor, "M C"]) -> Float[Tensor, "M C"]:
+    def inherited(self, tried: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """Return the prefix mass that each try hands to its child."""
         ...
 
-    def stop_law(self, layout: Layout, masses: Masses) -> Float[Tensor, " P"]:
-        """Return the probability that the accepted path of its tree ends at each node; 1 over each tree."""
+    def stop_law(self, tree: TokenTree, odds: Odds) -> list[float]:
+        """Return the probability that the accepted path ends at each node; they sum to 1."""
         ...
 
 
@@ -45,32 +44,35 @@ class BottomUp:
     Needs a plan that gives each child its mass at one try, if it is tried more than once: a child has one mass.
     """
 
-    def inherited(self, tried_MC: Float[Tensor, "M C"]) -> Float[Tensor, "M C"]:
+    def inherited(self, tried: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """Pass the mass on."""
-        return tried_MC
+        return tried
 
-    def stop_law(self, layout: Layout, masses: Masses) -> Float[Tensor, " P"]:
+    def stop_law(self, tree: TokenTree, odds: Odds) -> list[float]:
         """Return final[v] times the product of 1 - final[w] over the w before v in post-order."""
-        order_BW = layout.post_order_BW
-        return torch.zeros_like(masses.final_P).scatter_(0, order_BW.flatten(), in_turn(masses.final_P[order_BW]).flatten())
+        stops, refused = [0.0] * tree.num_nodes, 1.0
+        for node in tree.post_order:
+            stops[node] = refused * odds.final[node]
+            refused *= 1.0 - odds.final[node]
+        return stops
 
 
 class TopDown:
     """Root first: descend into the try that is taken, stop where none is. A node once reached is never given up."""
 
-    def inherited(self, tried_MC: Float[Tensor, "M C"]) -> Float[Tensor, "M C"]:
+    def inherited(self, tried: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """Start every child anew with all the mass."""
-        return torch.ones_like(tried_MC)
+        return torch.ones_like(tried)
 
-    def stop_law(self, layout: Layout, masses: Masses) -> Float[Tensor, " P"]:
+    def stop_law(self, tree: TokenTree, odds: Odds) -> list[float]:
         """Return the product of branching probabilities along the path times the chance that no child is taken."""
-        shares_PC = in_turn(masses.tried_PC)
-        reached_P = torch.zeros_like(masses.final_P)
-        reached_P[layout.nodes_BW[:, 0]] = 1.0
-        for level in layout.levels:
-            entered_MC = reached_P[level.nodes_M, None] * shares_PC[level.nodes_M]
-            reached_P.index_add_(0, layout.children_PC[level.nodes_M].flatten(), entered_MC.flatten())
-        return reached_P * (1.0 - masses.tried_PC).prod(-1)
+        left = [0.0] * tree.num_nodes  # of the chance to reach a node: what its tries so far have not taken
+        left[ROOT] = 1.0
+        for node, (children, tried) in enumerate(zip(odds.tries, odds.tried, strict=True)):  # parents before children
+            for child, chance in zip(children, tried, strict=True):
+                left[child] += left[node] * chance
+                left[node] *= 1.0 - chance
+        return left
 
 
 def in_turn(odds: Float[Tensor, "*batch C"]) -> Float[Tensor, "*batch C"]:

@@ -1,14 +1,17 @@
-"""Checks of what a verifier is given: trees on the host before anything is computed, laws with one transfer at the end.
+"""Checks of what a verifier is given: trees before anything is computed, laws by a few numbers that reach the host late.
 
-Shape key: B trees, N packed nodes, P = N + 1 (with the dummy), C tries, V vocabulary.
+Shape key: N packed nodes, R draft laws, V vocabulary, Y tries of all levels.
 """
 
-import torch
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from jaxtyping import Float
 from torch import Tensor
 
 from engine.forest import Forest
-from engine.verify.errors import ImpossibleDraftError, NotFiniteLawError
+from engine.verify.errors import ImpossibleDraftError, LawError, NotFiniteLawError
 from engine.verify.layout import Layout
 
 
@@ -23,23 +26,41 @@ def check_trees(forest: Forest, *, reads_draft: bool) -> None:
         raise ImpossibleDraftError(faulty)
 
 
-def check_laws(forest: Forest, target_laws_NV: Float[Tensor, "N V"], layout: Layout, *, reads_draft: bool) -> None:
-    """Raise NotFiniteLawError or ImpossibleDraftError (a drafted token of probability 0) with the trees concerned."""
-    is_finite_P = torch.ones_like(layout.law_rows_P, dtype=torch.bool)
-    is_finite_P[:-1] = target_laws_NV.sum(-1).isfinite()
-    is_possible_P = torch.ones_like(is_finite_P)
-    if reads_draft and layout.levels:
-        is_try_PC = layout.is_try_PC
-        is_finite_P &= forest.draft_laws_RV.sum(-1).isfinite()[layout.law_rows_P] | ~is_try_PC.any(-1)
-        drawn_PC = forest.draft_laws_RV[layout.law_rows_P[:, None], layout.tokens_PC]
-        is_possible_P = ((drawn_PC > 0.0) | ~is_try_PC).all(-1)
-    by_tree_2BW = torch.stack([is_finite_P, is_possible_P])[:, layout.nodes_BW]
-    is_finite, is_possible = by_tree_2BW.all(-1).tolist()
-    _raise_unless(is_finite, is_possible)
+class Evidence(NamedTuple):
+    """What tells laws that make sense: the sums of the laws that are read, and the draft probability of every try."""
+
+    target_sums_N: Float[Tensor, " N"]
+    draft_sums_R: Float[Tensor, " R"]
+    tried_Y: Float[Tensor, " Y"]
 
 
-def _raise_unless(is_finite: list[bool], is_possible: list[bool]) -> None:
-    if not all(is_finite):
-        raise NotFiniteLawError(b for b, good in enumerate(is_finite) if not good)
-    if not all(is_possible):
-        raise ImpossibleDraftError(b for b, good in enumerate(is_possible) if not good)
+def evidence_of(forest: Forest, target_laws_NV: Float[Tensor, "N V"], layout: Layout, *, reads_draft: bool) -> Evidence:
+    """Return the evidence, on the device; of the draft nothing where it is not read."""
+    target_sums_N = target_laws_NV.sum(-1)
+    if not (reads_draft and layout.levels):
+        return Evidence(target_sums_N, target_sums_N[:0], target_sums_N[:0])
+    tried_XC = forest.draft_laws_RV[layout.all_levels.law_rows_M[:, None], layout.all_levels.tokens_MC]
+    return Evidence(target_sums_N, forest.draft_laws_RV.sum(-1), tried_XC.view(-1))
+
+
+def check_laws(
+    forest: Forest, layout: Layout, target_sums: Sequence[float], draft_sums: Sequence[float], tried: Sequence[float]
+) -> None:
+    """Raise NotFiniteLawError or ImpossibleDraftError (a drafted token of probability 0) with the trees concerned.
+
+    The numbers are those of the evidence.
+    """
+    is_finite = [math.isfinite(total) for total in target_sums]
+    is_possible = [True] * len(is_finite)
+    for node, chances in enumerate(layout.by_node(tried)):
+        if chances:
+            is_finite[node] = is_finite[node] and math.isfinite(draft_sums[layout.law_rows[node]])
+            is_possible[node] = all(chance > 0.0 for chance in chances)
+    _raise_unless(NotFiniteLawError, forest, is_finite)
+    _raise_unless(ImpossibleDraftError, forest, is_possible)
+
+
+def _raise_unless(error: type[LawError], forest: Forest, is_sound: Sequence[bool]) -> None:
+    faulty = [b for b, (first, end) in enumerate(zip(forest.offsets, forest.offsets[1:])) if not all(is_sound[first:end])]
+    if faulty:
+        raise error(faulty)

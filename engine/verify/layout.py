@@ -3,12 +3,12 @@
 Knows shapes only, no laws: everything here is decided on the host before any tensor is computed. Packed nodes are numbered
 tree after tree; number N, one past the last, is a dummy that pads ragged tables and carries no probability.
 
-Shape key: B trees, N packed nodes, P = N + 1 (the dummy included), M nodes of one level, C tries of a node, W the most nodes
-of a tree.
+Shape key: N packed nodes, M nodes of one level, C the most tries of a node, Y = M C.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from engine.forest import Forest
+from engine.transfer import integers
 
 # Entries of laws worked on at once: on a CPU a few rows that stay in its cache (twice as fast as 64), elsewhere a memory bound.
 _CPU_ENTRIES, _DEVICE_ENTRIES = 1 << 20, 1 << 24
@@ -28,48 +29,85 @@ _T = TypeVar("_T")
 class Level:
     """Nodes that are handled together, those with most tries first.
 
+    `law_rows_M` is the row of the law that a node's children were drawn from, 0 where there is none. Try j of node m carries
+    `tokens_MC[m, j]` and would enter packed node `children_Y[m C + j]`; where there is none they are 0 and the dummy.
     `num_tried[j]` nodes, the first ones, have more than j tries: a loop over sibling ranks runs on ever shorter prefixes.
     """
 
     nodes_M: Int[Tensor, " M"]
+    law_rows_M: Int[Tensor, " M"]
+    tokens_MC: Int[Tensor, "M C"]
+    children_Y: Int[Tensor, " Y"]
+    is_try_MC: Bool[Tensor, "M C"]
     num_tried: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tables. `levels` holds the nodes with tries, parents before children.
+    """What is tried after each packed node, on the host; levels are made of it, all that are asked for together in one transfer.
 
-    `children_PC[v, j]` is the packed node that the j-th try of node v would enter, the dummy where there is none;
-    `tokens_PC` is its token. `law_rows_P` is the row of the law that v's children were drawn from, 0 where there is none.
-    `nodes_BW` lists each tree's packed nodes in node order, `post_order_BW` in post-order.
+    `groups` are the nodes with tries, level by level, parents before children.
     """
 
     tries: tuple[tuple[int, ...], ...]
-    levels: tuple[Level, ...]
-    children_PC: Int[Tensor, "P C"]
-    tokens_PC: Int[Tensor, "P C"]
-    law_rows_P: Int[Tensor, " P"]
-    depths_P: Int[Tensor, " P"]
-    nodes_BW: Int[Tensor, "B W"]
-    post_order_BW: Int[Tensor, "B W"]
+    token_ids: tuple[int, ...]
+    law_rows: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    device: torch.device
 
     @property
     def dummy(self) -> int:
         """The packed number that stands for no node, N."""
         return len(self.tries)
 
-    @property
-    def is_try_PC(self) -> Bool[Tensor, "P C"]:
-        """Which entries of the tables are tries rather than padding."""
-        return self.children_PC != self.dummy
+    @cached_property
+    def all_levels(self) -> Level:
+        """The levels end to end: a table of every try, not a level whose ranks could be looped over."""
+        return self._end_to_end(self.groups)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The nodes with tries, parents before children."""
+        return self._cut(self.all_levels, self.groups)
 
     def level(self, nodes: Iterable[int]) -> Level:
         """Return these packed nodes as a level, reordered so that those with most tries come first."""
-        return _level(nodes, self.tries, self.nodes_BW.device)
+        group = _most_tries_first(nodes, self.tries)
+        return self._cut(self._end_to_end([group]), [group])[0]
 
     def num_tries(self, node: int) -> int:
         """Return how many tries a packed node has."""
         return len(self.tries[node])
+
+    def by_node(self, values: Sequence[float]) -> list[Sequence[float]]:
+        """Return of numbers given for every entry of the tables of all levels those of each packed node's tries."""
+        nodes = [*chain.from_iterable(self.groups)]
+        width = len(values) // max(1, len(nodes))
+        found: list[Sequence[float]] = [()] * len(self.tries)
+        for row, node in enumerate(nodes):
+            found[node] = values[row * width : row * width + len(self.tries[node])]
+        return found
+
+    def _end_to_end(self, groups: Sequence[Sequence[int]]) -> Level:
+        nodes = [*chain.from_iterable(groups)]
+        width = max((len(self.tries[node]) for node in nodes), default=0) or 1
+        children = [child for node in nodes for child in _padded(self.tries[node], width, self.dummy)]
+        tokens = [self.token_ids[child] for child in children]
+        table = integers([*nodes, *(self.law_rows[node] for node in nodes), *tokens, *children], self.device)
+        nodes_M, law_rows_M, tokens_Y, children_Y = table.split_with_sizes([len(nodes), len(nodes), len(tokens), len(tokens)])
+        is_try_Y = children_Y != self.dummy
+        return Level(nodes_M, law_rows_M, tokens_Y.view(-1, width), children_Y, is_try_Y.view(-1, width), ())
+
+    def _cut(self, whole: Level, groups: Sequence[Sequence[int]]) -> tuple[Level, ...]:
+        sizes, width = [len(group) for group in groups], whole.tokens_MC.shape[1]
+        parts = zip(
+            _cut(whole.nodes_M, sizes),
+            _cut(whole.law_rows_M, sizes),
+            _cut(whole.tokens_MC, sizes),
+            _cut(whole.children_Y, [size * width for size in sizes]),
+            _cut(whole.is_try_MC, sizes),
+        )
+        return tuple(Level(*part, _num_tried(group, self.tries)) for part, group in zip(parts, groups))
 
 
 def rows_at_once(vocab_size: int, device: torch.device) -> int:
@@ -83,59 +121,45 @@ def chunks(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
 
 
 def lay_out(forest: Forest, tries: Sequence[Sequence[Sequence[int]]], max_rows: int, device: torch.device) -> Layout:
-    """Build the tables; `tries[b][v]` are the children of node v of tree b that a plan tries, in its order.
+    """Lay the forest out; `tries[b][v]` are the children of node v of tree b that a plan tries, in its order.
 
     A level holds nodes of one depth, at most `max_rows`; they do not depend on each other.
     """
-    num_nodes = forest.num_nodes
     packed = tuple(
         tuple(offset + child for child in kids) for offset, tree_tries in zip(forest.offsets, tries) for kids in tree_tries
     )
-    token_ids = [*chain.from_iterable(tree.token_ids for tree in forest.trees), 0]
-    children_PC = _padded([*packed, ()], num_nodes)
-    law_rows = [row or 0 for rows in forest.law_rows for row in rows]
     depths = [depth for tree in forest.trees for depth in tree.depths]
-
-    def table(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
     return Layout(
         tries=packed,
-        levels=tuple(_level(nodes, packed, device) for nodes in _nodes_by_level(depths, packed, max_rows)),
-        children_PC=table(children_PC),
-        tokens_PC=table([[token_ids[child] for child in kids] for kids in children_PC]),
-        law_rows_P=table([*law_rows, 0]),
-        depths_P=table([*depths, 0]),
-        nodes_BW=table(_padded(_orders(forest, [range(tree.num_nodes) for tree in forest.trees]), num_nodes)),
-        post_order_BW=table(_padded(_orders(forest, [tree.post_order for tree in forest.trees]), num_nodes)),
+        token_ids=(*chain.from_iterable(tree.token_ids for tree in forest.trees), 0),
+        law_rows=tuple(row or 0 for rows in forest.law_rows for row in rows),
+        groups=_nodes_by_level(depths, packed, max_rows),
+        device=device,
     )
 
 
-def _orders(forest: Forest, orders: Sequence[Iterable[int]]) -> list[list[int]]:
-    return [[offset + node for node in order] for offset, order in zip(forest.offsets, orders)]
-
-
-def _padded(rows: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
-    """Return rows of equal length, one entry at least."""
-    width = max(1, *map(len, rows))
-    return [[*row, *[filler] * (width - len(row))] for row in rows]
-
-
-def _nodes_by_level(depths: Sequence[int], tries: Sequence[Sequence[int]], max_rows: int) -> list[Sequence[int]]:
+def _nodes_by_level(depths: Sequence[int], tries: Sequence[Sequence[int]], max_rows: int) -> tuple[tuple[int, ...], ...]:
     """Return the nodes with tries in groups of one depth and at most `max_rows`, most tries first."""
     by_depth: list[list[int]] = [[] for _ in range(max(depths, default=0) + 1)]
     for node, depth in enumerate(depths):
         if tries[node]:
             by_depth[depth].append(node)
-    return [part for nodes in by_depth for part in chunks(_most_tries_first(nodes, tries), max_rows)]
+    return tuple(tuple(part) for nodes in by_depth for part in chunks(_most_tries_first(nodes, tries), max_rows))
 
 
 def _most_tries_first(nodes: Iterable[int], tries: Sequence[Sequence[int]]) -> list[int]:
     return sorted(nodes, key=lambda node: -len(tries[node]))
 
 
-def _level(nodes: Iterable[int], tries: Sequence[Sequence[int]], device: torch.device) -> Level:
-    ordered = _most_tries_first(nodes, tries)
+def _num_tried(ordered: Sequence[int], tries: Sequence[Sequence[int]]) -> tuple[int, ...]:
     counts = [len(tries[node]) for node in ordered]
-    num_tried = tuple(sum(count > rank for count in counts) for rank in range(max(counts, default=0)))
-    return Level(torch.tensor(ordered, dtype=torch.int64, device=device), num_tried)
+    return tuple(sum(count > rank for count in counts) for rank in range(max(counts, default=0)))
+
+
+def _padded(row: Sequence[int], width: int, filler: int) -> tuple[int, ...]:
+    return (*row, *(filler,) * (width - len(row)))
+
+
+def _cut(tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Return the parts of a tensor; one part is the tensor itself, with no view made of it."""
+    return (tensor,) if len(sizes) == 1 else tensor.split_with_sizes(sizes)

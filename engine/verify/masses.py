@@ -4,34 +4,59 @@ Phase 1 computes all masses, a level of all trees at a time: loops run over dept
 node at which each accepted path ends, then the extra token. Knows neither which trees a rule is exact on (rules.py) nor how
 trees were grown. Source: the theorem of docs/verification.md.
 
-Shape key: B trees, N packed nodes, P = N + 1 (with the dummy), M nodes of one level, R draft laws, V vocabulary.
+Shape key: N packed nodes, P = N + 1 (with the dummy), M nodes of one level, Y their tries (padded), R draft laws, V vocabulary.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.forest import Forest
-from engine.keys import StepKey, Stream, stream_key
-from engine.noise import uniforms
-from engine.verify.directions import Direction, Masses
-from engine.verify.faults import check_laws, check_trees
+from engine.keys import StepKey, Stream, stream_key, uniform
+from engine.transfer import floats, to_host
+from engine.tree import TokenTree
+from engine.verify.directions import Direction, Odds
+from engine.verify.faults import check_laws, check_trees, evidence_of
 from engine.verify.layout import Layout, Level, chunks, lay_out, rows_at_once
 from engine.verify.plans import Families, LocalPlan
 from engine.verify.verdict import Verdict
 
 
+class Masses(NamedTuple):
+    """Phase 1, float64, on the device. None of it depends on a uniform.
+
+    `prefix_P`: mass a node had when its children were tried, or has if none are; then level by level `tried_Y`: chance that a try
+    is taken, those before it refused, and `final_M`: chance that a node is accepted, all its children refused.
+    """
+
+    prefix_P: Float[Tensor, " P"]
+    tried_Y: tuple[Float[Tensor, " Y"], ...]
+    final_M: tuple[Float[Tensor, " M"], ...]
+
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        """All of it, in that order."""
+        return (self.prefix_P, *self.tried_Y, *self.final_M)
+
+
 @dataclass(frozen=True)
 class Case:
-    """One step's forest, laid out for one plan, with the target's laws after each node."""
+    """One step's forest, laid out for one plan, with the target's laws after each node.
+
+    `tries[b][v]` are the children of node v of tree b in the order of the plan's tries.
+    """
 
     forest: Forest
     target_laws_NV: Float[Tensor, "N V"]
-    layout: Layout
     plan: LocalPlan
+    tries: Sequence[Sequence[Sequence[int]]]
+    layout: Layout
 
     @classmethod
     def of(cls, forest: Forest, target_laws_NV: Float[Tensor, "N V"], plan: LocalPlan) -> "Case":
@@ -41,7 +66,7 @@ class Case:
         check_trees(forest, reads_draft=plan.reads_draft)
         tries = [plan.tries(tree) for tree in forest.trees]
         layout = lay_out(forest, tries, _max_rows(target_laws_NV), target_laws_NV.device)
-        return cls(forest, target_laws_NV, layout, plan)
+        return cls(forest, target_laws_NV, plan, tries, layout)
 
     def families(self, level: Level, prefix_P: Float[Tensor, " P"]) -> Families:
         """Return what the plan may see of the nodes of a level."""
@@ -49,27 +74,40 @@ class Case:
             target_laws_NV=self.target_laws_NV,
             draft_laws_RV=self.forest.draft_laws_RV,
             nodes_M=level.nodes_M,
-            law_rows_M=self.layout.law_rows_P[level.nodes_M],
-            tokens_MC=self.layout.tokens_PC[level.nodes_M],
-            is_try_MC=self.layout.is_try_PC[level.nodes_M],
-            mass_M=prefix_P[level.nodes_M],
+            law_rows_M=level.law_rows_M,
+            tokens_MC=level.tokens_MC,
+            is_try_MC=level.is_try_MC,
+            mass_M=prefix_P.index_select(0, level.nodes_M),
             num_tried=level.num_tried,
         )
 
     def masses(self, direction: Direction) -> Masses:
         """Phase 1: the mass of every node, from the roots down; no uniform and no host round trip is involved."""
-        layout = self.layout
-        tried_PC = torch.zeros_like(layout.tokens_PC, dtype=torch.float64)
-        prefix_P, kept_P = tried_PC.new_zeros(layout.dummy + 1), tried_PC.new_zeros(layout.dummy + 1)
-        prefix_P[layout.nodes_BW[:, 0]] = 1.0
-        for level in layout.levels:
+        is_root_P = [0.0] * (self.layout.dummy + 1)
+        for root in self.forest.offsets[:-1]:
+            is_root_P[root] = 1.0
+        prefix_P = floats(is_root_P, self.target_laws_NV.device)
+        tried_Y, final_M = [], []
+        for level in self.layout.levels:
             split = self.plan.split(self.families(level, prefix_P))
-            tried_PC[level.nodes_M], kept_P[level.nodes_M] = split.tried_MC, split.final_M
-            children_X, inherited_X = layout.children_PC[level.nodes_M].flatten(), direction.inherited(split.tried_MC).flatten()
-            prefix_P.scatter_reduce_(0, children_X, inherited_X, "amax")  # one try of a child carries its mass, the others 0
-        prefix_P[layout.dummy] = 0.0
-        is_leaf_P = ~layout.is_try_PC.any(-1)
-        return Masses(prefix_P, tried_PC, torch.where(is_leaf_P, prefix_P, kept_P))
+            tried_Y.append(split.tried_MC.view(-1))
+            final_M.append(split.final_M)
+            # One try of a child carries its mass, the others 0.
+            prefix_P.scatter_reduce_(0, level.children_Y, direction.inherited(tried_Y[-1]), "amax")
+        return Masses(prefix_P, tuple(tried_Y), tuple(final_M))
+
+    def odds(self, masses: Masses) -> list[Odds]:
+        """Return what phase 1 found of each tree, on the host: one transfer. Raises a LawError if laws make no sense."""
+        layout, num_levels = self.layout, len(self.layout.groups)
+        evidence = evidence_of(self.forest, self.target_laws_NV, layout, reads_draft=self.plan.reads_draft)
+        target_sums, draft_sums, draft_chances, prefix, *levels = to_host([*evidence, *masses.all])
+        check_laws(self.forest, layout, target_sums, draft_sums, draft_chances)
+        tried = layout.by_node([*chain.from_iterable(levels[:num_levels])])
+        final = prefix[: layout.dummy]  # a leaf's own mass
+        for node, chance in zip(chain.from_iterable(layout.groups), chain.from_iterable(levels[num_levels:])):
+            final[node] = chance
+        spans = zip(self.forest.offsets, self.forest.offsets[1:])
+        return [Odds(tries, tried[first:end], final[first:end]) for tries, (first, end) in zip(self.tries, spans)]
 
     def extra_weights(self, level: Level, prefix_P: Float[Tensor, " P"]) -> Float[Tensor, "M V"]:
         """Return unnormalised laws of the extra token after each node of a level, all its children refused.
@@ -79,8 +117,8 @@ class Case:
         """
         families = self.families(level, prefix_P)
         weights_MV = self.plan.residual(families)
-        is_empty_M = weights_MV.sum(-1) <= 0.0
-        return torch.where(is_empty_M[:, None], families.target_MV(), weights_MV)
+        is_empty_M1 = weights_MV.sum(-1, keepdim=True) <= 0.0
+        return torch.where(is_empty_M1, families.target_MV(), weights_MV)
 
 
 @dataclass(frozen=True)
@@ -95,26 +133,27 @@ class TwoPhase:
         """Return one verdict a tree, whatever other trees are in the forest.
 
         Rows are computed in the dtype of the laws, scalars in float64. Phase 1 stays on the device; then a few numbers a
-        tree cross to the host, the nodes where the paths end, and at last the extra tokens. Raises a LawError that names
-        the trees whose laws cannot be judged.
+        tree cross to the host, once, and at last the extra tokens. Raises a LawError that names the trees whose laws cannot
+        be judged.
         """
         # 1. The masses of all nodes, and from them the law of where each accepted path ends.
         case = Case.of(forest, target_laws_NV, self.plan)
-        layout = case.layout
         masses = case.masses(self.direction)
-        stop_BW = self.direction.stop_law(layout, masses)[layout.nodes_BW]
-        expected_B = (stop_BW * (layout.depths_P[layout.nodes_BW] + 1)).sum(-1)
+        stop_laws = [self.direction.stop_law(tree, odds) for tree, odds in zip(forest.trees, case.odds(masses))]
 
-        # 2. That node, drawn for each tree; nothing is returned of laws that make no sense.
-        check_laws(forest, target_laws_NV, layout, reads_draft=self.plan.reads_draft)
-        nodes = draw(stop_BW, _uniforms(keys, Stream.ACCEPT, stop_BW.device)).tolist()
+        # 2. That node, drawn for each tree.
+        nodes = [draw_one(law, chance) for law, chance in zip(stop_laws, _uniforms(keys, Stream.ACCEPT))]
 
         # 3. The extra token, drawn from what is left after the node's children.
         extra_ids = _extra_ids(case, masses, nodes, keys)
         return [
-            Verdict(tree.path(node), extra_id, tokens)
-            for tree, node, extra_id, tokens in zip(forest.trees, nodes, extra_ids, expected_B.tolist())
+            Verdict(tree.path(node), extra_id, _expected_tokens(tree, law))
+            for tree, node, extra_id, law in zip(forest.trees, nodes, extra_ids, stop_laws)
         ]
+
+
+def _expected_tokens(tree: TokenTree, stop_law: Sequence[float]) -> float:
+    return sum(chance * (depth + 1) for chance, depth in zip(stop_law, tree.depths))
 
 
 def _extra_ids(case: Case, masses: Masses, nodes: Sequence[int], keys: Sequence[StepKey]) -> list[int]:
@@ -124,7 +163,7 @@ def _extra_ids(case: Case, masses: Masses, nodes: Sequence[int], keys: Sequence[
     drawn: list[Tensor] = []
     for trees in chunks(order, _max_rows(case.target_laws_NV)):
         weights_MV = case.extra_weights(case.layout.level(ends[b] for b in trees), masses.prefix_P)
-        drawn.append(draw(weights_MV, _uniforms([keys[b] for b in trees], Stream.EXTRA, weights_MV.device)))
+        drawn.append(draw(weights_MV, floats(_uniforms([keys[b] for b in trees], Stream.EXTRA), weights_MV.device)))
     extra_ids = dict(zip(order, torch.cat(drawn).tolist()))
     return [extra_ids[b] for b in range(len(ends))]
 
@@ -133,17 +172,24 @@ def _max_rows(laws_NV: Tensor) -> int:
     return rows_at_once(laws_NV.shape[-1], laws_NV.device)
 
 
+_MAX_UNIFORM = 1.0 - 2.0**-53  # its product with a total is less than the total, whatever that rounds to
+
+
 def draw(weights_MV: Float[Tensor, "M V"], uniforms_M: Float[Tensor, " M"]) -> Int[Tensor, " M"]:
     """Draw an index of each row by inverse CDF in float64; a row need not sum to 1.
 
     An index of weight 0 is never drawn, u = 0 and u = 1 included, as long as the cumulative sums never fall.
     """
     cdf_MV = weights_MV.cumsum(-1, dtype=torch.float64)
-    total_M1 = cdf_MV[:, -1:]
-    below_total_M1 = torch.nextafter(total_M1, torch.zeros_like(total_M1))
-    point_M1 = torch.minimum(uniforms_M[:, None] * total_M1, below_total_M1)
-    return torch.searchsorted(cdf_MV, point_M1, right=True).squeeze(-1)
+    point_M1 = uniforms_M[:, None].clamp(max=_MAX_UNIFORM) * cdf_MV[:, -1:]
+    return torch.searchsorted(cdf_MV, point_M1, right=True).view(-1)
 
 
-def _uniforms(keys: Sequence[StepKey], stream: Stream, device: torch.device) -> Float[Tensor, " B"]:
-    return uniforms([stream_key(key.seed, key.root_position, stream) for key in keys], 1, device).squeeze(-1)
+def draw_one(weights: Sequence[float], uniform: float) -> int:
+    """Draw an index of a few weights on the host, the one that `draw` draws."""
+    cdf = [*accumulate(weights)]
+    return bisect_right(cdf, min(uniform, _MAX_UNIFORM) * cdf[-1])
+
+
+def _uniforms(keys: Sequence[StepKey], stream: Stream) -> list[float]:
+    return [uniform(stream_key(key.seed, key.root_position, stream), 0) for key in keys]

@@ -8,7 +8,7 @@ Shape key: M families, A <= M of them still trying, C tries, V vocabulary.
 Formulas write p for the target law, q for the draft law and a for the prefix mass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -51,10 +51,16 @@ class Families:
 
     def draft_AV(self) -> Float[Tensor, "A V"]:
         """Return a fresh copy of the law that the children of each family with tries were drawn from."""
-        return self.draft_laws_RV.index_select(0, self.law_rows_M[: self.num_trying])
+        return self.draft_laws_RV.index_select(0, _first(self.law_rows_M, self.num_trying))
+
+    def tokens_A1(self, rank: int) -> Int[Tensor, "A 1"]:
+        """Return try `rank` of the families that have one."""
+        return _first(self.tokens_MC, self.num_tried[rank]).narrow(1, rank, 1)
 
     def first(self, count: int) -> "Families":
         """Return the first families, those with most tries."""
+        if count == len(self.nodes_M):
+            return self
         return replace(
             self,
             nodes_M=self.nodes_M[:count],
@@ -72,6 +78,11 @@ class Families:
     def target_at_tries_MC(self) -> Float[Tensor, "M C"]:
         """Return the target probability of each try in float64, 0 where there is none."""
         return self.target_laws_NV[self.nodes_M[:, None], self.tokens_MC].double() * self.is_try_MC
+
+
+def _first(rows: Tensor, count: int) -> Tensor:
+    """Return a view of the first rows; of all of them, the tensor itself."""
+    return rows if count == len(rows) else rows[:count]
 
 
 class Split(NamedTuple):
@@ -128,7 +139,7 @@ def split_by_shares(shares_MC: Float[Tensor, "M C"], none_M: Float[Tensor, " M"]
 def clear_tries_(weights_MV: Float[Tensor, "M V"], families: Families) -> Float[Tensor, "M V"]:
     """Set the weights of the drafted tokens to 0 in place: they are children, not extra tokens."""
     for rank, count in enumerate(families.num_tried):
-        weights_MV[:count].scatter_(1, families.tokens_MC[:count, rank : rank + 1], 0.0)
+        _first(weights_MV, count).scatter_(1, families.tokens_A1(rank), 0.0)
     return weights_MV
 
 
@@ -143,11 +154,11 @@ class WithReplacement:
 
     def split(self, families: Families) -> Split:
         """Try the draws in order against one law."""
-        return _try_in_order(families, _keep).split
+        return split_in_order(families, _keep)
 
     def residual(self, families: Families) -> Float[Tensor, "M V"]:
         """Return what the refused draws left of the target's law."""
-        return _try_in_order(families, _keep).weights_MV
+        return residual_in_order(families, _keep)
 
 
 class WithoutReplacement:
@@ -165,16 +176,11 @@ class WithoutReplacement:
 
     def split(self, families: Families) -> Split:
         """Try the children in order, each against q without those before it."""
-        return _try_in_order(families, _remove).split
+        return split_in_order(families, _remove)
 
     def residual(self, families: Families) -> Float[Tensor, "M V"]:
         """Return what the refused children left of the target's law."""
-        return _try_in_order(families, _remove).weights_MV
-
-
-class _Trial(NamedTuple):
-    split: Split
-    weights_MV: Tensor
+        return residual_in_order(families, _remove)
 
 
 class _AfterRefusal(Protocol):
@@ -193,28 +199,78 @@ def _remove(draft_AV: Tensor, tokens_A1: Tensor) -> None:
     draft_AV.div_(draft_AV.sum(-1, keepdim=True))
 
 
-def _try_in_order(families: Families, after_refusal: _AfterRefusal) -> _Trial:
-    """Accept x with min(1, a p(x) / q(x)), else go on with what is left; VERIFICATION by rejection, one try after another.
+def split_in_order(families: Families, after_refusal: _AfterRefusal) -> Split:
+    """Accept x with min(1, a p(x) / q(x)), else go on with what is left; VERIFICATION by rejection, one try after another."""
+    refusals = _Refusals(families, after_refusal)
+    odds = [refusals.odds_A1(rank) for rank in refusals]
+    return Split(_table(odds, families.tokens_MC), refusals.left(len(families.nodes_M)).mass_A)
+
+
+def residual_in_order(families: Families, after_refusal: _AfterRefusal) -> Float[Tensor, "M V"]:
+    """Return what is left of the target's law when all tries of `split_in_order` are refused."""
+    refusals = _Refusals(families, after_refusal)
+    for _ in refusals:
+        pass
+    return refusals.weights_MV
+
+
+class _Left(NamedTuple):
+    """After a refusal: its total S + 1 - a, by which the weights are to be divided, and the new mass."""
+
+    total_A: Tensor
+    mass_A: Tensor
+
+
+class _Refusals:
+    """Families whose tries are refused one after another: p and q as they stand, on copies that each refusal overwrites.
 
     The weights are w = a p, a law of total a. A refusal makes S = sum (w - q)+, w <- (w - q)+ / (S + 1 - a) and
     a <- S / (S + 1 - a). Scalars are float64 whatever the rows are.
     """
-    mass_M = families.mass_M.clone()
-    weights_MV = families.target_MV()
-    weights_MV.mul_(mass_M[:, None].to(weights_MV.dtype))
-    draft_AV = families.draft_AV()
-    tried_MC = torch.zeros_like(families.tokens_MC, dtype=torch.float64)
-    for rank, count in enumerate(families.num_tried):
-        going_on = sum(families.num_tried[rank + 1 : rank + 2])
-        tokens_A1 = families.tokens_MC[:count, rank : rank + 1]
-        ratio_A1 = weights_MV[:count].gather(1, tokens_A1).double() / draft_AV[:count].gather(1, tokens_A1)
-        tried_MC[:count, rank : rank + 1] = ratio_A1.clamp(max=1.0)
 
-        rest_A = weights_MV[:count].sub_(draft_AV[:count]).clamp_(min=0.0).sum(-1).double()
-        refused_A = rest_A + 1.0 - mass_M[:count]  # 0 only if a = 1 and p = q: then x was taken for certain
-        mass_M[:count] = torch.where(refused_A > 0.0, rest_A / refused_A, 1.0)
-        if going_on:
-            scale_A = torch.where(refused_A > 0.0, refused_A, 1.0).to(weights_MV.dtype)
-            weights_MV[:going_on].div_(scale_A[:going_on, None])
-            after_refusal(draft_AV[:going_on], tokens_A1[:going_on])
-    return _Trial(Split(tried_MC, mass_M), weights_MV)
+    def __init__(self, families: Families, after_refusal: _AfterRefusal) -> None:
+        self._families, self._after_refusal = families, after_refusal
+        self._mass_M = families.mass_M
+        self.weights_MV = families.target_MV()
+        self.weights_MV.mul_(self._mass_M[:, None].to(self.weights_MV.dtype))
+        self._draft_AV = families.draft_AV()
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through the ranks of the tries, which are refused as soon as the next is asked for."""
+        for rank, count in enumerate(self._families.num_tried):
+            if rank:
+                self._go_on_to(rank)
+            yield rank
+            _first(self.weights_MV, count).sub_(_first(self._draft_AV, count)).clamp_(min=0.0)
+
+    def odds_A1(self, rank: int) -> Float[Tensor, "A 1"]:
+        """Return the chance that the try to come is taken."""
+        tokens_A1 = self._families.tokens_A1(rank)
+        weights_A1 = _first(self.weights_MV, len(tokens_A1)).gather(1, tokens_A1).double()
+        return (weights_A1 / _first(self._draft_AV, len(tokens_A1)).gather(1, tokens_A1)).clamp_(max=1.0)
+
+    def left(self, count: int) -> _Left:
+        """Return what the last refusal left to the first families; a family without tries has lost nothing: S = a."""
+        rest_A, mass_A = _first(self.weights_MV, count).sum(-1).double(), _first(self._mass_M, count)
+        total_A = rest_A + 1.0 - mass_A  # 0 only if a = 1 and p = q: then x was taken for certain
+        return _Left(total_A, torch.where(total_A > 0.0, rest_A / total_A, 1.0))
+
+    def _go_on_to(self, rank: int) -> None:
+        """Make laws of what the try before left to the families with one more."""
+        count = self._families.num_tried[rank]
+        left = self.left(count)
+        self._mass_M = torch.cat([left.mass_A, self._mass_M[count:]])
+        scale_A = torch.where(left.total_A > 0.0, left.total_A, 1.0).to(self.weights_MV.dtype)
+        _first(self.weights_MV, count).div_(scale_A[:, None])
+        self._after_refusal(_first(self._draft_AV, count), _first(self._families.tokens_A1(rank - 1), count))
+
+
+def _table(columns: Sequence[Tensor], like_MC: Tensor) -> Float[Tensor, "M C"]:
+    """Return columns of one number for each of the first families as a table, 0 elsewhere."""
+    num_rows, width = like_MC.shape
+    if len(columns) < width or any(len(column) < num_rows for column in columns):
+        table_MC = torch.zeros_like(like_MC, dtype=torch.float64)
+        for rank, column_A1 in enumerate(columns):
+            table_MC[: len(column_A1), rank : rank + 1] = column_A1
+        return table_MC
+    return torch.cat([*columns], 1)

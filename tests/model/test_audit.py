@@ -101,7 +101,7 @@ def uniform_residual(self, level, prefix_P):
 def from_the_root(self, forest, target_laws_NV, keys):
     """Draw the extra token from the law after the root, wherever the path ends."""
     roots_BV = target_laws_NV[list(forest.offsets[:-1])]
-    extras = masses.draw(roots_BV, masses._uniforms(keys, Stream.EXTRA, roots_BV.device)).tolist()
+    extras = masses.draw(roots_BV, torch.tensor(masses._uniforms(keys, Stream.EXTRA), dtype=torch.float64)).tolist()
     return [Verdict(one.path, extra) for one, extra in zip(_JUDGE(self, forest, target_laws_NV, keys), extras, strict=True)]
 
 
@@ -150,10 +150,10 @@ class Kept(WithoutReplacement):
     """Duplicates merged, but a refused child's q is not set to 0 for its siblings."""
 
     def split(self, families):
-        return plans._try_in_order(families, plans._keep).split
+        return plans.split_in_order(families, plans._keep)
 
     def residual(self, families):
-        return plans._try_in_order(families, plans._keep).weights_MV
+        return plans.residual_in_order(families, plans._keep)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.pairs import VERIFIER_NAMES, is_exact
 from engine.tree import TreeKind
 from engine.verify.directions import Direction
-from engine.verify.masses import Case, TwoPhase
+from engine.verify.masses import Case, Masses, TwoPhase
 from engine.verify.plans import LocalPlan
 from engine.verify.rules import create_verifier
 from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, emitted_law, loss
@@ -27,12 +27,18 @@ def outcomes_of(rule: TwoPhase, batch: Batch) -> Outcomes:
     """Return the exact outcome laws of phase 1 and of what phase 2 draws from."""
     case = Case.of(batch.forest, batch.target_laws_NV, rule.plan)
     masses = case.masses(rule.direction)
-    stop_N = rule.direction.stop_law(case.layout, masses)[:-1]
+    stop_N = stop_laws(case, rule.direction, masses)
     extra_NV = torch.zeros_like(batch.target_laws_NV)
     level = case.layout.level(range(batch.forest.num_nodes))
     weights_NV = case.extra_weights(level, masses.prefix_P)
     extra_NV[level.nodes_M] = weights_NV / weights_NV.sum(-1, keepdim=True)
     return Outcomes(stop_N, extra_NV)
+
+
+def stop_laws(case: Case, direction: Direction, masses: Masses) -> Tensor:
+    """Return the probability that the path of its tree ends at each packed node."""
+    laws = [direction.stop_law(tree, odds) for tree, odds in zip(case.forest.trees, case.odds(masses))]
+    return torch.tensor([chance for law in laws for chance in law], dtype=torch.float64)
 
 
 def text_law(rule: TwoPhase, model: TinyModel, trees: list[DrawnTree]) -> Tensor:

@@ -18,7 +18,7 @@ from engine.verify.plans import Families, LocalPlan, TargetDraw
 from engine.verify.selections import BestRanked
 from tests.enumeration import Law, TinyModel, batch_of, delayed_trees, set_and_sample_trees
 from tests.model.verify.given import given_by
-from tests.model.verify.rules_under_test import EXACT, ON_DELAYED, RULES
+from tests.model.verify.rules_under_test import EXACT, ON_DELAYED, RULES, stop_laws
 from tests.model.verify.test_verify_plans import PLANS, AcceptsAlways
 
 Formula = Callable[[Law, Law, int], float]
@@ -175,8 +175,8 @@ def accepted_of(plan: LocalPlan, pairs: Sequence[tuple[Law, Law]], num_draws: in
     forest = Forest(tuple(trees), torch.tensor(np.stack([draft for _, draft in pairs])), law_rows)
     target_NV = torch.tensor(np.stack([pairs[i // len(outcomes)][0] for i, tree in enumerate(trees) for _ in tree.parents]))
     case = Case.of(forest, target_NV, plan)
-    stop_P = TopDown().stop_law(case.layout, case.masses(TopDown()))
-    stop_XD = stop_P[torch.tensor(forest.offsets[:-1])].view(len(pairs), len(outcomes)).numpy()
+    stop_N = stop_laws(case, TopDown(), case.masses(TopDown()))
+    stop_XD = stop_N[torch.tensor(forest.offsets[:-1])].view(len(pairs), len(outcomes)).numpy()
     probability_XD = np.stack([[np.prod(draft[list(draws)]) for draws in outcomes] for _, draft in pairs])
     return np.asarray(1.0 - (stop_XD * probability_XD).sum(-1))
 

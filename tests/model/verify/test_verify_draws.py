@@ -1,6 +1,7 @@
 """Phase 2: what is drawn follows the masses, each draw has its own randomness, and no tree depends on another."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from engine.noise import uniforms
 from engine.pairs import VERIFIER_NAMES
 from engine.tree import Expansion, TokenTree
 from engine.verify import masses
-from engine.verify.masses import TwoPhase, draw
+from engine.verify.masses import TwoPhase, draw, draw_one
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Verdict
 from tests.enumeration import Batch, TinyModel, batch_of, delayed_trees
@@ -139,8 +140,8 @@ def test_a_verdict_does_not_depend_on_batch_mates(name: str) -> None:
 
 
 def test_randomness_numbered_by_place_in_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_place(keys: Sequence[StepKey], stream: Stream, device: torch.device) -> Tensor:
-        return uniforms([stream_key(keys[0].seed, 0, stream)], len(keys), device)[0]
+    def by_place(keys: Sequence[StepKey], stream: Stream) -> list[float]:
+        return uniforms([stream_key(keys[0].seed, 0, stream)], len(keys))[0].tolist()
 
     monkeypatch.setattr(masses, "_uniforms", by_place)
     with pytest.raises(AssertionError):
@@ -179,6 +180,21 @@ def naive_draw(weights_MV: Tensor, uniforms_M: Tensor) -> Tensor:
 def test_an_index_of_weight_zero_is_never_drawn(weights: list[float], u: float) -> None:
     index = int(draw(torch.tensor([weights]), torch.tensor([u], dtype=torch.float64)))
     assert weights[index] > 0.0
+
+
+weight_lists = st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=1, max_size=8).filter(any)
+
+
+@given(weight_lists, st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.25, 0.5, 1.0 - 2.0**-53, 1.0])))
+def test_a_draw_on_the_host_is_that_of_the_device(weights: list[float], u: float) -> None:
+    one = torch.tensor([u], dtype=torch.float64)
+    assert draw_one(weights, u) == int(draw(torch.tensor([weights], dtype=torch.float64), one))
+
+
+def test_a_draw_on_the_host_from_the_left_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masses, "bisect_right", bisect_left)
+    with pytest.raises(AssertionError):
+        test_a_draw_on_the_host_is_that_of_the_device()
 
 
 def test_the_naive_inverse_does_draw_weight_zero() -> None:

@@ -16,7 +16,7 @@ from engine.verify.first_path import FirstPath
 from engine.verify.k_seq import KSeq
 from engine.verify.masses import TwoPhase
 from engine.verify.one_token import AcceptChosen, Choice, OneToken, Selection
-from engine.verify.plans import Families, Split, WithoutReplacement, _keep, _try_in_order, split_by_shares
+from engine.verify.plans import Families, Split, WithoutReplacement, _keep, residual_in_order, split_by_shares, split_in_order
 from engine.verify.selections import BestRanked, FirstDraw
 from tests.enumeration import (
     TinyModel,
@@ -42,10 +42,10 @@ class KeepsRefusedInDraftLaw(WithoutReplacement):
     """Duplicates merged but q not zeroed; top-down it is SpecInfer without multiplicity."""
 
     def split(self, families: Families) -> Split:
-        return _try_in_order(families, _keep).split
+        return split_in_order(families, _keep)
 
     def residual(self, families: Families) -> Tensor:
-        return _try_in_order(families, _keep).weights_MV
+        return residual_in_order(families, _keep)
 
 
 @pytest.mark.parametrize("direction", [BottomUp(), TopDown()], ids=["q-not-zeroed", "no-multiplicity"])

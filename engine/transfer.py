@@ -1,0 +1,32 @@
+"""A few numbers between the host and the device: a crossing costs the same whatever its size, so they cross together.
+
+Knows nothing of what the numbers mean.
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def integers(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return int64 numbers on the device."""
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+
+
+def floats(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return float64 numbers on the device."""
+    return torch.from_numpy(np.array(values, dtype=np.float64)).to(device)
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return numbers [N, 1] of the dtype and on the device of another tensor."""
+    return torch.from_numpy(np.array(values, dtype=np.float64)[:, None]).to(like)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Return the numbers of tensors of one axis, as float64: one transfer for all of them."""
+    numbers = iter(torch.cat([*tensors]).tolist())
+    return [[*islice(numbers, len(tensor))] for tensor in tensors]
