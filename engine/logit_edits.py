@@ -9,6 +9,7 @@ Knows parameters and token ids. The order is that of transformers' `generate` an
        presence_penalty     logit - penalty if it was generated at all             } transformers has neither
     4. min_tokens           -inf for tokens that stop the text while it is too short
     5. allowed_token_ids    -inf for all others
+    6. bad_words            -inf for the last token of each where the text, prompt included, ends with those before it
 
 The text of a node in a token tree ends with the drafted tokens on its path, so each node has edits of its own: that makes its
 law the one that plain decoding would have there. What costs grows with the tokens named or seen, not with the vocabulary (but
@@ -47,6 +48,7 @@ def edited_logits(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContext
         _penalise(logits_MV, rows)
         _hold_back_stops(logits_MV, rows)
         _allow_only(logits_MV, rows.sampling)
+        _forbid_words(logits_MV, rows)
     return edited_NV
 
 
@@ -131,3 +133,16 @@ def _allow_only(logits_MV: Float[Tensor, "M V"], sampling: SamplingParams) -> No
         ids_S = _index(sampling.allowed_token_ids, logits_MV)
         allowed_MS = logits_MV.index_select(-1, ids_S)
         logits_MV.fill_(float("-inf")).index_copy_(-1, ids_S, allowed_MS)
+
+
+def _forbid_words(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
+    """Rule out the token that would complete a bad word after each text."""
+    words = texts.sampling.bad_words
+    if not words:
+        return
+    num_before = max(map(len, words)) - 1
+    for row, path in enumerate(texts.paths):
+        end = (*texts.history[max(0, len(texts.history) - num_before) :], *path)
+        completing = [word[-1] for word in words if end[max(0, len(end) - len(word) + 1) :] == word[:-1]]
+        if completing:
+            logits_MV[row, _index(completing, logits_MV)] = float("-inf")

@@ -7,15 +7,17 @@ attention is a few batched products. Shape key: T query tokens, L keys, W tail k
     keys of a segment   [ earlier context: seen by every query | tail: seen as tail_visible_TW says ]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import chain, islice
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
+
+from engine.transfer import arrays
 
 _MAX_PADDING = 2.0  # a group may be at most this many times as large as its segments together
 
@@ -75,24 +77,24 @@ class Group:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """What one forward needs, on the device. `unpad_T` finds each packed token in the groups' padded outputs, end to end."""
+    """What one forward needs, on the device.
+
+    `unpad_T` finds each packed token in the groups' padded outputs, end to end; `is_identity` if they are in packed order
+    without padding.
+    """
 
     input_ids_1T: Int[Tensor, "1 T"]
     position_ids_1T: Int[Tensor, "1 T"]
     write_slots_T: Int[Tensor, " T"]
     groups: tuple[Group, ...]
     unpad_T: Int[Tensor, " T"]
+    is_identity: bool
     starts: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
         """Packed tokens, T."""
         return int(self.input_ids_1T.shape[1])
-
-    @cached_property
-    def is_identity(self) -> bool:
-        """Whether the groups' outputs are already in packed order without padding."""
-        return bool((self.unpad_T == torch.arange(len(self.unpad_T), device=self.unpad_T.device)).all())
 
 
 def _grouped(segments: Sequence[Segment]) -> list[list[int]]:
@@ -112,7 +114,8 @@ def _grouped(segments: Sequence[Segment]) -> list[list[int]]:
     return groups
 
 
-def _group(segments: Sequence[Segment], starts: Sequence[int], device: torch.device) -> Group:
+def _tables(segments: Sequence[Segment], starts: Sequence[int]) -> tuple[list[NDArray[np.int64]], NDArray[np.bool_]]:
+    """Return a group's integers (token indices, key slots, positions of queries and keys) and what each query sees."""
     num_rows = len(segments)
     height, width = max(s.num_tokens for s in segments), max(s.num_keys for s in segments)
     token_index = np.zeros((num_rows, height), dtype=np.int64)
@@ -132,9 +135,7 @@ def _group(segments: Sequence[Segment], starts: Sequence[int], device: torch.dev
         visible[row, tokens:, 0] = True
         query_positions[row, :tokens] = segment.positions
         key_positions[row, :keys] = segment.key_positions()
-    arrays = (token_index, slots, visible, query_positions, key_positions)
-    tensors = [torch.from_numpy(array).to(device) for array in arrays]
-    return Group(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4])
+    return [token_index, slots, query_positions, key_positions], visible
 
 
 def _unpadding(segments: Sequence[Segment], starts: Sequence[int], groups: Sequence[Sequence[int]]) -> NDArray[np.int64]:
@@ -154,16 +155,28 @@ def pack(segments: Sequence[Segment], device: torch.device) -> PackedBatch:
     starts = [0]
     for segment in segments:
         starts.append(starts[-1] + segment.num_tokens)
-    groups = _grouped(segments)
+    grouped = _grouped(segments)
+    unpad = _unpadding(segments, starts, grouped)
+    tables = [_tables([segments[i] for i in group], [starts[i] for i in group]) for group in grouped]
+    flat = [_flat(s.token_ids for s in segments), _flat(s.positions for s in segments), _flat(s.write_slots for s in segments)]
+    tensors = iter(arrays([*flat, unpad, *(table for integers, _ in tables for table in integers)], device))
+    input_ids_T, position_ids_T, write_slots_T, unpad_T = islice(tensors, 4)
 
-    def flat(lists: Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor([item for items in lists for item in items], dtype=torch.int64, device=device)
+    def group(visible: NDArray[np.bool_]) -> Group:
+        token_index_BT, key_slots_BL, query_positions_BT, key_positions_BL = islice(tensors, 4)
+        visible_BTL = torch.from_numpy(visible).to(device)
+        return Group(token_index_BT, key_slots_BL, visible_BTL, query_positions_BT, key_positions_BL)
 
     return PackedBatch(
-        input_ids_1T=flat([s.token_ids for s in segments])[None],
-        position_ids_1T=flat([s.positions for s in segments])[None],
-        write_slots_T=flat([s.write_slots for s in segments]),
-        groups=tuple(_group([segments[i] for i in group], [starts[i] for i in group], device) for group in groups),
-        unpad_T=torch.from_numpy(_unpadding(segments, starts, groups)).to(device),
+        input_ids_1T=input_ids_T[None],
+        position_ids_1T=position_ids_T[None],
+        write_slots_T=write_slots_T,
+        groups=tuple(group(visible) for _, visible in tables),
+        unpad_T=unpad_T,
+        is_identity=bool((unpad == np.arange(len(unpad))).all()),
         starts=tuple(starts),
     )
+
+
+def _flat(lists: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+    return np.array([*chain.from_iterable(lists)], dtype=np.int64)

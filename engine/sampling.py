@@ -1,7 +1,7 @@
-"""Logits to processed laws: what a request's edits, temperature, top-k, top-p and min-p make of them, row by row.
+"""Logits to processed laws: what a request's edits, temperature, top-k, top-p, min-p and typical-p make of them, row by row.
 
-The order is transformers' (edits, temperature, top-k, top-p, min-p), so that our law is `generate`'s. Tokens of equal probability
-are kept or dropped together: a law is a function of its own logits, never of the order in which a sort leaves ties.
+The order is transformers' (edits, temperature, top-k, top-p, min-p, typical-p), so that our law is `generate`'s. Tokens of equal
+probability are kept or dropped together: a law is a function of its own logits, never of the order in which a sort leaves ties.
 Shape key: N rows, V vocabulary, C candidates.
 """
 
@@ -36,6 +36,10 @@ def warped_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingPara
     if rows:
         index = torch.tensor(rows, device=logits_NV.device)
         laws_NV[index] = _truncated(laws_NV[index], [sampling[row] for row in rows])
+    rows = [row for row, params in enumerate(sampling) if params.typical_p < 1.0]
+    if rows:
+        index = torch.tensor(rows, device=logits_NV.device)
+        laws_NV[index] = _typical(laws_NV[index], column([sampling[row].typical_p for row in rows], laws_NV))
     return laws_NV
 
 
@@ -83,3 +87,15 @@ def _edges(laws_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence
     is_kept_NC = is_allowed_NC & is_nucleus_NC & (values_NC >= min_p_N1 * values_NC[:, :1])
     least_N1 = values_NC.gather(-1, is_kept_NC.sum(-1, keepdim=True).clamp(min=1) - 1)
     return _Edges(least_N1, torch.where(is_uncut_N1[:, 0], is_kept_NC[:, -1], is_allowed_NC[:, -1]))
+
+
+def _typical(laws_NV: Float[Tensor, "N V"], masses_N1: Float[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
+    """Keep the tokens whose surprise is nearest to the entropy until they have the mass (arXiv 2202.00666), and renormalise."""
+    logs_NV = laws_NV.log()
+    entropy_N1 = -(laws_NV * logs_NV).nansum(-1, keepdim=True)
+    oddity_NV = (logs_NV + entropy_N1).abs()  # infinite where a token cannot come
+    sorted_NV, order_NV = oddity_NV.sort(-1)
+    num_short_N1 = (laws_NV.gather(-1, order_NV).cumsum(-1) < masses_N1).sum(-1, keepdim=True)
+    most_N1 = sorted_NV.gather(-1, num_short_N1.clamp(max=laws_NV.shape[-1] - 1))
+    kept_NV = torch.where(oddity_NV <= most_N1, laws_NV, 0.0)
+    return kept_NV / kept_NV.sum(-1, keepdim=True)

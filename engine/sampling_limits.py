@@ -39,6 +39,8 @@ def _require_truncation(sampling: SamplingParams) -> None:
         raise NoLaw("top_p", f"top_p must lie in (0, 1], not {sampling.top_p}")
     if not 0.0 <= sampling.min_p <= 1.0:
         raise NoLaw("min_p", f"min_p must lie in [0, 1], not {sampling.min_p}")
+    if not 0.0 < sampling.typical_p <= 1.0:
+        raise NoLaw("typical_p", f"typical_p must lie in (0, 1], not {sampling.typical_p}")
     if sampling.top_k < 0 or (sampling.num_logprobs or 0) < 0:
         raise NoLaw("top_k" if sampling.top_k < 0 else "num_logprobs", "top_k and num_logprobs must not be negative")
 
@@ -69,8 +71,15 @@ def _require_tokens(sampling: SamplingParams, vocab_size: int, eos_token_ids: Se
         raise NoLaw("allowed_token_ids", "allowed_token_ids is empty: no token could come")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise NoLaw("min_tokens", f"min_tokens must lie in [0, max_tokens = {sampling.max_tokens}], not {sampling.min_tokens}")
+    _require_known("bad_words", [token_id for word in sampling.bad_words for token_id in word], vocab_size)
+    if () in sampling.bad_words:
+        raise NoLaw("bad_words", "a bad word has no tokens: no text is without it")
+    forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
+    possible = {*(range(vocab_size) if allowed is None else allowed)} - forbidden if forbidden or sampling.min_tokens else {-1}
+    if not possible:
+        raise NoLaw("bad_words", "bad_words forbid every token that could come")
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    if sampling.min_tokens and stops.issuperset(range(vocab_size) if allowed is None else allowed):
+    if sampling.min_tokens and stops.issuperset(possible):
         raise NoLaw("min_tokens", "min_tokens holds back every token: those that can come all stop the text")
 
 

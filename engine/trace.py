@@ -50,7 +50,9 @@ class TracedSampling(msgspec.Struct, frozen=True):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
+    typical_p: float = 1.0
 
 
 class TracedRow(msgspec.Struct, frozen=True, tag="row", tag_field="type", kw_only=True):

@@ -90,5 +90,7 @@ def _traced_sampling(sampling: SamplingParams) -> TracedSampling:
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias,
         allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_words,
         min_tokens=sampling.min_tokens,
+        typical_p=sampling.typical_p,
     )

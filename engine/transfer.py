@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -30,3 +31,10 @@ def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
     """Return the numbers of tensors of one axis, as float64: one transfer for all of them."""
     numbers = iter(torch.cat([*tensors]).tolist())
     return [[*islice(numbers, len(tensor))] for tensor in tensors]
+
+
+def arrays(values: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """Return arrays of integers on the device."""
+    together = torch.from_numpy(np.concatenate([array.ravel() for array in values])).to(device)
+    parts = together.split_with_sizes([array.size for array in values])
+    return [part.view(array.shape) for part, array in zip(parts, values, strict=True)]

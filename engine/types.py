@@ -30,14 +30,15 @@ class DraftSource(StrEnum):
 class SamplingParams:
     """How one request's tokens are drawn. Every field is honoured exactly under speculation.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. With a `seed` the text is a pure function of
-    (seed, prompt, sampling), whatever is drafted, unless the request names a verifier other than coupled. `num_logprobs` None
-    returns no log-probabilities, 0 only the chosen tokens', k also the k likeliest. `stop_token_ids` end the request and are not
-    part of its text; they come beside the model's own end tokens unless `ignore_eos`, and none of them can come before
-    `min_tokens` tokens have.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `typical_p` 1 are off. With a `seed` the text is a pure
+    function of (seed, prompt, sampling), whatever is drafted, unless the request names a verifier other than coupled.
+    `num_logprobs` None returns no log-probabilities, 0 only the chosen tokens', k also the k likeliest. `stop_token_ids` end the
+    request and are not part of its text; they come beside the model's own end tokens unless `ignore_eos`, and none of them can
+    come before `min_tokens` tokens have.
 
     `logit_bias` has (token id, bias) pairs. `repetition_penalty` looks at prompt and generated tokens, `presence_penalty` and
-    `frequency_penalty` at generated ones alone; `allowed_token_ids`, unless None, are the only ones that can come.
+    `frequency_penalty` at generated ones alone; `allowed_token_ids`, unless None, are the only ones that can come, and the token
+    sequences `bad_words` never do.
     engine.logit_edits says what each does.
     """
 
@@ -45,11 +46,13 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0
@@ -70,7 +73,8 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed before temperature and truncation; only then does the law depend on the text before."""
-        return self.has_penalties or bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
+        has_masks = self.allowed_token_ids is not None or bool(self.bad_words) or self.min_tokens > 0
+        return self.has_penalties or bool(self.logit_bias) or has_masks
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,9 @@ def _row_lines(row: TracedRow, spell: Spell) -> Iterator[str]:
 
 
 def _sampling_words(sampling: TracedSampling) -> str:
-    limits = [("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0), ("min_p", sampling.min_p, 0.0)]
-    words = [f"temperature {sampling.temperature:g}", *(f"{name} {value:g}" for name, value, off in limits if value != off)]
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0}
+    limits = [(name, getattr(sampling, name)) for name, none in off.items() if getattr(sampling, name) != none]
+    words = [f"temperature {sampling.temperature:g}", *(f"{name} {value:g}" for name, value in limits)]
     return ", ".join([*words, *(["seeded"] if sampling.is_seeded else [])])
 
 

@@ -32,9 +32,15 @@ class Check(StrEnum):
 
 
 def check_of(request: Request) -> Check | None:
-    """Return what can be checked of a request. A seed under another rule than coupled makes neither a choice nor a fresh draw."""
+    """Return what can be checked of a request.
+
+    A seed under another rule than coupled makes neither a choice nor a fresh draw; what typical-p keeps may hang on rounding far
+    from any edge that is watched.
+    """
     if request.sampling.is_greedy:
         return Check.GREEDY
+    if request.sampling.typical_p < 1.0:
+        return None
     if request.sampling.seed is None:
         return Check.SAMPLED
     return Check.COUPLED if request.speculation.verifier in (None, "coupled") else None

@@ -60,8 +60,10 @@ class AuditPlan:
 
     def __post_init__(self) -> None:
         for sampling in (setting.sampling for setting in self.settings):
-            if sampling.logit_bias or sampling.allowed_token_ids is not None or sampling.min_tokens:
-                raise ValueError("the reference has no logit_bias, allowed_token_ids or min_tokens, so they cannot be audited")
+            has_masks = sampling.allowed_token_ids is not None or sampling.bad_words or sampling.min_tokens
+            if sampling.logit_bias or has_masks or sampling.typical_p < 1.0:
+                names = "logit_bias, allowed_token_ids, bad_words, min_tokens or typical_p"
+                raise ValueError(f"the reference has no {names}, so they cannot be audited")
 
     def choice_settings(self) -> Iterator[Setting]:
         """Yield the settings whose tokens are no draws once the seed is known: greedy ones, then coupled ones."""

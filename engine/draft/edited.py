@@ -16,7 +16,10 @@ def may_hinder(sampling: SamplingParams, token_ids: Collection[int], num_generat
     if sampling.has_penalties or any((bias < 0.0) == (token_id in token_ids) for token_id, bias in sampling.logit_bias if bias):
         return True
     is_short, allowed = num_generated < sampling.min_tokens, sampling.allowed_token_ids
+    completing = {word[-1] for word in sampling.bad_words}
     return any(
-        (is_short and token_id in sampling.stop_token_ids) or (allowed is not None and token_id not in allowed)
+        (is_short and token_id in sampling.stop_token_ids)
+        or (allowed is not None and token_id not in allowed)
+        or token_id in completing
         for token_id in token_ids
     )

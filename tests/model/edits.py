@@ -1,6 +1,7 @@
 """What transformers makes of a request's edits: its own logits processors, and OpenAI's formula as one more."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -31,6 +33,20 @@ class GeneratedTokenPenalties(LogitsProcessor):
         return scores
 
 
+class BadWords(LogitsProcessor):
+    """Transformers' own, but for a word whose other tokens are the whole text: that one it lets pass."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._inner = NoBadWordsLogitsProcessor([[*word] for word in words])
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores: Tensor = self._inner(torch.nn.functional.pad(input_ids, (1, 0), value=_NO_TOKEN), scores)
+        return scores
+
+
+_NO_TOKEN = -1
+
+
 def processors_of(sampling: SamplingParams, num_prompt_tokens: int) -> LogitsProcessorList:
     """Return the processors in the order of `generate`: bias, penalties, masks."""
     processors = LogitsProcessorList()
@@ -43,4 +59,6 @@ def processors_of(sampling: SamplingParams, num_prompt_tokens: int) -> LogitsPro
     if sampling.allowed_token_ids is not None:
         allowed = list(sampling.allowed_token_ids)
         processors.append(PrefixConstrainedLogitsProcessor(lambda batch, text: allowed, 1))
+    if sampling.bad_words:
+        processors.append(BadWords(sampling.bad_words))
     return processors

@@ -90,7 +90,7 @@ def _all_padding_seen(group: Group) -> Group:
 
 
 def outputs_of_others(batch):
-    return replace(batch, unpad_T=batch.unpad_T.flip(0))
+    return replace(batch, unpad_T=batch.unpad_T.flip(0), is_identity=False)
 
 
 def window_ignored(batch):

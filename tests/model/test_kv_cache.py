@@ -136,14 +136,14 @@ _DRAFT_LEN_AFTER = Scheduler._draft_len_after
 @pytest.mark.usefixtures("poisoned_pools")
 def test_poisoned_pools_kill_padding_with_foreign_slots(monkeypatch):
     """Padded keys must be slots the row has written: padding with any free slot would gather NaN."""
-    group_of = packing._group
+    tables_of = packing._tables
 
-    def padded_with_the_last_slot(segments, starts, device):
-        group = group_of(segments, starts, device)
-        group.key_slots_BL.masked_fill_(~group.visible_BTL.any(1), NUM_SLOTS - 1)
-        return group
+    def padded_with_the_last_slot(segments, starts):
+        integers, visible = tables_of(segments, starts)
+        integers[1][~visible.any(1)] = NUM_SLOTS - 1
+        return integers, visible
 
-    monkeypatch.setattr(packing, "_group", padded_with_the_last_slot)
+    monkeypatch.setattr(packing, "_tables", padded_with_the_last_slot)
     with pytest.raises(AssertionError):
         errors_over_a_run("llama")
 

@@ -129,7 +129,7 @@ def padding_keys_seen(batch):
 
 
 def in_order_of_size(batch):
-    return replace(batch, unpad_T=torch.arange(batch.num_tokens))
+    return replace(batch, unpad_T=torch.arange(batch.num_tokens), is_identity=True)
 
 
 def slots_of_the_other_row(batch):

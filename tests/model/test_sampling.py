@@ -8,7 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from engine import sampling
 from engine.types import SamplingParams
@@ -84,6 +90,69 @@ def test_a_law_does_not_depend_on_batch_mates(params, seed, has_ties, first_cand
         alone = [laws_of(logits_NV[row : row + 1], [one])[0] for row, one in enumerate(params)]
     assert all(torch.equal(one > 0, other > 0) for one, other in zip(together, alone, strict=True))
     assert torch.allclose(together, torch.stack(alone), atol=1e-7)
+
+
+def typical_law(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Return transformers' law with typical-p after the other truncations."""
+    law_V = expected_law(logits_V, params)
+    scores = TypicalLogitsWarper(params.typical_p)(torch.zeros((1, 0), dtype=torch.int64), law_V.log()[None])
+    return torch.softmax(scores[0], -1)
+
+
+def typical_hangs_on_rounding(logits_V: Tensor, params: SamplingParams) -> bool:
+    """Whether float32 may see another mass reached, or another order of two tokens about as odd."""
+    nearby = [replace(params, typical_p=params.typical_p * (1 + shift)) for shift in (-1e-4, 1e-4)]
+    if not torch.equal(*[typical_law(logits_V, one) > 0.0 for one in nearby]):
+        return True
+    law_V = expected_law(logits_V, params)
+    oddity_V = (law_V.log() + torch.special.entr(law_V).sum()).abs()
+    is_kept_V = typical_law(logits_V, params) > 0.0
+    return bool((oddity_V[~is_kept_V] < oddity_V[is_kept_V].max() + 1e-4).any())
+
+
+def check_typical(laws_of, logits_NV: Tensor, params: list[SamplingParams]) -> int:
+    """Compare rows; return how many could be compared."""
+    num_compared = 0
+    for law_V, logits_V, one in zip(laws_of(logits_NV, params), logits_NV, params, strict=True):
+        if not is_on_an_edge(logits_V, one) and not typical_hangs_on_rounding(logits_V, one):
+            num_compared += 1
+            assert torch.allclose(law_V.double(), typical_law(logits_V, one), atol=4e-6)
+    return num_compared
+
+
+@given(
+    st.lists(st.tuples(sampling_params(), st.floats(0.05, 0.999)), min_size=1, max_size=5),
+    st.integers(0, 2**31),
+    st.sampled_from([2, 7, 61]),
+    st.sampled_from([0.1, 1.0, 4.0]),
+)
+def test_typical_laws_are_transformers_laws(drawn, seed, vocab_size, scale):
+    params = [replace(one, typical_p=mass) for one, mass in drawn]
+    check_typical(laws_of, random_logits(seed, len(params), vocab_size, scale, False), params)
+
+
+def typical_before_the_others(logits_NV, params):
+    plain = [replace(one, top_p=1.0, top_k=0, min_p=0.0) for one in params]
+    typical_NV = laws_of(logits_NV, plain).log()
+    return laws_of(typical_NV, [replace(one, typical_p=1.0, temperature=1.0) for one in params])
+
+
+def the_likeliest_first(logits_NV, params):
+    return laws_of(logits_NV, [replace(one, typical_p=1.0, top_p=one.typical_p * one.top_p) for one in params])
+
+
+def one_token_too_few(logits_NV, params):
+    laws_NV = laws_of(logits_NV, params)
+    return _renormalised(laws_NV, laws_NV > torch.where(laws_NV > 0, laws_NV, 2.0).amin(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("mutant", [typical_before_the_others, the_likeliest_first, one_token_too_few])
+def test_typical_laws_kill(mutant):
+    logits_NV = random_logits(5, 12, 61, 2.0, False)
+    params = [SamplingParams(temperature=0.6 + 0.1 * row, typical_p=0.3 + 0.05 * row, top_k=9) for row in range(12)]
+    assert check_typical(laws_of, logits_NV, params) > 6
+    with pytest.raises(AssertionError):
+        check_typical(mutant, logits_NV, params)
 
 
 def test_masked_tokens_stay_masked():

@@ -88,7 +88,7 @@ def test_a_trace_tells_what_happened(drafter, config, tmp_path):
 def test_all_that_makes_a_law_is_in_the_trace(tmp_path):
     """A reader who makes the laws again found no penalties, no bias and no masks."""
     limits: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_tokens": 2}
-    tokens: dict[str, Any] = {"logit_bias": ((7, 1.5),), "allowed_token_ids": tuple(range(3, 20))}
+    tokens: dict[str, Any] = {"logit_bias": ((7, 1.5),), "allowed_token_ids": tuple(range(3, 20)), "bad_words": ((4, 5),)}
     sampling = SamplingParams(0.8, top_p=0.9, top_k=9, min_p=0.01, max_tokens=4, **limits, **tokens)
     traced_run(engine_of("llama", "model", TREE), [Request("r", tuple(LONG), sampling)], tmp_path / "trace")
     for row in rows_of(tmp_path / "trace")["r"]:
