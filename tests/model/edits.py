@@ -40,8 +40,8 @@ class BadWords(LogitsProcessor):
         self._inner = NoBadWordsLogitsProcessor([[*word] for word in words])
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores: Tensor = self._inner(torch.nn.functional.pad(input_ids, (1, 0), value=_NO_TOKEN), scores)
-        return scores
+        edited: Tensor = self._inner(torch.nn.functional.pad(input_ids, (1, 0), value=_NO_TOKEN), scores)
+        return edited
 
 
 _NO_TOKEN = -1
