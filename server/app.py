@@ -18,7 +18,7 @@ from server.auth import ApiKeyGate
 from server.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
 from server.metrics.http import HttpMeter
 from server.middleware import BodyLimit, ErrorBoundary, RequestContext
-from server.routes import generation, models, operations
+from server.routes import generation, models, operations, tokens
 from server.runtime import Runtime
 from server.settings import Settings
 from server.text import Tokenizer, load_tokenizer
@@ -37,7 +37,7 @@ def create_app(
     runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal)
     app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, redoc_url=None)
     app.state.runtime = runtime
-    for router in (generation.router, models.router, operations.router):
+    for router in (generation.router, models.router, tokens.router, operations.router):
         app.include_router(router)
     _add_layers(app, runtime)
     _add_error_answers(app)

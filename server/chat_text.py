@@ -21,7 +21,7 @@ class ControlMask:
         contents = [message["content"] for message in messages]
         self._found = sorted({part.text for content in contents for part in finder.parts(content) if part.is_control})
         self._number = {control: number for number, control in enumerate(self._found)}
-        self._mark = _unused_mark(contents) if self._found else ""
+        self._mark = unused_mark(contents) if self._found else ""
 
     @property
     def is_needed(self) -> bool:
@@ -46,7 +46,7 @@ class ControlMask:
         return re.sub(f"{re.escape(self._mark)}([0-9]+);", lambda match: self._found[int(match[1])], text)
 
 
-def _unused_mark(contents: Sequence[str]) -> str:
+def unused_mark(contents: Sequence[str]) -> str:
     """Return a beginning of stand-ins that is in no message; drawn, so that no message can be written to make the search long.
 
     It begins and ends with characters of private use, which no template writes.

@@ -4,34 +4,30 @@ Knows what the engine loaded and refuses, by the field's name, what it could not
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.keys import derived_seed
-from engine.service import EngineUnavailable
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 from server.choice import Choice
-from server.errors import ContextTooLong, InvalidRequest, Overloaded, UnknownModel
+from server.encoding import PromptIds, encoded_chat, encoded_text, longest_text, require_served
+from server.errors import ContextTooLong, InvalidRequest
 from server.generation import Generation, Sample
 from server.runtime import Runtime
 from server.sampling import sampling_of
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest, Prediction
 from server.schemas.completion import CompletionRequest, Prompt
-from server.text import TextError
-from server.tokenizer_thread import TokenizerBusy, TokenizerClosed
+from server.schemas.messages import templated
 
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
-_TOKENIZER_RETRY_S = 2.0
-
-PromptIds = tuple[int, ...]
 
 
 async def completion_generation(runtime: Runtime, body: CompletionRequest, tenant: str) -> Generation:
     """Return the samples of a completion request, submitted to the engine."""
-    _check_model(runtime, body.model)
+    require_served(runtime, body.model)
     _check_num_choices(runtime, len(body.prompts) * body.num_samples)
-    prompts = [await _prompt_ids(runtime, prompt) for prompt in body.prompts]
+    prompts = [await _prompt_ids(runtime, prompt, body.add_special_tokens is not False) for prompt in body.prompts]
     room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
     max_tokens = min(_DEFAULT_COMPLETION_TOKENS, room) if body.token_limit is None else body.token_limit
     return await _submitted(runtime, body, prompts, max_tokens, tenant)
@@ -39,19 +35,11 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
 
 async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str) -> Generation:
     """Return the samples of a chat request, submitted to the engine."""
-    _check_model(runtime, body.model)
-    codec = runtime.codec
+    require_served(runtime, body.model)
     _check_num_choices(runtime, body.num_samples)
-    messages = [message.to_template() for message in body.messages]
-    num_bytes = sum(len(message["content"].encode()) for message in messages)
-    ids = await _encoded(runtime, num_bytes, lambda: codec.encode_chat(messages), "messages")
+    ids = await encoded_chat(runtime, templated(body.messages), body.form)
     room = _room(runtime.engine.model, ids, "messages", body.token_limit)
     return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant)
-
-
-def _check_model(runtime: Runtime, name: str) -> None:
-    if name != runtime.settings.served_name:
-        raise UnknownModel(name)
 
 
 def _check_num_choices(runtime: Runtime, num_choices: int) -> None:
@@ -60,30 +48,10 @@ def _check_num_choices(runtime: Runtime, num_choices: int) -> None:
         raise InvalidRequest(f"{num_choices} choices (prompts times n) are asked for; at most {limit} are given", "n")
 
 
-async def _prompt_ids(runtime: Runtime, prompt: Prompt) -> PromptIds:
+async def _prompt_ids(runtime: Runtime, prompt: Prompt, adds_special_tokens: bool) -> PromptIds:
     if isinstance(prompt, str):
-        return await _encoded(runtime, len(prompt.encode()), lambda: runtime.codec.encode(prompt), "prompt")
+        return await encoded_text(runtime, prompt, "prompt", adds_special_tokens)
     return tuple(prompt)
-
-
-async def _encoded(runtime: Runtime, num_bytes: int, encode: Callable[[], PromptIds], param: str) -> PromptIds:
-    """Return the ids of that many bytes of text, encoded beside the event loop; refuse what cannot fit before it is encoded."""
-    codec, longest = runtime.codec, _longest(runtime.engine.model)
-    if num_bytes > longest * codec.longest_token_bytes:
-        raise ContextTooLong(f"prompt and answer together have at most {longest} tokens; {param} has {num_bytes} bytes", param)
-    try:
-        return await codec.thread.run(num_bytes, encode)
-    except TokenizerBusy as error:
-        raise Overloaded(str(error), "tokenizer_busy", _TOKENIZER_RETRY_S) from error
-    except TokenizerClosed as error:
-        raise EngineUnavailable("the server is shutting down") from error
-    except TextError as error:
-        raise InvalidRequest(str(error), param) from error
-
-
-def _longest(model: ModelInfo) -> int:
-    """Return the most tokens that prompt and answer can have together."""
-    return min(model.max_model_len, model.num_slots)
 
 
 def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None) -> int:
@@ -92,7 +60,7 @@ def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None)
         raise InvalidRequest("the prompt is empty", param)
     if max(ids) >= model.vocab_size:
         raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {model.vocab_size}", param)
-    longest = _longest(model)
+    longest = longest_text(model)
     room = longest - len(ids)
     if room < (token_limit or 1):
         wanted = f"{token_limit or 1} more are asked for" if token_limit else "one more is needed"
@@ -128,8 +96,8 @@ async def _prediction_ids(runtime: Runtime, prediction: Prediction | None) -> Pr
     """Return the ids of a prediction; refuse one that is longer than any answer."""
     if prediction is None or not (text := prediction.text):
         return ()
-    ids = await _encoded(runtime, len(text.encode()), lambda: runtime.codec.encode_more(text), "prediction")
-    if len(ids) > (longest := _longest(runtime.engine.model)):
+    ids = await encoded_text(runtime, text, "prediction", adds_special_tokens=False)
+    if len(ids) > (longest := longest_text(runtime.engine.model)):
         raise ContextTooLong(
             f"prompt and answer together have at most {longest} tokens; the prediction has {len(ids)}", "prediction"
         )

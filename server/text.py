@@ -12,9 +12,10 @@ from typing import Any, Protocol, cast
 
 from jinja2 import TemplateError
 
-from server.chat_text import ControlMask
+from server.chat_text import ControlMask, unused_mark
 from server.control_tokens import ControlFinder, Part
 from server.detokenizer import Detokenizer
+from server.tokenizer_info import tokenizer_info
 from server.tokenizer_thread import TokenizerThread
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Tokenizer(Protocol):
 
     chat_template: Any
     added_tokens_decoder: Mapping[int, Any]
+    special_tokens_map: Mapping[str, Any]
 
     def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`; special tokens that it spells out are text if they are to be split."""
@@ -55,6 +57,18 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ChatForm:
+    """How a conversation becomes a prompt: it ends where the assistant speaks, behind the last message, or inside it.
+
+    `adds_special_tokens` puts around it what the model expects around a bare text; most templates have written that already.
+    """
+
+    opens_answer: bool = True
+    continues_last: bool = False
+    adds_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TokenText:
     """One token on its own: its text (U+FFFD where its bytes are no UTF-8) and its bytes."""
 
@@ -74,9 +88,12 @@ class TextCodec:
         self._controls = {content: i for i, content in specials.items()}
         self._finder = ControlFinder(self._controls)
         self._text_ids = set(vocab.values()) - specials.keys()
-        self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        bare = tokenizer.encode("a", add_special_tokens=False)
+        self._anchor = bare[-1:]
+        self._around = _around(bare, tokenizer.encode("a", add_special_tokens=True))
         self._token_texts: dict[int, TokenText] = {}
         self.longest_token_bytes = _longest_bytes(vocab)
+        self.info = tokenizer_info(tokenizer, len(vocab), self._controls)
         self.thread = TokenizerThread()
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -87,19 +104,33 @@ class TextCodec:
         """Return the ids of a text that goes on after others, with nothing around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Return the ids of a conversation up to where the assistant speaks. Raises TextError with the template's reason."""
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], form: ChatForm = ChatForm()) -> tuple[int, ...]:
+        """Return the ids of a conversation. Raises TextError with the template's reason."""
         if not self._tokenizer.chat_template:
             raise TextError("this model has no chat template; use /v1/completions")
         mask = ControlMask(messages, self._finder)
-        prompt = self._rendered([mask.masked(message) for message in messages])
-        if not mask.is_needed:
-            return tuple(self._tokenizer.encode(prompt, add_special_tokens=False))
-        return tuple(i for part in mask.parts(prompt) for i in self._part_ids(part))
+        prompt = self._rendered([mask.masked(message) for message in messages], form)
+        if mask.is_needed:
+            ids = [i for part in mask.parts(prompt) for i in self._part_ids(part)]
+        else:
+            ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        before, after = self._around if form.adds_special_tokens else ((), ())
+        return (*before, *ids, *after)
 
-    def _rendered(self, conversation: list[dict[str, str]]) -> str:
+    def _rendered(self, conversation: list[dict[str, str]], form: ChatForm) -> str:
+        if not form.continues_last:
+            return self._from_template(conversation, form.opens_answer)
+        # The template may write anything behind the last message, also its own words once more: a mark says where it ends.
+        mark = unused_mark([message["content"] for message in conversation])
+        *earlier, last = conversation
+        text = self._from_template([*earlier, {**last, "content": last["content"] + mark}], False)
+        if text.count(mark) != 1:
+            raise TextError("the model's chat template does not write the last message once, so it cannot be continued")
+        return text.partition(mark)[0]
+
+    def _from_template(self, conversation: list[dict[str, str]], opens_answer: bool) -> str:
         try:
-            return self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+            return self._tokenizer.apply_chat_template(conversation, add_generation_prompt=opens_answer, tokenize=False)
         except TemplateError as error:
             raise TextError(f"the model's chat template refuses these messages: {error}") from error
 
@@ -107,6 +138,14 @@ class TextCodec:
         if part.is_control:
             return [self._controls[part.text]]
         return self._tokenizer.encode(part.text, add_special_tokens=False, split_special_tokens=True)
+
+    def spelled(self, token_ids: Sequence[int]) -> str:
+        """Return the text of all ids at once, special tokens spelled out; ids that are no tokens have none."""
+        return self._decode(token_ids)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokenizer's own spelling of each token; that of an id that is none is empty."""
+        return [self._tokenizer.convert_ids_to_tokens(i) or "" for i in token_ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of all ids at once, special and unknown tokens left out."""
@@ -157,6 +196,12 @@ def _longest_bytes(vocab: Iterable[str]) -> int:
     if num_odd * 2 < len(byte_level):
         return max(len(raw or token.encode()) for raw, token in zip(byte_level, vocab, strict=True))
     return max(len(token.encode()) for token in vocab)
+
+
+def _around(bare: list[int], whole: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what a tokenizer puts before and after a text whose ids are `bare`."""
+    at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return tuple(whole[:at]), tuple(whole[at + len(bare) :])
 
 
 def load_tokenizer(folder: str) -> Tokenizer:

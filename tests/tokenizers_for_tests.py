@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
@@ -32,6 +32,15 @@ def byte_level() -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
+
+
+@cache
+def surrounding() -> PreTrainedTokenizerFast:
+    """Return byte-level BPE that puts a special token before and after a text, as Llama 3 (before) and T5 (after) have it."""
+    tokenizer = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("<|start|>", "<|end|>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|start|> $A <|end|>", special_tokens=ends)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
 
 

@@ -7,13 +7,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
-_UNCOUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/version"})  # probes would drown the rest
+_UNCOUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/version"})  # probes would drown the rest
 
 
 class HttpMetrics:
-    """The two families."""
+    """The two families, and `num_open`: requests that have come and are not answered yet, streams included."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.num_open = 0
         labels = ("handler", "method", "status")
         self.requests = Counter("http_requests", "Requests by route, method and status class.", labels, registry=registry)
         self.duration_s = Histogram(
@@ -43,6 +44,7 @@ class HttpMeter:
             await self.app(scope, receive, send)
             return
         began_s, status = time.monotonic(), "none"
+        self.metrics.num_open += 1
 
         async def watched_send(message: Message) -> None:
             nonlocal status
@@ -53,6 +55,7 @@ class HttpMeter:
         try:
             await self.app(scope, receive, watched_send)
         finally:
+            self.metrics.num_open -= 1
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self.metrics.observe(handler, method, status, time.monotonic() - began_s)

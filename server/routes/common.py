@@ -1,11 +1,16 @@
 """What handlers share: the runtime of their app, and the errors that the OpenAPI document declares."""
 
+from collections.abc import Coroutine
 from typing import Any, cast
 
 from starlette.requests import Request
+from starlette.responses import Response
 
+from server.disconnect import ClientGone, until_disconnect
 from server.runtime import Runtime
 from server.schemas.answer import ErrorBody
+
+_CLIENT_LEFT = 499  # nobody reads this answer
 
 _MEANINGS = {
     400: "The request is not valid; `param` names the field",
@@ -26,3 +31,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def runtime_of(request: Request) -> Runtime:
     """Return the app's runtime."""
     return cast(Runtime, request.app.state.runtime)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Return the response; a client that leaves takes all of its work along, encoding included."""
+    try:
+        return await until_disconnect(request.receive, work)
+    except ClientGone:
+        return Response(status_code=_CLIENT_LEFT)

@@ -9,13 +9,12 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from server.auth import tenant_of
-from server.disconnect import ClientGone, until_disconnect
 from server.formats.chat import ChatFormat
 from server.formats.common import Format, joined, streamed
 from server.formats.completion import CompletionFormat
 from server.generation import Generation
 from server.prompts import chat_generation, completion_generation
-from server.routes.common import ERRORS, runtime_of
+from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.strict import StrictRoute
 from server.schemas.chat import ChatCompletion, ChatRequest
 from server.schemas.common import GenerationRequest
@@ -26,8 +25,6 @@ router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["generation"])
 
 Generate = Callable[[], Awaitable[Generation]]
 
-_CLIENT_LEFT = 499  # nobody reads this answer
-
 _ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
@@ -36,7 +33,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Continue one or several prompts."""
     form = CompletionFormat(body.model, body.num_top_logprobs, body.includes_usage)
     generate = partial(completion_generation, runtime_of(request), body, tenant_of(request, body.user))
-    return await _answer(request, body, generate, form)
+    return await unless_gone(request, _response(body, generate, form))
 
 
 @router.post("/chat/completions", response_model=ChatCompletion, responses={**_ALSO_A_STREAM, **ERRORS})
@@ -44,15 +41,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answer a conversation."""
     form = ChatFormat(body.model, body.num_top_logprobs, body.includes_usage)
     generate = partial(chat_generation, runtime_of(request), body, tenant_of(request, body.user))
-    return await _answer(request, body, generate, form)
-
-
-async def _answer(request: Request, body: GenerationRequest, generate: Generate, form: Format) -> Response:
-    """Return the answer or its stream; a client that leaves takes all of its work along, encoding included."""
-    try:
-        return await until_disconnect(request.receive, _response(body, generate, form))
-    except ClientGone:
-        return Response(status_code=_CLIENT_LEFT)
+    return await unless_gone(request, _response(body, generate, form))
 
 
 async def _response(body: GenerationRequest, generate: Generate, form: Format) -> Response:

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 
 from engine.service import EngineUnavailable
-from server.errors import UnknownModel
+from server.encoding import require_served
 from server.routes.common import ERRORS, runtime_of
 from server.runtime import Runtime
 from server.schemas.answer import ModelCard, ModelList
@@ -21,8 +21,7 @@ async def list_models(request: Request) -> ModelList:
 async def get_model(model_id: str, request: Request) -> ModelCard:
     """Describe the served model."""
     runtime = runtime_of(request)
-    if model_id != runtime.settings.served_name:
-        raise UnknownModel(model_id)
+    require_served(runtime, model_id)
     return _card(runtime)
 
 

@@ -1,4 +1,4 @@
-"""For those who run the server: /live, /ready, /health, /metrics, /version."""
+"""For those who run the server: /live, /ready, /health, /load, /metrics, /version."""
 
 from importlib.metadata import version
 from typing import Any
@@ -10,7 +10,7 @@ from starlette.responses import Response
 from server.health import HealthReport, health_report
 from server.metrics import CONTENT_TYPE
 from server.routes.common import ERRORS, runtime_of
-from server.schemas.answer import Version
+from server.schemas.answer import Load, Version
 
 router = APIRouter(tags=["operations"])
 
@@ -37,6 +37,12 @@ async def health(request: Request) -> Response:
     """Answer 200 if the engine is ready and has given a sign of life lately."""
     runtime = runtime_of(request)
     return JSONResponse(health_report(runtime).model_dump(), 200 if runtime.is_healthy else 503)
+
+
+@router.get("/load", responses={401: ERRORS[401]})
+async def load(request: Request) -> Load:
+    """Answer with the number of requests that are being worked on: what a balancer of replicas compares."""
+    return Load(server_load=runtime_of(request).metrics.http.num_open)
 
 
 @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}, 401: ERRORS[401]})

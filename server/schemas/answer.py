@@ -85,6 +85,12 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class Load(BaseModel):
+    """Answer to GET /load."""
+
+    server_load: int = Field(description="Requests being worked on, streams included, probes not.")
+
+
 class Version(BaseModel):
     """Answer to GET /version."""
 

@@ -5,33 +5,15 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.answer import Metrics, Usage
-from server.schemas.common import MAX_INTEGER, MAX_LOGPROBS, GenerationRequest, Neutral, Strict, TextParts, misfit
-
-MAX_MESSAGES = 2048
-
-
-class Message(Strict):
-    """One message. What an assistant's message carries beside its text is accepted where it is empty."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | TextParts
-    name: Annotated[object, Neutral()] = None
-    refusal: Annotated[object, Neutral()] = None
-    tool_calls: Annotated[object, Neutral([])] = None
-    function_call: Annotated[object, Neutral()] = None
-    audio: Annotated[object, Neutral()] = None
-    annotations: Annotated[object, Neutral([])] = None
-
-    def to_template(self) -> dict[str, str]:
-        """Return what a chat template reads: `developer` is the newer name of `system`, parts are lines."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+from server.schemas.common import MAX_LOGPROBS, GenerationRequest
+from server.schemas.messages import Messages, TemplateOptions
+from server.schemas.strict import MAX_INTEGER, Neutral, misfit
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(TemplateOptions, GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: int | None = Field(
         None, ge=1, le=MAX_INTEGER, description="Wins over max_tokens; default: the room that is left."
     )

@@ -1,31 +1,13 @@
-"""Request fields that both generation endpoints share, and how a field that is not honoured is refused.
+"""Request fields that both generation endpoints share."""
 
-Every model is strict and forbids unknown fields. A field of the OpenAI API that this server does not implement is declared
-as `Neutral`: its neutral values change nothing and are accepted, anything else is an error that names the field.
-"""
+from typing import Annotated, Literal, Self
 
-import json
-from typing import Annotated, Any, Literal, Self
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    StringConstraints,
-    model_validator,
-)
-from pydantic_core import CoreSchema, PydanticCustomError
-from pydantic_core.core_schema import no_info_after_validator_function
-
-from engine.pairs import InexactPairError, VerifierName, require_exact
 from engine.sampling_limits import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
-from engine.tree import DEFAULT_BRANCHES, DEFAULT_DEPTH, DEFAULT_NODES, DEFAULT_SHAPE, DELAYED_TREES, Expansion, TreeName
-from engine.types import Speculation
+from server.schemas.speculative import SpeculativeOptions
+from server.schemas.strict import MAX_INTEGER, Strict, misfit
 
-MAX_INTEGER = 2**31 - 1  # of any count or id; what the engine is sent must fit in 64 bits
 MAX_CHOICES = 1024  # whatever the settings say
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -33,37 +15,6 @@ MAX_STOP_TOKENS = 256
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 4096
 MAX_PARTS = 256
-
-
-class Neutral:
-    """Marks a field that is accepted only where it changes nothing: null, or one of `values`. True is not 1 here."""
-
-    def __init__(self, *values: object) -> None:
-        self._values = (None, *values)
-
-    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Validate with `_check`."""
-        return no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Show the accepted values."""
-        return {"enum": list(self._values)}
-
-    def _check(self, value: object) -> object:
-        if any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self._values):
-            return value
-        raise ValueError(f"not supported by this server; accepted: {', '.join(map(json.dumps, self._values))}")
-
-
-def misfit(param: str, reason: str) -> PydanticCustomError:
-    """Return the error of a field that is valid alone but not beside the others."""
-    return PydanticCustomError("misfit", "{reason}", {"reason": reason, "param": param})
-
-
-class Strict(BaseModel):
-    """Base of every request model."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class TextPart(Strict):
@@ -93,60 +44,6 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="Accepted; this server pads nothing.")
-
-
-class SpeculativeOptions(Strict):
-    """A request's wishes about speculation. They change speed, never the law of the text."""
-
-    enabled: bool = Field(True, description="False decodes one token a step.")
-    verifier: VerifierName | None = Field(None, description="Rule that accepts drafted tokens; null: the server's.")
-    tree: TreeName | None = Field(None, description="Which tree; null: a delayed one if its shape is given, else the server's.")
-    trunk: int | None = Field(None, ge=0, le=64, description="Tokens drafted before a delayed tree branches.")
-    branches: int | None = Field(None, ge=1, le=16, description="Paths below a delayed tree's trunk; else children a node.")
-    depth: int | None = Field(None, ge=0, le=64, description="Tokens of each path below the trunk; levels of the other trees.")
-    max_nodes: int | None = Field(None, ge=1, le=MAX_INTEGER, description="Most drafted tokens of a tree.")
-
-    @model_validator(mode="after")
-    def _has_one_wish(self) -> Self:
-        wishes = (self.verifier, self.tree, self.trunk, self.branches, self.depth, self.max_nodes)
-        if not self.enabled and any(wish is not None for wish in wishes):
-            raise misfit("speculative", "enabled is false, so no other wish about speculation can be honoured")
-        if not self._has_own_shape and (self.branches or 1) > 1 and not self.depth:
-            raise misfit("speculative.depth", "branches without depth draft nothing: more than one needs a depth of at least 1")
-        if self._has_own_shape and self.trunk:
-            raise misfit("speculative.trunk", f"a {self.tree} tree has no trunk")
-        if self._has_own_shape and self.depth == 0:
-            raise misfit("speculative.depth", f"a {self.tree} tree needs a depth of at least 1")
-        return self
-
-    @model_validator(mode="after")
-    def _names_an_exact_pair(self) -> Self:
-        if self.verifier is not None and self.expansion is not None:
-            try:
-                require_exact(self.expansion, self.verifier)
-            except InexactPairError as error:
-                raise misfit("speculative", str(error)) from error
-        return self
-
-    @property
-    def _has_own_shape(self) -> bool:
-        return self.tree is not None and self.tree not in DELAYED_TREES
-
-    @property
-    def expansion(self) -> Expansion | None:
-        """The tree if any of it was given. What was not: no trunk, one branch, no depth; a tree named alone gets a usual size."""
-        if self._has_own_shape:
-            assert self.tree is not None
-            branches, depth = self.branches or DEFAULT_BRANCHES, self.depth or DEFAULT_DEPTH
-            return Expansion(0, branches, depth, self.tree, self.max_nodes or DEFAULT_NODES)
-        tree = self.tree or "delayed"
-        if self.trunk is None and self.branches is None and self.depth is None:
-            return None if self.tree is None else Expansion(*DEFAULT_SHAPE, tree)
-        return Expansion(self.trunk or 0, self.branches or 1, self.depth or 0, tree)
-
-    def to_speculation(self) -> Speculation:
-        """Return the engine's record."""
-        return Speculation(self.enabled, self.expansion, self.verifier, self.max_nodes)
 
 
 def _token_id_in_decimal(key: str) -> str:

@@ -5,7 +5,8 @@ from typing import Annotated, Literal, Self, cast
 from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.answer import Metrics, Usage
-from server.schemas.common import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, Neutral, TokenId, misfit
+from server.schemas.common import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, TokenId
+from server.schemas.strict import Neutral, misfit
 
 Prompt = str | list[int]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -20,6 +21,7 @@ class CompletionRequest(GenerationRequest):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="One prompt or several, each text or token ids.")
+    add_special_tokens: bool | None = Field(None, description="What the model expects around a text prompt; default true.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Accepted only if it equals n.")
     echo: Annotated[object, Neutral(False)] = None

@@ -216,7 +216,7 @@ async def test_the_openapi_document_declares_the_errors_and_no_422():
     async with in_process(FakeEngine()) as client:
         document = (await client.get("/openapi.json")).json()
         assert (await client.get("/docs")).status_code == 200
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         responses = document["paths"][path]["post"]["responses"]
         assert {"200", "400", "401", "404", "413", "500", "503"} <= set(responses)
         assert "422" not in responses

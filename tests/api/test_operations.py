@@ -56,13 +56,24 @@ async def test_keys_open_everything_but_liveness():
     async with in_process(FakeEngine(), api_keys=keys) as client:
         for path in ("/live", "/health"):
             assert (await client.get(path)).status_code == 200
-        for path in ("/v1/models", "/metrics", "/ready", "/version", "/docs", "/openapi.json", "/nowhere"):
+        for path in (
+            "/v1/models",
+            "/metrics",
+            "/ready",
+            "/version",
+            "/load",
+            "/tokenizer_info",
+            "/docs",
+            "/openapi.json",
+            "/nowhere",
+        ):
             refused = await client.get(path)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
             assert refused.headers["www-authenticate"] == "Bearer"
         for header, status in [("Bearer one", 200), ("bearer two", 200), ("Bearer three", 401), ("Basic one", 401), ("one", 401)]:
             assert (await client.get("/v1/models", headers={"Authorization": header})).status_code == status
-        assert (await client.post("/v1/completions", content=b"x" * 10)).status_code == 401
+        for path in ("/v1/completions", "/tokenize", "/detokenize"):
+            assert (await client.post(path, content=b"x" * 10)).status_code == 401
 
 
 async def test_origins_are_let_in_only_where_set():
@@ -131,6 +142,23 @@ async def test_metrics_of_served_requests():
     assert samples['http_requests_total{handler="/v1/completions",method="POST",status="4xx"}'] == 1
     assert samples['http_requests_total{handler="none",method="GET",status="4xx"}'] == 1
     assert any(name.startswith("vllm:cache_config_info{") for name in samples)
+
+
+async def test_the_load_is_what_is_being_worked_on():
+    engine = FakeEngine(gate=(gate := asyncio.Event()))
+
+    async def load() -> int:
+        return int((await client.get("/load")).json()["server_load"])
+
+    async with in_process(engine) as client:
+        assert await load() == 0
+        asked = [asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream))) for stream in (True, False)]
+        await until(lambda: len(engine.living) == 2)
+        assert await load() == 2
+        gate.set()
+        await asyncio.gather(*asked)
+        assert (await client.post("/v1/completions", json=completion(n=0))).status_code == 400
+        assert await load() == 0
 
 
 async def test_refused_requests_are_counted_as_refused_and_nothing_else():

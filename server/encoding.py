@@ -1,0 +1,56 @@
+"""Between a request's texts and ids, for every endpoint that has any: beside the event loop, within bounds, named in errors."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from engine.service import EngineUnavailable
+from engine.types import ModelInfo
+from server.errors import ContextTooLong, InvalidRequest, Overloaded, UnknownModel
+from server.runtime import Runtime
+from server.text import ChatForm, TextError
+from server.tokenizer_thread import TokenizerBusy, TokenizerClosed
+
+_TOKENIZER_RETRY_S = 2.0
+
+PromptIds = tuple[int, ...]
+T = TypeVar("T")
+
+
+def require_served(runtime: Runtime, name: str) -> None:
+    """Raise UnknownModel unless the model of that name is served."""
+    if name != runtime.settings.served_name:
+        raise UnknownModel(name)
+
+
+def longest_text(model: ModelInfo) -> int:
+    """Return the most tokens that prompt and answer can have together."""
+    return min(model.max_model_len, model.num_slots)
+
+
+async def encoded_text(runtime: Runtime, text: str, param: str, adds_special_tokens: bool = True) -> PromptIds:
+    """Return the ids of a bare text."""
+    codec = runtime.codec
+    encode = codec.encode if adds_special_tokens else codec.encode_more
+    return await encoded(runtime, len(text.encode()), lambda: encode(text), param)
+
+
+async def encoded_chat(runtime: Runtime, messages: Sequence[dict[str, str]], form: ChatForm) -> PromptIds:
+    """Return the ids of a conversation."""
+    codec = runtime.codec
+    num_bytes = sum(len(message["content"].encode()) for message in messages)
+    return await encoded(runtime, num_bytes, lambda: codec.encode_chat(messages, form), "messages")
+
+
+async def encoded(runtime: Runtime, num_bytes: int, work: Callable[[], T], param: str) -> T:
+    """Return what `work` makes of that many bytes of text, beside the event loop; refuse what cannot fit before it is done."""
+    codec, longest = runtime.codec, longest_text(runtime.engine.model)
+    if num_bytes > longest * codec.longest_token_bytes:
+        raise ContextTooLong(f"prompt and answer together have at most {longest} tokens; {param} has {num_bytes} bytes", param)
+    try:
+        return await codec.thread.run(num_bytes, work)
+    except TokenizerBusy as error:
+        raise Overloaded(str(error), "tokenizer_busy", _TOKENIZER_RETRY_S) from error
+    except TokenizerClosed as error:
+        raise EngineUnavailable("the server is shutting down") from error
+    except TextError as error:
+        raise InvalidRequest(str(error), param) from error

@@ -1,0 +1,61 @@
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info: the served model's tokenizer, for clients that count tokens."""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from server.encoding import encoded, encoded_chat, encoded_text, longest_text, require_served
+from server.errors import InvalidRequest
+from server.routes.common import ERRORS, runtime_of, unless_gone
+from server.routes.strict import StrictRoute
+from server.runtime import Runtime
+from server.schemas.messages import templated
+from server.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from server.tokenizer_info import TokenizerInfo
+
+router = APIRouter(tags=["tokenizer"])
+_bodies = APIRouter(route_class=StrictRoute, tags=["tokenizer"])
+
+
+@_bodies.post("/tokenize", response_model=TokenizeAnswer, responses=ERRORS)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """Return the tokens of a text or of a conversation, as the generation endpoints would read them."""
+    return await unless_gone(request, _tokenized(runtime_of(request), body))
+
+
+@_bodies.post("/detokenize", response_model=DetokenizeAnswer, responses=ERRORS)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """Return the text of tokens."""
+    return await unless_gone(request, _detokenized(runtime_of(request), body))
+
+
+@router.get("/tokenizer_info", responses={status: ERRORS[status] for status in (401, 500, 503)})
+async def get_tokenizer_info(request: Request) -> TokenizerInfo:
+    """Describe the tokenizer."""
+    return runtime_of(request).codec.info
+
+
+router.include_router(_bodies)
+
+
+async def _tokenized(runtime: Runtime, body: TokenizeRequest) -> Response:
+    if body.model is not None:
+        require_served(runtime, body.model)
+    if body.messages is not None:
+        ids = await encoded_chat(runtime, templated(body.messages), body.form)
+    else:
+        ids = await encoded_text(runtime, body.prompt or "", "prompt", body.add_special_tokens is not False)
+    strings = runtime.codec.token_strings(ids) if body.return_token_strs else None
+    longest = longest_text(runtime.engine.model)
+    answer = TokenizeAnswer(count=len(ids), max_model_len=longest, tokens=list(ids), token_strs=strings)
+    return JSONResponse(answer.model_dump())
+
+
+async def _detokenized(runtime: Runtime, body: DetokenizeRequest) -> Response:
+    if body.model is not None:
+        require_served(runtime, body.model)
+    codec, vocab_size = runtime.codec, runtime.engine.model.vocab_size
+    if (last := max(body.tokens, default=0)) >= vocab_size:
+        raise InvalidRequest(f"token id {last} is outside the vocabulary of {vocab_size}", "tokens")
+    text = await encoded(runtime, len(body.tokens), lambda: codec.spelled(body.tokens), "tokens")
+    return JSONResponse(DetokenizeAnswer(prompt=text).model_dump())

@@ -1,0 +1,45 @@
+"""What every request model is built on: strictness, and how a field that is not honoured is refused.
+
+Every model is strict and forbids unknown fields. A field of the OpenAI API that this server does not implement is declared
+as `Neutral`: its neutral values change nothing and are accepted, anything else is an error that names the field.
+"""
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function
+
+MAX_INTEGER = 2**31 - 1  # of any count or id; what the engine is sent must fit in 64 bits
+
+
+class Neutral:
+    """Marks a field that is accepted only where it changes nothing: null, or one of `values`. True is not 1 here."""
+
+    def __init__(self, *values: object) -> None:
+        self._values = (None, *values)
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Validate with `_check`."""
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Show the accepted values."""
+        return {"enum": list(self._values)}
+
+    def _check(self, value: object) -> object:
+        if any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self._values):
+            return value
+        raise ValueError(f"not supported by this server; accepted: {', '.join(map(json.dumps, self._values))}")
+
+
+def misfit(param: str, reason: str) -> PydanticCustomError:
+    """Return the error of a field that is valid alone but not beside the others."""
+    return PydanticCustomError("misfit", "{reason}", {"reason": reason, "param": param})
+
+
+class Strict(BaseModel):
+    """Base of every request model."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
