@@ -78,7 +78,10 @@ class AcceptanceCounts:
 
 
 class Choice:
-    """Owns the text state of one sample. `finish` is set once, by a stop string or by the engine."""
+    """Owns the text state of one sample. `finish` is set once, by a stop string or by the engine.
+
+    With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text.
+    """
 
     def __init__(
         self,
@@ -87,13 +90,15 @@ class Choice:
         stops: Sequence[str],
         token_text: Callable[[int], TokenText],
         num_top_logprobs: int | None = None,
+        keeps_stop: bool = False,
     ) -> None:
         self.index = index
         self.num_tokens = 0
         self.finish: FinishReason | None = None
         self.acceptance = AcceptanceCounts()
         self._detokenizer = detokenizer
-        self._stops = StopFinder(stops)
+        self._stops = StopFinder(stops, keeps_stop)
+        self._keeps_stop = keeps_stop
         self._token_text = token_text
         self._num_top_logprobs = num_top_logprobs
         self._num_chars = 0
@@ -125,7 +130,7 @@ class Choice:
         if self._num_top_logprobs is not None and event.logprobs:
             self._entries.append(self._entry(token_id, event.logprobs[at], self._num_top_logprobs))
         is_stop_token = token_id == event.stop_token_id and at == len(event.token_ids) - 1
-        return text if is_stop_token else text + self._let_out(self._detokenizer.push(token_id))
+        return text if is_stop_token and not self._keeps_stop else text + self._let_out(self._detokenizer.push(token_id))
 
     def _let_out(self, text: str) -> str:
         self._num_chars += len(text)

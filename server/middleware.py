@@ -10,13 +10,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import BodyTooLarge, as_api_error
+from server.schemas.common import REQUEST_ID
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("server.access")
 
 request_id_var: ContextVar[str] = ContextVar("request_id", default="-")
 
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SANE_ID = re.compile(REQUEST_ID)
 
 
 class RequestContext:

@@ -28,9 +28,10 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
     require_served(runtime, body.model)
     _check_num_choices(runtime, len(body.prompts) * body.num_samples)
     prompts = [await _prompt_ids(runtime, prompt, body.add_special_tokens is not False) for prompt in body.prompts]
+    num_wanted = body.token_limit or _DEFAULT_COMPLETION_TOKENS
+    prompts = [_truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, num_wanted) for ids in prompts]
     room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
-    max_tokens = min(_DEFAULT_COMPLETION_TOKENS, room) if body.token_limit is None else body.token_limit
-    return await _submitted(runtime, body, prompts, max_tokens, tenant)
+    return await _submitted(runtime, body, prompts, min(num_wanted, room), tenant)
 
 
 async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str) -> Generation:
@@ -38,6 +39,7 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str) -> G
     require_served(runtime, body.model)
     _check_num_choices(runtime, body.num_samples)
     ids = await encoded_chat(runtime, templated(body.messages), body.form)
+    ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or 1)
     room = _room(runtime.engine.model, ids, "messages", body.token_limit)
     return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant)
 
@@ -52,6 +54,13 @@ async def _prompt_ids(runtime: Runtime, prompt: Prompt, adds_special_tokens: boo
     if isinstance(prompt, str):
         return await encoded_text(runtime, prompt, "prompt", adds_special_tokens)
     return tuple(prompt)
+
+
+def _truncated(model: ModelInfo, ids: PromptIds, wish: int | None, num_wanted: int) -> PromptIds:
+    """Return the last tokens of a prompt, as many as are wished for; -1 wishes for those that leave room for `num_wanted`."""
+    if wish is None:
+        return ids
+    return ids[-(max(1, longest_text(model) - num_wanted) if wish == -1 else wish) :]
 
 
 def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None) -> int:
@@ -84,7 +93,14 @@ async def _submitted(
     samples = [
         Sample(
             Request(f"{group}-{index}", ids, _of_choice(sampling, index), speculation, prediction_ids, tenant),
-            Choice(index, codec.detokenizer(), body.stops, codec.token_text, body.num_top_logprobs),
+            Choice(
+                index,
+                codec.detokenizer(body.skip_special_tokens is not False),
+                body.stops,
+                codec.token_text,
+                body.num_top_logprobs,
+                bool(body.include_stop_str_in_output),
+            ),
             meter.sample(len(ids)),
         )
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))

@@ -4,29 +4,31 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Lets text through up to the first stop string and holds back an end that may become one.
+    """Lets text through up to the first stop string, or with it, and holds back an end that may become one.
 
     The first stop string is the one that is complete first, and of those the one that began first: a function of the
     text alone, however it was cut into pieces.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
         if any(not stop for stop in stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
+        self._keeps_stop = keeps_stop
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.is_hit = False
 
     def feed(self, text: str) -> str:
-        """Add text; return what certainly comes before any stop string. After a hit everything is swallowed."""
+        """Add text; return what certainly comes before any stop string, or ends in one that is kept. Then all is swallowed."""
         if self.is_hit:
             return ""
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.is_hit, self._held = True, ""
-            return text[: min(found)[1]]
+            end, start = min(found)
+            return text[: end if self._keeps_stop else start]
         num_held = self._num_held(text)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

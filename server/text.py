@@ -87,7 +87,8 @@ class TextCodec:
         specials = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._controls = {content: i for i, content in specials.items()}
         self._finder = ControlFinder(self._controls)
-        self._text_ids = set(vocab.values()) - specials.keys()
+        self._ids = set(vocab.values())
+        self._text_ids = self._ids - specials.keys()
         bare = tokenizer.encode("a", add_special_tokens=False)
         self._anchor = bare[-1:]
         self._around = _around(bare, tokenizer.encode("a", add_special_tokens=True))
@@ -139,21 +140,18 @@ class TextCodec:
             return [self._controls[part.text]]
         return self._tokenizer.encode(part.text, add_special_tokens=False, split_special_tokens=True)
 
-    def spelled(self, token_ids: Sequence[int]) -> str:
-        """Return the text of all ids at once, special tokens spelled out; ids that are no tokens have none."""
-        return self._decode(token_ids)
-
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the tokenizer's own spelling of each token; that of an id that is none is empty."""
         return [self._tokenizer.convert_ids_to_tokens(i) or "" for i in token_ids]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of all ids at once, special and unknown tokens left out."""
-        return self._decode([i for i in token_ids if i in self._text_ids])
+    def decode(self, token_ids: Sequence[int], skips_special: bool = True) -> str:
+        """Return the text of all ids at once; special tokens are left out or spelled out, ids that are no tokens have no text."""
+        kept = self._text_ids if skips_special else self._ids
+        return self._decode([i for i in token_ids if i in kept])
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, skips_special: bool = True) -> Detokenizer:
         """Return a fresh detokenizer whose pieces add up to what `decode` gives."""
-        return Detokenizer(self._decode, self._text_ids, self._byte_ids.keys())
+        return Detokenizer(self._decode, self._text_ids if skips_special else self._ids, self._byte_ids.keys())
 
     def token_text(self, token_id: int) -> TokenText:
         """Return the text and bytes of one token as it stands inside a text; special tokens are spelled out."""

@@ -30,6 +30,7 @@ _SENTENCES = {
     "too_short": "must not be empty",
     "too_long": "has too many entries; at most {max_length} are accepted",
     "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must match {pattern}",
     "string_too_long": "must have at most {max_length} characters",
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",

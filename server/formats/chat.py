@@ -1,12 +1,11 @@
 """The wire format of /v1/chat/completions."""
 
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from server.choice import Piece, TokenEntry
-from server.formats.common import finish_reason, metrics_of, usage_of
+from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, usage_of
 from server.generation import Generation
 from server.schemas.chat import (
     AssistantMessage,
@@ -25,21 +24,20 @@ from server.text import TokenText
 class ChatFormat:
     """One answer. It remembers which choices of a stream have begun: each begins with its role."""
 
-    def __init__(self, model: str, num_top_logprobs: int | None, has_usage: bool) -> None:
-        self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    def __init__(self, model: str, num_top_logprobs: int | None, request_id: str | None) -> None:
+        self._head: dict[str, Any] = {"id": answer_id("chatcmpl", request_id), "created": int(time.time()), "model": model}
         self._has_logprobs = num_top_logprobs is not None
-        self._in_chunks: dict[str, Any] = {"usage": None} if has_usage else {}
         self._begun: set[int] = set()
 
-    def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
+    def chunks(self, piece: Piece, usage: InChunk) -> Iterator[ChatChunk]:
         """Yield a choice's role before anything else of it, then content, then the end by itself."""
         if piece.index not in self._begun:
             self._begun.add(piece.index)
-            yield self._chunk(piece.index, Delta(role="assistant", content=""))
+            yield self._chunk(piece.index, usage, Delta(role="assistant", content=""))
         if piece.text or piece.entries:
-            yield self._chunk(piece.index, Delta(content=piece.text), logprobs=self._logprobs(piece))
+            yield self._chunk(piece.index, usage, Delta(content=piece.text), logprobs=self._logprobs(piece))
         if piece.finish is not None:
-            yield self._chunk(piece.index, Delta(), finish_reason=finish_reason(piece.finish))
+            yield self._chunk(piece.index, usage, Delta(), finish_reason=finish_reason(piece.finish))
 
     def usage_chunk(self, generation: Generation) -> ChatChunk:
         """Return a stream's last chunk."""
@@ -50,9 +48,9 @@ class ChatFormat:
         choices = [self._choice(piece) for piece in pieces]
         return ChatCompletion(object="chat.completion", choices=choices, **self._head, **self._numbers(generation))
 
-    def _chunk(self, index: int, delta: Delta, **rest: Any) -> ChatChunk:
+    def _chunk(self, index: int, usage: InChunk, delta: Delta, **rest: Any) -> ChatChunk:
         choice = ChunkChoice(**{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest})
-        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head, **self._in_chunks)
+        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head, **usage)
 
     def _numbers(self, generation: Generation) -> dict[str, Any]:
         return {"usage": usage_of(generation), "metrics": metrics_of(generation.acceptance)}

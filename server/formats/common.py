@@ -1,7 +1,8 @@
 """What both wire formats share: their Protocol, the numbers of a generation, ends, and samples put together again."""
 
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Literal, Protocol
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
@@ -9,13 +10,21 @@ from engine.types import FinishReason
 from server.choice import AcceptanceCounts, Piece
 from server.generation import Generation
 from server.schemas.answer import CompletionTokensDetails, Metrics, PromptTokensDetails, SpeculativeDecoding, Usage
+from server.schemas.common import StreamUsage
+
+InChunk = Mapping[str, Any]  # the field `usage` of a chunk that has choices; empty if it has none
+
+
+def answer_id(kind: str, request_id: str | None) -> str:
+    """Return the id of an answer of that kind: the client's name of the request, or one that nobody else has."""
+    return f"{kind}-{request_id or uuid.uuid4().hex}"
 
 
 class Format(Protocol):
     """One answer in one of the formats: it has one id and one time, however many chunks it is sent in."""
 
-    def chunks(self, piece: Piece) -> Iterable[BaseModel]:
-        """Return what a stream says of one piece; nothing if it adds nothing."""
+    def chunks(self, piece: Piece, usage: InChunk) -> Iterable[BaseModel]:
+        """Return what a stream says of one piece; nothing if it adds nothing. Every chunk has `usage` as given."""
         ...
 
     def usage_chunk(self, generation: Generation) -> BaseModel:
@@ -78,13 +87,19 @@ def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
 
 
 async def streamed(
-    first: Piece, rest: AsyncIterator[Piece], form: Format, generation: Generation, has_usage: bool
+    first: Piece, rest: AsyncIterator[Piece], form: Format, generation: Generation, usage: StreamUsage
 ) -> AsyncIterator[BaseModel]:
     """Yield the chunks of a whole stream."""
-    for chunk in form.chunks(first):
+    for chunk in form.chunks(first, _in_chunk(generation, usage)):
         yield chunk
     async for piece in rest:
-        for chunk in form.chunks(piece):
+        for chunk in form.chunks(piece, _in_chunk(generation, usage)):
             yield chunk
-    if has_usage:
+    if usage is not StreamUsage.NOWHERE:
         yield form.usage_chunk(generation)
+
+
+def _in_chunk(generation: Generation, usage: StreamUsage) -> InChunk:
+    if usage is StreamUsage.NOWHERE:
+        return {}
+    return {"usage": usage_of(generation) if usage is StreamUsage.EVERYWHERE else None}

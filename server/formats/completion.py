@@ -1,12 +1,11 @@
 """The wire format of /v1/completions."""
 
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from server.choice import Piece, TokenEntry
-from server.formats.common import finish_reason, metrics_of, usage_of
+from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, usage_of
 from server.generation import Generation
 from server.schemas.completion import Completion, CompletionChoice, CompletionLogprobs
 from server.text import TokenText
@@ -15,17 +14,16 @@ from server.text import TokenText
 class CompletionFormat:
     """One answer: its chunks and its whole have the same shape."""
 
-    def __init__(self, model: str, num_top_logprobs: int | None, has_usage: bool) -> None:
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+    def __init__(self, model: str, num_top_logprobs: int | None, request_id: str | None) -> None:
+        self._id = answer_id("cmpl", request_id)
         self._created = int(time.time())
         self._model = model
         self._num_top = num_top_logprobs
-        self._in_chunks: dict[str, Any] = {"usage": None} if has_usage else {}
 
-    def chunks(self, piece: Piece) -> Iterator[Completion]:
+    def chunks(self, piece: Piece, usage: InChunk) -> Iterator[Completion]:
         """Yield one chunk if there is text or the end."""
         if piece.text or piece.finish is not None:
-            yield self._completion([self._choice(piece)], self._in_chunks)
+            yield self._completion([self._choice(piece)], usage)
 
     def usage_chunk(self, generation: Generation) -> Completion:
         """Return a stream's last chunk."""
@@ -35,7 +33,7 @@ class CompletionFormat:
         """Return the whole answer."""
         return self._completion([self._choice(piece) for piece in pieces], self._numbers(generation))
 
-    def _completion(self, choices: list[CompletionChoice], rest: dict[str, Any]) -> Completion:
+    def _completion(self, choices: list[CompletionChoice], rest: Mapping[str, Any]) -> Completion:
         return Completion(
             id=self._id, object="text_completion", created=self._created, model=self._model, choices=choices, **rest
         )

@@ -31,7 +31,7 @@ _ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event
 @router.post("/completions", response_model=Completion, responses={**_ALSO_A_STREAM, **ERRORS})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
-    form = CompletionFormat(body.model, body.num_top_logprobs, body.includes_usage)
+    form = CompletionFormat(body.model, body.num_top_logprobs, body.request_id)
     generate = partial(completion_generation, runtime_of(request), body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
 
@@ -39,7 +39,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 @router.post("/chat/completions", response_model=ChatCompletion, responses={**_ALSO_A_STREAM, **ERRORS})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    form = ChatFormat(body.model, body.num_top_logprobs, body.includes_usage)
+    form = ChatFormat(body.model, body.num_top_logprobs, body.request_id)
     generate = partial(chat_generation, runtime_of(request), body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
 
@@ -67,4 +67,4 @@ async def _stream(body: GenerationRequest, generation: Generation, form: Format)
     """Return the stream once there is something to send: what fails before is a plain HTTP error."""
     pieces = generation.pieces()
     first = await anext(pieces)
-    return EventStream(streamed(first, pieces, form, generation, body.includes_usage), generation.close)
+    return EventStream(streamed(first, pieces, form, generation, body.stream_usage), generation.close)

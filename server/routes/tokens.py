@@ -57,5 +57,5 @@ async def _detokenized(runtime: Runtime, body: DetokenizeRequest) -> Response:
     codec, vocab_size = runtime.codec, runtime.engine.model.vocab_size
     if (last := max(body.tokens, default=0)) >= vocab_size:
         raise InvalidRequest(f"token id {last} is outside the vocabulary of {vocab_size}", "tokens")
-    text = await encoded(runtime, len(body.tokens), lambda: codec.spelled(body.tokens), "tokens")
+    text = await encoded(runtime, len(body.tokens), lambda: codec.decode(body.tokens, skips_special=False), "tokens")
     return JSONResponse(DetokenizeAnswer(prompt=text).model_dump())

@@ -1,5 +1,6 @@
 """Request fields that both generation endpoints share."""
 
+from enum import Enum, auto
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
@@ -15,6 +16,7 @@ MAX_STOP_TOKENS = 256
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 4096
 MAX_PARTS = 256
+REQUEST_ID = r"[A-Za-z0-9._:-]{1,128}"  # what may name a request: nothing that breaks a line of a log or a header
 
 
 class TextPart(Strict):
@@ -39,11 +41,27 @@ class Prediction(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+class StreamUsage(Enum):
+    """Where a stream says what was used."""
+
+    NOWHERE = auto()
+    AT_THE_END = auto()
+    EVERYWHERE = auto()
+
+
 class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: what was used so far, in every chunk.")
     include_obfuscation: bool | None = Field(None, description="Accepted; this server pads nothing.")
+
+    @model_validator(mode="after")
+    def _running_usage_is_usage(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            param = "stream_options.continuous_usage_stats"
+            raise misfit(param, "continuous_usage_stats is accepted only with include_usage: true")
+        return self
 
 
 def _token_id_in_decimal(key: str) -> str:
@@ -92,6 +110,16 @@ class GenerationRequest(Strict):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = Field(
+        None, description="The stop string, or the text of the stop token, stays at the end of the text."
+    )
+    skip_special_tokens: bool | None = Field(None, description="False spells special tokens out in the text; default true.")
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_INTEGER,
+        description="Only the last so many tokens of a prompt; -1: those that leave room for max_tokens.",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculative: SpeculativeOptions | None = None
@@ -99,6 +127,16 @@ class GenerationRequest(Strict):
     user: str | None = Field(
         None, description="Changes no text: what one user of a key is told is drafted from for that user alone."
     )
+
+    request_id: Annotated[str, StringConstraints(pattern=f"^{REQUEST_ID}$")] | None = Field(
+        None, description="Names the answer: its id ends with it."
+    )
+
+    @model_validator(mode="after")
+    def _keeps_something_of_a_prompt(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            raise misfit("truncate_prompt_tokens", "must be at least 1, or -1")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
@@ -117,9 +155,12 @@ class GenerationRequest(Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def stream_usage(self) -> StreamUsage:
+        """Where a stream says what was used."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return StreamUsage.NOWHERE
+        return StreamUsage.EVERYWHERE if options.continuous_usage_stats else StreamUsage.AT_THE_END
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -96,6 +96,15 @@ NEUTRAL = {
     "allowed_token_ids": [5, 6],
     "min_tokens": 3,
     "prediction": {"type": "content", "content": "hello"},
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "add_special_tokens": True,
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "truncate_prompt_tokens": 3,
+    "request_id": "mine",
 }
 REFUSED = {
     "response_format": {"type": "json_object"},
@@ -115,6 +124,10 @@ REFUSED = {
     "functions": [],
     "prediction": {"type": "content", "content": [{"type": "image"}]},
     "prompt": "x",
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "truncate_prompt_tokens": 0,
+    "request_id": "not mine",
 }
 
 
@@ -142,6 +155,23 @@ async def test_messages_that_cannot_be_honoured_are_refused(message: dict[str, o
         response = await client.post(URL, json=chat(messages=[message]))
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith(param)
+
+
+async def test_an_answer_goes_on_with_the_last_message_or_opens_one_of_its_own():
+    engine = _engine()
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello "}]
+    said = "<|start|>user\nhi<|end|>\n<|start|>assistant\nhello "
+    async with in_process(engine) as client:
+        for options, prompt in [
+            ({}, f"{said}<|end|>\n<|start|>assistant\n"),
+            ({"add_generation_prompt": False}, f"{said}<|end|>\n"),
+            ({"continue_final_message": True}, said),
+            ({"continue_final_message": True, "add_generation_prompt": False}, said),
+        ]:
+            assert (await client.post(URL, json=chat(messages=messages, **options))).status_code == 200
+            assert _prompt(engine) == prompt
+        both = chat(messages=messages, continue_final_message=True, add_generation_prompt=True)
+        assert (await client.post(URL, json=both)).json()["error"]["param"] == "continue_final_message"
 
 
 async def test_what_the_template_refuses_is_the_clients_error():

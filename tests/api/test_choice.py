@@ -1,21 +1,29 @@
 """One sample's text, entries and counts do not depend on how its tokens are spread over events."""
 
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.types import FinishReason, TokenEvent, TokenLogprobs
 from server.choice import AcceptanceCounts, Choice, Piece
+from server.stops import StopFinder
 from server.text import TextCodec
 from tests.tokenizers_for_tests import byte_fallback, byte_level
 
 CODECS = [TextCodec(byte_level()), TextCodec(byte_fallback())]
 
 
-def _choice(codec: TextCodec, stops: list[str], choice_type: type[Choice] = Choice) -> Choice:
-    return choice_type(0, codec.detokenizer(), stops, codec.token_text, 1)
+@dataclass(frozen=True)
+class _Wishes:
+    keeps_stop: bool = False
+    skips_special: bool = True
+
+
+def _choice(codec: TextCodec, stops: list[str], choice_type: type[Choice] = Choice, wishes: _Wishes = _Wishes()) -> Choice:
+    return choice_type(0, codec.detokenizer(wishes.skips_special), stops, codec.token_text, 1, wishes.keeps_stop)
 
 
 def _events(ids: list[int], edges: list[int], finish: FinishReason = FinishReason.LENGTH) -> list[TokenEvent]:
@@ -42,22 +50,27 @@ def _summary(choice: Choice, events: list[TokenEvent]) -> tuple[str, list[tuple[
 
 
 def _check(choice_type: type[Choice]) -> None:
-    texts = st.text("he lo日😀\n", max_size=10).map(lambda text: list(CODECS[0].encode(text)))
-    ids = st.lists(st.integers(3, 340), max_size=12) | texts
-    stops = st.lists(st.sampled_from(["l", "ll", "o", "日", "\n", "e h", "\ufffd"]), max_size=2)
+    texts = st.text("lo e日😀\n", min_size=3, max_size=12).map(lambda text: list(CODECS[0].encode(text)))
+    ids = texts | st.lists(st.integers(0, 340), max_size=12)
+    stops = st.lists(st.sampled_from(["l", "ll", "o", "日", "\n", "e h", "\ufffd", "<|"]), max_size=3)
+    wishes = st.builds(_Wishes, st.booleans(), st.booleans())
 
-    @given(st.sampled_from(CODECS), ids, stops, st.lists(st.integers(0, 12), max_size=5))
-    def any_events_give_the_same(codec: TextCodec, ids: list[int], stops: list[str], edges: list[int]) -> None:
-        one_each = _summary(_choice(codec, stops, choice_type), _events(ids, list(range(len(ids)))))
-        others = _summary(_choice(codec, stops, choice_type), _events(ids, edges))
+    @settings(max_examples=200, report_multiple_bugs=False)
+    @given(st.sampled_from(CODECS), ids, stops, st.lists(st.integers(0, 12), max_size=5), wishes)
+    def any_events_give_the_same(codec: TextCodec, ids: list[int], stops: list[str], edges: list[int], wishes: _Wishes) -> None:
+        one_each = _summary(_choice(codec, stops, choice_type, wishes), _events(ids, list(range(len(ids)))))
+        others = _summary(_choice(codec, stops, choice_type, wishes), _events(ids, edges))
         assert others == one_each
         text, entries, num_tokens, _ = others
         assert len(entries) == num_tokens
-        whole = codec.decode(ids)
+        whole = codec.decode(ids, wishes.skips_special)
         assert whole.startswith(text)
-        if not any(stop in whole for stop in stops):
+        hits = [at + len(stop) for stop in stops if (at := whole.find(stop)) >= 0]
+        if not hits:
             assert text == whole
             assert num_tokens == len(ids)
+        elif wishes.keeps_stop:
+            assert text == whole[: min(hits)]
 
     any_events_give_the_same()
 
@@ -86,7 +99,15 @@ class _CountsWhatIsHeldBack(Choice):
         return piece
 
 
-@pytest.mark.parametrize("mutant", [_LooksAtWholeEvents, _CountsWhatIsHeldBack])
+class _ForgetsTheStop(Choice):
+    """Keeps the text of a stop token, but no stop string."""
+
+    def __init__(self, index, detokenizer, stops, token_text, num_top_logprobs, keeps_stop) -> None:
+        super().__init__(index, detokenizer, stops, token_text, num_top_logprobs, keeps_stop)
+        self._stops = StopFinder(stops)
+
+
+@pytest.mark.parametrize("mutant", [_LooksAtWholeEvents, _CountsWhatIsHeldBack, _ForgetsTheStop])
 def test_mutants_die(mutant: type[Choice]):
     with pytest.raises(AssertionError):
         _check(mutant)
@@ -118,6 +139,22 @@ def test_a_stop_token_counts_but_is_no_text():
     event = TokenEvent("r", (hello, there), (), FinishReason.STOP, stop_token_id=there)
     assert choice.take(event).text == "hello"
     assert (choice.num_tokens, choice.finish) == (2, FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("keeps_stop", "skips_special", "word", "special"),
+    [(False, True, "", ""), (False, False, "", ""), (True, True, " there", ""), (True, False, " there", "<|end|>")],
+)
+def test_a_stop_token_is_text_where_it_is_kept(keeps_stop: bool, skips_special: bool, word: str, special: str):
+    codec = CODECS[0]
+    hello, there = codec.encode("hello there")[:2]
+    (end,) = codec.encode("<|end|>")
+    for stop_id, text in ((there, word), (end, special)):
+        choice = _choice(codec, [], wishes=_Wishes(keeps_stop, skips_special))
+        events = _events([hello, stop_id], [1], FinishReason.STOP)
+        pieces = _taken(choice, [*events[:-1], replace(events[-1], stop_token_id=stop_id)])
+        assert "".join(piece.text for piece in pieces) == "hello" + text
+        assert (choice.num_tokens, choice.finish) == (2, FinishReason.STOP)
 
 
 def test_offsets_point_at_each_token_in_the_text():

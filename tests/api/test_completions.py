@@ -9,12 +9,13 @@ from engine.keys import derived_seed
 from engine.tree import Expansion
 from engine.types import Speculation
 from engine.wire import Add, encoded
-from tests.api.harness import MODEL, completion, data_of, in_process, sample
+from tests.api.harness import MODEL, chat, completion, data_of, in_process, sample
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level
 
 TEXT = "hello world, the quick 日本語 😀 fox stop here"
 IDS = byte_level().encode(TEXT)
+SPECIAL_ID = byte_level().convert_tokens_to_ids("<|start|>")
 
 
 def _engine(**fields) -> FakeEngine:
@@ -44,14 +45,20 @@ async def test_speculation_numbers_add_up():
     assert numbers["draft_acceptance_rate"] == pytest.approx(num_accepted / numbers["num_draft_tokens"])
 
 
-OPTIONS = [{}, {"stop": ["日本", "fox"]}, {"logprobs": 2}, {"logprobs": 0, "stop": "stop he"}, {"n": 3}]
+OPTIONS: list[dict[str, Any]] = [
+    *({}, {"stop": ["日本", "fox"]}, {"logprobs": 2}, {"logprobs": 0, "stop": "stop he"}, {"n": 3}),
+    {"stop": ["日本", "fox"], "include_stop_str_in_output": True, "logprobs": 1},
+    {"stop_token_ids": [IDS[7]], "include_stop_str_in_output": True},
+    {"skip_special_tokens": False, "logprobs": 0, "n": 2},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chunks", [(1,), (3,), (2, 5), (100,)])
 async def test_a_stream_says_what_the_whole_says(options: dict[str, Any], chunks: tuple[int, ...]):
     body = completion(max_tokens=50, **options)
-    async with in_process(_engine(chunks=chunks)) as client:
+    spoken = [*IDS[:4], SPECIAL_ID, *IDS[4:], SPECIAL_ID]
+    async with in_process(_engine(chunks=chunks, script=says(spoken))) as client:
         whole = (await client.post("/v1/completions", json=body)).json()
         response = await client.post("/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -66,6 +73,101 @@ async def test_a_stream_says_what_the_whole_says(options: dict[str, Any], chunks
         if choice["logprobs"]:
             for key in ("tokens", "token_logprobs", "text_offset"):
                 assert [item for part in parts for item in part["logprobs"][key]] == choice["logprobs"][key]
+
+
+async def test_running_usage_is_in_every_chunk_and_grows_to_the_whole():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"max_tokens": 50, "n": 2, "stream": True, "stop": "fox", "stream_options": options}
+    async with in_process(_engine()) as client:
+        for url, body in (("/v1/completions", completion(**fields)), ("/v1/chat/completions", chat(**fields))):
+            *chunks, last = data_of((await client.post(url, json=body)).text)
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts)
+            assert counts[0] < counts[-1] == last["usage"]["completion_tokens"]
+            assert chunks[-1]["usage"] == last["usage"]
+            assert all(chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for chunk in chunks)
+
+
+async def test_running_usage_is_for_those_who_ask_for_usage():
+    async with in_process(_engine()) as client:
+        for usage in ({}, {"include_usage": False}):
+            body = completion(stream=True, stream_options={"continuous_usage_stats": True, **usage})
+            error = (await client.post("/v1/completions", json=body)).json()["error"]
+            assert error["param"] == "stream_options.continuous_usage_stats"
+
+
+async def test_the_stop_string_stays_where_it_is_asked_for():
+    engine = _engine(chunks=(1, 2))
+    body = completion(max_tokens=50, stop="d, the q", include_stop_str_in_output=True)
+    async with in_process(engine) as client:
+        answer = (await client.post("/v1/completions", json=body)).json()
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hello world, the q", "stop")
+    assert answer["usage"]["completion_tokens"] == len(byte_level().encode("hello world, the quick"))
+    assert engine.living == {}
+
+
+async def test_the_end_token_is_spelled_out_where_it_is_asked_for():
+    engine = _engine(script=says([*IDS, SPECIAL_ID, *IDS]), eos_token_ids=(SPECIAL_ID,))
+    texts = {}
+    async with in_process(engine) as client:
+        for skips in (True, False):
+            for keeps in (True, False):
+                body = completion(max_tokens=50, skip_special_tokens=skips, include_stop_str_in_output=keeps)
+                texts[skips, keeps] = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+    assert texts.pop((False, True)) == TEXT + "<|start|>"
+    assert set(texts.values()) == {TEXT}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_kept"),
+    [
+        *(({"truncate_prompt_tokens": k}, k) for k in (1, 7, 30)),
+        ({"truncate_prompt_tokens": 40}, 30),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 50}, 14),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 2}, 30),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 63}, 1),
+    ],
+)
+async def test_the_last_tokens_of_a_prompt_are_kept(options: dict[str, int], num_kept: int):
+    engine = FakeEngine(max_model_len=64)
+    ids = list(range(5, 35))
+    body = {"max_tokens": 4, **options}
+    async with in_process(engine) as client:
+        answer = (await client.post("/v1/completions", json=completion(prompt=[ids, ids[:3]], **body))).json()
+        text = completion(prompt=byte_level().decode(ids[:3] * 10), **body)
+        assert (await client.post("/v1/completions", json=text)).status_code == 200
+    whole, short, _ = engine.requests
+    assert (whole.prompt_ids, short.prompt_ids) == (tuple(ids[-num_kept:]), tuple(ids[:3][-num_kept:]))
+    assert answer["usage"]["prompt_tokens"] == len(whole.prompt_ids) + len(short.prompt_ids)
+
+
+async def test_a_prompt_that_does_not_fit_is_cut_only_if_it_may_be():
+    async with in_process(engine := FakeEngine(max_model_len=20)) as client:
+        refused = await client.post("/v1/completions", json=completion(prompt=[5] * 20))
+        too_much = await client.post(
+            "/v1/completions", json=completion(prompt=[5] * 20, max_tokens=20, truncate_prompt_tokens=-1)
+        )
+        too_long = await client.post("/v1/completions", json=completion(prompt=[5] * 30, truncate_prompt_tokens=25))
+        fits = await client.post("/v1/completions", json=completion(prompt=[5] * 30, truncate_prompt_tokens=-1))
+        asked = await client.post("/v1/chat/completions", json=chat(truncate_prompt_tokens=-1, messages=LONG_CHAT))
+    assert [answer.status_code for answer in (refused, too_much, too_long)] == [400] * 3
+    assert (fits.json()["usage"]["prompt_tokens"], fits.json()["usage"]["completion_tokens"]) == (4, 16)
+    assert (asked.json()["usage"]["prompt_tokens"], asked.json()["usage"]["completion_tokens"]) == (19, 1)
+    assert byte_level().decode(engine.requests[-1].prompt_ids).endswith("<|start|>assistant\n")
+
+
+LONG_CHAT = [{"role": "user", "content": "hello there, the quick brown fox"}]
+
+
+async def test_an_answer_is_named_as_the_client_names_the_request():
+    async with in_process(_engine()) as client:
+        for url, body, kind in (("/v1/completions", completion(), "cmpl"), ("/v1/chat/completions", chat(), "chatcmpl")):
+            named = {**body, "request_id": "my-1.2:3_x"}
+            assert (await client.post(url, json=named)).json()["id"] == f"{kind}-my-1.2:3_x"
+            chunks = data_of((await client.post(url, json={**named, "stream": True})).text)
+            assert {chunk["id"] for chunk in chunks} == {f"{kind}-my-1.2:3_x"}
+            assert len({(await client.post(url, json=body)).json()["id"] for _ in range(2)}) == 2
 
 
 async def test_a_stop_string_ends_the_request_in_the_engine_too():
@@ -161,6 +263,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False, None),
     "suffix": (None,),
     "user": ("someone", None),
+    "add_special_tokens": (True, False, None),
+    "include_stop_str_in_output": (True, None),
+    "skip_special_tokens": (True, False, None),
+    "truncate_prompt_tokens": (1, -1, 2**31 - 1, None),
+    "request_id": ("x", "x" * 128, None),
 }
 REFUSED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (2.1, -2.1, False, "0"),
@@ -187,6 +294,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": ([-1], [100000], [2**64], "5"),
     "ignore_eos": (1,),
     "stream_options": ({"include_usage": True},),
+    "add_special_tokens": (1, "true"),
+    "include_stop_str_in_output": (1,),
+    "skip_special_tokens": (0,),
+    "truncate_prompt_tokens": (0, -2, 1.5, "1", True, 2**31, 2**64),
+    "request_id": ("", "x" * 129, "a b", "é", "a\n", "\na", 5),
+    "add_generation_prompt": (True,),
+    "max_completion_tokens": (5,),
     "logprobs": (-1, 21, True),
     "prompt": ("", [], [[]], [1, "a"], [-1], [100000], None, {"a": 1}, [2**64], [[2**64]]),
     "model": (5,),

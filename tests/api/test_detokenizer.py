@@ -11,7 +11,7 @@ from server.detokenizer import Detokenizer
 from server.text import TextCodec, Tokenizer
 from tests.api.harness import completion, in_process
 from tests.fake_engine import FakeEngine
-from tests.tokenizers_for_tests import byte_fallback, byte_level
+from tests.tokenizers_for_tests import SPECIAL, byte_fallback, byte_level
 
 CODECS = {"byte-level": TextCodec(byte_level()), "byte-fallback": TextCodec(byte_fallback())}
 _NUM_IDS = 420  # a few more than either tokenizer knows: models have padded vocabularies
@@ -45,12 +45,12 @@ def _runs(codec: TextCodec) -> st.SearchStrategy[list[int]]:
     return st.lists(parts, min_size=4, max_size=40).map(lambda runs: [i for run in runs for i in run])
 
 
-def _property(name: str, make: Callable[[TextCodec], Detokenizer]) -> Callable[[], None]:
+def _property(name: str, make: Callable[[TextCodec], Detokenizer], skips_special: bool = True) -> Callable[[], None]:
     codec = CODECS[name]
 
     @given(_ids(codec))
     def pieces_add_up(ids: list[int]) -> None:
-        assert "".join(_streamed(make(codec), ids)) == codec.decode(ids)
+        assert "".join(_streamed(make(codec), ids)) == codec.decode(ids, skips_special)
 
     return pieces_add_up
 
@@ -58,6 +58,31 @@ def _property(name: str, make: Callable[[TextCodec], Detokenizer]) -> Callable[[
 @pytest.mark.parametrize("name", CODECS)
 def test_pieces_add_up_to_the_whole_text(name: str):
     _property(name, TextCodec.detokenizer)()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_so_do_pieces_with_special_tokens_spelled_out(name: str):
+    _property(name, lambda codec: codec.detokenizer(skips_special=False), skips_special=False)()
+
+
+@given(st.lists(st.integers(0, 330), max_size=12))
+def test_special_tokens_are_spelled_out_as_transformers_does(ids: list[int]):
+    assert CODECS["byte-level"].decode(ids, skips_special=False) == byte_level().decode(ids, skip_special_tokens=False)
+
+
+class _SpellsBesideTheText(Detokenizer):
+    """Special tokens are spelled out, but what follows does not know that it stands behind them."""
+
+    def push(self, token_id: int) -> str:
+        return SPECIAL[token_id] if token_id < len(SPECIAL) else super().push(token_id)
+
+
+def test_special_tokens_that_are_no_context_are_noticed():
+    def make(codec: TextCodec) -> Detokenizer:
+        return _SpellsBesideTheText(codec._decode, codec._ids, codec._byte_ids.keys())
+
+    with pytest.raises(AssertionError):
+        _property("byte-fallback", make, skips_special=False)()
 
 
 class _EmitsHalfCharacters(Detokenizer):

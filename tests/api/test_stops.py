@@ -14,23 +14,23 @@ _TEXT = st.text(_LETTERS, max_size=20)
 _STOPS = st.lists(st.text(_LETTERS, min_size=1, max_size=5), max_size=4)
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
-    """Cut one character at a time: the first prefix that ends in a stop string, without the longest that it ends in."""
+def _cut(text: str, stops: Sequence[str], keeps_stop: bool) -> str:
+    """Cut one character at a time: the first prefix that ends in a stop string, with it or without the longest it ends in."""
     for end in range(len(text) + 1):
         endings = [stop for stop in stops if text[:end].endswith(stop)]
         if endings:
-            return text[: end - max(map(len, endings))]
+            return text[: end if keeps_stop else end - max(map(len, endings))]
     return text
 
 
 def _check(finder_type: type[StopFinder]) -> None:
-    @settings(max_examples=500)
-    @given(_TEXT, _STOPS, st.lists(st.integers(0, 20), max_size=6))
-    def cuts_at_the_first(text: str, stops: list[str], cuts: list[int]) -> None:
-        finder = finder_type(stops)
+    @settings(max_examples=500, report_multiple_bugs=False)
+    @given(_TEXT, _STOPS, st.lists(st.integers(0, 20), max_size=6), st.booleans())
+    def cuts_at_the_first(text: str, stops: list[str], cuts: list[int], keeps_stop: bool) -> None:
+        finder = finder_type(stops, keeps_stop)
         edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
         out = "".join(finder.feed(text[a:b]) for a, b in pairwise(edges))
-        assert out + finder.close() == _cut(text, stops)
+        assert out + finder.close() == _cut(text, stops, keeps_stop)
         assert finder.is_hit == any(stop in text for stop in stops)
 
     cuts_at_the_first()
@@ -53,7 +53,21 @@ class _TakesTheFirstListed(StopFinder):
         return super().feed(text)
 
 
-@pytest.mark.parametrize("mutant", [_HoldsNothingBack, _TakesTheFirstListed])
+class _KeepsNothing(StopFinder):
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
+        super().__init__(stops)
+
+
+class _KeepsWhatFollows(StopFinder):
+    """Lets the rest of the piece out too: what a stream says depends on how it was cut."""
+
+    def feed(self, text: str) -> str:
+        before = super().feed(text)
+        at = text.find(before)
+        return text[at:] if self._keeps_stop and before and self.is_hit and at >= 0 else before
+
+
+@pytest.mark.parametrize("mutant", [_HoldsNothingBack, _TakesTheFirstListed, _KeepsNothing, _KeepsWhatFollows])
 def test_mutants_die(mutant: type[StopFinder]):
     with pytest.raises(AssertionError):
         _check(mutant)
