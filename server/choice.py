@@ -4,6 +4,7 @@ Knows ids, text and the engine's records. Does not know the wire format, and get
 spread over events: it looks at one token at a time.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -94,6 +95,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self._sum_logprobs = 0.0  # of the tokens counted, as far as the engine tells them
         self.finish: FinishReason | None = None
         self.acceptance = AcceptanceCounts()
         self._detokenizer = detokenizer
@@ -103,6 +105,11 @@ class Choice:
         self._num_top_logprobs = num_top_logprobs
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of its tokens, where the engine tells them; nothing is worse than no tokens."""
+        return self._sum_logprobs / self.num_tokens if self.num_tokens else -math.inf
 
     @property
     def is_cut(self) -> bool:
@@ -127,6 +134,7 @@ class Choice:
         if self.is_cut:
             return text
         self.num_tokens += 1
+        self._sum_logprobs += event.logprobs[at].logprob if event.logprobs else 0.0
         if self._num_top_logprobs is not None and event.logprobs:
             self._entries.append(self._entry(token_id, event.logprobs[at], self._num_top_logprobs))
         is_stop_token = token_id == event.stop_token_id and at == len(event.token_ids) - 1

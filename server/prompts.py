@@ -26,7 +26,7 @@ _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
 async def completion_generation(runtime: Runtime, body: CompletionRequest, tenant: str) -> Generation:
     """Return the samples of a completion request, submitted to the engine."""
     require_served(runtime, body.model)
-    _check_num_choices(runtime, len(body.prompts) * body.num_samples)
+    _check_num_choices(runtime, len(body.prompts) * body.num_samples, "n" if body.best_of is None else "best_of")
     prompts = [await _prompt_ids(runtime, prompt, body.add_special_tokens is not False) for prompt in body.prompts]
     num_wanted = body.token_limit or _DEFAULT_COMPLETION_TOKENS
     prompts = [_truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, num_wanted) for ids in prompts]
@@ -37,17 +37,17 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
 async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str) -> Generation:
     """Return the samples of a chat request, submitted to the engine."""
     require_served(runtime, body.model)
-    _check_num_choices(runtime, body.num_samples)
+    _check_num_choices(runtime, body.num_samples, "n")
     ids = await encoded_chat(runtime, templated(body.messages), body.form)
     ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or 1)
     room = _room(runtime.engine.model, ids, "messages", body.token_limit)
     return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant)
 
 
-def _check_num_choices(runtime: Runtime, num_choices: int) -> None:
+def _check_num_choices(runtime: Runtime, num_choices: int, param: str) -> None:
     limit = runtime.settings.most_choices
     if num_choices > limit:
-        raise InvalidRequest(f"{num_choices} choices (prompts times n) are asked for; at most {limit} are given", "n")
+        raise InvalidRequest(f"{num_choices} choices (prompts times {param}) are asked for; at most {limit} are given", param)
 
 
 async def _prompt_ids(runtime: Runtime, prompt: Prompt, adds_special_tokens: bool) -> PromptIds:
@@ -87,7 +87,7 @@ async def _submitted(
     _check_speculation(runtime, body)
     sampling = sampling_of(model, body, max_tokens)
     prediction_ids = await _prediction_ids(runtime, body.prediction)
-    meter = runtime.metrics.requests.meter(body.num_samples, max_tokens)
+    meter = runtime.metrics.requests.meter(body.num_answers, max_tokens)
     group = uuid.uuid4().hex
     speculation = body.speculative.to_speculation() if body.speculative else Speculation()
     samples = [

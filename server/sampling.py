@@ -26,7 +26,7 @@ def sampling_of(model: ModelInfo, body: GenerationRequest, max_tokens: int) -> S
         min_tokens=body.min_tokens or 0,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
-        num_logprobs=body.num_top_logprobs,
+        num_logprobs=body.num_sampled_logprobs,
     )
     try:
         require_law(sampling, model.vocab_size, model.eos_token_ids)

@@ -1,6 +1,7 @@
 """POST /v1/completions and POST /v1/chat/completions."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from server.formats.common import Format, joined, streamed
 from server.formats.completion import CompletionFormat
 from server.generation import Generation
 from server.prompts import chat_generation, completion_generation
+from server.ranking import best_of
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.strict import StrictRoute
 from server.schemas.chat import ChatCompletion, ChatRequest
@@ -49,7 +51,7 @@ async def _response(body: GenerationRequest, generate: Generate, form: Format) -
     generation = await generate()
     is_handed_over = False
     try:
-        response = await (_stream(body, generation, form) if body.stream else _whole(generation, form))
+        response = await (_stream(body, generation, form) if body.stream else _whole(body, generation, form))
         is_handed_over = bool(body.stream)
         return response
     finally:
@@ -57,9 +59,10 @@ async def _response(body: GenerationRequest, generate: Generate, form: Format) -
             await generation.close()
 
 
-async def _whole(generation: Generation, form: Format) -> Response:
+async def _whole(body: GenerationRequest, generation: Generation, form: Format) -> Response:
     pieces = await joined(generation.pieces(), generation.num_choices)
-    answer = form.answer(pieces, generation)
+    kept = best_of([choice.mean_logprob for choice in generation.choices], body.num_samples, body.num_answers)
+    answer = form.answer([replace(pieces[at], index=index) for index, at in enumerate(kept)], generation)
     return JSONResponse(answer.model_dump(mode="json", exclude_unset=True))
 
 

@@ -145,9 +145,14 @@ class GenerationRequest(Strict):
         return self
 
     @property
-    def num_samples(self) -> int:
-        """Samples for each prompt."""
+    def num_answers(self) -> int:
+        """Choices that are returned for each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def num_samples(self) -> int:
+        """Texts that are generated for each prompt."""
+        return self.num_answers
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -166,6 +171,11 @@ class GenerationRequest(Strict):
     def num_top_logprobs(self) -> int | None:
         """Alternatives to return for each token; None for no log-probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def num_sampled_logprobs(self) -> int | None:
+        """Alternatives to each token that the engine is asked for; None for no log-probabilities at all."""
+        return self.num_top_logprobs
 
     @property
     def token_limit(self) -> int | None:

@@ -23,14 +23,18 @@ class CompletionRequest(GenerationRequest):
     ) = Field(description="One prompt or several, each text or token ids.")
     add_special_tokens: bool | None = Field(None, description="What the model expects around a text prompt; default true.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Accepted only if it equals n.")
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="Texts to generate; the n of the highest log-probability a token are returned."
+    )
     echo: Annotated[object, Neutral(False)] = None
     suffix: Annotated[object, Neutral()] = None
 
     @model_validator(mode="after")
-    def _best_of_equals_n(self) -> Self:
-        if self.best_of is not None and self.best_of != self.num_samples:
-            raise misfit("best_of", "best_of is accepted only if it equals n")
+    def _has_a_best(self) -> Self:
+        if self.num_samples < self.num_answers:
+            raise misfit("best_of", "best_of must be at least n")
+        if self.num_samples > self.num_answers and self.stream:
+            raise misfit("best_of", "best_of more than n is not accepted in a stream: which are best is known at the end")
         return self
 
     @property
@@ -40,6 +44,16 @@ class CompletionRequest(GenerationRequest):
             return [self.prompt]
         is_token_ids = isinstance(self.prompt[0], int)
         return cast(list[Prompt], [self.prompt] if is_token_ids else self.prompt)
+
+    @property
+    def num_samples(self) -> int:
+        """Texts that are generated for each prompt."""
+        return self.num_answers if self.best_of is None else self.best_of
+
+    @property
+    def num_sampled_logprobs(self) -> int | None:
+        """Alternatives to each token that the engine is asked for; those of the tokens themselves say which text is best."""
+        return 0 if self.logprobs is None and self.num_samples > self.num_answers else self.logprobs
 
     @property
     def num_top_logprobs(self) -> int | None:
