@@ -58,7 +58,7 @@ class Settings(BaseSettings):
         default=128,
         ge=1,
         le=MAX_CHOICES,
-        description="Most choices of one request: prompts times n; never more than may run and wait.",
+        description="Most choices of one request: prompts times n or best_of; never more than may run and wait.",
     )
     max_tree_tokens: int = Field(default=64, ge=0, description="Most drafted tokens of the tree that a request may ask for.")
     drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
