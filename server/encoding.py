@@ -41,6 +41,14 @@ async def encoded_chat(runtime: Runtime, messages: Sequence[dict[str, str]], for
     return await encoded(runtime, num_bytes, lambda: codec.encode_chat(messages, form), "messages")
 
 
+async def encoded_words(runtime: Runtime, words: Sequence[str], param: str) -> tuple[PromptIds, ...]:
+    """Return the ids of words as they are spelled at the start of a text and after a space, each spelling once."""
+    codec = runtime.codec
+    spellings = [space + word.lstrip() for word in words for space in ("", " ")]
+    num_bytes = sum(len(spelling.encode()) for spelling in spellings)
+    return await encoded(runtime, num_bytes, lambda: tuple(dict.fromkeys(map(codec.encode_more, spellings))), param)
+
+
 async def encoded(runtime: Runtime, num_bytes: int, work: Callable[[], T], param: str) -> T:
     """Return what `work` makes of that many bytes of text, beside the event loop; refuse what cannot fit before it is done."""
     codec, longest = runtime.codec, longest_text(runtime.engine.model)

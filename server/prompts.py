@@ -10,7 +10,7 @@ from dataclasses import replace
 from engine.keys import derived_seed
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 from server.choice import Choice
-from server.encoding import PromptIds, encoded_chat, encoded_text, longest_text, require_served
+from server.encoding import PromptIds, encoded_chat, encoded_text, encoded_words, longest_text, require_served
 from server.errors import ContextTooLong, InvalidRequest
 from server.generation import Generation, Sample
 from server.runtime import Runtime
@@ -85,7 +85,8 @@ async def _submitted(
     """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
     model, codec = runtime.engine.model, runtime.codec
     _check_speculation(runtime, body)
-    sampling = sampling_of(model, body, max_tokens)
+    bad_words = await encoded_words(runtime, body.bad_words, "bad_words") if body.bad_words else ()
+    sampling = sampling_of(model, body, max_tokens, bad_words)
     prediction_ids = await _prediction_ids(runtime, body.prediction)
     meter = runtime.metrics.requests.meter(body.num_answers, max_tokens)
     group = uuid.uuid4().hex

@@ -1,13 +1,20 @@
 """From a request's fields to sampling parameters: null is the OpenAI default, what makes no law is refused by name."""
 
+from collections.abc import Sequence
+
 from engine.sampling_limits import NoLaw, require_law
 from engine.types import ModelInfo, SamplingParams
 from server.errors import InvalidRequest
 from server.schemas.common import GenerationRequest
 
 
-def sampling_of(model: ModelInfo, body: GenerationRequest, max_tokens: int) -> SamplingParams:
-    """Return how choice 0 is drawn; raise InvalidRequest for what makes no law of this model's tokens."""
+def sampling_of(
+    model: ModelInfo, body: GenerationRequest, max_tokens: int, bad_words: Sequence[tuple[int, ...]] = ()
+) -> SamplingParams:
+    """Return how choice 0 is drawn; raise InvalidRequest for what makes no law of this model's tokens.
+
+    `bad_words` are the ids of those of the request.
+    """
     stop_token_ids = tuple(body.stop_token_ids or ())
     if any(i >= model.vocab_size for i in stop_token_ids):
         raise InvalidRequest(f"a stop token is outside the vocabulary of {model.vocab_size}", "stop_token_ids")
@@ -16,11 +23,13 @@ def sampling_of(model: ModelInfo, body: GenerationRequest, max_tokens: int) -> S
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(0, body.top_k or 0),
         min_p=body.min_p or 0.0,
+        typical_p=1.0 if body.typical_p is None else body.typical_p,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (body.logit_bias or {}).items()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words=tuple(bad_words),
         seed=body.seed,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,

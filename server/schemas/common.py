@@ -15,6 +15,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 256
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 4096
+MAX_BAD_WORDS = 256
 MAX_PARTS = 256
 REQUEST_ID = r"[A-Za-z0-9._:-]{1,128}"  # what may name a request: nothing that breaks a line of a log or a header
 
@@ -75,6 +76,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 BiasKey = Annotated[str, AfterValidator(_token_id_in_decimal)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+BadWord = Annotated[str, StringConstraints(pattern=r"\S", max_length=256)]
 
 
 class GenerationRequest(Strict):
@@ -85,6 +87,9 @@ class GenerationRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_INTEGER, description="0 and -1 are off.")
     min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(
+        None, gt=0, le=1, description="Share of the law that is kept, usual surprise first; 1 is off."
+    )
     presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY, description="Off every token generated so far.")
     frequency_penalty: float | None = Field(
         None, ge=-MAX_PENALTY, le=MAX_PENALTY, description="Off a token for each time it was generated."
@@ -100,6 +105,9 @@ class GenerationRequest(Strict):
     )
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None = (
         Field(None, description="The only tokens that can come.")
+    )
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
+        None, description="Never written as the tokenizer spells them, at the start of a text or after a space."
     )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1, le=128)

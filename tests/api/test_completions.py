@@ -218,12 +218,22 @@ async def test_the_four_forms_of_a_prompt(prompt: object, expected: list[tuple[i
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
+async def test_bad_words_reach_the_engine_as_they_are_spelled_alone_and_after_a_space():
+    engine = FakeEngine()
+    async with in_process(engine) as client:
+        answer = await client.post("/v1/completions", json=completion(bad_words=["fox", " brown", "fox"]))
+        nothing = await client.post("/v1/completions", json=completion(bad_words=[]))
+    assert (answer.status_code, nothing.status_code) == (200, 200)
+    spelled = [tuple(byte_level().encode(text)) for text in ("fox", " fox", "brown", " brown")]
+    assert [request.sampling.bad_words for request in engine.requests] == [tuple(spelled), ()]
+
+
 async def test_every_parameter_reaches_the_engine():
     engine = FakeEngine(eos_token_ids=(9,))
     body = completion(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-5, max_tokens=3, n=2)
     body |= {"stop_token_ids": [4], "ignore_eos": True, "logprobs": 1, "min_tokens": 2}
     body |= {"presence_penalty": -0.5, "frequency_penalty": 2, "repetition_penalty": 1.25}
-    body |= {"logit_bias": {"7": -100, "0": 1.5}, "allowed_token_ids": [0, 7, 8]}
+    body |= {"logit_bias": {"7": -100, "0": 1.5}, "allowed_token_ids": [0, 7, 8], "typical_p": 0.5}
     body |= {"speculative": {"verifier": "nss", "trunk": 2, "branches": 3, "depth": 1}}
     async with in_process(engine) as client:
         assert (await client.post("/v1/completions", json=body)).status_code == 200
@@ -232,6 +242,7 @@ async def test_every_parameter_reaches_the_engine():
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.1)
     assert (sampling.max_tokens, sampling.stop_token_ids, sampling.ignore_eos, sampling.num_logprobs) == (3, (4,), True, 1)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-0.5, 2.0, 1.25)
+    assert sampling.typical_p == 0.5
     assert (sampling.logit_bias, sampling.allowed_token_ids) == (((7, -100.0), (0, 1.5)), (0, 7, 8))
     assert sampling.min_tokens == 2
     encoded(Add(first))
@@ -287,6 +298,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_p": (0, 1.1),
     "top_k": (-2, 0.5, 2**31, 2**64),
     "min_p": (-0.1, 1.5),
+    "typical_p": (0, 1.5, "1"),
+    "bad_words": (["a", ""], ["  "], [1], "word", ["x" * 257], ["a"] * 257),
     "seed": (2**63, -(2**63) - 1, 1.5),
     "n": (0, 129, 2**64),
     "max_tokens": (0, -1, 1.5, 2**31, 2**64),
