@@ -20,6 +20,7 @@ from engine.judge import Judge, logprobs_of
 from engine.pairs import verifier_for
 from engine.plan import Feeding, StepPlan
 from engine.policy import ExpansionPolicy
+from engine.prompt_scores import scored_by, scores_of, with_scores
 from engine.refusal import require_runnable
 from engine.roots import Ending, RootReader
 from engine.scheduler import RowResult, Scheduler
@@ -130,7 +131,11 @@ class Engine:
         growth = self._grow(plan)
         watch.lap("draft")
         # 3. One tree-masked pass of the target over every row.
-        logits_NV = self._target.forward(plan, growth.forest.trees)
+        scored = scored_by(plan, growth.forest.trees)
+        places = [place for one in scored for place in one.places]
+        logits_NV = self._target.forward(plan, growth.forest.trees, places)
+        prompt_scores = scores_of(scored, logits_NV[growth.forest.num_nodes :]) if scored else {}
+        logits_NV = logits_NV[: growth.forest.num_nodes] if scored else logits_NV
         watch.lap("verify")
         # 4. Judge every tree.
         verdicts = self._judge.judge(plan.decoding, growth.forest, logits_NV)
@@ -141,6 +146,8 @@ class Engine:
             self._roots.note(_endings(committed, growth), logits_NV, growth.forest.draft_laws_RV)
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_aborts(), *(self._event(one, logits_NV) for one in committed)]
+        if prompt_scores:
+            events = with_scores(events, prompt_scores)
         watch.lap("commit")
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         self._policy.observe(feedback_of(record))

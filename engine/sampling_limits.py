@@ -41,8 +41,9 @@ def _require_truncation(sampling: SamplingParams) -> None:
         raise NoLaw("min_p", f"min_p must lie in [0, 1], not {sampling.min_p}")
     if not 0.0 < sampling.typical_p <= 1.0:
         raise NoLaw("typical_p", f"typical_p must lie in (0, 1], not {sampling.typical_p}")
-    if sampling.top_k < 0 or (sampling.num_logprobs or 0) < 0:
-        raise NoLaw("top_k" if sampling.top_k < 0 else "num_logprobs", "top_k and num_logprobs must not be negative")
+    for name in ("top_k", "num_logprobs", "num_prompt_logprobs"):
+        if (getattr(sampling, name) or 0) < 0:
+            raise NoLaw(name, f"{name} must not be negative")
 
 
 def _require_penalties(sampling: SamplingParams) -> None:

@@ -1,6 +1,6 @@
 """The target model and its cache: the one tree-masked forward of a step.
 
-Shape key: T packed tokens, N nodes of all decoding rows' trees (tree after tree), V vocabulary.
+Shape key: T packed tokens, N nodes of all decoding rows' trees (tree after tree) and places asked about, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,11 @@ class Target:
         """Tell `observer` of every pass from now on."""
         self._observers.append(observer)
 
-    def forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> Float[Tensor, "N V"]:
-        """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees."""
+    def forward(self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int] = ()) -> Float[Tensor, "N V"]:
+        """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees.
+
+        Those after the packed tokens at `places` follow.
+        """
         if not plan.rows:  # a step that only tells of aborts
             return torch.empty((0, self.model.vocab_size), device=self.model.device)
         remaining = iter(trees)
@@ -53,7 +56,7 @@ class Target:
             if row.is_decoding:
                 logit_rows.extend(range(end - tree.num_nodes, end))
             start = end
-        rows_N = torch.tensor(logit_rows, dtype=torch.int64, device=self.model.device)
+        rows_N = torch.tensor([*logit_rows, *places], dtype=torch.int64, device=self.model.device)
         batch = pack(segments, self.model.device)
         logits_NV = self.model.forward(batch, self.cache, rows_N)
         for observer in self._observers:

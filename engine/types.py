@@ -34,7 +34,7 @@ class SamplingParams:
     function of (seed, prompt, sampling), whatever is drafted, unless the request names a verifier other than coupled.
     `num_logprobs` None returns no log-probabilities, 0 only the chosen tokens', k also the k likeliest. `stop_token_ids` end the
     request and are not part of its text; they come beside the model's own end tokens unless `ignore_eos`, and none of them can
-    come before `min_tokens` tokens have.
+    come before `min_tokens` tokens have. `num_prompt_logprobs` asks the same of the prompt's tokens, but for the first.
 
     `logit_bias` has (token id, bias) pairs. `repetition_penalty` looks at prompt and generated tokens, `presence_penalty` and
     `frequency_penalty` at generated ones alone; `allowed_token_ids`, unless None, are the only ones that can come, and the token
@@ -59,6 +59,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -124,7 +125,8 @@ class TokenEvent:
     `token_ids` are new and already cut at stop tokens and limits; a stop token itself is among them only as the last
     one and is not text (`stop_token_id` says which ended it). `logprobs` has an entry for each token or is empty.
     Exactly one event of a request carries `finish`; with `FinishReason.ERROR` it carries `error` too.
-    `queued_s`, on a request's first tokens, is how long it waited before its first step. The last fields say how the tokens came:
+    `prompt_logprobs` go on through the prompt from its second token; all have come by the first token. `queued_s`, on a request's
+    first tokens, is how long it waited before its first step. The last fields say how the tokens came:
     `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the returned tokens, its first ones, were drafted. Of the
     nodes `num_predicted_tokens` had a token that the request's prediction foretold there; `predicted_places` are those of the
     returned tokens that came so.
@@ -142,6 +144,7 @@ class TokenEvent:
     num_accepted_tokens: int = 0
     num_predicted_tokens: int = 0
     predicted_places: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.types import FinishReason, TokenEvent, TokenLogprobs
+from engine.types import FinishReason, TokenEvent
 from server.detokenizer import Detokenizer
+from server.echo import Echo
 from server.stops import StopFinder
 from server.text import TokenText
-
-_LOWEST_LOGPROB = -9999.0  # what the OpenAI format writes for "hardly ever"; JSON has no infinity
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEntry:
-    """One returned token with its log-probabilities. `offset`: characters of the whole text before its own."""
-
-    token: TokenText
-    logprob: float
-    top: tuple[tuple[TokenText, float], ...]
-    offset: int
+from server.token_entry import TokenEntry, entry_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +71,7 @@ class AcceptanceCounts:
 class Choice:
     """Owns the text state of one sample. `finish` is set once, by a stop string or by the engine.
 
-    With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text.
+    With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text; `echo` comes before it.
     """
 
     def __init__(
@@ -92,6 +82,7 @@ class Choice:
         token_text: Callable[[int], TokenText],
         num_top_logprobs: int | None = None,
         keeps_stop: bool = False,
+        echo: Echo | None = None,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -103,6 +94,7 @@ class Choice:
         self._keeps_stop = keeps_stop
         self._token_text = token_text
         self._num_top_logprobs = num_top_logprobs
+        self._echo = echo
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
 
@@ -119,13 +111,26 @@ class Choice:
     def take(self, event: TokenEvent) -> Piece:
         """Add an event's tokens up to the one that completes a stop string; return what they add."""
         num_before = self.num_tokens
-        text = "".join(self._text_of(event, at) for at in range(len(event.token_ids)))
+        text = self._echoed(event) + "".join(self._text_of(event, at) for at in range(len(event.token_ids)))
         if event.finish is not None and not self.is_cut:
             text += self._close()
         if self.finish is None:
             self.finish = FinishReason.STOP if self.is_cut else event.finish
             self._count_drafts(event, self.num_tokens - num_before)
         return Piece(self.index, text, self._ready_entries(text), self.finish)
+
+    def _echoed(self, event: TokenEvent) -> str:
+        """Return the prompt's text with the first token, or the end if there is none; no stop string is looked for in it."""
+        if self._echo is None:
+            return ""
+        self._echo.hear(event.prompt_logprobs)
+        if not event.token_ids and event.finish is None:
+            return ""
+        text, entries = self._echo.told()
+        self._echo = None
+        self._num_chars += len(text)
+        self._entries += entries
+        return text
 
     def _text_of(self, event: TokenEvent, at: int) -> str:
         """Return the text that token `at` of the event lets out; nothing once a stop string is complete."""
@@ -136,7 +141,9 @@ class Choice:
         self.num_tokens += 1
         self._sum_logprobs += event.logprobs[at].logprob if event.logprobs else 0.0
         if self._num_top_logprobs is not None and event.logprobs:
-            self._entries.append(self._entry(token_id, event.logprobs[at], self._num_top_logprobs))
+            self._entries.append(
+                entry_of(self._token_text, token_id, event.logprobs[at], self._num_top_logprobs, self._num_chars)
+            )
         is_stop_token = token_id == event.stop_token_id and at == len(event.token_ids) - 1
         return text if is_stop_token and not self._keeps_stop else text + self._let_out(self._detokenizer.push(token_id))
 
@@ -151,11 +158,6 @@ class Choice:
     def _count_drafts(self, event: TokenEvent, num_kept: int) -> None:
         if event.num_draft_tokens and num_kept:
             self.acceptance.add_step(event, num_kept)
-
-    def _entry(self, token_id: int, logprobs: TokenLogprobs, num_top: int) -> TokenEntry:
-        pairs = zip(logprobs.top_ids[:num_top], logprobs.top_logprobs[:num_top], strict=True)
-        top = tuple((self._token_text(i), max(logprob, _LOWEST_LOGPROB)) for i, logprob in pairs)
-        return TokenEntry(self._token_text(token_id), max(logprobs.logprob, _LOWEST_LOGPROB), top, self._num_chars)
 
     def _ready_entries(self, text: str) -> tuple[TokenEntry, ...]:
         """Return the entries that wait for a chunk: they travel with text or with the finish, never alone."""

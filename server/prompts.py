@@ -10,6 +10,8 @@ from dataclasses import replace
 from engine.keys import derived_seed
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 from server.choice import Choice
+from server.detokenizer import Detokenizer
+from server.echo import Echo
 from server.encoding import PromptIds, encoded_chat, encoded_text, encoded_words, longest_text, require_served
 from server.errors import ContextTooLong, InvalidRequest
 from server.generation import Generation, Sample
@@ -19,6 +21,7 @@ from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest, Prediction
 from server.schemas.completion import CompletionRequest, Prompt
 from server.schemas.messages import templated
+from server.text import TextCodec
 
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
 
@@ -83,7 +86,7 @@ async def _submitted(
     runtime: Runtime, body: GenerationRequest, prompts: Sequence[PromptIds], max_tokens: int, tenant: str
 ) -> Generation:
     """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
-    model, codec = runtime.engine.model, runtime.codec
+    model = runtime.engine.model
     _check_speculation(runtime, body)
     bad_words = await encoded_words(runtime, body.bad_words, "bad_words") if body.bad_words else ()
     sampling = sampling_of(model, body, max_tokens, bad_words)
@@ -94,19 +97,23 @@ async def _submitted(
     samples = [
         Sample(
             Request(f"{group}-{index}", ids, _of_choice(sampling, index), speculation, prediction_ids, tenant),
-            Choice(
-                index,
-                codec.detokenizer(body.skip_special_tokens is not False),
-                body.stops,
-                codec.token_text,
-                body.num_top_logprobs,
-                bool(body.include_stop_str_in_output),
-            ),
+            _choice(runtime.codec, body, index, ids),
             meter.sample(len(ids)),
         )
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))
     ]
     return await Generation(runtime.engine, samples, meter, sum(map(len, prompts))).start()
+
+
+def _choice(codec: TextCodec, body: GenerationRequest, index: int, prompt_ids: PromptIds) -> Choice:
+    """Return where the text of one sample is made."""
+
+    def detokenizer() -> Detokenizer:
+        return codec.detokenizer(body.skip_special_tokens is not False)
+
+    echo = Echo(prompt_ids, detokenizer(), codec.token_text, body.num_top_logprobs) if body.gives_prompt_back else None
+    keeps_stop = bool(body.include_stop_str_in_output)
+    return Choice(index, detokenizer(), body.stops, codec.token_text, body.num_top_logprobs, keeps_stop, echo)
 
 
 async def _prediction_ids(runtime: Runtime, prediction: Prediction | None) -> PromptIds:

@@ -36,6 +36,7 @@ def sampling_of(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=body.num_sampled_logprobs,
+        num_prompt_logprobs=body.num_prompt_logprobs,
     )
     try:
         require_law(sampling, model.vocab_size, model.eos_token_ids)

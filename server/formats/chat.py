@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from server.choice import Piece, TokenEntry
+from server.choice import Piece
 from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, usage_of
 from server.generation import Generation
 from server.schemas.chat import (
@@ -19,6 +19,7 @@ from server.schemas.chat import (
     TopLogprob,
 )
 from server.text import TokenText
+from server.token_entry import TokenEntry
 
 
 class ChatFormat:
@@ -68,6 +69,7 @@ class ChatFormat:
 
 
 def _token_logprob(entry: TokenEntry) -> TokenLogprob:
+    assert entry.logprob is not None  # as a prompt's first token has it, which no chat gives back
     top = [TopLogprob(**_fields(token, logprob)) for token, logprob in entry.top]
     return TokenLogprob(**_fields(entry.token, entry.logprob), top_logprobs=top)
 

@@ -4,11 +4,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from server.choice import Piece, TokenEntry
+from server.choice import Piece
 from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, usage_of
 from server.generation import Generation
 from server.schemas.completion import Completion, CompletionChoice, CompletionLogprobs
 from server.text import TokenText
+from server.token_entry import TokenEntry
 
 
 class CompletionFormat:
@@ -55,8 +56,10 @@ def _logprobs(entries: Sequence[TokenEntry], num_top: int) -> CompletionLogprobs
     )
 
 
-def _top(entry: TokenEntry) -> dict[str, float]:
-    """Return the likeliest tokens, and the chosen one where it is not among them."""
+def _top(entry: TokenEntry) -> dict[str, float] | None:
+    """Return the likeliest tokens, and the chosen one where it is not among them; nothing was likelier before a text began."""
+    if entry.logprob is None:
+        return None
     top = {_spelled(token): logprob for token, logprob in entry.top}
     return top if _spelled(entry.token) in top else {**top, _spelled(entry.token): entry.logprob}
 

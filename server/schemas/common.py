@@ -186,6 +186,16 @@ class GenerationRequest(Strict):
         return self.num_top_logprobs
 
     @property
+    def gives_prompt_back(self) -> bool:
+        """Whether the prompt comes before each text."""
+        return False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to each token of the prompt that the engine is asked for; None for no log-probabilities of it."""
+        return self.num_top_logprobs if self.gives_prompt_back else None
+
+    @property
     def token_limit(self) -> int | None:
         """Tokens to generate at most; None leaves it to the endpoint."""
         return self.max_tokens

@@ -26,7 +26,7 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = Field(
         None, ge=1, le=MAX_CHOICES, description="Texts to generate; the n of the highest log-probability a token are returned."
     )
-    echo: Annotated[object, Neutral(False)] = None
+    echo: bool | None = Field(None, description="The prompt comes before the text, in logprobs too.")
     suffix: Annotated[object, Neutral()] = None
 
     @model_validator(mode="after")
@@ -56,6 +56,11 @@ class CompletionRequest(GenerationRequest):
         return 0 if self.logprobs is None and self.num_samples > self.num_answers else self.logprobs
 
     @property
+    def gives_prompt_back(self) -> bool:
+        """Whether the prompt comes before each text."""
+        return bool(self.echo)
+
+    @property
     def num_top_logprobs(self) -> int | None:
         """Alternatives to return for each token; None for no log-probabilities at all."""
         return self.logprobs
@@ -65,8 +70,8 @@ class CompletionLogprobs(BaseModel):
     """Four lists of one length, an entry a token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

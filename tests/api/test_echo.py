@@ -1,0 +1,126 @@
+"""A prompt that is given back: before each text, in logprobs too, the same streamed and not, and never searched for stops."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from server import choice
+from server.echo import Echo
+from server.token_entry import entry_of
+from tests.api.harness import completion, data_of, in_process
+from tests.fake_engine import FakeEngine, says
+from tests.tokenizers_for_tests import byte_level
+
+PROMPT = "the quick 🙀 fox"
+SAID = "hello world"
+PROMPT_IDS, SAID_IDS = byte_level().encode(PROMPT), byte_level().encode(SAID)
+
+
+async def answers(**fields: Any) -> list[dict[str, Any]]:
+    """Return the choices of a request, not streamed and put together of a stream."""
+    body = completion(prompt=PROMPT, max_tokens=50, **fields)
+    found = []
+    for streams in (False, True):
+        async with in_process(FakeEngine(says(SAID_IDS), chunks=(1, 3))) as client:
+            answer = await client.post("/v1/completions", json={**body, "stream": streams})
+        assert answer.status_code == 200, answer.text
+        found.append(_joined(data_of(answer.text)) if streams else answer.json()["choices"][0])
+    assert found[0] == found[1]
+    return found
+
+
+def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    choices = [chunk["choices"][0] for chunk in chunks]
+    whole = {**choices[-1], "text": "".join(one["text"] for one in choices)}
+    if whole["logprobs"] is not None:
+        parts = [one["logprobs"] for one in choices]
+        whole["logprobs"] = {
+            name: None if value is None else [entry for part in parts for entry in part[name]]
+            for name, value in whole["logprobs"].items()
+        }
+    return whole
+
+
+async def test_the_prompt_comes_first():
+    (choice, _) = await answers(echo=True)
+    assert (choice["text"], choice["logprobs"]) == (PROMPT + SAID, None)
+    assert (await answers(echo=False))[0]["text"] == SAID
+
+
+async def check_logprobs() -> None:
+    (choice, _) = await answers(echo=True, logprobs=2)
+    logprobs, ids = choice["logprobs"], [*PROMPT_IDS, *SAID_IDS]
+    assert choice["text"] == PROMPT + SAID
+    assert len(logprobs["tokens"]) == len(ids)
+    assert logprobs["token_logprobs"] == [None, *(pytest.approx(-i / 100) for i in ids[1:])]
+    assert logprobs["top_logprobs"][0] is None
+    assert {len(top) for top in logprobs["top_logprobs"][1:]} == {3}
+    readable = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+    assert all(choice["text"].startswith(token, offset) for token, offset in readable if not token.startswith("bytes:"))
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+
+
+async def test_its_tokens_are_in_logprobs():
+    await check_logprobs()
+
+
+async def test_no_alternatives_are_told_where_none_are_asked_for():
+    logprobs = (await answers(echo=True, logprobs=0))[0]["logprobs"]
+    assert logprobs["top_logprobs"] is None
+    assert len(logprobs["token_logprobs"]) == len(PROMPT_IDS) + len(SAID_IDS)
+
+
+async def test_stop_strings_are_not_looked_for_in_it():
+    (choice, _) = await answers(echo=True, stop=["quick", " world"])
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT + "hello", "stop")
+
+
+async def test_each_choice_has_its_own_prompt():
+    async with in_process(FakeEngine(says(SAID_IDS))) as client:
+        answer = await client.post("/v1/completions", json=completion(prompt=["hello", "the"], n=2, echo=True, max_tokens=9))
+    texts = [choice["text"] for choice in answer.json()["choices"]]
+    assert [text.startswith(prompt) for text, prompt in zip(texts, ["hello", "hello", "the", "the"], strict=True)] == [True] * 4
+
+
+async def test_what_was_cut_is_not_given_back():
+    (choice, _) = await answers(echo=True, truncate_prompt_tokens=4)
+    assert choice["text"] == byte_level().decode(PROMPT_IDS[-4:]) + SAID
+
+
+async def test_a_text_that_ends_at_once_has_its_prompt():
+    async with in_process(FakeEngine(says([9]), eos_token_ids=(9,))) as client:
+        answer = await client.post("/v1/completions", json=completion(prompt=PROMPT, echo=True, logprobs=1))
+    assert answer.json()["choices"][0]["text"] == PROMPT
+
+
+def told_without_the_end(self):
+    text, entries = _TOLD(self)
+    return text[:-1], entries
+
+
+def heard_once(self, logprobs):
+    self._heard = self._heard or list(logprobs)
+
+
+def scored_from_the_first(self):
+    self._heard = self._heard[1:] + self._heard[:1]
+    return _TOLD(self)
+
+
+_TOLD = Echo.told
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"), [("told", told_without_the_end), ("hear", heard_once), ("told", scored_from_the_first)]
+)
+async def test_logprobs_kill(name, mutant, monkeypatch):
+    monkeypatch.setattr(Echo, name, mutant)
+    with pytest.raises((AssertionError, IndexError)):
+        await check_logprobs()
+
+
+async def test_offsets_kill_a_text_that_begins_at_its_own_end(monkeypatch):
+    monkeypatch.setattr(choice, "entry_of", lambda *args: replace(entry_of(*args), offset=0))
+    with pytest.raises(AssertionError):
+        await check_logprobs()

@@ -1,0 +1,96 @@
+"""Log-probabilities of prompts are the target's own, told once each, through chunks, preemption and trees beside them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine import prompt_scores
+from engine.config import SchedulerConfig
+from engine.judge import logprobs_of
+from engine.testing import tiny_engine
+from engine.types import Request
+from tests.model.driving import Session, greedy, run
+from tests.model.mixed import PROMPTS, mixed_requests
+from tests.model.test_kv_cache import RandomExpansion
+from tests.model.tiny import own_logits, pair
+
+CROWDED = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_model_len=64)
+
+
+def requests_with_scores() -> list[Request]:
+    """Mixed requests that ask for ever more alternatives, one of a prompt of one token, and one that asks for nothing."""
+    requests = [*mixed_requests(max_tokens=16), greedy("short", [7])]
+    asking = [replace(one, sampling=replace(one.sampling, num_prompt_logprobs=row)) for row, one in enumerate(requests)]
+    return [*asking, greedy("silent", PROMPTS[2])]
+
+
+def session_of(config: SchedulerConfig = CROWDED) -> Session:
+    return run(tiny_engine(*pair("llama"), RandomExpansion(3), config=config), requests_with_scores())
+
+
+def check(session: Session) -> None:
+    """Compare with a pass over the prompt alone."""
+    for request in requests_with_scores():
+        events = session.outcomes[request.request_id].events
+        told = [one for event in events for one in event.prompt_logprobs]
+        num_top = request.sampling.num_prompt_logprobs
+        if num_top is None:
+            assert not told
+            continue
+        first_said = next(index for index, event in enumerate(events) if event.token_ids)
+        assert not any(event.prompt_logprobs for event in events[first_said + 1 :])
+        laws = torch.log_softmax(own_logits("llama", [request.prompt_ids])[0, :-1].double(), -1)
+        assert len(told) == len(laws) == len(request.prompt_ids) - 1
+        for law, token_id, one in zip(laws, request.prompt_ids[1:], told, strict=True):
+            assert one.logprob == pytest.approx(float(law[token_id]), abs=1e-4)
+            assert list(one.top_logprobs) == pytest.approx(law.topk(num_top).values.tolist(), abs=1e-4)
+
+
+def test_prompts_are_scored_by_the_target():
+    check(session_of(SchedulerConfig(num_slots=2048, max_model_len=256)))
+
+
+def test_chunks_and_preemption_change_nothing():
+    session = session_of()
+    assert sum(stats.num_preemptions for stats in session.stats)
+    assert any(event.prompt_logprobs and not event.token_ids for one in session.outcomes.values() for event in one.events)
+    check(session)
+
+
+def told_again(plan, trees):
+    """All of a chunk, fed for the first time or not."""
+    rows = [
+        replace(row, num_new_prompt_tokens=max(0, min(row.end, row.num_prompt_tokens) - row.context_len)) for row in plan.rows
+    ]
+    return _SCORED_BY(replace(plan, rows=tuple(rows)), trees)
+
+
+def after_the_token_itself(plan, trees):
+    return [replace(one, places=range(one.places.start + 1, one.places.stop + 1)) for one in _SCORED_BY(plan, trees)]
+
+
+def trees_forgotten(plan, trees):
+    return _SCORED_BY(plan, [type(tree).single(tree.token_ids[0]) for tree in trees])
+
+
+def first_place_for_all(logits, nodes, ids, num_top):
+    return logprobs_of(logits, [nodes[0]] * len(ids), ids, num_top)
+
+
+_SCORED_BY = prompt_scores.scored_by
+
+
+@pytest.mark.parametrize(
+    ("where", "mutant"),
+    [
+        ("engine.engine.scored_by", told_again),
+        ("engine.engine.scored_by", after_the_token_itself),
+        ("engine.engine.scored_by", trees_forgotten),
+        ("engine.prompt_scores.logprobs_of", first_place_for_all),
+    ],
+)
+def test_scores_kill(where, mutant, monkeypatch):
+    monkeypatch.setattr(where, mutant)
+    with pytest.raises(AssertionError):
+        check(session_of())
