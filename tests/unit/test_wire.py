@@ -32,6 +32,9 @@ samplings = st.builds(
     repetition_penalty=st.floats(0.5, 2),
     logit_bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-100, 100)), max_size=3).map(tuple),
     allowed_token_ids=st.none() | token_ids,
+    bad_words=st.lists(token_ids, max_size=3).map(tuple),
+    typical_p=seconds,
+    num_prompt_logprobs=st.none() | st.integers(0, 20),
     min_tokens=st.integers(0, 9),
 )
 speculations = st.builds(Speculation, st.booleans(), st.none() | expansions, st.none() | texts)
@@ -47,6 +50,7 @@ events = st.builds(
     st.none() | texts,
     st.none() | seconds,
     st.none() | expansions,
+    prompt_logprobs=st.lists(logprobs, max_size=3).map(tuple),
 )
 stats = st.builds(StepStats, *[st.integers(0, 2**40)] * 5, expansions=st.dictionaries(texts, st.integers(0, 9)), draft_s=seconds)
 infos = st.builds(ModelInfo, *[texts, *[st.integers(0, 9)] * 3, token_ids, *[texts] * 5])
