@@ -107,9 +107,12 @@ def logprobs_of(
     """
     index = torch.tensor(list(nodes), device=logits_NV.device)
     logprobs = torch.log_softmax(logits_NV[index], dim=-1)
-    chosen = logprobs.gather(-1, torch.tensor(list(ids), device=logits_NV.device)[:, None])[:, 0].tolist()
+    chosen_N1 = logprobs.gather(-1, torch.tensor(list(ids), device=logits_NV.device)[:, None])
+    ranks = ((logprobs > chosen_N1).sum(-1) + 1).tolist()
     top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     return tuple(
-        TokenLogprobs(logprob, tuple(top_ids), tuple(values))
-        for logprob, top_ids, values in zip(chosen, top.indices.tolist(), top.values.tolist(), strict=True)
+        TokenLogprobs(logprob, tuple(top_ids), tuple(values), rank)
+        for logprob, top_ids, values, rank in zip(
+            chosen_N1[:, 0].tolist(), top.indices.tolist(), top.values.tolist(), ranks, strict=True
+        )
     )

@@ -111,11 +111,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The target's own log-probabilities (raw: before temperature and truncation) at one emitted token."""
+    """The target's own log-probabilities (raw: before temperature and truncation) at one token. `rank` 1 is the likeliest."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,21 @@ from dataclasses import dataclass, field
 
 from engine.types import FinishReason, TokenEvent
 from server.detokenizer import Detokenizer
-from server.echo import Echo
 from server.stops import StopFinder
 from server.text import TokenText
 from server.token_entry import TokenEntry, entry_of
+from server.told_prompt import Candidate, ToldPrompt
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event adds to one choice."""
+    """What one event adds to one choice; the last one has what is told of the prompt, by its tokens."""
 
     index: int
     text: str = ""
     entries: tuple[TokenEntry, ...] = ()
     finish: FinishReason | None = None
+    prompt: tuple[tuple[Candidate, ...], ...] | None = None
 
 
 @dataclass(slots=True)
@@ -71,7 +72,8 @@ class AcceptanceCounts:
 class Choice:
     """Owns the text state of one sample. `finish` is set once, by a stop string or by the engine.
 
-    With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text; `echo` comes before it.
+    With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text. `prompt` is what it is to
+    tell of its own.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Choice:
         token_text: Callable[[int], TokenText],
         num_top_logprobs: int | None = None,
         keeps_stop: bool = False,
-        echo: Echo | None = None,
+        prompt: ToldPrompt | None = None,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -94,7 +96,8 @@ class Choice:
         self._keeps_stop = keeps_stop
         self._token_text = token_text
         self._num_top_logprobs = num_top_logprobs
-        self._echo = echo
+        self._prompt = prompt
+        self._has_begun = False
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
 
@@ -117,17 +120,18 @@ class Choice:
         if self.finish is None:
             self.finish = FinishReason.STOP if self.is_cut else event.finish
             self._count_drafts(event, self.num_tokens - num_before)
-        return Piece(self.index, text, self._ready_entries(text), self.finish)
+        candidates = self._prompt.candidates() if self._prompt and self.finish is not None else None
+        return Piece(self.index, text, self._ready_entries(text), self.finish, candidates)
 
     def _echoed(self, event: TokenEvent) -> str:
         """Return the prompt's text with the first token, or the end if there is none; no stop string is looked for in it."""
-        if self._echo is None:
+        if self._prompt is None or self._has_begun:
             return ""
-        self._echo.hear(event.prompt_logprobs)
-        if not event.token_ids and event.finish is None:
+        self._prompt.hear(event.prompt_logprobs)
+        self._has_begun = bool(event.token_ids) or event.finish is not None
+        if not self._has_begun:
             return ""
-        text, entries = self._echo.told()
-        self._echo = None
+        text, entries = self._prompt.echo()
         self._num_chars += len(text)
         self._entries += entries
         return text

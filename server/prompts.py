@@ -11,7 +11,6 @@ from engine.keys import derived_seed
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 from server.choice import Choice
 from server.detokenizer import Detokenizer
-from server.echo import Echo
 from server.encoding import PromptIds, encoded_chat, encoded_text, encoded_words, longest_text, require_served
 from server.errors import ContextTooLong, InvalidRequest
 from server.generation import Generation, Sample
@@ -22,6 +21,7 @@ from server.schemas.common import GenerationRequest, Prediction
 from server.schemas.completion import CompletionRequest, Prompt
 from server.schemas.messages import templated
 from server.text import TextCodec
+from server.told_prompt import ToldPrompt, Wishes
 
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
 
@@ -111,9 +111,10 @@ def _choice(codec: TextCodec, body: GenerationRequest, index: int, prompt_ids: P
     def detokenizer() -> Detokenizer:
         return codec.detokenizer(body.skip_special_tokens is not False)
 
-    echo = Echo(prompt_ids, detokenizer(), codec.token_text, body.num_top_logprobs) if body.gives_prompt_back else None
+    wishes = Wishes(body.gives_prompt_back, body.num_top_logprobs, body.prompt_logprobs)
+    prompt = ToldPrompt(prompt_ids, detokenizer(), codec.token_text, wishes)
     keeps_stop = bool(body.include_stop_str_in_output)
-    return Choice(index, detokenizer(), body.stops, codec.token_text, body.num_top_logprobs, keeps_stop, echo)
+    return Choice(index, detokenizer(), body.stops, codec.token_text, body.num_top_logprobs, keeps_stop, prompt)
 
 
 async def _prediction_ids(runtime: Runtime, prediction: Prediction | None) -> PromptIds:

@@ -29,5 +29,10 @@ def entry_of(
     if logprobs is None:
         return TokenEntry(token_text(token_id), None, (), offset)
     pairs = zip(logprobs.top_ids[:num_top], logprobs.top_logprobs[:num_top], strict=True)
-    top = tuple((token_text(i), max(logprob, _LOWEST_LOGPROB)) for i, logprob in pairs)
-    return TokenEntry(token_text(token_id), max(logprobs.logprob, _LOWEST_LOGPROB), top, offset)
+    top = tuple((token_text(i), finite(logprob)) for i, logprob in pairs)
+    return TokenEntry(token_text(token_id), finite(logprobs.logprob), top, offset)
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can have it."""
+    return max(logprob, _LOWEST_LOGPROB)

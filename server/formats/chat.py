@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from server.choice import Piece
-from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, usage_of
+from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, prompt_logprobs_of, usage_of
 from server.generation import Generation
 from server.schemas.chat import (
     AssistantMessage,
@@ -47,7 +47,8 @@ class ChatFormat:
     def answer(self, pieces: Sequence[Piece], generation: Generation) -> ChatCompletion:
         """Return the whole answer."""
         choices = [self._choice(piece) for piece in pieces]
-        return ChatCompletion(object="chat.completion", choices=choices, **self._head, **self._numbers(generation))
+        rest = {**self._numbers(generation), **prompt_logprobs_of(pieces[0])}
+        return ChatCompletion(object="chat.completion", choices=choices, **self._head, **rest)
 
     def _chunk(self, index: int, usage: InChunk, delta: Delta, **rest: Any) -> ChatChunk:
         choice = ChunkChoice(**{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest})

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from engine.types import FinishReason
 from server.choice import AcceptanceCounts, Piece
 from server.generation import Generation
-from server.schemas.answer import CompletionTokensDetails, Metrics, PromptTokensDetails, SpeculativeDecoding, Usage
+from server.schemas.answer import CompletionTokensDetails, Metrics, PromptLogprob, PromptTokensDetails, SpeculativeDecoding, Usage
 from server.schemas.common import StreamUsage
 
 InChunk = Mapping[str, Any]  # the field `usage` of a chunk that has choices; empty if it has none
@@ -83,7 +83,18 @@ async def joined(pieces: AsyncIterator[Piece], num_choices: int) -> list[Piece]:
 def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
     text = "".join(piece.text for piece in pieces)
     entries = tuple(entry for piece in pieces for entry in piece.entries)
-    return Piece(index, text, entries, pieces[-1].finish)
+    return Piece(index, text, entries, pieces[-1].finish, pieces[-1].prompt)
+
+
+def prompt_logprobs_of(piece: Piece) -> dict[str, Any]:
+    """Return the field `prompt_logprobs` if it was asked for: by token the candidates by id, null for the first."""
+    if piece.prompt is None:
+        return {}
+    told = [
+        {str(one.token_id): PromptLogprob(logprob=one.logprob, rank=one.rank, decoded_token=one.text) for one in candidates}
+        for candidates in piece.prompt
+    ]
+    return {"prompt_logprobs": [candidates or None for candidates in told]}
 
 
 async def streamed(

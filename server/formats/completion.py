@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from server.choice import Piece
-from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, usage_of
+from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, prompt_logprobs_of, usage_of
 from server.generation import Generation
 from server.schemas.completion import Completion, CompletionChoice, CompletionLogprobs
 from server.text import TokenText
@@ -44,7 +44,13 @@ class CompletionFormat:
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         logprobs = None if self._num_top is None else _logprobs(piece.entries, self._num_top)
-        return CompletionChoice(index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=finish_reason(piece.finish))
+        return CompletionChoice(
+            index=piece.index,
+            text=piece.text,
+            logprobs=logprobs,
+            finish_reason=finish_reason(piece.finish),
+            **prompt_logprobs_of(piece),
+        )
 
 
 def _logprobs(entries: Sequence[TokenEntry], num_top: int) -> CompletionLogprobs:

@@ -78,6 +78,17 @@ class ModelCard(BaseModel):
     max_model_len: int | None = Field(None, description="Prompt and answer together, in tokens; null while the engine starts.")
 
 
+class PromptLogprob(BaseModel):
+    """A token that could have come at a place of the prompt, as vLLM tells of it."""
+
+    logprob: float
+    rank: int = Field(description="1 is the likeliest.")
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class ModelList(BaseModel):
     """Answer to GET /v1/models."""
 

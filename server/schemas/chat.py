@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from server.schemas.answer import Metrics, Usage
+from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_LOGPROBS, GenerationRequest
 from server.schemas.messages import Messages, TemplateOptions
 from server.schemas.strict import MAX_INTEGER, Neutral, misfit
@@ -92,6 +92,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     metrics: Metrics
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Delta(BaseModel):

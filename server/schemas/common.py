@@ -128,6 +128,12 @@ class GenerationRequest(Strict):
         le=MAX_INTEGER,
         description="Only the last so many tokens of a prompt; -1: those that leave room for max_tokens.",
     )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Likeliest tokens at each place of the prompt, told beside its own.",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculative: SpeculativeOptions | None = None
@@ -144,6 +150,12 @@ class GenerationRequest(Strict):
     def _keeps_something_of_a_prompt(self) -> Self:
         if self.truncate_prompt_tokens == 0:
             raise misfit("truncate_prompt_tokens", "must be at least 1, or -1")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_is_told_of_at_the_end(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise misfit("prompt_logprobs", "prompt_logprobs are not told in a stream")
         return self
 
     @model_validator(mode="after")
@@ -193,7 +205,8 @@ class GenerationRequest(Strict):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Alternatives to each token of the prompt that the engine is asked for; None for no log-probabilities of it."""
-        return self.num_top_logprobs if self.gives_prompt_back else None
+        echoed = self.num_top_logprobs if self.gives_prompt_back else None
+        return max((num for num in (echoed, self.prompt_logprobs) if num is not None), default=None)
 
     @property
     def token_limit(self) -> int | None:

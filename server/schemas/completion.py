@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import BaseModel, Field, model_validator
 
-from server.schemas.answer import Metrics, Usage
+from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, TokenId
 from server.schemas.strict import Neutral, misfit
 
@@ -82,6 +82,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(BaseModel):

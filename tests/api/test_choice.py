@@ -43,7 +43,9 @@ def _taken(choice: Choice, events: list[TokenEvent]) -> list[Piece]:
     return pieces
 
 
-def _summary(choice: Choice, events: list[TokenEvent]) -> tuple[str, list[tuple[bytes, float | None, int]], int, FinishReason | None]:
+def _summary(
+    choice: Choice, events: list[TokenEvent]
+) -> tuple[str, list[tuple[bytes, float | None, int]], int, FinishReason | None]:
     pieces = _taken(choice, events)
     entries = [(entry.token.raw, entry.logprob, entry.offset) for piece in pieces for entry in piece.entries]
     return "".join(piece.text for piece in pieces), entries, choice.num_tokens, choice.finish

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from server import choice
-from server.echo import Echo
 from server.token_entry import entry_of
-from tests.api.harness import completion, data_of, in_process
+from server.told_prompt import ToldPrompt
+from tests.api.harness import chat, completion, data_of, in_process
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level
 
@@ -94,6 +94,32 @@ async def test_a_text_that_ends_at_once_has_its_prompt():
     assert answer.json()["choices"][0]["text"] == PROMPT
 
 
+async def prompt_logprobs(url: str, body: dict[str, Any]) -> Any:
+    async with in_process(FakeEngine(says(SAID_IDS))) as client:
+        answer = (await client.post(url, json={**body, "prompt_logprobs": 2, "n": 2})).json()
+    told = answer if "messages" in body else answer["choices"][1]
+    return told["prompt_logprobs"]
+
+
+async def test_candidates_of_the_prompts_tokens():
+    told = await prompt_logprobs("/v1/completions", completion(prompt=PROMPT))
+    assert told[0] is None
+    for token_id, candidates in zip(PROMPT_IDS[1:], told[1:], strict=True):
+        assert list(candidates) == [str(token_id), *(str(i) for i in (0, 1) if i != token_id)]
+        assert candidates[str(token_id)] == {
+            "logprob": pytest.approx(-token_id / 100),
+            "rank": 1,
+            "decoded_token": byte_level().decode([token_id]),
+        }
+        assert candidates["1"]["rank"] == 2
+    assert len(await prompt_logprobs("/v1/chat/completions", chat())) == 19
+    async with in_process(FakeEngine()) as client:
+        refused = await client.post("/v1/completions", json=completion(prompt_logprobs=0, stream=True))
+        silent = await client.post("/v1/completions", json=completion())
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+    assert "prompt_logprobs" not in silent.json()["choices"][0]
+
+
 def told_without_the_end(self):
     text, entries = _TOLD(self)
     return text[:-1], entries
@@ -108,14 +134,14 @@ def scored_from_the_first(self):
     return _TOLD(self)
 
 
-_TOLD = Echo.told
+_TOLD = ToldPrompt.echo
 
 
 @pytest.mark.parametrize(
-    ("name", "mutant"), [("told", told_without_the_end), ("hear", heard_once), ("told", scored_from_the_first)]
+    ("name", "mutant"), [("echo", told_without_the_end), ("hear", heard_once), ("echo", scored_from_the_first)]
 )
 async def test_logprobs_kill(name, mutant, monkeypatch):
-    monkeypatch.setattr(Echo, name, mutant)
+    monkeypatch.setattr(ToldPrompt, name, mutant)
     with pytest.raises((AssertionError, IndexError)):
         await check_logprobs()
 

@@ -43,6 +43,7 @@ def check(session: Session) -> None:
         laws = torch.log_softmax(own_logits("llama", [request.prompt_ids])[0, :-1].double(), -1)
         assert len(told) == len(laws) == len(request.prompt_ids) - 1
         for law, token_id, one in zip(laws, request.prompt_ids[1:], told, strict=True):
+            assert one.rank == 1 + int((law > law[token_id] + 1e-4).sum()) or law.sub(law[token_id]).abs().sort().values[1] < 1e-3
             assert one.logprob == pytest.approx(float(law[token_id]), abs=1e-4)
             assert list(one.top_logprobs) == pytest.approx(law.topk(num_top).values.tolist(), abs=1e-4)
 
