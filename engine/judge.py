@@ -84,7 +84,7 @@ class Judge:
 _GREEDY = "greedy"
 _WAITING = Unjudged("not judged yet")
 _BROKEN = Unjudged("the target's logits are not finite")
-_LAWLESS = Unjudged("bias, penalties and allowed tokens leave no token that could come")
+_LAWLESS = Unjudged("bias, penalties, allowed tokens and bad words leave no token that could come")
 
 
 def _contexts(row: Row, tree: TokenTree) -> list[LawContext]:

@@ -21,6 +21,7 @@ Shape key: N rows, M neighbouring rows of one request, V vocabulary, U tokens of
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -137,12 +138,30 @@ def _allow_only(logits_MV: Float[Tensor, "M V"], sampling: SamplingParams) -> No
 
 def _forbid_words(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
     """Rule out the token that would complete a bad word after each text."""
-    words = texts.sampling.bad_words
-    if not words:
+    if not texts.sampling.bad_words:
         return
-    num_before = max(map(len, words)) - 1
+    alone, words_after = _by_last_before(texts.sampling.bad_words)
+    if alone:
+        logits_MV[:, _index(alone, logits_MV)] = float("-inf")
     for row, path in enumerate(texts.paths):
-        end = (*texts.history[max(0, len(texts.history) - num_before) :], *path)
-        completing = [word[-1] for word in words if end[max(0, len(end) - len(word) + 1) :] == word[:-1]]
+        last = path[-1] if path else texts.history[-1]
+        completing = [word[-1] for word in words_after.get(last, ()) if _ends_with(texts.history, path, word[:-1])]
         if completing:
             logits_MV[row, _index(completing, logits_MV)] = float("-inf")
+
+
+@lru_cache(maxsize=256)
+def _by_last_before(words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], dict[int, list[tuple[int, ...]]]]:
+    """Return the words of one token, and the others by the token that comes before their last."""
+    words_after: dict[int, list[tuple[int, ...]]] = {}
+    for word in words:
+        if len(word) > 1:
+            words_after.setdefault(word[-2], []).append(word)
+    return tuple(word[0] for word in words if len(word) == 1), words_after
+
+
+def _ends_with(history: Sequence[int], path: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    """Return whether the history with the path after it ends so."""
+    num_before = max(0, len(end) - len(path))
+    before = tuple(history[len(history) - num_before :]) if num_before else ()
+    return num_before <= len(history) and (*before, *path[len(path) - len(end) + num_before :]) == end

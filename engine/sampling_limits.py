@@ -4,13 +4,14 @@ Knows the parameters, the vocabulary and the model's end tokens. Free of torch, 
 before it queues a request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from engine.types import SamplingParams
 
 # Bounds of OpenAI's API; a repetition penalty has none there. Within them float32 logits stay finite.
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+MAX_BAD_WORD_TOKENS = 4096
 MIN_TEMPERATURE = 1e-30  # below it logits would overflow; the law is a point mass long before
 MAX_TEMPERATURE = 1e4  # a law is even long before; one that float32 cannot hold makes masked logits NaN
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
@@ -75,13 +76,21 @@ def _require_tokens(sampling: SamplingParams, vocab_size: int, eos_token_ids: Se
     _require_known("bad_words", [token_id for word in sampling.bad_words for token_id in word], vocab_size)
     if () in sampling.bad_words:
         raise NoLaw("bad_words", "a bad word has no tokens: no text is without it")
+    if sum(map(len, sampling.bad_words)) > MAX_BAD_WORD_TOKENS:
+        raise NoLaw("bad_words", f"bad_words have more than {MAX_BAD_WORD_TOKENS} tokens together")
     forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
-    possible = {*(range(vocab_size) if allowed is None else allowed)} - forbidden if forbidden or sampling.min_tokens else {-1}
-    if not possible:
+    if not _leaves_one(forbidden, allowed, vocab_size):
         raise NoLaw("bad_words", "bad_words forbid every token that could come")
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    if sampling.min_tokens and stops.issuperset(possible):
+    if sampling.min_tokens and not _leaves_one(forbidden | stops, allowed, vocab_size):
         raise NoLaw("min_tokens", "min_tokens holds back every token: those that can come all stop the text")
+
+
+def _leaves_one(ruled_out: Collection[int], allowed: Collection[int] | None, vocab_size: int) -> bool:
+    """Return whether a token can come that is not ruled out."""
+    if allowed is not None:
+        return not set(allowed) <= set(ruled_out)
+    return sum(0 <= token_id < vocab_size for token_id in set(ruled_out)) < vocab_size
 
 
 def _require_known(param: str, token_ids: Sequence[int], vocab_size: int) -> None:

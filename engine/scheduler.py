@@ -21,6 +21,7 @@ from engine.types import FinishReason
 
 _logger = logging.getLogger(__name__)
 
+_MOST_SCORED = 64  # prompt tokens of a sequence in a step, where each is scored by a law as wide as the vocabulary
 _MOST_BEHIND = 64  # tokens that a drafter falls behind a plain row before it is fed
 
 
@@ -114,7 +115,7 @@ class Scheduler:
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = list(self._running)
         wishes = [self._wish(sequence, expansion) for sequence, expansion in zip(sequences, wanted, strict=True)]
-        claims = [Wish(one.num_uncached, self._num_claimed(one, wish)) for one, wish in zip(sequences, wishes, strict=True)]
+        claims = [Wish(_num_fed(one), self._num_claimed(one, wish)) for one, wish in zip(sequences, wishes, strict=True)]
         shares = share_out(claims, max_tokens)
         rows: list[Row] = []
         num_preempted, draft_feed = 0, max_tokens
@@ -277,3 +278,9 @@ class Scheduler:
             if not sequence.draft_len <= sequence.target_len < sequence.num_tokens:
                 lengths = f"{sequence.draft_len} <= {sequence.target_len} < {sequence.num_tokens}"
                 raise IntegrityError(f"{sequence.request_id}: {lengths} does not hold")
+
+
+def _num_fed(sequence: Sequence) -> int:
+    """Return how many tokens the target may be fed of a sequence in a step, of those it lacks."""
+    is_scored = sequence.request.sampling.num_prompt_logprobs is not None
+    return min(sequence.num_uncached, _MOST_SCORED) if is_scored else sequence.num_uncached

@@ -41,7 +41,7 @@ _FORGETTING = 0.999  # of the filter's covariance, towards the prior's, each ste
 _NOISE = 0.15  # standard deviation of a step's seconds, relative
 _MOST_SIGMAS = 2.5
 _LEAST_FACTOR = 0.002  # no price falls below this share of its prior
-_CLIPPED_TWICE = 2.0  # times the filter's standard deviations, each time that one surprise after another is out of bounds
+_FORGOTTEN = 0.5  # of what the filter has become sure of, each time that one surprise after another is out of bounds
 _PULL, _LEAST_FITTED = 1e-5, 1e-3  # of fitted prices towards the generic ones, and below which share of them none falls
 
 
@@ -178,8 +178,8 @@ class CostModel:
         bound = _MOST_SIGMAS * variance**0.5
         is_clipped = abs(surprise) > bound
         if is_clipped and self._was_clipped[name]:
-            self._covariance_KK[part] *= _CLIPPED_TWICE
-            self._covariance_KK[:, part] *= _CLIPPED_TWICE
+            # Back towards the prior and no farther: what is not seen would become unsure without bound.
+            self._covariance_KK += _FORGOTTEN * (self._prior_KK - self._covariance_KK)
         self._was_clipped[name] = is_clipped
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))

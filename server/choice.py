@@ -131,7 +131,7 @@ class Choice:
         self._has_begun = bool(event.token_ids) or event.finish is not None
         if not self._has_begun:
             return ""
-        text, entries = self._prompt.echo()
+        text, entries = self._prompt.echo(self._detokenizer)
         self._num_chars += len(text)
         self._entries += entries
         return text

@@ -10,7 +10,6 @@ from dataclasses import replace
 from engine.keys import derived_seed
 from engine.types import ModelInfo, Request, SamplingParams, Speculation
 from server.choice import Choice
-from server.detokenizer import Detokenizer
 from server.encoding import PromptIds, encoded_chat, encoded_text, encoded_words, longest_text, require_served
 from server.errors import ContextTooLong, InvalidRequest
 from server.generation import Generation, Sample
@@ -23,6 +22,7 @@ from server.schemas.messages import templated
 from server.text import TextCodec
 from server.told_prompt import ToldPrompt, Wishes
 
+_MAX_PROMPT_SCORES = 1 << 15  # log-probabilities of prompt tokens in one answer: some tens of microseconds each to write
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
 
 
@@ -88,6 +88,7 @@ async def _submitted(
     """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
     model = runtime.engine.model
     _check_speculation(runtime, body)
+    _check_prompt_scores(body, sum(map(len, prompts)))
     bad_words = await encoded_words(runtime, body.bad_words, "bad_words") if body.bad_words else ()
     sampling = sampling_of(model, body, max_tokens, bad_words)
     prediction_ids = await _prediction_ids(runtime, body.prediction)
@@ -108,13 +109,11 @@ async def _submitted(
 def _choice(codec: TextCodec, body: GenerationRequest, index: int, prompt_ids: PromptIds) -> Choice:
     """Return where the text of one sample is made."""
 
-    def detokenizer() -> Detokenizer:
-        return codec.detokenizer(body.skip_special_tokens is not False)
-
     wishes = Wishes(body.gives_prompt_back, body.num_top_logprobs, body.prompt_logprobs)
-    prompt = ToldPrompt(prompt_ids, detokenizer(), codec.token_text, wishes)
+    prompt = ToldPrompt(prompt_ids, codec.token_text, wishes)
+    detokenizer = codec.detokenizer(body.skip_special_tokens is not False)
     keeps_stop = bool(body.include_stop_str_in_output)
-    return Choice(index, detokenizer(), body.stops, codec.token_text, body.num_top_logprobs, keeps_stop, prompt)
+    return Choice(index, detokenizer, body.stops, codec.token_text, body.num_top_logprobs, keeps_stop, prompt)
 
 
 async def _prediction_ids(runtime: Runtime, prediction: Prediction | None) -> PromptIds:
@@ -132,6 +131,17 @@ async def _prediction_ids(runtime: Runtime, prediction: Prediction | None) -> Pr
 def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     """Return how choice `index` is drawn: each of a request has noise of its own, also those of different prompts."""
     return sampling if sampling.seed is None else replace(sampling, seed=derived_seed(sampling.seed, index))
+
+
+def _check_prompt_scores(body: GenerationRequest, num_prompt_tokens: int) -> None:
+    """Refuse to tell so much of prompts that telling it would hold up everybody."""
+    if body.num_prompt_logprobs is None:
+        return
+    num_scores = num_prompt_tokens * body.num_samples * (1 + body.num_prompt_logprobs)
+    if num_scores > _MAX_PROMPT_SCORES:
+        param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        text = f"{num_scores} log-probabilities of prompt tokens are asked for; at most {_MAX_PROMPT_SCORES} are told at a time"
+        raise InvalidRequest(text, param)
 
 
 def _check_speculation(runtime: Runtime, body: GenerationRequest) -> None:

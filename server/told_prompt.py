@@ -36,11 +36,8 @@ class Wishes:
 class ToldPrompt:
     """One prompt; hears of its tokens as the engine tells of them."""
 
-    def __init__(
-        self, ids: Sequence[int], detokenizer: Detokenizer, token_text: Callable[[int], TokenText], wishes: Wishes
-    ) -> None:
+    def __init__(self, ids: Sequence[int], token_text: Callable[[int], TokenText], wishes: Wishes) -> None:
         self._ids = ids
-        self._detokenizer = detokenizer
         self._token_text = token_text
         self._wishes = wishes
         self._heard: list[TokenLogprobs] = []
@@ -49,19 +46,22 @@ class ToldPrompt:
         """Take note of the log-probabilities of the next tokens, from the second on."""
         self._heard.extend(logprobs)
 
-    def echo(self) -> tuple[str, list[TokenEntry]]:
-        """Return the prompt's text and its entries, if they are wished for; to be asked once, when all has been heard."""
+    def echo(self, detokenizer: Detokenizer) -> tuple[str, list[TokenEntry]]:
+        """Return the prompt's text and its entries, if they are wished for; to be asked once, when all has been heard.
+
+        What the end of the prompt is to mean may hang on the answer: `detokenizer` is the answer's own, which goes on from here.
+        """
         text = ""
         entries: list[TokenEntry] = []
         if not self._wishes.echo:
             return text, entries
         scores = [None, *self._heard]
         for at, token_id in enumerate(self._ids):
-            text += self._detokenizer.settle(token_id)
+            text += detokenizer.settle(token_id)
             if self._wishes.num_top is not None:
                 entries.append(entry_of(self._token_text, token_id, scores[at], self._wishes.num_top, len(text)))
-            text += self._detokenizer.push(token_id)
-        return text + self._detokenizer.close(), entries
+            text += detokenizer.push(token_id)
+        return text, entries
 
     def candidates(self) -> tuple[tuple[Candidate, ...], ...] | None:
         """Return for each token itself and the likeliest, if they are wished for; the first token has none."""

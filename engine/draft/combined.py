@@ -126,9 +126,11 @@ class CombinedDrafter(FollowsTexts):
         logits_PV[[place[index] for index in alone]] = odds_rows([*alone.values()], self._vocab_size, self._device).log()
         origins: dict[int, Origins] = {index: law.origins for index, law in alone.items()}
         if answers is not None and rows:
-            logits_PV[[place[index] for index in rows]] = answers.logits_PV[[*rows.values()]]
+            model_PV = answers.logits_PV
+            only = [index for index in rows if index not in known]
+            logits_PV[[place[index] for index in only]] = model_PV[[rows[index] for index in only]]
             both = {index: law for index, law in known.items() if index in rows}
-            mixtures_MV, of_both = _mixed(answers.logits_PV[[rows[index] for index in both]], [*both.values()])
+            mixtures_MV, of_both = _mixed(model_PV[[rows[index] for index in both]], [*both.values()])
             logits_PV[[place[index] for index in both]] = mixtures_MV
             origins.update(zip(both, of_both, strict=True))
         return Proposal(tuple(indices), logits_PV, frozenset(unfed), origins, _passes_of(answers))

@@ -41,11 +41,12 @@ router.include_router(_bodies)
 async def _tokenized(runtime: Runtime, body: TokenizeRequest) -> Response:
     if body.model is not None:
         require_served(runtime, body.model)
+    codec = runtime.codec
     if body.messages is not None:
         ids = await encoded_chat(runtime, templated(body.messages), body.form)
     else:
         ids = await encoded_text(runtime, body.prompt or "", "prompt", body.add_special_tokens is not False)
-    strings = runtime.codec.token_strings(ids) if body.return_token_strs else None
+    strings = await encoded(runtime, len(ids), lambda: codec.token_strings(ids), "prompt") if body.return_token_strs else None
     longest = longest_text(runtime.engine.model)
     answer = TokenizeAnswer(count=len(ids), max_model_len=longest, tokens=list(ids), token_strs=strings)
     return JSONResponse(answer.model_dump())

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from server import choice
+from server.text import TextCodec
 from server.token_entry import entry_of
 from server.told_prompt import ToldPrompt
 from tests.api.harness import chat, completion, data_of, in_process
 from tests.fake_engine import FakeEngine, says
-from tests.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_fallback, byte_level
 
 PROMPT = "the quick 🙀 fox"
 SAID = "hello world"
@@ -83,6 +84,44 @@ async def test_each_choice_has_its_own_prompt():
     assert [text.startswith(prompt) for text, prompt in zip(texts, ["hello", "hello", "the", "the"], strict=True)] == [True] * 4
 
 
+@pytest.mark.parametrize(("prompt", "said"), [("the", " cat sat"), ("he said ☃", "☃ and left"), ("tell", "the hell")])
+async def test_prompt_and_answer_are_one_text(prompt, said, monkeypatch):
+    """A tokenizer that strips the first space, and a character that the prompt's last token leaves unfinished."""
+    await check_joint(prompt, said, monkeypatch)
+
+
+async def check_joint(prompt: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.api.harness.byte_level", byte_fallback)
+    ids = [*byte_fallback().encode(prompt), *byte_fallback().encode(said)]
+    for cut in range(1, len(ids) - 1):
+        async with in_process(FakeEngine(says(ids[cut:]), chunks=(1, 2))) as client:
+            body = completion(prompt=ids[:cut], echo=True, max_tokens=50)
+            answer = (await client.post("/v1/completions", json=body)).json()
+        assert answer["choices"][0]["text"] == byte_fallback().decode(ids, skip_special_tokens=True)
+
+
+async def test_one_text_kills_a_prompt_that_is_decoded_alone(monkeypatch):
+    monkeypatch.setattr(ToldPrompt, "echo", decoded_alone)
+    with pytest.raises(AssertionError):
+        await check_joint("the", " cat sat", monkeypatch)
+
+
+def decoded_alone(self, _detokenizer):
+    alone = TextCodec(byte_fallback()).detokenizer()
+    text, entries = _TOLD(self, alone)
+    return text + alone.close(), entries
+
+
+async def test_so_much_is_not_told_of_prompts():
+    async with in_process(FakeEngine(max_model_len=8192)) as client:
+        ids = [5] * 4000
+        fits = await client.post("/v1/completions", json=completion(prompt=ids, echo=True, logprobs=1, max_tokens=1))
+        for fields, param in (({"echo": True, "logprobs": 20}, "logprobs"), ({"prompt_logprobs": 20}, "prompt_logprobs")):
+            refused = await client.post("/v1/completions", json=completion(prompt=ids, **fields))
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert fits.status_code == 200
+
+
 async def test_what_was_cut_is_not_given_back():
     (choice, _) = await answers(echo=True, truncate_prompt_tokens=4)
     assert choice["text"] == byte_level().decode(PROMPT_IDS[-4:]) + SAID
@@ -120,8 +159,8 @@ async def test_candidates_of_the_prompts_tokens():
     assert "prompt_logprobs" not in silent.json()["choices"][0]
 
 
-def told_without_the_end(self):
-    text, entries = _TOLD(self)
+def told_without_the_end(self, detokenizer):
+    text, entries = _TOLD(self, detokenizer)
     return text[:-1], entries
 
 
@@ -129,9 +168,9 @@ def heard_once(self, logprobs):
     self._heard = self._heard or list(logprobs)
 
 
-def scored_from_the_first(self):
+def scored_from_the_first(self, detokenizer):
     self._heard = self._heard[1:] + self._heard[:1]
-    return _TOLD(self)
+    return _TOLD(self, detokenizer)
 
 
 _TOLD = ToldPrompt.echo

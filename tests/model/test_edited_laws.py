@@ -38,7 +38,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.7},
     "bias": {"logit_bias": ((9, 2.0), (30, 1.5), (5, -100.0))},
     "allowed": {"allowed_token_ids": tuple(range(0, 61, 8)), "frequency_penalty": 1.5},
-    "bad words": {"bad_words": ((9,), (5, 30), (30, 30))},
+    "bad words": {"bad_words": ((28,), (57, 7), (48, 57, 38))},
     "minimum": {"min_tokens": 15, "stop_token_ids": tuple(range(0, 61, 3))},
 }
 EDITS["all"] = {name: value for fields in EDITS.values() for name, value in fields.items()}

@@ -180,7 +180,7 @@ def words_within_the_path(logits_NV, contexts):
     for logits_V, context in zip(logits_NV, contexts, strict=True):
         bare = edited_logits(logits_V[None], [replace(context, sampling=replace(context.sampling, bad_words=()))])
         only = replace(NOTHING, bad_words=context.sampling.bad_words)
-        rows.append(edited_logits(bare, [LawContext(only, context.path_ids)])[0])
+        rows.append(edited_logits(bare, [LawContext(only, context.path_ids or (V - 1,))])[0])
     return torch.stack(rows)
 
 

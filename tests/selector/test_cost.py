@@ -103,6 +103,35 @@ def test_seconds_are_positive_and_grow_with_work_whatever_was_seen(history, one)
     assert predicted(costs, work(one.num_tokens, one.num_passes + 1, one.num_rows, one.num_keys)) >= seconds
 
 
+def share_of_a_wide_step(costs: CostModel, num_steps: int = 3000) -> float:
+    """Show small steps of a machine that is often disturbed, two steps in a row; return what a wide step has come to cost."""
+    rng = random.Random(3)
+    slowness = 1.0
+    for index in range(num_steps):
+        slowness = rng.choice([0.4, 1.0, 2.5]) if index % 2 == 0 else slowness
+        seconds = true_seconds(work(3, 2))
+        costs.observe(work(3, 2), StageSeconds(seconds.draft_s * slowness, seconds.rest_s * slowness))
+    return predicted(costs, work(40)) / predicted(costs, work(3))
+
+
+def check_share() -> None:
+    costs = taught(CostModel())
+    share = predicted(costs, work(40)) / predicted(costs, work(3))
+    assert share_of_a_wide_step(costs) == pytest.approx(share, rel=0.35)
+
+
+def test_disturbances_teach_nothing_of_what_is_not_seen():
+    """A wide step once came to cost no more than a small one, because small ones had been disturbed, and trees grew wide."""
+    check_share()
+
+
+def test_the_share_kills_a_filter_that_is_ever_less_sure(monkeypatch):
+    """To grow what it is unsure of, each time, leaves no bound; in the end no variance is one."""
+    monkeypatch.setattr(cost, "_FORGOTTEN", -1.0)
+    with pytest.raises((AssertionError, TypeError)):
+        check_share()
+
+
 def test_many_candidates_cost_what_each_costs_alone():
     costs = taught(CostModel())
     ones = [work(tokens, passes) for tokens in (1, 7, 90, 700) for passes in (0, 3)]
