@@ -33,7 +33,7 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument(
         "--weights", type=_weights, default={}, help="of kinds of prompts, where not the grammar's: code=20,prose=2"
     )
-    train.add_argument("--num-prompts", type=int, default=4000, help="texts to write")
+    train.add_argument("--num-prompts", type=int, default=1536, help="texts to write")
     train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
     train.add_argument("--batch", type=int, default=192, help="texts written at a time")
     train.add_argument("--width", type=int, default=576, help="inner width of the head")
@@ -41,7 +41,7 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument("--head-layers", type=int, default=1, help="its decoder layers")
     train.add_argument("--feature-layers", type=_numbers, help="counts of target layers whose output it reads; default thirds")
     train.add_argument("--vocab", type=int, default=8192, help="tokens it can propose: the target's likeliest")
-    train.add_argument("--epochs", type=int, default=8)
+    train.add_argument("--epochs", type=int, default=16)
     train.add_argument("--refusal-weight", type=float, default=0.0, help="share of the refused mass in the loss at the end")
     train.add_argument("--seed", type=int, default=1)
     train.set_defaults(handler=_train)
