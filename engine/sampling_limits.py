@@ -79,7 +79,7 @@ def _require_tokens(sampling: SamplingParams, vocab_size: int, eos_token_ids: Se
     if sum(map(len, sampling.bad_words)) > MAX_BAD_WORD_TOKENS:
         raise NoLaw("bad_words", f"bad_words have more than {MAX_BAD_WORD_TOKENS} tokens together")
     forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
-    if not _leaves_one(forbidden, allowed, vocab_size):
+    if forbidden and not _leaves_one(forbidden, allowed, vocab_size):
         raise NoLaw("bad_words", "bad_words forbid every token that could come")
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     if sampling.min_tokens and not _leaves_one(forbidden | stops, allowed, vocab_size):
