@@ -134,8 +134,8 @@ class Engine:
         scored = scored_by(plan, growth.forest.trees)
         places = [place for one in scored for place in one.places]
         logits_NV = self._target.forward(plan, growth.forest.trees, places)
-        prompt_scores = scores_of(scored, logits_NV[growth.forest.num_nodes :]) if scored else {}
-        logits_NV = logits_NV[: growth.forest.num_nodes] if scored else logits_NV
+        logits_NV, logits_SV = logits_NV[: growth.forest.num_nodes], logits_NV[growth.forest.num_nodes :]
+        prompt_scores = scores_of(scored, logits_SV)
         watch.lap("verify")
         # 4. Judge every tree.
         verdicts = self._judge.judge(plan.decoding, growth.forest, logits_NV)
@@ -146,8 +146,7 @@ class Engine:
             self._roots.note(_endings(committed, growth), logits_NV, growth.forest.draft_laws_RV)
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_aborts(), *(self._event(one, logits_NV) for one in committed)]
-        if prompt_scores:
-            events = with_scores(events, prompt_scores)
+        events = with_scores(events, prompt_scores)
         watch.lap("commit")
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         self._policy.observe(feedback_of(record))

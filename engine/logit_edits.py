@@ -30,6 +30,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from engine.plan import LawContext
+from engine.transfer import integers
 from engine.types import SamplingParams
 
 
@@ -74,7 +75,7 @@ def _by_request(contexts: Sequence[LawContext]) -> Iterator[_Texts]:
 
 
 def _index(token_ids: Iterable[int], like: Tensor) -> Int[Tensor, " S"]:
-    return torch.tensor(list(token_ids), dtype=torch.int64, device=like.device)
+    return integers([*token_ids], like.device)
 
 
 def _add_bias(logits_MV: Float[Tensor, "M V"], sampling: SamplingParams) -> None:

@@ -58,6 +58,8 @@ def scores_of(scored: Sequence[Scored], logits_SV: Float[Tensor, "S V"]) -> dict
 
 def with_scores(events: Sequence[TokenEvent], scores: Mapping[str, tuple[TokenLogprobs, ...]]) -> list[TokenEvent]:
     """Return a step's events with what it tells of prompts; a row that only fed a chunk gets an event of its own."""
+    if not scores:
+        return [*events]
     silent = scores.keys() - {event.request_id for event in events}
     told = [replace(event, prompt_logprobs=scores.get(event.request_id, ())) for event in events]
     return [*told, *(TokenEvent(name, prompt_logprobs=scores[name]) for name in scores if name in silent and scores[name])]

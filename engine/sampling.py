@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.logit_edits import edited_logits
 from engine.plan import LawContext
 from engine.sampling_limits import MIN_TEMPERATURE
-from engine.transfer import column
+from engine.transfer import column, integers
 from engine.types import SamplingParams
 
 _FIRST_CANDIDATES = 1024  # a nucleus is looked for among this many likeliest tokens before all are sorted
@@ -32,19 +32,20 @@ def warped_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingPara
     if any(temperature != 1.0 for temperature in temperatures):
         logits_NV = logits_NV / column(temperatures, logits_NV)
     laws_NV = torch.softmax(logits_NV, dim=-1)
-    rows = [row for row, params in enumerate(sampling) if _truncates(params)]
-    if rows:
-        index = torch.tensor(rows, device=logits_NV.device)
-        laws_NV[index] = _truncated(laws_NV[index], [sampling[row] for row in rows])
-    rows = [row for row, params in enumerate(sampling) if params.typical_p < 1.0]
-    if rows:
-        index = torch.tensor(rows, device=logits_NV.device)
-        laws_NV[index] = _typical(laws_NV[index], column([sampling[row].typical_p for row in rows], laws_NV))
+    for is_asked_for, cut in ((_truncates, _truncated), (_is_typical, _typical)):
+        rows = [row for row, params in enumerate(sampling) if is_asked_for(params)]
+        if rows:
+            index = integers(rows, logits_NV.device)
+            laws_NV[index] = cut(laws_NV[index], [sampling[row] for row in rows])
     return laws_NV
 
 
 def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _is_typical(params: SamplingParams) -> bool:
+    return params.typical_p < 1.0
 
 
 def _truncated(laws_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
@@ -89,8 +90,9 @@ def _edges(laws_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence
     return _Edges(least_N1, torch.where(is_uncut_N1[:, 0], is_kept_NC[:, -1], is_allowed_NC[:, -1]))
 
 
-def _typical(laws_NV: Float[Tensor, "N V"], masses_N1: Float[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
+def _typical(laws_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Keep the tokens whose surprise is nearest to the entropy until they have the mass (arXiv 2202.00666), and renormalise."""
+    masses_N1 = column([params.typical_p for params in sampling], laws_NV)
     logs_NV = laws_NV.log()
     entropy_N1 = -(laws_NV * logs_NV).nansum(-1, keepdim=True)
     oddity_NV = (logs_NV + entropy_N1).abs()  # infinite where a token cannot come

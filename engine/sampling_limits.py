@@ -4,17 +4,17 @@ Knows the parameters, the vocabulary and the model's end tokens. Free of torch, 
 before it queues a request.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from engine.types import SamplingParams
 
 # Bounds of OpenAI's API; a repetition penalty has none there. Within them float32 logits stay finite.
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
-MAX_BAD_WORD_TOKENS = 4096
 MIN_TEMPERATURE = 1e-30  # below it logits would overflow; the law is a point mass long before
 MAX_TEMPERATURE = 1e4  # a law is even long before; one that float32 cannot hold makes masked logits NaN
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_BAD_WORD_TOKENS = 4096  # of all bad words together: they travel with every sample
 
 
 class NoLaw(ValueError):
@@ -86,11 +86,11 @@ def _require_tokens(sampling: SamplingParams, vocab_size: int, eos_token_ids: Se
         raise NoLaw("min_tokens", "min_tokens holds back every token: those that can come all stop the text")
 
 
-def _leaves_one(ruled_out: Collection[int], allowed: Collection[int] | None, vocab_size: int) -> bool:
+def _leaves_one(ruled_out: set[int], allowed: Sequence[int] | None, vocab_size: int) -> bool:
     """Return whether a token can come that is not ruled out."""
     if allowed is not None:
-        return not set(allowed) <= set(ruled_out)
-    return sum(0 <= token_id < vocab_size for token_id in set(ruled_out)) < vocab_size
+        return not ruled_out.issuperset(allowed)
+    return sum(0 <= token_id < vocab_size for token_id in ruled_out) < vocab_size
 
 
 def _require_known(param: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -15,6 +15,7 @@ from engine.model import CausalModel
 from engine.packing import Segment, pack
 from engine.plan import StepPlan
 from engine.segments import tree_segment
+from engine.transfer import integers
 from engine.tree import TokenTree
 
 
@@ -56,7 +57,7 @@ class Target:
             if row.is_decoding:
                 logit_rows.extend(range(end - tree.num_nodes, end))
             start = end
-        rows_N = torch.tensor([*logit_rows, *places], dtype=torch.int64, device=self.model.device)
+        rows_N = integers([*logit_rows, *places], self.model.device)
         batch = pack(segments, self.model.device)
         logits_NV = self.model.forward(batch, self.cache, rows_N)
         for observer in self._observers:

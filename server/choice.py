@@ -97,7 +97,6 @@ class Choice:
         self._token_text = token_text
         self._num_top_logprobs = num_top_logprobs
         self._prompt = prompt
-        self._has_begun = False
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
 
@@ -125,11 +124,10 @@ class Choice:
 
     def _echoed(self, event: TokenEvent) -> str:
         """Return the prompt's text with the first token, or the end if there is none; no stop string is looked for in it."""
-        if self._prompt is None or self._has_begun:
+        if self._prompt is None or self.num_tokens:
             return ""
         self._prompt.hear(event.prompt_logprobs)
-        self._has_begun = bool(event.token_ids) or event.finish is not None
-        if not self._has_begun:
+        if not event.token_ids and event.finish is None:
             return ""
         text, entries = self._prompt.echo(self._detokenizer)
         self._num_chars += len(text)

@@ -34,7 +34,7 @@ def chain_states(
     tokens_BTW = head.tokens(embeddings_BTD)
     num_texts, length = tokens_BTW.shape[:2]
     positions_T = torch.arange(length, device=starts_BC.device)
-    rotation = head.rotary(positions_T[None].expand(num_texts, length))
+    rotation = head.shape.rotary(positions_T[None].expand(num_texts, length))
     keys: list[tuple[Tensor, Tensor]] = []  # of step 0, by layer
     state = features_BTW
     for layer in head.decoder:
@@ -48,7 +48,7 @@ def chain_states(
     own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.decoder]  # of the chains' steps, by layer
     for step in range(1, num_steps):
         positions_BC = starts_BC + step
-        rotation, tokens = head.rotary(positions_BC), tokens_BTW[rows_B1, positions_BC]
+        rotation, tokens = head.shape.rotary(positions_BC), tokens_BTW[rows_B1, positions_BC]
         for layer, trunk, chain in zip(head.decoder, keys, own, strict=True):
             query, key, value = layer.projected(state, tokens, *rotation)
             chain.append((key, value))

@@ -133,10 +133,6 @@ class DraftHead(nn.Module):
         """Return what the target's head, cut to `vocab_M`, is to be applied to."""
         return self.widen(self.last_norm(state_TW))  # type: ignore[no-any-return]
 
-    def rotary(self, positions_T: Int[Tensor, "*T"]) -> tuple[Float[Tensor, "*T 1 K"], Float[Tensor, "*T 1 K"]]:
-        """Return cosines and sines of the positions' rotation."""
-        return self.shape.rotary(positions_T)
-
     def save(self, path: Path, recipe: Mapping[str, object]) -> None:
         """Write weights in bfloat16, with the shape and the recipe (how it was made, what it reached) in the metadata."""
         tensors = {name: _stored(tensor) for name, tensor in self.state_dict().items()}

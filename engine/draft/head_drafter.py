@@ -31,6 +31,7 @@ from engine.packing import PackedBatch, pack
 from engine.plan import Feeding, Row
 from engine.segments import chain_segment
 from engine.taps import StateTap
+from engine.transfer import integers
 
 
 class FeaturePool:
@@ -87,7 +88,7 @@ class HeadDrafter:
 
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
         """Return what tokens read that come after those in these slots, where the target has been."""
-        return self._pool.at(torch.tensor(slots, dtype=torch.int64, device=self._device))
+        return self._pool.at(integers(slots, self._device))
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens by the target's features; propose at the roots."""
@@ -124,14 +125,14 @@ class HeadDrafter:
     def _states(self, fed: "_Fed", asked: PackedBatch, places: Sequence[int]) -> Float[Tensor, "P W"]:
         """Run the layers. All that is needed of a token not asked about is its keys: the last layer attends for the others."""
         head, batch = self._head, fed.batch
-        states_TW = self._pool.at(torch.tensor(fed.before, device=self._device))
+        states_TW = self._pool.at(integers(fed.before, self._device))
         tokens_TW = head.tokens(self._embeddings_VD[batch.input_ids_1T[0]])
         rotation_TR = head.rotation(batch.position_ids_1T[0], fed.end)
         for index, layer in enumerate(head.decoder):
             query, key, value = (x.to(head.attention_dtype) for x in layer.projected(states_TW, tokens_TW, rotation_TR))
             self._cache.write(index, batch.write_slots_T, key, value)
             if index == len(head.layers) - 1 and asked is not batch:
-                places_P = torch.tensor(places, dtype=torch.int64, device=self._device)
+                places_P = integers(places, self._device)
                 batch, states_TW, query = asked, states_TW.index_select(0, places_P), query.index_select(0, places_P)
             if batch.num_tokens:
                 query_THGK = query.reshape(len(query), key.shape[1], -1, head.shape.head_size)

@@ -2,8 +2,8 @@
 
 A draft pass is some tens of operations on a handful of rows, and most take longer to start than to run. So what is a diagonal map
 (a norm's weight) is folded into the map after it, the widening and the target's output rows are one map, queries and keys are
-rotated together by a table, and on a processor attention is in float32: a batched product of a few bfloat16 rows took four times
-as long there. Shape key: T tokens, D target width, F feature layers, W inner width, M head vocabulary, H key-value heads, G query
+rotated together by a table, and on a processor attention is in float32: a batched product of a few bfloat16 rows takes longer
+there. Shape key: T tokens, D target width, F feature layers, W inner width, M head vocabulary, H key-value heads, G query
 heads for each, K head size, N positions of a table, R = 2 K.
 """
 

@@ -50,7 +50,7 @@ def read(features_BTW: Tensor) -> Tensor:
 def dense_states(head: DraftHead, module: PreTrainedModel, ids_BT: Tensor, read_BTW: Tensor) -> Tensor:
     """Return the head's last states, each position attending to those before it and itself."""
     shape, length = head.shape, ids_BT.shape[1]
-    tokens, rotation = head.tokens(module.get_input_embeddings().weight[ids_BT]), head.rotary(torch.arange(length))
+    tokens, rotation = head.tokens(module.get_input_embeddings().weight[ids_BT]), head.shape.rotary(torch.arange(length))
     future = torch.ones(length, length).triu(1).bool()
     state = read_BTW
     for layer in head.decoder:

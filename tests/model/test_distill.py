@@ -110,7 +110,7 @@ def naive_chain(head: DraftHead, text: Text, embeddings_TD: Tensor, start: int, 
     for position in range(start + num_steps):
         state = features[position] if position <= start else found[-1]
         for layer, cache in zip(head.decoder, caches, strict=True):
-            query, key, value = layer.projected(state, inputs[position], *head.rotary(torch.tensor(position)))
+            query, key, value = layer.projected(state, inputs[position], *head.shape.rotary(torch.tensor(position)))
             cache.append((key, value))
             heads = []
             for index in range(SHAPE.num_heads):
