@@ -31,6 +31,8 @@ def require_law(sampling: SamplingParams, vocab_size: int, eos_token_ids: Sequen
     _require_penalties(sampling)
     _require_bias(sampling, vocab_size)
     _require_tokens(sampling, vocab_size, eos_token_ids)
+    if sampling.grammar is not None:
+        raise NoLaw("grammar", "texts cannot be held to a grammar yet")
 
 
 def _require_truncation(sampling: SamplingParams) -> None:

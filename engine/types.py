@@ -26,6 +26,24 @@ class DraftSource(StrEnum):
     PREDICTION = "prediction"  # what the client expected to be said
 
 
+class GrammarKind(StrEnum):
+    """The notation of a grammar, and so what its text is."""
+
+    JSON_OBJECT = "json_object"  # any JSON object; no text
+    JSON_SCHEMA = "json_schema"  # a JSON schema
+    REGEX = "regex"  # a regular expression, in the syntax of Rust's regex crate
+    CHOICE = "choice"  # a JSON array of the strings that may come
+    LARK = "lark"  # llguidance's dialect of Lark, where %json {...} stands for a schema
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a whole generated text must match."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are drawn. Every field is honoured exactly under speculation.
@@ -38,7 +56,7 @@ class SamplingParams:
 
     `logit_bias` has (token id, bias) pairs. `repetition_penalty` looks at prompt and generated tokens, `presence_penalty` and
     `frequency_penalty` at generated ones alone; `allowed_token_ids`, unless None, are the only ones that can come, and the token
-    sequences `bad_words` never do.
+    sequences `bad_words` never do. With a `grammar` only texts come that match it, and begin as it allows where a limit cuts them.
     engine.logit_edits says what each does.
     """
 
@@ -53,6 +71,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     seed: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0
@@ -74,7 +93,7 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed before temperature and truncation; only then does the law depend on the text before."""
-        has_masks = self.allowed_token_ids is not None or bool(self.bad_words) or self.min_tokens > 0
+        has_masks = self.allowed_token_ids is not None or bool(self.bad_words) or self.min_tokens > 0 or self.grammar is not None
         return self.has_penalties or bool(self.logit_bias) or has_masks
 
 
