@@ -56,7 +56,7 @@ class SamplingParams:
 
     `logit_bias` has (token id, bias) pairs. `repetition_penalty` looks at prompt and generated tokens, `presence_penalty` and
     `frequency_penalty` at generated ones alone; `allowed_token_ids`, unless None, are the only ones that can come, and the token
-    sequences `bad_words` never do. With a `grammar` only texts come that match it, and begin as it allows where a limit cuts them.
+    sequences `bad_words` never do. With a `grammar` only texts come that match it, or begin so where a limit cuts them.
     engine.logit_edits says what each does.
     """
 
