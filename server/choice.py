@@ -5,7 +5,8 @@ spread over events: it looks at one token at a time.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from engine.types import FinishReason, TokenEvent
@@ -18,19 +19,27 @@ from server.told_prompt import Candidate, ToldPrompt
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event adds to one choice; the last one has what is told of the prompt, by its tokens."""
+    """What one event adds to one choice.
+
+    The first one has the prompt's ids, the last one what is told of the prompt, by its tokens, and which stop string or token
+    ended the text, None for the model's own end. `token_ids` are those that count, `text` may lag behind them.
+    """
 
     index: int
     text: str = ""
     entries: tuple[TokenEntry, ...] = ()
     finish: FinishReason | None = None
     prompt: tuple[tuple[Candidate, ...], ...] | None = None
+    stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
 class AcceptanceCounts:
     """What became of the drafts of the returned tokens; `histogram[j]` counts steps of which j drafted tokens were returned.
 
+    `trees` counts these steps by the name of the tree, `deepest` is the most tokens that one of them could have accepted.
     `num_predicted` of the drafted tokens were foretold by the request's prediction, `num_accepted_predicted` of them returned.
     """
 
@@ -38,6 +47,8 @@ class AcceptanceCounts:
     num_predicted: int = 0
     num_accepted_predicted: int = 0
     histogram: list[int] = field(default_factory=list)
+    trees: Counter[str] = field(default_factory=Counter)
+    deepest: int = 0
 
     def add_step(self, event: TokenEvent, num_kept: int) -> None:
         """Count one step that drafted; the first `num_kept` of its tokens were returned."""
@@ -45,12 +56,17 @@ class AcceptanceCounts:
         self.num_predicted += event.num_predicted_tokens
         self.num_accepted_predicted += sum(place < num_kept for place in event.predicted_places)
         self._count(min(event.num_accepted_tokens, num_kept), 1)
+        if event.expansion is not None:
+            self.trees[event.expansion.label] += 1
+            self.deepest = max(self.deepest, event.expansion.max_depth)
 
     def add(self, other: "AcceptanceCounts") -> None:
         """Count another sample's steps too."""
         self.num_draft_tokens += other.num_draft_tokens
         self.num_predicted += other.num_predicted
         self.num_accepted_predicted += other.num_accepted_predicted
+        self.trees += other.trees
+        self.deepest = max(self.deepest, other.deepest)
         for accepted, steps in enumerate(other.histogram):
             self._count(accepted, steps)
 
@@ -73,7 +89,7 @@ class Choice:
     """Owns the text state of one sample. `finish` is set once, by a stop string or by the engine.
 
     With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text. `prompt` is what it is to
-    tell of its own.
+    tell of its own. `named_stop_ids` are the stop tokens that are told as the reason of an end.
     """
 
     def __init__(
@@ -85,6 +101,7 @@ class Choice:
         num_top_logprobs: int | None = None,
         keeps_stop: bool = False,
         prompt: ToldPrompt | None = None,
+        named_stop_ids: Container[int] = (),
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -97,6 +114,7 @@ class Choice:
         self._token_text = token_text
         self._num_top_logprobs = num_top_logprobs
         self._prompt = prompt
+        self._named_stop_ids = named_stop_ids
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
 
@@ -119,8 +137,21 @@ class Choice:
         if self.finish is None:
             self.finish = FinishReason.STOP if self.is_cut else event.finish
             self._count_drafts(event, self.num_tokens - num_before)
-        candidates = self._prompt.candidates() if self._prompt and self.finish is not None else None
-        return Piece(self.index, text, self._ready_entries(text), self.finish, candidates)
+        return Piece(
+            self.index,
+            text,
+            self._ready_entries(text),
+            self.finish,
+            self._prompt.candidates() if self._prompt and self.finish is not None else None,
+            self._stop_reason(event),
+            event.token_ids[: self.num_tokens - num_before],
+            self._prompt.ids if self._prompt and not num_before else None,
+        )
+
+    def _stop_reason(self, event: TokenEvent) -> str | int | None:
+        if self.is_cut:
+            return self._stops.hit
+        return event.stop_token_id if event.stop_token_id in self._named_stop_ids else None
 
     def _echoed(self, event: TokenEvent) -> str:
         """Return the prompt's text with the first token, or the end if there is none; no stop string is looked for in it."""

@@ -98,7 +98,7 @@ async def _submitted(
     samples = [
         Sample(
             Request(f"{group}-{index}", ids, _of_choice(sampling, index), speculation, prediction_ids, tenant),
-            _choice(runtime.codec, body, index, ids),
+            _choice(runtime.codec, model, body, index, ids),
             meter.sample(len(ids)),
         )
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))
@@ -106,14 +106,16 @@ async def _submitted(
     return await Generation(runtime.engine, samples, meter, sum(map(len, prompts))).start()
 
 
-def _choice(codec: TextCodec, body: GenerationRequest, index: int, prompt_ids: PromptIds) -> Choice:
+def _choice(codec: TextCodec, model: ModelInfo, body: GenerationRequest, index: int, prompt_ids: PromptIds) -> Choice:
     """Return where the text of one sample is made."""
 
     wishes = Wishes(body.gives_prompt_back, body.num_top_logprobs, body.prompt_logprobs)
-    prompt = ToldPrompt(prompt_ids, codec.token_text, wishes)
+    token_text = codec.named_token_text if body.return_tokens_as_token_ids else codec.token_text
+    prompt = ToldPrompt(prompt_ids, token_text, wishes)
     detokenizer = codec.detokenizer(body.skip_special_tokens is not False)
     keeps_stop = bool(body.include_stop_str_in_output)
-    return Choice(index, detokenizer, body.stops, codec.token_text, body.num_top_logprobs, keeps_stop, prompt)
+    named_stop_ids = set(body.stop_token_ids or ()) - (set() if body.ignore_eos else set(model.eos_token_ids))
+    return Choice(index, detokenizer, body.stops, token_text, body.num_top_logprobs, keeps_stop, prompt, named_stop_ids)
 
 
 async def _prediction_ids(runtime: Runtime, prediction: Prediction | None) -> PromptIds:

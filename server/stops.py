@@ -17,7 +17,12 @@ class StopFinder:
         self._keeps_stop = keeps_stop
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self.is_hit = False
+        self.hit: str | None = None  # the stop string that was found
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether a stop string was found."""
+        return self.hit is not None
 
     def feed(self, text: str) -> str:
         """Add text; return what certainly comes before any stop string, or ends in one that is kept. Then all is swallowed."""
@@ -26,8 +31,8 @@ class StopFinder:
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.is_hit, self._held = True, ""
             end, start = min(found)
+            self.hit, self._held = text[start:end], ""
             return text[: end if self._keeps_stop else start]
         num_held = self._num_held(text)
         self._held = text[len(text) - num_held :]

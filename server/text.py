@@ -6,7 +6,7 @@ Knows the tokenizer of the served model. Does not know requests, engines or HTTP
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -70,10 +70,14 @@ class ChatForm:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token on its own: its text (U+FFFD where its bytes are no UTF-8) and its bytes."""
+    """One token on its own: its text (U+FFFD where its bytes are no UTF-8) and its bytes.
+
+    `name` stands for it in log-probabilities where a client wants tokens told apart that spell the same.
+    """
 
     text: str
     raw: bytes
+    name: str | None = None
 
 
 class TextCodec:
@@ -158,6 +162,10 @@ class TextCodec:
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self._find_token_text(token_id)
         return self._token_texts[token_id]
+
+    def named_token_text(self, token_id: int) -> TokenText:
+        """Return the same with a name that no other token has."""
+        return replace(self.token_text(token_id), name=f"token_id:{token_id}")
 
     def _find_token_text(self, token_id: int) -> TokenText:
         if token_id in self._byte_ids:

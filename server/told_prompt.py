@@ -42,6 +42,11 @@ class ToldPrompt:
         self._wishes = wishes
         self._heard: list[TokenLogprobs] = []
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+        return tuple(self._ids)
+
     def hear(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Take note of the log-probabilities of the next tokens, from the second on."""
         self._heard.extend(logprobs)

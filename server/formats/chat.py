@@ -1,11 +1,10 @@
 """The wire format of /v1/chat/completions."""
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from server.choice import Piece
-from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, prompt_logprobs_of, usage_of
+from server.formats.common import Form, InChunk, finish_reason, metrics_of, prompt_logprobs_of, stop_reason_of, usage_of
 from server.generation import Generation
 from server.schemas.chat import (
     AssistantMessage,
@@ -25,20 +24,23 @@ from server.token_entry import TokenEntry
 class ChatFormat:
     """One answer. It remembers which choices of a stream have begun: each begins with its role."""
 
-    def __init__(self, model: str, num_top_logprobs: int | None, request_id: str | None) -> None:
-        self._head: dict[str, Any] = {"id": answer_id("chatcmpl", request_id), "created": int(time.time()), "model": model}
-        self._has_logprobs = num_top_logprobs is not None
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._head = form.head("chatcmpl")
+        self._has_logprobs = form.num_top_logprobs is not None
         self._begun: set[int] = set()
 
     def chunks(self, piece: Piece, usage: InChunk) -> Iterator[ChatChunk]:
         """Yield a choice's role before anything else of it, then content, then the end by itself."""
         if piece.index not in self._begun:
             self._begun.add(piece.index)
-            yield self._chunk(piece.index, usage, Delta(role="assistant", content=""))
-        if piece.text or piece.entries:
-            yield self._chunk(piece.index, usage, Delta(content=piece.text), logprobs=self._logprobs(piece))
+            begin = self._chunk(piece.index, usage, Delta(role="assistant", content=""))
+            yield begin.model_copy(update=self._form.prompt_ids_of(piece))
+        if piece.text or piece.entries or (self._form.gives_token_ids and piece.token_ids):
+            rest = {"logprobs": self._logprobs(piece), **self._form.ids_of(piece)}
+            yield self._chunk(piece.index, usage, Delta(content=piece.text), **rest)
         if piece.finish is not None:
-            yield self._chunk(piece.index, usage, Delta(), finish_reason=finish_reason(piece.finish))
+            yield self._chunk(piece.index, usage, Delta(), finish_reason=finish_reason(piece.finish), **stop_reason_of(piece))
 
     def usage_chunk(self, generation: Generation) -> ChatChunk:
         """Return a stream's last chunk."""
@@ -47,7 +49,7 @@ class ChatFormat:
     def answer(self, pieces: Sequence[Piece], generation: Generation) -> ChatCompletion:
         """Return the whole answer."""
         choices = [self._choice(piece) for piece in pieces]
-        rest = {**self._numbers(generation), **prompt_logprobs_of(pieces[0])}
+        rest = {**self._numbers(generation), **prompt_logprobs_of(pieces[0]), **self._form.prompt_ids_of(pieces[0])}
         return ChatCompletion(object="chat.completion", choices=choices, **self._head, **rest)
 
     def _chunk(self, index: int, usage: InChunk, delta: Delta, **rest: Any) -> ChatChunk:
@@ -60,7 +62,12 @@ class ChatFormat:
     def _choice(self, piece: Piece) -> ChatChoice:
         message = AssistantMessage(role="assistant", content=piece.text, refusal=None)
         return ChatChoice(
-            index=piece.index, message=message, logprobs=self._logprobs(piece), finish_reason=finish_reason(piece.finish)
+            index=piece.index,
+            message=message,
+            logprobs=self._logprobs(piece),
+            finish_reason=finish_reason(piece.finish),
+            **stop_reason_of(piece),
+            **self._form.ids_of(piece),
         )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
@@ -76,4 +83,4 @@ def _token_logprob(entry: TokenEntry) -> TokenLogprob:
 
 
 def _fields(token: TokenText, logprob: float) -> dict[str, Any]:
-    return {"token": token.text, "logprob": logprob, "bytes": list(token.raw)}
+    return {"token": token.text if token.name is None else token.name, "logprob": logprob, "bytes": list(token.raw)}

@@ -1,7 +1,9 @@
 """What both wire formats share: their Protocol, the numbers of a generation, ends, and samples put together again."""
 
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
@@ -10,14 +12,9 @@ from engine.types import FinishReason
 from server.choice import AcceptanceCounts, Piece
 from server.generation import Generation
 from server.schemas.answer import CompletionTokensDetails, Metrics, PromptLogprob, PromptTokensDetails, SpeculativeDecoding, Usage
-from server.schemas.common import StreamUsage
+from server.schemas.common import GenerationRequest, StreamUsage
 
 InChunk = Mapping[str, Any]  # the field `usage` of a chunk that has choices; empty if it has none
-
-
-def answer_id(kind: str, request_id: str | None) -> str:
-    """Return the id of an answer of that kind: the client's name of the request, or one that nobody else has."""
-    return f"{kind}-{request_id or uuid.uuid4().hex}"
 
 
 class Format(Protocol):
@@ -36,11 +33,44 @@ class Format(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a request says of its answer's form."""
+
+    model: str
+    num_top_logprobs: int | None
+    request_id: str | None
+    gives_token_ids: bool
+
+    @classmethod
+    def of(cls, body: GenerationRequest) -> "Form":
+        """Return the form that a request asks for."""
+        return cls(body.model, body.num_top_logprobs, body.request_id, bool(body.return_token_ids))
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that every chunk of one answer begins with."""
+        return {"id": f"{kind}-{self.request_id or uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+
+    def ids_of(self, piece: Piece) -> dict[str, Any]:
+        """Return the field `token_ids` if it was asked for."""
+        return {"token_ids": list(piece.token_ids)} if self.gives_token_ids else {}
+
+    def prompt_ids_of(self, piece: Piece) -> dict[str, Any]:
+        """Return the field `prompt_token_ids` if it was asked for and the piece is a choice's first."""
+        is_told = self.gives_token_ids and piece.prompt_ids is not None
+        return {"prompt_token_ids": list(piece.prompt_ids or ())} if is_told else {}
+
+
 def finish_reason(finish: FinishReason | None) -> Literal["stop", "length"] | None:
     """Return what the wire calls an end. Errors and aborts never come here: they are error answers."""
     if finish is None:
         return None
     return "length" if finish is FinishReason.LENGTH else "stop"
+
+
+def stop_reason_of(piece: Piece) -> dict[str, Any]:
+    """Return the field `stop_reason` of an end: the stop string or token that was asked for and came."""
+    return {"stop_reason": piece.stop_reason} if piece.finish is not None else {}
 
 
 def usage_of(generation: Generation) -> Usage:
@@ -67,7 +97,9 @@ def metrics_of(counts: AcceptanceCounts) -> Metrics:
         num_spec_steps=num_steps,
         num_accepted_draft_tokens=num_accepted,
         num_draft_tokens=counts.num_draft_tokens,
+        num_spec_tokens=counts.deepest,
         acceptance_histogram=counts.histogram,
+        trees=dict(counts.trees),
     )
     return Metrics(speculative_decoding=speculative)
 
@@ -83,7 +115,9 @@ async def joined(pieces: AsyncIterator[Piece], num_choices: int) -> list[Piece]:
 def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
     text = "".join(piece.text for piece in pieces)
     entries = tuple(entry for piece in pieces for entry in piece.entries)
-    return Piece(index, text, entries, pieces[-1].finish, pieces[-1].prompt)
+    token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
+    last = pieces[-1]
+    return Piece(index, text, entries, last.finish, last.prompt, last.stop_reason, token_ids, pieces[0].prompt_ids)
 
 
 def prompt_logprobs_of(piece: Piece) -> dict[str, Any]:

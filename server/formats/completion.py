@@ -1,11 +1,10 @@
 """The wire format of /v1/completions."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from server.choice import Piece
-from server.formats.common import InChunk, answer_id, finish_reason, metrics_of, prompt_logprobs_of, usage_of
+from server.formats.common import Form, InChunk, finish_reason, metrics_of, prompt_logprobs_of, stop_reason_of, usage_of
 from server.generation import Generation
 from server.schemas.completion import Completion, CompletionChoice, CompletionLogprobs
 from server.text import TokenText
@@ -15,15 +14,13 @@ from server.token_entry import TokenEntry
 class CompletionFormat:
     """One answer: its chunks and its whole have the same shape."""
 
-    def __init__(self, model: str, num_top_logprobs: int | None, request_id: str | None) -> None:
-        self._id = answer_id("cmpl", request_id)
-        self._created = int(time.time())
-        self._model = model
-        self._num_top = num_top_logprobs
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._head = form.head("cmpl")
 
     def chunks(self, piece: Piece, usage: InChunk) -> Iterator[Completion]:
-        """Yield one chunk if there is text or the end."""
-        if piece.text or piece.finish is not None:
+        """Yield one chunk if there is text, the end, or tokens where they are asked for."""
+        if piece.text or piece.finish is not None or self._form.gives_token_ids:
             yield self._completion([self._choice(piece)], usage)
 
     def usage_chunk(self, generation: Generation) -> Completion:
@@ -35,21 +32,22 @@ class CompletionFormat:
         return self._completion([self._choice(piece) for piece in pieces], self._numbers(generation))
 
     def _completion(self, choices: list[CompletionChoice], rest: Mapping[str, Any]) -> Completion:
-        return Completion(
-            id=self._id, object="text_completion", created=self._created, model=self._model, choices=choices, **rest
-        )
+        return Completion(object="text_completion", choices=choices, **self._head, **rest)
 
     def _numbers(self, generation: Generation) -> dict[str, Any]:
         return {"usage": usage_of(generation), "metrics": metrics_of(generation.acceptance)}
 
     def _choice(self, piece: Piece) -> CompletionChoice:
-        logprobs = None if self._num_top is None else _logprobs(piece.entries, self._num_top)
+        num_top = self._form.num_top_logprobs
         return CompletionChoice(
             index=piece.index,
             text=piece.text,
-            logprobs=logprobs,
+            logprobs=None if num_top is None else _logprobs(piece.entries, num_top),
             finish_reason=finish_reason(piece.finish),
+            **stop_reason_of(piece),
             **prompt_logprobs_of(piece),
+            **self._form.ids_of(piece),
+            **self._form.prompt_ids_of(piece),
         )
 
 
@@ -72,6 +70,8 @@ def _top(entry: TokenEntry) -> dict[str, float] | None:
 
 def _spelled(token: TokenText) -> str:
     """Return a token as the format writes it: one whose bytes are no UTF-8 by themselves as `bytes:\\xNN`."""
+    if token.name is not None:
+        return token.name
     if token.text.encode("utf-8", "replace") == token.raw:
         return token.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)

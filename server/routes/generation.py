@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from server.auth import tenant_of
 from server.formats.chat import ChatFormat
-from server.formats.common import Format, joined, streamed
+from server.formats.common import Form, Format, joined, streamed
 from server.formats.completion import CompletionFormat
 from server.generation import Generation
 from server.prompts import chat_generation, completion_generation
@@ -33,7 +33,7 @@ _ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event
 @router.post("/completions", response_model=Completion, responses={**_ALSO_A_STREAM, **ERRORS})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
-    form = CompletionFormat(body.model, body.num_top_logprobs, body.request_id)
+    form = CompletionFormat(Form.of(body))
     generate = partial(completion_generation, runtime_of(request), body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
 
@@ -41,7 +41,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 @router.post("/chat/completions", response_model=ChatCompletion, responses={**_ALSO_A_STREAM, **ERRORS})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    form = ChatFormat(body.model, body.num_top_logprobs, body.request_id)
+    form = ChatFormat(Form.of(body))
     generate = partial(chat_generation, runtime_of(request), body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
 

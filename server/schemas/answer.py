@@ -44,7 +44,9 @@ class SpeculativeDecoding(BaseModel):
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
+    num_spec_tokens: int = Field(description="Most tokens that one of the steps could have accepted: the deepest tree's levels.")
     acceptance_histogram: list[int]
+    trees: dict[str, int] = Field(description="Drafting steps by tree: trunk.branches.depth of a delayed one, another's name.")
 
 
 class Metrics(BaseModel):

@@ -80,6 +80,8 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -93,6 +95,7 @@ class ChatCompletion(BaseModel):
     usage: Usage
     metrics: Metrics
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Delta(BaseModel):
@@ -109,6 +112,8 @@ class ChunkChoice(BaseModel):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(BaseModel):
@@ -121,3 +126,4 @@ class ChatChunk(BaseModel):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     metrics: Metrics | None = None
+    prompt_token_ids: list[int] | None = None

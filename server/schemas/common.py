@@ -142,6 +142,8 @@ class GenerationRequest(Strict):
         None, description="Changes no text: what one user of a key is told is drafted from for that user alone."
     )
 
+    return_token_ids: bool | None = Field(None, description="The ids of prompt and text beside the text.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name a token `token_id:ID`.")
     request_id: Annotated[str, StringConstraints(pattern=f"^{REQUEST_ID}$")] | None = Field(
         None, description="Names the answer: its id ends with it."
     )

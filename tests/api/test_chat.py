@@ -26,7 +26,8 @@ async def test_an_answer_has_the_openai_shape():
     assert answer["id"].startswith("chatcmpl-")
     assert answer["object"] == "chat.completion"
     message = {"role": "assistant", "content": TEXT, "refusal": None}
-    assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+    rest = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert answer["choices"] == [{"index": 0, "message": message, **rest}]
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert _prompt(engine) == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
 

@@ -27,7 +27,8 @@ async def test_an_answer_has_the_openai_shape():
         answer = (await client.post("/v1/completions", json=completion(max_tokens=50))).json()
     assert answer["id"].startswith("cmpl-")
     assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
-    assert answer["choices"] == [{"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "length"}]
+    rest = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert answer["choices"] == [{"index": 0, "text": TEXT, **rest}]
     num_prompt = len(byte_level().encode("hello"))
     usage = {"prompt_tokens": num_prompt, "completion_tokens": len(IDS), "total_tokens": num_prompt + len(IDS)}
     assert usage.items() <= answer["usage"].items()
@@ -40,6 +41,8 @@ async def test_speculation_numbers_add_up():
     histogram = numbers["acceptance_histogram"]
     assert sum(histogram) == numbers["num_spec_steps"] > 0
     assert sum(j * count for j, count in enumerate(histogram)) == numbers["num_accepted_draft_tokens"] > 0
+    assert (sum(numbers["trees"].values()), set(numbers["trees"])) == (numbers["num_spec_steps"], {"3.1.0", "2.1.0", "1.1.0"})
+    assert numbers["num_spec_tokens"] == 3
     num_accepted = numbers["num_accepted_draft_tokens"]
     assert numbers["mean_acceptance_length"] == pytest.approx(1 + num_accepted / numbers["num_spec_steps"])
     assert numbers["draft_acceptance_rate"] == pytest.approx(num_accepted / numbers["num_draft_tokens"])
