@@ -17,11 +17,15 @@ from server.assembly import served_engine
 from server.auth import ApiKeyGate
 from server.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
 from server.metrics.http import HttpMeter
-from server.middleware import BodyLimit, ErrorBoundary, RequestContext
+from server.middleware import BodyLimit, ErrorBoundary, HeaderLimit, RequestContext
+from server.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
 from server.routes import generation, models, operations, tokens
+from server.routes.strict import IGNORED_HEADER
 from server.runtime import Runtime
 from server.settings import Settings
 from server.text import Tokenizer, load_tokenizer
+
+_MAX_HEADERS = 100
 
 
 def create_app(
@@ -56,15 +60,19 @@ def _add_layers(app: FastAPI, runtime: Runtime) -> None:
     """Add the layers from the innermost to the outermost."""
     settings = runtime.settings
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    if settings.api_keys:
-        app.add_middleware(ApiKeyGate, keys=[key.get_secret_value() for key in settings.api_keys])
+    limits = RateLimits(settings.max_requests_per_minute, settings.max_concurrent_requests)
+    if limits != RateLimits():
+        app.add_middleware(RateLimiter, limits=limits, on_refusal=runtime.metrics.requests.refuse)
+    if settings.all_api_keys:
+        app.add_middleware(ApiKeyGate, keys=settings.all_api_keys)
+    app.add_middleware(HeaderLimit, max_headers=_MAX_HEADERS)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER, *RATE_HEADERS],
         )
     app.add_middleware(ErrorBoundary)
     app.add_middleware(HttpMeter, metrics=runtime.metrics.http)

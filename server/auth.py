@@ -42,12 +42,18 @@ class ApiKeyGate:
         return offered if scheme.lower() == "bearer" and any(matches) else None
 
 
+def key_digest_of(scope: Scope) -> bytes | None:
+    """Return what tells the key of a request from others, None where no key is asked for."""
+    digest: bytes | None = scope.get(_KEY_DIGEST)
+    return digest
+
+
 def tenant_of(request: Request, user: str | None) -> str:
     """Return an opaque name of who may draft from each other's texts: KEY/USER. Empty where no key is asked for.
 
     How fast an answer comes can tell what was drafted, so nobody's text is drafted from for anybody else.
     """
-    digest: bytes | None = request.scope.get(_KEY_DIGEST)
+    digest = key_digest_of(request.scope)
     if digest is None:
         return ""
     named = hmac.new(digest, (user or "").encode("utf-8", "surrogateescape"), "sha256")

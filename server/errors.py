@@ -6,6 +6,8 @@
     ├── BadApiKey (401)
     ├── UnknownModel (404, model_not_found)
     ├── BodyTooLarge (413)
+    ├── TooManyRequests (429, Retry-After)
+    ├── TooManyHeaders (431)
     ├── GenerationFailed (500)
     └── Overloaded (503, Retry-After)
 
@@ -107,6 +109,26 @@ class BodyTooLarge(ApiError):
         super().__init__(f"the request body is larger than {limit_bytes} bytes", None, "body_too_large", {"Connection": "close"})
 
 
+class TooManyRequests(ApiError):
+    """More than this key may ask for; the header says when to try again."""
+
+    status = 429
+    type = "requests"  # OpenAI's name of what there are too many of
+
+    def __init__(self, message: str, code: str, retry_after_s: float) -> None:
+        super().__init__(message, None, code, _retry_after(retry_after_s))
+
+
+class TooManyHeaders(ApiError):
+    """More headers than any client has reason to send."""
+
+    status = 431
+    type = "invalid_request_error"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request has more than {limit} headers", None, "too_many_headers", {"Connection": "close"})
+
+
 class GenerationFailed(ApiError):
     """The engine gave up on a request."""
 
@@ -118,7 +140,11 @@ class Overloaded(ApiError):
     type = "service_unavailable"
 
     def __init__(self, message: str, code: str, retry_after_s: float) -> None:
-        super().__init__(message, None, code, {"Retry-After": str(max(1, math.ceil(retry_after_s)))})
+        super().__init__(message, None, code, _retry_after(retry_after_s))
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
 def as_api_error(error: Exception) -> ApiError:

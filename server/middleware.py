@@ -1,4 +1,4 @@
-"""Plain ASGI layers around every request: its id and log line, the last resort for exceptions, the limit on bodies."""
+"""Plain ASGI layers around every request: its id and log line, the last resort for exceptions, limits on headers and bodies."""
 
 import logging
 import re
@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import BodyTooLarge, as_api_error
+from server.errors import BodyTooLarge, TooManyHeaders, as_api_error
 from server.schemas.common import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,21 @@ class ErrorBoundary:
             log.exception("unhandled error")
             if not is_started:
                 await as_api_error(error).response()(scope, receive, send)
+
+
+class HeaderLimit:
+    """Refuses requests with more headers than any client has reason to send; their bytes are bounded by the protocol."""
+
+    def __init__(self, app: ASGIApp, max_headers: int) -> None:
+        self.app = app
+        self.max_headers = max_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] == "http" and len(scope["headers"]) > self.max_headers:
+            await TooManyHeaders(self.max_headers).response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
 
 
 class BodyLimit:

@@ -7,6 +7,7 @@ the engine fails   end with a reason and a status that is not 0
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import socket
@@ -17,10 +18,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.app import create_app
+from server.protocol import MAX_HEAD_BYTES, Http
 from server.runtime import Runtime
 from server.settings import Settings
 
+log = logging.getLogger(__name__)
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LAST_BYTES_S = 5.0  # for answers on their way out, after the drain has ended the requests
 _FORCED_S = 0.5  # the same after a second signal
 
@@ -75,6 +80,8 @@ def serve(settings: Settings) -> str | None:
     def on_fatal(_: str) -> None:
         server.give_up()
 
+    if not settings.all_api_keys and settings.host not in _LOOPBACK:
+        log.warning("no API key is set: whoever reaches %s port %d may use the API", settings.host, settings.port)
     app = create_app(settings, on_fatal=on_fatal)
     runtime: Runtime = app.state.runtime
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
@@ -92,5 +99,9 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         server_header=False,
         ws="none",
         lifespan="on",
+        http=Http,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
         timeout_graceful_shutdown=math.ceil(settings.drain_s + _LAST_BYTES_S),
     )

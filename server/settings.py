@@ -7,6 +7,7 @@ variable that is not a setting is refused by name. docs/configuration.md lists t
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,6 +18,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.context_tree import MAX_CONTEXT
 from engine.pairs import VerifierName, require_exact
 from engine.tree import parse_expansion
+from server.request_log import RequestLog
 from server.schemas.common import MAX_CHOICES
 
 ENV_PREFIX = "LATEBRANCH_"
@@ -36,6 +38,21 @@ def _split(value: Any) -> Any:
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
+def _lines_of(path: str) -> list[str]:
+    """Return the lines of a file of keys; raise ValueError if it has none, which would leave the API open."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}") from error
+    if not any(lines):
+        raise ValueError(f"{path} has no API key")
+    return [line for line in lines if line]
+
+
+def _is_key(key: str) -> bool:
+    return key.isascii() and key.isprintable() and " " not in key
+
+
 def _checked_expansion(value: Any) -> Any:
     return str(parse_expansion(value)) if isinstance(value, str) else value
 
@@ -50,6 +67,22 @@ class Settings(BaseSettings):
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = Field(
         default=(), description="Keys that open the API, comma-separated; none leaves it open. /live and /health never need one."
     )
+    api_keys_file: str | None = Field(
+        default=None,
+        description="File with more such keys, one a line: a command line shows its keys to every user of the machine.",
+    )
+    max_requests_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests (POST) a minute of each key, or without keys of all; more are answered 429. Unset: any.",
+    )
+    max_concurrent_requests: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests (POST) of each key, or without keys of all, that are answered at a time. Unset: any.",
+    )
+    ssl_certfile: str | None = Field(default=None, description="Certificate chain in PEM; HTTPS is spoken with it. Unset: HTTP.")
+    ssl_keyfile: str | None = Field(default=None, description="Its private key in PEM; unset: it is in ssl_certfile.")
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         default=(), description="Origins whose pages may call the API, comma-separated; * for any."
     )
@@ -67,6 +100,14 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe log line written.")
     log_format: Literal["text", "json"] = Field(default="text", description="How a log line is written.")
+
+    log_requests: RequestLog = Field(
+        default="off",
+        description="What is logged of requests: nothing, parameters (texts by their length alone), or texts too, cut short.",
+    )
+    strict: bool = Field(
+        default=False, description="Refuse every unknown field of a request; else those that cannot change a text are ignored."
+    )
 
     model: str = Field(default="smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
     model_name: str | None = Field(default=None, description="Name clients use for the model; unset: the value of model.")
@@ -148,6 +189,25 @@ class Settings(BaseSettings):
         if self.cached_text and self.drafter in ("auto", "none", "ngram"):
             raise ValueError("cached_text is given only with a drafter that is a model")
         return self
+
+    @model_validator(mode="after")
+    def _files_of_secrets_can_be_read(self) -> Self:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile is given only with ssl_certfile")
+        for path in (self.ssl_certfile, self.ssl_keyfile):
+            if path is not None and not os.access(path, os.R_OK):
+                raise ValueError(f"{path} cannot be read")
+        if any(not _is_key(key) for key in self.all_api_keys):
+            raise ValueError("an API key has characters other than printable ASCII without spaces")  # no header carries it
+        return self
+
+    @cached_property
+    def all_api_keys(self) -> tuple[str, ...]:
+        """The keys themselves, those of the file too, each once."""
+        keys = [key.get_secret_value() for key in self.api_keys]
+        if self.api_keys_file is not None:
+            keys += _lines_of(self.api_keys_file)
+        return tuple(dict.fromkeys(keys))
 
     @model_validator(mode="after")
     def _tree_and_verifier_are_an_exact_pair(self) -> Self:

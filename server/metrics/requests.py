@@ -17,7 +17,7 @@ from server.metrics.families import (
     length_buckets,
 )
 
-_REJECTIONS = ("engine_busy", "engine_unavailable", "engine_error")
+_REJECTIONS = ("engine_busy", "engine_unavailable", "engine_error", "rate_limit_exceeded", "too_many_concurrent_requests")
 
 
 class RequestMetrics:
@@ -29,7 +29,7 @@ class RequestMetrics:
         ends = [reason.value for reason in FinishReason]
         self.success = families.counters("vllm:request_success", "Samples ended, by reason.", "finished_reason", ends)
         self.rejections = families.counters(
-            "latebranch_rejected_requests", "Requests the engine did not take.", "reason", list(_REJECTIONS)
+            "latebranch_rejected_requests", "Requests that were not taken.", "reason", list(_REJECTIONS)
         )
 
     def _add_latencies(self, families: Families) -> None:
@@ -61,6 +61,10 @@ class RequestMetrics:
         self.step_tokens = families.histogram(
             "latebranch_step_tokens", "Block efficiency: tokens one decoding step brought one sample.", STEP_TOKENS_BUCKETS
         )
+
+    def refuse(self, reason: str) -> None:
+        """Count a request that was not taken, and nothing else of it."""
+        self.rejections(reason).inc()
 
     def meter(self, num_samples: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> "RequestMeter":
         """Begin the account of a request that has just arrived."""
@@ -142,7 +146,7 @@ class RequestMeter:
 
     def reject(self, reason: str) -> None:
         """Count a request that the engine did not take, and nothing else of it."""
-        self._metrics.rejections(reason).inc()
+        self._metrics.refuse(reason)
 
     def close(self, unfinished: FinishReason) -> None:
         """End the samples that have not ended, for that reason; count what is known only when all have."""

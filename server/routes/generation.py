@@ -16,6 +16,7 @@ from server.formats.completion import CompletionFormat
 from server.generation import Generation
 from server.prompts import chat_generation, completion_generation
 from server.ranking import best_of
+from server.request_log import log_request
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.strict import StrictRoute
 from server.schemas.chat import ChatCompletion, ChatRequest
@@ -33,16 +34,20 @@ _ALSO_A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event
 @router.post("/completions", response_model=Completion, responses={**_ALSO_A_STREAM, **ERRORS})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
+    runtime = runtime_of(request)
+    log_request(runtime.settings.log_requests, "/v1/completions", body)
     form = CompletionFormat(Form.of(body))
-    generate = partial(completion_generation, runtime_of(request), body, tenant_of(request, body.user))
+    generate = partial(completion_generation, runtime, body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
 
 
 @router.post("/chat/completions", response_model=ChatCompletion, responses={**_ALSO_A_STREAM, **ERRORS})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
+    runtime = runtime_of(request)
+    log_request(runtime.settings.log_requests, "/v1/chat/completions", body)
     form = ChatFormat(Form.of(body))
-    generate = partial(chat_generation, runtime_of(request), body, tenant_of(request, body.user))
+    generate = partial(chat_generation, runtime, body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
 
 

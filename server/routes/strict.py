@@ -1,7 +1,8 @@
 """Reading JSON bodies without trust: strict UTF-8, no NaN, no deep nesting, no objects wide enough to drown the validator."""
 
+import logging
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -12,12 +13,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from server.errors import InvalidRequest
+from server.foreign_fields import without_foreign
 from server.schemas.common import MAX_BIASED_TOKENS
+
+log = logging.getLogger(__name__)
 
 # Each unknown key of an object is an error that validation collects; no object of this API has more than a logit_bias.
 _MAX_KEYS = MAX_BIASED_TOKENS
 # Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, can have.
 _MAX_CONTAINERS = 16384
+_MAX_WARNED = 256  # names of unknown fields that are logged
+IGNORED_HEADER = "X-Ignored-Parameters"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: one pass, whatever the body is
 
 
@@ -34,20 +40,42 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose handler gets a StrictRequest."""
+    """A route whose handler gets a StrictRequest, without the unknown fields that the server ignores; the answer names those."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler."""
         handle = super().get_route_handler()
+        known = _fields_of(self.dependant.body_params[0].field_info.annotation)
+        warned: set[str] = set()
 
         async def handle_strictly(request: Request) -> Response:
             body = await request.body()
             value = parsed_body(body, request.headers.get("content-type"))
+            ignored: list[str] = []
+            if isinstance(value, dict) and not request.app.state.runtime.settings.strict:
+                value, ignored = without_foreign(value, known)
             strict = StrictRequest(_as_json(request.scope), request.receive, value)
             strict._body = body  # read already; starlette keeps it under this name
-            return await handle(strict)
+            response = await handle(strict)
+            if ignored:
+                response.headers[IGNORED_HEADER] = ", ".join(ignored)
+                _warn_once(ignored, warned)
+            return response
 
         return handle_strictly
+
+
+def _fields_of(model: Any) -> frozenset[str]:
+    """Return the names that a request model knows."""
+    return frozenset(name for key, field in model.model_fields.items() for name in (key, field.alias) if name)
+
+
+def _warn_once(names: Iterable[str], warned: set[str]) -> None:
+    """Log each name the first time that it is ignored; the names are the clients', so only so many."""
+    new = [name for name in names if name not in warned]
+    if new and len(warned) < _MAX_WARNED:
+        warned.update(new)
+        log.warning("unknown parameters are ignored, here and from now on: %s", ", ".join(new))
 
 
 def parsed_body(body: bytes, content_type: str | None) -> Any:

@@ -1,0 +1,134 @@
+"""What one key may ask for: a token bucket in given time, requests at once, and what the refused are told."""
+
+import asyncio
+import math
+from copy import deepcopy
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from server.errors import TooManyRequests
+from server.rate_limits import Account, RateLimits
+from tests.api.harness import MODEL, completion, in_process, over_loopback, sample, until
+from tests.fake_engine import FakeEngine
+
+KEYS = (SecretStr("one"), SecretStr("two"))
+URL = "/v1/completions"
+
+
+def _as(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _enters(account: Account, now_s: float) -> float | None:
+    """Return None for a request that is let in, else the seconds it is told to wait."""
+    try:
+        account.enter(now_s)
+    except TooManyRequests as refusal:
+        return float(refusal.headers["Retry-After"])
+    return None
+
+
+def _check_bucket(account_type: type[Account], per_minute: int, pauses_s: list[float]) -> None:
+    account, now_s, times_s = account_type(RateLimits(max_per_minute=per_minute), 0.0), 0.0, []
+    for pause_s in pauses_s:
+        now_s += pause_s
+        if (wait_s := _enters(account, now_s)) is None:
+            times_s.append(now_s)
+        else:
+            assert 1 <= wait_s <= math.ceil(60 / per_minute)
+            assert _enters(deepcopy(account), now_s + wait_s) is None
+    for first, begin_s in enumerate(times_s):
+        for last in range(first, len(times_s)):
+            assert last - first + 1 <= per_minute + (times_s[last] - begin_s) * per_minute / 60 + 1e-6
+    # Whoever keeps to the rate is never refused.
+    assert all(_enters(account, now_s + 60 + k * 60.001 / per_minute) is None for k in range(3 * per_minute))
+
+
+pauses = st.lists(st.floats(0, 90), max_size=40)
+
+
+@given(st.integers(1, 8), pauses)
+def test_a_bucket_lets_in_its_size_and_its_rate_and_no_more(per_minute: int, pauses_s: list[float]):
+    _check_bucket(Account, per_minute, pauses_s)
+
+
+def test_the_law_of_the_bucket_sees_one_that_overflows():
+    class Overflowing(Account):
+        def _fill(self, per_minute: int, now_s: float) -> None:
+            self._left += (now_s - self._at_s) * per_minute / 60
+            self._at_s = now_s
+
+    with pytest.raises(AssertionError):
+        _check_bucket(Overflowing, 1, [120.0, 0.0, 0.0])
+
+
+async def test_each_key_has_a_bucket_of_its_own():
+    async with in_process(FakeEngine(), api_keys=KEYS, max_requests_per_minute=2) as client:
+        answers = [await client.post(URL, json=completion(), headers=_as("one")) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
+        assert {answer.headers["x-ratelimit-limit-requests"] for answer in answers} == {"2"}
+        assert 0 < float(answers[1].headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60
+        error = answers[2].json()["error"]
+        assert (error["type"], error["code"], set(error)) == (
+            "requests",
+            "rate_limit_exceeded",
+            {"message", "type", "param", "code"},
+        )
+        assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+        assert answers[2].headers["x-request-id"]
+        other = await client.post(URL, json=completion(), headers=_as("two"))
+        assert (other.status_code, other.headers["x-ratelimit-remaining-requests"]) == (200, "1")
+        assert (await client.post(URL, json=completion(), headers=_as("three"))).status_code == 401
+        reads = await client.get("/v1/models", headers=_as("one"))
+        assert reads.status_code == 200
+        assert "x-ratelimit-limit-requests" not in reads.headers
+        samples = await client.get("/metrics", headers=_as("one"))
+    assert 'latebranch_rejected_requests_total{engine="0",model_name="fake",reason="rate_limit_exceeded"} 1.0' in samples.text
+
+
+async def test_requests_at_once_are_counted_until_their_last_byte():
+    engine = FakeEngine(gate=(gate := asyncio.Event()))
+    async with in_process(engine, max_concurrent_requests=2) as client:
+        asked = [asyncio.create_task(client.post(URL, json=completion(stream=stream))) for stream in (True, False)]
+        await until(lambda: len(engine.living) == 2)
+        refused = await client.post(URL, json=completion())
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "too_many_concurrent_requests"
+        assert "x-ratelimit-limit-requests" not in refused.headers
+        gate.set()
+        await asyncio.gather(*asked)
+        assert (await client.post(URL, json=completion(n=0))).status_code == 400
+        for _ in range(3):
+            assert (await client.post(URL, json=completion())).status_code == 200
+        samples = await sample(client)
+    reason = 'reason="too_many_concurrent_requests"'
+    assert samples[f'latebranch_rejected_requests_total{{engine="0",model_name="fake",{reason}}}'] == 1
+
+
+async def test_a_client_that_leaves_makes_room():
+    engine = FakeEngine(gate=asyncio.Event())
+    async with over_loopback(engine, max_concurrent_requests=1) as url, httpx.AsyncClient(base_url=url) as client:
+        async with client.stream("POST", URL, json=completion(stream=True)) as response:
+            assert response.status_code == 200
+            assert (await client.post(URL, json=completion())).status_code == 429
+        await until(lambda: not engine.living)
+        engine.gate = None
+        assert (await client.post(URL, json=completion())).status_code == 200
+
+
+async def test_the_official_client_knows_the_refusal():
+    async with (
+        over_loopback(FakeEngine(), max_requests_per_minute=1) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        await client.completions.create(model=MODEL, prompt="x")
+        with pytest.raises(openai.RateLimitError) as refusal:
+            await client.completions.create(model=MODEL, prompt="x")
+    assert refusal.value.code == "rate_limit_exceeded"
+    assert int(refusal.value.response.headers["retry-after"]) > 1
