@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from server.foreign_fields import _LAW_CHANGING, MAX_IGNORED
+from server.errors import InvalidRequest
+from server.foreign_fields import _LAW_CHANGING, MAX_IGNORED, without_foreign
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
 from tests.api.harness import chat, completion, in_process
@@ -35,14 +36,19 @@ async def test_what_cannot_change_a_text_is_ignored_and_named(caplog: pytest.Log
     assert [", ".join(HARMLESS) in warning for warning in warnings] == [True, False], "once for each route"
 
 
-@pytest.mark.parametrize("name", _LAW_CHANGING)
-async def test_what_changes_texts_elsewhere_is_refused_by_name_unless_it_is_neutral(name: str):
+async def test_what_changes_texts_elsewhere_is_refused_by_name_unless_it_is_neutral():
     async with in_process(FakeEngine()) as client:
-        for value in ("x", 0.123, [{"a": 1}], True if False in _LAW_CHANGING[name] else "y"):
-            response = await client.post(URL, json=completion(**{name: value}))
-            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
-        for value in (None, *_LAW_CHANGING[name]):
-            assert (await client.post(URL, json=completion(**{name: value}))).status_code == 200
+        for name, neutral in _LAW_CHANGING.items():
+            values: list[object] = ["x", 0.123, [{"a": 1}], True if False in neutral else "y"]
+            for value in values:
+                with pytest.raises(InvalidRequest) as refusal:
+                    without_foreign({name: value}, {"prompt"})
+                assert refusal.value.param == name
+            for value in (None, *neutral):
+                assert without_foreign({name: value, "prompt": "x"}, {"prompt"}) == ({"prompt": "x"}, [name])
+        error = (await client.post(URL, json=completion(mirostat=2))).json()["error"]
+        assert (error["param"], error["message"]) == ("mirostat", "mirostat: not supported by this server; accepted: null, 0")
+        assert (await client.post(URL, json=completion(mirostat=0))).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What is written to the log of a request's own words."""
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.fake_engine import FakeEngine
 EVIL = "secret\nINFO forged \x1b[31m\u2028"
 
 
-async def _lines(caplog: pytest.LogCaptureFixture, **settings: str) -> list[str]:
+async def _lines(caplog: pytest.LogCaptureFixture, **settings: Any) -> list[str]:
     caplog.set_level(logging.INFO, "server.requests")
     async with in_process(FakeEngine(max_model_len=2000), **settings) as client:
         await client.post("/v1/completions", json=completion(prompt=EVIL, temperature=0.5, stop=[EVIL], user=EVIL, seed=7))
