@@ -26,6 +26,7 @@ from engine.draft.recent_texts import RecentLimits
 from engine.draft.runs import LENGTHS, RunningPolicy
 from engine.draft.texts import TextCache
 from engine.engine import Engine
+from engine.grammars import CompiledGrammars, vocabulary_loader
 from engine.kv_cache import KVCache
 from engine.linears import fastest_dtype, fastest_linears
 from engine.model import CausalModel, load_model
@@ -87,7 +88,8 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     rig = Rig(info, config.scheduler, target, measured, _drafter_weights(config, models))
     policy = _policy(config, drafter, rig, roots, adaptive)
     info = replace(info, policy=policy.name)
-    engine = Engine(info, config.scheduler, target, drafter, policy, roots)
+    grammars = CompiledGrammars(vocabulary_loader(resolve(config.model).folder, info.vocab_size, info.eos_token_ids))
+    engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
     if config.trace_file is not None:
         engine.trace_to(_file_tracer(Path(config.trace_file), info))
     if config.dtype != "float32":

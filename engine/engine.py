@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
+from engine.anteroom import Anteroom
 from engine.config import SchedulerConfig
 from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, RequestFollower
 from engine.draft.growth import Growth, grow, learn, plain_growth
 from engine.forcing import TeacherForcing
+from engine.grammar_masks import GrammarMasks
+from engine.grammars import CompiledGrammars, no_grammars
 from engine.judge import Judge, logprobs_of
 from engine.pairs import verifier_for
 from engine.plan import Feeding, StepPlan
@@ -33,6 +36,8 @@ from engine.types import DraftSource, FinishReason, ModelInfo, Request, StepStat
 from engine.verify.verdict import Unjudged, Verdict
 
 _logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 0.05  # that an engine without other work waits for a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class Engine:
         drafter: Drafter | None,
         policy: ExpansionPolicy,
         roots: RootReader | None = None,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         self.info = info
         self._config = config
@@ -62,11 +68,14 @@ class Engine:
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
         self._policy = policy
         self._roots = roots or RootReader(target.model, drafter)
-        self._judge = Judge()
+        grammars = grammars or no_grammars()
+        self.grammars = GrammarMasks(grammars, 2 * config.max_running)
+        self._anteroom = Anteroom(grammars)
+        self._judge = Judge(self.grammars)
         self._tracer: Tracer = NoTracer()
         self._calibrations = Calibrations()
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
-        self._aborted: list[TokenEvent] = []
+        self._ended: list[TokenEvent] = []  # between steps
 
     @property
     def target(self) -> Target:
@@ -86,11 +95,19 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do or say something."""
-        return self._scheduler.has_work or bool(self._aborted)
+        return self._scheduler.has_work or bool(self._ended) or not self._anteroom.is_empty
 
     def add(self, request: Request) -> None:
         """Queue a request; raise RequestRefused if it can never run, ValueError if its id is in use."""
         require_runnable(request, self.info)
+        if request.request_id in self._scheduler or request.request_id in self._anteroom:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if request.sampling.grammar is None:
+            self._queue(request)
+        else:
+            self._anteroom.enter(request)
+
+    def _queue(self, request: Request) -> None:
         request = with_end_tokens(request, self.info)
         sampling, speculation = request.sampling, request.speculation
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -107,8 +124,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step tells of it. Unknown ids are ignored."""
-        if self._scheduler.remove(request_id):
-            self._aborted.append(TokenEvent(request_id, finish=FinishReason.ABORT))
+        if self._scheduler.remove(request_id) or self._anteroom.remove(request_id):
+            self._ended.append(TokenEvent(request_id, finish=FinishReason.ABORT))
             self._let_go(request_id)
 
     def _let_go(self, request_id: str) -> None:
@@ -122,6 +139,7 @@ class Engine:
         if self._follower is not None:
             self._follower.advance()
         watch.lap("follow")
+        self._empty_anteroom()
         self._scheduler.admit()
         choice = self._policy.choose(self._scheduler.views())
         watch.lap("choose")
@@ -145,7 +163,7 @@ class Engine:
         if self._roots.is_watching:
             self._roots.note(_endings(committed, growth), logits_NV, growth.forest.draft_laws_RV)
         learn(self._calibrations, plan.decoding, growth, verdicts)
-        events = [*self._taken_aborts(), *(self._event(one, logits_NV) for one in committed)]
+        events = [*self._taken_ends(), *(self._event(one, logits_NV) for one in committed)]
         events = with_scores(events, prompt_scores)
         watch.lap("commit")
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
@@ -167,15 +185,24 @@ class Engine:
         """Return what feeds known texts to the target in this engine's slots; valid while the engine has no work of its own."""
         return TeacherForcing(self._scheduler, self._target)
 
-    def _taken_aborts(self) -> list[TokenEvent]:
-        aborted, self._aborted = self._aborted, []
-        return aborted
+    def _empty_anteroom(self) -> None:
+        """Queue requests whose grammars are compiled; with nothing else to do, wait a moment for one."""
+        is_idle = not (self._scheduler.has_work or self._ended)
+        for admission in self._anteroom.leave(_PATIENCE_S if is_idle else 0.0):
+            if admission.refusal is None:
+                self._queue(admission.request)
+            else:
+                self._ended.append(TokenEvent(admission.request.request_id, finish=FinishReason.ERROR, error=admission.refusal))
+
+    def _taken_ends(self) -> list[TokenEvent]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def _grow(self, plan: StepPlan) -> Growth:
         model = self._target.model
         if self._drafter is None:
             return plain_growth(plan.rows, model.vocab_size, model.device)
-        return grow(self._drafter, plan.rows, model.vocab_size, model.device, self._calibrations)
+        return grow(self._drafter, plan.rows, model.vocab_size, model.device, self._calibrations, self.grammars)
 
     def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | Unjudged]) -> list[RowOutcome]:
         """Commit chunks and paths; return what became of the decoding rows, in order."""

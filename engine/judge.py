@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.forest import Forest
+from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import edited_logits
 from engine.plan import LawContext, Row
 from engine.sampling import warped_laws
@@ -27,25 +28,25 @@ _logger = logging.getLogger(__name__)
 
 
 class Judge:
-    """Verifiers by name, made when first needed."""
+    """Verifiers by name, made when first needed. Rows that have a grammar need `grammars`."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: GrammarMasks | None = None) -> None:
+        self._grammars = grammars
         self._verifiers: dict[str, Verifier] = {}
 
     def judge(self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]) -> list[Verdict | Unjudged]:
         """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others."""
         contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
-        edited_NV = edited_logits(logits_NV, contexts)
-        is_sound = self._sound(forest, logits_NV)
-        has_law = is_sound if edited_NV is logits_NV else self._sound(forest, edited_NV)
-        judged: list[Verdict | Unjudged] = [
-            _BROKEN if not sound else _WAITING if has else _LAWLESS for sound, has in zip(is_sound, has_law, strict=True)
-        ]
+        edited_NV = edited_logits(logits_NV, contexts, self._grammars)
+        has_law_N = torch.isfinite(edited_NV.amax(-1))
+        if edited_NV is not logits_NV and not bool(has_law_N.all()):
+            edited_NV = torch.where(has_law_N[:, None], edited_NV, logits_NV)
+        judged: list[Verdict | Unjudged] = [_WAITING if sound else _BROKEN for sound in self._sound(forest, logits_NV)]
         for rule in dict.fromkeys(_rule(row) for row in rows):
             indices = [i for i, row in enumerate(rows) if _rule(row) == rule and judged[i] is _WAITING]
             for index, verdict in self._by_rule(rule, indices, rows, forest, edited_NV):
                 judged[index] = verdict
-        return judged
+        return _unless_lawless(judged, forest, has_law_N.tolist())
 
     def _sound(self, forest: Forest, logits_NV: Tensor) -> list[bool]:
         """Return for each tree whether no logit is NaN and no maximum infinite (-inf is a masked token and sound)."""
@@ -84,7 +85,18 @@ class Judge:
 _GREEDY = "greedy"
 _WAITING = Unjudged("not judged yet")
 _BROKEN = Unjudged("the target's logits are not finite")
-_LAWLESS = Unjudged("bias, penalties, allowed tokens and bad words leave no token that could come")
+_LAWLESS = Unjudged("bias, penalties, allowed tokens, bad words and grammar leave no token that could come")
+
+
+def _unless_lawless(judged: Sequence[Verdict | Unjudged], forest: Forest, has_law: Sequence[bool]) -> list[Verdict | Unjudged]:
+    """Return the verdicts, but for those whose text comes to a node without a law: a text fails there and nowhere else.
+
+    Such nodes were judged by the law of the bare model. Whatever it is, a text comes there as often as the laws before it say.
+    """
+    return [
+        _LAWLESS if isinstance(verdict, Verdict) and not all(has_law[offset + node] for node in verdict.path) else verdict
+        for verdict, offset in zip(judged, forest.offsets[:-1], strict=True)
+    ]
 
 
 def _contexts(row: Row, tree: TokenTree) -> list[LawContext]:

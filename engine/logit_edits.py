@@ -10,6 +10,7 @@ Knows parameters and token ids. The order is that of transformers' `generate` an
     4. min_tokens           -inf for tokens that stop the text while it is too short
     5. allowed_token_ids    -inf for all others
     6. bad_words            -inf for the last token of each where the text, prompt included, ends with those before it
+    7. grammar              -inf for tokens that cannot go on with the generated text
 
 The text of a node in a token tree ends with the drafted tokens on its path, so each node has edits of its own: that makes its
 law the one that plain decoding would have there. What costs grows with the tokens named or seen, not with the vocabulary (but
@@ -25,20 +26,24 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from engine.grammar_masks import GrammarMasks
 from engine.plan import LawContext
 from engine.transfer import integers
 from engine.types import SamplingParams
 
 
-def edited_logits(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContext]) -> Float[Tensor, "N V"]:
+def edited_logits(
+    logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContext], grammars: GrammarMasks | None = None
+) -> Float[Tensor, "N V"]:
     """Return each row's logits after its own bias, penalties and masks; the same tensor, untouched, if no row asks for any.
 
     The arg max of a row is what greedy decoding chooses. A row whose every possible token the model itself rules out has -inf
-    alone, and one whose numbers overflow an infinity: the caller looks at its maximum.
+    alone, and one whose numbers overflow an infinity: the caller looks at its maximum. `grammars` is needed if a row has one.
     """
     texts = [texts for texts in _by_request(contexts) if texts.sampling.edits_logits]
     if not texts:
@@ -51,6 +56,7 @@ def edited_logits(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContext
         _hold_back_stops(logits_MV, rows)
         _allow_only(logits_MV, rows.sampling)
         _forbid_words(logits_MV, rows)
+        _hold_to_grammar(logits_MV, rows, grammars)
     return edited_NV
 
 
@@ -166,3 +172,16 @@ def _ends_with(history: Sequence[int], path: tuple[int, ...], end: tuple[int, ..
     num_before = max(0, len(end) - len(path))
     before = tuple(history[len(history) - num_before :]) if num_before else ()
     return num_before <= len(history) and (*before, *path[len(path) - len(end) + num_before :]) == end
+
+
+def _hold_to_grammar(logits_MV: Float[Tensor, "M V"], texts: _Texts, grammars: GrammarMasks | None) -> None:
+    """Rule out what cannot come after each text; masks come from the host, a bit a token, and spread where logits are."""
+    if texts.sampling.grammar is None:
+        return
+    if grammars is None:
+        raise ValueError("a text is to be held to a grammar, and nothing knows the bytes of tokens")
+    words_MW = grammars.allowed(texts.sampling.grammar, texts.history, texts.num_prompt_tokens, texts.paths)
+    bytes_MB = torch.from_numpy(words_MW.view(np.uint8)).to(logits_MV.device)
+    bits_8 = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits_MV.device)
+    is_ruled_out_MV = ((bytes_MB[:, :, None] & bits_8) == 0).flatten(1)[:, : logits_MV.shape[-1]]
+    logits_MV.masked_fill_(is_ruled_out_MV, float("-inf"))

@@ -16,6 +16,8 @@ MAX_TEMPERATURE = 1e4  # a law is even long before; one that float32 cannot hold
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_BAD_WORD_TOKENS = 4096  # of all bad words together: they travel with every sample
 
+MAX_GRAMMAR_CHARS = 1 << 16
+
 
 class NoLaw(ValueError):
     """These parameters make no law; the text says why, `param` names the field."""
@@ -32,7 +34,7 @@ def require_law(sampling: SamplingParams, vocab_size: int, eos_token_ids: Sequen
     _require_bias(sampling, vocab_size)
     _require_tokens(sampling, vocab_size, eos_token_ids)
     if sampling.grammar is not None:
-        raise NoLaw("grammar", "texts cannot be held to a grammar yet")
+        _require_end(sampling, eos_token_ids)
 
 
 def _require_truncation(sampling: SamplingParams) -> None:
@@ -86,6 +88,21 @@ def _require_tokens(sampling: SamplingParams, vocab_size: int, eos_token_ids: Se
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     if sampling.min_tokens and not _leaves_one(forbidden | stops, allowed, vocab_size):
         raise NoLaw("min_tokens", "min_tokens holds back every token: those that can come all stop the text")
+
+
+def _require_end(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    """Raise NoLaw unless a text that its grammar completes can end there, and only with a token that ends the model's texts."""
+    assert sampling.grammar is not None
+    if len(sampling.grammar.text) > MAX_GRAMMAR_CHARS:
+        raise NoLaw("grammar", f"a grammar of {len(sampling.grammar.text)} characters is longer than {MAX_GRAMMAR_CHARS}")
+    if sampling.ignore_eos:
+        raise NoLaw("ignore_eos", "a text that is held to a grammar ends with it: ignore_eos cannot be kept beside it")
+    if sampling.min_tokens:
+        raise NoLaw("min_tokens", "a grammar says where a text ends: min_tokens cannot be kept beside it")
+    forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
+    allowed = sampling.allowed_token_ids
+    if not any(token_id not in forbidden and (allowed is None or token_id in allowed) for token_id in eos_token_ids):
+        raise NoLaw("grammar", "no token can come that ends a text, so none that is complete by its grammar could end")
 
 
 def _leaves_one(ruled_out: set[int], allowed: Sequence[int] | None, vocab_size: int) -> bool:

@@ -58,6 +58,9 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._step = 0
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no slots yet."""

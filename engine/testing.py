@@ -13,6 +13,7 @@ from engine.config import SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.draft.model import ModelDrafter
 from engine.engine import Engine
+from engine.grammars import CompiledGrammars
 from engine.kv_cache import KVCache
 from engine.model import CausalModel, adopt
 from engine.plan import Feeding
@@ -117,6 +118,7 @@ def tiny_engine(
     policy: ExpansionPolicy | None = None,
     verifier: str = "traversal",
     config: SchedulerConfig | None = None,
+    grammars: CompiledGrammars | None = None,
 ) -> Engine:
     """Return an engine over given models; a model as drafter gets a cache of its own."""
     config = config or SchedulerConfig(num_slots=2048, max_model_len=256)
@@ -138,4 +140,4 @@ def tiny_engine(
         verifier=verifier,
         policy=policy.name,
     )
-    return Engine(info, config, Target(target, config.num_slots), drafter, policy)
+    return Engine(info, config, Target(target, config.num_slots), drafter, policy, grammars=grammars)

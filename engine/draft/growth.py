@@ -18,6 +18,7 @@ from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses
 from engine.draft.strategies import Delayed, Static, Strategy
 from engine.draft.topology import best_topology
 from engine.forest import Forest
+from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import edited_logits
 from engine.plan import Row
 from engine.tree import TokenTree, TreeKind
@@ -42,16 +43,26 @@ class Growth:
 
 
 def grow(
-    drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device, calibrations: Calibrations | None = None
+    drafter: Drafter,
+    rows: Sequence[Row],
+    vocab_size: int,
+    device: torch.device,
+    calibrations: Calibrations | None = None,
+    grammars: GrammarMasks | None = None,
 ) -> Growth:
-    """Feed the drafter what it lacks and grow every decoding row's tree to its expansion."""
+    """Feed the drafter what it lacks and grow every decoding row's tree to its expansion; rows with a grammar need `grammars`."""
     calibrations = calibrations or Calibrations()
     strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
-    return grow_by(strategies, drafter, rows, vocab_size, device)
+    return grow_by(strategies, drafter, rows, vocab_size, device, grammars)
 
 
 def grow_by(
-    strategies: Sequence[Strategy], drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device
+    strategies: Sequence[Strategy],
+    drafter: Drafter,
+    rows: Sequence[Row],
+    vocab_size: int,
+    device: torch.device,
+    grammars: GrammarMasks | None = None,
 ) -> Growth:
     """Feed the drafter what it lacks and grow the decoding rows' trees by given strategies, one for each."""
     by_tree = {id(strategy.tree): strategy for strategy in strategies}
@@ -64,7 +75,7 @@ def grow_by(
         passes = proposal.passes
         while frontier:
             num_rounds += 1
-            for asked, offer in _answers(frontier, proposal, laws):
+            for asked, offer in _answers(frontier, proposal, laws, grammars):
                 by_tree[id(asked.tree)].take(asked.node, offer)
             frontier = [ask for strategy in strategies for ask in strategy.asks()]
             if frontier:
@@ -130,7 +141,9 @@ def _learn_agreement(calibration: Calibration, tree: TokenTree, offers: Mapping[
             calibration.agreement.observe(offer.scores, rank)
 
 
-def _answers(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Tensor]) -> list[tuple[FrontierNode, Offer]]:
+def _answers(
+    frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Tensor], grammars: GrammarMasks | None
+) -> list[tuple[FrontierNode, Offer]]:
     """Return what each answered node is offered.
 
     Where the draft logits are broken (NaN, infinity), or the drafter knows no token that the request allows, the tree ends: any
@@ -139,7 +152,8 @@ def _answers(frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Te
     answered = [frontier[index] for index in proposal.indices]
     logits_PM, vocab = proposal.logits_PM, proposal.vocab
     if any(asked.tree.row.sampling.edits_logits for asked in answered):
-        logits_PM, vocab = edited_logits(proposal.logits_PV, [asked.law_context for asked in answered]), None
+        contexts = [asked.law_context for asked in answered]
+        logits_PM, vocab = edited_logits(proposal.logits_PV, contexts, grammars), None
     sound = [row for row, is_sound in enumerate(torch.isfinite(logits_PM.amax(-1)).tolist()) if is_sound]
     if not sound:
         return []

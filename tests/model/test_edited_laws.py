@@ -243,6 +243,6 @@ def test_the_law_and_the_texts_kill(mutant, monkeypatch):
 
 
 def test_the_law_kills_a_judge_that_edits_nothing(monkeypatch):
-    monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts: logits_NV)
+    monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     with pytest.raises(AssertionError):
         check_texts(request_of("repetition", temperature=0.0), generated("repetition"))

@@ -131,7 +131,7 @@ def test_a_row_whose_tokens_are_all_ruled_out_ends_alone(kind):
     logits_NV[:, [0, 3]] = float("-inf")
     verdicts = Judge().judge(rows, forest, logits_NV)
     assert [isinstance(verdict, Verdict) for verdict in verdicts] == [True, False, True]
-    assert verdicts[1] == Unjudged("bias, penalties, allowed tokens and bad words leave no token that could come")
+    assert verdicts[1] == Unjudged("bias, penalties, allowed tokens, bad words and grammar leave no token that could come")
 
 
 def test_a_broken_logit_is_no_less_broken_where_it_is_masked():

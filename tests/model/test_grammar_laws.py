@@ -1,0 +1,266 @@
+"""Texts held to grammars under speculation: they match, and texts and laws are plain decoding's with the same masks."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from engine import judge
+from engine.config import SchedulerConfig
+from engine.engine import Engine
+from engine.grammars import CompiledGrammars
+from engine.keys import Stream, stream_key
+from engine.noise import gumbels
+from engine.plan import Row
+from engine.policy import FixedExpansion
+from engine.testing import tiny_engine
+from engine.tree import PLAIN, Expansion
+from engine.types import FinishReason, Grammar, GrammarKind, Request, SamplingParams, Speculation
+from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.model.driving import run
+from tests.model.grammars import ALL, EOS, LARK, REGEX, GrammarProcessor, ids_of, text_of, vocabulary
+from tests.model.tiny import own_logits, own_module, pair
+
+PROMPT = tuple(3 + (11 * i) % 7 for i in range(19))
+EXPANSIONS = [PLAIN, Expansion(4, 1, 0), Expansion(2, 2, 2)]
+LONG = 24
+
+
+def request_of(grammar: Grammar, name: str = "r", **fields) -> Request:
+    return Request(name, PROMPT, SamplingParams(**{"max_tokens": LONG, "grammar": grammar, **fields}))
+
+
+def engine_of(expansion: Expansion, noise: float = 0.02, config: SchedulerConfig | None = None) -> Engine:
+    """Return an engine that drafts; a plain expansion drafts nothing."""
+    policy = FixedExpansion(expansion)
+    return tiny_engine(*pair("llama", noise=noise), policy, config=config, grammars=CompiledGrammars(vocabulary))
+
+
+def is_whole(grammar: Grammar, text: str) -> bool:
+    """Whether a text matches, by another hand than llguidance's."""
+    if grammar.kind is GrammarKind.REGEX:
+        return re.fullmatch(grammar.text, text) is not None
+    if grammar.kind is GrammarKind.CHOICE:
+        return text in json.loads(grammar.text)
+    if grammar.kind is GrammarKind.LARK:
+        innermost = re.compile(r"\{([abc]+|true|false|X)(,([abc]+|true|false|X))*\}")
+        while innermost.search(text):
+            text = innermost.sub("X", text)
+        return text == "X"
+    value = json.loads(text)
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        known = {"a": ("ab", "abc", "b"), "b": None, "c": None}
+        assert {"a", "b"} <= value.keys() <= known.keys()
+        assert value["a"] in ("ab", "abc", "b")
+        assert type(value["b"]) is int
+        assert isinstance(value.get("c", ""), str)
+    return isinstance(value, dict)
+
+
+@cache
+@torch.inference_mode()
+def generated(grammar: Grammar) -> list[int]:
+    """Return what `generate` adds to the prompt with a processor that asks a new matcher at each token."""
+    ids = torch.tensor([PROMPT])
+    out = own_module("llama").generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=LONG,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        logits_processor=[GrammarProcessor(grammar, len(PROMPT))],
+    )
+    return out[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
+
+
+def law_after(grammar: Grammar, text: Sequence[int], temperature: float, num_prompt: int = len(PROMPT)) -> torch.Tensor:
+    """Return the float64 law of what follows a text, by transformers' logits and that processor."""
+    scores = GrammarProcessor(grammar, num_prompt)(torch.tensor([text]), own_logits("llama", [text])[:, -1])
+    return torch.softmax(scores[0].double() / temperature, -1)
+
+
+@cache
+def seeded_text(grammar: Grammar, seed: int) -> list[int]:
+    """Return plain decoding's text: at each place the arg max of log law plus noise."""
+    text = list(PROMPT)
+    while len(text) < len(PROMPT) + LONG and text[-1] != EOS:
+        law = law_after(grammar, text, 1.5)
+        noise = gumbels([stream_key(seed, len(text), Stream.TOKEN)], len(law))[0]
+        text.append(int((law.log() + noise).argmax()))
+    return text[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_texts_are_plain_decodings_and_match(name):
+    grammar = ALL[name]
+    seeds = range(4)
+    for expansion in EXPANSIONS:
+        requests = [request_of(grammar, "greedy", temperature=0.0)]
+        requests += [request_of(grammar, str(seed), seed=seed, temperature=1.5) for seed in seeds]
+        session = run(engine_of(expansion), requests)
+        assert session.outcomes["greedy"].ids == generated(grammar)
+        for seed in seeds:
+            assert session.outcomes[str(seed)].ids == seeded_text(grammar, seed)
+        for outcome in session.outcomes.values():
+            if outcome.finish is FinishReason.STOP:
+                assert outcome.ids[-1] == EOS
+                assert is_whole(grammar, text_of(outcome.ids))
+            else:
+                assert (outcome.finish, len(outcome.ids)) == (FinishReason.LENGTH, LONG)
+        if not expansion.is_plain:
+            assert sum(stats.num_accepted_tokens for stats in session.stats) > len(requests), "something was accepted"
+
+
+def test_the_grammar_changes_the_texts():
+    plain = SamplingParams(temperature=0.0, max_tokens=LONG)
+    bare = run(engine_of(PLAIN), [Request("r", PROMPT, plain)]).outcomes["r"].ids
+    assert all(generated(grammar)[: len(bare)] != bare for grammar in ALL.values())
+
+
+def test_a_preempted_text_goes_on_as_if_nothing_had_been():
+    """The state of a matcher is a function of the generated tokens."""
+    config = SchedulerConfig(max_running=4, num_slots=72, max_model_len=64)
+    requests = [request_of(grammar, name, seed=3, temperature=1.5) for name, grammar in ALL.items()]
+    session = run(engine_of(Expansion(2, 2, 2), config=config), requests)
+    assert sum(stats.num_preemptions for stats in session.stats) > 0
+    assert session.texts() == {name: seeded_text(grammar, 3) for name, grammar in ALL.items()}
+
+
+def test_logprobs_are_the_raw_models():
+    outcome = run(engine_of(Expansion(2, 2, 2)), [request_of(REGEX, seed=3, temperature=1.5, num_logprobs=2)]).outcomes["r"]
+    raw = torch.log_softmax(own_logits("llama", [[*PROMPT, *outcome.ids]])[0, len(PROMPT) - 1 : -1], -1)
+    for at, (token_id, told) in enumerate(zip(outcome.ids, outcome.logprobs, strict=True)):
+        assert told.logprob == pytest.approx(float(raw[at, token_id]), abs=1e-4)
+        assert told.top_logprobs == pytest.approx(raw[at].topk(2).values.tolist(), abs=1e-4)
+
+
+# The law, enumerated: every text of a small language, cut after three tokens.
+SMALL = Grammar(GrammarKind.REGEX, "(a|b)(c|,[ab]|12)*")
+COUNTED = SamplingParams(temperature=6.0, grammar=SMALL, max_tokens=3)
+SHORT = (5, 9, 33, 4, 4)
+NUM_REQUESTS = 500
+WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, max_model_len=32)
+
+
+@cache
+def target_law() -> dict[tuple[int, ...], float]:
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        ended = {text: p for text, p in law.items() if text[-1:] == (EOS,)}
+        going = {text: p for text, p in law.items() if text not in ended}
+        nexts = {text: law_after(SMALL, (*SHORT, *text), 6.0, len(SHORT)) for text in going}
+        law = ended | {
+            (*text, token_id): p * float(nexts[text][token_id])
+            for text, p in going.items()
+            for token_id in nexts[text].nonzero()[:, 0].tolist()
+        }
+    return law
+
+
+def counts(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
+    requests = [
+        Request(str(seed), SHORT, replace(COUNTED, seed=seed), Speculation(verifier=verifier)) for seed in range(NUM_REQUESTS)
+    ]
+    session = run(engine_of(expansion, noise=0.1, config=WIDE), requests)
+    assert sum(stats.num_accepted_tokens for stats in session.stats) > NUM_REQUESTS / 2
+    return Counter(tuple(outcome.ids) for outcome in session.outcomes.values())
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expansion"),
+    [
+        ("traversal", Expansion(1, 3, 1)),
+        ("specinfer", Expansion(0, 2, 2)),
+        ("coupled", Expansion(1, 2, 1)),
+    ],
+)
+def test_the_engines_law_is_the_masked_law(verifier, expansion):
+    assert z_of_counts(counts(verifier, expansion), target_law()) < PASSES_BELOW
+
+
+def only_the_root_is_masked(row, path_ids):
+    context = _LAW_CONTEXT(row, path_ids)
+    return replace(context, sampling=replace(context.sampling, grammar=None)) if path_ids else context
+
+
+def every_node_is_masked_like_the_root(row, path_ids):
+    return _LAW_CONTEXT(row, ())
+
+
+_LAW_CONTEXT = Row.law_context
+
+
+@pytest.mark.parametrize("mutant", [only_the_root_is_masked, every_node_is_masked_like_the_root])
+def test_the_law_and_the_texts_kill(mutant, monkeypatch):
+    monkeypatch.setattr(Row, "law_context", mutant)
+    requests = [request_of(LARK, str(seed), seed=seed, temperature=1.5) for seed in range(4)]
+    texts = run(engine_of(Expansion(2, 2, 2)), requests).texts()
+    assert texts != {str(seed): seeded_text(LARK, seed) for seed in range(4)}
+    found = counts("traversal", Expansion(1, 3, 1))
+    assert found.keys() - target_law().keys() or z_of_counts(found, target_law()) > FAILS_ABOVE
+
+
+# What cannot go on.
+def test_a_text_fails_where_nothing_can_come_and_only_there():
+    """A drafted node without a law ended its request, though the text went elsewhere."""
+    grammar = Grammar(GrammarKind.REGEX, "a(b|c)1")
+    dead_end = ((*ids_of("c"), *ids_of("1")),)  # after c nothing is left
+    requests = [request_of(grammar, str(seed), seed=seed, temperature=6.0, bad_words=dead_end) for seed in range(24)]
+    for expansion in EXPANSIONS:
+        outcomes = run(engine_of(expansion, noise=0.1), requests).outcomes
+        ends = {name: (outcome.finish, text_of(outcome.ids)) for name, outcome in outcomes.items()}
+        failed = {name for name, (finish, _) in ends.items() if finish is FinishReason.ERROR}
+        assert {text for name, (_, text) in ends.items() if name not in failed} == {"ab1"}
+        if expansion.is_plain:
+            plain_failed = failed
+            assert 0 < len(failed) < len(requests)
+            assert "grammar" in (outcomes[min(failed)].events[-1].error or "")
+        assert failed == plain_failed
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone():
+    bad, lost = Grammar(GrammarKind.REGEX, "("), Grammar(GrammarKind.REGEX, "[ab]+")
+    engine = engine_of(Expansion(2, 2, 2))
+    engine.add(request_of(lost, "lost", temperature=0.0))
+    engine.abort("lost")
+    requests = [request_of(bad, "bad"), request_of(REGEX, "good", temperature=0.0)]
+    outcomes = run(engine, requests).outcomes
+    assert outcomes["lost"].finish is FinishReason.ABORT
+    assert outcomes["bad"].finish is FinishReason.ERROR
+    assert "unclosed group" in (outcomes["bad"].events[-1].error or "")
+    assert outcomes["good"].ids == generated(REGEX)
+
+
+def test_an_id_in_use_is_refused_while_its_grammar_is_compiled():
+    engine = engine_of(PLAIN)
+    engine.add(request_of(REGEX))
+    with pytest.raises(ValueError, match="in use"):
+        engine.add(request_of(REGEX))
+    run(engine, [])
+
+
+def test_an_engine_without_a_tokenizer_refuses_grammars():
+    engine = tiny_engine(*pair("llama"))
+    outcome = run(engine, [request_of(REGEX)]).outcomes["r"]
+    assert outcome.finish is FinishReason.ERROR
+
+
+def test_a_stop_token_may_end_a_text_early():
+    stop = ids_of(",")[0]
+    for expansion in EXPANSIONS:
+        outcome = run(engine_of(expansion), [request_of(REGEX, seed=1, temperature=1.5, stop_token_ids=(stop,))]).outcomes["r"]
+        text = seeded_text(REGEX, 1)
+        assert outcome.ids == text[: text.index(stop) + 1 if stop in text else len(text)]
+
+
+def test_texts_kill_a_judge_that_masks_nothing(monkeypatch):
+    """What is compared above is not the drafter's doing."""
+    monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
+    outcome = run(engine_of(Expansion(2, 2, 2)), [request_of(REGEX, temperature=0.0)]).outcomes["r"]
+    assert outcome.ids != generated(REGEX)
