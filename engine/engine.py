@@ -30,8 +30,9 @@ from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
 from engine.target import Target
-from engine.tracer import NoTracer, Tracer
+from engine.tracer import NoTracer, Tracer, traced_rows, with_traces
 from engine.tree import PLAIN
+from engine.tree_probs import traced_probs
 from engine.types import DraftSource, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
 from engine.verify.verdict import Unjudged, Verdict
 
@@ -158,6 +159,8 @@ class Engine:
         # 4. Judge every tree.
         verdicts = self._judge.judge(plan.decoding, growth.forest, logits_NV)
         watch.lap("judge")
+        probs = traced_probs(plan.decoding, growth, verdicts, logits_NV)
+        watch.lap("trace")
         # 5. Keep the accepted paths; tokens out.
         committed = self._commit(plan, growth, verdicts)
         if self._roots.is_watching:
@@ -170,12 +173,14 @@ class Engine:
         self._policy.observe(feedback_of(record))
         watch.lap("learn")
         stats = stats_of(record, self._scheduler)
-        self._tracer.on_step(record, stats)
-        return StepOutput(tuple(events), stats)
+        rows = traced_rows(record, probs)
+        self._tracer.on_step(stats, rows)
+        return StepOutput(with_traces(events, stats, rows), stats)
 
     def trace_to(self, tracer: Tracer) -> None:
         """Tell `tracer` of every step from now on."""
         self._tracer = tracer
+        self._scheduler.traces_all = tracer.wants_rows
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if slots, tables and sequences contradict each other. Valid between steps."""

@@ -40,7 +40,8 @@ class Row:
     the tree lies at position root_position + v, whatever its depth. `draft_ids` are the committed tokens the drafter is to be
     fed this step, from position `draft_len` on; the root is the last of them if a tree is to grow. `num_new_prompt_tokens` of
     the certain ones are prompt tokens fed for the first time (not again after a preemption). `history` is the whole
-    committed text, a read-only view, of which the first `num_prompt_tokens` are the prompt.
+    committed text, a read-only view, of which the first `num_prompt_tokens` are the prompt. Of a row that `is_traced` all is kept
+    that a trace tells.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class Row:
     seed: int
     history: Sequence[int]
     num_prompt_tokens: int
+    is_traced: bool = False
 
     @property
     def end(self) -> int:

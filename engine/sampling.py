@@ -40,6 +40,14 @@ def warped_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingPara
     return laws_NV
 
 
+def ranking_params(sampling: SamplingParams) -> SamplingParams:
+    """Return what makes a law that ranks tokens: at temperature 0, whose own is a point mass, that of temperature 1."""
+    return _UNSHARPENED if sampling.is_greedy else sampling
+
+
+_UNSHARPENED = SamplingParams()
+
+
 def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 

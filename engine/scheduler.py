@@ -57,6 +57,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._step = 0
+        self.traces_all = False  # whether requests are traced that do not ask for it
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -192,6 +193,7 @@ class Scheduler:
             seed=sequence.seed,
             history=sequence.token_ids,
             num_prompt_tokens=len(sequence.request.prompt_ids),
+            is_traced=self.traces_all or sequence.request.speculation.is_traced,
         )
 
     def _most_behind(self, sequences: SequenceOf[Sequence], wishes: SequenceOf[Expansion]) -> int:

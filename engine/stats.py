@@ -149,7 +149,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         verify_s=laps["verify"],
         judge_s=laps["judge"],
         policy_s=laps["choose"] + laps["learn"],
-        host_s=laps["follow"] + laps["plan"] + laps["commit"],
+        host_s=laps["follow"] + laps["plan"] + laps["trace"] + laps["commit"],
         step_s=sum(laps.values()),
         policy_reason=record.choice.reason,
         predicted_s=record.choice.step_s,

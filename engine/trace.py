@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.tree import TokenTree
-from engine.types import FinishReason, StepStats
+from engine.traced import StepTrace, TracedRow
+from engine.types import STAGES, StepStats
 
 TRACE_VERSION = 1  # raised when a record no longer means what it meant; new fields with defaults do not raise it
 
@@ -37,48 +37,14 @@ class TracedStep(msgspec.Struct, frozen=True, tag="step", tag_field="type"):
     stats: StepStats
 
 
-class TracedSampling(msgspec.Struct, frozen=True):
-    """How a row's law was made of logits, as SamplingParams names it."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    is_seeded: bool
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    min_tokens: int = 0
-    typical_p: float = 1.0
-
-
-class TracedRow(msgspec.Struct, frozen=True, tag="row", tag_field="type", kw_only=True):
-    """A decoding row of a step: its tree and what became of it.
-
-    `path` holds the accepted nodes, the root first, `extra_id` the token after them; `emitted_ids` is what of them left the
-    engine, cut at stop tokens and limits, so that those of a request, row after row, are its text. A tree that could not be
-    judged has an `error` and no path. `expansion` is what was asked for, the tree what was grown.
-    """
-
-    step: int
-    request_id: str
-    root_position: int
-    verifier: str
-    expansion: str
-    sampling: TracedSampling
-    tree: TokenTree
-    path: tuple[int, ...] = ()
-    extra_id: int | None = None
-    expected_tokens: float | None = None
-    emitted_ids: tuple[int, ...] = ()
-    finish: FinishReason | None = None
-    error: str | None = None
-
-
 TraceRecord = TraceHeader | TracedStep | TracedRow
+
+
+def step_trace(stats: StepStats, row: TracedRow) -> StepTrace:
+    """Return the row with what is to be told of its step."""
+    stage_s = {stage: getattr(stats, f"{stage}_s") for stage in STAGES}
+    return StepTrace(row, stats.policy_reason, stats.step_s, stage_s)
+
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[TraceRecord] = msgspec.json.Decoder(TraceRecord)

@@ -1,42 +1,50 @@
-"""Who is told of each step for the trace: nobody, or a file.
+"""Who is told of each step: nobody, or a file; and of its rows whoever asked for a request's steps.
 
 Knows what of a step is worth keeping. Does not know files' formats or failures.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from engine.stats import RowOutcome, StepRecord
-from engine.trace import TracedRow, TracedSampling, TracedStep, TraceHeader, TraceRecord
+from engine.trace import TracedStep, TraceHeader, step_trace
 from engine.trace_file import TraceFile
-from engine.types import ModelInfo, SamplingParams, StepStats
+from engine.traced import TracedRow, TracedSampling, TreeProbs
+from engine.types import ModelInfo, SamplingParams, StepStats, TokenEvent
 from engine.verify.verdict import Unjudged, Verdict
 
 
 class Tracer(Protocol):
-    """Is told of every step once it is over. It must not raise."""
+    """Is told of every step once it is over. It must not raise. `wants_rows`: of every row, whoever asked."""
 
-    def on_step(self, record: StepRecord, stats: StepStats) -> None:
-        """Keep what it wants of the step."""
+    wants_rows: bool
+
+    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
+        """Keep what it wants of the step and its rows that are traced."""
         ...
 
 
 class NoTracer:
     """Keeps nothing."""
 
-    def on_step(self, record: StepRecord, stats: StepStats) -> None:
+    wants_rows = False
+
+    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
         """Forget the step."""
 
 
 class FileTracer:
     """Writes every step down."""
 
+    wants_rows = True
+
     def __init__(self, file: TraceFile) -> None:
         self._file = file
 
-    def on_step(self, record: StepRecord, stats: StepStats) -> None:
+    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
         """Append the step's lines."""
-        self._file.write(records_of(record, stats))
+        self._file.write([TracedStep(stats), *rows])
 
 
 def header_of(info: ModelInfo) -> TraceHeader:
@@ -51,14 +59,24 @@ def header_of(info: ModelInfo) -> TraceHeader:
     )
 
 
-def records_of(record: StepRecord, stats: StepStats) -> Iterator[TraceRecord]:
-    """Yield the step's records: its numbers, then its decoding rows in order."""
-    yield TracedStep(stats)
-    for outcome in record.outcomes:
-        yield _traced_row(record.plan.step, outcome)
+def traced_rows(record: StepRecord, probs: Mapping[str, TreeProbs]) -> list[TracedRow]:
+    """Return what is told of the decoding rows that are traced, in order; `probs` has those of their trees by request."""
+    return [
+        _traced_row(record.plan.step, outcome, probs.get(outcome.row.request_id, TreeProbs()))
+        for outcome in record.outcomes
+        if outcome.row.is_traced
+    ]
 
 
-def _traced_row(step: int, outcome: RowOutcome) -> TracedRow:
+def with_traces(events: Sequence[TokenEvent], stats: StepStats, rows: Sequence[TracedRow]) -> tuple[TokenEvent, ...]:
+    """Return a step's events with what is told of their rows."""
+    if not rows:
+        return tuple(events)
+    by_request = {row.request_id: step_trace(stats, row) for row in rows}
+    return tuple(replace(event, trace=by_request.get(event.request_id)) for event in events)
+
+
+def _traced_row(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:
     row, verdict, emission = outcome.row, outcome.verdict, outcome.emission
     judged = verdict if isinstance(verdict, Verdict) else None
     return TracedRow(
@@ -75,6 +93,8 @@ def _traced_row(step: int, outcome: RowOutcome) -> TracedRow:
         emitted_ids=emission.new_ids if emission else (),
         finish=emission.finish if emission else None,
         error=verdict.reason if isinstance(verdict, Unjudged) else None,
+        sources=outcome.sources,
+        probs=probs,
     )
 
 

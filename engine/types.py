@@ -6,24 +6,10 @@ They are plain dataclasses so that msgspec can carry them between processes as t
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.kinds import DraftSource as DraftSource
+from engine.kinds import FinishReason as FinishReason
+from engine.traced import StepTrace
 from engine.tree import Expansion
-
-
-class FinishReason(StrEnum):
-    """Why a request ended. The wire knows `stop` and `length`; the others are metrics labels and errors."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
-
-
-class DraftSource(StrEnum):
-    """What proposed a drafted token."""
-
-    MODEL = "model"
-    CACHE = "cache"  # text of the request or its tenant
-    PREDICTION = "prediction"  # what the client expected to be said
 
 
 class GrammarKind(StrEnum):
@@ -102,13 +88,14 @@ class Speculation:
     """A request's own wishes about speculation; None leaves the choice to the server's policy.
 
     A verifier or an expansion that comes alone is paired with one that is exact beside it (engine.pairs). `max_nodes` bounds the
-    drafted tokens of every tree, whoever chose it.
+    drafted tokens of every tree, whoever chose it. `is_traced` asks to be told of every step.
     """
 
     is_enabled: bool = True
     expansion: Expansion | None = None
     verifier: str | None = None
     max_nodes: int | None = None
+    is_traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +136,7 @@ class TokenEvent:
     first tokens, is how long it waited before its first step. The last fields say how the tokens came:
     `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the returned tokens, its first ones, were drafted. Of the
     nodes `num_predicted_tokens` had a token that the request's prediction foretold there; `predicted_places` are those of the
-    returned tokens that came so.
+    returned tokens that came so. `trace` has all of it, for a request that is traced.
     """
 
     request_id: str
@@ -165,6 +152,7 @@ class TokenEvent:
     num_predicted_tokens: int = 0
     predicted_places: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    trace: StepTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from engine.types import FinishReason, TokenEvent
 from server.detokenizer import Detokenizer
+from server.schemas.trace import StepTrace
+from server.step_trace import step_trace_of
 from server.stops import StopFinder
 from server.text import TokenText
 from server.token_entry import TokenEntry, entry_of
@@ -22,7 +24,8 @@ class Piece:
     """What one event adds to one choice.
 
     The first one has the prompt's ids, the last one what is told of the prompt, by its tokens, and which stop string or token
-    ended the text, None for the model's own end. `token_ids` are those that count, `text` may lag behind them.
+    ended the text, None for the model's own end. `token_ids` are those that count, `text` may lag behind them; `trace` tells of
+    their step.
     """
 
     index: int
@@ -33,6 +36,7 @@ class Piece:
     stop_reason: str | int | None = None
     token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
+    trace: StepTrace | None = None
 
 
 @dataclass(slots=True)
@@ -89,7 +93,8 @@ class Choice:
     """Owns the text state of one sample. `finish` is set once, by a stop string or by the engine.
 
     With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text. `prompt` is what it is to
-    tell of its own. `named_stop_ids` are the stop tokens that are told as the reason of an end.
+    tell of its own. `named_stop_ids` are the stop tokens that are told as the reason of an end. One that
+    `is_traced` tells of the engine's steps.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Choice:
         keeps_stop: bool = False,
         prompt: ToldPrompt | None = None,
         named_stop_ids: Container[int] = (),
+        is_traced: bool = False,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -115,6 +121,7 @@ class Choice:
         self._num_top_logprobs = num_top_logprobs
         self._prompt = prompt
         self._named_stop_ids = named_stop_ids
+        self._is_traced = is_traced
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
 
@@ -146,6 +153,7 @@ class Choice:
             self._stop_reason(event),
             event.token_ids[: self.num_tokens - num_before],
             self._prompt.ids if self._prompt and not num_before else None,
+            step_trace_of(event.trace, self._token_text) if self._is_traced and event.trace else None,
         )
 
     def _stop_reason(self, event: TokenEvent) -> str | int | None:

@@ -115,7 +115,8 @@ def _choice(codec: TextCodec, model: ModelInfo, body: GenerationRequest, index: 
     detokenizer = codec.detokenizer(body.skip_special_tokens is not False)
     keeps_stop = bool(body.include_stop_str_in_output)
     named_stop_ids = set(body.stop_token_ids or ()) - (set() if body.ignore_eos else set(model.eos_token_ids))
-    return Choice(index, detokenizer, body.stops, token_text, body.num_top_logprobs, keeps_stop, prompt, named_stop_ids)
+    told = (body.num_top_logprobs, keeps_stop, prompt, named_stop_ids, body.is_traced)
+    return Choice(index, detokenizer, body.stops, token_text, *told)
 
 
 async def _prediction_ids(runtime: Runtime, prediction: Prediction | None) -> PromptIds:

@@ -6,7 +6,8 @@ Knows records and lines of text. Does not know files, arguments or tokenizers.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.trace import TracedRow, TracedSampling, TracedStep, TraceHeader, TraceRecord
+from engine.trace import TracedStep, TraceHeader, TraceRecord
+from engine.traced import TracedRow, TracedSampling
 from engine.tree import ROOT, TokenTree
 from engine.types import STAGES, StepStats
 

@@ -1,6 +1,7 @@
 """Trace records made by hand."""
 
-from engine.trace import TracedRow, TracedSampling, TracedStep, TraceHeader, TraceRecord
+from engine.trace import TracedStep, TraceHeader, TraceRecord
+from engine.traced import TracedRow, TracedSampling
 from engine.tree import TokenTree
 from engine.types import FinishReason, StepStats
 

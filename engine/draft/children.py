@@ -18,9 +18,8 @@ from torch import Tensor
 from engine.draft.drafter import FrontierNode, TrimmedVocabulary
 from engine.keys import Stream, stream_key, uniform
 from engine.noise import gumbels
-from engine.sampling import warped_laws
+from engine.sampling import ranking_params, warped_laws
 from engine.tree import TreeKind
-from engine.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +120,7 @@ def _ranked(
 ) -> list[Offer]:
     """Return the likeliest tokens: nothing is drawn."""
     del laws
-    sampling = [node.tree.row.sampling for node in asked]
-    laws_PM = warped_laws(logits_PM, [_UNSHARPENED if params.is_greedy else params for params in sampling])
+    laws_PM = warped_laws(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
     known_K = _known(laws_PM)
     return _best(asked, known_K, laws_PM.index_select(-1, known_K), laws_PM, vocab).offers
 
@@ -150,10 +148,6 @@ _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], T
     TreeKind.DETERMINISTIC: _ranked,
     TreeKind.SHARED_NOISE: _ranked_with_noise,
 }
-
-
-# A greedy row at temperature 1: its own law is a point mass, which ranks nothing beside the best.
-_UNSHARPENED = SamplingParams()
 
 
 class _Best(NamedTuple):

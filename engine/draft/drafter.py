@@ -20,7 +20,8 @@ class GrowingTree:
     """A tree under construction for one row. Owned by the growth loop.
 
     Drafters only read it, but for one: whoever feeds ancestors of the nodes asked about notes them in `fed`. `origins` has the
-    tokens that no model proposed, by the drafted tokens before them.
+    tokens that no model proposed, by the drafted tokens before them; `odds`, of a traced row, the draft probabilities of what was
+    offered there.
     """
 
     row: Row
@@ -31,6 +32,7 @@ class GrowingTree:
     law_rows: list[int | None] = field(default_factory=lambda: [None])
     fed: set[int] = field(default_factory=set)
     origins: dict[tuple[int, ...], Mapping[int, DraftSource]] = field(default_factory=dict)
+    odds: dict[tuple[int, ...], Mapping[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.token_ids.append(self.row.certain_ids[-1])

@@ -4,8 +4,10 @@ Knows rounds, not which node gets children (strategies, best_first) nor how they
 R kept laws.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,19 +27,22 @@ from engine.tree import TokenTree, TreeKind
 from engine.types import DraftSource
 from engine.verify.verdict import Unjudged, Verdict
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Growth:
     """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
 
-    `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside. `num_rounds` put nodes to the drafter,
-    which ran `passes` of a model.
+    `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside; `draft_probs[b]` has its draft
+    probability if the row is traced. `num_rounds` put nodes to the drafter, which ran `passes` of a model.
     """
 
     forest: Forest
     fed: tuple[frozenset[int], ...]
     offers: tuple[dict[int, Offer], ...]
     sources: tuple[tuple[DraftSource, ...], ...]
+    draft_probs: tuple[tuple[float, ...], ...]
     num_rounds: int = 0
     passes: ModelPasses = ModelPasses()
 
@@ -77,6 +82,8 @@ def grow_by(
             num_rounds += 1
             for asked, offer in _answers(frontier, proposal, laws, grammars):
                 by_tree[id(asked.tree)].take(asked.node, offer)
+                if asked.tree.row.is_traced:
+                    asked.tree.odds[asked.law_context.path_ids] = dict(zip(offer.token_ids, offer.odds, strict=True))
             frontier = [ask for strategy in strategies for ask in strategy.asks()]
             if frontier:
                 proposal = drafter.extend(frontier)
@@ -88,7 +95,8 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     """Return roots alone: the step of an engine without a drafter."""
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
     forest = Forest(trees, torch.empty((0, vocab_size), device=device), tuple((None,) for _ in trees))
-    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), tuple(() for _ in trees))
+    nothing: tuple[tuple[()], ...] = tuple(() for _ in trees)
+    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), nothing, nothing)
 
 
 def strategy_of(row: Row, calibration: Calibration) -> Strategy:
@@ -175,26 +183,35 @@ def _note(asked: FrontierNode, proposal: Proposal, index: int) -> None:
 
 def sources_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]]) -> tuple[DraftSource, ...]:
     """Return what proposed each node's token, the root aside."""
-    if not origins:
-        return (DraftSource.MODEL,) * (tree.num_nodes - 1)
+    return _told_by_path(tree, origins, DraftSource.MODEL) if origins else (DraftSource.MODEL,) * (tree.num_nodes - 1)
+
+
+def _told_by_path(tree: TokenTree, told: Mapping[tuple[int, ...], Mapping[int, T]], otherwise: T) -> tuple[T, ...]:
+    """Return what is told of each node's token after the drafted tokens before it, the root aside."""
     path_ids: list[tuple[int, ...]] = [()]
-    sources = []
+    values = []
     for parent, token_id in zip(tree.parents[1:], tree.token_ids[1:], strict=True):
-        sources.append(origins.get(path_ids[parent], {}).get(token_id, DraftSource.MODEL))
+        values.append(told.get(path_ids[parent], {}).get(token_id, otherwise))
         path_ids.append((*path_ids[parent], token_id))
-    return tuple(sources)
+    return tuple(values)
 
 
 def _growth(strategies: Sequence[Strategy], laws: Sequence[Tensor], vocab_size: int, device: torch.device) -> Growth:
     """Return the step's trees; laws of nodes that got no child are dropped."""
     grown = [strategy.grown() for strategy in strategies]
     sources = tuple(sources_of(one.tree, strategy.tree.origins) for one, strategy in zip(grown, strategies, strict=True))
+    draft_probs = tuple(_draft_probs(one.tree, strategy.tree) for one, strategy in zip(grown, strategies, strict=True))
     used = sorted({row for one in grown for row in one.law_rows if row is not None})
     laws_RV = _gathered(laws, used, vocab_size, device)
     new_row = {row: index for index, row in enumerate(used)}
     law_rows = tuple(tuple(None if row is None else new_row[row] for row in one.law_rows) for one in grown)
     forest = Forest(tuple(one.tree for one in grown), laws_RV, law_rows)
-    return Growth(forest, tuple(one.fed for one in grown), tuple(one.offers for one in grown), sources)
+    return Growth(forest, tuple(one.fed for one in grown), tuple(one.offers for one in grown), sources, draft_probs)
+
+
+def _draft_probs(tree: TokenTree, growing: GrowingTree) -> tuple[float, ...]:
+    """Return each node's draft probability where the row is traced; of other rows nothing was kept."""
+    return _told_by_path(tree, growing.odds, math.nan) if growing.row.is_traced else ()
 
 
 def _gathered(laws: Sequence[Tensor], used: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:

@@ -4,7 +4,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from server.choice import Piece
-from server.formats.common import Form, InChunk, finish_reason, metrics_of, prompt_logprobs_of, stop_reason_of, usage_of
+from server.formats.common import (
+    Form,
+    InChunk,
+    finish_reason,
+    metrics_of,
+    prompt_logprobs_of,
+    stop_reason_of,
+    trace_of,
+    usage_of,
+)
 from server.generation import Generation
 from server.schemas.chat import (
     AssistantMessage,
@@ -36,8 +45,8 @@ class ChatFormat:
             self._begun.add(piece.index)
             begin = self._chunk(piece.index, usage, Delta(role="assistant", content=""))
             yield begin.model_copy(update=self._form.prompt_ids_of(piece))
-        if piece.text or piece.entries or (self._form.gives_token_ids and piece.token_ids):
-            rest = {"logprobs": self._logprobs(piece), **self._form.ids_of(piece)}
+        if piece.text or piece.entries or piece.trace or (self._form.gives_token_ids and piece.token_ids):
+            rest = {"logprobs": self._logprobs(piece), **self._form.ids_of(piece), **trace_of(piece)}
             yield self._chunk(piece.index, usage, Delta(content=piece.text), **rest)
         if piece.finish is not None:
             yield self._chunk(piece.index, usage, Delta(), finish_reason=finish_reason(piece.finish), **stop_reason_of(piece))

@@ -131,6 +131,11 @@ def prompt_logprobs_of(piece: Piece) -> dict[str, Any]:
     return {"prompt_logprobs": [candidates or None for candidates in told]}
 
 
+def trace_of(piece: Piece) -> dict[str, Any]:
+    """Return the field `speculative_trace` if it was asked for."""
+    return {} if piece.trace is None else {"speculative_trace": piece.trace}
+
+
 async def streamed(
     first: Piece, rest: AsyncIterator[Piece], form: Format, generation: Generation, usage: StreamUsage
 ) -> AsyncIterator[BaseModel]:

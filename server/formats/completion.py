@@ -4,7 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from server.choice import Piece
-from server.formats.common import Form, InChunk, finish_reason, metrics_of, prompt_logprobs_of, stop_reason_of, usage_of
+from server.formats.common import (
+    Form,
+    InChunk,
+    finish_reason,
+    metrics_of,
+    prompt_logprobs_of,
+    stop_reason_of,
+    trace_of,
+    usage_of,
+)
 from server.generation import Generation
 from server.schemas.completion import Completion, CompletionChoice, CompletionLogprobs
 from server.text import TokenText
@@ -19,8 +28,8 @@ class CompletionFormat:
         self._head = form.head("cmpl")
 
     def chunks(self, piece: Piece, usage: InChunk) -> Iterator[Completion]:
-        """Yield one chunk if there is text, the end, or tokens where they are asked for."""
-        if piece.text or piece.finish is not None or self._form.gives_token_ids:
+        """Yield one chunk if there is text, the end, a step to tell of, or tokens where they are asked for."""
+        if piece.text or piece.finish is not None or piece.trace or self._form.gives_token_ids:
             yield self._completion([self._choice(piece)], usage)
 
     def usage_chunk(self, generation: Generation) -> Completion:
@@ -48,6 +57,7 @@ class CompletionFormat:
             **prompt_logprobs_of(piece),
             **self._form.ids_of(piece),
             **self._form.prompt_ids_of(piece),
+            **trace_of(piece),
         )
 
 

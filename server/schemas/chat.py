@@ -8,6 +8,7 @@ from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_LOGPROBS, GenerationRequest
 from server.schemas.messages import Messages, TemplateOptions
 from server.schemas.strict import MAX_INTEGER, Neutral, misfit
+from server.schemas.trace import StepTrace
 
 
 class ChatRequest(TemplateOptions, GenerationRequest):
@@ -114,6 +115,7 @@ class ChunkChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+    speculative_trace: StepTrace | None = Field(None, description="With speculative.trace: the step that said this.")
 
 
 class ChatChunk(BaseModel):

@@ -166,6 +166,17 @@ class GenerationRequest(Strict):
             raise misfit("stream_options", "stream_options is accepted only with stream: true")
         return self
 
+    @model_validator(mode="after")
+    def _steps_are_told_in_a_stream(self) -> Self:
+        if self.is_traced and not self.stream:
+            raise misfit("speculative.trace", "trace is accepted only with stream: true")
+        return self
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether each step is told of."""
+        return self.speculative is not None and self.speculative.trace
+
     @property
     def num_answers(self) -> int:
         """Choices that are returned for each prompt."""

@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, TokenId
 from server.schemas.strict import Neutral, misfit
+from server.schemas.trace import StepTrace
 
 Prompt = str | list[int]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -86,6 +87,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    speculative_trace: StepTrace | None = Field(None, description="In a stream with speculative.trace: the step that said this.")
 
 
 class Completion(BaseModel):

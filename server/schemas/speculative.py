@@ -20,6 +20,7 @@ class SpeculativeOptions(Strict):
     branches: int | None = Field(None, ge=1, le=16, description="Paths below a delayed tree's trunk; else children a node.")
     depth: int | None = Field(None, ge=0, le=64, description="Tokens of each path below the trunk; levels of the other trees.")
     max_nodes: int | None = Field(None, ge=1, le=MAX_INTEGER, description="Most drafted tokens of a tree.")
+    trace: bool = Field(False, description="A stream tells of every step: the drafted tree, probabilities, what was accepted.")
 
     @model_validator(mode="after")
     def _has_one_wish(self) -> Self:
@@ -61,4 +62,4 @@ class SpeculativeOptions(Strict):
 
     def to_speculation(self) -> Speculation:
         """Return the engine's record."""
-        return Speculation(self.enabled, self.expansion, self.verifier, self.max_nodes)
+        return Speculation(self.enabled, self.expansion, self.verifier, self.max_nodes, self.trace)

@@ -15,8 +15,9 @@ from engine.engine import Engine
 from engine.policy import FixedExpansion
 from engine.stats import RowOutcome
 from engine.testing import tiny_engine, tiny_module
-from engine.trace import TracedRow, TracedStep, TraceHeader, read_trace
+from engine.trace import TracedStep, TraceHeader, read_trace
 from engine.trace_file import TraceFile
+from engine.traced import TracedRow, TreeProbs
 from engine.tracer import FileTracer, header_of
 from engine.tree import Expansion
 from engine.types import FinishReason, Request, SamplingParams
@@ -97,25 +98,25 @@ def test_all_that_makes_a_law_is_in_the_trace(tmp_path):
         assert set(limits) | set(tokens) <= set(told)
 
 
-def before_the_cut(step: int, outcome: RowOutcome) -> TracedRow:
+def before_the_cut(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:
     """What was accepted, though a limit cut it."""
-    row = _TRACED(step, outcome)
+    row = _TRACED(step, outcome, probs)
     ids = tuple(row.tree.token_ids[node] for node in row.path[1:])
     return msgspec.structs.replace(row, emitted_ids=(*ids, row.extra_id or 0))
 
 
-def without_the_extra_token(step: int, outcome: RowOutcome) -> TracedRow:
-    row = _TRACED(step, outcome)
+def without_the_extra_token(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:
+    row = _TRACED(step, outcome, probs)
     return msgspec.structs.replace(row, emitted_ids=row.emitted_ids[: len(row.path) - 1])
 
 
-def path_without_its_root(step: int, outcome: RowOutcome) -> TracedRow:
-    row = _TRACED(step, outcome)
+def path_without_its_root(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:
+    row = _TRACED(step, outcome, probs)
     return msgspec.structs.replace(row, path=row.path[1:] or row.path)
 
 
-def position_of_the_extra_token(step: int, outcome: RowOutcome) -> TracedRow:
-    row = _TRACED(step, outcome)
+def position_of_the_extra_token(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:
+    row = _TRACED(step, outcome, probs)
     return msgspec.structs.replace(row, root_position=row.root_position + len(row.path))
 
 

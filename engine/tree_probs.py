@@ -1,0 +1,51 @@
+"""Probabilities of the tokens of one tree, for who looks at a step. Computed for the rows that are traced and for no other.
+
+Shape key: N nodes of one tree, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.draft.growth import Growth
+from engine.logit_edits import edited_logits
+from engine.plan import Row
+from engine.sampling import ranking_params, warped_laws
+from engine.traced import TreeProbs
+from engine.transfer import integers
+from engine.tree import TokenTree
+from engine.verify.verdict import Unjudged, Verdict
+
+
+def traced_probs(
+    rows: Sequence[Row], growth: Growth, verdicts: Sequence[Verdict | Unjudged], logits_NV: Float[Tensor, "N V"]
+) -> dict[str, TreeProbs]:
+    """Return the probabilities in the judged trees of the decoding rows that are traced, by request.
+
+    To be asked before the step is committed: the edits of a law depend on the text that a row had when its tree grew. `logits_NV`
+    are the target's raw ones after all trees' nodes.
+    """
+    probs: dict[str, TreeProbs] = {}
+    for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
+        if row.is_traced and isinstance(verdict, Verdict):
+            first, end = growth.forest.offsets[index : index + 2]
+            tree = growth.forest.trees[index]
+            probs[row.request_id] = _tree_probs(row, tree, verdict, growth.draft_probs[index], logits_NV[first:end])
+    return probs
+
+
+def _tree_probs(
+    row: Row, tree: TokenTree, verdict: Verdict, draft_probs: Sequence[float], logits_NV: Float[Tensor, "N V"]
+) -> TreeProbs:
+    """Return the probabilities of one tree; `logits_NV` are those after its nodes.
+
+    The laws are made once more from the same logits by the same rules as those that the tree was judged by.
+    """
+    paths = [tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(tree.num_nodes)]
+    edited_NV = edited_logits(logits_NV, [row.law_context(path_ids) for path_ids in paths])
+    laws_NV = warped_laws(edited_NV, [ranking_params(row.sampling)] * tree.num_nodes)
+    after = integers([*tree.parents[1:], verdict.path[-1]], laws_NV.device)
+    token_ids = integers([*tree.token_ids[1:], verdict.extra_id], laws_NV.device)
+    *target, extra = laws_NV[after, token_ids].tolist()
+    return TreeProbs(tuple(draft_probs), tuple(target), extra)

@@ -1,0 +1,161 @@
+"""Steps told in streams, by the real app over a real tiny engine: each once, in chunks that OpenAI's client reads as ever."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine import testing
+from engine.config import SchedulerConfig
+from engine.inprocess import InProcessEngine
+from engine.policy import FixedExpansion
+from engine.testing import tiny_engine, tiny_pair
+from engine.tree import Expansion
+from server import choice
+from tests.api.harness import MODEL, chat, completion, data_of, in_process, over_loopback
+from tests.fake_engine import FakeEngine
+from tests.tokenizers_for_tests import byte_level
+
+TRACED = {"stream": True, "max_tokens": 12, "seed": 5, "ignore_eos": True, "speculative": {"trace": True}}
+PARTS = {"root", "trunk", "branch", "cached", "prediction"}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> InProcessEngine:
+    """A tiny pair that knows every token of the test tokenizer."""
+    monkeypatch.setitem(testing._COMMON, "vocab_size", len(byte_level().get_vocab()))
+    limits = SchedulerConfig(num_slots=2048, max_model_len=256)
+    return InProcessEngine(lambda: tiny_engine(*tiny_pair(), FixedExpansion(Expansion(2, 2, 2)), config=limits), limits)
+
+
+@pytest.fixture
+async def client(engine: InProcessEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with in_process(engine) as client:  # type: ignore[arg-type]
+        yield client
+
+
+async def chunks_of(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return data_of(response.text)
+
+
+def traces_in(chunks: list[Any]) -> list[Any]:
+    choices = [one for chunk in chunks for one in chunk["choices"]]
+    return [one["speculative_trace"] for one in choices if one.get("speculative_trace")]
+
+
+def emitted(traces: list[Any]) -> list[int]:
+    """Return the tokens of the text: those of each accepted path and the extra one, cut where the text ends."""
+    ids: list[int] = []
+    for trace in traces:
+        path = [node["token_id"] for node in trace["nodes"] if node["accepted"]][1:]
+        ids.extend([*path, trace["extra"]["token_id"]][: trace["num_emitted"]])
+    return ids
+
+
+def check_trace(trace: Any) -> None:
+    """Check that a step is a tree with an accepted path, probabilities everywhere but at the root, and a sum of seconds."""
+    root, *nodes = trace["nodes"]
+    assert (root["part"], root["parent"], root["depth"], root["accepted"]) == ("root", None, 0, True)
+    last = 0
+    for place, node in enumerate(nodes, start=1):
+        assert 0 <= node["parent"] < place
+        assert node["depth"] == trace["nodes"][node["parent"]]["depth"] + 1
+        assert node["part"] in PARTS - {"root"}
+        assert 0.0 < node["draft_prob"] <= 1.0
+        assert 0.0 <= node["target_prob"] <= 1.0
+        if node["accepted"]:
+            assert node["parent"] == last
+            last = place
+    assert 0.0 < trace["extra"]["target_prob"] <= 1.0
+    assert sum(trace["stage_s"].values()) == pytest.approx(trace["step_s"])
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", completion(**TRACED)), ("/v1/chat/completions", chat(**TRACED))])
+async def test_every_step_is_told_once_and_is_the_text(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    traces = traces_in(await chunks_of(client, path, body))
+    for trace in traces:
+        check_trace(trace)
+    steps = [trace["step"] for trace in traces]
+    assert steps == sorted(set(steps))
+    assert len(emitted(traces)) == 12
+    assert max(trace["num_emitted"] for trace in traces) > 1
+    whole = {**body, "stream": False, "speculative": {}}
+    answer = (await client.post(path, json=whole)).json()["choices"][0]
+    text = answer["text"] if "text" in answer else answer["message"]["content"]
+    assert byte_level().decode(emitted(traces), skip_special_tokens=True) == text
+
+
+async def test_a_step_whose_text_is_held_back_is_told_when_it_happens(client: httpx.AsyncClient) -> None:
+    """Half a letter has no text yet; its chunk is empty and has the step."""
+    body = completion(**{**TRACED, "logit_bias": {str(byte_level().convert_tokens_to_ids("ð")): 100}, "temperature": 0})
+    chunks = await chunks_of(client, "/v1/completions", body)
+    assert any(not chunk["choices"][0]["text"] and chunk["choices"][0].get("speculative_trace") for chunk in chunks[:-1])
+    (odd,) = {tuple(node.get("bytes", ())) for trace in traces_in(chunks) for node in trace["nodes"][1:]}
+    assert odd == (0xF0,)
+
+
+async def test_each_sample_tells_of_its_own_steps(client: httpx.AsyncClient) -> None:
+    chunks = await chunks_of(client, "/v1/completions", completion(**TRACED, n=2))
+    told = {at: traces_in([chunk for chunk in chunks if chunk["choices"][0]["index"] == at]) for at in (0, 1)}
+    assert [len(emitted(traces)) for traces in told.values()] == [12, 12]
+    assert emitted(told[0]) != emitted(told[1])
+
+
+async def test_plain_decoding_is_told_beside(client: httpx.AsyncClient) -> None:
+    """The same seed: the same tokens, one a step."""
+    traces = traces_in(await chunks_of(client, "/v1/completions", completion(**TRACED)))
+    plain = {**TRACED, "speculative": {"trace": True, "enabled": False}}
+    plain_traces = traces_in(await chunks_of(client, "/v1/completions", completion(**plain)))
+    assert emitted(plain_traces) == emitted(traces)
+    assert [len(trace["nodes"]) for trace in plain_traces] == [1] * 12
+
+
+@pytest.mark.parametrize("speculative", [None, {}, {"trace": False}])
+async def test_nobody_is_told_who_did_not_ask(client: httpx.AsyncClient, speculative: dict[str, Any] | None) -> None:
+    chunks = await chunks_of(client, "/v1/completions", completion(**{**TRACED, "speculative": speculative}))
+    assert "speculative_trace" not in json.dumps(chunks)
+
+
+async def test_what_is_traced_for_a_file_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch, engine: InProcessEngine) -> None:
+    """An engine that traces every request for a file sends the front end what this one did not ask for."""
+    monkeypatch.setattr("engine.scheduler.Scheduler.traces_all", True, raising=False)
+    made = choice.step_trace_of
+    told: list[Any] = []
+    monkeypatch.setattr(choice, "step_trace_of", lambda *given: told.append(given) or made(*given))
+    async with in_process(engine) as client:  # type: ignore[arg-type]
+        chunks = await chunks_of(client, "/v1/completions", completion(**{**TRACED, "speculative": {}}))
+    assert told == []
+    assert traces_in(chunks) == []
+
+
+@pytest.mark.parametrize("stream", [None, False])
+async def test_without_a_stream_it_is_refused(stream: bool | None) -> None:
+    async with in_process(FakeEngine()) as client:
+        answer = await client.post("/v1/completions", json=completion(stream=stream, speculative={"trace": True}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "speculative.trace"
+
+
+async def test_the_openai_client_reads_traced_streams_as_ever(engine: InProcessEngine) -> None:
+    """Its loop over chunks sees the same text, and who looks finds the steps."""
+    asked: dict[str, Any] = {"model": MODEL, "messages": chat()["messages"], "max_tokens": 12, "seed": 5, "stream": True}
+    texts, traces = [], []
+    async with over_loopback(engine) as url, openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:  # type: ignore[arg-type]
+        for trace in (False, True):
+            stream = await client.chat.completions.create(**asked, extra_body={"speculative": {"trace": trace}})
+            chunks = [chunk async for chunk in stream]
+            texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+            traces.append([told for chunk in chunks if (told := getattr(chunk.choices[0], "speculative_trace", None))])
+        stream = await client.completions.create(
+            model=MODEL, prompt="hello", max_tokens=12, stream=True, extra_body={"speculative": {"trace": True}}
+        )
+        assert "".join([chunk.choices[0].text async for chunk in stream])
+    assert texts[0] == texts[1]
+    assert not traces[0]
+    for one in traces[1]:
+        check_trace(one)
