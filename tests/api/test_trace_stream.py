@@ -92,11 +92,11 @@ async def test_every_step_is_told_once_and_is_the_text(client: httpx.AsyncClient
 
 async def test_a_step_whose_text_is_held_back_is_told_when_it_happens(client: httpx.AsyncClient) -> None:
     """Half a letter has no text yet; its chunk is empty and has the step."""
-    body = completion(**{**TRACED, "logit_bias": {str(byte_level().convert_tokens_to_ids("ð")): 100}, "temperature": 0})
-    chunks = await chunks_of(client, "/v1/completions", body)
-    assert any(not chunk["choices"][0]["text"] and chunk["choices"][0].get("speculative_trace") for chunk in chunks[:-1])
-    (odd,) = {tuple(node.get("bytes", ())) for trace in traces_in(chunks) for node in trace["nodes"][1:]}
-    assert odd == (0xF0,)
+    always = {"temperature": 0, "logit_bias": {str(byte_level().convert_tokens_to_ids("ð")): 100}}
+    body = completion(**{**TRACED, **always, "speculative": {"trace": True, "enabled": False}})
+    first, *_ = await chunks_of(client, "/v1/completions", body)
+    assert first["choices"][0]["text"] == ""
+    assert traces_in([first])[0]["extra"]["bytes"] == [0xF0]
 
 
 async def test_each_sample_tells_of_its_own_steps(client: httpx.AsyncClient) -> None:
