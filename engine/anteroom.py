@@ -32,6 +32,11 @@ class Anteroom:
         return request_id in self._waiting
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Who waits, in the order in which they came."""
+        return tuple(self._waiting)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nobody waits."""
         return not self._waiting

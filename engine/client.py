@@ -1,4 +1,4 @@
-"""The front end's side of the worker process: requests in, events out, and a dead or hung worker replaced.
+"""The front end's side of the worker process: requests in, events out, a dead or hung worker replaced and its requests resumed.
 
 Knows requests, the life of a worker and the event loop. Does not know models or HTTP, nor how a worker is made: a Launcher
 does. Client and worker share nothing but the wire.
@@ -11,14 +11,16 @@ import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from engine.black_box import StepNote
 from engine.config import SchedulerConfig
 from engine.ledger import MAX_RETRY_S, Ledger, clamped_retry_s
 from engine.link import Launcher, WorkerDied, WorkerLink
 from engine.listeners import Listener, Listeners
+from engine.readmission import Readmission
 from engine.service import EngineHealth, EngineState, EngineUnavailable
 from engine.supervision import DeathRecord, Supervision
-from engine.types import FinishReason, ModelInfo, Request, TokenEvent
-from engine.wire import Abort, Add, Ready, Report, Turn, encoded
+from engine.types import ErrorCode, ModelInfo, Request, TokenEvent
+from engine.wire import Abort, Add, Letter, Ready, Report, Turn, encoded
 
 _logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class WorkerClient:
         self._launcher = launcher
         self._supervision = supervision or Supervision()
         self._ledger = Ledger(limits, self._post_abort)
+        self._readmission = Readmission(self._ledger, self._post_add, self._supervision.max_deaths, limits.max_running)
         self._listeners = Listeners()
         self._deaths = DeathRecord(self._supervision)
         self._state = EngineState.STOPPED
@@ -49,7 +52,8 @@ class WorkerClient:
         self._start_took_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
         self._is_settled = asyncio.Event()  # the first start succeeded or failed
-        self._is_stopping = asyncio.Event()
+        self._is_stopping = False  # nothing more is admitted
+        self._is_over = asyncio.Event()  # nobody is left who waits for an end
 
     @property
     def model(self) -> ModelInfo:
@@ -64,6 +68,11 @@ class WorkerClient:
         age_s = self._link.heartbeat_age_s if self._link else None
         return EngineHealth(self._state, age_s, max(0, self._num_launches - 1), self._detail)
 
+    @property
+    def worker_pid(self) -> int | None:
+        """The process that loads or runs the engine; None between two of them."""
+        return self._link.pid if self._link else None
+
     async def start(self) -> None:
         """Launch the worker and return once it is ready; raise EngineUnavailable with its own words if it cannot be."""
         if self._supervisor is not None:
@@ -77,13 +86,15 @@ class WorkerClient:
     async def stop(self, drain_s: float = 0.0) -> None:
         """Admit nothing more, drain for up to `drain_s`, end the rest with ABORT, end the worker.
 
-        May be called again while it drains: a second call with less patience forces the first.
+        A worker that dies while it drains is replaced, like any other. May be called again while it drains: a second call with
+        less patience forces the first.
         """
-        self._is_stopping.set()
+        self._is_stopping = True
         if self._supervisor is not None and not self._supervisor.done():
             self._state = EngineState.STOPPING
             await self._ledger.wait_empty(drain_s)
-            self._ledger.end_all(FinishReason.ABORT)
+            self._is_over.set()
+            self._ledger.abort_all()
             await self._end_worker(self._supervisor)
         self._state = EngineState.STOPPED
 
@@ -101,12 +112,10 @@ class WorkerClient:
 
         Raises EngineUnavailable, EngineBusy, or ValueError for an id that is in use; then nothing was queued.
         """
-        link = self._ready_link()
-        letter = encoded(Add(request))
+        self._require_ready()
+        encoded(Add(request))  # what cannot be encoded is refused here and not when its turn comes
         self._ledger.check_room(request.request_id)
-        events = self._ledger.open(request)
-        link.post(letter)
-        return events
+        return self._readmission.enter(request)
 
     def abort(self, request_id: str) -> None:
         """Ask that a request end; its iterator then gives a last event with ABORT. Unknown ids are ignored."""
@@ -116,10 +125,9 @@ class WorkerClient:
         """Have `listener` called on the event loop with the numbers of each step."""
         self._listeners.add(listener)
 
-    def _ready_link(self) -> WorkerLink:
-        if self._state is EngineState.READY and self._link is not None:
-            return self._link
-        raise EngineUnavailable(f"the engine is {self._state}: {self._detail}".rstrip(": "), self._retry_after_s)
+    def _require_ready(self) -> None:
+        if self._state is not EngineState.READY:
+            raise EngineUnavailable(f"the engine is {self._state}: {self._detail}".rstrip(": "), self._retry_after_s)
 
     @property
     def _retry_after_s(self) -> float:
@@ -128,16 +136,22 @@ class WorkerClient:
             return MAX_RETRY_S
         return clamped_retry_s(self._deaths.backoff_s + self._start_took_s)
 
+    def _post_add(self, request: Request) -> None:
+        self._post(Add(request))
+
     def _post_abort(self, request_id: str) -> None:
-        if self._link is not None:  # without a link there is no living request: a death has ended them all
-            self._link.post(encoded(Abort(request_id)))
+        self._post(Abort(request_id))
+
+    def _post(self, letter: Letter) -> None:
+        assert self._link is not None  # who has a request that is posted lives, or is being buried
+        self._link.post(encoded(letter))
 
     async def _supervise(self) -> None:
-        """Keep a worker alive until told to stop or until it is hopeless."""
+        """Keep a worker alive as long as somebody needs one, or until it is hopeless."""
         try:
             with tempfile.TemporaryDirectory(prefix="latebranch-") as folder:  # made with mode 700
                 await self._live_and_die(Path(folder))
-                while not self._is_stopping.is_set() and not self._deaths.is_hopeless:
+                while self._is_needed and not self._deaths.is_hopeless:
                     await self._pause(self._deaths.backoff_s)
                     await self._live_and_die(Path(folder))
         except Exception as error:
@@ -146,15 +160,20 @@ class WorkerClient:
         finally:
             self._give_up()
 
+    @property
+    def _is_needed(self) -> bool:
+        """Whether requests may come, or wait for an end that only a worker can bring."""
+        return not self._is_over.is_set() and (not self._is_stopping or len(self._ledger) > 0)
+
     async def _pause(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._is_stopping.wait(), seconds)
+            await asyncio.wait_for(self._is_over.wait(), seconds)
         except TimeoutError:
             return
 
     async def _live_and_die(self, folder: Path) -> None:
-        """Run one worker to its end, and give every request it leaves behind an answer."""
-        if self._is_stopping.is_set():
+        """Run one worker to its end, and take back every request it leaves behind."""
+        if not self._is_needed:
             return
         self._num_launches += 1
         self._launched_at, self._ready_at = time.monotonic(), None
@@ -163,7 +182,7 @@ class WorkerClient:
             async for report in link.reports():
                 self._read(report)
         except WorkerDied as death:
-            self._bury(str(death))
+            self._bury(str(death), link.last_note)
         finally:
             self._link = None
             link.close()
@@ -174,6 +193,7 @@ class WorkerClient:
                 self._be_ready(info)
             case Turn(events, stats):
                 self._ledger.deliver(events)
+                self._readmission.go_on()
                 if stats is not None:
                     self._listeners.tell(stats)
 
@@ -182,23 +202,24 @@ class WorkerClient:
         self._ready_at = time.monotonic()
         self._start_took_s = self._ready_at - self._launched_at
         _logger.info("worker %d is ready after %.1f s", self._num_launches, self._start_took_s)
-        if not self._is_stopping.is_set():
+        if not self._is_stopping:
             self._state = EngineState.READY
         self._is_settled.set()
+        self._readmission.begin()
 
-    def _bury(self, cause: str) -> None:
-        if self._is_stopping.is_set() and not len(self._ledger):  # it left as it was told
+    def _bury(self, cause: str, note: StepNote | None) -> None:
+        if not self._is_needed:  # it left as it was told
             return
-        if not self._is_stopping.is_set():
+        if not self._is_stopping:
             self._state = EngineState.RESTARTING
         self._deaths.note(None if self._ready_at is None else time.monotonic() - self._ready_at)
         verb = "did not start" if self._ready_at is None else "died"
         self._detail = f"the engine's worker {verb}: {cause}"
         _logger.error("%s (worker %d, %d requests in flight)", self._detail, self._num_launches, len(self._ledger))
-        self._ledger.end_all(FinishReason.ERROR, self._detail)
+        self._readmission.end(note.request_ids if note else None, cause)
 
     def _give_up(self) -> None:
         """Leave nobody waiting, neither for tokens nor for the start."""
-        self._state = EngineState.STOPPED if self._is_stopping.is_set() else EngineState.FAILED
-        self._ledger.end_all(FinishReason.ERROR, self._detail)
+        self._state = EngineState.STOPPED if self._is_stopping else EngineState.FAILED
+        self._ledger.fail_all(ErrorCode.ENGINE_FAILED, self._detail)
         self._is_settled.set()

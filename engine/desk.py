@@ -8,9 +8,11 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from engine.black_box import StepNote
 from engine.blocks import IntegrityError
 from engine.config import EngineConfig
-from engine.types import FinishReason, ModelInfo, Request, StepStats, TokenEvent
+from engine.refusal import refused
+from engine.types import ModelInfo, Request, StepStats, TokenEvent
 from engine.wire import Abort, Add, Turn
 
 _logger = logging.getLogger(__name__)
@@ -41,6 +43,10 @@ class SteppedEngine(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a step would do or say something."""
+        ...
+
+    def announce(self, listener: Callable[[StepNote], None]) -> None:
+        """Have `listener` told of each step from now on, before it runs."""
         ...
 
     def add(self, request: Request) -> None:
@@ -93,7 +99,7 @@ class Desk:
             self._engine.add(request)
         except ValueError as refusal:
             _logger.info("request %s refused: %s", request.request_id, refusal)
-            self._refusals.append(TokenEvent(request.request_id, finish=FinishReason.ERROR, error=str(refusal)))
+            self._refusals.append(refused(request.request_id, str(refusal)))
         else:
             self._living[request.request_id] = None
 

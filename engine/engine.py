@@ -5,6 +5,7 @@ Synchronous and single-threaded; the worker turns its loop. Knows token ids, nev
 
 import logging
 import secrets
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.anteroom import Anteroom
+from engine.black_box import StepNote, note_of
 from engine.config import SchedulerConfig
 from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, RequestFollower
@@ -24,7 +26,7 @@ from engine.pairs import verifier_for
 from engine.plan import Feeding, StepPlan
 from engine.policy import ExpansionPolicy
 from engine.prompt_scores import scored_by, scores_of, with_scores
-from engine.refusal import require_runnable
+from engine.refusal import refused, require_runnable
 from engine.roots import Ending, RootReader
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
@@ -74,6 +76,7 @@ class Engine:
         self._anteroom = Anteroom(grammars)
         self._judge = Judge(self.grammars)
         self._tracer: Tracer = NoTracer()
+        self._announce: Callable[[StepNote], None] = _tell_nobody
         self._calibrations = Calibrations()
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
         self._ended: list[TokenEvent] = []  # between steps
@@ -146,6 +149,7 @@ class Engine:
         watch.lap("choose")
         plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up)
         watch.lap("plan")
+        self._announce(note_of(plan, self._anteroom.request_ids))
         # 2. A tree for each decoding row.
         growth = self._grow(plan)
         watch.lap("draft")
@@ -182,6 +186,10 @@ class Engine:
         self._tracer = tracer
         self._scheduler.traces_all = tracer.wants_rows
 
+    def announce(self, listener: Callable[[StepNote], None]) -> None:
+        """Have `listener` told of each step from now on, before it runs."""
+        self._announce = listener
+
     def check_integrity(self) -> None:
         """Raise IntegrityError if slots, tables and sequences contradict each other. Valid between steps."""
         self._scheduler.check_integrity()
@@ -197,7 +205,7 @@ class Engine:
             if admission.refusal is None:
                 self._queue(admission.request)
             else:
-                self._ended.append(TokenEvent(admission.request.request_id, finish=FinishReason.ERROR, error=admission.refusal))
+                self._ended.append(refused(admission.request.request_id, admission.refusal))
 
     def _taken_ends(self) -> list[TokenEvent]:
         ended, self._ended = self._ended, []
@@ -254,6 +262,10 @@ class Engine:
                 place for place, source in enumerate(outcome.accepted_sources) if source is DraftSource.PREDICTION
             ),
         )
+
+
+def _tell_nobody(_: StepNote) -> None:
+    """Stand for a listener where nobody wants to know."""
 
 
 def _endings(outcomes: SequenceOf[RowOutcome], growth: Growth) -> dict[str, Ending]:

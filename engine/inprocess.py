@@ -17,7 +17,7 @@ from engine.desk import SteppedEngine
 from engine.ledger import MAX_RETRY_S, Ledger
 from engine.listeners import Listener, Listeners
 from engine.service import EngineHealth, EngineState, EngineUnavailable
-from engine.types import FinishReason, ModelInfo, Request, TokenEvent
+from engine.types import ErrorCode, ModelInfo, Request, TokenEvent
 from engine.wire import Abort, Add, Failed, Letter, Ready, Report, Shutdown, Turn
 from engine.worker import Worker, described
 
@@ -73,7 +73,7 @@ class InProcessEngine:
         if self._thread is not None and self._state is not EngineState.STOPPED:
             self._state = EngineState.STOPPING
             await self._ledger.wait_empty(drain_s)
-            self._ledger.end_all(FinishReason.ABORT)
+            self._ledger.abort_all()
             self._letters.put(Shutdown())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), _STOP_LIMIT_S)
@@ -136,7 +136,7 @@ class InProcessEngine:
             case Failed(error):
                 self._detail = f"the engine failed: {error}"
                 self._settle(EngineState.FAILED)
-                self._ledger.end_all(FinishReason.ERROR, self._detail)
+                self._ledger.fail_all(ErrorCode.ENGINE_FAILED, self._detail)
 
     def _settle(self, state: EngineState) -> None:
         if self._state is EngineState.STARTING or state is EngineState.FAILED:

@@ -7,15 +7,15 @@ engine service that made it; everything here happens on that service's event loo
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Set, ValuesView
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 from engine.config import SchedulerConfig
 from engine.service import EngineBusy
-from engine.types import FinishReason, Request, TokenEvent
+from engine.types import ErrorCode, FinishReason, Progress, Request, TokenEvent
 
 _RECENT_FINISHES = 64  # of the present queue
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
@@ -27,23 +27,33 @@ def clamped_retry_s(seconds: float) -> float:
     return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
-    """One living request: what was asked, and what has been emitted. The ledger fills `token_ids`.
+    """One living request: what was asked, and what has been told. The ledger fills all but `is_posted`.
 
-    Prompt and emitted tokens lie together so that an unfinished request could be resumed elsewhere. The mailbox needs no
-    bound of its own: `max_tokens` bounds it, however slowly it is read.
+    Prompt and emitted tokens lie together so that an unfinished request can be resumed by another engine. `is_posted`: an engine
+    has it. `num_deaths` counts the engines in whose last step it took part, since the last time something got out. The mailbox
+    needs no bound of its own: `max_tokens` bounds it, however slowly it is read.
     """
 
     request: Request
+    is_posted: bool
     token_ids: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
+    num_deaths: int = 0
     mailbox: asyncio.Queue[TokenEvent] = field(default_factory=asyncio.Queue)
     has_begun: bool = False
-    is_abandoned: bool = False
+    is_unwanted: bool = False  # an abort has been asked for
+    is_abandoned: bool = False  # nobody reads the mailbox either
+
+    @property
+    def as_resumed(self) -> Request:
+        """The request as the next engine is to see it: what has been told is history."""
+        return replace(self.request, progress=Progress(tuple(self.token_ids), self.num_prompt_logprobs))
 
 
 class Ledger:
-    """Owns the entries. An entry leaves, with exactly one `finish` in its mailbox, by `deliver` or `end_all`."""
+    """Owns the entries. An entry leaves with exactly one `finish` in its mailbox, that of the engine or one that is put here."""
 
     def __init__(
         self, limits: SchedulerConfig, post_abort: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -58,6 +68,16 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self._living)
+
+    @property
+    def entries(self) -> ValuesView[Entry]:
+        """The living requests, oldest first."""
+        return self._living.values()
+
+    @property
+    def num_posted(self) -> int:
+        """Living requests that an engine has."""
+        return sum(entry.is_posted for entry in self._living.values())
 
     @property
     def num_waiting(self) -> int:
@@ -84,12 +104,12 @@ class Ledger:
         if self.num_waiting >= self._limits.max_waiting:
             raise EngineBusy(f"{self.num_waiting} requests are waiting already", self.retry_after_s)
 
-    def open(self, request: Request) -> "EventStream":
-        """Enter a request for which there is room; its letter may be sent once this has returned."""
+    def open(self, request: Request, is_posted: bool = True) -> "EventStream":
+        """Enter a request for which there is room; its letter is to be sent once this has returned, or when it can be."""
         if not self.num_waiting:
             self._marks_s.clear()
             self._marks_s.append(self._clock())
-        entry = self._living[request.request_id] = Entry(request)
+        entry = self._living[request.request_id] = Entry(request, is_posted)
         self._is_empty.clear()
         return EventStream(entry, self.abandon)
 
@@ -102,14 +122,37 @@ class Ledger:
                 if event.finish is not None:
                     self._marks_s.append(self._clock())
 
-    def end_all(self, finish: FinishReason, error: str | None = None) -> None:
-        """End every living request here, whatever the engine would still say of it."""
+    def recall(self, running: Set[str] | None) -> None:
+        """Take the requests back from an engine that is dead; end those that nobody wants any more.
+
+        `running` took part in its last step; None if that is not known: any of them may have.
+        """
         for entry in list(self._living.values()):
-            self._put(entry, TokenEvent(entry.request.request_id, finish=finish, error=error))
+            if entry.is_posted and (running is None or entry.request.request_id in running):
+                entry.num_deaths += 1
+            entry.is_posted = False
+            if entry.is_unwanted:
+                self._put(entry, TokenEvent(entry.request.request_id, finish=FinishReason.ABORT))
+
+    def fail(self, entry: Entry, code: ErrorCode, error: str) -> None:
+        """End a living request with an error."""
+        self._put(entry, TokenEvent(entry.request.request_id, finish=FinishReason.ERROR, error=error, error_code=code))
+
+    def fail_all(self, code: ErrorCode, error: str) -> None:
+        """End every living request with an error, whatever the engine would still say of it."""
+        for entry in list(self._living.values()):
+            self.fail(entry, code, error)
+
+    def abort_all(self) -> None:
+        """End every living request with ABORT, whatever the engine would still say of it."""
+        for entry in list(self._living.values()):
+            self._put(entry, TokenEvent(entry.request.request_id, finish=FinishReason.ABORT))
 
     def _put(self, entry: Entry, event: TokenEvent) -> None:
         entry.has_begun = True
+        entry.num_deaths = 0
         entry.token_ids.extend(event.token_ids)
+        entry.num_prompt_logprobs += len(event.prompt_logprobs)
         if not entry.is_abandoned:
             entry.mailbox.put_nowait(event)
         if event.finish is not None:
@@ -118,18 +161,24 @@ class Ledger:
                 self._is_empty.set()
 
     def abort(self, request_id: str) -> None:
-        """Ask the engine to end a living request; others are ignored."""
-        if request_id in self._living:
+        """Ask that a living request end; others are ignored. Without an engine that has it, it ends here."""
+        entry = self._living.get(request_id)
+        if entry is None:
+            return
+        entry.is_unwanted = True
+        if entry.is_posted:
             self._post_abort(request_id)
+        else:
+            self._put(entry, TokenEvent(request_id, finish=FinishReason.ABORT))
 
     def abandon(self, entry: Entry) -> None:
         """Note that nobody reads this mailbox any more and, if its request still lives, have it aborted.
 
-        The entry stays, and its id stays taken, until the engine has said the end.
+        The entry stays, and its id stays taken, until the engine that has it has said the end.
         """
         if self._living.get(entry.request.request_id) is entry and not entry.is_abandoned:
             entry.is_abandoned = True
-            self._post_abort(entry.request.request_id)
+            self.abort(entry.request.request_id)
 
     async def wait_empty(self, timeout_s: float) -> None:
         """Wait until no request lives, for at most `timeout_s`."""
@@ -149,6 +198,11 @@ class EventStream(AsyncGenerator[TokenEvent, None]):
         self._abandon = abandon
         self._loop = asyncio.get_running_loop()
         self._is_over = False
+
+    @property
+    def entry(self) -> Entry:
+        """Its place in the ledger."""
+        return self._entry
 
     async def asend(self, _value: None) -> TokenEvent:
         """Return the next event."""

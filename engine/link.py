@@ -15,6 +15,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from engine.black_box import StepNote, last_note
 from engine.supervision import Supervision
 from engine.wire import Addresses, Failed, Report, Shutdown, decoded_report, encoded
 
@@ -42,7 +43,8 @@ class WorkerLink:
 
     def __init__(self, launcher: Launcher, folder: Path, number: int, limits: Supervision) -> None:
         self._limits = limits
-        self._addresses = Addresses(letters=f"ipc://{folder}/letters-{number}", reports=f"ipc://{folder}/reports-{number}")
+        self._black_box = folder / f"steps-{number}"
+        self._addresses = Addresses(f"ipc://{folder}/letters-{number}", f"ipc://{folder}/reports-{number}", str(self._black_box))
         self._launched_at = time.monotonic()
         self._heard_at: float | None = None
         self._cause: str | None = None
@@ -73,6 +75,16 @@ class WorkerLink:
     def heartbeat_age_s(self) -> float | None:
         """Seconds since the worker last said anything; None before it first did."""
         return None if self._heard_at is None else time.monotonic() - self._heard_at
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def last_note(self) -> StepNote | None:
+        """The last step that the worker, which must be dead, has begun, as far as it is known."""
+        return last_note(self._black_box)
 
     def post(self, data: bytes) -> None:
         """Send an encoded letter without waiting."""

@@ -3,11 +3,16 @@
 from engine.pairs import InexactPairError, UnknownVerifierError, require_exact
 from engine.sampling_limits import NoLaw, require_law
 from engine.tree import PLAIN
-from engine.types import ModelInfo, Request, Speculation
+from engine.types import ErrorCode, FinishReason, ModelInfo, Request, Speculation, TokenEvent
 
 
 class RequestRefused(ValueError):
     """The request can never run here; the text says why."""
+
+
+def refused(request_id: str, why: str) -> TokenEvent:
+    """Return the one event of a request that cannot run."""
+    return TokenEvent(request_id, finish=FinishReason.ERROR, error=why, error_code=ErrorCode.REFUSED)
 
 
 def require_runnable(request: Request, info: ModelInfo) -> None:
@@ -21,9 +26,11 @@ def require_runnable(request: Request, info: ModelInfo) -> None:
         )
     if len(request.prediction_ids) > info.max_model_len:
         raise RequestRefused(f"a prediction of {len(request.prediction_ids)} tokens exceeds {info.max_model_len} tokens")
-    token_ids = (*request.prompt_ids, *request.prediction_ids)
+    if len(request.progress.token_ids) >= sampling.max_tokens:
+        raise RequestRefused(f"{len(request.progress.token_ids)} of {sampling.max_tokens} tokens have been generated already")
+    token_ids = (*request.prompt_ids, *request.prediction_ids, *request.progress.token_ids)
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
-        raise RequestRefused(f"prompt and prediction token ids must lie in [0, {info.vocab_size})")
+        raise RequestRefused(f"prompt, prediction and generated token ids must lie in [0, {info.vocab_size})")
     try:
         require_law(sampling, info.vocab_size, info.eos_token_ids)
     except NoLaw as error:

@@ -25,12 +25,12 @@ class Sequence:
         self.request = request
         self.seed = seed
         self.verifier = verifier
-        self.token_ids: list[int] = list(request.prompt_ids)
+        self.token_ids: list[int] = [*request.prompt_ids, *request.progress.token_ids]
         self.slots: list[int] = []
         self.draft_len = 0
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
-        self._num_counted_prompt = 0
+        self._num_counted_prompt = _num_told_of(request)
 
     @property
     def request_id(self) -> str:
@@ -44,7 +44,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that left the engine so far."""
+        """Tokens that were generated so far, those that an engine before this one told included."""
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property
@@ -82,7 +82,10 @@ class Sequence:
             self.queued_s = time.monotonic() - self.arrival_s
 
     def count_prompt(self, end: int) -> int:
-        """Return how many prompt tokens before position `end` are fed for the first time; each is counted once in a life."""
+        """Return how many prompt tokens before position `end` are fed for the first time; each is counted once in a life.
+
+        A request that is resumed lives on: what was told of its prompt is not counted again.
+        """
         reached = min(end, len(self.request.prompt_ids))
         fresh = max(0, reached - self._num_counted_prompt)
         self._num_counted_prompt += fresh
@@ -102,3 +105,8 @@ class Sequence:
         """Return all slots to the caller and remember nothing cached: the sequence is fed anew when it is next run."""
         slots, self.slots, self.draft_len = self.slots, [], 0
         return slots
+
+
+def _num_told_of(request: Request) -> int:
+    """Return how many leading prompt tokens an engine before this one has fed, for all that is known of it."""
+    return len(request.prompt_ids) if request.progress.token_ids else request.progress.num_prompt_logprobs

@@ -13,6 +13,7 @@ class Supervision:
     `hang_limit_s` is generous because a long prefill is one silent step, and takes seconds on a CPU. `first_word_limit_s`
     bounds the time from launch to the first heartbeat (starting Python); loading models beats, so it may take as long as
     it takes. A worker that lived `settled_s` after it was ready died by accident; earlier deaths make the next wait longer.
+    After `max_deaths` workers in a row that died over a request which got nothing out, it is run alone; the next ends it.
     """
 
     hang_limit_s: float = 60.0
@@ -22,6 +23,7 @@ class Supervision:
     max_backoff_s: float = 30.0
     settled_s: float = 30.0
     max_failed_starts: int = 3
+    max_deaths: int = 3
 
 
 class DeathRecord:

@@ -12,6 +12,17 @@ from engine.traced import StepTrace
 from engine.tree import Expansion
 
 
+class ErrorCode(StrEnum):
+    """Why the engine gave a request up: the `code` of the error on the wire and a label of metrics."""
+
+    REFUSED = "request_refused"  # it can never run
+    LOGITS_NOT_FINITE = "logits_not_finite"
+    NO_POSSIBLE_TOKEN = "no_possible_token"  # its own masks leave none
+    VERIFICATION_FAILED = "verification_failed"  # laws that are none
+    WORKER_CRASHED = "worker_crashed"  # each worker that ran it died
+    ENGINE_FAILED = "engine_failed"  # there is no worker to run it
+
+
 class GrammarKind(StrEnum):
     """The notation of a grammar, and so what its text is."""
 
@@ -99,12 +110,24 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What an engine that died has told of a request. It is history to the next one, which tells none of it again.
+
+    `token_ids` were generated, and count as such: they are no part of the prompt. Of the prompt's log-probabilities
+    `num_prompt_logprobs` have been told.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate. `request_id` is unique among the living ones.
 
     `prediction_ids` are what the client expects to come; they are drafted from and change no law. What a `tenant` was told may be
     drafted from in its later requests and in nobody else's; the empty one shares nothing. Its name up to the first slash is that
-    of a group, whose tenants are kept few.
+    of a group, whose tenants are kept few. `progress` is empty unless the request is resumed.
     """
 
     request_id: str
@@ -113,6 +136,7 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     prediction_ids: tuple[int, ...] = ()
     tenant: str = ""
+    progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +155,7 @@ class TokenEvent:
 
     `token_ids` are new and already cut at stop tokens and limits; a stop token itself is among them only as the last
     one and is not text (`stop_token_id` says which ended it). `logprobs` has an entry for each token or is empty.
-    Exactly one event of a request carries `finish`; with `FinishReason.ERROR` it carries `error` too.
+    Exactly one event of a request carries `finish`; with `FinishReason.ERROR` it carries `error` and `error_code` too.
     `prompt_logprobs` go on through the prompt from its second token; all have come by the first token. `queued_s`, on a request's
     first tokens, is how long it waited before its first step. The last fields say how the tokens came:
     `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the returned tokens, its first ones, were drafted. Of the
@@ -145,6 +169,7 @@ class TokenEvent:
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    error_code: ErrorCode | None = None
     queued_s: float | None = None
     expansion: Expansion | None = None
     num_draft_tokens: int = 0

@@ -13,10 +13,13 @@ from engine.types import ModelInfo, Request, StepStats, TokenEvent
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The two one-way streets between a client and its worker, as ZeroMQ endpoints. Each is bound by its reader."""
+    """The two one-way streets between a client and its worker, as ZeroMQ endpoints, each bound by its reader; and the file
+    that the worker leaves its notes in (engine.black_box).
+    """
 
     letters: str
     reports: str
+    black_box: str
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

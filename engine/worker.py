@@ -19,6 +19,7 @@ from pathlib import Path
 
 import zmq
 
+from engine.black_box import opened_black_box
 from engine.config import EngineConfig
 from engine.desk import Desk, EngineFactory, SteppedEngine
 from engine.wire import Addresses, Beat, Failed, Letter, Ready, Report, Shutdown, decoded_letter, encoded
@@ -111,7 +112,9 @@ def _worker_main(order: _Order) -> None:
         try:
             with _beating(say):
                 engine = order.factory(order.config)
-            Worker(engine, partial(_read_letters, inbox), say).serve()
+            with opened_black_box(Path(order.addresses.black_box)) as black_box:
+                engine.announce(black_box.note)
+                Worker(engine, partial(_read_letters, inbox), say).serve()
         except Exception as error:
             _logger.exception("the worker fails")
             say(Failed(described(error)))

@@ -7,10 +7,12 @@ Trick's name says. The module-level builders are what a worker process can be to
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from engine.black_box import RowNote, StepNote
 from engine.blocks import IntegrityError
 from engine.config import EngineConfig
 from engine.types import FinishReason, ModelInfo, Request, SamplingParams, StepStats, TokenEvent
@@ -49,6 +51,7 @@ class CountingEngine:
         self._news: list[TokenEvent] = []
         self._step = 0
         self._has_leaked = False
+        self._announce: Callable[[StepNote], None] = lambda note: None
 
     @property
     def has_work(self) -> bool:
@@ -58,7 +61,10 @@ class CountingEngine:
         if len(request.prompt_ids) + request.sampling.max_tokens > MAX_MODEL_LEN:
             raise ValueError("too long")
         self._living[request.request_id] = request
-        self._emitted[request.request_id] = 0
+        self._emitted[request.request_id] = len(request.progress.token_ids)
+
+    def announce(self, listener: Callable[[StepNote], None]) -> None:
+        self._announce = listener
 
     def abort(self, request_id: str) -> None:
         if self._living.pop(request_id, None) is not None:
@@ -68,6 +74,7 @@ class CountingEngine:
         self._step += 1
         events, self._news = self._news, []
         running = list(self._living.values())[: self._max_running]
+        self._announce(StepNote(self._step, tuple(RowNote(one.request_id, 0, 1, None) for one in running)))
         for request in running:
             self._play(request)
             if request.request_id in self._living:

@@ -6,9 +6,11 @@ counted.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from engine.audit.auditor import Auditor
+from engine.black_box import StepNote
 from engine.engine import Engine, StepOutput, with_end_tokens
 from engine.types import ModelInfo, Request, StepStats
 
@@ -34,11 +36,16 @@ class AuditedEngine:
         """Whether a step would do or say something, passes of the audit included."""
         return self._engine.has_work or self._auditor.has_texts
 
+    def announce(self, listener: Callable[[StepNote], None]) -> None:
+        """Have `listener` told of each step of the engine before it runs; passes of the audit are not announced."""
+        self._engine.announce(listener)
+
     def add(self, request: Request) -> None:
         """Queue a request, as the engine does; an audit that is under way makes room."""
         self._forcing.stop()
         self._engine.add(request)
-        self._auditor.enlist(with_end_tokens(request, self.info))
+        if not request.progress.token_ids:  # what was said first is known to no audit of this engine
+            self._auditor.enlist(with_end_tokens(request, self.info))
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step tells of it. Unknown ids are ignored."""

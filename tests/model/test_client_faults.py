@@ -1,10 +1,11 @@
-"""Workers that die, hang or never start: each request still ends once, and what can be served again is."""
+"""Workers that die, hang or never start: what they left unfinished goes on where it was, and each request ends once."""
 
 import asyncio
 import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
@@ -13,23 +14,25 @@ import pytest
 import zmq
 
 import engine.worker
+from engine.black_box import StepNote
 from engine.client import WorkerClient
 from engine.config import EngineConfig, SchedulerConfig
 from engine.desk import SteppedEngine
 from engine.link import WorkerLink
 from engine.service import EngineState, EngineUnavailable
 from engine.supervision import Supervision
-from engine.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.types import ErrorCode, FinishReason, Progress, Request
 from engine.wire import Addresses, Report
-from engine.worker import ProcessLauncher, Worker
+from engine.worker import BEAT_S, ProcessLauncher, Worker
 from server.assembly import served_engine
-from tests.clients import collect, end_of, running, tokens_of, until, worker_client
+from tests.clients import collect, end_of, patiently, running, tokens_of, until, worker_client
 from tests.counting_engine import Trick, build_counting, build_unless_marked, build_without_weights, counting_request
 
 ENDLESS = 500_000
 HANG_LIMIT_S = 3.0
 WATCHFUL = Supervision(hang_limit_s=HANG_LIMIT_S, min_backoff_s=0.05)
 LONG_HANG_LIMIT_S = 3600.0  # of skipped time, for whoever must not be blamed
+IMPATIENT = Supervision(min_backoff_s=0.01, max_backoff_s=0.02, max_deaths=1)
 PATIENT = Supervision(hang_limit_s=LONG_HANG_LIMIT_S, min_backoff_s=0.05)
 _PATIENCE_MS = 60_000
 
@@ -45,51 +48,66 @@ async def until_ready_again(client: WorkerClient, num_restarts: int = 1) -> None
 
 
 class ForgetfulClient(WorkerClient):
-    """The mutant: buries a worker without telling those who wait for it."""
+    """The mutant: buries a worker without taking back what it had."""
 
-    def _bury(self, cause: str) -> None:
-        with patch.object(self._ledger, "end_all"):
-            super()._bury(cause)
+    def _bury(self, cause: str, note: StepNote | None) -> None:
+        with patch.object(self._readmission, "end"):
+            super()._bury(cause, note)
 
 
-async def check_a_death_answers_everybody(client: WorkerClient) -> None:
-    """Kill the worker under requests that run, wait and have been aborted or closed; each open one must end, once."""
+class RepeatingClient(WorkerClient):
+    """The mutant: resumes requests from their prompts."""
+
+    def _post_add(self, request: Request) -> None:
+        super()._post_add(replace(request, progress=Progress()))
+
+
+async def check_a_death_is_survived(client: WorkerClient) -> None:
+    """Kill the worker under requests that run, wait and have been aborted or closed; all others must get their tokens, once."""
     async with running(client):
-        requests = [counting_request(f"r{n}", Trick.PACE, 100 * n, max_tokens=ENDLESS) for n in range(20)]
+        requests = [counting_request(f"r{n}", Trick.PACE, 100 * n, max_tokens=20 + n) for n in range(20)]
         streams = [client.submit(request) for request in requests]
-        await anext(streams[0])
+        first = await anext(streams[0])
         await streams[1].aclose()
         client.abort("r2")
         signal_worker(signal.SIGKILL)
-        await until_ready_again(client)
-        for stream in (streams[0], *streams[2:]):
-            async with asyncio.timeout(1.0):  # it lies there already
-                end = end_of([event async for event in stream])
-            assert end.finish in (FinishReason.ERROR, FinishReason.ABORT)
-            assert end.finish is FinishReason.ABORT or end.error == "the engine's worker died: it was killed by signal 9 (Killed)"
-        assert tokens_of(await collect(client, counting_request("r0", 7, max_tokens=2))) == [8, 9]
+        async with asyncio.timeout(30.0):
+            events = [[event async for event in stream] for stream in streams]
+        events[0].insert(0, first)
+        assert end_of(events[2]).finish is FinishReason.ABORT
+        for n in (0, *range(3, 20)):
+            assert tokens_of(events[n]) == list(range(100 * n + 1, 100 * n + 21 + n))
+            assert end_of(events[n]).finish is FinishReason.LENGTH
+        assert client.health.num_restarts == 1
         assert "killed by signal 9" in client.health.detail
 
 
-async def test_kill_9_answers_everybody_and_the_next_worker_serves() -> None:
-    await check_a_death_answers_everybody(worker_client(scheduler=SchedulerConfig(max_running=4)))
+async def test_kill_9_loses_nothing_and_repeats_nothing() -> None:
+    await check_a_death_is_survived(worker_client(scheduler=SchedulerConfig(max_running=4)))
 
 
-async def test_a_client_that_forgets_its_requests_is_noticed() -> None:
-    with pytest.raises(TimeoutError):
-        await check_a_death_answers_everybody(worker_client(kind=ForgetfulClient))
+@pytest.mark.parametrize(("kind", "symptom"), [(ForgetfulClient, TimeoutError), (RepeatingClient, AssertionError)])
+async def test_a_client_that_loses_or_repeats_is_noticed(kind: type[WorkerClient], symptom: type[Exception]) -> None:
+    with pytest.raises(symptom):
+        await check_a_death_is_survived(worker_client(scheduler=SchedulerConfig(max_running=4), kind=kind))
 
 
 @pytest.mark.parametrize(
     ("trick", "error"), [(Trick.RAISE, "RuntimeError: an evil forward"), (Trick.KILL, "it was killed by signal 9 (Killed)")]
 )
-async def test_a_step_that_fails_says_why(trick: Trick, error: str) -> None:
-    client = worker_client()
+async def test_a_request_that_kills_each_worker_is_given_up_and_the_others_complete(trick: Trick, error: str) -> None:
+    client = worker_client(supervision=IMPATIENT)
     async with running(client):
+        good = [asyncio.create_task(collect(client, counting_request(f"g{n}", Trick.PACE, 0, max_tokens=9))) for n in range(3)]
+        await asyncio.sleep(0)
         end = end_of(await collect(client, counting_request("evil", trick)))
-        assert (end.finish, end.error) == (FinishReason.ERROR, f"the engine's worker died: {error}")
-        await until_ready_again(client)
-        assert tokens_of(await collect(client, counting_request("good", 1, max_tokens=1))) == [2]
+        assert (end.finish, end.error_code) == (FinishReason.ERROR, ErrorCode.WORKER_CRASHED)
+        assert end.error is not None
+        assert end.error.endswith(f" workers died of this request, the last when it ran alone: {error}")
+        for events in await asyncio.gather(*good):
+            assert tokens_of(events) == list(range(1, 10))
+        assert tokens_of(await collect(client, counting_request("late", 1, max_tokens=1))) == [2]
+        assert client.health.num_restarts in (2, 3)
 
 
 async def test_a_leak_found_when_idle_replaces_the_worker() -> None:
@@ -112,28 +130,55 @@ async def test_between_two_workers_nothing_is_admitted() -> None:
         assert client.health.heartbeat_age_s is None
 
 
-async def test_a_worker_that_dies_while_it_drains_leaves_nobody_waiting() -> None:
+async def test_a_worker_that_dies_while_it_drains_is_replaced() -> None:
     client = worker_client()
     async with running(client):
-        stream = client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))
-        await anext(stream)
+        stream = client.submit(counting_request("a", Trick.PACE, max_tokens=50))
+        first = await anext(stream)
         stopping = asyncio.create_task(client.stop(drain_s=3600.0))
         await asyncio.sleep(0)
         signal_worker(signal.SIGKILL)
-        await stopping
-        assert end_of([event async for event in stream]).error == "the engine's worker died: it was killed by signal 9 (Killed)"
+        await patiently(stopping)
+        events = [first, *[event async for event in stream]]
+        assert tokens_of(events) == list(range(Trick.PACE + 1, Trick.PACE + 51))
 
 
-async def hung_end(client: WorkerClient, request: Request, limit_s: float) -> TokenEvent:
-    async with asyncio.timeout(limit_s):
-        return end_of(await collect(client, request))
+async def test_a_drain_that_ends_between_two_workers_ends_all() -> None:
+    client = worker_client(supervision=Supervision(min_backoff_s=60.0))
+    async with running(client):
+        stream = client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))
+        await anext(stream)
+        signal_worker(signal.SIGKILL)
+        await until(lambda: client.health.state is EngineState.RESTARTING)
+        await patiently(client.stop(drain_s=0.1))
+        assert end_of([event async for event in stream]).finish is FinishReason.ABORT
+
+
+async def test_what_is_given_up_between_two_workers_ends_at_once() -> None:
+    client = worker_client(supervision=Supervision(min_backoff_s=60.0))
+    async with running(client):
+        streams = [client.submit(counting_request(name, Trick.PACE, max_tokens=ENDLESS)) for name in "ab"]
+        await anext(streams[0])
+        signal_worker(signal.SIGKILL)
+        await until(lambda: client.health.state is EngineState.RESTARTING)
+        client.abort("a")
+        assert end_of([event async for event in streams[0]]).finish is FinishReason.ABORT
+        await streams[1].aclose()
+        assert len(client._ledger) == 0
 
 
 async def check_a_hung_step_is_seen(client: WorkerClient, limit_s: float = 60.0) -> None:
+    """A hung worker reads no letter: that its request ends is the watch's doing."""
     async with running(client):
-        end = await hung_end(client, counting_request("a", Trick.HANG), limit_s)
-        assert end.error is not None
-        assert "it hung (no heartbeat for" in end.error
+        good = client.submit(counting_request("b", Trick.PACE, 1, max_tokens=ENDLESS))
+        first = await anext(good)
+        stream = client.submit(counting_request("a", Trick.HANG))
+        async with asyncio.timeout(limit_s):
+            await until(lambda: (client.health.heartbeat_age_s or 0.0) > 2 * BEAT_S)
+            client.abort("a")
+            assert end_of([event async for event in stream]).finish is FinishReason.ABORT
+        assert "it hung (no heartbeat for" in client.health.detail
+        assert tokens_of([first, await anext(good)]) == [2, 3]
         await until_ready_again(client)
 
 
@@ -164,13 +209,11 @@ async def test_a_heartbeat_that_proves_nothing_is_noticed() -> None:
 async def test_a_stopped_process_is_a_hang_too() -> None:
     client = worker_client(supervision=WATCHFUL)
     async with running(client):
-        stream = client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))
-        await anext(stream)
+        stream = client.submit(counting_request("a", Trick.PACE, 0, max_tokens=50))
+        first = await anext(stream)
         signal_worker(signal.SIGSTOP)
-        end = end_of([event async for event in stream])
-        assert end.error is not None
-        assert "it hung" in end.error
-        await until_ready_again(client)
+        assert tokens_of([first, *[event async for event in stream]]) == list(range(1, 51))
+        assert "it hung" in client.health.detail
 
 
 class SkippingClock:
@@ -234,11 +277,15 @@ async def test_restarts_that_fail_in_a_row_end_in_failed(tmp_path: Path) -> None
     marker = tmp_path / "gone"
     client = worker_client(build_unless_marked, model=str(marker))
     async with running(client):
+        stream = client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))
+        await anext(stream)
         marker.touch()
         signal_worker(signal.SIGKILL)
         await until(lambda: client.health.state is EngineState.FAILED)
         assert client.health.num_restarts == 3
         assert "FileNotFoundError" in client.health.detail
+        end = end_of([event async for event in stream])
+        assert (end.error_code, end.error) == (ErrorCode.ENGINE_FAILED, client.health.detail)
 
 
 async def test_a_worker_that_cannot_be_launched_fails_the_start() -> None:
@@ -261,31 +308,6 @@ async def test_a_process_that_never_says_a_word_is_given_up() -> None:
     client = WorkerClient(MuteLauncher(), SchedulerConfig(), Supervision(first_word_limit_s=0.2))
     with pytest.raises(EngineUnavailable, match=r"it said nothing for 0\.2 s after its launch"):
         await client.start()
-
-
-def build_tiny(config: EngineConfig) -> SteppedEngine:
-    from engine.testing import tiny_engine, tiny_model  # here, so that the workers of other tests need no torch
-
-    return tiny_engine(tiny_model(), config=config.scheduler)
-
-
-@pytest.mark.slow
-async def test_the_real_engine_gives_the_same_text_after_a_restart() -> None:
-    """A seeded text is the same; the mutant is the same request without its seed."""
-    client = worker_client(build_tiny, scheduler=SchedulerConfig(num_slots=2048, max_model_len=512))
-    requests = [Request(f"r{n}", (n, 2, 3), SamplingParams(seed=n, max_tokens=24, ignore_eos=True)) for n in range(1, 5)]
-    wild = Request("wild", (1, 2, 3), SamplingParams(max_tokens=24, ignore_eos=True))
-    async with running(client):
-        before = [tokens_of(events) for events in await asyncio.gather(*(collect(client, one) for one in (*requests, wild)))]
-        assert {len(tokens) for tokens in before} == {24}
-        stream = client.submit(Request("cut", (1, 2, 3), SamplingParams(max_tokens=500, ignore_eos=True)))
-        await anext(stream)
-        signal_worker(signal.SIGKILL)
-        assert end_of([event async for event in stream]).finish is FinishReason.ERROR
-        await until_ready_again(client)
-        after = [tokens_of(events) for events in [await collect(client, one) for one in (*requests, wild)]]
-    assert after[:-1] == before[:-1]
-    assert after[-1] != before[-1]
 
 
 async def test_the_served_engine_is_the_real_one() -> None:

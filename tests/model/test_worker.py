@@ -53,7 +53,7 @@ class Talk:
 
 @contextmanager
 def worker(folder: Path, factory: EngineFactory = build_counting, model: str = "counting") -> Iterator[Talk]:
-    addresses = Addresses(f"ipc://{folder}/l", f"ipc://{folder}/r")
+    addresses = Addresses(f"ipc://{folder}/l", f"ipc://{folder}/r", f"{folder}/s")
     with zmq.Context() as context, context.socket(zmq.PUSH) as letters, context.socket(zmq.PULL) as reports:
         letters.linger = 0
         reports.bind(addresses.reports)
@@ -175,7 +175,7 @@ from tests.counting_engine import build_counting, build_forever
 if __name__ == "__main__":
     folder, moment = sys.argv[1:]
     factory = {"ready": build_counting, "loading": build_forever}[moment]
-    addresses = Addresses(f"ipc://{folder}/l", f"ipc://{folder}/r")
+    addresses = Addresses(f"ipc://{folder}/l", f"ipc://{folder}/r", f"{folder}/s")
     worker = ProcessLauncher(EngineConfig("counting"), factory).launch(addresses)
     print(worker.pid, flush=True)
     time.sleep(600)

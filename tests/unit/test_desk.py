@@ -4,6 +4,7 @@ import pytest
 
 from engine.blocks import IntegrityError
 from engine.desk import Desk
+from engine.refusal import refused
 from engine.types import FinishReason, TokenEvent
 from engine.wire import Abort, Add, Turn
 from tests.counting_engine import MAX_MODEL_LEN, CountingEngine, Trick, counting_request
@@ -61,7 +62,7 @@ def test_the_engines_own_books_are_checked_when_idle() -> None:
 def test_a_refusal_is_an_answer_and_needs_no_step() -> None:
     desk = Desk(CountingEngine())
     desk.take(Add(counting_request("long", 1, max_tokens=MAX_MODEL_LEN)))
-    assert desk.turn() == Turn((TokenEvent("long", finish=FinishReason.ERROR, error="too long"),))
+    assert desk.turn() == Turn((refused("long", "too long"),))
     assert desk.turn() is None
     desk.check_idle()
 

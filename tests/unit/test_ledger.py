@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from engine.config import SchedulerConfig
 from engine.ledger import EventStream, Ledger
 from engine.service import EngineBusy
-from engine.types import FinishReason, TokenEvent
+from engine.types import ErrorCode, FinishReason, Progress, TokenEvent, TokenLogprobs
 from tests.counting_engine import counting_request
 
 IDS = ("a", "b", "c")
-operations = st.lists(st.tuples(st.sampled_from(["submit", "token", "finish", "abort", "close", "die"]), st.sampled_from(IDS)))
+operations = st.lists(
+    st.tuples(st.sampled_from(["submit", "token", "finish", "abort", "close", "recall", "die"]), st.sampled_from(IDS))
+)
 
 
 def no_abort(_request_id: str) -> None:
@@ -25,10 +27,10 @@ def no_abort(_request_id: str) -> None:
 class ForgetfulLedger(Ledger):
     """The mutant: at a death, answers only those who have had a token."""
 
-    def end_all(self, finish: FinishReason, error: str | None = None) -> None:
+    def fail_all(self, code: ErrorCode, error: str) -> None:
         for entry in list(self._living.values()):
             if entry.token_ids:
-                self._put(entry, TokenEvent(entry.request.request_id, finish=finish, error=error))
+                self.fail(entry, code, error)
 
 
 class DoubtfulLedger(Ledger):
@@ -63,9 +65,11 @@ async def play(ledger: Ledger, steps: list[tuple[str, str]]) -> list[EventStream
                     stream = latest.pop(request_id)
                     await stream.aclose()
                     streams.remove(stream)
+            case "recall":
+                ledger.recall({request_id})
             case "die":
-                ledger.end_all(FinishReason.ERROR, "dead")
-    ledger.end_all(FinishReason.ERROR, "dead")
+                ledger.fail_all(ErrorCode.ENGINE_FAILED, "dead")
+    ledger.fail_all(ErrorCode.ENGINE_FAILED, "dead")
     return streams
 
 
@@ -115,7 +119,7 @@ async def test_only_those_beyond_the_running_limit_wait() -> None:
     ledger.check_room("one more")
     with pytest.raises(ValueError, match="in use"):
         ledger.check_room("1")
-    ledger.end_all(FinishReason.ABORT)
+    ledger.abort_all()
 
 
 @pytest.mark.parametrize(("seconds_each", "retry_after_s"), [(0.001, 1.0), (2.0, 8.0), (100.0, 30.0)])
@@ -129,7 +133,7 @@ async def test_retry_after_follows_the_recent_rate_of_finishing(seconds_each: fl
     assert ledger.num_waiting == 4
     now_s += seconds_each
     assert ledger.retry_after_s == pytest.approx(retry_after_s)
-    ledger.end_all(FinishReason.ABORT)
+    ledger.abort_all()
     assert len(streams) == 8
 
 
@@ -149,7 +153,7 @@ async def test_retry_after_does_not_count_the_time_before_the_queue() -> None:
     assert ledger.num_waiting == 4
     now_s += 1.0
     assert ledger.retry_after_s == pytest.approx(4.0)
-    ledger.end_all(FinishReason.ABORT)
+    ledger.abort_all()
     assert len(streams) == 7
 
 
@@ -175,7 +179,7 @@ async def test_a_stream_that_is_dropped_aborts_too() -> None:
     gc.collect()
     await asyncio.sleep(0)
     assert aborted == ["a"]
-    ledger.end_all(FinishReason.ABORT)
+    ledger.abort_all()
 
 
 async def test_an_ended_stream_aborts_nothing() -> None:
@@ -196,3 +200,30 @@ async def test_a_cancelled_wait_leaves_the_stream_usable() -> None:
         await asyncio.wait_for(anext(stream), 0.01)
     ledger.deliver([TokenEvent("a", (1,), finish=FinishReason.LENGTH)])
     assert [event.token_ids async for event in stream] == [(1,)]
+
+
+async def test_what_has_been_told_is_the_resumed_requests_history() -> None:
+    ledger = Ledger(SchedulerConfig(), no_abort)
+    stream = ledger.open(request := counting_request("a", 1))
+    assert stream.entry.as_resumed == request
+    ledger.deliver([TokenEvent("a", prompt_logprobs=(TokenLogprobs(-1.0),))])
+    ledger.deliver([TokenEvent("a", (2, 3)), TokenEvent("a", (4,))])
+    assert stream.entry.as_resumed.progress == Progress((2, 3, 4), 1)
+    assert stream.entry.as_resumed.prompt_ids == (1,)
+    ledger.abort_all()
+
+
+async def test_what_nobody_wants_ends_with_the_engine_that_had_it() -> None:
+    aborted: list[str] = []
+    ledger = Ledger(SchedulerConfig(), aborted.append)
+    wanted, closed, dropped = (ledger.open(counting_request(name, 1)) for name in ("wanted", "closed", "aborted"))
+    await closed.aclose()
+    ledger.abort("aborted")
+    ledger.recall(None)
+    assert [event.finish async for event in dropped] == [FinishReason.ABORT]
+    assert [entry.request.request_id for entry in ledger.entries] == ["wanted"]
+    assert aborted == ["closed", "aborted"]
+    ledger.abort("wanted")  # no engine has it: it ends here
+    assert [event.finish async for event in wanted] == [FinishReason.ABORT]
+    assert aborted == ["closed", "aborted"]
+    assert len(ledger) == 0

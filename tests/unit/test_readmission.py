@@ -1,0 +1,198 @@
+"""Whatever kills workers is found and ended, the others go on; and bad luck alone ends nobody."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import SchedulerConfig
+from engine.ledger import EventStream, Ledger
+from engine.readmission import Readmission
+from engine.types import ErrorCode, FinishReason, Request, TokenEvent
+from tests.counting_engine import counting_request
+
+MAX_DEATHS = 2
+MAX_RUNNING = 3
+NUM_TOKENS = 4
+
+
+class Worker:
+    """What a worker does to requests: a token each step for the oldest `MAX_RUNNING`; dies of a poison once it runs."""
+
+    def __init__(self, poisons: dict[str, int]) -> None:
+        self.requests: dict[str, Request] = {}
+        self._poisons = poisons  # after how many tokens each is one
+
+    def running(self) -> list[str]:
+        return list(self.requests)[:MAX_RUNNING]
+
+    def step(self) -> list[TokenEvent] | None:
+        """Return the news; None if the step kills."""
+        num_told = {name: len(self.requests[name].progress.token_ids) for name in self.running()}
+        if any(self._poisons.get(name) == num for name, num in num_told.items()):
+            return None
+        return [self._advance(name, num) for name, num in num_told.items()]
+
+    def _advance(self, name: str, num: int) -> TokenEvent:
+        request = self.requests.pop(name)
+        if num + 1 == NUM_TOKENS:
+            return TokenEvent(name, (num,), finish=FinishReason.LENGTH)
+        progress = replace(request.progress, token_ids=(*request.progress.token_ids, num))
+        self.requests = {name: replace(request, progress=progress), **self.requests}
+        return TokenEvent(name, (num,))
+
+
+class House:
+    """A client without processes."""
+
+    def __init__(self, poisons: dict[str, int], kind: type[Readmission] = Readmission) -> None:
+        self.ledger = Ledger(SchedulerConfig(max_running=MAX_RUNNING), lambda name: None)
+        self.readmission = kind(self.ledger, self._post, MAX_DEATHS, MAX_RUNNING)
+        self.num_deaths = 0
+        self._poisons = poisons
+        self._worker = Worker(poisons)
+
+    def _post(self, request: Request) -> None:
+        self._worker.requests[request.request_id] = request
+
+    def submit(self, name: str) -> EventStream:
+        return self.readmission.enter(counting_request(name, 1, max_tokens=NUM_TOKENS))
+
+    def begin(self) -> None:
+        """Have a new worker ready."""
+        self._worker = Worker(self._poisons)
+        self.readmission.begin()
+
+    def live(self, may_know: bool = True, is_killed: Callable[[], bool] = lambda: False) -> None:
+        """Turn a new worker until nothing lives or it dies."""
+        self.begin()
+        while len(self.ledger):
+            running = self._worker.running()
+            news = None if is_killed() else self._worker.step()
+            if news is None:
+                self.num_deaths += 1
+                self.readmission.end(set(running) if may_know else None, "it was killed")
+                return
+            self.ledger.deliver(news)
+            self.readmission.go_on()
+
+
+def end_in(stream: EventStream) -> tuple[list[int], TokenEvent]:
+    mailbox = stream.entry.mailbox
+    events = [mailbox.get_nowait() for _ in range(mailbox.qsize())]
+    return [token_id for event in events for token_id in event.token_ids], events[-1]
+
+
+def check_the_poison_is_found(num: int, poisons: dict[str, int], may_know: bool, kind: type[Readmission] = Readmission) -> None:
+    async def scenario() -> None:
+        house = House(poisons, kind)
+        streams = {str(n): house.submit(str(n)) for n in range(num)}
+        while len(house.ledger):
+            house.live(may_know)
+            assert house.num_deaths <= (MAX_DEATHS + 1) * (len(poisons) + 1) * NUM_TOKENS, "for ever"
+        for name, stream in streams.items():
+            tokens, end = end_in(stream)
+            if name in poisons:
+                assert (tokens, end.error_code) == (list(range(poisons[name])), ErrorCode.WORKER_CRASHED)
+            else:
+                assert (tokens, end.finish) == (list(range(NUM_TOKENS)), FinishReason.LENGTH)
+
+    asyncio.run(scenario())
+
+
+@given(
+    st.integers(1, 9), st.dictionaries(st.sampled_from("012345678"), st.integers(0, NUM_TOKENS - 1), max_size=3), st.booleans()
+)
+def test_each_poison_is_found_and_the_others_complete(num: int, poisons: dict[str, int], may_know: bool) -> None:
+    check_the_poison_is_found(num, {name: at for name, at in poisons.items() if int(name) < num}, may_know)
+
+
+class Trusting(Readmission):
+    """The mutant: nobody is suspected."""
+
+    def begin(self) -> None:
+        for entry in self._ledger.entries:
+            entry.num_deaths = 0
+        super().begin()
+
+
+class Rash(Readmission):
+    """The mutant: all suspects are tried together, and all are ended."""
+
+    def end(self, running, cause) -> None:
+        suspects = [entry for entry in self._ledger.entries if entry.num_deaths >= MAX_DEATHS and entry.is_posted]
+        super().end(running, cause)
+        for entry in suspects:
+            if entry in self._ledger.entries:
+                self._ledger.fail(entry, ErrorCode.WORKER_CRASHED, cause)
+
+    def begin(self) -> None:
+        super().begin()
+        for entry in self._ledger.entries:
+            if not entry.is_posted:
+                self._hand_over(entry)
+
+
+class Forgetful(Readmission):
+    """The mutant: each worker begins the texts anew."""
+
+    def _hand_over(self, entry) -> None:
+        entry.is_posted = True
+        self._post(entry.request)
+
+
+@pytest.mark.parametrize("mutant", [Trusting, Rash, Forgetful])
+def test_mutants_are_noticed(mutant: type[Readmission]) -> None:
+    with pytest.raises(AssertionError):
+        check_the_poison_is_found(3, {"1": 2}, True, mutant)
+
+
+async def test_bad_luck_ends_nobody() -> None:
+    """Each worker is killed after its second step, again and again: every token that gets out acquits."""
+    house = House({})
+    streams = [house.submit(str(n)) for n in range(8)]
+    while len(house.ledger):
+        house.live(is_killed=iter([False, True]).__next__)
+    assert house.num_deaths > 3 * MAX_DEATHS
+    for stream in streams:
+        assert end_in(stream)[0] == list(range(NUM_TOKENS))
+
+
+async def test_who_waits_for_a_place_is_not_suspected() -> None:
+    house = House({})
+    streams = [house.submit(str(n)) for n in range(MAX_RUNNING + 2)]
+    house.live(is_killed=iter([False, True]).__next__)
+    house.live(is_killed=iter([False, True]).__next__)
+    assert [stream.entry.num_deaths for stream in streams] == [1] * MAX_RUNNING + [0, 0]
+    house.ledger.abort_all()
+
+
+async def test_a_worker_that_dies_before_its_first_word_may_have_died_of_any() -> None:
+    """Of taking a request in, for example: it is in no step then."""
+    house = House({})
+    streams = [house.submit(str(n)) for n in range(2)]
+    house.readmission.begin()
+    house.readmission.end(set(), "it was killed")
+    assert [stream.entry.num_deaths for stream in streams] == [1, 1]
+    house.ledger.abort_all()
+
+
+async def test_newcomers_wait_while_somebody_is_on_trial() -> None:
+    house = House({"0": 0})
+    streams = [house.submit(str(n)) for n in range(2)]
+    for _ in range(MAX_DEATHS):
+        house.live()
+    house.begin()
+    assert list(house._worker.requests) == ["0"]
+    late = house.submit("late")
+    assert not late.entry.is_posted
+    house.readmission.end({"0"}, "it was killed")
+    house.live()
+    assert [end_in(stream)[1].finish for stream in (*streams, late)] == [
+        FinishReason.ERROR,
+        FinishReason.LENGTH,
+        FinishReason.LENGTH,
+    ]
