@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.hf import from_tokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from engine.types import Grammar, GrammarKind
 
@@ -36,6 +36,8 @@ def vocabulary_of(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int])
 
     Rows beyond the tokenizer's tokens can never come under a grammar. Raises BadGrammar if the tokenizer cannot be read.
     """
+    from llguidance.hf import from_tokenizer  # imports transformers, which the front end's start need not wait for
+
     try:
         return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=list(eos_token_ids))
     except (ValueError, TypeError, AttributeError) as error:
@@ -104,7 +106,7 @@ def compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
     """Return a matcher that stands before the first token; raise BadGrammar with the library's reason."""
     try:
         matcher = LLMatcher(vocabulary, _source(grammar), log_level=0, limits=_LIMITS)
-    except (ValueError, UnicodeError) as error:
+    except (ValueError, GbnfToLarkError, RecursionError) as error:
         raise BadGrammar(_bounded(str(error))) from error
     problems = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if problems:
@@ -126,7 +128,7 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.LARK:
             if found := _UNHONOURED.search(grammar.text):
                 raise ValueError(f"the attribute {found[1]} of a rule is not honoured")
-            return LLMatcher.grammar_from_lark(grammar.text)
+            return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
 
 
 def _literal(text: str) -> str:

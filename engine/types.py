@@ -30,7 +30,7 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"  # a JSON schema
     REGEX = "regex"  # a regular expression, in the syntax of Rust's regex crate
     CHOICE = "choice"  # a JSON array of the strings that may come
-    LARK = "lark"  # llguidance's dialect of Lark, where %json {...} stands for a schema
+    LARK = "lark"  # llguidance's dialect of Lark, where %json {...} stands for a schema, or GBNF
 
 
 @dataclass(frozen=True, slots=True)

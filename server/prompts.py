@@ -91,6 +91,8 @@ async def _submitted(
     _check_prompt_scores(body, sum(map(len, prompts)))
     bad_words = await encoded_words(runtime, body.bad_words, "bad_words") if body.bad_words else ()
     sampling = sampling_of(model, body, max_tokens, bad_words)
+    if sampling.grammar is not None:
+        await runtime.grammars.require(sampling.grammar, body.grammar_param)
     prediction_ids = await _prediction_ids(runtime, body.prediction)
     meter = runtime.metrics.requests.meter(body.num_answers, max_tokens)
     group = uuid.uuid4().hex

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from engine.grammars import Vocabulary, vocabulary_of
 from engine.service import EngineService, EngineState, EngineUnavailable
+from server.grammar_check import GrammarCheck
 from server.metrics import Metrics
 from server.settings import Settings
 from server.text import TextCodec, Tokenizer
@@ -67,6 +69,7 @@ class Runtime:
         self._load_tokenizer = load_tokenizer
         self._on_fatal = on_fatal
         self._codec: TextCodec | None = None
+        self.grammars = GrammarCheck(self._load_vocabulary)
         self._life: asyncio.Task[None] | None = None
         self._is_stopping = False
         engine.add_listener(self.metrics.steps.on_step)
@@ -91,6 +94,10 @@ class Runtime:
         if health.state is not EngineState.READY or health.heartbeat_age_s is None:
             return False
         return health.heartbeat_age_s <= self.settings.max_heartbeat_age_s
+
+    def _load_vocabulary(self) -> Vocabulary:
+        """Return the vocabulary of a tokenizer of its own: the other one may be encoding."""
+        return vocabulary_of(self._load_tokenizer(), self.engine.model.vocab_size, self.engine.model.eos_token_ids)
 
     def begin(self) -> None:
         """Start loading and return at once, so that the port can say how it goes."""
@@ -132,3 +139,4 @@ class Runtime:
         await self.engine.stop(drain_s)
         if self._codec is not None:
             self._codec.thread.close()
+        self.grammars.close()

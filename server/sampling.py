@@ -30,6 +30,7 @@ def sampling_of(
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (body.logit_bias or {}).items()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         bad_words=tuple(bad_words),
+        grammar=body.grammar,
         seed=body.seed,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
@@ -41,5 +42,5 @@ def sampling_of(
     try:
         require_law(sampling, model.vocab_size, model.eos_token_ids)
     except NoLaw as error:
-        raise InvalidRequest(str(error), error.param) from error
+        raise InvalidRequest(str(error), body.grammar_param if error.param == "grammar" else error.param) from error
     return sampling

@@ -20,7 +20,6 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: Annotated[object, Neutral({"type": "text"})] = None
     tools: Annotated[object, Neutral([])] = None
     tool_choice: Annotated[object, Neutral("none", "auto")] = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted; there are no tools.")

@@ -6,8 +6,10 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from engine.sampling_limits import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from engine.types import Grammar
 from server.schemas.speculative import SpeculativeOptions
 from server.schemas.strict import MAX_INTEGER, Strict, misfit
+from server.schemas.structured import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 1024  # whatever the settings say
 MAX_LOGPROBS = 20
@@ -109,6 +111,8 @@ class GenerationRequest(Strict):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
         None, description="Never written as the tokenizer spells them, at the start of a text or after a space."
     )
+    response_format: ResponseFormat | None = Field(None, description="What the text is: JSON, of a schema, or anything.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the text must match, in vLLM's words.")
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
@@ -176,6 +180,24 @@ class GenerationRequest(Strict):
     def is_traced(self) -> bool:
         """Whether each step is told of."""
         return self.speculative is not None and self.speculative.trace
+
+    @model_validator(mode="after")
+    def _is_held_to_one_grammar(self) -> Self:
+        if self.structured_outputs is not None and self.response_format is not None and self.response_format.grammar is not None:
+            raise misfit("structured_outputs", "response_format says already what the text must match")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What a text must match; None for anything."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.grammar
+        return None if self.response_format is None else self.response_format.grammar
+
+    @property
+    def grammar_param(self) -> str:
+        """The field that says what a text must match."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def num_answers(self) -> int:

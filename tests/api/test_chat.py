@@ -108,7 +108,7 @@ NEUTRAL = {
     "request_id": "mine",
 }
 REFUSED = {
-    "response_format": {"type": "json_object"},
+    "response_format": {"type": "yaml"},
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "service_tier": "flex",

@@ -1,0 +1,101 @@
+"""What a text is to match, in OpenAI's words (`response_format`) and in vLLM's (`structured_outputs`), as one grammar."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from engine.sampling_limits import MAX_GRAMMAR_CHARS
+from engine.types import Grammar, GrammarKind
+from server.schemas.strict import Strict, misfit
+
+MAX_STRINGS = 1024
+_GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+_Schema = dict[str, Any]
+
+
+class JsonSchema(Strict):
+    """A named schema. It is always kept, whatever `strict` says."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: _Schema = Field(alias="schema")
+    strict: bool | None = Field(None, description="Accepted; every schema is kept to the letter.")
+
+
+class ResponseFormat(Strict):
+    """What the answer is: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise misfit("response_format.json_schema", "json_schema is given with type json_schema, and only then")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What a text must match; None for anything."""
+        if self.json_schema is not None:
+            return Grammar(GrammarKind.JSON_SCHEMA, _dumped(self.json_schema.schema_))
+        return Grammar(GrammarKind.JSON_OBJECT) if self.type == "json_object" else None
+
+
+class StructuredOutputs(Strict):
+    """One constraint on the text, and for JSON what may stand between its parts."""
+
+    json_: _Schema | str | None = Field(None, alias="json", description="A JSON schema, or its text.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    regex: _GrammarText | None = Field(None, description="A regular expression in the syntax of Rust's regex crate.")
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_STRINGS, fail_fast=True)] | None = None
+    grammar_: _GrammarText | None = Field(None, alias="grammar", description="A grammar in llguidance's Lark, or GBNF.")
+    disable_any_whitespace: bool | None = Field(None, description="No whitespace between the parts of JSON; default: any.")
+    whitespace_pattern: _GrammarText | None = Field(None, description="A regular expression of that whitespace.")
+
+    @model_validator(mode="after")
+    def _has_one_constraint(self) -> Self:
+        given = [value for value in (self.json_, self.regex, self.choice, self.grammar_) if value is not None]
+        if len(given) + bool(self.json_object) != 1:
+            raise misfit("structured_outputs", "exactly one of json, json_object, regex, choice and grammar must be given")
+        if self.json_ is None and not self.json_object and (self.disable_any_whitespace or self.whitespace_pattern is not None):
+            raise misfit("structured_outputs", "disable_any_whitespace and whitespace_pattern are accepted only with JSON")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise misfit("structured_outputs", "disable_any_whitespace leaves no room for a whitespace_pattern")
+        if isinstance(self.json_, str) and not isinstance(_parsed(self.json_), dict):
+            raise misfit("structured_outputs.json", "json must be a schema or the JSON text of one, an object")
+        return self
+
+    @property
+    def grammar(self) -> Grammar:
+        """What a text must match."""
+        if self.regex is not None:
+            return Grammar(GrammarKind.REGEX, self.regex)
+        if self.choice is not None:
+            return Grammar(GrammarKind.CHOICE, _dumped(self.choice))
+        if self.grammar_ is not None:
+            return Grammar(GrammarKind.LARK, self.grammar_)
+        schema = _parsed(self.json_) if isinstance(self.json_, str) else self.json_ or {"type": "object"}
+        return Grammar(GrammarKind.JSON_SCHEMA, _dumped(schema | self._options(schema)))
+
+    def _options(self, schema: _Schema) -> _Schema:
+        """Return what the library is told of whitespace, as it is told: inside the schema."""
+        options: _Schema = {}
+        if self.disable_any_whitespace:
+            options["whitespace_flexible"] = False
+        if self.whitespace_pattern is not None:
+            options["whitespace_pattern"] = self.whitespace_pattern
+        return {"x-guidance": {**schema.get("x-guidance", {}), **options}} if options else {}
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text, None for what is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

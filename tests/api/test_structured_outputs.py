@@ -1,0 +1,185 @@
+"""Fields that hold a text to a grammar: what the engine is asked for, what is refused by name, and texts of a real engine."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.config import SchedulerConfig
+from engine.grammars import CompiledGrammars
+from engine.inprocess import InProcessEngine
+from engine.policy import FixedExpansion
+from engine.testing import tiny_engine, tiny_pair
+from engine.tree import Expansion
+from engine.types import Grammar, GrammarKind
+from server.app import create_app
+from server.settings import Settings
+from tests.api.harness import MODEL, chat, completion, data_of, in_process, until
+from tests.fake_engine import FakeEngine
+from tests.model.grammars import tokenizer, vocabulary
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "boolean"}}, "required": ["b", "a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": False}}
+NAMED = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, separators=(",", ":")))
+
+
+def fake() -> FakeEngine:
+    return FakeEngine(eos_token_ids=(0,))
+
+
+async def post(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json=completion(max_tokens=3, **fields))
+
+
+def refused(response: httpx.Response) -> tuple[str, str]:
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    return error["param"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
+        ({"response_format": FORMAT}, NAMED),
+        ({"structured_outputs": {"json": SCHEMA}}, NAMED),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, NAMED),
+        ({"structured_outputs": {"json_object": True}}, Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar(GrammarKind.REGEX, "a+")),
+        ({"structured_outputs": {"choice": ["yes", "né"]}}, Grammar(GrammarKind.CHOICE, '["yes","né"]')),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar(GrammarKind.LARK, 'start: "a"')),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar(GrammarKind.LARK, 'root ::= "a"')),
+        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, Grammar(GrammarKind.REGEX, "a+")),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","x-guidance":{"whitespace_flexible":false}}'),
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},
+            Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","x-guidance":{"whitespace_pattern":" ?"}}'),
+        ),
+    ],
+)
+async def test_the_engine_is_asked_for_the_grammar(fields: dict[str, Any], grammar: Grammar | None):
+    engine = fake()
+    async with in_process(engine) as client:
+        assert (await post(client, n=2, **fields)).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
+    assert [request.sampling.grammar for request in engine.requests] == [grammar] * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": FORMAT["json_schema"]}}, "response_format.json_schema", ""),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type", ""),
+        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs", "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "object"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", ""),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", ""),
+        ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs", "uniqueItems"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            "response_format",
+            "not",
+        ),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", ""),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "min_tokens"),
+        ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "response_format", "ends a text"),
+        ({"guided_regex": "a"}, "guided_regex", ""),
+    ],
+)
+async def test_what_cannot_be_kept_is_refused_by_name(fields: dict[str, Any], param: str, reason: str):
+    engine = fake()
+    async with in_process(engine) as client:
+        told, message = refused(await post(client, **fields))
+    assert told.startswith(param)
+    assert reason in message
+    assert len(message) < 1100
+    assert not engine.requests
+
+
+async def test_a_model_without_an_end_token_is_held_to_nothing():
+    async with in_process(FakeEngine()) as client:
+        assert refused(await post(client, response_format={"type": "json_object"}))[0] == "response_format"
+
+
+async def test_a_grammar_is_compiled_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    """Others are answered while one is compiled, and what they ask for does not wait."""
+    going = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    compiled = CompiledGrammars.matcher
+
+    def slow(self: CompiledGrammars, grammar: Grammar, **fields: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(going.wait(), loop).result(30)
+        return compiled(self, grammar, **fields)
+
+    monkeypatch.setattr(CompiledGrammars, "matcher", slow)
+    async with in_process(fake()) as client:
+        held = asyncio.create_task(post(client, structured_outputs={"regex": "a"}))
+        assert (await post(client)).status_code == 200
+        assert not held.done()
+        going.set()
+        assert (await held).status_code == 200
+
+
+# Texts of an engine.
+def tiny_app() -> Any:
+    limits = SchedulerConfig(num_slots=2048, max_model_len=256)
+
+    def build() -> Any:
+        return tiny_engine(
+            *tiny_pair(noise=0.02), FixedExpansion(Expansion(2, 2, 2)), config=limits, grammars=CompiledGrammars(vocabulary)
+        )
+
+    return create_app(Settings(model=MODEL), InProcessEngine(build, limits), tokenizer())
+
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"regex": "[abc]{2,5}(,[abc12]{1,3}){0,2}"}}, "[abc]{2,5}(,[abc12]{1,3}){0,2}"),
+    ({"structured_outputs": {"choice": ["abc", "true", "12"]}}, "abc|true|12"),
+    (
+        {"structured_outputs": {"json": {"enum": [1, "b", True, {"a": 2}]}, "disable_any_whitespace": True}},
+        r'1|"b"|true|\{"a":2\}',
+    ),
+]
+
+
+async def test_texts_match_streamed_or_not():
+    app = tiny_app()
+    async with app.router.lifespan_context(app):
+        await until(lambda: app.state.runtime.is_ready)
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for fields, pattern in CASES:
+                body = {"model": MODEL, "prompt": "abc", "max_tokens": 60, "n": 3, "seed": 5, "temperature": 1.3, **fields}
+                whole = (await client.post("/v1/completions", json=body)).json()
+                texts = [choice["text"] for choice in whole["choices"]]
+                assert {choice["finish_reason"] for choice in whole["choices"]} == {"stop"}
+                assert all(re.fullmatch(pattern, text) for text in texts), texts
+                chunks = data_of((await client.post("/v1/completions", json={**body, "stream": True})).text)
+                streamed = [""] * 3
+                for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+                    streamed[choice["index"]] += choice["text"]
+                assert streamed == texts
+                off = {**body, "speculative": {"enabled": False}}
+                assert [one["text"] for one in (await client.post("/v1/completions", json=off)).json()["choices"]] == texts
+            cut = {**body, "structured_outputs": {"regex": "a{3}b{3}c{3}"}, "stop": "bb", "n": 1}
+            (choice,) = (await client.post("/v1/completions", json=cut)).json()["choices"]
+            assert (choice["text"], choice["finish_reason"]) == ("aaa", "stop")
+            short = {**cut, "max_tokens": 2, "stop": None}
+            (choice,) = (await client.post("/v1/completions", json=short)).json()["choices"]
+            assert choice["finish_reason"] == "length"
+            assert "aaabbbccc".startswith(choice["text"])
