@@ -40,6 +40,12 @@ _LAW_CHANGING: Mapping[str, tuple[object, ...]] = {
     **{"top_p_decay": (1,), "top_p_reset_ids": (), "no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,)},
     **{"embedding_bias": (), "end_id": (), "do_sample": (True,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_a": (0,)},
     **{"penalty_alpha": (0,), "guidance_scale": (1,), "negative_prompt": ("",), "watermark": (False,), "suppress_tokens": ([],)},
+    **{"max_length": (), "min_length": (0,), "num_predict": (), "stop_sequences": ([],), "truncate": (), "truncation": ()},
+    **{"return_logprob": (False,), "logprob_start_len": (), "top_logprobs_num": (0,), "transforms": ([],), "format": ("",)},
+    **{"system": ("",), "instructions": ("",), "input": (), "inputs": (), "images": ([],), "template": ("",), "raw": (False,)},
+    **{"think": (False,), "thinking": (), "enable_thinking": (False,)},
+    # where a client puts the fields of a law one level deeper
+    **{"extra_body": ({},), "options": ({},), "parameters": ({},), "sampling_params": ({},), "generation_config": ({},)},
     **{"smoothing_factor": (0,), "banned_tokens": ([],), "banned_strings": ([],), "forced_bos_token_id": (), "bad": ([],)},
 }
 
@@ -47,10 +53,10 @@ _LAW_CHANGING: Mapping[str, tuple[object, ...]] = {
 def without_foreign(body: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that are known, and the names of those that may be ignored; raise InvalidRequest for any other."""
     foreign = [name for name in body if name not in known]
-    for name in foreign:
-        _require_harmless(name, body[name], known)
     if len(foreign) > MAX_IGNORED:
         raise InvalidRequest(f"more than {MAX_IGNORED} unknown parameters", foreign[MAX_IGNORED])
+    for name in foreign:
+        _require_harmless(name, body[name], known)
     return {name: value for name, value in body.items() if name in known}, foreign
 
 
