@@ -58,6 +58,7 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._step = 0
         self.traces_all = False  # whether requests are traced that do not ask for it
+        self._num_added = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -78,11 +79,19 @@ class Scheduler:
         return bool(self._by_id)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; raise ValueError if its id is taken."""
+        """Queue a sequence in its turn; raise ValueError if its id is taken.
+
+        Turns only grow, whatever is wished for: a sequence is passed by no more later ones than the priorities differ by.
+        """
         if sequence.request_id in self._by_id:
             raise ValueError(f"request id {sequence.request_id!r} is in use")
         self._by_id[sequence.request_id] = sequence
-        self._waiting.append(sequence)
+        sequence.turn = self._num_added + sequence.request.priority
+        self._num_added += 1
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].turn > sequence.turn:
+            place -= 1
+        self._waiting.insert(place, sequence)
 
     def remove(self, request_id: str) -> bool:
         """End a sequence at once and free its slots; return whether it was there."""
@@ -97,7 +106,7 @@ class Scheduler:
         return True
 
     def admit(self) -> None:
-        """Let waiting sequences run, oldest first, while there is room for what they must be fed."""
+        """Let waiting sequences run in their turn while there is room for what they must be fed."""
         promised = sum(sequence.num_uncached for sequence in self._running)
         while self._waiting and len(self._running) < self._config.max_running:
             need = self._waiting[0].num_uncached

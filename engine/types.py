@@ -127,7 +127,8 @@ class Request:
 
     `prediction_ids` are what the client expects to come; they are drafted from and change no law. What a `tenant` was told may be
     drafted from in its later requests and in nobody else's; the empty one shares nothing. Its name up to the first slash is that
-    of a group, whose tenants are kept few. `progress` is empty unless the request is resumed.
+    of a group, whose tenants are kept few. A request of `priority` p waits as if it had come p requests later, or earlier if p is
+    below 0. `progress` is empty unless the request is resumed.
     """
 
     request_id: str
@@ -136,6 +137,7 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     prediction_ids: tuple[int, ...] = ()
     tenant: str = ""
+    priority: int = 0
     progress: Progress = field(default_factory=Progress)
 
 

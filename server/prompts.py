@@ -99,7 +99,9 @@ async def _submitted(
     speculation = body.speculative.to_speculation() if body.speculative else Speculation()
     samples = [
         Sample(
-            Request(f"{group}-{index}", ids, _of_choice(sampling, index), speculation, prediction_ids, tenant),
+            Request(
+                f"{group}-{index}", ids, _of_choice(sampling, index), speculation, prediction_ids, tenant, body.priority or 0
+            ),
             _choice(runtime.codec, model, body, index, ids),
             meter.sample(len(ids)),
         )

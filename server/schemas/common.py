@@ -19,6 +19,7 @@ MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 4096
 MAX_BAD_WORDS = 256
 MAX_PARTS = 256
+MAX_PRIORITY = 1000
 REQUEST_ID = r"[A-Za-z0-9._:-]{1,128}"  # what may name a request: nothing that breaks a line of a log or a header
 
 
@@ -146,6 +147,12 @@ class GenerationRequest(Strict):
         None, description="Changes no text: what one user of a key is told is drafted from for that user alone."
     )
 
+    priority: int | None = Field(
+        None,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Waits as if it had come so many requests later, or earlier below 0; default 0.",
+    )
     return_token_ids: bool | None = Field(None, description="The ids of prompt and text beside the text.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name a token `token_id:ID`.")
     request_id: Annotated[str, StringConstraints(pattern=f"^{REQUEST_ID}$")] | None = Field(

@@ -173,6 +173,19 @@ async def test_an_answer_is_named_as_the_client_names_the_request():
             assert len({(await client.post(url, json=body)).json()["id"] for _ in range(2)}) == 2
 
 
+async def test_a_priority_is_the_engines_to_honour():
+    async with in_process(engine := _engine()) as client:
+        for url, body in (
+            ("/v1/completions", completion(n=2, priority=-3)),
+            ("/v1/chat/completions", chat(priority=4)),
+            ("/v1/completions", completion()),
+        ):
+            assert (await client.post(url, json=body)).status_code == 200
+        error = (await client.post("/v1/completions", json=completion(priority=1001))).json()["error"]
+    assert [request.priority for request in engine.requests] == [-3, -3, 4, 0]
+    assert (error["param"], error["message"]) == ("priority", "priority: must be at most 1000")
+
+
 async def test_a_stop_string_ends_the_request_in_the_engine_too():
     engine = _engine(chunks=(1, 2))
     async with in_process(engine) as client:

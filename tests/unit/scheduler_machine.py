@@ -78,18 +78,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.target, self.draft = SimulatedCache(), SimulatedCache()
         self.alive: dict[str, Request] = {}
         self.ended: dict[str, FinishReason] = {}
-        self.first_run: list[int] = []
+        self.begun: set[str] = set()
         self.count = 0
         self.is_mid_step = False
 
     @rule(
-        num_prompt=st.integers(1, 12), max_tokens=st.integers(1, 12), is_enabled=st.integers(0, 4), wish=st.none() | expansions()
+        num_prompt=st.integers(1, 12),
+        max_tokens=st.integers(1, 12),
+        is_enabled=st.integers(0, 4),
+        wish=st.none() | expansions(),
+        priority=st.sampled_from([0, 0, 0, -2, 3]),
     )
-    def submit(self, num_prompt, max_tokens, is_enabled, wish):
+    def submit(self, num_prompt, max_tokens, is_enabled, wish, priority):
         max_tokens = min(max_tokens, self.config.num_slots - num_prompt)
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,))
         prompt = tuple(100 * self.count + 20 + position for position in range(num_prompt))
-        request = Request(str(self.count), prompt, sampling, Speculation(is_enabled > 0, wish))
+        request = Request(str(self.count), prompt, sampling, Speculation(is_enabled > 0, wish), priority=priority)
         self.scheduler.add(Sequence(request, self.count, "traversal"))
         with pytest.raises(ValueError, match="in use"):
             self.scheduler.add(Sequence(request, 0, "traversal"))
@@ -129,8 +133,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(plan.rows) + plan.num_preempted == len(running)
         assert plan.rows or not self.alive
         for row in plan.rows:
-            if int(row.request_id) not in self.first_run:
-                self.first_run.append(int(row.request_id))
+            if row.request_id not in self.begun:
+                self.begun.add(row.request_id)
+                later = [request_id for request_id in self.alive if request_id not in self.begun]
+                assert all(self.turn(row.request_id) < self.turn(waiting) for waiting in later), "admitted out of turn"
+
+    def turn(self, request_id: str) -> tuple[int, int]:
+        """Return a request's place in the queue: each unit of priority lets one later request pass."""
+        number = int(request_id)
+        return number + self.alive[request_id].priority, number
 
     def run(self, rng: random.Random, row: Row) -> None:
         """Do to the simulated caches what the models would do for this row, and commit."""
@@ -193,7 +204,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check_integrity()
             assert self.scheduler.has_work == bool(self.alive)
             assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
-            assert self.first_run == sorted(self.first_run), "admitted out of turn"
 
     def teardown(self):
         """Every request ends, at no less than one token of the oldest a step."""

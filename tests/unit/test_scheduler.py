@@ -1,5 +1,7 @@
 """The scheduler under random work: slots, budgets, what each cache holds, and that every request ends exactly once."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -56,6 +58,12 @@ class AdmitsTheNewestFirst(Scheduler):
         self._waiting.reverse()
 
 
+class AsksForNoTurn(Scheduler):
+    def add(self, sequence):
+        sequence.request = replace(sequence.request, priority=0)
+        super().add(sequence)
+
+
 class RunsTheNewestFirst(Scheduler):
     def admit(self):
         self._running.reverse()
@@ -107,6 +115,7 @@ def test_scheduler():
         IgnoresTheBudget,
         PreemptionRemembersTheDraft,
         AdmitsTheNewestFirst,
+        AsksForNoTurn,
         RunsTheNewestFirst,
         FeedsTheDrafterTooLittle,
         FeedsTheDrafterAhead,
@@ -138,3 +147,15 @@ def test_a_preempted_sequence_runs_again_before_younger_ones():
             break
     assert preempted_at is not None
     assert not scheduler.has_work
+
+
+def test_a_request_lets_only_so_many_pass_as_its_priority_says():
+    """However urgent the others are, and however many: nobody waits for ever."""
+    scheduler = Scheduler(SchedulerConfig(max_running=1), Feeding.OWN_CACHE)
+    for number in range(100):
+        priority = {0: 0, 10: 7, 20: -1000}.get(number, -5)
+        scheduler.add(Sequence(Request(str(number), (5,), priority=priority), 0, "traversal"))
+    order = [sequence.request_id for sequence in scheduler._waiting]
+    assert [order.index(name) for name in ("20", "0", "10")] == [0, 5, 21]
+    rest = [int(name) for name in order if name not in ("0", "10", "20")]
+    assert rest == sorted(rest)
