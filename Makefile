@@ -15,15 +15,16 @@ BIN := $(VENV)/bin
 # A MODEL that was asked for is served too (the first of several), unless a configuration file says which.
 SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(findstring --config,$(ARGS)),,--model $(firstword $(MODEL))))
 INSTALLED := $(VENV)/.installed
+TOOLS := .venv-conformance
 
 ifdef PIP_EXTRA_INDEX_URL
 export PIP_EXTRA_INDEX_URL
 endif
 
-.PHONY: help install weights serve test lint format bench clean
+.PHONY: help install weights serve test conformance lint format bench clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## make the environment in .venv, with the versions of constraints.txt
 
@@ -42,6 +43,17 @@ serve: weights ## serve MODEL (smollm2-135m) on 127.0.0.1:8000
 test: $(INSTALLED) ## run the whole suite on every core
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
 
+conformance: $(INSTALLED) $(TOOLS)/.installed ## run the kit of docs/conformance.md at length, lm-eval and aiperf too
+	CONFORMANCE_VENV=$(abspath $(TOOLS)) $(BIN)/python -m pytest tests/conformance --conformance-examples 100 $(ARGS)
+
+# Over the packages of $(VENV), which a path file shows it: torch and transformers are not installed twice.
+$(TOOLS)/.installed: tests/conformance/tools.txt
+	test -x $(TOOLS)/bin/python || $(BIN)/python -m venv $(TOOLS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(TOOLS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/under.pth"
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 lint: $(INSTALLED) ## check style, layout, types and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -56,5 +68,5 @@ bench: $(INSTALLED) ## measure a running engine on this machine
 	$(BIN)/latebranch bench $(ARGS)
 
 clean: ## delete the environment and every tool's cache; weights stay
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,9 +39,9 @@ _TABLE_SIZE = 8
 FAMILIES = ("llama", "qwen2", "gemma3")
 
 
-def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3) -> PreTrainedModel:
+def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3, vocab_size: int = 61) -> PreTrainedModel:
     """Return a random float32 model; gemma3 has a sliding window of 6 tokens on every other layer."""
-    common = {**_COMMON, "num_hidden_layers": num_layers}
+    common = {**_COMMON, "num_hidden_layers": num_layers, "vocab_size": vocab_size}
     if family == "llama":
         config = LlamaConfig(**common)
     elif family == "qwen2":
@@ -72,9 +72,9 @@ def tiny_model(family: str = "llama", seed: int = 0, num_layers: int = 3) -> Cau
     return adopt(tiny_module(family, seed, num_layers), torch.device("cpu"))
 
 
-def tiny_pair(family: str = "llama", seed: int = 0, noise: float = 0.01) -> tuple[CausalModel, CausalModel]:
+def tiny_pair(family: str = "llama", seed: int = 0, noise: float = 0.01, vocab_size: int = 61) -> tuple[CausalModel, CausalModel]:
     """Return a target and a drafter that often agree: the same weights with noise on the drafter's."""
-    target, draft = tiny_module(family, seed), tiny_module(family, seed)
+    target, draft = (tiny_module(family, seed, vocab_size=vocab_size) for _ in range(2))
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in draft.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator) * noise)

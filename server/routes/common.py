@@ -18,6 +18,7 @@ _MEANINGS = {
     404: "The model is not served here",
     413: "The body is too large",
     429: "More requests than this key may make; `Retry-After` says when to try again",
+    431: "The request has too many headers",
     500: "The server failed",
     503: "Not now: loading, full or shutting down; `Retry-After` says when to try again",
 }

@@ -1,0 +1,68 @@
+"""A server over a tiny real engine, in this process: real models, real trees, no network but the loopback."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import cache
+
+import uvicorn
+from fastapi import FastAPI
+from transformers import PreTrainedModel
+
+from engine.config import SchedulerConfig
+from engine.inprocess import InProcessEngine
+from engine.model import CausalModel
+from engine.policy import FixedExpansion
+from engine.service import EngineService
+from engine.testing import tiny_engine, tiny_module, tiny_pair
+from engine.tree import Expansion
+from server.app import create_app
+from server.settings import Settings
+from tests.tokenizers_for_tests import byte_level
+
+MODEL = "tiny"
+VOCAB_SIZE = 400  # the tokenizer's, or a little more
+LIMITS = SchedulerConfig(num_slots=4096, max_model_len=256)
+
+
+@cache
+def _pair() -> tuple[CausalModel, CausalModel]:
+    return tiny_pair(noise=0.05, vocab_size=VOCAB_SIZE)
+
+
+@cache
+def target_module() -> PreTrainedModel:
+    """Return the target as transformers runs it."""
+    return tiny_module(vocab_size=VOCAB_SIZE)
+
+
+def real_engine() -> InProcessEngine:
+    """Return an engine, not started, whose model drafts for its target by trees of two paths."""
+    return InProcessEngine(lambda: tiny_engine(*_pair(), FixedExpansion(Expansion(1, 2, 2)), config=LIMITS), LIMITS)
+
+
+def app_of(engine: EngineService, **settings: object) -> FastAPI:
+    """Return an app over an engine."""
+    return create_app(Settings.model_validate({"model": MODEL, **settings}), engine, byte_level())
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """Yield the address of a server that runs in a thread, ready."""
+    server = _QuietServer(uvicorn.Config(app, port=0, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, name="server")
+    thread.start()
+    try:
+        while not (server.started and app.state.runtime.is_ready):
+            assert thread.is_alive(), "the server ended before it was ready"
+            threading.Event().wait(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,134 @@
+"""/openapi.json holds: requests made up from it, right and wrong, get declared statuses and shapes, never a 5xx."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
+from schemathesis.openapi.checks import JsonSchemaError, UndefinedStatusCode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.conformance.served import MODEL, app_of, served
+from tests.fake_engine import FakeEngine, says
+from tests.tokenizers_for_tests import byte_level
+
+POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+GETS = ["/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/load", "/metrics", "/version", "/tokenizer_info"]
+ERRORS_OF_A_BODY = {"400", "401", "404", "413", "429", "431", "500", "503"}
+_FITTING = (
+    "response_format",
+    "structured_outputs",
+    "speculative",
+    "stream_options",
+    "truncate_prompt_tokens",
+    "best_of",
+    "tools",
+)
+_SHAPES = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def app() -> Any:
+    """Return a server that refuses what its document does not tell of."""
+    return app_of(FakeEngine(script=says(byte_level().encode("hello 日本語 😀")), chunks=(1, 3)), strict=True)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(app()) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def document(url: str) -> dict[str, Any]:
+    return httpx.get(url + "/openapi.json").json()  # type: ignore[no-any-return]
+
+
+def check(url: str, document: dict[str, Any], path: str, method: str, mode: GenerationMode, num_examples: int) -> list[int]:
+    """Send made-up requests to one operation; return the statuses that came. Raises what schemathesis finds."""
+    operation = schemathesis.openapi.from_dict(document)[path][method]
+    statuses: list[int] = []
+    is_wrong = mode is GenerationMode.NEGATIVE
+    checks = [*_SHAPES, negative_data_rejection] if is_wrong else _SHAPES
+
+    @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck), database=None)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def holds(case: Case[Any]) -> None:
+        if isinstance(case.body, dict) and not is_wrong:
+            _mend(case.body, is_plain=len(statuses) % 2 == 0)
+        response = case.call(base_url=url)
+        statuses.append(response.status_code)
+        if not _is_stream(response):
+            case.validate_response(response, checks=checks)
+
+    holds()
+    return statuses
+
+
+def _mend(body: dict[str, Any], is_plain: bool) -> None:
+    """Give a body what no schema tells: the one name that is served, one text to encode, and if plain no fields that must fit."""
+    for name in _FITTING if is_plain else ():
+        body.pop(name, None)
+    if body.get("model") is not None:
+        body["model"] = MODEL
+    if body.get("prompt") is not None:
+        body.pop("messages", None)
+
+
+def _is_stream(response: Any) -> bool:
+    return bool(response.headers.get("content-type", [""])[0].startswith("text/event-stream"))
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_what_the_schema_allows_is_answered_as_it_says(url: str, document: Any, path: str, conformance_examples: int) -> None:
+    statuses = check(url, document, path, "POST", GenerationMode.POSITIVE, conformance_examples)
+    assert 200 in statuses
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_what_the_schema_forbids_is_refused(url: str, document: Any, path: str, conformance_examples: int) -> None:
+    statuses = check(url, document, path, "POST", GenerationMode.NEGATIVE, conformance_examples)
+    assert set(statuses) <= {400, 404}
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_what_is_only_read_is_answered_as_it_says(url: str, document: Any, path: str) -> None:
+    check(url, document, path, "GET", GenerationMode.POSITIVE, 3)
+
+
+def test_every_error_is_declared(document: Any) -> None:
+    """Statuses by name, not by a `default` that would declare anything."""
+    for path in POSTS:
+        assert set(document["paths"][path]["post"]["responses"]) >= ERRORS_OF_A_BODY, path
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            bodies = [answer for status, answer in operation["responses"].items() if status.isdecimal() and int(status) >= 400]
+            assert all("$ref" in one["content"]["application/json"]["schema"] for one in bodies), (method, path)
+            assert path in ("/live", "/health") or "401" in operation["responses"], (method, path)
+
+
+def test_an_undeclared_status_is_noticed(url: str, document: Any) -> None:
+    spoilt = json.loads(json.dumps(document))
+    for status in ("400", "default"):
+        spoilt["paths"]["/detokenize"]["post"]["responses"].pop(status)
+    with pytest.raises(FailureGroup) as caught:
+        check(url, spoilt, "/detokenize", "POST", GenerationMode.NEGATIVE, 5)
+    assert isinstance(caught.value.exceptions[0], UndefinedStatusCode)
+
+
+def test_an_answer_of_another_shape_is_noticed(url: str, document: Any) -> None:
+    spoilt = json.loads(json.dumps(document))
+    spoilt["components"]["schemas"]["DetokenizeAnswer"]["properties"]["prompt"] = {"type": "integer"}
+    with pytest.raises(FailureGroup) as caught:
+        check(url, spoilt, "/detokenize", "POST", GenerationMode.POSITIVE, 10)
+    assert isinstance(caught.value.exceptions[0], JsonSchemaError)

@@ -1,0 +1,132 @@
+"""What each field of a request becomes in the engine, or the 400 that refuses it: asked of an app over an engine that notes."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import httpx
+
+from engine.types import Request
+from server.schemas.chat import ChatRequest
+from server.schemas.common import GenerationRequest
+from server.schemas.completion import CompletionRequest
+from tests.api.harness import chat, completion, in_process
+from tests.fake_engine import FakeEngine, says
+from tests.tokenizers_for_tests import byte_level
+
+# A value of every field that is not in each request anyway; a list: several.
+EXAMPLES: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"7": 1.0},
+    "allowed_token_ids": [7, 8],
+    "bad_words": ["the"],
+    "seed": 3,
+    "n": 2,
+    "best_of": 2,
+    "max_tokens": 9,
+    "max_completion_tokens": 9,
+    "min_tokens": 1,
+    "stop": "x",
+    "stop_token_ids": [9],
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "add_special_tokens": False,
+    "add_generation_prompt": False,
+    "continue_final_message": False,
+    "truncate_prompt_tokens": 1,
+    "logprobs": {"text": 2, "chat": True},
+    "top_logprobs": 2,
+    "prompt_logprobs": 1,
+    "echo": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "speculative": {"verifier": "specinfer"},
+    "prediction": {"type": "content", "content": "hello"},
+    "user": "u",
+    "request_id": "r",
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "suffix": "s",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a+"},
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"k": 1},
+    "service_tier": "flex",
+    "store": True,
+    "metadata": {"k": "v"},
+}
+BESIDE = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}  # what a field needs to be valid
+EVERYWHERE = {"model", "prompt", "messages"}
+_ENDPOINTS: dict[str, tuple[str, type[GenerationRequest], Callable[..., dict[str, Any]]]] = {
+    "text": ("/v1/completions", CompletionRequest, completion),
+    "chat": ("/v1/chat/completions", ChatRequest, chat),
+}
+
+
+def wire_rows() -> tuple[list[str], list[list[str]]]:
+    """Return the head and the lines of the table."""
+    return ["field", "of", "value", "what becomes of it"], asyncio.run(_rows())
+
+
+async def _rows() -> list[list[str]]:
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    async with in_process(engine := FakeEngine(says(byte_level().encode("hello there")), eos_token_ids=(0,))) as client:
+        for form, name in _fields():
+            value = EXAMPLES[name]
+            value = value[form] if isinstance(value, dict) and form in value else value
+            rows.setdefault((name, json.dumps(value)), {})[form] = await _fate(client, engine, form, {name: value})
+    return [
+        [f"`{name}`", ", ".join(forms), f"`{value}`", fate]
+        for (name, value), by_form in rows.items()
+        for fate, forms in _grouped(by_form).items()
+    ]
+
+
+def _fields() -> Iterator[tuple[str, str]]:
+    for form, (_, model, _) in _ENDPOINTS.items():
+        yield from ((form, name) for name in model.model_fields if name not in EVERYWHERE)
+
+
+def _grouped(by_form: dict[str, str]) -> dict[str, list[str]]:
+    """Return the endpoints of each fate."""
+    grouped: dict[str, list[str]] = {}
+    for form, fate in by_form.items():
+        grouped.setdefault(fate, []).append(form)
+    return grouped
+
+
+async def _fate(client: httpx.AsyncClient, engine: FakeEngine, form: str, given: dict[str, Any]) -> str:
+    """Send a request with and without the field and say what it changed."""
+    path, _, make = _ENDPOINTS[form]
+    (name,) = given
+    engine.requests.clear()
+    body = make(seed=1, **BESIDE.get(name, {}))
+    answers = [await client.post(path, json=one) for one in (body, {**body, **given})]
+    if answers[1].status_code != 200:
+        assert answers[1].json()["error"]["param"], answers[1].text
+        return f"{answers[1].status_code}: {answers[1].json()['error']['message']}"
+    first, *asked = engine.requests
+    changes = dict.fromkeys(change for request in asked for change in _changes(first, request))
+    many = f"{len(asked)} requests to the engine; " if len(asked) > 1 else ""
+    return many + (", ".join(f"`{change}`" for change in changes) or "nothing in the engine")
+
+
+def _changes(before: Request, after: Request) -> Iterator[str]:
+    """Return the fields of the engine's records in which two requests differ."""
+    for record in ("sampling", "speculation"):
+        one, other = getattr(before, record), getattr(after, record)
+        yield from (field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name))
+    yield from (name for name in ("prompt_ids", "prediction_ids") if getattr(before, name) != getattr(after, name))

@@ -1,0 +1,105 @@
+"""docs/parameters.md tells what was found: under every verifier the law of every parameter is plain decoding's."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from engine import judge, logit_edits
+from engine.keys import Stream, stream_key
+from engine.pairs import VERIFIER_NAMES
+from engine.plan import Row
+from engine.sequence import Sequence
+from engine.types import SamplingParams
+from engine.verify import coupled
+from tests.model.parameters import told
+from tests.model.parameters.matrix import DOCUMENT, law_row, laws_table, table_in, trees_table
+from tests.model.parameters.subjects import EVERYTHING, GREEDY, LAWS, NUMBERS, Subject
+
+SUBJECTS = {subject.name: subject for subject in LAWS}
+
+
+def test_every_parameter_has_a_line():
+    assert {*SUBJECTS, *NUMBERS} == {field.name for field in fields(SamplingParams)}
+
+
+def test_the_document_tells_what_is_found():
+    """Where this fails and should not, `python -m tests.model.parameters.matrix` writes the tables anew."""
+    table = laws_table()
+    cells = {cell for line in table.splitlines()[2:] for cell in line.strip("| ").split(" | ")[3:]}
+    assert cells <= {"law", "text", "told"}
+    assert table_in(DOCUMENT.read_text(), "laws") == table
+
+
+def test_the_document_tells_which_trees_were_enumerated():
+    assert table_in(DOCUMENT.read_text(), "trees") == trees_table()
+
+
+_LAW_CONTEXT = Row.law_context
+
+
+def path_forgotten(row: Row, path_ids: tuple[int, ...]) -> Any:
+    """The root's law at every node below it."""
+    return _LAW_CONTEXT(row, ())
+
+
+def cut_after_the_step(sequence: Sequence, new_ids: list[int]) -> tuple[list[int], None]:
+    """Ends are looked for at the end of a step's tokens alone."""
+    return new_ids, None
+
+
+def noise_of_the_root(key: Any, depth: int) -> int:
+    return stream_key(key.seed, key.root_position + 1, Stream.TOKEN)
+
+
+MUTANTS: list[tuple[str, object, str, Callable[..., Any]]] = [
+    *(
+        (name, Row, "law_context", path_forgotten)
+        for name in ("presence_penalty", "frequency_penalty", "bad_words", "min_tokens", "grammar")
+    ),
+    ("logit_bias", logit_edits, "_add_bias", lambda logits_MV, sampling: None),
+    ("repetition_penalty", judge, "edited_logits", lambda logits_NV, *_: logits_NV),
+    ("stop_token_ids", Sequence, "accept", cut_after_the_step),
+    ("max_tokens", Sequence, "accept", cut_after_the_step),
+    ("seed", coupled, "_noise_key", noise_of_the_root),
+]
+
+
+@pytest.mark.parametrize(("name", "where", "attribute", "mutant"), MUTANTS)
+def test_the_table_kills(name: str, where: object, attribute: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(where, attribute, mutant)
+    cells = _cells(SUBJECTS[name])
+    assert cells["coupled"] != "text"
+    assert name == "seed" or (cells["traversal"], cells["nss"]) != ("law", "law")
+
+
+def test_the_table_kills_greedy_rows_that_forget_the_path(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Row, "law_context", path_forgotten)
+    assert set(_cells(GREEDY).values()) & {"text", "law"} == set()
+
+
+def test_a_value_that_moves_nothing_is_noticed():
+    with pytest.raises(AssertionError, match="moves nothing"):
+        law_row(Subject("none", "", EVERYTHING.sampling, EVERYTHING.sampling))
+
+
+def _cells(subject: Subject) -> dict[str, str]:
+    verifiers = ("nss", "traversal", "coupled")
+    return dict(zip(verifiers, law_row(subject, verifiers)[3:], strict=True))
+
+
+@pytest.mark.parametrize("mutant", ["edited", "root"])
+def test_numbers_kill(mutant: str, monkeypatch: pytest.MonkeyPatch):
+    """Log-probabilities after the request's edits, or all of a step's told at its root."""
+    logprobs_of = judge.logprobs_of
+
+    def spoilt(logits_NV: Any, nodes: list[int], ids: list[int], num_top: int) -> Any:
+        if mutant == "root":
+            return logprobs_of(logits_NV, [nodes[0]] * len(nodes), ids, num_top)
+        return logprobs_of(logits_NV / 0.8, nodes, ids, num_top)
+
+    monkeypatch.setattr("engine.engine.logprobs_of", spoilt)
+    for verifier in VERIFIER_NAMES[:3]:
+        with pytest.raises(AssertionError):
+            told.check_numbers(verifier)
