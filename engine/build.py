@@ -103,7 +103,7 @@ def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) ->
     engine = build_engine(config, adaptive)
     if not config.audit_share:
         return engine
-    auditor = Auditor(config.audit_share, config.audit_tokens, config.dtype, secrets.randbits(63))
+    auditor = Auditor(config.audit_share, config.audit_tokens, config.dtype, secrets.randbits(63), engine.grammars)
     return AuditedEngine(engine, auditor)
 
 

@@ -163,7 +163,7 @@ class Engine:
         # 4. Judge every tree.
         verdicts = self._judge.judge(plan.decoding, growth.forest, logits_NV)
         watch.lap("judge")
-        probs = traced_probs(plan.decoding, growth, verdicts, logits_NV)
+        probs = traced_probs(plan.decoding, growth, verdicts, logits_NV, self.grammars)
         watch.lap("trace")
         # 5. Keep the accepted paths; tokens out.
         committed = self._commit(plan, growth, verdicts)

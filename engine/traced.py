@@ -25,6 +25,7 @@ class TracedSampling(msgspec.Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     typical_p: float = 1.0
+    grammar: str | None = None  # its kind; its text stays untold
 
 
 class TreeProbs(msgspec.Struct, frozen=True):

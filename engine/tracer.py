@@ -113,4 +113,5 @@ def _traced_sampling(sampling: SamplingParams) -> TracedSampling:
         bad_words=sampling.bad_words,
         min_tokens=sampling.min_tokens,
         typical_p=sampling.typical_p,
+        grammar=sampling.grammar.kind if sampling.grammar else None,
     )

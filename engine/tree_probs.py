@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.draft.growth import Growth
+from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import edited_logits
 from engine.plan import Row
 from engine.sampling import ranking_params, warped_laws
@@ -19,32 +20,37 @@ from engine.verify.verdict import Unjudged, Verdict
 
 
 def traced_probs(
-    rows: Sequence[Row], growth: Growth, verdicts: Sequence[Verdict | Unjudged], logits_NV: Float[Tensor, "N V"]
+    rows: Sequence[Row],
+    growth: Growth,
+    verdicts: Sequence[Verdict | Unjudged],
+    logits_NV: Float[Tensor, "N V"],
+    grammars: GrammarMasks | None = None,
 ) -> dict[str, TreeProbs]:
     """Return the probabilities in the judged trees of the decoding rows that are traced, by request.
 
     To be asked before the step is committed: the edits of a law depend on the text that a row had when its tree grew. `logits_NV`
-    are the target's raw ones after all trees' nodes.
+    are the target's raw ones after all trees' nodes. Rows with a grammar need `grammars`.
     """
     probs: dict[str, TreeProbs] = {}
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         if row.is_traced and isinstance(verdict, Verdict):
             first, end = growth.forest.offsets[index : index + 2]
             tree = growth.forest.trees[index]
-            probs[row.request_id] = _tree_probs(row, tree, verdict, growth.draft_probs[index], logits_NV[first:end])
+            paths = [tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(tree.num_nodes)]
+            edited_NV = edited_logits(logits_NV[first:end], [row.law_context(path_ids) for path_ids in paths], grammars)
+            probs[row.request_id] = _tree_probs(row, tree, verdict, growth.draft_probs[index], edited_NV)
     return probs
 
 
 def _tree_probs(
     row: Row, tree: TokenTree, verdict: Verdict, draft_probs: Sequence[float], logits_NV: Float[Tensor, "N V"]
 ) -> TreeProbs:
-    """Return the probabilities of one tree; `logits_NV` are those after its nodes.
+    """Return the probabilities of one tree; `logits_NV` are the edited ones after its nodes.
 
-    The laws are made once more from the same logits by the same rules as those that the tree was judged by.
+    The laws are made once more from the same logits by the same rules as those that the tree was judged by. Where edits leave no
+    token, all have probability 0.
     """
-    paths = [tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(tree.num_nodes)]
-    edited_NV = edited_logits(logits_NV, [row.law_context(path_ids) for path_ids in paths])
-    laws_NV = warped_laws(edited_NV, [ranking_params(row.sampling)] * tree.num_nodes)
+    laws_NV = warped_laws(logits_NV, [ranking_params(row.sampling)] * tree.num_nodes).nan_to_num(0.0)
     after = integers([*tree.parents[1:], verdict.path[-1]], laws_NV.device)
     token_ids = integers([*tree.token_ids[1:], verdict.extra_id], laws_NV.device)
     *target, extra = laws_NV[after, token_ids].tolist()

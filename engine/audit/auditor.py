@@ -28,6 +28,7 @@ from torch import Tensor
 from engine.audit.judgement import Judgement, Record, check_of
 from engine.audit.outcomes import Tally, tie_tolerance
 from engine.audit.pit import NUM_BINS, evenness
+from engine.grammar_masks import GrammarMasks
 from engine.keys import Stream, stream_key, uniform
 from engine.types import AuditStats, FinishReason, Request, TokenEvent
 
@@ -38,11 +39,15 @@ _MAX_TEXTS = 64  # texts that are being written or wait for their pass
 
 
 class Auditor:
-    """Owns the records and the sums. `share` of the requests, at most 64 at a time; 0 audits nothing."""
+    """Owns the records and the sums. `share` of the requests, at most 64 at a time; 0 audits nothing.
 
-    def __init__(self, share: float, num_tokens: int, dtype: str, seed: int) -> None:
+    Those that have a grammar need `grammars`.
+    """
+
+    def __init__(self, share: float, num_tokens: int, dtype: str, seed: int, grammars: GrammarMasks | None = None) -> None:
         self._share = share
         self._num_tokens = num_tokens
+        self._grammars = grammars
         self._tolerance = tie_tolerance(dtype)
         self._uniforms = (uniform(stream_key(seed, 0, Stream.EXTRA), index) for index in count())
         self._open: dict[str, Record] = {}
@@ -89,7 +94,7 @@ class Auditor:
         length is independent of what was said after it, so the choice cannot be seen in the tests.
         """
         record = min(self._waiting, key=lambda one: len(one.request.prompt_ids))
-        self._judgement = Judgement(record, self._tolerance, self._uniforms)
+        self._judgement = Judgement(record, self._tolerance, self._uniforms, self._grammars)
         return record
 
     def drop(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.audit.outcomes import Support, Tally, greedy_gaps, support_of, tally_gaps
 from engine.audit.pit import NUM_BINS, binned, transformed
 from engine.forcing import KnownText
+from engine.grammar_masks import GrammarMasks
 from engine.keys import Stream, stream_key
 from engine.logit_edits import edited_logits
 from engine.noise import gumbels
@@ -63,12 +64,13 @@ class Record:
 class Judgement:
     """What is found of one record, its leading tokens first. Owns its sums; whoever gives the pass up throws it away whole."""
 
-    def __init__(self, record: Record, tolerance: float, uniforms: Iterator[float]) -> None:
+    def __init__(self, record: Record, tolerance: float, uniforms: Iterator[float], grammars: GrammarMasks | None = None) -> None:
         self.record = record
         self.tally = Tally()
         self.bins = [0] * NUM_BINS
         self._tolerance = tolerance
         self._uniforms = uniforms
+        self._grammars = grammars
         self._history = list(record.request.prompt_ids)  # grows in place: a copy for every token would cost their square
 
     @property
@@ -91,7 +93,7 @@ class Judgement:
         sampling = self.record.request.sampling
         if not bool(torch.isfinite(logits_NV.amax(-1)).all()):
             return Tally(num_mismatch=len(token_ids))
-        edited_NV = edited_logits(logits_NV, self._contexts(token_ids))
+        edited_NV = edited_logits(logits_NV, self._contexts(token_ids), self._grammars)
         if self.record.check is Check.GREEDY:
             return tally_gaps(greedy_gaps(edited_NV, token_ids), self._tolerance)
 

@@ -60,9 +60,9 @@ class AuditPlan:
 
     def __post_init__(self) -> None:
         for sampling in (setting.sampling for setting in self.settings):
-            has_masks = sampling.allowed_token_ids is not None or sampling.bad_words or sampling.min_tokens
+            has_masks = sampling.allowed_token_ids is not None or sampling.bad_words or sampling.min_tokens or sampling.grammar
             if sampling.logit_bias or has_masks or sampling.typical_p < 1.0:
-                names = "logit_bias, allowed_token_ids, bad_words, min_tokens or typical_p"
+                names = "logit_bias, allowed_token_ids, bad_words, min_tokens, grammar or typical_p"
                 raise ValueError(f"the reference has no {names}, so they cannot be audited")
 
     def choice_settings(self) -> Iterator[Setting]:

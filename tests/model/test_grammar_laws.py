@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from engine import judge
+from engine.audit.auditor import Auditor
+from engine.audit.background import AuditedEngine
 from engine.config import SchedulerConfig
 from engine.engine import Engine
 from engine.grammars import CompiledGrammars
@@ -20,7 +22,7 @@ from engine.plan import Row
 from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
 from engine.tree import PLAIN, Expansion
-from engine.types import FinishReason, Grammar, GrammarKind, Request, SamplingParams, Speculation
+from engine.types import FinishReason, Grammar, GrammarKind, Progress, Request, SamplingParams, Speculation
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.driving import run
 from tests.model.grammars import ALL, EOS, LARK, REGEX, GrammarProcessor, ids_of, text_of, vocabulary
@@ -264,3 +266,48 @@ def test_texts_kill_a_judge_that_masks_nothing(monkeypatch):
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     outcome = run(engine_of(Expansion(2, 2, 2)), [request_of(REGEX, temperature=0.0)]).outcomes["r"]
     assert outcome.ids != generated(REGEX)
+
+
+@pytest.mark.parametrize("name", ["schema", "lark"])
+def test_a_resumed_text_goes_on_as_if_nothing_had_been(name):
+    request = request_of(ALL[name], seed=3, temperature=1.5)
+    text = seeded_text(ALL[name], 3)
+    for cut in (1, 4, len(text) - 1):
+        told = replace(request, progress=Progress(tuple(text[:cut])))
+        assert run(engine_of(Expansion(2, 2, 2)), [told]).outcomes["r"].ids == text[cut:]
+
+
+def test_traced_steps_tell_the_masked_laws():
+    asked = replace(request_of(REGEX, seed=3, temperature=1.5), speculation=Speculation(is_traced=True))
+    outcome = run(engine_of(Expansion(2, 2, 2)), [asked]).outcomes["r"]
+    assert outcome.ids == seeded_text(REGEX, 3)
+    text = list(PROMPT)
+    for event in outcome.events:
+        assert event.trace is not None
+        row = event.trace.row
+        law = law_after(REGEX, text, 1.5)
+        first = [(row.tree.token_ids[v], p) for v, p in enumerate(row.probs.target, 1) if row.tree.parents[v] == 0]
+        assert all(p == pytest.approx(float(law[token_id]), abs=1e-4) for token_id, p in first)
+        text += event.token_ids
+
+
+AUDITED = [{"temperature": 0.0}, {"seed": 3, "temperature": 1.5}, {"temperature": 1.5}]
+
+
+def mismatches(expansion: Expansion) -> dict[str, int]:
+    engine = engine_of(expansion)
+    audited = AuditedEngine(engine, Auditor(1.0, 16, "float32", 1, engine.grammars))
+    for index, fields in enumerate(AUDITED):
+        audited.add(request_of(REGEX, str(index), **fields))
+    found: Counter[str] = Counter()
+    while audited.has_work:
+        for check, counts in (audit.outcomes if (audit := audited.step().stats.audit) else {}).items():
+            assert counts["match"] + counts["mismatch"] > 4
+            found[check] += counts["mismatch"]
+    return dict(found)
+
+
+def test_the_audit_judges_by_the_masked_law(monkeypatch):
+    assert mismatches(Expansion(2, 2, 2)) == {"greedy": 0, "coupled": 0, "sampled": 0}
+    monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
+    assert all(mismatches(Expansion(2, 2, 2)).values())

@@ -138,7 +138,7 @@ def of_the_node_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unedited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tree_probs.edited_logits", lambda logits_NV, _: logits_NV)
+    monkeypatch.setattr("engine.tree_probs.edited_logits", lambda logits_NV, *_: logits_NV)
 
 
 def unwarped(monkeypatch: pytest.MonkeyPatch) -> None:
