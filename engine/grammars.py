@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from engine.types import Grammar, GrammarKind
 
 _MAX_REASON_CHARS = 500
-_MAX_COMPILED = 64
+_MAX_COMPILED = 32
 # A state of the lexer takes 1 to 2 kB, a mask at most 7 ms of lexing; beyond a limit a text ends with an error.
 _LIMITS = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, step_lexer_fuel=100_000, verbose_errors=False)
 _UNHONOURED = re.compile(r"^[^#\n\"/]*\[[^\]\n]*\b(temperature)\b", re.MULTILINE)  # the library reads it and does nothing

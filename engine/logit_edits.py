@@ -175,13 +175,11 @@ def _ends_with(history: Sequence[int], path: tuple[int, ...], end: tuple[int, ..
 
 
 def _hold_to_grammar(logits_MV: Float[Tensor, "M V"], texts: _Texts, grammars: GrammarMasks | None) -> None:
-    """Rule out what cannot come after each text; masks come from the host, a bit a token, and spread where logits are."""
+    """Rule out what cannot come after each text. The masks are made and spread on the host, which is cheap."""
     if texts.sampling.grammar is None:
         return
     if grammars is None:
         raise ValueError("a text is to be held to a grammar, and nothing knows the bytes of tokens")
     words_MW = grammars.allowed(texts.sampling.grammar, texts.history, texts.num_prompt_tokens, texts.paths)
-    bytes_MB = torch.from_numpy(words_MW.view(np.uint8)).to(logits_MV.device)
-    bits_8 = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits_MV.device)
-    is_ruled_out_MV = ((bytes_MB[:, :, None] & bits_8) == 0).flatten(1)[:, : logits_MV.shape[-1]]
-    logits_MV.masked_fill_(is_ruled_out_MV, float("-inf"))
+    ruled_out = np.unpackbits(~words_MW.view(np.uint8), axis=1, bitorder="little", count=logits_MV.shape[-1])
+    logits_MV.masked_fill_(torch.from_numpy(ruled_out.view(np.bool_)).to(logits_MV.device), float("-inf"))
