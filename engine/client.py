@@ -13,13 +13,14 @@ from pathlib import Path
 
 from engine.black_box import StepNote
 from engine.config import SchedulerConfig
+from engine.crash_dump import CrashDumps, Death
 from engine.ledger import MAX_RETRY_S, Ledger, clamped_retry_s
 from engine.link import Launcher, WorkerDied, WorkerLink
 from engine.listeners import Listener, Listeners
 from engine.readmission import Readmission
 from engine.service import EngineHealth, EngineState, EngineUnavailable
 from engine.supervision import DeathRecord, Supervision
-from engine.types import ErrorCode, ModelInfo, Request, TokenEvent
+from engine.types import ErrorCode, ModelInfo, Request, StepStats, TokenEvent
 from engine.wire import Abort, Add, Letter, Ready, Report, Turn, encoded
 
 _logger = logging.getLogger(__name__)
@@ -35,12 +36,20 @@ class WorkerClient:
                             +-----------> FAILED <------+             from anywhere: STOPPING -> STOPPED
     """
 
-    def __init__(self, launcher: Launcher, limits: SchedulerConfig, supervision: Supervision | None = None) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        limits: SchedulerConfig,
+        supervision: Supervision | None = None,
+        dumps: CrashDumps | None = None,
+    ) -> None:
         self._launcher = launcher
         self._supervision = supervision or Supervision()
         self._ledger = Ledger(limits, self._post_abort)
         self._readmission = Readmission(self._ledger, self._post_add, self._supervision.max_deaths, limits.max_running)
         self._listeners = Listeners()
+        self._dumps = dumps
+        self._last_stats: StepStats | None = None  # of the worker that lives
         self._deaths = DeathRecord(self._supervision)
         self._state = EngineState.STOPPED
         self._detail = ""
@@ -66,7 +75,7 @@ class WorkerClient:
     def health(self) -> EngineHealth:
         """Where the engine stands; `detail` tells of the last death, also after recovery."""
         age_s = self._link.heartbeat_age_s if self._link else None
-        return EngineHealth(self._state, age_s, max(0, self._num_launches - 1), self._detail)
+        return EngineHealth(self._state, age_s, max(0, self._num_launches - 1), self._detail, self._readmission.num_resumed)
 
     @property
     def worker_pid(self) -> int | None:
@@ -176,7 +185,7 @@ class WorkerClient:
         if not self._is_needed:
             return
         self._num_launches += 1
-        self._launched_at, self._ready_at = time.monotonic(), None
+        self._launched_at, self._ready_at, self._last_stats = time.monotonic(), None, None
         link = self._link = WorkerLink(self._launcher, folder, self._num_launches, self._supervision)
         try:
             async for report in link.reports():
@@ -195,6 +204,7 @@ class WorkerClient:
                 self._ledger.deliver(events)
                 self._readmission.go_on()
                 if stats is not None:
+                    self._last_stats = stats
                     self._listeners.tell(stats)
 
     def _be_ready(self, info: ModelInfo) -> None:
@@ -212,10 +222,13 @@ class WorkerClient:
             return
         if not self._is_stopping:
             self._state = EngineState.RESTARTING
-        self._deaths.note(None if self._ready_at is None else time.monotonic() - self._ready_at)
+        served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
+        self._deaths.note(served_s)
         verb = "did not start" if self._ready_at is None else "died"
         self._detail = f"the engine's worker {verb}: {cause}"
         _logger.error("%s (worker %d, %d requests in flight)", self._detail, self._num_launches, len(self._ledger))
+        if self._dumps is not None:
+            self._dumps.write(Death(cause, self._num_launches, served_s, note, self._last_stats), self._ledger.entries)
         self._readmission.end(note.request_ids if note else None, cause)
 
     def _give_up(self) -> None:

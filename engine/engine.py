@@ -5,7 +5,7 @@ Synchronous and single-threaded; the worker turns its loop. Knows token ids, nev
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
@@ -21,9 +21,9 @@ from engine.draft.growth import Growth, grow, learn, plain_growth
 from engine.forcing import TeacherForcing
 from engine.grammar_masks import GrammarMasks
 from engine.grammars import CompiledGrammars, no_grammars
-from engine.judge import Judge, logprobs_of
+from engine.judge import NOT_FINITE, Judge, logprobs_of
 from engine.pairs import verifier_for
-from engine.plan import Feeding, StepPlan
+from engine.plan import Feeding, Row, StepPlan
 from engine.policy import ExpansionPolicy
 from engine.prompt_scores import scored_by, scores_of, with_scores
 from engine.refusal import refused, require_runnable
@@ -158,20 +158,22 @@ class Engine:
         places = [place for one in scored for place in one.places]
         logits_NV = self._target.forward(plan, growth.forest.trees, places)
         logits_NV, logits_SV = logits_NV[: growth.forest.num_nodes], logits_NV[growth.forest.num_nodes :]
-        prompt_scores = scores_of(scored, logits_SV)
+        prompts = scores_of(scored, logits_SV)
         watch.lap("verify")
         # 4. Judge every tree.
         verdicts = self._judge.judge(plan.decoding, growth.forest, logits_NV)
+        verdicts = [NOT_FINITE if row.request_id in prompts.broken else one for row, one in zip(plan.decoding, verdicts)]
         watch.lap("judge")
         probs = traced_probs(plan.decoding, growth, verdicts, logits_NV, self.grammars)
         watch.lap("trace")
         # 5. Keep the accepted paths; tokens out.
+        self._commit_chunks(plan, prompts.broken)
         committed = self._commit(plan, growth, verdicts)
         if self._roots.is_watching:
             self._roots.note(_endings(committed, growth), logits_NV, growth.forest.draft_laws_RV)
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_ends(), *(self._event(one, logits_NV) for one in committed)]
-        events = with_scores(events, prompt_scores)
+        events = with_scores(events, prompts.told)
         watch.lap("commit")
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         self._policy.observe(feedback_of(record))
@@ -217,11 +219,20 @@ class Engine:
             return plain_growth(plan.rows, model.vocab_size, model.device)
         return grow(self._drafter, plan.rows, model.vocab_size, model.device, self._calibrations, self.grammars)
 
-    def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | Unjudged]) -> list[RowOutcome]:
-        """Commit chunks and paths; return what became of the decoding rows, in order."""
+    def _commit_chunks(self, plan: StepPlan, broken: Set[str]) -> None:
+        """Commit the chunks of prompts; end the requests whose prompt has broken laws."""
         for row in plan.rows:
-            if not row.is_decoding:
+            if row.is_decoding:
+                continue
+            if row.request_id in broken:
+                self._scheduler.remove(row.request_id)
+                self._let_go(row.request_id)
+                self._ended.append(_failure(row, NOT_FINITE))
+            else:
                 self._scheduler.commit_chunk(row)
+
+    def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | Unjudged]) -> list[RowOutcome]:
+        """Commit paths; return what became of the decoding rows, in order."""
         outcomes = []
         for index, (row, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
             emission = None
@@ -239,9 +250,7 @@ class Engine:
         """Return the row's event; log-probabilities are read here, where the logits still are."""
         row, emission, verdict = outcome.row, outcome.emission, outcome.verdict
         if isinstance(verdict, Unjudged):
-            text = f"{verdict.reason} (at position {row.root_position})"
-            _logger.error("request %s: %s", row.request_id, text)
-            return TokenEvent(row.request_id, finish=FinishReason.ERROR, error=text)
+            return _failure(row, verdict)
         assert emission is not None  # a judged row was committed
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.sampling.num_logprobs is not None:
@@ -262,6 +271,13 @@ class Engine:
                 place for place, source in enumerate(outcome.accepted_sources) if source is DraftSource.PREDICTION
             ),
         )
+
+
+def _failure(row: Row, why: Unjudged) -> TokenEvent:
+    """Return the last event of a request whose step came to nothing."""
+    text = f"{why.reason} (at position {row.root_position})"
+    _logger.error("request %s: %s", row.request_id, text)
+    return TokenEvent(row.request_id, finish=FinishReason.ERROR, error=text, error_code=why.code)
 
 
 def _tell_nobody(_: StepNote) -> None:

@@ -18,7 +18,7 @@ from engine.logit_edits import edited_logits
 from engine.plan import LawContext, Row
 from engine.sampling import warped_laws
 from engine.tree import TokenTree
-from engine.types import TokenLogprobs
+from engine.types import ErrorCode, TokenLogprobs
 from engine.verify.coupled import judge_greedy
 from engine.verify.errors import LawError
 from engine.verify.rules import create_verifier
@@ -41,7 +41,7 @@ class Judge:
         has_law_N = torch.isfinite(edited_NV.amax(-1))
         if edited_NV is not logits_NV and not bool(has_law_N.all()):
             edited_NV = torch.where(has_law_N[:, None], edited_NV, logits_NV)
-        judged: list[Verdict | Unjudged] = [_WAITING if sound else _BROKEN for sound in self._sound(forest, logits_NV)]
+        judged: list[Verdict | Unjudged] = [_WAITING if sound else NOT_FINITE for sound in self._sound(forest, logits_NV)]
         for rule in dict.fromkeys(_rule(row) for row in rows):
             indices = [i for i, row in enumerate(rows) if _rule(row) == rule and judged[i] is _WAITING]
             for index, verdict in self._by_rule(rule, indices, rows, forest, edited_NV):
@@ -49,8 +49,8 @@ class Judge:
         return _unless_lawless(judged, forest, has_law_N.tolist())
 
     def _sound(self, forest: Forest, logits_NV: Tensor) -> list[bool]:
-        """Return for each tree whether no logit is NaN and no maximum infinite (-inf is a masked token and sound)."""
-        is_sound = [math.isfinite(maximum) for maximum in logits_NV.amax(-1).tolist()]
+        """Return for each tree whether all its logits are."""
+        is_sound = are_sound(logits_NV)
         return [all(is_sound[first:end]) for first, end in zip(forest.offsets, forest.offsets[1:])]
 
     def _by_rule(
@@ -66,7 +66,8 @@ class Judge:
             _logger.error("verifier %s: %s", rule, error)
             rest = [index for index in indices if index not in refused]
             judged = self._by_rule(rule, rest, rows, forest, logits_NV)
-            return [*judged, *((index, Unjudged(f"verification failed: {error.reason}")) for index in refused)]
+            failed = Unjudged(f"verification failed: {error.reason}", ErrorCode.VERIFICATION_FAILED)
+            return [*judged, *((index, failed) for index in refused)]
 
     def _verdicts(
         self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, logits_NV: Tensor
@@ -83,9 +84,11 @@ class Judge:
 
 
 _GREEDY = "greedy"
-_WAITING = Unjudged("not judged yet")
-_BROKEN = Unjudged("the target's logits are not finite")
-_LAWLESS = Unjudged("bias, penalties, allowed tokens, bad words and grammar leave no token that could come")
+_WAITING = Unjudged("not judged yet", ErrorCode.VERIFICATION_FAILED)
+NOT_FINITE = Unjudged("the target's logits are not finite", ErrorCode.LOGITS_NOT_FINITE)
+_LAWLESS = Unjudged(
+    "bias, penalties, allowed tokens, bad words and grammar leave no token that could come", ErrorCode.NO_POSSIBLE_TOKEN
+)
 
 
 def _unless_lawless(judged: Sequence[Verdict | Unjudged], forest: Forest, has_law: Sequence[bool]) -> list[Verdict | Unjudged]:
@@ -108,6 +111,11 @@ def _contexts(row: Row, tree: TokenTree) -> list[LawContext]:
 
 def _rule(row: Row) -> str:
     return _GREEDY if row.sampling.is_greedy else row.verifier
+
+
+def are_sound(logits_NV: Float[Tensor, "N V"]) -> list[bool]:
+    """Return for each row whether no logit is NaN and the maximum not infinite (-inf is a masked token and sound)."""
+    return [math.isfinite(maximum) for maximum in logits_NV.amax(-1).tolist()]
 
 
 def logprobs_of(

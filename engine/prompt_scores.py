@@ -6,11 +6,12 @@ is fed again after a preemption. Shape key: S packed tokens asked about, V vocab
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.judge import logprobs_of
+from engine.judge import are_sound, logprobs_of
 from engine.plan import Row, StepPlan
 from engine.tree import TokenTree
 from engine.types import TokenEvent, TokenLogprobs
@@ -40,11 +41,22 @@ def scored_by(plan: StepPlan, trees: Sequence[TokenTree]) -> list[Scored]:
     return found
 
 
-def scores_of(scored: Sequence[Scored], logits_SV: Float[Tensor, "S V"]) -> dict[str, tuple[TokenLogprobs, ...]]:
+class PromptScores(NamedTuple):
+    """What a step tells of prompts, by request, and the requests whose laws are none: their logits are not finite."""
+
+    told: dict[str, tuple[TokenLogprobs, ...]]
+    broken: frozenset[str]
+
+
+def scores_of(scored: Sequence[Scored], logits_SV: Float[Tensor, "S V"]) -> PromptScores:
     """Return the log-probabilities by request; `logits_SV` are those at all the places, in order."""
     scores: dict[str, tuple[TokenLogprobs, ...]] = {}
+    is_sound = are_sound(logits_SV)
+    broken = []
     first = 0
     for one in scored:
+        if not all(is_sound[first : first + len(one.token_ids)]):
+            broken.append(one.row.request_id)
         num_top = one.row.sampling.num_prompt_logprobs or 0
         parts: list[TokenLogprobs] = []
         for begin in range(0, len(one.token_ids), _ROWS_AT_ONCE):
@@ -53,7 +65,7 @@ def scores_of(scored: Sequence[Scored], logits_SV: Float[Tensor, "S V"]) -> dict
             parts.extend(logprobs_of(logits_SV, nodes, ids, num_top))
         scores[one.row.request_id] = tuple(parts)
         first += len(one.token_ids)
-    return scores
+    return PromptScores({name: told for name, told in scores.items() if name not in broken}, frozenset(broken))
 
 
 def with_scores(events: Sequence[TokenEvent], scores: Mapping[str, tuple[TokenLogprobs, ...]]) -> list[TokenEvent]:

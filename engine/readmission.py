@@ -30,6 +30,7 @@ class Readmission:
         self._suspects: deque[Entry] = deque()
         self._on_trial: Entry | None = None
         self._unheard: list[Entry] = []  # handed over since the worker last spoke
+        self.num_resumed = 0  # requests taken back from dead workers, each as often as it was
         self._is_open = False  # a worker is ready, and nobody is on trial
 
     def enter(self, request: Request) -> EventStream:
@@ -77,11 +78,17 @@ class Readmission:
     def end(self, running: Set[str] | None, cause: str) -> None:
         """Take back what a dead worker had, `running` in its last step (None: unknown); give up who was there alone, on trial."""
         self._is_open = False
-        is_alone = self._ledger.num_posted == 1
+        taken = [entry for entry in self._ledger.entries if entry.is_posted]
         suspect, self._on_trial = self._on_trial, None
         self._ledger.recall(None if running is None else {*running, *(entry.request.request_id for entry in self._unheard)})
         self._unheard.clear()
-        if suspect is not None and is_alone and suspect in self._ledger.entries and suspect.num_deaths > self._max_deaths:
+        self.num_resumed += sum(entry in self._ledger.entries for entry in taken)
+        if (
+            suspect is not None
+            and taken == [suspect]
+            and suspect in self._ledger.entries
+            and suspect.num_deaths > self._max_deaths
+        ):
             text = f"{suspect.num_deaths} workers died of this request, the last when it ran alone: {cause}"
             _logger.error("request %s is given up: %s", suspect.request.request_id, text)
             self._ledger.fail(suspect, ErrorCode.WORKER_CRASHED, text)

@@ -24,12 +24,16 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Where the engine stands. `heartbeat_age_s` is the time since the worker last said anything; None before it first did."""
+    """Where the engine stands. `heartbeat_age_s` is the time since the worker last said anything; None before it first did.
+
+    `num_resumed` counts the requests that were taken back from dead workers to go on in the next.
+    """
 
     state: EngineState
     heartbeat_age_s: float | None
     num_restarts: int
     detail: str = ""
+    num_resumed: int = 0
 
 
 class EngineError(Exception):

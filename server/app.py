@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -10,7 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.client import WorkerClient
+from engine.crash_dump import CrashDumps
 from engine.service import EngineError, EngineService
+from engine.supervision import Supervision
 from engine.weights import resolve
 from engine.worker import ProcessLauncher
 from server.assembly import served_engine
@@ -88,7 +91,9 @@ def _add_error_answers(app: FastAPI) -> None:
 
 def _worker(settings: Settings) -> EngineService:
     config = settings.to_engine_config()
-    return WorkerClient(ProcessLauncher(config, served_engine), config.scheduler)
+    supervision = Supervision(hang_limit_s=settings.hang_limit_s, max_deaths=settings.max_deaths)
+    dumps = CrashDumps(Path(settings.crash_dump_dir), settings.crash_dump_texts) if settings.crash_dump_dir else None
+    return WorkerClient(ProcessLauncher(config, served_engine), config.scheduler, supervision, dumps)
 
 
 def _tokenizer_of(reference: str) -> Tokenizer:

@@ -106,7 +106,7 @@ class Generation:
         sample.meter.on_event(event)
         if event.finish is FinishReason.ERROR:
             self._unfinished = FinishReason.ERROR
-            raise GenerationFailed(event.error or "the engine failed on this request")
+            raise GenerationFailed(event.error or "the engine failed on this request", code=event.error_code)
         if event.finish is FinishReason.ABORT:
             raise Overloaded("the server is shutting down", "engine_unavailable", 1.0)
         piece = sample.choice.take(event)

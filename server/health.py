@@ -5,6 +5,7 @@ lately; and a request would be taken now, which needs both and a tokenizer (Runt
 from pydantic import BaseModel
 
 from engine.service import EngineState
+from server.errors import MAX_MESSAGE_CHARS, clipped
 from server.runtime import Runtime
 
 
@@ -15,11 +16,31 @@ class HealthReport(BaseModel):
     state: str
     heartbeat_age_s: float | None
     restarts: int
+    reason: str | None = None
 
 
-def health_report(runtime: Runtime) -> HealthReport:
-    """Return where the engine stands now."""
+def health_report(runtime: Runtime, has_detail: bool) -> HealthReport:
+    """Return where the engine stands now; `has_detail` tells the engine's own words too, which may name paths."""
     engine = runtime.engine.health
     is_silent = engine.state is EngineState.READY
     status = "ready" if runtime.is_ready else "healthy" if runtime.is_healthy else "silent" if is_silent else "unavailable"
-    return HealthReport(status=status, state=engine.state, heartbeat_age_s=engine.heartbeat_age_s, restarts=engine.num_restarts)
+    return HealthReport(
+        status=status,
+        state=engine.state,
+        heartbeat_age_s=engine.heartbeat_age_s,
+        restarts=engine.num_restarts,
+        reason=None if runtime.is_ready else _reason(runtime, has_detail),
+    )
+
+
+def _reason(runtime: Runtime, has_detail: bool) -> str:
+    """Return why no request would be taken now."""
+    engine = runtime.engine.health
+    if engine.state is not EngineState.READY:
+        detail = engine.detail if has_detail else ""
+        return clipped(f"the engine is {engine.state}: {detail}".rstrip(": "), MAX_MESSAGE_CHARS)
+    if runtime.is_healthy:
+        return "the server is not ready yet, or shuts down"
+    if engine.heartbeat_age_s is None:
+        return "the engine has not said a word yet"
+    return f"the engine has said nothing for {engine.heartbeat_age_s:.1f} s"

@@ -98,6 +98,24 @@ class Settings(BaseSettings):
     max_heartbeat_age_s: float = Field(
         default=10.0, gt=0, description="/ready and /health fail if the engine has been silent for longer."
     )
+    hang_limit_s: float = Field(
+        default=60.0,
+        ge=2,
+        description="Seconds of silence after which the engine's worker is killed and started again; a long prefill on a slow "
+        "machine is one silent step.",
+    )
+    max_deaths: int = Field(
+        default=3,
+        ge=1,
+        description="Workers in a row that die over a request, without a token of it in between, before it is tried alone; the "
+        "next one ends it.",
+    )
+    crash_dump_dir: str | None = Field(
+        default=None, description="Folder for a JSON file of each death of a worker, the last 100 (docs/faults.md); unset: none."
+    )
+    crash_dump_texts: bool = Field(
+        default=False, description="Write the tokens of prompts and answers, bad words and grammars to crash dumps too."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe log line written.")
     log_format: Literal["text", "json"] = Field(default="text", description="How a log line is written.")
 

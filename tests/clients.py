@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from engine.client import WorkerClient
 from engine.config import EngineConfig, SchedulerConfig
+from engine.crash_dump import CrashDumps
 from engine.desk import EngineFactory
 from engine.service import EngineService, EngineState
 from engine.supervision import Supervision
@@ -30,10 +31,11 @@ def worker_client(
     scheduler: SchedulerConfig | None = None,
     supervision: Supervision = SWIFT,
     kind: type[WorkerClient] = WorkerClient,
+    dumps: CrashDumps | None = None,
 ) -> WorkerClient:
     """Return a client, not started, of a worker that will count."""
     config = EngineConfig(model, scheduler=scheduler or SchedulerConfig())
-    return kind(ProcessLauncher(config, factory), config.scheduler, supervision)
+    return kind(ProcessLauncher(config, factory), config.scheduler, supervision, dumps)
 
 
 @asynccontextmanager

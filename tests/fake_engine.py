@@ -10,7 +10,7 @@ from itertools import cycle
 
 from engine.service import EngineBusy, EngineHealth, EngineState, EngineUnavailable
 from engine.tree import Expansion
-from engine.types import FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
+from engine.types import ErrorCode, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
 
 Script = Callable[[Request], Sequence[int]]
 
@@ -40,6 +40,7 @@ class FakeEngine:
     drafter: str = "ngram"
     max_living: int = 1000
     fail_after: int | None = None
+    fail_code: ErrorCode = ErrorCode.WORKER_CRASHED
     gate: asyncio.Event | None = None
     num_free_events: int = 1
     start_gate: asyncio.Event | None = None
@@ -119,7 +120,9 @@ class FakeEngine:
                     return
                 self._step(event)
                 if number == self.fail_after:
-                    event = TokenEvent(request.request_id, finish=FinishReason.ERROR, error="the step failed")
+                    event = TokenEvent(
+                        request.request_id, finish=FinishReason.ERROR, error="the step failed", error_code=self.fail_code
+                    )
                 if event.finish is not None:
                     self.living.pop(request.request_id, None)
                 yield event

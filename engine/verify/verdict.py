@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.forest import Forest
 from engine.keys import StepKey
+from engine.types import ErrorCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Unjudged:
-    """A tree that no verdict can be given on; `reason` says why in a sentence. Its request ends with it."""
+    """A tree that no verdict can be given on; `reason` says why in a sentence, `code` in a word. Its request ends with it."""
 
     reason: str
+    code: ErrorCode
 
 
 class Verifier(Protocol):

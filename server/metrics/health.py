@@ -26,6 +26,11 @@ class HealthCollector(Collector):
         restarts = CounterMetricFamily("latebranch_engine_restarts", "Times the engine was started again.", labels=LABELS)
         restarts.add_metric(self._values, health.num_restarts)
         yield restarts
+        resumed = CounterMetricFamily(
+            "latebranch_resumed_requests", "Samples that a dead engine left and the next one went on with.", labels=LABELS
+        )
+        resumed.add_metric(self._values, health.num_resumed)
+        yield resumed
         age = GaugeMetricFamily(
             "latebranch_engine_heartbeat_age_seconds",
             "Seconds since the engine last said anything; absent before.",

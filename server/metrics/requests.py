@@ -6,7 +6,7 @@ The engine says with a sample's first tokens how long it was queued; the rest of
 import time
 from collections.abc import Callable
 
-from engine.types import FinishReason, TokenEvent
+from engine.types import ErrorCode, FinishReason, TokenEvent
 from server.metrics.families import (
     FIRST_TOKEN_BUCKETS,
     REQUEST_BUCKETS,
@@ -28,6 +28,10 @@ class RequestMetrics:
         self._add_lengths(families, length_buckets(max_model_len))
         ends = [reason.value for reason in FinishReason]
         self.success = families.counters("vllm:request_success", "Samples ended, by reason.", "finished_reason", ends)
+        self.failures = families.counters(
+            "latebranch_failed_requests", "Samples that the engine gave up, by why.", "code", [code.value for code in ErrorCode]
+        )
+        self.corrupted = families.counter("vllm:corrupted_requests", "Samples ended by logits that were not finite.")
         self.rejections = families.counters(
             "latebranch_rejected_requests", "Requests that were not taken.", "reason", list(_REJECTIONS)
         )
@@ -90,6 +94,9 @@ class SampleMeter:
         if event.token_ids:
             self._queued_s = event.queued_s or self._queued_s
             self._on_tokens(event)
+        if event.error_code is not None:
+            self._metrics.failures(event.error_code.value).inc()
+            self._metrics.corrupted.inc(event.error_code is ErrorCode.LOGITS_NOT_FINITE)
 
     def _on_tokens(self, event: TokenEvent) -> None:
         now_s = self._clock()

@@ -29,14 +29,14 @@ async def live() -> dict[str, str]:
 async def ready(request: Request) -> Response:
     """Answer 200 if a request would be taken now; 503 also if the engine is silent, so that a balancer turns elsewhere."""
     runtime = runtime_of(request)
-    return JSONResponse(health_report(runtime).model_dump(), 200 if runtime.is_ready else 503)
+    return JSONResponse(health_report(runtime, has_detail=True).model_dump(), 200 if runtime.is_ready else 503)
 
 
 @router.get("/health", response_model=HealthReport, responses={**_NOT_READY})
 async def health(request: Request) -> Response:
     """Answer 200 if the engine is ready and has given a sign of life lately."""
     runtime = runtime_of(request)
-    return JSONResponse(health_report(runtime).model_dump(), 200 if runtime.is_healthy else 503)
+    return JSONResponse(health_report(runtime, has_detail=False).model_dump(), 200 if runtime.is_healthy else 503)
 
 
 @router.get("/load", responses={401: ERRORS[401]})

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from engine.service import EngineState
-from engine.types import FinishReason, StepStats, TokenEvent
+from engine.types import ErrorCode, FinishReason, StepStats, TokenEvent
 from server.metrics import Metrics
 from tests.api.harness import chat, completion, in_process, make_app, sample, until
 from tests.fake_engine import FakeEngine, says
@@ -30,10 +30,15 @@ async def test_live_ready_and_healthy_are_apart():
             await asyncio.sleep(0)
         engine.heartbeat_age_s = 5.1  # it hangs
         assert await statuses() == [200, 503, 503]
-        report = {"status": "silent", "state": "ready", "heartbeat_age_s": 5.1, "restarts": 0}
+        reason = "the engine has said nothing for 5.1 s"
+        report = {"status": "silent", "state": "ready", "heartbeat_age_s": 5.1, "restarts": 0, "reason": reason}
         assert (await client.get("/health")).json() == report
-        engine.state, engine.heartbeat_age_s = EngineState.RESTARTING, None
+        engine.state, engine.heartbeat_age_s, engine.start_error = EngineState.RESTARTING, None, "no weights in /secret"
         assert await statuses() == [200, 503, 503]
+        assert (await client.get("/ready")).json()["reason"] == "the engine is restarting: no weights in /secret"
+        assert (await client.get("/health")).json()["reason"] == "the engine is restarting", "it needs no key"
+        engine.state, engine.heartbeat_age_s = EngineState.READY, 0.0
+        assert (await client.get("/health")).json()["reason"] is None
 
 
 @pytest.mark.parametrize("fails_while", ["starting", "serving"])
@@ -288,3 +293,20 @@ async def test_every_metric_is_documented():
     families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     ours = [name for name in families if name.startswith(("vllm:", "latebranch_", "http_")) and not name.endswith("_created")]
     assert sorted(ours) == sorted(re.findall(r"^\| `([a-z0-9_:]+)` \|", documented, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("code", "num_corrupted"), [(ErrorCode.LOGITS_NOT_FINITE, 1), (ErrorCode.WORKER_CRASHED, 0)])
+async def test_why_the_engine_gave_a_request_up_is_told_and_counted(code: ErrorCode, num_corrupted: int):
+    async with in_process(FakeEngine(fail_after=0, fail_code=code)) as client:
+        response = await client.post("/v1/completions", json=completion(max_tokens=4))
+        assert response.status_code == 500
+        assert response.json()["error"] == {
+            "message": "the step failed",
+            "type": "server_error",
+            "param": None,
+            "code": code.value,
+        }
+        samples = await sample(client)
+        assert samples[f'latebranch_failed_requests_total{{code="{code}",engine="0",model_name="fake"}}'] == 1
+        assert samples[f"vllm:corrupted_requests_total{LABELS}"] == num_corrupted
+        assert samples[f"latebranch_resumed_requests_total{LABELS}"] == 0

@@ -1,6 +1,7 @@
 """Workers that die, hang or never start: what they left unfinished goes on where it was, and each request ends once."""
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ import engine.worker
 from engine.black_box import StepNote
 from engine.client import WorkerClient
 from engine.config import EngineConfig, SchedulerConfig
+from engine.crash_dump import CrashDumps
 from engine.desk import SteppedEngine
 from engine.link import WorkerLink
 from engine.service import EngineState, EngineUnavailable
@@ -95,8 +97,10 @@ async def test_a_client_that_loses_or_repeats_is_noticed(kind: type[WorkerClient
 @pytest.mark.parametrize(
     ("trick", "error"), [(Trick.RAISE, "RuntimeError: an evil forward"), (Trick.KILL, "it was killed by signal 9 (Killed)")]
 )
-async def test_a_request_that_kills_each_worker_is_given_up_and_the_others_complete(trick: Trick, error: str) -> None:
-    client = worker_client(supervision=IMPATIENT)
+async def test_a_request_that_kills_each_worker_is_given_up_and_the_others_complete(
+    trick: Trick, error: str, tmp_path: Path
+) -> None:
+    client = worker_client(supervision=IMPATIENT, dumps=CrashDumps(tmp_path / "dumps"))
     async with running(client):
         good = [asyncio.create_task(collect(client, counting_request(f"g{n}", Trick.PACE, 0, max_tokens=9))) for n in range(3)]
         await asyncio.sleep(0)
@@ -108,6 +112,10 @@ async def test_a_request_that_kills_each_worker_is_given_up_and_the_others_compl
             assert tokens_of(events) == list(range(1, 10))
         assert tokens_of(await collect(client, counting_request("late", 1, max_tokens=1))) == [2]
         assert client.health.num_restarts in (2, 3)
+        dumps = [json.loads(path.read_bytes()) for path in sorted((tmp_path / "dumps").iterdir())]
+        assert len(dumps) == client.health.num_restarts
+        assert [row["request_id"] for row in dumps[-1]["last_step_begun"]["rows"]] == ["evil"]
+        assert {dump["cause"] for dump in dumps} == {error}
 
 
 async def test_a_leak_found_when_idle_replaces_the_worker() -> None:

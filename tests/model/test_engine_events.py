@@ -15,7 +15,7 @@ from engine.refusal import RequestRefused
 from engine.scheduler import Scheduler
 from engine.testing import tiny_engine, tiny_module
 from engine.tree import Expansion
-from engine.types import FinishReason, Request, SamplingParams, Speculation
+from engine.types import ErrorCode, FinishReason, Request, SamplingParams, Speculation
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.passes import CPU
 from tests.model.test_engine import LONG, TIGHT, engine_of, generated, mixed_requests, seeded_text
@@ -126,6 +126,7 @@ def test_nan_is_an_error_of_the_one_request_it_concerns(kind, has_drafter):
     event = session.outcomes["broken"].events[-1]
     assert (event.finish, event.token_ids) == (FinishReason.ERROR, ())
     assert event.error == "the target's logits are not finite (at position 2)"
+    assert event.error_code is ErrorCode.LOGITS_NOT_FINITE
     assert session.outcomes["greedy"].ids == TEXT
     assert session.outcomes["seeded"].ids == seeded_text("llama", mates[1])
     later = [greedy(str(row), LONG) for row in range(4)]

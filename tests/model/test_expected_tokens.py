@@ -11,7 +11,7 @@ from engine.judge import Judge
 from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
 from engine.tree import Expansion, parse_expansion
-from engine.types import Request, SamplingParams, Speculation, StepStats
+from engine.types import ErrorCode, Request, SamplingParams, Speculation, StepStats
 from engine.verify.verdict import Unjudged, Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW
 from tests.model.driving import greedy, run, sampled
@@ -160,5 +160,6 @@ def test_rows_without_a_number_do_not_erase_the_others():
 
 
 def test_an_unjudged_row_foretells_nothing(monkeypatch):
-    monkeypatch.setattr(Judge, "judge", lambda self, rows, forest, logits: [Unjudged("broken") for _ in rows])
+    broken = Unjudged("broken", ErrorCode.VERIFICATION_FAILED)
+    monkeypatch.setattr(Judge, "judge", lambda self, rows, forest, logits: [broken for _ in rows])
     assert run(mixed_engine(), [greedy("r", (5, 9, 3))]).stats[0].num_expected_rows == 0

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from engine import judge as judging
 from engine.draft.growth import grow
-from engine.judge import Judge, logprobs_of
+from engine.judge import NOT_FINITE, Judge, logprobs_of
 from engine.plan import Row
 from engine.tree import Expansion
-from engine.types import SamplingParams
+from engine.types import ErrorCode, SamplingParams
 from engine.verify.coupled import judge_greedy
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Unjudged, Verdict
@@ -131,7 +131,8 @@ def test_a_row_whose_tokens_are_all_ruled_out_ends_alone(kind):
     logits_NV[:, [0, 3]] = float("-inf")
     verdicts = Judge().judge(rows, forest, logits_NV)
     assert [isinstance(verdict, Verdict) for verdict in verdicts] == [True, False, True]
-    assert verdicts[1] == Unjudged("bias, penalties, allowed tokens, bad words and grammar leave no token that could come")
+    assert isinstance(verdicts[1], Unjudged)
+    assert verdicts[1].code is ErrorCode.NO_POSSIBLE_TOKEN
 
 
 def test_a_broken_logit_is_no_less_broken_where_it_is_masked():
@@ -139,7 +140,7 @@ def test_a_broken_logit_is_no_less_broken_where_it_is_masked():
     forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
     logits_NV = target_logits(forest)
     logits_NV[-1, 1] = float("nan")
-    assert Judge().judge(rows, forest, logits_NV) == [Unjudged("the target's logits are not finite")]
+    assert Judge().judge(rows, forest, logits_NV) == [NOT_FINITE]
 
 
 def test_a_verifier_is_made_once(monkeypatch):

@@ -7,9 +7,10 @@ import torch
 
 from engine import prompt_scores
 from engine.config import SchedulerConfig
+from engine.engine import Engine
 from engine.judge import logprobs_of
 from engine.testing import tiny_engine
-from engine.types import Request
+from engine.types import ErrorCode, FinishReason, Request
 from tests.model.driving import Session, greedy, run
 from tests.model.mixed import PROMPTS, mixed_requests
 from tests.model.test_kv_cache import RandomExpansion
@@ -95,3 +96,47 @@ def test_scores_kill(where, mutant, monkeypatch):
     monkeypatch.setattr(where, mutant)
     with pytest.raises(AssertionError):
         check(session_of())
+
+
+BROKEN = "specinfer"
+
+
+def with_a_broken_law(engine: Engine) -> Engine:
+    """Return the engine with NaN in the last law of each chunk of one request's prompt, and nowhere else."""
+    forward = engine.target.forward
+
+    def broken(plan, trees, places=()):
+        logits_NV = forward(plan, trees, places).clone()
+        first = sum(tree.num_nodes for tree in trees)
+        for one in _SCORED_BY(plan, trees):
+            first += len(one.token_ids)
+            if one.row.request_id == BROKEN and one.token_ids:
+                logits_NV[first - 1, 3] = float("nan")
+        return logits_NV
+
+    engine.target.forward = broken
+    return engine
+
+
+def check_a_broken_law_ends_its_request_alone(config: SchedulerConfig) -> None:
+    requests = requests_with_scores()
+    engine = with_a_broken_law(tiny_engine(*pair("llama"), RandomExpansion(3), config=config))
+    session = run(engine, requests)
+    (event,) = session.outcomes.pop(BROKEN).events
+    assert (event.finish, event.error_code, event.token_ids) == (FinishReason.ERROR, ErrorCode.LOGITS_NOT_FINITE, ())
+    assert not event.prompt_logprobs
+    engine.check_integrity()
+    for one in session.outcomes.values():
+        assert one.events[-1].finish in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("config", [CROWDED, SchedulerConfig(num_slots=2048, max_model_len=256)], ids=["chunks", "whole"])
+def test_a_broken_law_in_a_prompt_ends_its_request_alone(config):
+    """The bug: its log-probabilities were told as NaN, which JSON does not have."""
+    check_a_broken_law_ends_its_request_alone(config)
+
+
+def test_a_broken_law_that_nobody_looks_for_is_noticed(monkeypatch):
+    monkeypatch.setattr(prompt_scores, "are_sound", lambda logits_NV: [True] * len(logits_NV))
+    with pytest.raises((AssertionError, ValueError)):
+        check_a_broken_law_ends_its_request_alone(CROWDED)

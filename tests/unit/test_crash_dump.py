@@ -1,0 +1,61 @@
+"""A death leaves one private file, which tells parameters and no texts unless asked to."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.crash_dump
+from engine.black_box import RowNote, StepNote
+from engine.crash_dump import CrashDumps, Death
+from engine.ledger import Entry
+from engine.types import Grammar, GrammarKind, Request, SamplingParams, StepStats
+
+DEATH = Death("it hung", 3, 12.5, StepNote(7, (RowNote("a", 2, 1, "4.1.0"),)), StepStats(6, 1, 0, 3, 64))
+SECRET = 31337
+SAMPLING = SamplingParams(seed=4, bad_words=((SECRET,),), grammar=Grammar(GrammarKind.REGEX, str(SECRET)))
+ENTRY = Entry(Request("a", (SECRET, 2), SAMPLING, prediction_ids=(SECRET,)), True, [SECRET, SECRET])
+
+
+def written(folder: Path, has_texts: bool) -> tuple[dict[str, Any], str]:
+    CrashDumps(folder, has_texts).write(DEATH, [ENTRY])
+    (path,) = folder.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    return json.loads(path.read_bytes()), path.read_text()
+
+
+def test_a_dump_tells_parameters_and_no_text(tmp_path: Path) -> None:
+    dump, text = written(tmp_path / "new" / "folder", False)
+    assert str(SECRET) not in text
+    assert (dump["cause"], dump["worker"], dump["served_s"]) == ("it hung", 3, 12.5)
+    assert dump["last_step_begun"]["rows"][0] == {"request_id": "a", "context_len": 2, "num_certain": 1, "expansion": "4.1.0"}
+    assert dump["last_step_told"]["num_used_slots"] == 3
+    (request,) = dump["requests"]
+    assert (request["num_prompt_tokens"], request["num_output_tokens"], request["sampling"]["seed"]) == (2, 2, 4)
+
+
+def test_texts_are_told_if_asked_for(tmp_path: Path) -> None:
+    dump, _ = written(tmp_path, True)
+    (request,) = dump["requests"]
+    assert (request["prompt_ids"], request["output_ids"], request["prediction_ids"]) == ([SECRET, 2], [SECRET] * 2, [SECRET])
+    assert request["sampling"]["bad_words"] == [[SECRET]]
+
+
+def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.crash_dump, "_MOST_FILES", 2)
+    dumps = CrashDumps(tmp_path)
+    dumps.write(DEATH, [])
+    first = set(tmp_path.iterdir())
+    for _ in range(2):
+        dumps.write(DEATH, [])
+    assert len(set(tmp_path.iterdir())) == 2
+    assert not first & set(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.ERROR):
+        CrashDumps(tmp_path / "file").write(DEATH, [ENTRY])
+    assert "no crash dump" in caplog.text
