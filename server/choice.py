@@ -17,6 +17,7 @@ from server.stops import StopFinder
 from server.text import TokenText
 from server.token_entry import TokenEntry, entry_of
 from server.told_prompt import Candidate, ToldPrompt
+from server.tool_calls.reader import CallPiece, CallReader, PlainReader, Said, merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class Piece:
     """What one event adds to one choice.
 
     The first one has the prompt's ids, the last one what is told of the prompt, by its tokens, and which stop string or token
-    ended the text, None for the model's own end. `token_ids` are those that count, `text` may lag behind them; `trace` tells of
-    their step.
+    ended the text, None for the model's own end. `token_ids` are those that count, `text` and `calls` may lag behind them;
+    `trace` tells of their step.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Piece:
     token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
     trace: StepTrace | None = None
+    calls: tuple[CallPiece, ...] = ()
 
 
 @dataclass(slots=True)
@@ -90,11 +92,11 @@ class AcceptanceCounts:
 
 
 class Choice:
-    """Owns the text state of one sample. `finish` is set once, by a stop string or by the engine.
+    """Owns the text state of one sample. `finish` is set once, by a stop string, the last call that may come, or the engine.
 
     With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text. `prompt` is what it is to
-    tell of its own. `named_stop_ids` are the stop tokens that are told as the reason of an end. One that
-    `is_traced` tells of the engine's steps.
+    tell of its own. `named_stop_ids` are the stop tokens that are told as the reason of an end. One that `is_traced` tells of the
+    engine's steps. `reader` tells calls of tools from content, in what stop strings leave of the text.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Choice:
         prompt: ToldPrompt | None = None,
         named_stop_ids: Container[int] = (),
         is_traced: bool = False,
+        reader: CallReader | None = None,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -122,8 +125,10 @@ class Choice:
         self._prompt = prompt
         self._named_stop_ids = named_stop_ids
         self._is_traced = is_traced
+        self._reader = reader or PlainReader()
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
+        self._calls: list[CallPiece] = []
 
     @property
     def mean_logprob(self) -> float:
@@ -132,28 +137,32 @@ class Choice:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a stop string ended it, so that the engine need not go on."""
-        return self._stops.is_hit
+        """Whether a stop string or its last call ended it, so that the engine need not go on."""
+        return self._stops.is_hit or self._reader.is_done
 
     def take(self, event: TokenEvent) -> Piece:
-        """Add an event's tokens up to the one that completes a stop string; return what they add."""
+        """Add an event's tokens up to the one that completes a stop string, or the last call; return what they add."""
         num_before = self.num_tokens
         text = self._echoed(event) + "".join(self._text_of(event, at) for at in range(len(event.token_ids)))
         if event.finish is not None and not self.is_cut:
             text += self._close()
+        if event.finish is not None or self.is_cut:
+            text += self._content_of(self._reader.close())
+        calls, self._calls = merged(self._calls), []
         if self.finish is None:
             self.finish = FinishReason.STOP if self.is_cut else event.finish
             self._count_drafts(event, self.num_tokens - num_before)
         return Piece(
             self.index,
             text,
-            self._ready_entries(text),
+            self._ready_entries(bool(text or calls)),
             self.finish,
             self._prompt.candidates() if self._prompt and self.finish is not None else None,
             self._stop_reason(event),
             event.token_ids[: self.num_tokens - num_before],
             self._prompt.ids if self._prompt and not num_before else None,
             step_trace_of(event.trace, self._token_text) if self._is_traced and event.trace else None,
+            calls,
         )
 
     def _stop_reason(self, event: TokenEvent) -> str | int | None:
@@ -174,7 +183,7 @@ class Choice:
         return text
 
     def _text_of(self, event: TokenEvent, at: int) -> str:
-        """Return the text that token `at` of the event lets out; nothing once a stop string is complete."""
+        """Return the content that token `at` of the event lets out; nothing once the text is cut."""
         token_id = event.token_ids[at]
         text = "" if self.is_cut else self._let_out(self._detokenizer.settle(token_id))
         if self.is_cut:
@@ -190,19 +199,26 @@ class Choice:
 
     def _let_out(self, text: str) -> str:
         self._num_chars += len(text)
-        return self._stops.feed(text) if text else ""
+        return self._read(self._stops.feed(text)) if text else ""
+
+    def _read(self, text: str) -> str:
+        return self._content_of(self._reader.feed(text)) if text else ""
+
+    def _content_of(self, said: Said) -> str:
+        self._calls += said.calls
+        return said.content
 
     def _close(self) -> str:
         text = self._let_out(self._detokenizer.close())
-        return text + self._stops.close()
+        return text + self._read(self._stops.close())
 
     def _count_drafts(self, event: TokenEvent, num_kept: int) -> None:
         if event.num_draft_tokens and num_kept:
             self.acceptance.add_step(event, num_kept)
 
-    def _ready_entries(self, text: str) -> tuple[TokenEntry, ...]:
-        """Return the entries that wait for a chunk: they travel with text or with the finish, never alone."""
-        if not text and self.finish is None:
+    def _ready_entries(self, is_anything_said: bool) -> tuple[TokenEntry, ...]:
+        """Return the entries that wait for a chunk: they travel with content, calls or the finish, never alone."""
+        if not is_anything_said and self.finish is None:
             return ()
         ready, self._entries = tuple(self._entries), []
         return ready

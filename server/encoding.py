@@ -5,10 +5,14 @@ from typing import TypeVar
 
 from engine.service import EngineUnavailable
 from engine.types import ModelInfo
+from server.chat_text import strings_of
 from server.errors import ContextTooLong, InvalidRequest, Overloaded, UnknownModel
 from server.runtime import Runtime
+from server.schemas.messages import Message, templated
+from server.schemas.tools import Tool, templated_tools
 from server.text import ChatForm, TextError
 from server.tokenizer_thread import TokenizerBusy, TokenizerClosed
+from server.tool_calls.use import require_shown
 
 _TOKENIZER_RETRY_S = 2.0
 
@@ -34,11 +38,14 @@ async def encoded_text(runtime: Runtime, text: str, param: str, adds_special_tok
     return await encoded(runtime, len(text.encode()), lambda: encode(text), param)
 
 
-async def encoded_chat(runtime: Runtime, messages: Sequence[dict[str, str]], form: ChatForm) -> PromptIds:
-    """Return the ids of a conversation."""
+async def encoded_chat(runtime: Runtime, messages: Sequence[Message], tools: Sequence[Tool], form: ChatForm) -> PromptIds:
+    """Return the ids of a conversation, with the tools that the model is shown; refuse what its template would leave out."""
     codec = runtime.codec
-    num_bytes = sum(len(message["content"].encode()) for message in messages)
-    return await encoded(runtime, num_bytes, lambda: codec.encode_chat(messages, form), "messages")
+    require_shown(runtime.tool_support, messages, tools)
+    shown, shown_tools = templated(messages), templated_tools(tools)
+    told = [[message.get("content"), message.get("tool_calls")] for message in shown]
+    num_bytes = sum(len(text.encode()) for text in strings_of([told, shown_tools]))
+    return await encoded(runtime, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), "messages")
 
 
 async def encoded_words(runtime: Runtime, words: Sequence[str], param: str) -> tuple[PromptIds, ...]:

@@ -18,9 +18,9 @@ from server.sampling import sampling_of
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest, Prediction
 from server.schemas.completion import CompletionRequest, Prompt
-from server.schemas.messages import templated
 from server.text import TextCodec
 from server.told_prompt import ToldPrompt, Wishes
+from server.tool_calls.use import NO_TOOLS, ToolUse, tool_use
 
 _MAX_PROMPT_SCORES = 1 << 15  # log-probabilities of prompt tokens in one answer: some tens of microseconds each to write
 _DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI default of /v1/completions
@@ -41,10 +41,11 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str) -> G
     """Return the samples of a chat request, submitted to the engine."""
     require_served(runtime, body.model)
     _check_num_choices(runtime, body.num_samples, "n")
-    ids = await encoded_chat(runtime, templated(body.messages), body.form)
+    use = tool_use(runtime.tool_support, body)
+    ids = await encoded_chat(runtime, body.messages, body.offered_tools, body.form)
     ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or 1)
     room = _room(runtime.engine.model, ids, "messages", body.token_limit)
-    return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant)
+    return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant, use)
 
 
 def _check_num_choices(runtime: Runtime, num_choices: int, param: str) -> None:
@@ -83,16 +84,22 @@ def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None)
 
 
 async def _submitted(
-    runtime: Runtime, body: GenerationRequest, prompts: Sequence[PromptIds], max_tokens: int, tenant: str
+    runtime: Runtime,
+    body: GenerationRequest,
+    prompts: Sequence[PromptIds],
+    max_tokens: int,
+    tenant: str,
+    use: ToolUse = NO_TOOLS,
 ) -> Generation:
     """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
     model = runtime.engine.model
     _check_speculation(runtime, body)
     _check_prompt_scores(body, sum(map(len, prompts)))
     bad_words = await encoded_words(runtime, body.bad_words, "bad_words") if body.bad_words else ()
-    sampling = sampling_of(model, body, max_tokens, bad_words)
-    if sampling.grammar is not None:
-        await runtime.grammars.require(sampling.grammar, body.grammar_param)
+    grammar, param = (use.grammar, "tools") if use.grammar else (body.grammar, body.grammar_param)
+    sampling = sampling_of(model, body, max_tokens, bad_words, grammar, param)
+    if grammar is not None:
+        await runtime.grammars.require(grammar, param)
     prediction_ids = await _prediction_ids(runtime, body.prediction)
     meter = runtime.metrics.requests.meter(body.num_answers, max_tokens)
     group = uuid.uuid4().hex
@@ -102,7 +109,7 @@ async def _submitted(
             Request(
                 f"{group}-{index}", ids, _of_choice(sampling, index), speculation, prediction_ids, tenant, body.priority or 0
             ),
-            _choice(runtime.codec, model, body, index, ids),
+            _choice(runtime.codec, model, body, use, index, ids),
             meter.sample(len(ids)),
         )
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))
@@ -110,16 +117,18 @@ async def _submitted(
     return await Generation(runtime.engine, samples, meter, sum(map(len, prompts))).start()
 
 
-def _choice(codec: TextCodec, model: ModelInfo, body: GenerationRequest, index: int, prompt_ids: PromptIds) -> Choice:
+def _choice(
+    codec: TextCodec, model: ModelInfo, body: GenerationRequest, use: ToolUse, index: int, prompt_ids: PromptIds
+) -> Choice:
     """Return where the text of one sample is made."""
 
     wishes = Wishes(body.gives_prompt_back, body.num_top_logprobs, body.prompt_logprobs)
     token_text = codec.named_token_text if body.return_tokens_as_token_ids else codec.token_text
     prompt = ToldPrompt(prompt_ids, token_text, wishes)
-    detokenizer = codec.detokenizer(body.skip_special_tokens is not False)
+    detokenizer = codec.detokenizer(body.skip_special_tokens is not False, use.markers)
     keeps_stop = bool(body.include_stop_str_in_output)
     named_stop_ids = set(body.stop_token_ids or ()) - (set() if body.ignore_eos else set(model.eos_token_ids))
-    told = (body.num_top_logprobs, keeps_stop, prompt, named_stop_ids, body.is_traced)
+    told = (body.num_top_logprobs, keeps_stop, prompt, named_stop_ids, body.is_traced, use.reader())
     return Choice(index, detokenizer, body.stops, token_text, *told)
 
 

@@ -17,6 +17,7 @@ from server.grammar_check import GrammarCheck
 from server.metrics import Metrics
 from server.settings import Settings
 from server.text import TextCodec, Tokenizer
+from server.tool_calls.support import ToolSupport, tool_support
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Runtime:
         self._on_fatal = on_fatal
         self._codec: TextCodec | None = None
         self.grammars = GrammarCheck(self._load_vocabulary)
+        self.tool_support = ToolSupport()
         self._life: asyncio.Task[None] | None = None
         self._is_stopping = False
         engine.add_listener(self.metrics.steps.on_step)
@@ -109,6 +111,7 @@ class Runtime:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
             self._codec = TextCodec(tokenizer)
+            self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
             self.metrics.steps.on_model(self.engine.model)
             log.info("serving %s", self.settings.served_name)
             await self._failure()

@@ -3,17 +3,22 @@
 from collections.abc import Sequence
 
 from engine.sampling_limits import NoLaw, require_law
-from engine.types import ModelInfo, SamplingParams
+from engine.types import Grammar, ModelInfo, SamplingParams
 from server.errors import InvalidRequest
 from server.schemas.common import GenerationRequest
 
 
 def sampling_of(
-    model: ModelInfo, body: GenerationRequest, max_tokens: int, bad_words: Sequence[tuple[int, ...]] = ()
+    model: ModelInfo,
+    body: GenerationRequest,
+    max_tokens: int,
+    bad_words: Sequence[tuple[int, ...]] = (),
+    grammar: Grammar | None = None,
+    grammar_param: str = "",
 ) -> SamplingParams:
     """Return how choice 0 is drawn; raise InvalidRequest for what makes no law of this model's tokens.
 
-    `bad_words` are the ids of those of the request.
+    `bad_words` are the ids of those of the request; `grammar_param` names the field that asks for the grammar.
     """
     stop_token_ids = tuple(body.stop_token_ids or ())
     if any(i >= model.vocab_size for i in stop_token_ids):
@@ -30,7 +35,7 @@ def sampling_of(
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (body.logit_bias or {}).items()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         bad_words=tuple(bad_words),
-        grammar=body.grammar,
+        grammar=grammar,
         seed=body.seed,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
@@ -42,5 +47,5 @@ def sampling_of(
     try:
         require_law(sampling, model.vocab_size, model.eos_token_ids)
     except NoLaw as error:
-        raise InvalidRequest(str(error), body.grammar_param if error.param == "grammar" else error.param) from error
+        raise InvalidRequest(str(error), grammar_param if error.param == "grammar" else error.param) from error
     return sampling

@@ -20,6 +20,7 @@ from engine.pairs import VerifierName, require_exact
 from engine.tree import parse_expansion
 from server.request_log import RequestLog
 from server.schemas.common import MAX_CHOICES
+from server.tool_calls.syntaxes import ToolCallParser
 
 ENV_PREFIX = "LATEBRANCH_"
 OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.weights reads it
@@ -129,6 +130,10 @@ class Settings(BaseSettings):
 
     model: str = Field(default="smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
     model_name: str | None = Field(default=None, description="Name clients use for the model; unset: the value of model.")
+    tool_call_parser: ToolCallParser = Field(
+        default="auto",
+        description="How the model writes tool calls; auto: as its chat template does; none: no tools are accepted.",
+    )
     drafter: Literal["auto", "none", "ngram", "early-exit", "head", "model"] = Field(
         default="auto",
         description="What drafts tokens; auto: the shipped head, with cached text, or else (or under policy plain) ngram.",

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from jinja2 import TemplateError
 
-from server.chat_text import ControlMask, unused_mark
+from server.chat_text import ControlMask, strings_of, unused_mark
 from server.control_tokens import ControlFinder, Part
 from server.detokenizer import Detokenizer
 from server.tokenizer_info import tokenizer_info
@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\ufffd"
+
+Messages = Sequence[Mapping[str, Any]]  # as a chat template reads them
+Tools = Sequence[Mapping[str, Any]]  # functions with their JSON schemas, as it reads them
 
 
 class TextError(Exception):
@@ -51,8 +54,15 @@ class Tokenizer(Protocol):
         """Return the tokenizer's own spelling of a token."""
         ...
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool) -> str:
-        """Return the prompt text of a conversation."""
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> str:
+        """Return the prompt text of a conversation, with the tools that the template shows."""
         ...
 
 
@@ -90,6 +100,7 @@ class TextCodec:
         self._byte_ids = {i: int(m[1], 16) for token, i in vocab.items() if (m := _BYTE_TOKEN.fullmatch(token))}
         specials = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._controls = {content: i for i, content in specials.items()}
+        self.added_tokens = frozenset(token.content for token in tokenizer.added_tokens_decoder.values())
         self._finder = ControlFinder(self._controls)
         self._ids = set(vocab.values())
         self._text_ids = self._ids - specials.keys()
@@ -109,12 +120,10 @@ class TextCodec:
         """Return the ids of a text that goes on after others, with nothing around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], form: ChatForm = ChatForm()) -> tuple[int, ...]:
+    def encode_chat(self, messages: Messages, form: ChatForm = ChatForm(), tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation. Raises TextError with the template's reason."""
-        if not self._tokenizer.chat_template:
-            raise TextError("this model has no chat template; use /v1/completions")
-        mask = ControlMask(messages, self._finder)
-        prompt = self._rendered([mask.masked(message) for message in messages], form)
+        mask = ControlMask([*messages, *tools], self._finder)
+        prompt = self._rendered([mask.masked(message) for message in messages], form, [mask.masked(tool) for tool in tools])
         if mask.is_needed:
             ids = [i for part in mask.parts(prompt) for i in self._part_ids(part)]
         else:
@@ -122,21 +131,31 @@ class TextCodec:
         before, after = self._around if form.adds_special_tokens else ((), ())
         return (*before, *ids, *after)
 
-    def _rendered(self, conversation: list[dict[str, str]], form: ChatForm) -> str:
+    def rendered(self, messages: Messages, tools: Tools = ()) -> str:
+        """Return what the chat template makes of a conversation that may go on. Raises TextError with the template's reason."""
+        return self._from_template(list(map(dict, messages)), list(map(dict, tools)), False)
+
+    def _rendered(self, conversation: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]]) -> str:
         if not form.continues_last:
-            return self._from_template(conversation, form.opens_answer)
+            return self._from_template(conversation, tools, form.opens_answer)
         # The template may write anything behind the last message, also its own words once more: a mark says where it ends.
-        mark = unused_mark([message["content"] for message in conversation])
+        mark = unused_mark(strings_of([*conversation, *tools]))
         *earlier, last = conversation
-        text = self._from_template([*earlier, {**last, "content": last["content"] + mark}], False)
+        if "content" not in last or "tool_calls" in last:
+            raise TextError("the last message ends in calls of tools, so it cannot be continued")
+        text = self._from_template([*earlier, {**last, "content": last["content"] + mark}], tools, False)
         if text.count(mark) != 1:
             raise TextError("the model's chat template does not write the last message once, so it cannot be continued")
         return text.partition(mark)[0]
 
-    def _from_template(self, conversation: list[dict[str, str]], opens_answer: bool) -> str:
+    def _from_template(self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]], opens_answer: bool) -> str:
+        if not self._tokenizer.chat_template:
+            raise TextError("this model has no chat template; use /v1/completions")
         try:
-            return self._tokenizer.apply_chat_template(conversation, add_generation_prompt=opens_answer, tokenize=False)
-        except TemplateError as error:
+            return self._tokenizer.apply_chat_template(
+                conversation, tools or None, add_generation_prompt=opens_answer, tokenize=False
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # the latter two of what a template does with a value
             raise TextError(f"the model's chat template refuses these messages: {error}") from error
 
     def _part_ids(self, part: Part) -> list[int]:
@@ -153,9 +172,11 @@ class TextCodec:
         kept = self._text_ids if skips_special else self._ids
         return self._decode([i for i in token_ids if i in kept])
 
-    def detokenizer(self, skips_special: bool = True) -> Detokenizer:
-        """Return a fresh detokenizer whose pieces add up to what `decode` gives."""
-        return Detokenizer(self._decode, self._text_ids if skips_special else self._ids, self._byte_ids.keys())
+    def detokenizer(self, skips_special: bool = True, kept: Iterable[str] = ()) -> Detokenizer:
+        """Return a fresh detokenizer whose pieces add up to what `decode` gives, and have the special tokens that are `kept`."""
+        text_ids = self._text_ids if skips_special else self._ids
+        kept_ids = {self._controls[token] for token in kept if token in self._controls}
+        return Detokenizer(self._decode, text_ids | kept_ids if kept_ids else text_ids, self._byte_ids.keys())
 
     def token_text(self, token_id: int) -> TokenText:
         """Return the text and bytes of one token as it stands inside a text; special tokens are spelled out."""

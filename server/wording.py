@@ -11,7 +11,7 @@ Error = Mapping[str, Any]  # as `ValidationError.errors()` gives it
 
 # What pydantic puts into a location for a form of a union, or for the key of a map; it is no field name.
 _FORM_NAMES = ("str", "int", "[key]")
-_FORM_BEGINNINGS = ("constrained-", "list[", "dict[", "function-")
+_FORM_BEGINNINGS = ("constrained-", "list[", "dict[", "literal[", "function-")
 
 _KINDS = {
     "string_type": "a string",

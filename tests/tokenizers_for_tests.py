@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
@@ -20,6 +20,13 @@ CHAT_TEMPLATE = (
     "<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
+TOOL_TEMPLATE = (  # Qwen's way to show tools, calls and what came of them
+    "{% if tools %}<|start|>system\n<tools>{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}{{ '\n' }}</tools>"
+    "<|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}{% if m.content %}{{ '\n' + m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ '\n' }}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|end|>{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{{ '\n' }}{% endif %}"
+)
 SPECIAL = ["<|end|>", "<|start|>", "<unk>"]
 
 
@@ -33,6 +40,17 @@ def byte_level() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
+
+
+@cache
+def calling(special: bool | None = None) -> PreTrainedTokenizerFast:
+    """Return byte-level BPE of a model that knows tools; the markup of calls is text, or tokens that are `special` or are not."""
+    tokenizer = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    if special is not None:
+        tokenizer.add_tokens(
+            [AddedToken(marker, special=special, normalized=False) for marker in ("<tool_call>", "</tool_call>")]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TOOL_TEMPLATE)
 
 
 @cache

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from engine.types import FinishReason
 from server.choice import Piece
+from server.formats.calls import call_delta, whole_calls
 from server.formats.common import (
     Form,
     InChunk,
@@ -31,25 +33,31 @@ from server.token_entry import TokenEntry
 
 
 class ChatFormat:
-    """One answer. It remembers which choices of a stream have begun: each begins with its role."""
+    """One answer. It remembers which choices of a stream have begun, with their role, and which have called tools.
 
-    def __init__(self, form: Form) -> None:
+    Where an answer may be calls alone (`offers_tools`), no content is null and not an empty text.
+    """
+
+    def __init__(self, form: Form, offers_tools: bool = False) -> None:
         self._form = form
         self._head = form.head("chatcmpl")
         self._has_logprobs = form.num_top_logprobs is not None
+        self._no_content = None if offers_tools else ""
         self._begun: set[int] = set()
+        self._called: set[int] = set()
 
     def chunks(self, piece: Piece, usage: InChunk) -> Iterator[ChatChunk]:
-        """Yield a choice's role before anything else of it, then content, then the end by itself."""
+        """Yield a choice's role before anything else of it, then content, then calls, then the end by itself."""
         if piece.index not in self._begun:
             self._begun.add(piece.index)
-            begin = self._chunk(piece.index, usage, Delta(role="assistant", content=""))
+            begin = self._chunk(piece.index, usage, Delta(role="assistant", content=self._no_content))
             yield begin.model_copy(update=self._form.prompt_ids_of(piece))
-        if piece.text or piece.entries or piece.trace or (self._form.gives_token_ids and piece.token_ids):
-            rest = {"logprobs": self._logprobs(piece), **self._form.ids_of(piece), **trace_of(piece)}
-            yield self._chunk(piece.index, usage, Delta(content=piece.text), **rest)
+        rest = {"logprobs": self._logprobs(piece), **self._form.ids_of(piece), **trace_of(piece)}
+        for delta in self._deltas(piece):
+            yield self._chunk(piece.index, usage, delta, **rest)
+            rest = {}
         if piece.finish is not None:
-            yield self._chunk(piece.index, usage, Delta(), finish_reason=finish_reason(piece.finish), **stop_reason_of(piece))
+            yield self._chunk(piece.index, usage, Delta(), **self._end(piece, piece.index in self._called))
 
     def usage_chunk(self, generation: Generation) -> ChatChunk:
         """Return a stream's last chunk."""
@@ -61,6 +69,15 @@ class ChatFormat:
         rest = {**self._numbers(generation), **prompt_logprobs_of(pieces[0]), **self._form.prompt_ids_of(pieces[0])}
         return ChatCompletion(object="chat.completion", choices=choices, **self._head, **rest)
 
+    def _deltas(self, piece: Piece) -> Iterator[Delta]:
+        """Yield what a piece adds to the message; tokens that add nothing yet but are told of come with an empty text."""
+        has_tokens = piece.entries or piece.trace or (self._form.gives_token_ids and piece.token_ids)
+        if piece.text or (has_tokens and not piece.calls):
+            yield Delta(content=piece.text)
+        for call in piece.calls:
+            self._called.add(piece.index)
+            yield Delta(tool_calls=[call_delta(call)])
+
     def _chunk(self, index: int, usage: InChunk, delta: Delta, **rest: Any) -> ChatChunk:
         choice = ChunkChoice(**{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest})
         return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head, **usage)
@@ -69,15 +86,20 @@ class ChatFormat:
         return {"usage": usage_of(generation), "metrics": metrics_of(generation.acceptance)}
 
     def _choice(self, piece: Piece) -> ChatChoice:
-        message = AssistantMessage(role="assistant", content=piece.text, refusal=None)
+        calls = {"tool_calls": whole_calls(piece.calls)} if piece.calls else {}
+        message = AssistantMessage(role="assistant", content=piece.text or self._no_content, refusal=None, **calls)
         return ChatChoice(
             index=piece.index,
             message=message,
             logprobs=self._logprobs(piece),
-            finish_reason=finish_reason(piece.finish),
-            **stop_reason_of(piece),
+            **self._end(piece, bool(piece.calls)),
             **self._form.ids_of(piece),
         )
+
+    def _end(self, piece: Piece, has_called: bool) -> dict[str, Any]:
+        """Return how a choice ended: a message that ends by itself with calls in it ends in them."""
+        is_calls = has_called and piece.finish is FinishReason.STOP
+        return {"finish_reason": "tool_calls" if is_calls else finish_reason(piece.finish), **stop_reason_of(piece)}
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._has_logprobs:

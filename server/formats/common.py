@@ -13,6 +13,7 @@ from server.choice import AcceptanceCounts, Piece
 from server.generation import Generation
 from server.schemas.answer import CompletionTokensDetails, Metrics, PromptLogprob, PromptTokensDetails, SpeculativeDecoding, Usage
 from server.schemas.common import GenerationRequest, StreamUsage
+from server.tool_calls.reader import merged
 
 InChunk = Mapping[str, Any]  # the field `usage` of a chunk that has choices; empty if it has none
 
@@ -117,7 +118,8 @@ def _joined_choice(index: int, pieces: Sequence[Piece]) -> Piece:
     entries = tuple(entry for piece in pieces for entry in piece.entries)
     token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
     last = pieces[-1]
-    return Piece(index, text, entries, last.finish, last.prompt, last.stop_reason, token_ids, pieces[0].prompt_ids)
+    calls = merged(call for piece in pieces for call in piece.calls)
+    return Piece(index, text, entries, last.finish, last.prompt, last.stop_reason, token_ids, pieces[0].prompt_ids, calls=calls)
 
 
 def prompt_logprobs_of(piece: Piece) -> dict[str, Any]:

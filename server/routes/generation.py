@@ -46,7 +46,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answer a conversation."""
     runtime = runtime_of(request)
     log_request(runtime.settings.log_requests, "/v1/chat/completions", body)
-    form = ChatFormat(Form.of(body))
+    form = ChatFormat(Form.of(body), bool(body.offered_tools))
     generate = partial(chat_generation, runtime, body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
 

@@ -9,7 +9,6 @@ from server.errors import InvalidRequest
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.strict import StrictRoute
 from server.runtime import Runtime
-from server.schemas.messages import templated
 from server.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from server.tokenizer_info import TokenizerInfo
 
@@ -43,7 +42,7 @@ async def _tokenized(runtime: Runtime, body: TokenizeRequest) -> Response:
         require_served(runtime, body.model)
     codec = runtime.codec
     if body.messages is not None:
-        ids = await encoded_chat(runtime, templated(body.messages), body.form)
+        ids = await encoded_chat(runtime, body.messages, body.tools or (), body.form)
     else:
         ids = await encoded_text(runtime, body.prompt or "", "prompt", body.add_special_tokens is not False)
     strings = await encoded(runtime, len(ids), lambda: codec.token_strings(ids), "prompt") if body.return_token_strs else None

@@ -8,7 +8,10 @@ from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_LOGPROBS, GenerationRequest
 from server.schemas.messages import Messages, TemplateOptions
 from server.schemas.strict import MAX_INTEGER, Neutral, misfit
+from server.schemas.tools import AnswerCall, CallDelta, NamedTool, Tool, ToolChoice
 from server.schemas.trace import StepTrace
+
+ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
 class ChatRequest(TemplateOptions, GenerationRequest):
@@ -20,9 +23,8 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[object, Neutral([])] = None
-    tool_choice: Annotated[object, Neutral("none", "auto")] = None
-    parallel_tool_calls: bool | None = Field(None, description="Accepted; there are no tools.")
+    tool_choice: ToolChoice | None = Field(None, description="Whether tools are called, and which; default auto.")
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call; default true.")
     service_tier: Annotated[object, Neutral("auto", "default")] = None
     store: Annotated[object, Neutral(False)] = None
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
@@ -32,6 +34,20 @@ class ChatRequest(TemplateOptions, GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise misfit("top_logprobs", "top_logprobs is accepted only with logprobs: true")
         return self
+
+    @model_validator(mode="after")
+    def _chosen_tools_are_given(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise misfit("tool_choice.function.name", "no function of tools has this name")
+        if self.tool_choice == "required" and not names:
+            raise misfit("tool_choice", "required is accepted only with tools")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is shown: none where it must not call any."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -69,8 +85,9 @@ class AssistantMessage(BaseModel):
     """The answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnswerCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -79,7 +96,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: ChatFinish | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
@@ -103,6 +120,7 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChunkChoice(BaseModel):
@@ -111,7 +129,7 @@ class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: ChatFinish | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     speculative_trace: StepTrace | None = Field(None, description="With speculative.trace: the step that said this.")

@@ -1,39 +1,70 @@
 """Conversations, and how a chat template makes one prompt of them."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from server.schemas.common import TextParts
 from server.schemas.strict import Neutral, Strict, misfit
+from server.schemas.tools import MAX_CALLS, ToolCall, Tools
 from server.text import ChatForm
 
 MAX_MESSAGES = 2048
 
 
 class Message(Strict):
-    """One message. What an assistant's message carries beside its text is accepted where it is empty."""
+    """One message. What an assistant's message carries beside its text and calls is accepted where it is empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | TextParts
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | TextParts | None = Field(None, description="Required, unless an assistant calls tools.")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
+        None, description="Calls that the assistant made."
+    )
+    tool_call_id: str | None = Field(None, description="Which call a tool's message answers.")
     name: Annotated[object, Neutral()] = None
     refusal: Annotated[object, Neutral()] = None
-    tool_calls: Annotated[object, Neutral([])] = None
     function_call: Annotated[object, Neutral()] = None
     audio: Annotated[object, Neutral()] = None
     annotations: Annotated[object, Neutral([])] = None
 
-    def to_template(self) -> dict[str, str]:
-        """Return what a chat template reads: `developer` is the newer name of `system`, parts are lines."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+    @property
+    def misfit(self) -> tuple[str, str] | None:
+        """The field that does not go with the role, and what is wrong with it."""
+        if self.tool_calls and self.role != "assistant":
+            return "tool_calls", "only an assistant calls tools"
+        if self.content is None and not self.tool_calls:
+            return "content", "is required"
+        if self.tool_call_id is None and self.role == "tool":
+            return "tool_call_id", "is required in a tool's message"
+        if self.tool_call_id is not None and self.role != "tool":
+            return "tool_call_id", "is accepted only in a tool's message"
+        return None
+
+    def to_template(self) -> dict[str, Any]:
+        """Return what a chat template reads: `developer` is the newer name of `system`, parts are lines, nothing is null."""
+        content = self.content if not isinstance(self.content, list) else "\n".join(part.text for part in self.content)
+        calls = [call.to_template() for call in self.tool_calls or ()]
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            **({} if content is None else {"content": content}),
+            **({"tool_calls": calls} if calls else {}),
+            **({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}),
+        }
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+def _fit(messages: list[Message]) -> list[Message]:
+    for at, message in enumerate(messages):
+        if message.misfit is not None:
+            field, reason = message.misfit
+            raise misfit(f"messages.{at}.{field}", reason)
+    return messages
 
 
-def templated(messages: Sequence[Message]) -> list[dict[str, str]]:
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(_fit)]
+
+
+def templated(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return what a chat template reads of a conversation."""
     return [message.to_template() for message in messages]
 
@@ -48,6 +79,7 @@ class TemplateOptions(Strict):
     add_special_tokens: bool | None = Field(
         None, description="The tokens that the model expects around a text; a chat template writes its own: default false there."
     )
+    tools: Tools | None = Field(None, description="Functions that the model may call, as the chat template shows them.")
     chat_template: Annotated[object, Neutral()] = None
     chat_template_kwargs: Annotated[object, Neutral({})] = None
 

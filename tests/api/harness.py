@@ -13,14 +13,15 @@ from fastapi import FastAPI
 from server.app import create_app
 from server.runtime import Runtime
 from server.settings import Settings
+from server.text import Tokenizer
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import byte_level
 
 MODEL = "fake"
 
 
-def make_app(engine: FakeEngine, **settings: Any) -> FastAPI:
-    return create_app(Settings(model=MODEL, **settings), engine, byte_level())
+def make_app(engine: FakeEngine, tokenizer: Tokenizer | None = None, **settings: Any) -> FastAPI:
+    return create_app(Settings(model=MODEL, **settings), engine, tokenizer or byte_level())
 
 
 async def until(is_true: Any) -> None:
@@ -34,7 +35,7 @@ async def until(is_true: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def in_process(engine: FakeEngine, waits: bool = True, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client of an app in this event loop."""
+    """Yield a client of an app in this event loop; `settings` may have a `tokenizer` too."""
     app = make_app(engine, **settings)
     runtime: Runtime = app.state.runtime
     async with app.router.lifespan_context(app):

@@ -147,7 +147,7 @@ async def test_neutral_values_are_accepted_and_others_refused_by_name():
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content"),
         ({"role": "user", "content": None}, "messages.0.content"),
         ({"role": "user"}, "messages.0.content"),
-        ({"role": "tool", "content": "x"}, "messages.0.role"),
+        ({"role": "tool", "content": "x"}, "messages.0.tool_call_id"),
         ({"role": "user", "content": "x", "name": "someone"}, "messages.0.name"),
     ],
 )

@@ -80,7 +80,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {"prompt": "x", "return_token_strs": 1}, "return_token_strs"),
     ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
     ("/tokenize", {"messages": []}, "messages"),
-    ("/tokenize", {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ("/tokenize", {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
     ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
     ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     ("/tokenize", {"prompt": "x", "colour": "red"}, "colour"),
@@ -111,9 +111,9 @@ async def test_an_unknown_model_is_404_and_no_model_the_served_one():
 class _LooksForTheText(TextCodec):
     """The mutant: the prompt ends behind the last place where the last message's words stand, whoever wrote them."""
 
-    def _rendered(self, conversation: list[dict[str, str]], form: ChatForm) -> str:
-        text = self._from_template(conversation, False)
-        words = conversation[-1]["content"]
+    def _rendered(self, conversation: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]]) -> str:
+        text = self._from_template(conversation, tools, False)
+        words: str = conversation[-1]["content"]
         return text[: text.rindex(words) + len(words)]
 
 

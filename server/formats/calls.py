@@ -1,0 +1,32 @@
+"""The wire format of tool calls, whole and in a stream."""
+
+import uuid
+from collections.abc import Sequence
+
+from server.schemas.tools import AnswerCall, AnswerFunction, CallDelta, FunctionDelta
+from server.tool_calls.reader import CallPiece
+
+
+def call_delta(piece: CallPiece) -> CallDelta:
+    """Return what a stream says of a piece: a call begins with its id and name, then its arguments come."""
+    if piece.name is None:
+        return CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments))
+    function = FunctionDelta(name=piece.name, arguments=piece.arguments)
+    return CallDelta(index=piece.index, id=_call_id(), type="function", function=function)
+
+
+def whole_calls(pieces: Sequence[CallPiece]) -> list[AnswerCall]:
+    """Return the calls whose pieces these are."""
+    calls: list[AnswerCall] = []
+    for piece in pieces:
+        if piece.name is not None:
+            function = AnswerFunction(name=piece.name, arguments=piece.arguments)
+            calls.append(AnswerCall(id=_call_id(), type="function", function=function))
+        else:
+            calls[piece.index].function.arguments += piece.arguments
+    return calls
+
+
+def _call_id() -> str:
+    """Return the id of a call, which nobody else has."""
+    return f"call_{uuid.uuid4().hex[:24]}"

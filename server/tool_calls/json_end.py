@@ -1,0 +1,38 @@
+"""Where a JSON object ends in text that comes in pieces. Knows brackets and strings, and nothing of values."""
+
+
+class JsonEnd:
+    """Owns the place in one object, which is fed from its opening brace on."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """Return how much of `text` belongs to the object if it ends there, else None.
+
+        It ends behind the bracket that closes it, or before a `<`, which outside strings is no JSON.
+        """
+        for at, char in enumerate(text):
+            if self._is_in_string:
+                self._step_in_string(char)
+            elif char == '"':
+                self._is_in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char == "<":
+                return at
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+    def _step_in_string(self, char: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._is_in_string = False

@@ -1,0 +1,85 @@
+"""What one request asks of tools: how its answers are read, and what they are held to; or why that cannot be."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.types import Grammar, GrammarKind
+from server.errors import InvalidRequest
+from server.schemas.chat import ChatRequest
+from server.schemas.messages import Message
+from server.schemas.tools import NamedTool, Tool
+from server.tool_calls.reader import CallReader, PlainReader
+from server.tool_calls.support import ToolSupport
+from server.tool_calls.syntaxes import CallSyntax
+
+_ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The functions that a request's answers may call, in which syntax, and how many at most (None: any number).
+
+    Without a syntax all text is content. `grammar` is what a text is held to, None where the model is free.
+    """
+
+    names: frozenset[str] = frozenset()
+    syntax: CallSyntax | None = None
+    max_calls: int | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markup that must not be lost from the text."""
+        return self.syntax.markers if self.syntax else ()
+
+    def reader(self) -> CallReader:
+        """Return what reads one text."""
+        return self.syntax.reader(self.names, self.max_calls) if self.syntax else PlainReader()
+
+
+NO_TOOLS = ToolUse()
+
+
+def require_shown(support: ToolSupport, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+    """Refuse tools, calls of earlier turns and what came of them where the model's template would leave them out."""
+    if tools and not support.shows_tools:
+        raise InvalidRequest("this model's chat template shows no tools to the model; tool_choice none leaves them out", "tools")
+    for at, message in enumerate(messages):
+        if not support.shows_calls and (message.tool_calls or message.role == "tool"):
+            field = "tool_calls" if message.tool_calls else "role"
+            raise InvalidRequest("this model's chat template shows no calls of tools to the model", f"messages.{at}.{field}")
+
+
+def tool_use(support: ToolSupport, body: ChatRequest) -> ToolUse:
+    """Return what a request asks of tools; refuse what this model cannot be asked."""
+    if not body.offered_tools:
+        return NO_TOOLS
+    if support.syntax is None:
+        reason = "this model's chat template does not tell how it writes calls of tools; the setting tool_call_parser can"
+        raise InvalidRequest(reason, "tools")
+    if body.grammar is not None:
+        raise InvalidRequest(
+            "a text that is held to a format calls no tools; tool_choice none leaves them out", body.grammar_param
+        )
+    is_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
+    names = frozenset(tool.function.name for tool in body.offered_tools)
+    return ToolUse(names, support.syntax, 1 if is_one else None, _grammar(support, support.syntax, body, is_one))
+
+
+def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one: bool) -> Grammar | None:
+    """Return the grammar of calls that must come, or of any text where those that may come have strict schemas."""
+    functions = [tool.function for tool in body.offered_tools]
+    if body.tool_choice not in (None, "auto"):
+        chosen = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+        forced = {one.name: one.schema_of_arguments for one in functions if chosen in (None, one.name)}
+        return Grammar(GrammarKind.LARK, syntax.forced_calls(forced, is_one, support.marker_tokens))
+    if not any(function.strict for function in functions):
+        return None
+    if syntax.opening not in support.marker_tokens:
+        reason = "strict needs a model whose calls begin with a token of their own, unless tool_choice forces a call"
+        raise InvalidRequest(reason, "tools")
+    schemas: Mapping[str, Mapping[str, Any]] = {
+        function.name: function.schema_of_arguments if function.strict else _ANY_OBJECT for function in functions
+    }
+    return Grammar(GrammarKind.LARK, syntax.free_text_with_calls(schemas, support.marker_tokens))
