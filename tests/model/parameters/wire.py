@@ -14,7 +14,7 @@ from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest
 from tests.api.harness import chat, completion, in_process
 from tests.fake_engine import FakeEngine, says
-from tests.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import calling
 
 # A value of every field that is not in each request anyway; a list: several.
 EXAMPLES: dict[str, Any] = {
@@ -53,6 +53,7 @@ EXAMPLES: dict[str, Any] = {
     "speculative": {"verifier": "specinfer"},
     "prediction": {"type": "content", "content": "hello"},
     "user": "u",
+    "priority": 1,
     "request_id": "r",
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
@@ -68,7 +69,12 @@ EXAMPLES: dict[str, Any] = {
     "store": True,
     "metadata": {"k": "v"},
 }
-BESIDE = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}  # what a field needs to be valid
+_TOOLS = [{"type": "function", "function": {"name": "f"}}]
+BESIDE: dict[str, dict[str, Any]] = {  # what a field needs to be valid
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "tool_choice": {"tools": _TOOLS},
+}
 EVERYWHERE = {"model", "prompt", "messages"}
 _ENDPOINTS: dict[str, tuple[str, type[GenerationRequest], Callable[..., dict[str, Any]]]] = {
     "text": ("/v1/completions", CompletionRequest, completion),
@@ -83,7 +89,9 @@ def wire_rows() -> tuple[list[str], list[list[str]]]:
 
 async def _rows() -> list[list[str]]:
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    async with in_process(engine := FakeEngine(says(byte_level().encode("hello there")), eos_token_ids=(0,))) as client:
+    async with in_process(
+        engine := FakeEngine(says(calling().encode("hello there")), eos_token_ids=(0,)), tokenizer=calling()
+    ) as client:
         for form, name in _fields():
             value = EXAMPLES[name]
             value = value[form] if isinstance(value, dict) and form in value else value
@@ -129,4 +137,4 @@ def _changes(before: Request, after: Request) -> Iterator[str]:
     for record in ("sampling", "speculation"):
         one, other = getattr(before, record), getattr(after, record)
         yield from (field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name))
-    yield from (name for name in ("prompt_ids", "prediction_ids") if getattr(before, name) != getattr(after, name))
+    yield from (name for name in ("prompt_ids", "prediction_ids", "priority") if getattr(before, name) != getattr(after, name))
