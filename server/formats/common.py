@@ -90,7 +90,7 @@ def usage_of(generation: Generation) -> Usage:
 
 
 def metrics_of(counts: AcceptanceCounts) -> Metrics:
-    """Return what speculation did for the returned tokens."""
+    """Return what speculation did for the returned tokens. The histogram has a place for every depth, as vLLM's has."""
     num_steps, num_accepted = counts.num_steps, counts.num_accepted_tokens
     speculative = SpeculativeDecoding(
         mean_acceptance_length=1 + num_accepted / num_steps if num_steps else 1.0,
@@ -99,7 +99,7 @@ def metrics_of(counts: AcceptanceCounts) -> Metrics:
         num_accepted_draft_tokens=num_accepted,
         num_draft_tokens=counts.num_draft_tokens,
         num_spec_tokens=counts.deepest,
-        acceptance_histogram=counts.histogram,
+        acceptance_histogram=counts.histogram + [0] * (counts.deepest + 1 - len(counts.histogram)),
         trees=dict(counts.trees),
     )
     return Metrics(speculative_decoding=speculative)

@@ -45,7 +45,7 @@ class SpeculativeDecoding(BaseModel):
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_tokens: int = Field(description="Most tokens that one of the steps could have accepted: the deepest tree's levels.")
-    acceptance_histogram: list[int]
+    acceptance_histogram: list[int] = Field(description="`num_spec_tokens` + 1 counts of steps.")
     trees: dict[str, int] = Field(description="Drafting steps by tree: trunk.branches.depth of a delayed one, another's name.")
 
 

@@ -40,12 +40,21 @@ async def test_speculation_numbers_add_up():
     numbers = answer["metrics"]["speculative_decoding"]
     histogram = numbers["acceptance_histogram"]
     assert sum(histogram) == numbers["num_spec_steps"] > 0
+    assert len(histogram) == numbers["num_spec_tokens"] + 1
     assert sum(j * count for j, count in enumerate(histogram)) == numbers["num_accepted_draft_tokens"] > 0
     assert (sum(numbers["trees"].values()), set(numbers["trees"])) == (numbers["num_spec_steps"], {"3.1.0", "2.1.0", "1.1.0"})
     assert numbers["num_spec_tokens"] == 3
     num_accepted = numbers["num_accepted_draft_tokens"]
     assert numbers["mean_acceptance_length"] == pytest.approx(1 + num_accepted / numbers["num_spec_steps"])
     assert numbers["draft_acceptance_rate"] == pytest.approx(num_accepted / numbers["num_draft_tokens"])
+
+
+async def test_a_text_without_drafts_has_a_histogram_too():
+    """The bug: it was empty, and aiperf, which expects a place for every depth from 0 on, took it for malformed."""
+    async with in_process(_engine()) as client:
+        answer = (await client.post("/v1/completions", json=completion(max_tokens=1))).json()
+    numbers = answer["metrics"]["speculative_decoding"]
+    assert (numbers["num_spec_steps"], numbers["num_spec_tokens"], numbers["acceptance_histogram"]) == (0, 0, [0])
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from transformers import PreTrainedModel
 
 from engine.config import SchedulerConfig
+from engine.grammars import CompiledGrammars, vocabulary_of
 from engine.inprocess import InProcessEngine
 from engine.model import CausalModel
 from engine.policy import FixedExpansion
@@ -18,11 +19,12 @@ from engine.testing import tiny_engine, tiny_module, tiny_pair
 from engine.tree import Expansion
 from server.app import create_app
 from server.settings import Settings
+from server.text import Tokenizer
 from tests.tokenizers_for_tests import byte_level
 
 MODEL = "tiny"
 VOCAB_SIZE = 400  # the tokenizer's, or a little more
-LIMITS = SchedulerConfig(num_slots=4096, max_model_len=256)
+LIMITS = SchedulerConfig(num_slots=4096, max_model_len=1536)
 
 
 @cache
@@ -38,12 +40,14 @@ def target_module() -> PreTrainedModel:
 
 def real_engine() -> InProcessEngine:
     """Return an engine, not started, whose model drafts for its target by trees of two paths."""
-    return InProcessEngine(lambda: tiny_engine(*_pair(), FixedExpansion(Expansion(1, 2, 2)), config=LIMITS), LIMITS)
+    grammars = CompiledGrammars(lambda: vocabulary_of(byte_level(), VOCAB_SIZE, _pair()[0].eos_token_ids))
+    policy = FixedExpansion(Expansion(1, 2, 2))
+    return InProcessEngine(lambda: tiny_engine(*_pair(), policy, config=LIMITS, grammars=grammars), LIMITS)
 
 
-def app_of(engine: EngineService, **settings: object) -> FastAPI:
+def app_of(engine: EngineService, tokenizer: Tokenizer | None = None, **settings: object) -> FastAPI:
     """Return an app over an engine."""
-    return create_app(Settings.model_validate({"model": MODEL, **settings}), engine, byte_level())
+    return create_app(Settings.model_validate({"model": MODEL, **settings}), engine, tokenizer or byte_level())
 
 
 class _QuietServer(uvicorn.Server):

@@ -17,7 +17,7 @@ from tests.e2e.server import RunningServer, running_server
 
 ROOT = Path(__file__).parents[2]
 TOOLS = Path(os.environ.get("CONFORMANCE_VENV", ROOT / ".venv-conformance")) / "bin"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 MODEL = "tiny"
 TOLERANCE = 1e-3
 
@@ -32,12 +32,12 @@ def tool(name: str) -> str:
     return str(path)
 
 
-def run(command: list[str], folder: Path) -> str:
-    """Return what a tool printed; raise with it if the tool failed."""
-    env = {**os.environ, **OFFLINE, "HOME": str(folder), "HF_HOME": str(folder / "hf")}
+def run(command: list[str], folder: Path, **environment: str) -> None:
+    """Run a tool at home in a folder; raise with what it printed if it failed."""
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HOME": str(folder), "HF_HOME": str(folder / "hf"), **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+    (folder / "printed.txt").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def server(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     if not (TOOLS / "lm-eval").exists() and not (TOOLS / "aiperf").exists():
         pytest.skip("neither lm-eval nor aiperf is installed: `make conformance` does")
     log = tmp_path_factory.mktemp("log") / "log"
-    flags = ["--model", str(weights), "--model-name", MODEL, "--policy", "fixed", "--expansion", "4.1.0", "--num-slots", "4096"]
-    with running_server(log, *flags) as running:
+    flags = ["--model", str(weights), "--model-name", MODEL, "--policy", "fixed", "--expansion", "2.2.2", "--num-slots", "4096"]
+    with running_server(log, *flags, "--drafter", "model", "--draft-model", str(weights)) as running:
         yield running
 
 
@@ -108,11 +108,15 @@ def tasks_in(folder: Path) -> Path:
     return folder
 
 
-def evaluated(folder: Path, name: str, model: str, model_args: str) -> dict[str, Any]:
+def evaluated(folder: Path, model: str, model_args: str) -> dict[str, Any]:
     """Return what lm-eval found: `results` by task, and each task's samples in order."""
-    out = folder / name
+    out = folder / "out"
     command = [tool("lm-eval"), "run", "--model", model, "--model_args", model_args, "--tasks", ",".join(TASKS)]
-    run([*command, "--include_path", str(folder), "--output_path", str(out), "--log_samples", "--device", "cpu"], folder)
+    run(
+        [*command, "--include_path", str(folder), "--output_path", str(out), "--log_samples", "--device", "cpu"],
+        folder,
+        **OFFLINE,
+    )
     (results,) = out.rglob("results_*.json")
     found: dict[str, Any] = {"results": json.loads(results.read_text())["results"]}
     for task in TASKS:
@@ -121,25 +125,29 @@ def evaluated(folder: Path, name: str, model: str, model_args: str) -> dict[str,
     return found
 
 
+@pytest.fixture(scope="module")
+def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what lm-eval finds with transformers."""
+    return evaluated(tasks_in(tmp_path_factory.mktemp("own")), "hf", f"pretrained={weights},dtype=float32,max_length=256")
+
+
 @pytest.mark.parametrize("backend", ["huggingface", "remote"])
 def test_lm_eval_finds_what_it_finds_in_the_weights_themselves(
-    server: RunningServer, weights: Path, tmp_path: Path, backend: str
+    server: RunningServer, weights: Path, reference: dict[str, Any], tmp_path: Path, backend: str
 ) -> None:
     """Log-likelihoods of choices and whole texts, arg maxes, accuracy, and greedy texts: as lm-eval's own `hf` has them."""
-    folder = tasks_in(tmp_path)
     tokenizer = f"tokenizer={weights},tokenizer_backend=huggingface" if backend == "huggingface" else "tokenizer_backend=remote"
     address = f"base_url={server.url}/v1/completions,model={MODEL},{tokenizer}"
-    ours = evaluated(folder, "ours", "local-completions", f"{address},num_concurrent=3,max_retries=1,max_length=256")
-    own = evaluated(folder, "own", "hf", f"pretrained={weights},dtype=float32,max_length=256")
-    for task, metrics in own["results"].items():
+    ours = evaluated(tasks_in(tmp_path), "local-completions", f"{address},num_concurrent=3,max_retries=1,max_length=256")
+    for task, metrics in reference["results"].items():
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
         assert numbers
         assert {name: ours["results"][task][name] for name in numbers} == pytest.approx(numbers, rel=TOLERANCE)
-    for mine, reference in zip(ours["tiny_choice"], own["tiny_choice"], strict=True):
-        for one, other in zip(mine["filtered_resps"], reference["filtered_resps"], strict=True):
+    for mine, own in zip(ours["tiny_choice"], reference["tiny_choice"], strict=True):
+        for one, other in zip(mine["filtered_resps"], own["filtered_resps"], strict=True):
             assert float(one[0]) == pytest.approx(float(other[0]), abs=TOLERANCE)
             assert str(one[1]) == str(other[1]), "whether the choice is what greedy decoding says"
-    assert [one["filtered_resps"] for one in ours["tiny_text"]] == [one["filtered_resps"] for one in own["tiny_text"]]
+    assert [one["filtered_resps"] for one in ours["tiny_text"]] == [one["filtered_resps"] for one in reference["tiny_text"]]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -167,5 +175,6 @@ def test_aiperf_measures_a_chat(server: RunningServer, weights: Path, tmp_path: 
     assert numbers["request_count"]["avg"] == 12
     assert not numbers.get("error_request_count") or numbers["error_request_count"]["avg"] == 0
     assert numbers["output_token_count"]["avg"] > 0
+    assert numbers["spec_decode_accepted_draft_tokens"]["avg"] > 0
     if streaming:
         assert numbers["time_to_first_token"]["avg"] > 0

@@ -202,7 +202,7 @@ def test_what_is_no_request_is_400(client: openai.OpenAI, fields: dict[str, Any]
 
 
 def test_what_does_not_fit_is_400(client: openai.OpenAI) -> None:
-    for fields in ({"max_tokens": 1000}, {"prompt": [40] * 1000}):
+    for fields in ({"max_tokens": 5000}, {"prompt": [40] * 5000}):
         with pytest.raises(openai.BadRequestError) as caught:
             completed(client, **fields)
         assert caught.value.code == "context_length_exceeded"
@@ -265,7 +265,7 @@ def test_the_ids_of_tokens(client: openai.OpenAI) -> None:
 
 def test_truncation(client: openai.OpenAI) -> None:
     assert completed(client, truncate_prompt_tokens=2).usage.prompt_tokens == 2
-    long = "x " * 500
+    long = "x " * 3000
     with pytest.raises(openai.BadRequestError):
         completed(client, prompt=long)
     assert completed(client, prompt=long, truncate_prompt_tokens=10).usage.prompt_tokens == 10

@@ -1,0 +1,85 @@
+"""Structured output as the official client asks for it, of a real engine with random weights."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.conformance.served import MODEL, app_of, real_engine, served
+from tests.tokenizers_for_tests import byte_level
+
+HELLO: list[Any] = [{"role": "user", "content": "which?"}]
+
+
+class Size(BaseModel):
+    is_big: bool
+    unit: Literal["cm", "m"]
+
+
+class Answer(BaseModel):
+    """Every text of it is short."""
+
+    kind: Literal["cat", "dog", "日本"]
+    sizes: tuple[Size, Size]
+
+
+# Random weights would write whitespace for ever, which a schema allows.
+NO_SPACE = {str(token_id): -100 for token_id in range(3, len(byte_level())) if not byte_level().decode([token_id]).strip()}
+COMPACT = {"disable_any_whitespace": True}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with served(app_of(real_engine())) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_of_pydantic_is_parsed(client: openai.OpenAI, seed: int) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "response_format": Answer, "logit_bias": NO_SPACE, "seed": seed}
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0].message.parsed
+    whole = client.chat.completions.parse(**asked)
+    assert isinstance(whole.choices[0].message.parsed, Answer)
+    assert streamed == whole.choices[0].message.parsed
+    assert whole.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": r"\d{3}-[a-f]{2}"}, r"\d{3}-[a-f]{2}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"json": Size.model_json_schema(), **COMPACT}, r'\{"is_big":(true|false),"unit":"(cm|m)"\}'),
+        ({"grammar": 'root ::= "a" ("b" | "c") "d"'}, "a[bc]d"),
+    ],
+)
+@pytest.mark.parametrize("speculative", [{"enabled": False}, {"trunk": 1, "branches": 2, "depth": 2, "verifier": "traversal"}])
+def test_vllms_constraints_come_through_extra_body(
+    client: openai.OpenAI, constraint: dict[str, Any], pattern: str, speculative: dict[str, Any]
+) -> None:
+    completion = client.completions.create(
+        model=MODEL,
+        prompt="which?",
+        n=3,
+        max_tokens=60,
+        extra_body={"structured_outputs": constraint, "speculative": speculative},
+    )
+    assert all(re.fullmatch(pattern, choice.text) for choice in completion.choices), [one.text for one in completion.choices]
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}},
+        {"type": "json_schema"},
+        {"type": "yaml"},
+    ],
+)
+def test_a_format_that_cannot_be_kept_is_a_bad_request(client: openai.OpenAI, response_format: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=HELLO, response_format=response_format)
+    assert str(caught.value.param).startswith("response_format")
