@@ -89,5 +89,5 @@ async def test_strict_refuses_every_unknown_field():
 
 
 def test_no_field_of_ours_is_in_the_table():
-    """`structured_outputs` and others leave the table on the day on which they are honoured."""
+    """They leave the table on the day on which they are honoured."""
     assert not set(_LAW_CHANGING) & {*CompletionRequest.model_fields, *ChatRequest.model_fields}

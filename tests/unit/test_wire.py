@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.tree import Expansion
-from engine.types import FinishReason, ModelInfo, Request, SamplingParams, Speculation, StepStats, TokenEvent, TokenLogprobs
+from engine.types import (
+    ErrorCode,
+    FinishReason,
+    ModelInfo,
+    Request,
+    SamplingParams,
+    Speculation,
+    StepStats,
+    TokenEvent,
+    TokenLogprobs,
+)
 from engine.wire import Abort, Add, Beat, Failed, Letter, Ready, Report, Shutdown, Turn, decoded_letter, decoded_report, encoded
 
 # The run-time type checker of the tests looks at a random item of each container, also of records built inside a strategy.
@@ -48,6 +58,7 @@ events = st.builds(
     st.none() | st.sampled_from(FinishReason),
     st.none() | st.integers(0, 9),
     st.none() | texts,
+    st.none() | st.sampled_from(ErrorCode),
     st.none() | seconds,
     st.none() | expansions,
     prompt_logprobs=st.lists(logprobs, max_size=3).map(tuple),
