@@ -38,14 +38,16 @@ async def encoded_text(runtime: Runtime, text: str, param: str, adds_special_tok
     return await encoded(runtime, len(text.encode()), lambda: encode(text), param)
 
 
-async def encoded_chat(runtime: Runtime, messages: Sequence[Message], tools: Sequence[Tool], form: ChatForm) -> PromptIds:
+async def encoded_chat(
+    runtime: Runtime, messages: Sequence[Message], tools: Sequence[Tool], form: ChatForm, param: str = "messages"
+) -> PromptIds:
     """Return the ids of a conversation, with the tools that the model is shown; refuse what its template would leave out."""
     codec = runtime.codec
     require_shown(runtime.tool_support, messages, tools)
     shown, shown_tools = templated(messages), templated_tools(tools)
     told = [[message.get("content"), message.get("tool_calls")] for message in shown]
     num_bytes = sum(len(text.encode()) for text in strings_of([told, shown_tools]))
-    return await encoded(runtime, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), "messages")
+    return await encoded(runtime, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), param)
 
 
 async def encoded_words(runtime: Runtime, words: Sequence[str], param: str) -> tuple[PromptIds, ...]:

@@ -37,14 +37,14 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
     return await _submitted(runtime, body, prompts, min(num_wanted, room), tenant)
 
 
-async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str) -> Generation:
-    """Return the samples of a chat request, submitted to the engine."""
+async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, param: str = "messages") -> Generation:
+    """Return the samples of a chat request, submitted to the engine; errors call the conversation `param`."""
     require_served(runtime, body.model)
     _check_num_choices(runtime, body.num_samples, "n")
     use = tool_use(runtime.tool_support, body)
-    ids = await encoded_chat(runtime, body.messages, body.offered_tools, body.form)
+    ids = await encoded_chat(runtime, body.messages, body.offered_tools, body.form, param)
     ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or 1)
-    room = _room(runtime.engine.model, ids, "messages", body.token_limit)
+    room = _room(runtime.engine.model, ids, param, body.token_limit)
     return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant, use)
 
 

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 from engine.service import EngineError
 from server.disconnect import ClientGone, until_disconnect
 from server.errors import ApiError, as_api_error
+from server.schemas.responses import ResponsesEvent
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +18,9 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def sse_event(body: BaseModel) -> bytes:
-    """Return one event; only fields that were set are written."""
-    return b"data: " + body.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+    """Return one event, named where the format names them; only fields that were set are written."""
+    name = f"event: {body.type}\n".encode() if isinstance(body, ResponsesEvent) else b""
+    return name + b"data: " + body.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
 class EventStream(Response):

@@ -1,4 +1,4 @@
-"""POST /v1/completions and POST /v1/chat/completions."""
+"""POST /v1/completions, POST /v1/chat/completions and POST /v1/responses."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -13,6 +13,7 @@ from server.auth import tenant_of
 from server.formats.chat import ChatFormat
 from server.formats.common import Form, Format, joined, streamed
 from server.formats.completion import CompletionFormat
+from server.formats.responses import ResponsesFormat
 from server.generation import Generation
 from server.prompts import chat_generation, completion_generation
 from server.ranking import best_of
@@ -22,6 +23,7 @@ from server.routes.strict import StrictRoute
 from server.schemas.chat import ChatCompletion, ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import Completion, CompletionRequest
+from server.schemas.responses import ResponsesAnswer, ResponsesRequest
 from server.streaming import EventStream
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["generation"])
@@ -49,6 +51,16 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     form = ChatFormat(Form.of(body), bool(body.offered_tools))
     generate = partial(chat_generation, runtime, body, tenant_of(request, body.user))
     return await unless_gone(request, _response(body, generate, form))
+
+
+@router.post("/responses", response_model=ResponsesAnswer, responses={**_ALSO_A_STREAM, **ERRORS})
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a text or a conversation in the format of OpenAI's Responses API."""
+    runtime = runtime_of(request)
+    log_request(runtime.settings.log_requests, "/v1/responses", body)
+    chat = body.to_chat()
+    generate = partial(chat_generation, runtime, chat, tenant_of(request, body.user), "input")
+    return await unless_gone(request, _response(chat, generate, ResponsesFormat(body)))
 
 
 async def _response(body: GenerationRequest, generate: Generate, form: Format) -> Response:

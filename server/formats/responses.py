@@ -1,0 +1,100 @@
+"""The wire format of /v1/responses: one message, in a stream a fixed order of events around its text."""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from engine.types import FinishReason
+from server.choice import Piece
+from server.formats.common import InChunk, metrics_of, usage_of
+from server.generation import Generation
+from server.schemas.responses import OutputMessage, OutputText, ResponsesAnswer, ResponsesEvent, ResponsesRequest, ResponsesUsage
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponsesFormat:
+    """One answer. It numbers the events of its stream and gathers the text, which the last events repeat."""
+
+    def __init__(self, body: ResponsesRequest) -> None:
+        self._body = body
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._created_s = int(time.time())
+        self._text = ""
+        self._finish: FinishReason | None = None
+        self._num_events = 0
+
+    def chunks(self, piece: Piece, _usage: InChunk) -> Iterator[ResponsesEvent]:
+        """Yield what begins the stream before its first text, then text, then what ends the message."""
+        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        if not self._num_events:
+            for name in ("created", "in_progress"):
+                yield self._event(name, response=self._answer([]))
+            yield self._event("output_item.added", output_index=0, item=self._message("in_progress", []))
+            yield self._event("content_part.added", **place, part=OutputText(text=""))
+        if piece.text:
+            self._text += piece.text
+            yield self._event("output_text.delta", **place, delta=piece.text, logprobs=[])
+        if piece.finish is not None:
+            self._finish = piece.finish
+            yield self._event("output_text.done", **place, text=self._text, logprobs=[])
+            yield self._event("content_part.done", **place, part=OutputText(text=self._text))
+            yield self._event("output_item.done", output_index=0, item=self._whole_message())
+
+    def usage_chunk(self, generation: Generation) -> ResponsesEvent:
+        """Return a stream's last event: the whole answer."""
+        return self._event(self._status, response=self._whole(generation))
+
+    def answer(self, pieces: Sequence[Piece], generation: Generation) -> ResponsesAnswer:
+        """Return the whole answer, with every field set, for all of them are written."""
+        (piece,) = pieces
+        self._text, self._finish = piece.text, piece.finish
+        return ResponsesAnswer(**self._whole(generation).model_dump())
+
+    @property
+    def _status(self) -> Status:
+        if self._finish is None:
+            return "in_progress"
+        return "incomplete" if self._finish is FinishReason.LENGTH else "completed"
+
+    def _whole(self, generation: Generation) -> ResponsesAnswer:
+        usage = usage_of(generation)
+        told = ResponsesUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details={"cached_tokens": 0, "cache_write_tokens": 0},
+            output_tokens=usage.completion_tokens,
+            output_tokens_details={"reasoning_tokens": 0},
+            total_tokens=usage.total_tokens,
+        )
+        return self._answer([self._whole_message()], usage=told, metrics=metrics_of(generation.acceptance))
+
+    def _answer(self, output: list[OutputMessage], **rest: Any) -> ResponsesAnswer:
+        body = self._body
+        return ResponsesAnswer(
+            id=self._id,
+            created_at=self._created_s,
+            status=self._status,
+            incomplete_details={"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=body.model,
+            output=output,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            user=body.user,
+            **rest,
+        )
+
+    def _whole_message(self) -> OutputMessage:
+        return self._message(self._status, [OutputText(text=self._text)])
+
+    def _message(self, status: Status, content: list[OutputText]) -> OutputMessage:
+        return OutputMessage(id=self._item_id, status=status, content=content)
+
+    def _event(self, name: str, **fields: Any) -> ResponsesEvent:
+        number, self._num_events = self._num_events, self._num_events + 1
+        shown = {key: value.model_dump(mode="json") if hasattr(value, "model_dump") else value for key, value in fields.items()}
+        return ResponsesEvent(type=f"response.{name}", sequence_number=number, **shown)

@@ -1,0 +1,156 @@
+"""Request and answer of POST /v1/responses: OpenAI's newer API, as far as it is text from a conversation. Nothing is stored."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from server.schemas.answer import Metrics
+from server.schemas.chat import ChatRequest
+from server.schemas.common import MAX_PARTS, StreamOptions, TextPart
+from server.schemas.messages import MAX_MESSAGES, Message
+from server.schemas.speculative import SpeculativeOptions
+from server.schemas.strict import MAX_INTEGER, Neutral, Strict
+
+
+class InputText(Strict):
+    """A part of a text, of the client's or of an earlier answer."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Annotated[object, Neutral([])] = None
+    logprobs: Annotated[object, Neutral([])] = None
+
+
+class InputMessage(Strict):
+    """One message of the conversation; an item of an earlier answer's `output` is one too."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[InputText], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: Annotated[object, Neutral()] = None
+
+    def to_message(self) -> Message:
+        """Return it as a message of a chat."""
+        text = self.content
+        parts = text if isinstance(text, str) else [TextPart(type="text", text=part.text) for part in text]
+        return Message(role=self.role, content=parts)
+
+
+class ResponsesRequest(Strict):
+    """Body of POST /v1/responses."""
+
+    model: str
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
+    instructions: str | None = Field(None, description="A system message before the input.")
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER, description="Default: the room that is left.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
+    speculative: SpeculativeOptions | None = None
+    store: bool | None = Field(None, description="Accepted; nothing is stored.")
+    parallel_tool_calls: bool | None = Field(None, description="Accepted; there are no tools.")
+    truncation: Annotated[object, Neutral("disabled")] = None
+    text: Annotated[object, Neutral({}, {"format": {"type": "text"}})] = None
+    tools: Annotated[object, Neutral([])] = None
+    tool_choice: Annotated[object, Neutral("none", "auto")] = None
+    service_tier: Annotated[object, Neutral("auto", "default")] = None
+    background: Annotated[object, Neutral(False)] = None
+    include: Annotated[object, Neutral([])] = None
+    reasoning: Annotated[object, Neutral({})] = None
+    top_logprobs: Annotated[object, Neutral(0)] = None
+    stream_options: Annotated[object, Neutral({})] = None
+    previous_response_id: Annotated[object, Neutral()] = None
+    conversation: Annotated[object, Neutral()] = None
+    prompt: Annotated[object, Neutral()] = None
+    max_tool_calls: Annotated[object, Neutral()] = None
+
+    def to_chat(self) -> ChatRequest:
+        """Return the same as a chat."""
+        spoken = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input_messages
+        told = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        return ChatRequest(
+            model=self.model,
+            messages=[*told, *spoken],
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            stream_options=StreamOptions(include_usage=True) if self.stream else None,  # the last event has it
+            user=self.user,
+            speculative=self.speculative,
+        )
+
+    @property
+    def input_messages(self) -> list[Message]:
+        """The input's messages; none if it is a text."""
+        return [] if isinstance(self.input, str) else [message.to_message() for message in self.input]
+
+
+class OutputText(BaseModel):
+    """The text of an answer."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class OutputMessage(BaseModel):
+    """The one item of an answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class ResponsesUsage(BaseModel):
+    """Tokens of prompt and answer."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponsesAnswer(BaseModel):
+    """Answer to POST /v1/responses."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage] = []
+    parallel_tool_calls: bool = False
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any] = {"format": {"type": "text"}}
+    tool_choice: Literal["none"] = "none"
+    tools: list[Any] = []
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponsesUsage | None = None
+    user: str | None
+    metrics: Metrics | None = None
+
+
+class ResponsesEvent(BaseModel):
+    """One event of a stream, with the fields that belong to its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int
