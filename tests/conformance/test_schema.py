@@ -23,7 +23,7 @@ from tests.conformance.served import MODEL, app_of, served
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level
 
-POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 GETS = ["/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/load", "/metrics", "/version", "/tokenizer_info"]
 ERRORS_OF_A_BODY = {"400", "401", "404", "413", "429", "431", "500", "503"}
 _FITTING = (
@@ -79,10 +79,20 @@ def _mend(body: dict[str, Any], is_plain: bool) -> None:
     """Give a body what no schema tells: the one name that is served, one text to encode, and if plain no fields that must fit."""
     for name in _FITTING if is_plain else ():
         body.pop(name, None)
+    body.update({name: _with_integers(value) for name, value in body.items()})
     if body.get("model") is not None:
         body["model"] = MODEL
     if body.get("prompt") is not None:
         body.pop("messages", None)
+
+
+def _with_integers(value: Any) -> Any:
+    """Return a value whose whole numbers are integers: to JSON Schema 1.0 is one, to this server it is not."""
+    if isinstance(value, dict):
+        return {name: _with_integers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _is_stream(response: Any) -> bool:
