@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from server.schemas.answer import Metrics
 from server.schemas.chat import ChatRequest
-from server.schemas.common import MAX_PARTS, StreamOptions, TextPart
-from server.schemas.messages import MAX_MESSAGES, Message
+from server.schemas.common import MAX_PARTS
+from server.schemas.messages import MAX_MESSAGES
 from server.schemas.speculative import SpeculativeOptions
 from server.schemas.strict import MAX_INTEGER, Neutral, Strict
 
@@ -31,11 +31,11 @@ class InputMessage(Strict):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: Annotated[object, Neutral()] = None
 
-    def to_message(self) -> Message:
+    def to_message(self) -> dict[str, Any]:
         """Return it as a message of a chat."""
         text = self.content
-        parts = text if isinstance(text, str) else [TextPart(type="text", text=part.text) for part in text]
-        return Message(role=self.role, content=parts)
+        parts = text if isinstance(text, str) else [{"type": "text", "text": part.text} for part in text]
+        return {"role": self.role, "content": parts}
 
 
 class ResponsesRequest(Strict):
@@ -70,24 +70,14 @@ class ResponsesRequest(Strict):
 
     def to_chat(self) -> ChatRequest:
         """Return the same as a chat."""
-        spoken = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input_messages
-        told = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
-        return ChatRequest(
-            model=self.model,
-            messages=[*told, *spoken],
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            stream=self.stream,
-            stream_options=StreamOptions(include_usage=True) if self.stream else None,  # the last event has it
-            user=self.user,
-            speculative=self.speculative,
+        text = self.input
+        told = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        spoken = [{"role": "user", "content": text}] if isinstance(text, str) else [one.to_message() for one in text]
+        fields = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream", "user", "speculative")}
+        fields["stream_options"] = {"include_usage": True} if self.stream else None  # the last event has it
+        return ChatRequest.model_validate(
+            {**fields, "messages": [*told, *spoken], "max_completion_tokens": self.max_output_tokens}
         )
-
-    @property
-    def input_messages(self) -> list[Message]:
-        """The input's messages; none if it is a text."""
-        return [] if isinstance(self.input, str) else [message.to_message() for message in self.input]
 
 
 class OutputText(BaseModel):

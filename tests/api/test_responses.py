@@ -31,7 +31,7 @@ async def test_the_official_client_reads_answers_and_goes_on():
         assert answer.metadata == {"a": "b"}
         turns: list[Any] = [{"role": "user", "content": "hi"}, *answer.output, {"role": "user", "content": "more"}]
         await client.responses.create(model=MODEL, input=turns, store=False)
-        messages = [
+        messages: list[Any] = [
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": TEXT},
             {"role": "user", "content": "more"},
