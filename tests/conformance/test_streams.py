@@ -168,8 +168,8 @@ def offsets_begin_anew(entries: Any, num_top: int) -> Any:
     return _LOGPROBS(entries, num_top).model_copy(update={"text_offset": [entry.offset - entries[0].offset for entry in entries]})
 
 
-def nothing_but_text(self: Any, piece: Any, usage: Any) -> Any:
-    return (chunk for chunk in _CHUNKS(self, piece, usage) if piece.text)
+def last_piece_forgotten(self: Any, piece: Any, usage: Any) -> Any:
+    return (chunk for chunk in _CHUNKS(self, piece, usage) if piece.finish is None)
 
 
 _LOGPROBS_OF, _LOGPROBS, _CHUNKS = judge.logprobs_of, completion._logprobs, completion.CompletionFormat.chunks
@@ -180,7 +180,7 @@ _LOGPROBS_OF, _LOGPROBS, _CHUNKS = judge.logprobs_of, completion._logprobs, comp
     [
         ("engine.engine.logprobs_of", told_after_temperature),
         ("server.formats.completion._logprobs", offsets_begin_anew),
-        ("server.formats.completion.CompletionFormat.chunks", nothing_but_text),
+        ("server.formats.completion.CompletionFormat.chunks", last_piece_forgotten),
     ],
 )
 def test_one_request_kills(where: str, mutant: Any, monkeypatch: pytest.MonkeyPatch):
