@@ -8,6 +8,8 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -31,17 +33,33 @@ class BadGrammar(ValueError):
 Vocabulary = LLTokenizer  # the bytes of every token, as a trie
 
 
-def vocabulary_of(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """Return the vocabulary of a transformers tokenizer for a model with `vocab_size` rows of logits. Takes seconds.
+@dataclass(frozen=True, slots=True)
+class VocabularySource:
+    """What a vocabulary is made of: the tokenizers library's own JSON, rows of logits, the model's end tokens."""
 
-    Rows beyond the tokenizer's tokens can never come under a grammar. Raises BadGrammar if the tokenizer cannot be read.
+    tokenizer_json: str
+    num_rows: int
+    eos_token_ids: tuple[int, ...]
+
+    def load(self) -> Vocabulary:
+        """Return the vocabulary. Takes seconds. Raises BadGrammar if the tokenizer cannot be read."""
+        try:
+            return LLTokenizer(self.tokenizer_json, n_vocab=self.num_rows, eos_token=list(self.eos_token_ids))
+        except ValueError as error:
+            raise BadGrammar(_bounded(f"no text can be held to a grammar with this model's tokenizer: {error}")) from error
+
+
+def source_of(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> VocabularySource:
+    """Return the source of a transformers tokenizer for a model with `vocab_size` rows of logits.
+
+    Rows beyond the tokenizer's tokens can never come under a grammar. Raises BadGrammar for a tokenizer of another library.
     """
-    from llguidance.hf import from_tokenizer  # imports transformers, which the front end's start need not wait for
-
-    try:
-        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=list(eos_token_ids))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise BadGrammar(_bounded(f"no text can be held to a grammar with this model's tokenizer: {error}")) from error
+    inner = copy(getattr(tokenizer, "backend_tokenizer", None))
+    if inner is None:
+        raise BadGrammar("no text can be held to a grammar with this model's tokenizer: it is no fast one")
+    inner.no_padding()
+    inner.no_truncation()
+    return VocabularySource(inner.to_str(), max(vocab_size, len(tokenizer)), tuple(eos_token_ids))
 
 
 def vocabulary_loader(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Callable[[], Vocabulary]:
@@ -54,7 +72,7 @@ def vocabulary_loader(folder: Path, vocab_size: int, eos_token_ids: Sequence[int
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise BadGrammar(_bounded(f"the model's folder has no tokenizer that can be read: {error}")) from error
-        return vocabulary_of(tokenizer, vocab_size, eos_token_ids)
+        return source_of(tokenizer, vocab_size, eos_token_ids).load()
 
     return load
 
@@ -112,6 +130,13 @@ def compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
     if problems:
         raise BadGrammar(_bounded("; ".join(problems)))
     return matcher
+
+
+def require_first_mask(matcher: LLMatcher) -> None:
+    """Raise BadGrammar if the library gives up before the first token."""
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise BadGrammar(_bounded(matcher.get_error()))
 
 
 def _source(grammar: Grammar) -> str:

@@ -125,7 +125,7 @@ def _settle_process(order: _Order) -> None:
     """Make the process deaf to Ctrl-C, mortal under SIGTERM, an orphan never, and known by name."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
+    threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
     with suppress(OSError):  # only Linux has it
         Path("/proc/self/comm").write_text(_PROCESS_NAME)
     logging.basicConfig(
@@ -133,7 +133,7 @@ def _settle_process(order: _Order) -> None:
     )
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Wait for the parent's end, then end at once, even in the middle of a step or of loading."""
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -1,30 +1,34 @@
-"""Whether a grammar can be honoured, asked before a request is queued: compiled beside the event loop, within bounds.
+"""Whether a grammar can be honoured, asked before a request is queued: tried beside the event loop, within bounds.
 
-Knows grammars and work. Does not know requests.
+Knows grammars and how many may wait. Does not know requests.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from engine.grammars import BadGrammar, CompiledGrammars, Vocabulary
+from engine.grammars import BadGrammar, VocabularySource
 from engine.types import Grammar
 from server.errors import InvalidRequest, Overloaded
+from server.grammar_process import GrammarProcess
 from server.tokenizer_thread import TokenizerBusy, TokenizerClosed, TokenizerThread
 
-_MAX_WAITING_CHARS = 1 << 20  # some seconds of compiling
+_MAX_WAITING_CHARS = 1 << 18
 _RETRY_S = 2.0
 
 
 class GrammarCheck:
-    """Owns compiled grammars and the thread that compiles. The vocabulary is loaded with the first: that takes seconds."""
+    """Owns the process that tries grammars, and the thread that waits for it. `describe` is asked with the first grammar."""
 
-    def __init__(self, load: Callable[[], Vocabulary]) -> None:
-        self._grammars = CompiledGrammars(load)
+    def __init__(self, describe: Callable[[], Awaitable[VocabularySource]]) -> None:
+        self._describe = describe
+        self._source: VocabularySource | None = None
+        self._process = GrammarProcess()
         self._thread = TokenizerThread(_MAX_WAITING_CHARS)
 
     async def require(self, grammar: Grammar, param: str) -> None:
         """Raise InvalidRequest with the library's reason unless texts can be held to the grammar, Overloaded if too many wait."""
         try:
-            await self._thread.run(len(grammar.text), lambda: self._grammars.matcher(grammar))
+            source = self._source = self._source or await self._describe()
+            await self._thread.run(len(grammar.text), lambda: self._process.check(source, grammar))
         except BadGrammar as error:
             raise InvalidRequest(f"{param}: {error}", param) from error
         except TokenizerBusy as error:
@@ -33,5 +37,6 @@ class GrammarCheck:
             raise Overloaded("the server is shutting down", "engine_unavailable", _RETRY_S) from error
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread and the process."""
         self._thread.close()
+        self._process.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from engine.grammars import Vocabulary, vocabulary_of
+from engine.grammars import VocabularySource, source_of
 from engine.service import EngineService, EngineState, EngineUnavailable
 from server.grammar_check import GrammarCheck
 from server.metrics import Metrics
@@ -69,8 +69,9 @@ class Runtime:
         self.fatal: str | None = None
         self._load_tokenizer = load_tokenizer
         self._on_fatal = on_fatal
+        self._tokenizer: Tokenizer | None = None
         self._codec: TextCodec | None = None
-        self.grammars = GrammarCheck(self._load_vocabulary)
+        self.grammars = GrammarCheck(self._describe_vocabulary)
         self.tool_support = ToolSupport()
         self._life: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -97,9 +98,10 @@ class Runtime:
             return False
         return health.heartbeat_age_s <= self.settings.max_heartbeat_age_s
 
-    def _load_vocabulary(self) -> Vocabulary:
-        """Return the vocabulary of a tokenizer of its own: the other one may be encoding."""
-        return vocabulary_of(self._load_tokenizer(), self.engine.model.vocab_size, self.engine.model.eos_token_ids)
+    async def _describe_vocabulary(self) -> VocabularySource:
+        """Return what grammars need of the tokenizer, read on its own thread."""
+        tokenizer, model = self._tokenizer, self.engine.model
+        return await self.codec.thread.run(0, lambda: source_of(tokenizer, model.vocab_size, model.eos_token_ids))
 
     def begin(self) -> None:
         """Start loading and return at once, so that the port can say how it goes."""
@@ -110,7 +112,7 @@ class Runtime:
         try:
             tokenizer = await _in_daemon_thread(self._load_tokenizer)
             await self.engine.start()
-            self._codec = TextCodec(tokenizer)
+            self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
             self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
             self.metrics.steps.on_model(self.engine.model)
             log.info("serving %s", self.settings.served_name)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from typing import Any
 
 import httpx
@@ -15,7 +16,9 @@ from engine.policy import FixedExpansion
 from engine.testing import tiny_engine, tiny_pair
 from engine.tree import Expansion
 from engine.types import Grammar, GrammarKind
+from server import grammar_process
 from server.app import create_app
+from server.grammar_process import GrammarProcess
 from server.settings import Settings
 from tests.api.harness import MODEL, chat, completion, data_of, in_process, until
 from tests.fake_engine import FakeEngine
@@ -40,74 +43,79 @@ def refused(response: httpx.Response) -> tuple[str, str]:
     return error["param"], error["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "grammar"),
-    [
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
-        ({"response_format": FORMAT}, NAMED),
-        ({"structured_outputs": {"json": SCHEMA}}, NAMED),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, NAMED),
-        ({"structured_outputs": {"json_object": True}}, Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')),
-        ({"structured_outputs": {"regex": "a+"}}, Grammar(GrammarKind.REGEX, "a+")),
-        ({"structured_outputs": {"choice": ["yes", "né"]}}, Grammar(GrammarKind.CHOICE, '["yes","né"]')),
-        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar(GrammarKind.LARK, 'start: "a"')),
-        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar(GrammarKind.LARK, 'root ::= "a"')),
-        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, Grammar(GrammarKind.REGEX, "a+")),
-        (
-            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-            Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","x-guidance":{"whitespace_flexible":false}}'),
-        ),
-        (
-            {"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},
-            Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","x-guidance":{"whitespace_pattern":" ?"}}'),
-        ),
-    ],
-)
-async def test_the_engine_is_asked_for_the_grammar(fields: dict[str, Any], grammar: Grammar | None):
-    engine = fake()
-    async with in_process(engine) as client:
-        assert (await post(client, n=2, **fields)).status_code == 200
-        assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
-    assert [request.sampling.grammar for request in engine.requests] == [grammar] * 3
+ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
+    ({"response_format": FORMAT}, NAMED),
+    ({"structured_outputs": {"json": SCHEMA}}, NAMED),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, NAMED),
+    ({"structured_outputs": {"json_object": True}}, Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')),
+    ({"structured_outputs": {"regex": "a+"}}, Grammar(GrammarKind.REGEX, "a+")),
+    ({"structured_outputs": {"choice": ["yes", "né"]}}, Grammar(GrammarKind.CHOICE, '["yes","né"]')),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar(GrammarKind.LARK, 'start: "a"')),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar(GrammarKind.LARK, 'root ::= "a"')),
+    ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, Grammar(GrammarKind.REGEX, "a+")),
+    (
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","x-guidance":{"whitespace_flexible":false}}'),
+    ),
+    (
+        {"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","x-guidance":{"whitespace_pattern":" ?"}}'),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "reason"),
-    [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
-        ({"response_format": {"type": "json_object", "json_schema": FORMAT["json_schema"]}}, "response_format.json_schema", ""),
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type", ""),
-        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs", "response_format"),
-        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "object"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", ""),
-        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
-        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", ""),
-        ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs", "uniqueItems"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
-            "response_format",
-            "not",
-        ),
-        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", ""),
-        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "ignore_eos"),
-        ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "min_tokens"),
-        ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "response_format", "ends a text"),
-        ({"guided_regex": "a"}, "guided_regex", ""),
-    ],
-)
-async def test_what_cannot_be_kept_is_refused_by_name(fields: dict[str, Any], param: str, reason: str):
+async def test_the_engine_is_asked_for_the_grammar():
     engine = fake()
     async with in_process(engine) as client:
-        told, message = refused(await post(client, **fields))
-    assert told.startswith(param)
-    assert reason in message
-    assert len(message) < 1100
+        for fields, grammar in ASKED:
+            assert (await post(client, n=2, **fields)).status_code == 200
+            assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
+            assert [request.sampling.grammar for request in engine.requests[-3:]] == [grammar] * 3
+
+
+# The library takes twice as long for each more: it would be minutes.
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"a.*b{{{count}}}.*c"} for count in range(30)]}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
+    ({"response_format": {"type": "json_object", "json_schema": FORMAT["json_schema"]}}, "response_format.json_schema", ""),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type", ""),
+    ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs", "response_format"),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "object"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", ""),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+    ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", ""),
+    ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs", "uniqueItems"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+        "response_format",
+        "not",
+    ),
+    ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", ""),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "ignore_eos"),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "min_tokens"),
+    ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "response_format", "ends a text"),
+    ({"guided_regex": "a"}, "guided_regex", ""),
+    ({"structured_outputs": {"json": ENDLESS}}, "structured_outputs", "longer than"),
+    ({"structured_outputs": {"regex": ")"}}, "structured_outputs", "unopened group"),
+]
+
+
+async def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar_process, "_DEADLINE_S", 2.0)
+    engine = fake()
+    async with in_process(engine) as client:
+        for fields, param, reason in REFUSED:
+            told, message = refused(await post(client, **fields))
+            assert told.startswith(param), fields
+            assert reason in message
+            assert len(message) < 1100
     assert not engine.requests
 
 
@@ -116,17 +124,10 @@ async def test_a_model_without_an_end_token_is_held_to_nothing():
         assert refused(await post(client, response_format={"type": "json_object"}))[0] == "response_format"
 
 
-async def test_a_grammar_is_compiled_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
-    """Others are answered while one is compiled, and what they ask for does not wait."""
-    going = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    compiled = CompiledGrammars.matcher
-
-    def slow(self: CompiledGrammars, grammar: Grammar, **fields: Any) -> Any:
-        asyncio.run_coroutine_threadsafe(going.wait(), loop).result(30)
-        return compiled(self, grammar, **fields)
-
-    monkeypatch.setattr(CompiledGrammars, "matcher", slow)
+async def test_a_grammar_is_tried_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    """Others are answered while one is tried, and what they ask for does not wait."""
+    going = threading.Event()
+    monkeypatch.setattr(GrammarProcess, "check", lambda *_: going.wait(30))
     async with in_process(fake()) as client:
         held = asyncio.create_task(post(client, structured_outputs={"regex": "a"}))
         assert (await post(client)).status_code == 200

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from engine.grammar_masks import GrammarMasks
-from engine.grammars import CompiledGrammars, Vocabulary, vocabulary_of
+from engine.grammars import CompiledGrammars, Vocabulary, source_of
 from engine.types import Grammar, GrammarKind
 
 V = 61  # rows of logits of a tiny model; the tokenizer has fewer tokens
@@ -54,7 +54,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def vocabulary() -> Vocabulary:
-    return vocabulary_of(tokenizer(), V, [EOS])
+    return source_of(tokenizer(), V, [EOS]).load()
 
 
 def masks(**fields) -> GrammarMasks:

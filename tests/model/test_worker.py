@@ -207,7 +207,7 @@ def test_a_killed_parent_takes_the_worker_along(tmp_path: Path, moment: str) -> 
 
 def test_an_orphan_is_noticed(tmp_path: Path) -> None:
     """The mutant: a worker that trusts in being a daemon. The child imports the parent's script, and with it the patch."""
-    trusting = _PARENT.replace("# PATCH", "engine.worker._die_with_parent = lambda: None")
+    trusting = _PARENT.replace("# PATCH", "engine.worker.die_with_parent = lambda: None")
     with pytest.raises(AssertionError, match="outlives its parent"):
         check_a_killed_parent_takes_the_worker_along(tmp_path, "loading", trusting, patience_ms=1000)
 
