@@ -27,7 +27,7 @@ from transformers import (
 from engine.engine import with_end_tokens
 from engine.forest import Forest
 from engine.grammar_masks import GrammarMasks
-from engine.grammars import CompiledGrammars, Vocabulary, vocabulary_of
+from engine.grammars import CompiledGrammars, Vocabulary, source_of
 from engine.judge import Judge
 from engine.keys import StepKey
 from engine.logit_edits import edited_logits
@@ -111,7 +111,7 @@ def _vocabulary() -> Vocabulary:
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)} | {"<end>": END_ID}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
-    return vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"), VOCAB_SIZE, [END_ID])
+    return source_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"), VOCAB_SIZE, [END_ID]).load()
 
 
 def _plain_law(sampling: SamplingParams, raw: Law, context: Context) -> Law:
