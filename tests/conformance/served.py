@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from transformers import PreTrainedModel
 
 from engine.config import SchedulerConfig
-from engine.grammars import CompiledGrammars, vocabulary_of
+from engine.grammars import CompiledGrammars, source_of
 from engine.inprocess import InProcessEngine
 from engine.model import CausalModel
 from engine.policy import FixedExpansion
@@ -40,7 +40,7 @@ def target_module() -> PreTrainedModel:
 
 def real_engine() -> InProcessEngine:
     """Return an engine, not started, whose model drafts for its target by trees of two paths."""
-    grammars = CompiledGrammars(lambda: vocabulary_of(byte_level(), VOCAB_SIZE, _pair()[0].eos_token_ids))
+    grammars = CompiledGrammars(source_of(byte_level(), VOCAB_SIZE, _pair()[0].eos_token_ids).load)
     policy = FixedExpansion(Expansion(1, 2, 2))
     return InProcessEngine(lambda: tiny_engine(*_pair(), policy, config=LIMITS, grammars=grammars), LIMITS)
 
