@@ -5,6 +5,7 @@ are folded into the query rows, so keys and values are never expanded.
 Shape key: T packed tokens, B segments, Q queries of a group, L keys, H key-value heads, G query heads for each, K head size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,18 +42,29 @@ def group_attention(
     softcap: float | None = None,
 ) -> Float[Tensor, "BQ HGV"]:
     """Return the attention output of one group, padded rows included."""
-    num_rows, num_queries = group.token_index_BT.shape
-    num_heads, num_groups, head_size = query_THGK.shape[1:]
-    query = query_THGK[group.token_index_BT.reshape(-1)].view(num_rows, num_queries, num_heads, num_groups, head_size)
-    query = query.permute(0, 2, 3, 1, 4).reshape(num_rows, num_heads, num_groups * num_queries, head_size)
-    scores = torch.matmul(query, keys_BLHK.permute(0, 2, 3, 1)) * scaling
+    scores = torch.matmul(folded(query_THGK, group), keys_BLHK.permute(0, 2, 3, 1)) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(num_rows, num_heads, num_groups, num_queries, -1) + group.bias(window, scores.dtype)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = weights.view(num_rows, num_heads, num_groups * num_queries, -1)
-    out = torch.matmul(weights, values_BLHK.permute(0, 2, 1, 3)).view(num_rows, num_heads, num_groups, num_queries, -1)
-    return out.permute(0, 3, 1, 2, 4).reshape(num_rows * num_queries, -1)
+    scores = unfolded(scores, group) + group.bias(window, scores.dtype)
+    weights_BHGQL = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_THGK.dtype)
+    return in_rows(torch.matmul(weights_BHGQL.flatten(2, 3), values_BLHK.permute(0, 2, 1, 3)), group)
+
+
+def folded(query_THGK: Float[Tensor, "T H G K"], group: Group) -> Float[Tensor, "B H GQ K"]:
+    """Return a group's queries, those that share a key-value head together."""
+    num_rows, num_queries = group.token_index_BT.shape
+    query = query_THGK[group.token_index_BT.reshape(-1)].view(num_rows, num_queries, *query_THGK.shape[1:])
+    return query.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unfolded(x: Float[Tensor, "B H GQ N"], group: Group) -> Float[Tensor, "B H G Q N"]:
+    """Return what belongs to folded queries by query."""
+    return x.unflatten(2, (-1, group.token_index_BT.shape[1]))
+
+
+def in_rows(out: Float[Tensor, "B H GQ V"], group: Group) -> Float[Tensor, "BQ HGV"]:
+    """Return folded queries' outputs, a row each."""
+    return unfolded(out, group).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
 
 
 def cached_attention(
@@ -62,12 +74,12 @@ def cached_attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    of_group: Callable[..., Tensor] = group_attention,
 ) -> Float[Tensor, "T HGV"]:
-    """Attend to what the cache holds for a layer: every packed token's output, in packed order."""
+    """Attend to what the cache holds for a layer: every packed token's output, in packed order. `of_group` does one group."""
     batch, cache = context.batch, context.cache
     outputs = [
-        group_attention(query_THGK, *cache.gather(layer, group.key_slots_BL), group, scaling, window, softcap)
-        for group in batch.groups
+        of_group(query_THGK, *cache.gather(layer, group.key_slots_BL), group, scaling, window, softcap) for group in batch.groups
     ]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if batch.is_identity else out.index_select(0, batch.unpad_T)

@@ -12,13 +12,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine import exact_attention
+from engine.activations import steady_activations
 from engine.attention import NAME, AttentionContext
+from engine.int8 import can_multiply_int8, quantise_linears
 from engine.kv_cache import KVCache
 from engine.linears import prepare_linears
-from engine.model_check import check_text, own_logits, refuse_by_configuration, require_equal
+from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_by_configuration, require_equal, require_same_bits
 from engine.packing import PackedBatch
 from engine.weights.facts import end_tokens
 
+INT8 = "int8"
+_EXACT_ATTENTION_TOLERANCE = 1e-2  # queries, keys and values are rounded to 12 binary places
 _NO_LIMIT = 1 << 20
 
 
@@ -29,6 +34,7 @@ class CausalModel:
         self.module: Any = module.to(device).eval()
         self.device = device
         self.module.requires_grad_(False)
+        self._attention = NAME
 
     @property
     def vocab_size(self) -> int:
@@ -47,7 +53,12 @@ class CausalModel:
 
     def restore_attention(self) -> None:
         """Let the model attend to an engine's slots again, after it was lent to something that set another attention."""
-        self.module.set_attn_implementation(NAME)
+        self.module.set_attn_implementation(self._attention)
+
+    def attend_exactly(self) -> None:
+        """Attend from now on so that a row has the same bits whatever it is computed with."""
+        self._attention = exact_attention.NAME
+        self.restore_attention()
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
@@ -63,21 +74,35 @@ class CausalModel:
 
 
 def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
-    """Load, check and prepare a model. `dtype` is a torch name; `linears` as engine.linears names them."""
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
-    return adopt(module, device, linears)
+    """Load, check and prepare a model. `dtype` is a torch name or int8; `linears` as engine.linears names them, for float ones."""
+    weights = torch.float32 if dtype == INT8 else getattr(torch, dtype)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager")
+    return adopt(module, device, INT8 if dtype == INT8 else linears)
 
 
 def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain") -> CausalModel:
     """Take a loaded transformers model over: our attention and linears, compared as they will serve with the model's own pass.
 
+    With linears "int8" attention is exact, and the linears are quantised after the comparison: from then on the model is another,
+    one whose rows have the same bits in any batch.
     Raises UnsupportedModel.
     """
     refuse_by_configuration(module.config)
     model = CausalModel(module, device)
     ids = check_text(model)
     expected_NV = own_logits(model, ids)
-    model.restore_attention()
-    prepare_linears(model.module, linears)
-    require_equal(model, ids, expected_NV)
+    if linears == INT8:
+        if not can_multiply_int8(device):
+            raise UnsupportedModel(f"int8 needs a processor with VNNI, which {device} has not")
+        model.attend_exactly()
+        steady_activations(model.module)
+        require_equal(model, ids, expected_NV, _EXACT_ATTENTION_TOLERANCE)
+        model.module.set_attn_implementation("eager")
+        quantise_linears(model.module, model.vocab_size)
+        model.restore_attention()
+        require_same_bits(model, ids)
+    else:
+        model.restore_attention()
+        prepare_linears(model.module, linears)
+        require_equal(model, ids, expected_NV)
     return model

@@ -26,6 +26,7 @@ _logger = logging.getLogger(__name__)
 _TAIL = 5  # tokens at the end of the text that lie in the tree
 _MARGIN = 9  # tokens the text has beyond the smallest window
 _LONGEST_CHECK = 1100
+_SAME_BITS_LENGTH, _OTHER_LENGTH = 11, 6  # tokens of a text compared to the bit, and of one beside it
 _TOLERANCE = {torch.float32: 1e-3}
 _LOOSE_TOLERANCE = 5e-2
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -74,8 +75,11 @@ def own_logits(model: "CausalModel", ids: list[int]) -> Tensor:
     return out.logits[0].float()  # type: ignore[no-any-return]
 
 
-def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor) -> None:
-    """Raise UnsupportedModel unless our pass over the text gives the model's own logits, up to rounding."""
+def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor, tolerance: float | None = None) -> None:
+    """Raise UnsupportedModel unless our pass over the text gives the model's own logits, up to rounding.
+
+    `tolerance` is relative to the largest logit; None: as the weights' number format asks.
+    """
     name = type(model.module).__name__
     try:
         logits_NV = _driven_logits(model, ids)
@@ -83,8 +87,25 @@ def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor) -> 
         raise UnsupportedModel(f"{name} cannot be driven: {error}") from error
     error_size = float((logits_NV - expected_NV).abs().max() / expected_NV.abs().max())
     _logger.info("model check: relative error of a tree-masked pass %.1e", error_size)
-    if not error_size < _TOLERANCE.get(model.module.dtype, _LOOSE_TOLERANCE):
+    if not error_size < (tolerance or _TOLERANCE.get(model.module.dtype, _LOOSE_TOLERANCE)):
         raise UnsupportedModel(f"{name}: a tree-masked pass differs from the model's own by {error_size:.1e}")
+
+
+def require_same_bits(model: "CausalModel", ids: list[int]) -> None:
+    """Raise UnsupportedModel unless a text's tokens have the same logits, to the bit, one by one and beside others in one pass."""
+    ids = (ids * _SAME_BITS_LENGTH)[:_SAME_BITS_LENGTH]
+    slots = list(range(2 * len(ids)))
+    cache = KVCache(len(slots), model.device)
+    first = torch.tensor([0], device=model.device)
+    alone = [
+        model.forward(pack([chain_segment([token_id], place, slots)], model.device), cache, first)[0]
+        for place, token_id in enumerate(ids)
+    ]
+    segments = [chain_segment(ids[::-1][:_OTHER_LENGTH], 0, slots[len(ids) :]), chain_segment(ids, 0, slots)]
+    rows = torch.arange(_OTHER_LENGTH, _OTHER_LENGTH + len(ids), device=model.device)
+    together = model.forward(pack(segments, model.device), KVCache(len(slots), model.device), rows)
+    if not torch.equal(torch.stack(alone), together):
+        raise UnsupportedModel(f"{type(model.module).__name__}: a row's logits depend on what it is computed with")
 
 
 def _driven_logits(model: "CausalModel", ids: list[int]) -> Tensor:
