@@ -29,7 +29,7 @@ from engine.engine import Engine
 from engine.grammars import CompiledGrammars, vocabulary_loader
 from engine.kv_cache import KVCache
 from engine.linears import fastest_dtype, fastest_linears
-from engine.model import CausalModel, load_model
+from engine.model import CausalModel, load_model, weights_dtype
 from engine.model_check import UnsupportedModel
 from engine.pairs import require_exact
 from engine.plan import Feeding
@@ -92,8 +92,8 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
     if config.trace_file is not None:
         engine.trace_to(_file_tracer(Path(config.trace_file), info))
-    if config.dtype != "float32":
-        _logger.warning("%s rounds wide and narrow passes differently: near ties can fall either way", config.dtype)
+    if config.dtype == "bfloat16":
+        _logger.warning("bfloat16 rounds wide and narrow passes differently: near ties can fall either way")
     _logger.info("engine ready: %s", info)
     return engine
 
@@ -135,7 +135,7 @@ def _load(reference: str, dtype: str, device: torch.device, models: Models) -> C
 
 def _draft_dtype(config: EngineConfig, device: torch.device) -> str:
     """Return the number format of a draft model or head: rounding there costs a little acceptance and no exactness."""
-    return config.draft_dtype or str(fastest_dtype(device, getattr(torch, config.dtype))).removeprefix("torch.")
+    return config.draft_dtype or str(fastest_dtype(device, weights_dtype(config.dtype))).removeprefix("torch.")
 
 
 def _compatible(config: EngineConfig) -> EngineConfig:

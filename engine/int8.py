@@ -138,7 +138,7 @@ def _read(model: nn.Module, linears: dict[str, nn.Linear], vocab_size: int) -> l
 
 @contextmanager
 def _noted(linears: dict[str, nn.Linear]) -> Iterator[dict[int, tuple[Tensor, _Readers]]]:
-    """Note by which layers each tensor is read while this is open. The tensors are kept, so that their identities stay their own."""
+    """Note by which layers each tensor is read while this is open. Tensors are kept, so that their identities stay their own."""
     readers_of: dict[int, tuple[Tensor, _Readers]] = {}
 
     def note(name: str, x: Tensor) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from engine.int8 import Int8Linear
+
 
 class PackedLinear(nn.Module):
     """A linear layer over a weight in oneDNN's blocked layout. CPU, inference only."""
@@ -51,7 +53,7 @@ _KINDS: dict[str, Callable[[nn.Module], None]] = {"plain": _plain, "packed": _pa
 
 def weight_of(linear: nn.Module) -> Tensor:
     """Return the weight [outputs, inputs] of a linear layer, however it is computed."""
-    if isinstance(linear, PackedLinear):
+    if isinstance(linear, PackedLinear | Int8Linear):
         return linear.dense_weight()
     assert isinstance(linear, nn.Linear)
     return linear.weight

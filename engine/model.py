@@ -43,8 +43,9 @@ class CausalModel:
 
     @property
     def max_positions(self) -> int:
-        """Longest context the model's positions are made for; a model that does not say is taken to have no limit of its own."""
-        return int(getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT)
+        """Longest context that can be run; a model that does not say is taken to have no limit of its own."""
+        own_limit = int(getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT)
+        return min(own_limit, exact_attention.LONGEST_TEXT) if self._attention == exact_attention.NAME else own_limit
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -73,10 +74,14 @@ class CausalModel:
             return out.logits[0].float()  # type: ignore[no-any-return]
 
 
+def weights_dtype(dtype: str) -> torch.dtype:
+    """Return the number format in which weights are loaded, and activations computed, for a precision by its name."""
+    return torch.float32 if dtype == INT8 else getattr(torch, dtype)  # type: ignore[no-any-return]
+
+
 def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
-    """Load, check and prepare a model. `dtype` is a torch name or int8; `linears` as engine.linears names them, for float ones."""
-    weights = torch.float32 if dtype == INT8 else getattr(torch, dtype)
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager")
+    """Load, check and prepare a model. `dtype` is a torch name or int8; `linears` as engine.linears names float ones."""
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=weights_dtype(dtype), attn_implementation="eager")
     return adopt(module, device, INT8 if dtype == INT8 else linears)
 
 

@@ -92,7 +92,7 @@ def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor, tol
 
 
 def require_same_bits(model: "CausalModel", ids: list[int]) -> None:
-    """Raise UnsupportedModel unless a text's tokens have the same logits, to the bit, one by one and beside others in one pass."""
+    """Raise UnsupportedModel unless a text's tokens have the same logits, to the bit, one by one and in one pass with others."""
     ids = (ids * _SAME_BITS_LENGTH)[:_SAME_BITS_LENGTH]
     slots = list(range(2 * len(ids)))
     cache = KVCache(len(slots), model.device)

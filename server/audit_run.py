@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from engine.audit.collect import Collected, RequestFailed, collect
 from engine.audit.examine import examine
 from engine.audit.plan import AuditPlan, Setting
-from engine.audit.reference import Reference
+from engine.audit.reference import load_reference
 from engine.audit.report import Report, Verdict
 from engine.blocks import IntegrityError
 from engine.build import BadConfiguration
@@ -50,7 +50,7 @@ def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     started_s = time.monotonic()
     plan = plan_of(parsed, encoded(settings.model, texts))
     info, collected = _collected(settings, plan)
-    reference = Reference.load(resolve(settings.model).folder, settings.dtype, info.device)
+    reference = load_reference(resolve(settings.model).folder, settings.dtype, info.device)
     report = examine(collected, reference)
     sys.stdout.write(as_text(report, info, time.monotonic() - started_s) + "\n" + as_json(report, info) + "\n")
     return EXIT_STATUS[report.verdict]

@@ -26,7 +26,7 @@ def as_text(report: Report, info: ModelInfo, seconds: float) -> str:
 
 
 def _notes(report: Report) -> Iterator[str]:
-    if report.reference_dtype != "float32":
+    if report.reference_dtype == "bfloat16":
         yield f"In {report.reference_dtype} passes of different widths round differently: what is tested includes that rounding."
 
 

@@ -172,7 +172,11 @@ class Settings(BaseSettings):
         description="What expects tokens of each tree under policy adaptive: counting (of acceptance), or the file of a trained "
         "network; auto: the network that ships for the model and its shipped head, where one does, or else counting.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number format of weights and cache.")
+    dtype: Literal["float32", "bfloat16", "int8"] = Field(
+        default="float32",
+        description="Precision of the target: float32, bfloat16 (rounds passes of different widths differently), or int8 (the "
+        "target is then the quantised model, whose tokens have the same bits in any batch or tree; docs/int8.md).",
+    )
     draft_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Number format of a draft model or head, which no law depends on; auto: bfloat16 where the processor "

@@ -22,6 +22,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.kv_cache import KVCache
+from engine.model import INT8, CausalModel, load_model
+from engine.packing import pack
+from engine.segments import chain_segment
 from engine.types import SamplingParams
 
 _MAX_PASS_TOKENS = 2048
@@ -62,6 +66,38 @@ class Reference:
         """Return the leading indices whose texts are of one length and together not too long: nothing is ever padded."""
         length = len(texts[indices[0]])
         return [index for index in indices[: max(1, _MAX_PASS_TOKENS // length)] if len(texts[index]) == length]
+
+
+class SameBitsReference(Reference):
+    """A target of 8-bit integers (engine.int8). What it is includes how it attends, so that is run, over whole texts one by one:
+    no cache that outlives a pass, no tree, no neighbour. Its logits are the engine's to the bit."""
+
+    def __init__(self, model: CausalModel) -> None:
+        super().__init__(model.module)
+        self._model = model
+
+    @property
+    def dtype(self) -> str:
+        """The name of the precision."""
+        return INT8
+
+    @torch.inference_mode()
+    def logits(self, texts: Sequence[Sequence[int]], num_last: int) -> list[Float[Tensor, "N V"]]:
+        """Return each text's raw logits, float64, after its last `num_last` tokens."""
+        return [self._logits(text, num_last) for text in texts]
+
+    def _logits(self, text: Sequence[int], num_last: int) -> Float[Tensor, "N V"]:
+        device = self._model.device
+        batch = pack([chain_segment(text, 0, range(len(text)))], device)
+        rows = torch.arange(len(text) - num_last, len(text), device=device)
+        return self._model.forward(batch, KVCache(len(text), device), rows).double()
+
+
+def load_reference(folder: Path, dtype: str, device: str) -> Reference:
+    """Return the reference of a target served in `dtype` from a folder of weights."""
+    if dtype == INT8:
+        return SameBitsReference(load_model(folder, INT8, torch.device(device), "plain"))
+    return Reference.load(folder, dtype, device)
 
 
 def penalised(

@@ -1,0 +1,110 @@
+"""What a precision changes: laws in bfloat16 and int8 against float32's, over texts that the model wrote in float32 itself.
+
+    python -m benchmarks.precision --models smollm2-135m qwen2.5-coder-1.5b
+
+prints a table and, last, one line of JSON: mean KL divergence from float32's law (nats), mean total variation, how often the arg
+max agrees, and of how many rows the logits change with the passes they are computed in (one token at a time, or all at once).
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from engine.kv_cache import KVCache
+from engine.linears import fastest_linears
+from engine.model import CausalModel, load_model
+from engine.packing import pack
+from engine.segments import chain_segment
+from engine.weights import resolve
+from server.bench_prompts import load_prompts
+from server.chat_ids import chat_ids
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one precision from float32, over all rows."""
+
+    model: str
+    precision: str
+    num_rows: int
+    divergence: float
+    variation: float
+    agreement: float
+    changed_rows: float
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
+    parser.add_argument("--prompts", default="benchmarks/prompts.yaml")
+    parser.add_argument("--num-prompts", type=int, default=2, help="of each kind")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    args = parser.parse_args()
+    found = [one for name in args.models for one in differences(name, Path(args.prompts), args.num_prompts, args.max_tokens)]
+    print(f"{'model':<20}{'precision':<10}{'rows':>6}{'KL':>9}{'TV':>8}{'arg max':>9}{'changed':>9}")
+    for one in found:
+        figures = f"{one.divergence:>9.4f}{one.variation:>8.4f}{one.agreement:>9.3f}{one.changed_rows:>9.3f}"
+        print(f"{one.model:<20}{one.precision:<10}{one.num_rows:>6}{figures}")
+    print(json.dumps([asdict(one) for one in found]))
+
+
+def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> list[Difference]:
+    """Return what bfloat16 and int8 make of one model."""
+    folder = resolve(name).folder
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    starts = [chat_ids(tokenizer, one.text) for of_kind in load_prompts(prompts, (), num_prompts).values() for one in of_kind]
+    exact = load_model(folder, "float32", _CPU, fastest_linears(_CPU))
+    texts = [_written(exact, list(ids), max_tokens) for ids in starts]
+    laws = [_logits(exact, text, len(text)).log_softmax(-1) for text in texts]
+    del exact
+    return [_difference(name, folder, precision, texts, laws) for precision in ("bfloat16", "int8")]
+
+
+def _difference(name: str, folder: Path, precision: str, texts: list[list[int]], laws: list[Tensor]) -> Difference:
+    model = load_model(folder, precision, _CPU, fastest_linears(_CPU))
+    rows = []
+    for text, exact_TV in zip(texts, laws, strict=True):
+        logits_TV = _logits(model, text, len(text))
+        law_TV = logits_TV.log_softmax(-1)
+        divergence_T = (exact_TV.exp() * (exact_TV - law_TV)).sum(-1)
+        variation_T = (exact_TV.exp() - law_TV.exp()).abs().sum(-1) / 2
+        agrees_T = exact_TV.argmax(-1) == law_TV.argmax(-1)
+        changed_T = (_logits(model, text, 1) != logits_TV).any(-1)
+        rows.append(torch.stack([divergence_T, variation_T, agrees_T.float(), changed_T.float()]))
+    mean = torch.cat(rows, dim=-1).mean(-1).tolist()
+    return Difference(name, precision, sum(map(len, texts)), *mean)
+
+
+def _written(model: CausalModel, ids: list[int], num_tokens: int) -> list[int]:
+    """Return the prompt with what the model writes after it, drawn at temperature 1."""
+    generator = torch.Generator().manual_seed(len(ids))
+    cache = KVCache(len(ids) + num_tokens, _CPU)
+    done = 0
+    for _ in range(num_tokens):
+        batch = pack([chain_segment(ids[done:], done, range(len(ids)))], _CPU)
+        logits_NV = model.forward(batch, cache, torch.tensor([len(ids) - done - 1]))
+        done = len(ids)
+        ids = [*ids, int(torch.multinomial(logits_NV[0].softmax(-1), 1, generator=generator))]
+    return ids
+
+
+def _logits(model: CausalModel, text: list[int], width: int) -> Tensor:
+    """Return the logits [T, V] after each token of the text, `width` tokens a pass."""
+    cache = KVCache(len(text), _CPU)
+    parts = []
+    for first in range(0, len(text), width):
+        ids = text[first : first + width]
+        parts.append(model.forward(pack([chain_segment(ids, first, range(len(text)))], _CPU), cache, torch.arange(len(ids))))
+    return torch.cat(parts)
+
+
+if __name__ == "__main__":
+    main()
