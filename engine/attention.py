@@ -59,7 +59,7 @@ def folded(query_THGK: Float[Tensor, "T H G K"], group: Group) -> Float[Tensor, 
 
 def unfolded(x: Float[Tensor, "B H GQ N"], group: Group) -> Float[Tensor, "B H G Q N"]:
     """Return what belongs to folded queries by query."""
-    return x.unflatten(2, (-1, group.token_index_BT.shape[1]))
+    return torch.unflatten(x, 2, (-1, group.token_index_BT.shape[1]))
 
 
 def in_rows(out: Float[Tensor, "B H GQ V"], group: Group) -> Float[Tensor, "BQ HGV"]:

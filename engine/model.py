@@ -76,7 +76,7 @@ class CausalModel:
 
 def weights_dtype(dtype: str) -> torch.dtype:
     """Return the number format in which weights are loaded, and activations computed, for a precision by its name."""
-    return torch.float32 if dtype == INT8 else getattr(torch, dtype)  # type: ignore[no-any-return]
+    return torch.float32 if dtype == INT8 else getattr(torch, dtype)
 
 
 def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:

@@ -81,7 +81,7 @@ def test_the_comparison_sees_a_range_over_the_whole_batch(monkeypatch):
         adopt(tiny_module("llama"), CPU, "int8")
 
 
-def of_odd_width(family: str) -> nn.Module:
+def of_odd_width(family: str):
     """A model whose rows are no whole number of vector registers: the last numbers of an array are computed in another way."""
     module = tiny_module(family, num_layers=2)
     for layer in module.model.layers:
@@ -139,7 +139,7 @@ def texts_of(target, draft, requests):
     engine = tiny_engine(target, draft, verifier="coupled")
     for request in requests:
         engine.add(request)
-    texts = {request.request_id: [] for request in requests}
+    texts: dict[str, list[object]] = {request.request_id: [] for request in requests}
     num_accepted = 0
     while engine.has_work:
         for event in engine.step().events:
