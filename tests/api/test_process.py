@@ -98,3 +98,19 @@ def test_an_engine_that_cannot_start_ends_the_process_with_the_reason():
         _, log = process.communicate(timeout=60)
         assert process.returncode == 1
         assert any("the weights are not there" in json.loads(line)["message"] for line in log.decode().splitlines())
+
+
+def test_the_port_is_free_while_the_old_server_drains():
+    """So a restart need not wait for the last answer: the next server takes new requests while this one ends its own."""
+    with _process(port := _free_port(), 1000) as old:
+        _wait_ready(port)
+        with _open_stream(port):
+            old.send_signal(signal.SIGTERM)
+            _wait_closed(port)
+            with _process(port, 0.1) as new:
+                _wait_ready(port)
+                assert new.poll() is None
+                assert old.poll() is None, "it drains"
+                old.send_signal(signal.SIGTERM)
+                assert old.wait(30) == 0
+                assert httpx.get(f"http://127.0.0.1:{port}/live").status_code == 200

@@ -1,10 +1,13 @@
 """The server as its users have it: a real process, real weights, the openai client, many streams at once."""
 
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -80,6 +83,7 @@ def _stream(url: str, body: dict[str, Any], num_events: int | None) -> list[dict
 def test_sixteen_streams_a_third_of_them_abandoned(server: RunningServer) -> None:
     choice = random.Random(0)
     bodies = [_body(index, choice) for index in range(16)]
+    num_restarts = server.get("/health").json()["restarts"]
     with ThreadPoolExecutor(16) as pool:
         limits = [2 if index % 3 == 2 else None for index in range(16)]
         streams = list(pool.map(lambda pair: _stream(server.url, *pair), zip(bodies, limits, strict=True)))
@@ -90,8 +94,7 @@ def test_sixteen_streams_a_third_of_them_abandoned(server: RunningServer) -> Non
             assert not any("error" in event for event in data)
             assert sum(event["choices"][0]["finish_reason"] is not None for event in data if event["choices"]) == 1, body
     _wait_until_idle(server)
-    health = server.get("/health").json()
-    assert health["restarts"] == 0  # an idle engine checks its books, and a leak would have ended the worker
+    assert server.get("/health").json()["restarts"] == num_restarts  # an idle engine checks its books, and a leak would have ended the worker
 
 
 def _wait_until_idle(server: RunningServer) -> None:
@@ -130,3 +133,31 @@ def test_bad_input_is_a_clear_refusal(server: RunningServer, body: bytes, status
     assert error["message"]
     assert len(response.content) < 12_000
     assert server.get("/health").status_code == 200
+
+
+def worker_pid(server: RunningServer) -> int:
+    """Return the id of the server's one child that is a worker."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    (pid,) = [int(child) for child in children if Path(f"/proc/{child}/comm").read_text().startswith("latebranch-work")]
+    return pid
+
+
+def test_a_stream_outlives_its_worker(server: RunningServer, client: openai.OpenAI) -> None:
+    """It pauses while the next one loads, and goes on with the text that it would have had."""
+
+    def stream() -> Iterator[str]:
+        body: dict[str, Any] = {"model": MODEL, "prompt": "The sea at night", "max_tokens": 48, "seed": 11, "stream": True}
+        options = {"stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
+        for chunk in client.completions.create(**body, **options):
+            yield chunk.choices[0].text if chunk.choices else f"<{chunk.usage.completion_tokens}>"
+
+    undisturbed = "".join(stream())
+    num_restarts = server.metric("latebranch_engine_restarts_total")
+    texts = stream()
+    first = next(texts)
+    os.kill(worker_pid(server), signal.SIGKILL)
+    assert "".join([first, *texts]) == undisturbed
+    assert undisturbed.endswith("<48>")
+    assert server.get("/live").status_code == 200
+    assert server.metric("latebranch_engine_restarts_total") == num_restarts + 1
+    assert server.metric("latebranch_resumed_requests_total") >= 1
