@@ -94,7 +94,8 @@ def test_sixteen_streams_a_third_of_them_abandoned(server: RunningServer) -> Non
             assert not any("error" in event for event in data)
             assert sum(event["choices"][0]["finish_reason"] is not None for event in data if event["choices"]) == 1, body
     _wait_until_idle(server)
-    assert server.get("/health").json()["restarts"] == num_restarts  # an idle engine checks its books, and a leak would have ended the worker
+    # An idle engine checks its books, and a leak would have ended the worker.
+    assert server.get("/health").json()["restarts"] == num_restarts
 
 
 def _wait_until_idle(server: RunningServer) -> None:
