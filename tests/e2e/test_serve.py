@@ -147,10 +147,17 @@ def test_a_stream_outlives_its_worker(server: RunningServer, client: openai.Open
     """It pauses while the next one loads, and goes on with the text that it would have had."""
 
     def stream() -> Iterator[str]:
-        body: dict[str, Any] = {"model": MODEL, "prompt": "The sea at night", "max_tokens": 48, "seed": 11, "stream": True}
-        options = {"stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
-        for chunk in client.completions.create(**body, **options):
-            yield chunk.choices[0].text if chunk.choices else f"<{chunk.usage.completion_tokens}>"
+        chunks = client.completions.create(
+            model=MODEL,
+            prompt="The sea at night",
+            max_tokens=48,
+            seed=11,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        for chunk in chunks:
+            yield chunk.choices[0].text if chunk.choices else f"<{chunk.usage.completion_tokens if chunk.usage else None}>"
 
     undisturbed = "".join(stream())
     num_restarts = server.metric("latebranch_engine_restarts_total")
