@@ -29,7 +29,7 @@ from engine.sampling import warped_laws
 from engine.service import EngineHealth, EngineState
 from engine.testing import tiny_engine
 from engine.tree import Expansion
-from engine.types import AuditStats, FinishReason, Request, SamplingParams, Speculation, TokenEvent
+from engine.types import AuditStats, FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent
 from engine.verify import coupled, masses
 from engine.verify.verdict import Verdict
 from server.metrics import Metrics
@@ -100,6 +100,14 @@ def everything() -> list[Request]:
 
 
 @pytest.mark.usefixtures("numbered_secrets")
+def test_a_resumed_request_is_not_audited():
+    """Its first tokens were told by another engine: those that come here would be judged at the wrong places."""
+    begun, resumed = greedy("begun", PROMPT), replace(greedy("resumed", PROMPT), progress=Progress((7, 8)))
+    alone, both = (run(audited(), requests) for requests in ([begun], [begun, resumed]))
+    assert sum(tally.num_tokens for tally in outcomes(both).values()) == 8
+    assert outcomes(both) == outcomes(alone)
+
+
 def test_what_a_sound_engine_says_is_right():
     session = run(audited(num_tokens=6), everything())
     assert outcomes(session) == {Check.GREEDY: Tally(12), Check.COUPLED: Tally(12), Check.SAMPLED: Tally(12)}

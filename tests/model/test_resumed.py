@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.black_box import StepNote
 from engine.config import SchedulerConfig
 from engine.draft.cached import CachedDrafter
 from engine.engine import Engine
@@ -142,3 +143,21 @@ def test_nothing_is_left_to_resume_of_a_finished_request() -> None:
             engine.add(resumed(request, progress))
     events, _ = events_of(engine, resumed(request, Progress((5,))))
     assert (len(tokens_of(events)), end_of(events).finish) == (1, FinishReason.LENGTH)
+
+
+def test_a_step_is_announced_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told after the forward would say nothing of the one that kills."""
+    engine = with_a_model()
+    notes: list[StepNote] = []
+    engine.announce(notes.append)
+    engine.add(REQUESTS["greedy"])
+
+    def kill(*_: object) -> None:
+        raise RuntimeError("an evil forward")
+
+    monkeypatch.setattr(engine.target, "forward", kill)
+    with pytest.raises(RuntimeError, match="evil"):
+        engine.step()
+    (note,) = notes
+    assert note.request_ids == {"r"}
+    assert (note.rows[0].context_len, note.rows[0].num_certain) == (0, len(PROMPT))
