@@ -24,6 +24,7 @@ from tests.tokenizers_for_tests import byte_level
 
 MODEL = "tiny"
 VOCAB_SIZE = 400  # the tokenizer's, or a little more
+PATIENCE_S = 60.0  # of a client on a busy machine
 LIMITS = SchedulerConfig(num_slots=4096, max_model_len=1536)
 
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from engine.types import Request
-from tests.conformance.served import app_of, served
+from tests.conformance.served import PATIENCE_S, app_of, served
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level
 
@@ -206,13 +206,13 @@ def test_a_client_that_times_out_takes_its_request_along() -> None:
         ):
             client.completions.create(model=MODEL, prompt="x")
         while engine.living:
-            httpx.get(url + "/live")
+            httpx.get(url + "/live", timeout=PATIENCE_S)
         assert len(engine.aborted) == 1
 
 
 def test_every_data_line_of_a_stream_is_json(url: str) -> None:
     body = {"model": MODEL, "messages": HELLO, "stream": True}
-    with httpx.stream("POST", url + "/chat/completions", json=body) as response:
+    with httpx.stream("POST", url + "/chat/completions", json=body, timeout=PATIENCE_S) as response:
         lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
     assert [json.loads(line[6:])["object"] for line in lines[:-1]] == ["chat.completion.chunk"] * (len(lines) - 1)

@@ -19,22 +19,27 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.conformance.served import MODEL, app_of, served
+from tests.conformance.served import MODEL, PATIENCE_S, app_of, served
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level
 
 POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 GETS = ["/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/load", "/metrics", "/version", "/tokenizer_info"]
 ERRORS_OF_A_BODY = {"400", "401", "404", "413", "429", "431", "500", "503"}
-_FITTING = (
-    "response_format",
-    "structured_outputs",
-    "speculative",
-    "stream_options",
-    "truncate_prompt_tokens",
-    "best_of",
-    "tools",
-)
+# Fields that a schema cannot say what else they need, or how many tokens a model has.
+_FITTING = {
+    *(
+        "response_format",
+        "structured_outputs",
+        "speculative",
+        "stream_options",
+        "truncate_prompt_tokens",
+        "best_of",
+        "min_tokens",
+    ),
+    *("tools", "tool_choice", "top_logprobs", "logit_bias", "allowed_token_ids", "stop_token_ids", "prompt_logprobs"),
+}
+_PLAIN = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
 _SHAPES = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -51,7 +56,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def document(url: str) -> dict[str, Any]:
-    return httpx.get(url + "/openapi.json").json()  # type: ignore[no-any-return]
+    return httpx.get(url + "/openapi.json", timeout=PATIENCE_S).json()  # type: ignore[no-any-return]
 
 
 def check(url: str, document: dict[str, Any], path: str, method: str, mode: GenerationMode, num_examples: int) -> list[int]:
@@ -77,9 +82,10 @@ def check(url: str, document: dict[str, Any], path: str, method: str, mode: Gene
 
 def _mend(body: dict[str, Any], is_plain: bool) -> None:
     """Give a body what no schema tells: the one name that is served, one text to encode, and if plain no fields that must fit."""
-    for name in _FITTING if is_plain else ():
-        body.pop(name, None)
-    body.update({name: _with_integers(value) for name, value in body.items()})
+    if is_plain:
+        for name in _FITTING & {*body}:
+            del body[name]
+        body.update({name: value for name, value in _PLAIN.items() if body.get(name) is not None})
     if body.get("model") is not None:
         body["model"] = MODEL
     if body.get("prompt") is not None:

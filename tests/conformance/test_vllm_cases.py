@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.conformance.served import MODEL, VOCAB_SIZE, app_of, real_engine, served
+from tests.conformance.served import MODEL, PATIENCE_S, VOCAB_SIZE, app_of, real_engine, served
 from tests.tokenizers_for_tests import byte_level
 
 PROMPT = "hello world, hello"
@@ -277,10 +277,10 @@ def test_truncation(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("add_special_tokens", [False, True])
 def test_tokenize_and_back(url: str, add_special_tokens: bool) -> None:
     body = {"model": MODEL, "prompt": PROMPT, "add_special_tokens": add_special_tokens}
-    answer = httpx.post(url + "/tokenize", json=body).json()
+    answer = httpx.post(url + "/tokenize", json=body, timeout=PATIENCE_S).json()
     assert {"tokens": IDS, "count": len(IDS), "token_strs": None}.items() <= answer.items()
-    assert httpx.post(url + "/detokenize", json={"model": MODEL, "tokens": IDS}).json() == {"prompt": PROMPT}
-    strings = httpx.post(url + "/tokenize", json={**body, "return_token_strs": True}).json()["token_strs"]
+    assert httpx.post(url + "/detokenize", json={"model": MODEL, "tokens": IDS}, timeout=PATIENCE_S).json() == {"prompt": PROMPT}
+    strings = httpx.post(url + "/tokenize", json={**body, "return_token_strs": True}, timeout=PATIENCE_S).json()["token_strs"]
     assert strings == byte_level().convert_ids_to_tokens(IDS)
 
 
@@ -288,11 +288,13 @@ def test_tokenize_and_back(url: str, add_special_tokens: bool) -> None:
 def test_tokenize_chat(url: str, add_generation_prompt: bool) -> None:
     body = {"model": MODEL, "messages": HELLO, "add_generation_prompt": add_generation_prompt}
     text = byte_level().apply_chat_template(HELLO, add_generation_prompt=add_generation_prompt, tokenize=False)
-    assert httpx.post(url + "/tokenize", json=body).json()["tokens"] == byte_level().encode(text, add_special_tokens=False)
+    assert httpx.post(url + "/tokenize", json=body, timeout=PATIENCE_S).json()["tokens"] == byte_level().encode(
+        text, add_special_tokens=False
+    )
 
 
 def test_the_tokenizer_is_described(url: str) -> None:
-    info = httpx.get(url + "/tokenizer_info").json()
+    info = httpx.get(url + "/tokenizer_info", timeout=PATIENCE_S).json()
     assert info["tokenizer_class"]
     assert info["chat_template"] == byte_level().chat_template
 
@@ -301,15 +303,15 @@ def test_the_tokenizer_is_described(url: str) -> None:
 
 
 def test_probes_and_version(url: str) -> None:
-    assert httpx.get(url + "/health").status_code == 200
-    assert httpx.get(url + "/version").json()["version"]
-    assert httpx.get(url + "/load").json() == {"server_load": 0}
-    assert httpx.get(url + "/no/such/path").status_code == 404
+    assert httpx.get(url + "/health", timeout=PATIENCE_S).status_code == 200
+    assert httpx.get(url + "/version", timeout=PATIENCE_S).json()["version"]
+    assert httpx.get(url + "/load", timeout=PATIENCE_S).json() == {"server_load": 0}
+    assert httpx.get(url + "/no/such/path", timeout=PATIENCE_S).status_code == 404
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff", b'{"model": "tiny", "prompt": NaN}', b"x" * 10_000])
 def test_a_body_that_is_no_json_is_400(url: str, body: bytes) -> None:
-    response = httpx.post(url + "/v1/completions", content=body, headers={"content-type": "application/json"})
+    response = httpx.post(url + "/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=PATIENCE_S)
     assert response.status_code == 400
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert len(response.content) < 2000, "what was sent does not come back"
@@ -318,7 +320,7 @@ def test_a_body_that_is_no_json_is_400(url: str, body: bytes) -> None:
 def test_requests_that_are_left_leave_room(url: str, client: openai.OpenAI) -> None:
     def leave(_: int) -> None:
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", url + "/v1/completions", json=body) as response:
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=PATIENCE_S) as response:
             next(response.iter_lines())
 
     with ThreadPoolExecutor(8) as pool:
@@ -328,7 +330,11 @@ def test_requests_that_are_left_leave_room(url: str, client: openai.OpenAI) -> N
 
 def test_metrics_are_vllms(url: str, client: openai.OpenAI) -> None:
     completed(client)
-    names = {line.split("{")[0].split(" ")[0] for line in httpx.get(url + "/metrics").text.splitlines() if line[:1] != "#"}
+    names = {
+        line.split("{")[0].split(" ")[0]
+        for line in httpx.get(url + "/metrics", timeout=PATIENCE_S).text.splitlines()
+        if line[:1] != "#"
+    }
     assert names >= {
         *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total"),
         *("vllm:generation_tokens_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_sum"),
@@ -339,7 +345,7 @@ def test_metrics_are_vllms(url: str, client: openai.OpenAI) -> None:
 
 def test_a_stream_is_server_sent_events(url: str) -> None:
     body = {"model": MODEL, "prompt": PROMPT, "stream": True, "max_tokens": 3}
-    response = httpx.post(url + "/v1/completions", json=body)
+    response = httpx.post(url + "/v1/completions", json=body, timeout=PATIENCE_S)
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events[:-2])
