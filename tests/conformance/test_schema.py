@@ -86,6 +86,7 @@ def _mend(body: dict[str, Any], is_plain: bool) -> None:
         for name in _FITTING & {*body}:
             del body[name]
         body.update({name: value for name, value in _PLAIN.items() if body.get(name) is not None})
+    body.update({name: _with_integers(value) for name, value in body.items()})
     if body.get("model") is not None:
         body["model"] = MODEL
     if body.get("prompt") is not None:
