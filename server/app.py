@@ -22,7 +22,7 @@ from server.errors import ApiError, answer_api_error, answer_http_exception, ans
 from server.metrics.http import HttpMeter
 from server.middleware import BodyLimit, ErrorBoundary, HeaderLimit, RequestContext
 from server.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
-from server.routes import generation, models, operations, tokens
+from server.routes import generation, models, operations, playground, tokens
 from server.routes.strict import IGNORED_HEADER
 from server.runtime import Runtime
 from server.settings import Settings
@@ -46,6 +46,8 @@ def create_app(
     app.state.runtime = runtime
     for router in (generation.router, models.router, tokens.router, operations.router):
         app.include_router(router)
+    if settings.playground:
+        app.include_router(playground.router)
     _add_layers(app, runtime)
     _add_error_answers(app)
     return app
@@ -67,7 +69,8 @@ def _add_layers(app: FastAPI, runtime: Runtime) -> None:
     if limits != RateLimits():
         app.add_middleware(RateLimiter, limits=limits, on_refusal=runtime.metrics.requests.refuse)
     if settings.all_api_keys:
-        app.add_middleware(ApiKeyGate, keys=settings.all_api_keys)
+        pages = playground.PATHS if settings.playground else ()
+        app.add_middleware(ApiKeyGate, keys=settings.all_api_keys, also_open=pages)
     app.add_middleware(HeaderLimit, max_headers=_MAX_HEADERS)
     if settings.cors_origins:
         app.add_middleware(

@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -17,16 +17,19 @@ OPEN_PATHS = frozenset({"/live", "/health"})
 class ApiKeyGate:
     """Asks for `Authorization: Bearer KEY` on every path but the open ones; with no keys configured it is not installed.
 
+    `also_open` are paths that are open beside those that always are.
+
     Keys are compared as digests, each against each in constant time: neither length nor position of a match shows.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], also_open: Collection[str] = ()) -> None:
         self.app = app
+        self._open_paths = OPEN_PATHS.union(also_open)
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             digest = self._admitted(Headers(scope=scope))
             if digest is None:
                 await BadApiKey().response()(scope, receive, send)

@@ -87,6 +87,9 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         default=(), description="Origins whose pages may call the API, comma-separated; * for any."
     )
+    playground: bool = Field(
+        default=True, description="Serve a page to try the model on at /; it needs no key, what it asks of the API does."
+    )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
     max_choices: int = Field(
         default=128,

@@ -58,7 +58,7 @@ def parts_of(row: TracedRow) -> list[trace.Part]:
     """Return each node's part: a model's tokens are the trunk as long as nothing stands beside them or their ancestors."""
     parts: list[trace.Part] = ["root"]
     forks = _is_behind_fork(row.tree)
-    for node, source in enumerate(row.sources, start=1):
+    for node, source in enumerate(row.sources or (DraftSource.MODEL,) * (row.tree.num_nodes - 1), start=1):
         parts.append(_OF_TEXT.get(source) or ("branch" if forks[node] else "trunk"))
     return parts
 

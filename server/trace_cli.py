@@ -1,26 +1,42 @@
-"""`latebranch trace show`: what an engine did at each step, from the file that it wrote. The handler returns the exit status."""
+"""`latebranch trace show` and `html`: what an engine did at each step, from the file that it wrote.
+
+The handlers return the exit status.
+"""
 
 import argparse
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.trace import TraceError, read_trace
 from engine.weights import WeightsError, resolve
-from server.trace_view import Spell, lines_of, shown_steps, spelt_as_ids
+from server.trace_view import ShownStep, Spell, lines_of, shown_steps, spelt_as_ids
+
+if TYPE_CHECKING:
+    from server.text import TokenText
 
 
 def add_trace_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `trace` with its one command."""
+    """Add `trace` with its commands."""
     trace = subparsers.add_parser("trace", help="read what an engine did, step by step")
-    show = trace.add_subparsers(required=True, metavar="COMMAND").add_parser("show", help="print each step's trees")
-    show.add_argument("file", type=Path, metavar="FILE", help="the file that the setting trace_file names")
-    show.add_argument("--request", metavar="ID", help="only the rows of this request, and the steps it has rows in")
-    show.add_argument("--last", type=_positive, metavar="N", help="only the last N of these steps")
-    show.add_argument("--model", metavar="NAME", help="show text instead of token ids, by the tokenizer of these weights")
+    commands = trace.add_subparsers(required=True, metavar="COMMAND")
+    show = _command(commands, "show", "print each step's trees")
     show.set_defaults(handler=_show)
+    html = _command(commands, "html", "draw each step's tree on a page of its own")
+    html.add_argument("--out", type=Path, required=True, metavar="PAGE", help="the file to write")
+    html.set_defaults(handler=_html)
+
+
+def _command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, meaning: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=meaning)
+    command.add_argument("file", type=Path, metavar="FILE", help="the file that the setting trace_file names")
+    command.add_argument("--request", metavar="ID", help="only the rows of this request, and the steps it has rows in")
+    command.add_argument("--last", type=_positive, metavar="N", help="only the last N of these steps")
+    command.add_argument("--model", metavar="NAME", help="text instead of token ids, by the tokenizer of these weights")
+    return command
 
 
 def _positive(text: str) -> int:
@@ -42,10 +58,33 @@ def _show(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _html(parsed: argparse.Namespace) -> int:
+    from server.trace_page import named_by_id, page_of  # here, because it takes seconds
+
+    try:
+        spell = named_by_id if parsed.model is None else _token_texts(parsed.model)
+        parsed.out.write_text(page_of(_steps(parsed), spell, parsed.file.name), encoding="utf-8")
+    except (TraceError, WeightsError, ValueError, OSError) as error:
+        sys.stderr.write(f"latebranch trace: {error}\n")
+        return 1
+    return 0
+
+
 def _lines(parsed: argparse.Namespace) -> Iterator[str]:
     spell = spelt_as_ids if parsed.model is None else _spelt_as_text(parsed.model)
+    return lines_of(_steps(parsed), spell)
+
+
+def _steps(parsed: argparse.Namespace) -> Iterable[ShownStep]:
     steps = shown_steps(read_trace(parsed.file), parsed.request)
-    return lines_of(steps if parsed.last is None else deque(steps, maxlen=parsed.last), spell)
+    return steps if parsed.last is None else deque(steps, maxlen=parsed.last)
+
+
+def _token_texts(reference: str) -> "Callable[[int], TokenText]":
+    """Return what has the text and bytes of single tokens."""
+    from server.text import TextCodec, load_tokenizer
+
+    return TextCodec(load_tokenizer(str(resolve(reference).folder))).token_text
 
 
 def _spelt_as_text(reference: str) -> Spell:

@@ -57,13 +57,14 @@ def lines_of(steps: Iterable[ShownStep], spell: Spell) -> Iterator[str]:
     for shown in steps:
         if shown.header is not header:
             header = shown.header
-            yield _header_line(header)
+            yield header_line(header)
         yield _step_line(shown)
         for row in shown.rows:
             yield from _row_lines(row, spell)
 
 
-def _header_line(header: TraceHeader) -> str:
+def header_line(header: TraceHeader) -> str:
+    """Return what names an engine."""
     return (
         f"engine: {header.model}, drafter {header.drafter}, verifier {header.verifier}, policy {header.policy}, "
         f"{header.dtype} on {header.device}"

@@ -1,0 +1,52 @@
+// A generation request and its stream: yields each chunk's text and step. Knows the wire; does not know the page.
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+function headersOf(key) {
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+// Returns the name of the served model.
+export async function servedModel(key) {
+  const answer = await checked(await fetch("v1/models", { headers: headersOf(key) }));
+  return (await answer.json()).data[0].id;
+}
+
+// Yields { text, step } for each chunk of the stream; step is missing where a chunk tells of none.
+export async function* streamed(path, body, key, signal) {
+  const headers = { "Content-Type": "application/json", ...headersOf(key) };
+  const answer = await checked(await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal }));
+  for await (const data of events(answer.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(answer.status, chunk.error.message);
+    for (const choice of chunk.choices) {
+      yield { text: choice.text ?? choice.delta?.content ?? "", step: choice.speculative_trace };
+    }
+  }
+}
+
+async function checked(answer) {
+  if (answer.ok) return answer;
+  const error = await answer.json().catch(() => ({}));
+  throw new ApiError(answer.status, error.error?.message ?? `the server answered ${answer.status}`);
+}
+
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (part.startsWith("data: ")) yield part.slice(6);
+    }
+  }
+}

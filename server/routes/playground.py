@@ -1,0 +1,44 @@
+"""GET / and the files of its page: the playground, served as it lies in `server/playground`.
+
+They need no API key: the page asks for one, and sends it with what it asks of the API. Nothing is loaded from elsewhere.
+"""
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+router = APIRouter(include_in_schema=False)
+
+FOLDER = Path(__file__).parents[1] / "playground"
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_NAMES = ("index.html", "style.css", "app.js", "answer.js", "tree.js", "stream.js", "mark.svg")
+_FILES = {name: (FOLDER / name).read_bytes() for name in _NAMES}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+PATHS = frozenset({"/", *(f"/playground/{name}" for name in _NAMES)})
+
+
+@router.get("/")
+async def page() -> Response:
+    """Answer with the page."""
+    return _answer("index.html")
+
+
+@router.get("/playground/{name}")
+async def file(name: str) -> Response:
+    """Answer with a file of the page."""
+    if name not in _FILES:
+        raise HTTPException(404)
+    return _answer(name)
+
+
+def _answer(name: str) -> Response:
+    return Response(_FILES[name], media_type=_MEDIA_TYPES[Path(name).suffix], headers=_HEADERS)
