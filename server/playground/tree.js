@@ -85,9 +85,9 @@ export function sentence(node) {
 // Returns the drawing; `onNode` is told of the node that is looked at, null when none is.
 export function drawTree(step, onNode) {
   const { nodes, width, height } = placed(step);
-  const svg = made("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", class: "tree" });
+  const svg = svgElement("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", class: "tree" });
   svg.setAttribute("aria-label", `Tree of step ${step.step}. Arrow keys walk it.`);
-  const edges = made("g", { class: "edges", "aria-hidden": "true" });
+  const edges = svgElement("g", { class: "edges", "aria-hidden": "true" });
   svg.append(edges);
   for (const node of nodes) {
     if (node.parent !== null) edges.append(edgeOf(nodes[node.parent], node));
@@ -128,15 +128,15 @@ function edgeOf(from, to) {
   const end = to.y + HEIGHT / 2;
   const bend = x + (to.x - x) / 2;
   const kind = `edge ${to.accepted ? "accepted" : "rejected"} ${to.part}`;
-  return made("path", { d: `M${x} ${y}C${bend} ${y} ${bend} ${end} ${to.x} ${end}`, class: kind });
+  return svgElement("path", { d: `M${x} ${y}C${bend} ${y} ${bend} ${end} ${to.x} ${end}`, class: kind });
 }
 
 function shapeOf(node) {
   const kind = `node ${node.part} ${node.accepted ? "accepted" : "rejected"}`;
-  const group = made("g", { class: kind, role: "img", tabindex: node.parent === null ? "0" : "-1" });
+  const group = svgElement("g", { class: kind, role: "img", tabindex: node.parent === null ? "0" : "-1" });
   group.setAttribute("aria-label", sentence(node));
-  group.append(made("rect", { x: node.x, y: node.y, width: node.width, height: HEIGHT, rx: 9, class: "box" }));
-  const text = made("text", { x: node.x + node.width / 2, y: node.y + (node.part === "root" ? 22 : 18.5), "text-anchor": "middle" });
+  group.append(svgElement("rect", { x: node.x, y: node.y, width: node.width, height: HEIGHT, rx: 9, class: "box" }));
+  const text = svgElement("text", { x: node.x + node.width / 2, y: node.y + (node.part === "root" ? 22 : 18.5), "text-anchor": "middle" });
   text.textContent = node.label;
   group.append(text);
   if (node.part !== "root") {
@@ -144,15 +144,15 @@ function shapeOf(node) {
     const bars = node.part === "extra" ? ["target"] : ["draft", "target"];
     for (const [at, law] of bars.entries()) {
       const y = node.y + HEIGHT - 9.5 + 4 * at;
-      group.append(made("rect", { x: node.x + PAD, y, width: length, height: 2.5, rx: 1.25, class: "rail" }));
+      group.append(svgElement("rect", { x: node.x + PAD, y, width: length, height: 2.5, rx: 1.25, class: "rail" }));
       const share = Math.max(0, Math.min(1, node[`${law}_prob`] ?? 0));
-      group.append(made("rect", { x: node.x + PAD, y, width: length * share, height: 2.5, rx: 1.25, class: `bar ${law}` }));
+      group.append(svgElement("rect", { x: node.x + PAD, y, width: length * share, height: 2.5, rx: 1.25, class: `bar ${law}` }));
     }
   }
   return group;
 }
 
-function made(name, attributes) {
+function svgElement(name, attributes) {
   const element = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, String(value));
   return element;

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from engine.trace import encoded_line
+from engine.trace import encoded_line, read_trace
 from server import trace_page
 from server.cli import main
 from server.trace_page import named_by_id, page_of
 from server.trace_view import shown_steps
 from tests.traces import RECORDS
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -69,6 +71,23 @@ def test_the_policy_of_a_page_names_its_own_script_and_style() -> None:
         assert f"{kind}-src 'sha256-{digest}'" in page
     assert not re.search(r"^(import|export) ", page, re.MULTILINE)
     assert set(re.findall(r"https?://[^\"'\s]+", page)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_worked_example_is_todays_drawing() -> None:
+    """docs/playground.md has the command that makes it anew; what its tokens spell is not looked at here."""
+    example = DOCS / "example.html"
+    steps = data_in(example.read_text())[0]["steps"]
+    rows = [row for shown in shown_steps(read_trace(DOCS / "example.trace"), None) for row in shown.rows]
+    assert [[node["token_id"] for node in step["nodes"]] for step in steps] == [list(row.tree.token_ids) for row in rows]
+    data = json.dumps(data_in(example.read_text()), ensure_ascii=False, separators=(",", ":"))
+    assert trace_page._filled(data, "example.trace") == example.read_text()
+
+
+def test_no_name_stands_twice_in_the_joined_modules() -> None:
+    """Two modules had a function `made` each, and the page stayed empty."""
+    names = re.findall(r"^(?:async )?(?:function\*?|const|let|class) (\w+)", trace_page._script(), re.MULTILINE)
+    assert len(names) > 10
+    assert len(names) == len(set(names))
 
 
 def test_no_token_breaks_out_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
