@@ -8,7 +8,6 @@ import httpx
 import openai
 import pytest
 
-from engine import testing
 from engine.config import SchedulerConfig
 from engine.inprocess import InProcessEngine
 from engine.policy import FixedExpansion
@@ -23,11 +22,11 @@ PARTS = {"root", "trunk", "branch", "cached", "prediction"}
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> InProcessEngine:
+def engine() -> InProcessEngine:
     """A tiny pair that knows every token of the test tokenizer."""
-    monkeypatch.setitem(testing._COMMON, "vocab_size", len(byte_level().get_vocab()))
     limits = SchedulerConfig(num_slots=2048, max_model_len=256)
-    return InProcessEngine(lambda: tiny_engine(*tiny_pair(), FixedExpansion(Expansion(2, 2, 2)), config=limits), limits)
+    pair = tiny_pair(vocab_size=len(byte_level().get_vocab()))
+    return InProcessEngine(lambda: tiny_engine(*pair, FixedExpansion(Expansion(2, 2, 2)), config=limits), limits)
 
 
 @pytest.fixture
