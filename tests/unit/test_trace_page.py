@@ -5,6 +5,7 @@ import json
 import re
 from base64 import b64encode
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from engine.trace import encoded_line, read_trace
 from server import trace_page
 from server.cli import main
+from server.text import TokenText
 from server.trace_page import named_by_id, page_of
 from server.trace_view import shown_steps
 from tests.traces import RECORDS
@@ -93,9 +95,9 @@ def test_no_name_stands_twice_in_the_joined_modules() -> None:
 def test_no_token_breaks_out_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model says is data: it opens no element and ends none."""
     evil = "</script><script>alert(1)</script>"
-    page = page_of(shown_steps(RECORDS, None), lambda _: trace_page.TokenText(evil, evil.encode()), "<title>")
+    page = page_of(shown_steps(RECORDS, None), lambda _: TokenText(evil, evil.encode()), "<title>")
     assert "alert(1)</script>" not in page
     assert "&lt;title>" in page
     assert data_in(page)[0]["steps"][0]["nodes"][0]["text"] == evil
-    monkeypatch.setattr(trace_page, "_filled", lambda data, title: trace_page.Template("$data").substitute(data=data))
-    assert "alert(1)</script>" in page_of(shown_steps(RECORDS, None), lambda _: trace_page.TokenText(evil, evil.encode()), "")
+    monkeypatch.setattr(trace_page, "_filled", lambda data, title: Template("$data").substitute(data=data))
+    assert "alert(1)</script>" in page_of(shown_steps(RECORDS, None), lambda _: TokenText(evil, evil.encode()), "")
