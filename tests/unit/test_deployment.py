@@ -34,7 +34,7 @@ def _copied() -> list[str]:
 
 
 def test_prometheus_scrapes_the_server_of_the_compose_file():
-    job = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())["scrape_configs"][0]
+    job = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
     service, _, port = job["static_configs"][0]["targets"][0].partition(":")
     assert service in _compose()["services"]
     assert port == str(Settings.model_fields["port"].default)

@@ -1,0 +1,104 @@
+"""The dashboard and the alerts by themselves: they name what the server exports, and their own tools accept them."""
+
+import shutil
+import subprocess
+from itertools import combinations
+
+import pytest
+import yaml
+
+from engine.service import EngineHealth, EngineState
+from engine.types import ModelInfo
+from server.metrics import Metrics
+from tests.dashboards import METRIC, PROMETHEUS, ROOT, alerts, dashboard, documented_queries, panel_queries, panels
+
+_SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+def _exported() -> set[str]:
+    """Every name that a scrape can have."""
+    metrics = Metrics("m", 128, lambda: EngineHealth(EngineState.READY, 0.0, 0))
+    metrics.steps.on_model(ModelInfo("m", 8, 128, 64, (), "float32", "cpu", "ngram", "traversal", "plain"))
+    return {family.name + end for family in metrics.registry.collect() for end in _SUFFIXES[family.type]}
+
+
+def _named(query: str) -> set[str]:
+    return {metric.partition("{")[0] for metric in METRIC.findall(query)}
+
+
+def test_queries_name_metrics_that_the_server_exports():
+    exported = _exported()
+    queries = [*panel_queries(), *((rule["alert"], rule["expr"]) for rule in alerts())]
+    queries += [("docs/metrics.md", query) for query in documented_queries()]
+    for where, query in queries:
+        assert _named(query) <= exported, where
+    missing = [where for where, query in queries if not _named(query)]
+    assert missing == ["ServerDown"], "its metric is Prometheus's own"
+
+
+def test_documents_name_every_metric():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    families = {name.removesuffix(end) for name in _exported() for end in ("_bucket", "_sum", "_count") if name.endswith(end)}
+    plain = {name for name in _exported() if not name.endswith(("_bucket", "_sum", "_count"))}
+    for name in plain | families:
+        assert f"`{name}`" in text or name.startswith(("process_", "python_")), name
+
+
+def test_every_panel_asks_for_the_chosen_model_and_data_source():
+    variables = {variable["name"] for variable in dashboard()["templating"]["list"]}
+    assert variables == {"DS_PROMETHEUS", "model_name"}
+    for panel in panels():
+        assert panel["datasource"]["uid"] == "${DS_PROMETHEUS}"
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == "${DS_PROMETHEUS}"
+            selectors = [metric for metric in METRIC.findall(target["expr"]) if not metric.startswith("http_")]
+            assert all('model_name="$model_name"' in selector for selector in selectors), panel["title"]
+
+
+def test_panels_lie_side_by_side():
+    places = [panel["gridPos"] for panel in dashboard()["panels"]]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    for a, b in combinations(places, 2):
+        is_beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        assert is_beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(places)
+
+
+def test_grafana_is_given_the_source_and_the_folder():
+    provisioning = ROOT / "deploy" / "grafana" / "provisioning"
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    source = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"][0]
+    service, _, port = source["url"].removeprefix("http://").partition(":")
+    assert compose[service]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    scrape = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["global"]["scrape_interval"]
+    assert source["jsonData"]["timeInterval"] == scrape
+    provider = yaml.safe_load((provisioning / "dashboards" / "latebranch.yml").read_text())["providers"][0]
+    mounts = dict(mount.split(":")[:2] for mount in compose["grafana"]["volumes"])
+    assert mounts["./deploy/grafana/dashboards"] == provider["options"]["path"]
+    assert mounts["./deploy/grafana/provisioning"] == "/etc/grafana/provisioning"
+
+
+def test_alerts_say_how_grave_they_are_and_what_happened():
+    for rule in alerts():
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert "summary" in rule["annotations"]
+    tested = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())["tests"]
+    raised = {sample["labels"] for test in tested for check in test["promql_expr_test"] for sample in check["exp_samples"]}
+    for rule in alerts():
+        assert any(f'alertname="{rule["alert"]}"' in labels for labels in raised), "no test raises it"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not installed")
+@pytest.mark.parametrize("command", ["check config prometheus.yml", "check rules alerts.yml", "test rules alerts_test.yml"])
+def test_promtool_accepts(command: str):
+    done = subprocess.run(["promtool", *command.split()], cwd=PROMETHEUS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_compose_accepts_its_file():
+    for command in (["docker", "compose"], ["docker-compose"]):
+        if shutil.which(command[0]) and not subprocess.run([*command, "version"], capture_output=True).returncode:
+            done = subprocess.run([*command, "config", "--quiet"], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            return
+    pytest.skip("neither docker compose nor docker-compose is installed")
