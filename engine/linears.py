@@ -77,10 +77,10 @@ def fastest_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
     That is bfloat16 where a processor multiplies it, half the memory traffic of float32; elsewhere `dtype`.
     """
-    return torch.bfloat16 if dtype == torch.float32 and device.type == "cpu" and _multiplies_bfloat16() else dtype
+    return torch.bfloat16 if dtype == torch.float32 and device.type == "cpu" and multiplies_bfloat16() else dtype
 
 
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
     """Return whether the processor has instructions for it; oneDNN also says yes where it must convert, which is slower."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (not is_x86 or torch.cpu._is_avx512_bf16_supported())

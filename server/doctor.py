@@ -1,0 +1,185 @@
+"""What starting a server of given settings would find, each part in a line, before any weight is loaded.
+
+Knows configurations, folders and this machine. Does not know how findings are printed, and starts no engine.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig
+
+from engine.config import EngineConfig
+from engine.draft.compatibility import UnreadableDrafter, check_drafter
+from engine.int8 import can_multiply_int8
+from engine.linears import fastest_dtype, fastest_linears, multiplies_bfloat16
+from engine.model import weights_dtype
+from engine.model_check import UnsupportedModel, refuse_by_configuration
+from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
+from selector.net import SelectorNet
+
+_GB = 1e9
+
+
+class Level(StrEnum):
+    """How grave a finding is; what is refused prevents serving."""
+
+    OK = "ok"
+    WARNING = "warning"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    part: str
+    level: Level
+    text: str
+
+
+def examine(config: EngineConfig) -> Iterator[Finding]:
+    """Yield the findings. Fetches no preset; other references are resolved as at a start. What cannot be known is left out."""
+    wanted = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        yield Finding("device", Level.REFUSED, f"{wanted}: torch finds no CUDA device")
+        return
+    device = torch.device(wanted)
+    yield Finding("device", Level.OK, _device_text(config, device))
+    yield from _precision(config, device)
+    missing = [reference for reference in (config.model, config.draft_model) if reference is not None and _is_missing(reference)]
+    for reference in missing:
+        text = f"{reference} is not fetched yet: the first start does, or latebranch weights fetch {reference}"
+        yield Finding("weights", Level.WARNING, text)
+    parts: list[tuple[str, Callable[[EngineConfig, torch.device], Iterator[Finding]]]] = [("selector", _selector)]
+    if not missing:
+        parts = [("model", _model), ("cache", _cache), ("drafter", _drafter), *parts]
+    for name, part in parts:
+        try:
+            yield from part(config, device)
+        except (WeightsError, UnsupportedModel) as error:
+            yield Finding(name, Level.REFUSED, str(error))
+
+
+def cache_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in every layer, by the model's configuration."""
+    text = model.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * width * dtype.itemsize)
+
+
+def _is_missing(reference: str) -> bool:
+    preset = load_presets().get(reference)
+    return preset is not None and find_preset(preset, WeightsCache(default_root())) is None
+
+
+def _device_text(config: EngineConfig, device: torch.device) -> str:
+    why = "by the settings" if config.device else "there is no CUDA device" if device.type == "cpu" else "there is one"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({why})"
+    threads = config.num_threads or torch.get_num_threads()
+    return f"{device} ({why}), {threads} threads of {os.cpu_count()} processors"
+
+
+def _precision(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
+    on_cpu = device.type == "cpu"
+    has_bfloat16, has_int8 = on_cpu and multiplies_bfloat16(), can_multiply_int8(device)
+    instructions = f"; bfloat16 instructions: {_yes(has_bfloat16)}, VNNI for int8: {_yes(has_int8)}" if on_cpu else ""
+    text = f"target {config.dtype}, linear layers {fastest_linears(device)}{instructions}"
+    if config.dtype == "int8":
+        text = f"target int8, rows with the same bits in any batch{instructions}"
+        yield Finding("precision", Level.OK if has_int8 else Level.REFUSED, text)
+    elif config.dtype == "bfloat16":
+        slow = "" if has_bfloat16 or not on_cpu else "; without these instructions it is slower than float32"
+        yield Finding("precision", Level.WARNING, f"{text}; near ties can fall either way{slow}")
+    else:
+        yield Finding("precision", Level.OK, text)
+    if config.drafter in ("head", "model"):
+        fastest = str(fastest_dtype(device, weights_dtype(config.dtype))).removeprefix("torch.")
+        why = "by the settings" if config.draft_dtype else "the fastest here"
+        yield Finding("precision", Level.OK, f"drafter {config.draft_dtype or fastest} ({why})")
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else "no"
+
+
+def _configuration(reference: str) -> PretrainedConfig:
+    folder = resolve(reference).folder
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightsError(f"the configuration of {folder} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
+    model = _configuration(config.model)
+    refuse_by_configuration(model)
+    text = model.get_text_config()
+    size_gb = sum(file.stat().st_size for file in resolve(config.model).folder.glob("*.safetensors")) / _GB
+    attention = "exact attention" if config.dtype == "int8" else "attention"
+    sizes = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {size_gb:.2f} GB on disk"
+    yield Finding("model", Level.OK, f"{model.model_type}: {sizes}; our tree {attention} over slots")
+
+
+def _cache(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
+    model = _configuration(config.model)
+    limits, positions = config.scheduler, getattr(model.get_text_config(), "max_position_embeddings", None)
+    target_bytes = cache_bytes_per_token(model, weights_dtype(config.dtype))
+    draft_bytes = 0
+    if config.draft_model is not None:
+        draft_dtype = fastest_dtype(device, weights_dtype(config.dtype))
+        draft_dtype = getattr(torch, config.draft_dtype) if config.draft_dtype else draft_dtype
+        draft_bytes = cache_bytes_per_token(_configuration(config.draft_model), draft_dtype)
+    needed_gb = limits.num_slots * (target_bytes + draft_bytes) / _GB
+    free_gb = _free_bytes(device) / _GB
+    per_token = f"{target_bytes:,} bytes" + (f" and {draft_bytes:,} of the drafter" if draft_bytes else "")
+    text = f"{limits.num_slots} slots of {per_token}: {needed_gb:.2f} GB of {free_gb:.2f} free"
+    grave = Level.REFUSED if device.type == "cuda" else Level.WARNING  # a processor's memory is taken as slots are used
+    yield Finding("cache", grave if needed_gb > free_gb else Level.OK, text)
+    longest = min(limits.max_model_len, limits.num_slots, positions or limits.max_model_len)
+    level = Level.WARNING if longest == limits.num_slots < limits.max_model_len else Level.OK
+    yield Finding("cache", level, f"texts of {longest} tokens at most (max_model_len {limits.max_model_len}, model {positions})")
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _drafter(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
+    grave, instead = (Level.REFUSED, "") if config.stand_in is None else (Level.WARNING, f"; {config.stand_in} drafts instead")
+    try:
+        found = check_drafter(config)
+    except UnreadableDrafter as error:
+        yield Finding("drafter", grave, f"{error}{instead}")
+        return
+    drafter = f"{config.drafter} with cached text" if config.cached_text else config.drafter
+    yield from (Finding("drafter", Level.OK, fact) for fact in (drafter, *found.facts))
+    yield from (Finding("drafter", Level.WARNING, warning) for warning in found.warnings)
+    yield from (Finding("drafter", grave, refusal + instead) for refusal in found.refusals)
+
+
+def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
+    if config.policy != "adaptive" or config.selector is None:
+        how = "acceptance is counted" if config.policy == "adaptive" else f"policy {config.policy} needs none"
+        yield Finding("selector", Level.OK, how)
+        return
+    path = Path(config.selector)
+    try:
+        SelectorNet.load(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        grave = Level.WARNING if config.is_selector_optional else Level.REFUSED
+        yield Finding("selector", grave, f"{path.name} cannot be used: {error}")
+        return
+    yield Finding("selector", Level.OK, f"{path.name} can be read; whether it is of these models is seen at start")

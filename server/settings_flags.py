@@ -1,0 +1,29 @@
+"""A flag for every setting, for the commands that start a server or look at one before it starts."""
+
+import argparse
+from pathlib import Path
+
+from server.settings import Settings, load_settings
+
+
+def add_settings_flags(command: argparse.ArgumentParser) -> None:
+    """Add `--config` and the flags. Those that are not given are absent from what is parsed."""
+    command.add_argument("--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="YAML file of settings")
+    for name, field in Settings.model_fields.items():
+        flag, text = f"--{name.replace('_', '-')}", _help(field.description, field.default)
+        command.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text)
+
+
+def given_flags(parsed: argparse.Namespace) -> dict[str, str]:
+    """Return the settings that were given as flags."""
+    return {name: value for name, value in vars(parsed).items() if name in Settings.model_fields}
+
+
+def settings_of(parsed: argparse.Namespace) -> Settings:
+    """Return the settings of the flags, the environment and the file; raise SettingsError."""
+    return load_settings(getattr(parsed, "config", None), given_flags(parsed))
+
+
+def _help(description: str | None, default: object) -> str:
+    text = f"{description} Default: {default}" if default not in (None, ()) else str(description)
+    return text.replace("%", "%%")

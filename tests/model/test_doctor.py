@@ -1,0 +1,92 @@
+"""`latebranch doctor`: what it says of settings is what a start would find."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from engine.policy import PlainDecoding
+from engine.testing import tiny_engine, tiny_model
+from engine.types import Request, SamplingParams
+from engine.weights import WeightsCache, load_presets
+from server.cli import main
+from server.doctor import cache_bytes_per_token
+from tests.conformance.folder import served_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(served_folder(tmp_path_factory.mktemp("tiny")))
+
+
+def _report(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = main(["doctor", "--json", *flags])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def _levels(report: dict[str, Any], part: str) -> list[str]:
+    return [finding["level"] for finding in report["findings"] if finding["part"] == part]
+
+
+def test_a_model_that_can_be_served(folder, capsys, monkeypatch):
+    monkeypatch.setenv("LATEBRANCH_MAX_RUNNING", "3")
+    status, report = _report(capsys, "--model", folder, "--api-keys", "secret", "--num-slots", "4096")
+    assert (status, report["can_serve"]) == (0, True)
+    assert {finding["part"] for finding in report["findings"]} == {"device", "precision", "model", "cache", "drafter", "selector"}
+    assert report["settings"]["max_running"] == {"value": 3, "from": "environment"}
+    assert report["settings"]["model"] == {"value": folder, "from": "command line"}
+    assert report["settings"]["port"] == {"value": 8000, "from": "default"}
+    assert "secret" not in json.dumps(report["settings"]["api_keys"])
+    assert main(["doctor", "--model", folder]) == 0
+    assert capsys.readouterr().out.endswith("it can serve\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("--drafter", "head", "--head", "{folder}/config.json"), "drafter"),
+        (("--selector", "{folder}/config.json"), "selector"),
+        (("--device", "cuda"), "device"),
+        (("--model", "{folder}/nothing"), "model"),
+    ],
+)
+def test_what_prevents_serving_is_refused(folder, capsys, flags, part, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, report = _report(capsys, "--model", folder, *(flag.format(folder=folder) for flag in flags))
+    assert (status, report["can_serve"]) == (1, False)
+    assert "refused" in _levels(report, part)
+
+
+def test_int8_needs_its_instructions(folder, capsys, monkeypatch):
+    for has_them in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda has_them=has_them: has_them)
+        status, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu")
+        assert (status == 0) is has_them
+        assert ("refused" in _levels(report, "precision")) is not has_them
+
+
+def test_a_preset_that_is_not_there_is_not_fetched(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
+    status, report = _report(capsys, "--model", next(iter(load_presets())))
+    assert status == 0
+    assert _levels(report, "weights") == ["warning"]
+    assert not list(WeightsCache(tmp_path).root.iterdir())
+
+
+def test_wrong_settings_are_told_as_serve_tells_them(capsys):
+    assert main(["doctor", "--max-running", "0"]) == 2
+    assert "max_running" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_cache_takes_what_is_said(family):
+    """Its pools, made by a real pass, have the bytes of the configuration's sizes."""
+    model = tiny_model(family)
+    engine = tiny_engine(model, None, PlainDecoding())
+    engine.add(Request("one", (1, 2, 3), SamplingParams(max_tokens=2)))
+    while engine.has_work:
+        engine.step()
+    cache = engine.target.cache
+    assert cache.num_bytes == cache.num_slots * cache_bytes_per_token(model.module.config, torch.float32)
