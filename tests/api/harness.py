@@ -10,6 +10,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from engine.service import EngineService
 from server.app import create_app
 from server.runtime import Runtime
 from server.settings import Settings
@@ -20,7 +21,7 @@ from tests.tokenizers_for_tests import byte_level
 MODEL = "fake"
 
 
-def make_app(engine: FakeEngine, tokenizer: Tokenizer | None = None, **settings: Any) -> FastAPI:
+def make_app(engine: EngineService, tokenizer: Tokenizer | None = None, **settings: Any) -> FastAPI:
     return create_app(Settings(model=MODEL, **settings), engine, tokenizer or byte_level())
 
 
@@ -34,7 +35,7 @@ async def until(is_true: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def in_process(engine: FakeEngine, waits: bool = True, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def in_process(engine: EngineService, waits: bool = True, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of an app in this event loop; `settings` may have a `tokenizer` too."""
     app = make_app(engine, **settings)
     runtime: Runtime = app.state.runtime

@@ -48,7 +48,7 @@ def _called(message: dict[str, Any]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
-def _streamed(chunks: list[Any], index: int = 0) -> dict[str, Any]:
+def streamed(chunks: list[Any], index: int = 0) -> dict[str, Any]:
     """Return the choice that chunks add up to; hold each chunk to the wire format."""
     parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
     first, *middle, end = parts
@@ -77,7 +77,7 @@ def _streamed(chunks: list[Any], index: int = 0) -> dict[str, Any]:
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": end["finish_reason"]}
 
 
-def _without_ids(choice: dict[str, Any]) -> dict[str, Any]:
+def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
     _called(choice["message"])
     calls = choice["message"].get("tool_calls", [])
     message = {**choice["message"], "tool_calls": [call["function"] for call in calls]}
@@ -116,7 +116,7 @@ async def test_a_stream_adds_up_to_the_answer():
             *parts, last = data_of((await client.post(URL, json=chat(**fields, **stream))).text)
         assert (last["usage"], last["metrics"]) == (whole["usage"], whole["metrics"])
         for choice in whole["choices"]:
-            assert _without_ids(_streamed(parts, choice["index"])) == _without_ids(choice)
+            assert without_ids(streamed(parts, choice["index"])) == without_ids(choice)
 
 
 _FRAGMENTS = [
@@ -156,7 +156,7 @@ def test_any_text_is_streamed_as_it_is_answered():
                 whole = (await client.post(URL, json=body)).json()
                 parts = data_of((await client.post(URL, json={**body, "stream": True})).text)
             (choice,) = whole["choices"]
-            assert _without_ids(_streamed(parts)) == _without_ids(choice)
+            assert without_ids(streamed(parts)) == without_ids(choice)
 
         asyncio.run(both())
 

@@ -1,0 +1,123 @@
+"""Calls that must come, or match their schemas if they come, of a tiny real model that drafts trees."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+
+from engine.config import SchedulerConfig
+from engine.grammars import CompiledGrammars, source_of
+from engine.inprocess import InProcessEngine
+from engine.model import CausalModel
+from engine.policy import FixedExpansion
+from engine.testing import tiny_engine, tiny_pair
+from engine.tree import Expansion
+from tests.api.harness import chat, data_of, in_process
+from tests.api.test_tools import URL, streamed, without_ids
+from tests.tokenizers_for_tests import calling
+
+V = 402  # tokens of `calling` with markup of its own
+LIMITS = SchedulerConfig(num_slots=4096, max_model_len=1024)
+SCHEMA = {
+    "type": "object",
+    "properties": {"place": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 20}},
+    "required": ["place", "days"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": SCHEMA,
+    "time": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CALL_TOKEN = calling(False).convert_tokens_to_ids("<tool_call>")
+
+
+@cache
+def _pair() -> tuple[CausalModel, CausalModel]:
+    return tiny_pair(noise=0.05, vocab_size=V)
+
+
+@asynccontextmanager
+async def _served(special: bool | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client of a server whose model drafts by trees of two paths."""
+    ends = list(_pair()[0].eos_token_ids)
+    grammars = CompiledGrammars(source_of(calling(special), V, ends).load)
+    engine = InProcessEngine(
+        lambda: tiny_engine(*_pair(), FixedExpansion(Expansion(1, 2, 2)), config=LIMITS, grammars=grammars), LIMITS
+    )
+    async with in_process(engine, tokenizer=calling(special)) as client:
+        yield client
+
+
+async def _choice(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await client.post(URL, json=chat(**{"tools": TOOLS, "max_tokens": 100, **fields}))
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return choice  # type: ignore[no-any-return]
+
+
+def _check_calls(choice: dict[str, Any]) -> list[str]:
+    """Hold every call to its schema, but one that a limit broke off; return their names."""
+    calls = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    for call in calls if choice["finish_reason"] != "length" else calls[:-1]:
+        jsonschema_rs.validate(SCHEMAS[call["name"]], json.loads(call["arguments"]))
+        assert json.dumps(json.loads(call["arguments"])) == call["arguments"]
+    return [call["name"] for call in calls]
+
+
+@pytest.mark.parametrize("special", [None, False, True])
+async def test_calls_that_must_come_match_their_schemas(special: bool | None):
+    """Whether the markup is text, tokens, or special tokens; greedy, seeded and drawn; streamed, drafted for or not."""
+    names: list[str] = []
+    async with _served(special) as client:
+        for at, law in enumerate([{"temperature": 0}, {"seed": 1, "temperature": 1.7}, {}]):
+            choice = await _choice(client, tool_choice="required", **law)
+            found = _check_calls(choice)
+            assert found or choice["finish_reason"] == "length"
+            if found:
+                assert choice["message"]["content"] is None
+            names += found
+            named = await _choice(client, tool_choice=NAMED, **law)
+            assert (_check_calls(named), named["finish_reason"]) == (["weather"], "tool_calls")
+            if at < 2:
+                plain = await _choice(client, tool_choice=NAMED, speculative={"enabled": False}, **law)
+                assert without_ids(plain) == without_ids(named)
+                body = chat(tools=TOOLS, tool_choice="required", stream=True, max_tokens=100, **law)
+                assert without_ids(streamed(data_of((await client.post(URL, json=body)).text))) == without_ids(choice)
+    assert names
+
+
+async def test_one_call_is_all_where_no_more_may_come():
+    async with _served(False) as client:
+        for seed in range(2):
+            choice = await _choice(client, tool_choice="required", parallel_tool_calls=False, seed=seed)
+            assert (len(_check_calls(choice)), choice["finish_reason"]) == (1, "tool_calls")
+
+
+async def test_strict_functions_leave_text_free_and_hold_calls_to_their_schemas():
+    """The token that opens a call is made likely, since a random model would not say it."""
+    async with _served(False) as client:
+        choice = await _choice(client, tools=STRICT, seed=1, max_tokens=60, logit_bias={str(CALL_TOKEN): 8})
+    assert _check_calls(choice)
+    assert choice["message"]["content"]
+
+
+async def test_a_schema_that_cannot_be_kept_is_refused_only_where_it_must_be():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"not": {"type": "string"}}}}}}]
+    async with _served(False) as client:
+        response = await client.post(URL, json=chat(tools=tools, tool_choice="required"))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+        assert "not" in response.json()["error"]["message"]
+        await _choice(client, tools=tools, max_tokens=2)
+        for field, value in [("ignore_eos", True), ("min_tokens", 3)]:
+            response = await client.post(URL, json=chat(tools=TOOLS, tool_choice="required", **{field: value}))
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+        response = await client.post(URL, json=chat(tools=TOOLS, response_format={"type": "json_object"}))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
