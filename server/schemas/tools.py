@@ -103,6 +103,7 @@ class FunctionCall(Strict):
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=_MAX_NAME)]
     arguments: str
+    parsed_arguments: object = Field(None, description="What the openai client's helpers read from the text; changes nothing.")
 
 
 class ToolCall(Strict):

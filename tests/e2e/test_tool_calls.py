@@ -1,0 +1,77 @@
+"""Tool calls of real weights over HTTP, by the openai client: forced ones keep their schemas, and drafting changes none."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.server import running_server
+
+PRESET = "qwen2.5-coder-0.5b"
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Tells the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+                "required": ["city", "unit"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+QUESTION: Any = [{"role": "user", "content": "What is the weather in Oslo, in celsius?"}]
+
+pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    log = tmp_path_factory.mktemp("tools") / "server.log"
+    with running_server(log, "--model", PRESET, "--drafter", "ngram", "--num-slots", "4096", "--max-model-len", "2048") as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
+
+
+def calls(client: openai.OpenAI, **fields: Any) -> list[tuple[str, str]]:
+    """Return names and arguments of the calls, whose arguments keep the schema."""
+    answer = client.chat.completions.create(
+        model=PRESET, messages=QUESTION, tools=TOOLS, max_tokens=120, parallel_tool_calls=False, **fields
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    found = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or () if call.type == "function"]
+    for _, arguments in found:
+        values = json.loads(arguments)
+        assert set(values) == {"city", "unit"}
+        assert values["unit"] in ("celsius", "fahrenheit")
+    return found
+
+
+@pytest.mark.parametrize("law", [{"temperature": 0}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "seeded"])
+def test_forced_calls_keep_their_schema_with_drafts_and_without(client: openai.OpenAI, law: dict[str, Any]):
+    for choice in ("required", NAMED):
+        drafted = calls(client, tool_choice=choice, **law)
+        assert drafted
+        assert drafted == calls(client, tool_choice=choice, extra_body={"speculative": {"enabled": False}}, **law)
+
+
+def test_a_call_is_streamed_and_its_result_read(client: openai.OpenAI):
+    (whole,) = calls(client, tool_choice=NAMED, temperature=0)
+    with client.chat.completions.stream(
+        model=PRESET, messages=QUESTION, tools=TOOLS, tool_choice=NAMED, temperature=0, max_tokens=120, parallel_tool_calls=False
+    ) as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert (call.function.name, call.function.arguments) == whole
+    told = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump(include={"id", "type", "function"})]},
+        {"role": "tool", "tool_call_id": call.id, "content": "It is 4 degrees and it rains."},
+    ]
+    answer = client.chat.completions.create(model=PRESET, messages=told, tools=TOOLS, temperature=0, max_tokens=40)
+    assert answer.choices[0].message.content
