@@ -33,7 +33,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": SCHEMA,
     "time": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CALL_TOKEN = calling(False).convert_tokens_to_ids("<tool_call>")

@@ -31,7 +31,7 @@ def engine() -> InProcessEngine:
 
 @pytest.fixture
 async def client(engine: InProcessEngine) -> AsyncIterator[httpx.AsyncClient]:
-    async with in_process(engine) as client:  # type: ignore[arg-type]
+    async with in_process(engine) as client:
         yield client
 
 
@@ -127,7 +127,7 @@ async def test_what_is_traced_for_a_file_is_told_to_nobody(monkeypatch: pytest.M
         raise AssertionError("nobody has asked")
 
     monkeypatch.setattr("server.choice.step_trace_of", told)
-    async with in_process(engine) as client:  # type: ignore[arg-type]
+    async with in_process(engine) as client:
         chunks = await chunks_of(client, "/v1/completions", completion(**{**TRACED, "speculative": {}}))
     assert traces_in(chunks) == []
 

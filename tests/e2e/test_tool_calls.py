@@ -66,7 +66,7 @@ def test_a_call_is_streamed_and_its_result_read(client: openai.OpenAI):
     with client.chat.completions.stream(
         model=PRESET, messages=QUESTION, tools=TOOLS, tool_choice=NAMED, temperature=0, max_tokens=120, parallel_tool_calls=False
     ) as stream:
-        (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+        (call,) = list(stream.get_final_completion().choices[0].message.tool_calls or [])
     assert (call.function.name, call.function.arguments) == whole
     told = [
         *QUESTION,
