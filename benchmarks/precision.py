@@ -2,12 +2,16 @@
 
     python -m benchmarks.precision --models smollm2-135m qwen2.5-coder-1.5b
 
-prints a table and, last, one line of JSON: mean KL divergence from float32's law (nats), mean total variation, how often the arg
-max agrees, and of how many rows the logits change with the passes they are computed in (one token at a time, or all at once).
+prints two tables and, last, one line of JSON. The first: mean KL divergence from float32's law (nats), mean total variation, how
+often the arg max agrees, and of how many rows the logits change with the passes they are computed in (one token at a time, or
+all at once). The second: how many times faster than bfloat16 a pass over so many tokens is, precisions in turn: the median over
+the repeats of the ratio within one, and its quartiles.
 """
 
 import argparse
 import json
+import statistics
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +29,8 @@ from server.bench_prompts import load_prompts
 from server.chat_ids import chat_ids
 
 _CPU = torch.device("cpu")
+_PRECISIONS = ("float32", "bfloat16", "int8")
+_CONTEXT = 128  # tokens before those of a timed pass
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,18 @@ class Difference:
     changed_rows: float
 
 
+@dataclass(frozen=True)
+class Speed:
+    """A pass of one width: bfloat16's time over this precision's, median and quartiles."""
+
+    model: str
+    precision: str
+    num_tokens: int
+    ratio: float
+    low: float
+    high: float
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -47,13 +65,20 @@ def main() -> None:
     parser.add_argument("--prompts", default="benchmarks/prompts.yaml")
     parser.add_argument("--num-prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--widths", type=int, nargs="*", default=[1, 8, 16, 64], help="tokens of a timed pass")
+    parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     found = [one for name in args.models for one in differences(name, Path(args.prompts), args.num_prompts, args.max_tokens)]
     print(f"{'model':<20}{'precision':<10}{'rows':>6}{'KL':>9}{'TV':>8}{'arg max':>9}{'changed':>9}")
     for one in found:
         figures = f"{one.divergence:>9.4f}{one.variation:>8.4f}{one.agreement:>9.3f}{one.changed_rows:>9.3f}"
         print(f"{one.model:<20}{one.precision:<10}{one.num_rows:>6}{figures}")
-    print(json.dumps([asdict(one) for one in found]))
+    speeds = [one for name in args.models for one in _speeds(name, args.widths, args.repeats)]
+    print(f"\n{'model':<20}{'precision':<10}{'tokens':>7}{'times as fast as bfloat16':>34}")
+    for speed in speeds:
+        spread = f"{speed.ratio:.2f} ({speed.low:.2f} to {speed.high:.2f})"
+        print(f"{speed.model:<20}{speed.precision:<10}{speed.num_tokens:>7}{spread:>34}")
+    print(json.dumps({"laws": [asdict(one) for one in found], "speeds": [asdict(one) for one in speeds]}))
 
 
 def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> list[Difference]:
@@ -81,6 +106,44 @@ def _difference(name: str, folder: Path, precision: str, texts: list[list[int]],
         rows.append(torch.stack([divergence_T, variation_T, agrees_T.float(), changed_T.float()]))
     mean = torch.cat(rows, dim=-1).mean(-1).tolist()
     return Difference(name, precision, sum(map(len, texts)), *mean)
+
+
+def _speeds(name: str, widths: list[int], repeats: int) -> list[Speed]:
+    folder = resolve(name).folder
+    models = {precision: load_model(folder, precision, _CPU, fastest_linears(_CPU)) for precision in _PRECISIONS}
+    caches = {precision: KVCache(_CONTEXT + max(widths, default=1), _CPU) for precision in _PRECISIONS}
+    for precision, model in models.items():
+        _timed(model, caches[precision], 0, _CONTEXT)
+    return [
+        speed
+        for width in widths
+        for speed in _ratios(
+            name,
+            width,
+            [
+                {precision: _timed(model, caches[precision], _CONTEXT, width) for precision, model in models.items()}
+                for _ in range(repeats + 1)
+            ][1:],
+        )
+    ]
+
+
+def _ratios(name: str, width: int, repeats: list[dict[str, float]]) -> list[Speed]:
+    """Return each precision's speed over bfloat16's, from seconds by precision of every repeat."""
+    found = []
+    for precision in repeats[0]:
+        low, median, high = statistics.quantiles([one["bfloat16"] / one[precision] for one in repeats], n=4)
+        found.append(Speed(name, precision, width, median, low, high))
+    return found
+
+
+def _timed(model: CausalModel, cache: KVCache, done: int, num_tokens: int) -> float:
+    """Return the seconds of a pass over some tokens after `done` others, with all their logits."""
+    ids = [(97 * place + 11) % model.vocab_size for place in range(num_tokens)]
+    batch = pack([chain_segment(ids, done, range(done + num_tokens))], _CPU)
+    start = time.perf_counter()
+    model.forward(batch, cache, torch.arange(num_tokens))
+    return time.perf_counter() - start
 
 
 def _written(model: CausalModel, ids: list[int], num_tokens: int) -> list[int]:

@@ -59,15 +59,15 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear, smoothing_I: Float[Tensor, " I"], rows: SharedRows) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight_OI, self._scale_O = quantised_weight(linear.weight.detach().float() * smoothing_I)
-        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(self._weight_OI, None)
+        weight_OI, self._scale_O = quantised_weight(linear.weight.detach().float() * smoothing_I)
+        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(weight_OI, None)  # [I, O]
         self._zeros_O = torch.zeros(self.out_features, dtype=torch.int64)
         self._bias = None if linear.bias is None else linear.bias.detach().float()
         self._smoothing_I, self._rows = smoothing_I, rows
 
     def dense_weight(self) -> Float[Tensor, "O I"]:
         """Return what the layer multiplies with, float32."""
-        return self._weight_OI.float() * self._scale_O[:, None] / self._smoothing_I
+        return self._packed.to_dense().t().float() * self._scale_O[:, None] / self._smoothing_I
 
     def forward(self, x: Float[Tensor, "... I"]) -> Float[Tensor, "... O"]:
         """Return x W^T + b, both rounded to 8 bits."""
