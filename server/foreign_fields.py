@@ -10,10 +10,17 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from server.errors import InvalidRequest
+from server.schemas.chat import ChatRequest
+from server.schemas.completion import CompletionRequest
+from server.schemas.responses import ResponsesRequest
 
 MAX_IGNORED = 16
 _SANE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # fit for a header and a line of a log
 _LIKENESS = 0.8  # of two names, by difflib's ratio, from which one is a misspelling of the other
+
+# What one endpoint honours is ignored by none: a seed that does nothing would be a broken promise.
+_HARMLESS = frozenset({"metadata", "priority", "request_id", "service_tier", "store", "user"})
+_OF_GENERATION = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields} - _HARMLESS
 
 # Fields of other servers that change which text comes or what is told of it, with the values that change nothing. Those that only
 # adjust one of them (mirostat_tau, xtc_threshold, dry_base) are not listed: without it they change nothing either.
@@ -43,7 +50,13 @@ _LAW_CHANGING: Mapping[str, tuple[object, ...]] = {
     **{"max_length": (), "min_length": (0,), "num_predict": (), "stop_sequences": ([],), "truncate": (), "truncation": ()},
     **{"return_logprob": (False,), "logprob_start_len": (), "top_logprobs_num": (0,), "transforms": ([],), "format": ("",)},
     **{"system": ("",), "instructions": ("",), "input": (), "inputs": (), "images": ([],), "template": ("",), "raw": (False,)},
-    **{"think": (False,), "thinking": (), "enable_thinking": (False,)},
+    **{"think": (False,), "thinking": (), "enable_thinking": (False,), "random_seed": (), "safe_prompt": (False,)},
+    **{"stop_strings": ([],), "stop_words": ([],), "stop_sequence": ([],), "eos_token_id": (), "forced_eos_token_id": ()},
+    **{"bad_words_ids": ([],), "force_words_ids": ([],), "sequence_bias": ({},), "begin_suppress_tokens": ([],)},
+    **{"num_return_sequences": (1,), "num_beam_groups": (1,), "renormalize_logits": (False,), "return_full_text": (False,)},
+    **{"rep_pen": (1,), "repeat_last_n": (-1,), "temperature_last": (False,), "dynamic_temperature": (False,)},
+    **{"sampler_priority": (), "grammar_string": ("",), "ban_eos_token": (False,), "custom_token_bans": ("",)},
+    **{"add_bos_token": (True,), "response_schema": (), "response_mime_type": ("text/plain",), "n_indent": (0,)},
     # where a client puts the fields of a law one level deeper
     **{"extra_body": ({},), "options": ({},), "parameters": ({},), "sampling_params": ({},), "generation_config": ({},)},
     **{"smoothing_factor": (0,), "banned_tokens": ([],), "banned_strings": ([],), "forced_bos_token_id": (), "bad": ([],)},
@@ -66,6 +79,9 @@ def _require_harmless(name: str, value: object, known: Collection[str]) -> None:
         neutral = (None, *_LAW_CHANGING[name])
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
             raise InvalidRequest(f"{name}: not supported by this server; accepted: {', '.join(map(json.dumps, neutral))}", name)
+    elif name in _OF_GENERATION:
+        if value is not None:
+            raise InvalidRequest(f"{name}: not honoured by this endpoint; accepted: null", name)
     elif meant := _meant(name, known):
         raise InvalidRequest(f"unknown parameter: {name}; is {meant} meant?", name)
     elif not _SANE_NAME.fullmatch(name):

@@ -9,7 +9,7 @@ from server.errors import InvalidRequest
 from server.foreign_fields import _LAW_CHANGING, MAX_IGNORED, without_foreign
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
-from tests.api.harness import chat, completion, in_process
+from tests.api.harness import MODEL, chat, completion, in_process
 from tests.fake_engine import FakeEngine
 
 URL = "/v1/completions"
@@ -49,6 +49,28 @@ async def test_what_changes_texts_elsewhere_is_refused_by_name_unless_it_is_neut
         error = (await client.post(URL, json=completion(mirostat=2))).json()["error"]
         assert (error["param"], error["message"]) == ("mirostat", "mirostat: not supported by this server; accepted: null, 0")
         assert (await client.post(URL, json=completion(mirostat=0))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("/v1/responses", {"input": "x", "seed": 1}, "seed"),
+        ("/v1/responses", {"input": "x", "max_tokens": 5}, "max_tokens"),
+        ("/v1/responses", {"input": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/completions", {"prompt": "x", "tools": []}, "tools"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "echo": True}, "echo"),
+        ("/tokenize", {"prompt": "x", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+async def test_what_another_endpoint_honours_is_refused_by_name(path: str, fields: dict[str, Any], name: str, strict: bool):
+    """A seed to /v1/responses was ignored, and the text another each time."""
+    async with in_process(FakeEngine(), strict=strict) as client:
+        response = await client.post(path, json={"model": MODEL, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        if not strict:
+            without = await client.post(path, json={"model": MODEL, **fields, name: None, "user": "u", "metadata": {}})
+            assert without.status_code == 200
 
 
 @pytest.mark.parametrize(
