@@ -3,7 +3,8 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic_core import from_json
 
 from engine.sampling_limits import MAX_GRAMMAR_CHARS
 from engine.types import Grammar, GrammarKind
@@ -12,6 +13,16 @@ from server.schemas.strict import Strict, misfit
 MAX_STRINGS = 1024
 _GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 _Schema = dict[str, Any]
+
+
+def _parsed(schema: _Schema | str) -> _Schema:
+    """Return a schema that may have come as its JSON text; raise ValueError for another text, or wishes that are none."""
+    value = from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
+    if not isinstance(value, dict):
+        raise ValueError("must be a schema or the JSON text of one, an object")
+    if not isinstance(value.get("x-guidance", {}), dict):
+        raise ValueError("its x-guidance must be an object")
+    return value
 
 
 class JsonSchema(Strict):
@@ -46,7 +57,9 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """One constraint on the text, and for JSON what may stand between its parts."""
 
-    json_: _Schema | str | None = Field(None, alias="json", description="A JSON schema, or its text.")
+    json_: Annotated[_Schema | _GrammarText, AfterValidator(_parsed)] | None = Field(
+        None, alias="json", description="A JSON schema, or its text."
+    )
     json_object: bool | None = Field(None, description="Any JSON object.")
     regex: _GrammarText | None = Field(None, description="A regular expression in the syntax of Rust's regex crate.")
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_STRINGS, fail_fast=True)] | None = None
@@ -63,8 +76,6 @@ class StructuredOutputs(Strict):
             raise misfit("structured_outputs", "disable_any_whitespace and whitespace_pattern are accepted only with JSON")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise misfit("structured_outputs", "disable_any_whitespace leaves no room for a whitespace_pattern")
-        if isinstance(self.json_, str) and not isinstance(_parsed(self.json_), dict):
-            raise misfit("structured_outputs.json", "json must be a schema or the JSON text of one, an object")
         return self
 
     @property
@@ -76,7 +87,7 @@ class StructuredOutputs(Strict):
             return Grammar(GrammarKind.CHOICE, _dumped(self.choice))
         if self.grammar_ is not None:
             return Grammar(GrammarKind.LARK, self.grammar_)
-        schema = _parsed(self.json_) if isinstance(self.json_, str) else self.json_ or {"type": "object"}
+        schema: _Schema = {"type": "object"} if self.json_ is None else _parsed(self.json_)
         return Grammar(GrammarKind.JSON_SCHEMA, _dumped(schema | self._options(schema)))
 
     def _options(self, schema: _Schema) -> _Schema:
@@ -92,10 +103,3 @@ class StructuredOutputs(Strict):
 def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
-
-def _parsed(text: str) -> Any:
-    """Return the value of a JSON text, None for what is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
