@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.types import Grammar, GrammarKind
 
@@ -23,7 +23,10 @@ _MAX_REASON_CHARS = 500
 _MAX_COMPILED = 32
 # A state of the lexer takes 1 to 2 kB, a mask at most 7 ms of lexing; beyond a limit a text ends with an error.
 _LIMITS = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, step_lexer_fuel=100_000, verbose_errors=False)
-_UNHONOURED = re.compile(r"^[^#\n\"/]*\[[^\]\n]*\b(temperature)\b", re.MULTILINE)  # the library reads it and does nothing
+# An attribute of a rule that the library reads and does nothing with; brackets in strings and patterns before it end no list.
+_UNHONOURED = re.compile(
+    r"""^[^#\n"/\[]*\[(?:"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)*/|[^\]\n"/])*?\b(temperature)\b""", re.MULTILINE
+)
 
 
 class BadGrammar(ValueError):
@@ -124,7 +127,7 @@ def compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
     """Return a matcher that stands before the first token; raise BadGrammar with the library's reason."""
     try:
         matcher = LLMatcher(vocabulary, _source(grammar), log_level=0, limits=_LIMITS)
-    except (ValueError, GbnfToLarkError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadGrammar(_bounded(str(error))) from error
     problems = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if problems:
@@ -153,7 +156,15 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.LARK:
             if found := _UNHONOURED.search(grammar.text):
                 raise ValueError(f"the attribute {found[1]} of a rule is not honoured")
-            return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+            return LLMatcher.grammar_from_lark(_as_lark(grammar.text))
+
+
+def _as_lark(text: str) -> str:
+    """Return a grammar that may be GBNF as Lark; raise ValueError if it is neither."""
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # what it raises has no narrower class
+        raise ValueError(str(error)) from error
 
 
 def _literal(text: str) -> str:

@@ -173,7 +173,12 @@ def test_a_choice_is_the_very_text(text):
         (GrammarKind.REGEX, "\ud800", "surrogates"),
         (GrammarKind.LARK, "start: nothing", "nothing"),
         (GrammarKind.LARK, "start[temperature=0.1]: /a*/", "temperature"),
-        (GrammarKind.LARK, "", "Empty"),
+        (GrammarKind.LARK, 'start: x\nx[capture="]", temperature=0.1]: /a*/', "temperature"),
+        (GrammarKind.LARK, "start: x\nx[suffix=/]/, temperature=0.1]: /a*/", "temperature"),
+        (GrammarKind.LARK, "[" * 60_000, "Expected name"),  # read in one pass: it was minutes
+        (GrammarKind.LARK, 'a ::= "b"', "root"),
+        (GrammarKind.LARK, "root ::= b", "'b' not found"),
+        (GrammarKind.LARK, "", "root"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(kind, text, reason):
