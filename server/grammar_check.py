@@ -3,6 +3,7 @@
 Knows grammars and how many may wait. Does not know requests.
 """
 
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from engine.grammars import BadGrammar, VocabularySource
@@ -13,19 +14,32 @@ from server.tokenizer_thread import TokenizerBusy, TokenizerClosed, TokenizerThr
 
 _MAX_WAITING_CHARS = 1 << 18
 _RETRY_S = 2.0
+_MAX_KNOWN = 64
 
 
 class GrammarCheck:
-    """Owns the process that tries grammars, and the thread that waits for it. `describe` is asked with the first grammar."""
+    """Owns the process that tries grammars, and the thread that waits for it. `describe` is asked with the first grammar.
+
+    What was found good lately is not tried again: it need not wait behind somebody else's that takes the library long.
+    """
 
     def __init__(self, describe: Callable[[], Awaitable[VocabularySource]]) -> None:
         self._describe = describe
         self._source: VocabularySource | None = None
+        self._known: OrderedDict[Grammar, None] = OrderedDict()
         self._process = GrammarProcess()
         self._thread = TokenizerThread(_MAX_WAITING_CHARS)
 
     async def require(self, grammar: Grammar, param: str) -> None:
         """Raise InvalidRequest with the library's reason unless texts can be held to the grammar, Overloaded if too many wait."""
+        if grammar not in self._known:
+            await self._try(grammar, param)
+        self._known[grammar] = None
+        self._known.move_to_end(grammar)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    async def _try(self, grammar: Grammar, param: str) -> None:
         try:
             source = self._source = self._source or await self._describe()
             await self._thread.run(len(grammar.text), lambda: self._process.check(source, grammar))

@@ -146,6 +146,19 @@ async def test_a_grammar_is_tried_beside_the_event_loop(monkeypatch: pytest.Monk
         assert (await held).status_code == 200
 
 
+async def test_a_grammar_that_is_known_waits_for_no_other(monkeypatch: pytest.MonkeyPatch):
+    """One client's schemas, each of which takes seconds to refuse, would hold up everybody else's."""
+    going = threading.Event()
+    monkeypatch.setattr(GrammarProcess, "check", lambda _, __, grammar: grammar.text == "a" or going.wait(30))
+    async with in_process(fake()) as client:
+        assert (await post(client, structured_outputs={"regex": "a"})).status_code == 200
+        held = asyncio.create_task(post(client, structured_outputs={"regex": "b"}))
+        assert (await post(client, structured_outputs={"regex": "a"})).status_code == 200
+        assert not held.done()
+        going.set()
+        assert (await held).status_code == 200
+
+
 # Texts of an engine.
 def tiny_app() -> Any:
     limits = SchedulerConfig(num_slots=2048, max_model_len=256)
