@@ -1,15 +1,15 @@
 """Request and answer of POST /v1/responses: OpenAI's newer API, as far as it is text from a conversation. Nothing is stored."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.schemas.answer import Metrics
 from server.schemas.chat import ChatRequest
 from server.schemas.common import MAX_PARTS
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict import MAX_INTEGER, Neutral, Strict
+from server.schemas.strict import MAX_INTEGER, Neutral, Strict, misfit
 
 
 class InputText(Strict):
@@ -67,6 +67,12 @@ class ResponsesRequest(Strict):
     conversation: Annotated[object, Neutral()] = None
     prompt: Annotated[object, Neutral()] = None
     max_tool_calls: Annotated[object, Neutral()] = None
+
+    @model_validator(mode="after")
+    def _tells_of_no_steps(self) -> Self:
+        if self.speculative is not None and self.speculative.trace:
+            raise misfit("speculative.trace", "steps are told only in streams of completions and chat completions")
+        return self
 
     def to_chat(self) -> ChatRequest:
         """Return the same as a chat."""

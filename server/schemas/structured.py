@@ -102,4 +102,3 @@ class StructuredOutputs(Strict):
 
 def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-

@@ -87,6 +87,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 5000}, "input"),
     ({"temperature": 3}, "temperature"),
     ({"n": 2}, "n"),
+    ({"speculative": {"trace": True}}, "speculative.trace"),
+    ({"speculative": {"trace": True}, "stream": True}, "speculative.trace"),
 ]
 
 
