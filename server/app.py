@@ -1,5 +1,6 @@
 """The composition root: settings, engine, tokenizer, layers and routes become one ASGI app."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -59,6 +60,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     runtime.begin()
     yield
     await runtime.stop(0.0)
+    if (tracing := getattr(app.state, "tracing", None)) is not None:
+        await asyncio.to_thread(tracing.shutdown)  # what is not sent yet is
 
 
 def _add_layers(app: FastAPI, runtime: Runtime) -> None:
@@ -81,6 +84,11 @@ def _add_layers(app: FastAPI, runtime: Runtime) -> None:
             expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER, *RATE_HEADERS],
         )
     app.add_middleware(ErrorBoundary)
+    if settings.otlp_endpoint is not None:
+        from server.otel import Tracing, otlp_provider  # here, because it is an extra
+
+        app.state.tracing = otlp_provider(settings.otlp_endpoint)
+        app.add_middleware(Tracing, provider=app.state.tracing, model_name=settings.served_name)
     app.add_middleware(HttpMeter, metrics=runtime.metrics.http)
     app.add_middleware(RequestContext)
 

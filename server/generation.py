@@ -13,6 +13,7 @@ from engine.types import FinishReason, Request, TokenEvent
 from server.choice import AcceptanceCounts, Choice, Piece
 from server.errors import GenerationFailed, Overloaded, as_api_error
 from server.metrics.requests import RequestMeter, SampleMeter
+from server.tracing import current_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,8 @@ class Generation:
         """Abort what still runs in the engine, let go of its streams and close the account. Can be called again."""
         if await self._let_go():
             self._meter.close(self._unfinished)
+            if (trace := current_trace.get()) is not None:
+                trace.generated(self._meter.times())
 
     async def _let_go(self) -> int:
         """Abort what still runs and end the pumps; return how many samples there were to let go of."""

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -48,6 +49,10 @@ def _lines_of(path: str) -> list[str]:
     if not any(lines):
         raise ValueError(f"{path} has no API key")
     return [line for line in lines if line]
+
+
+def _is_tracing_installed() -> bool:
+    return all(find_spec(name) for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))
 
 
 def _is_key(key: str) -> bool:
@@ -126,6 +131,11 @@ class Settings(BaseSettings):
     log_requests: RequestLog = Field(
         default="off",
         description="What is logged of requests: nothing, parameters (texts by their length alone), or texts too, cut short.",
+    )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="OTLP/HTTP collector that is sent a trace of each request, for example http://127.0.0.1:4318; needs the "
+        "extra otel. Unset: none.",
     )
     strict: bool = Field(
         default=False, description="Refuse every unknown field of a request; else those that cannot change a text are ignored."
@@ -218,6 +228,12 @@ class Settings(BaseSettings):
             raise ValueError("a selector's file is given only with policy adaptive")
         if self.cached_text and self.drafter in ("auto", "none", "ngram"):
             raise ValueError("cached_text is given only with a drafter that is a model")
+        return self
+
+    @model_validator(mode="after")
+    def _tracing_is_installed(self) -> Self:
+        if self.otlp_endpoint is not None and not _is_tracing_installed():
+            raise ValueError("otlp_endpoint needs the extra otel: pip install 'latebranch[otel]'")
         return self
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from server.metrics.families import (
     Families,
     length_buckets,
 )
+from server.tracing import SampleTimes
 
 _REJECTIONS = ("engine_busy", "engine_unavailable", "engine_error", "rate_limit_exceeded", "too_many_concurrent_requests")
 
@@ -87,7 +88,27 @@ class SampleMeter:
         self._first_token_s: float | None = None
         self._last_token_s = arrival_s
         self.num_tokens = 0
-        self.is_ended = False
+        self.num_steps = 0  # that brought tokens
+        self.finish: FinishReason | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its end was counted."""
+        return self.finish is not None
+
+    def times(self) -> SampleTimes:
+        """Return its life for a trace."""
+        has_tokens = self._first_token_s is not None
+        return SampleTimes(
+            arrival_s=self._arrival_s,
+            admitted_s=self._arrival_s + self._queued_s if has_tokens else None,
+            first_token_s=self._first_token_s,
+            last_token_s=self._last_token_s if has_tokens else None,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_tokens=self.num_tokens,
+            num_steps=self.num_steps,
+            finish=self.finish.value if self.finish else "",
+        )
 
     def on_event(self, event: TokenEvent) -> None:
         """Count one event of the engine."""
@@ -110,12 +131,13 @@ class SampleMeter:
             self._metrics.inter_event_s.observe(now_s - self._last_token_s)
         self._last_token_s = now_s
         self.num_tokens += len(event.token_ids)
+        self.num_steps += 1
 
     def end(self, reason: FinishReason) -> None:
         """Count the end."""
         if self.is_ended:
             return
-        self.is_ended = True
+        self.finish = reason
         metrics = self._metrics
         metrics.success(reason.value).inc()
         metrics.e2e_s.observe(self._clock() - self._arrival_s)
@@ -154,6 +176,10 @@ class RequestMeter:
     def reject(self, reason: str) -> None:
         """Count a request that the engine did not take, and nothing else of it."""
         self._metrics.refuse(reason)
+
+    def times(self) -> list[SampleTimes]:
+        """Return the samples' lives for a trace."""
+        return [sample.times() for sample in self._samples]
 
     def close(self, unfinished: FinishReason) -> None:
         """End the samples that have not ended, for that reason; count what is known only when all have."""
