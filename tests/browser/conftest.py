@@ -16,9 +16,9 @@ _AXE = "axe-core-4.14.1"  # half a megabyte: fetched, not kept here
 _AXE_DIGEST = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """The system's Chromium."""
+    """The system's Chromium. While it is open an event loop runs in this thread, so it ends with the module."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
         pytest.skip("no chromium is installed")
@@ -28,7 +28,7 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A ready server, started only where there is a browser; it traces what it does."""
     folder = tmp_path_factory.mktemp("browser")
@@ -36,7 +36,7 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trace(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the server did so far."""
     return tmp_path_factory.getbasetemp() / "browser0" / "trace"
