@@ -31,11 +31,14 @@ class SteadyGELUTanh(nn.Module):
 
 
 _STEADY: dict[type[nn.Module], type[nn.Module]] = {nn.SiLU: SteadySiLU, SiLUActivation: SteadySiLU, GELUTanh: SteadyGELUTanh}
+_MODULES = {nn.SiLU.__module__, SiLUActivation.__module__}  # where activations are defined
 
 
 def steady_activations(model: nn.Module) -> None:
-    """Replace a model's activations in place, those of which a steady one is known."""
+    """Replace a model's activations in place; raise ValueError for one of which no steady form is known."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) in _STEADY:
                 setattr(parent, name, _STEADY[type(child)]())
+            elif type(child).__module__ in _MODULES and type(child) is not nn.ReLU:
+                raise ValueError(f"{type(child).__name__} has no form whose numbers do not depend on their place")

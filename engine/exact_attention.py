@@ -65,8 +65,9 @@ def exact_group_attention(
     scores = torch.matmul(folded(query_THGK, group).double(), keys_BLHK.permute(0, 2, 3, 1).double())
     scores = unfolded(scores, group) + group.bias(window, scores.dtype)
     table_E = _table(scores.device)
-    below = (scores.amax(-1, keepdim=True) - scores).mul_(scaling * _TABLE_STEPS / _STEPS**2).clamp_max_(len(table_E) - 1.0)
-    weights_BHGQL = table_E[below.round_().long()]
+    below = (scores.amax(-1, keepdim=True) - scores).mul_(scaling * _TABLE_STEPS / _STEPS**2)
+    last = len(table_E) - 1.0  # a row with NaN has them all: nothing weighs, and 0 / 0 is NaN again
+    weights_BHGQL = table_E[below.nan_to_num_(nan=last, posinf=last).clamp_max_(last).round_().long()]
     out = torch.matmul(weights_BHGQL.flatten(2, 3), values_BLHK.permute(0, 2, 1, 3).double())
     out = out.div_(weights_BHGQL.sum(-1).flatten(2).mul_(_STEPS)[..., None])
     return in_rows(out.to(query_THGK.dtype), group)

@@ -5,7 +5,8 @@ its own largest magnitude / 127 and rounded; weights are int8 with one scale for
 integers, whose order is free: a row's result does not depend on the rows beside it. That holds for processors with VNNI; older
 ones add pairs in 16 bits, which overflow.
 
-Smoothing factors are powers of two, found on fixed token ids: the quantised model is the same on every machine.
+Smoothing factors are powers of two, found on fixed token ids in float32: the quantised model is the same on every machine, but
+for a channel that lies within rounding of the border between two powers.
 Shape key: N rows, I inputs, O outputs.
 """
 
@@ -33,10 +34,14 @@ def can_multiply_int8(device: torch.device) -> bool:
 
 
 class SharedRows:
-    """Quantises what layers side by side read (queries, keys and values; gate and up) once for all of them."""
+    """Quantises what layers side by side read (queries, keys and values; gate and up) once for all of them.
 
-    def __init__(self, smoothing_I: Float[Tensor, " I"]) -> None:
+    Kept until as many have read it as there are readers: what every layer of a model read would fill gigabytes.
+    """
+
+    def __init__(self, smoothing_I: Float[Tensor, " I"], num_readers: int = 1) -> None:
         self._factors_I = 1.0 / smoothing_I
+        self._num_readers = self._num_left = num_readers
         self._round_up = torch.tensor(_ZERO_POINT + 0.5)
         self._source: Tensor | None = None
         self._rows: tuple[Tensor, Tensor] | None = None
@@ -44,8 +49,12 @@ class SharedRows:
     def quantised(self, x: Float[Tensor, "... I"]) -> tuple[UInt8[Tensor, "... I"], Float[Tensor, "... 1"]]:
         """Return rows and the scale of each: x / smoothing = (rows - 128) * scale, up to rounding."""
         if self._source is not x or self._rows is None:
-            self._source, self._rows = x, self._quantise(x)
-        return self._rows
+            self._source, self._rows, self._num_left = x, self._quantise(x), self._num_readers
+        rows = self._rows
+        self._num_left -= 1
+        if not self._num_left:
+            self._source = self._rows = None
+        return rows
 
     def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         smooth = x * self._factors_I
@@ -75,6 +84,7 @@ class Int8Linear(nn.Module):
         y = torch.ops.onednn.qlinear_pointwise(
             rows, 1.0, _ZERO_POINT, self._packed, self._scale_O, self._zeros_O, None, 1.0, 0, torch.float32, "none", [], ""
         )
+        y = y.view(*x.shape[:-1], self.out_features)  # of no rows it comes without their other dimensions
         return y.mul_(scale) if self._bias is None else torch.addcmul(self._bias, y, scale)
 
 
@@ -94,17 +104,28 @@ class _Readers:
 
 
 def quantise_linears(model: nn.Module, vocab_size: int) -> None:
-    """Replace a language model's linear layers in place. It runs a few texts of fixed token ids first, to see ranges."""
+    """Replace a language model's linear layers in place. It runs a few texts of fixed token ids first, to see ranges.
+
+    Raises ValueError for a layer whose output changes too much, and for matrices other than linear layers' and embeddings'.
+    """
     linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
     for readers in _read(model, linears, vocab_size):
         of_group = [linears[name] for name in readers.names]
         smoothing_I = _smoothing(readers.range_I, torch.stack([one.weight.detach().abs().amax(0) for one in of_group]).amax(0))
-        rows = SharedRows(smoothing_I)
+        rows = SharedRows(smoothing_I, len(of_group))
         for name, linear in zip(readers.names, of_group, strict=True):
             quantised = Int8Linear(linear, smoothing_I, rows)
             _require_like(linear, quantised, readers.sample_NI, name)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, quantised)
+    _require_no_other_matrix(model)
+
+
+def _require_no_other_matrix(model: nn.Module) -> None:
+    """Experts and convolutions, say: sums in floating point, of which a comparison of a few rows may see nothing."""
+    for name, part in model.named_modules():
+        if not isinstance(part, nn.Embedding) and any(weight.dim() > 1 for weight in part.parameters(recurse=False)):
+            raise ValueError(f"{name}, a {type(part).__name__}, multiplies in floating point")
 
 
 @torch.inference_mode()

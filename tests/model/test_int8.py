@@ -152,6 +152,42 @@ def texts_of(target, draft, requests):
     return texts
 
 
+def test_a_pass_may_ask_for_no_logits():
+    """As one does that feeds only the first part of a long prompt."""
+    batch = pack([chain_segment([4, 5], 0, range(2))], CPU)
+    assert quantised("qwen2").forward(batch, KVCache(2, CPU), torch.arange(0)).shape == (0, 61)
+    assert layer()[1](torch.zeros(1, 0, 48)).shape == (1, 0, 40)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_stays_in_its_text(bad):
+    model = adopt(tiny_module("qwen2"), CPU, "int8")
+    model.module.get_input_embeddings().weight.data[7] = bad
+    segments = [chain_segment([1, 7], 0, range(2)), chain_segment([1, 3], 0, range(2, 4))]
+    logits_TV = model.forward(pack(segments, CPU), KVCache(4, CPU), torch.arange(4))
+    assert logits_TV[1].isnan().all()
+    assert torch.equal(logits_TV[2:], alone(model, [1, 3]))
+
+
+def test_nothing_that_layers_read_is_kept():
+    model = quantised("llama")
+    alone(model, [4, 5])
+    linears = [part for part in model.module.modules() if isinstance(part, Int8Linear)]
+    assert linears
+    assert all(part._rows._source is None and part._rows._rows is None for part in linears)
+
+
+def test_parts_whose_bits_depend_on_their_place_are_refused():
+    module = tiny_module("llama")
+    module.model.layers[0].mlp.act_fn = nn.GELU()
+    with pytest.raises(ValueError, match="GELU has no form"):
+        adopt(module, CPU, "int8")
+    module = tiny_module("llama")
+    module.model.layers[1].mlp.expert = nn.Conv1d(4, 4, 1)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.expert, a Conv1d"):
+        adopt(module, CPU, "int8")
+
+
 def test_the_audit_s_reference_has_the_same_bits():
     model, texts = quantised("qwen2"), [[5, 9, 3, 14, 22, 6], [8, 1, 30]]
     logits = SameBitsReference(adopt(tiny_module("qwen2"), CPU, "int8")).logits(texts, 2)
