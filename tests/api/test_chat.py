@@ -122,7 +122,7 @@ REFUSED = {
     "min_tokens": 1000,
     "max_completion_tokens": 0,
     "logprobs": 5,
-    "functions": [],
+    "functions": [{"name": "f"}],
     "prediction": {"type": "content", "content": [{"type": "image"}]},
     "prompt": "x",
     "chat_template": "{{ messages }}",

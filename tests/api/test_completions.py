@@ -349,7 +349,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "speculative.branches": (0, 2**64),
     "speculative.colour": ("red",),
     "prediction": ("hello", {"type": "text", "content": "a"}, {"type": "content", "content": []}, {"type": "content"}),
-    "anything": (None,),
 }
 
 

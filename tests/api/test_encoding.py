@@ -35,9 +35,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         texts.append(text)
         return encode(codec, text)
 
-    def watched_chat(codec: TextCodec, messages, form) -> tuple[int, ...]:
+    def watched_chat(codec: TextCodec, messages, *options: Any) -> tuple[int, ...]:
         texts.append(messages[0]["content"])
-        return encode_chat(codec, messages, form)
+        return encode_chat(codec, messages, *options)
 
     monkeypatch.setattr(TextCodec, "encode", watched)
     monkeypatch.setattr(TextCodec, "encode_chat", watched_chat)

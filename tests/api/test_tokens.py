@@ -95,7 +95,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED)
 async def test_what_cannot_be_honoured_is_refused_by_name(path: str, body: dict[str, Any], param: str):
-    async with in_process(FakeEngine()) as client:
+    async with in_process(FakeEngine(), strict=True) as client:
         response = await client.post(path, json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
