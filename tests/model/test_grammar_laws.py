@@ -302,7 +302,7 @@ def mismatches(expansion: Expansion) -> dict[str, int]:
     found: Counter[str] = Counter()
     while audited.has_work:
         for check, counts in (audit.outcomes if (audit := audited.step().stats.audit) else {}).items():
-            assert counts["match"] + counts["mismatch"] > 4
+            assert counts["match"] + counts["mismatch"] > 0  # a text without a seed may be short
             found[check] += counts["mismatch"]
     return dict(found)
 
