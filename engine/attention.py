@@ -95,9 +95,10 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     attention_context: AttentionContext | None = None,
+    of_group: Callable[..., Tensor] = group_attention,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 T HG V"], None]:
-    """Write the layer's keys and values, then attend; the signature is transformers' AttentionInterface.
+    """Write the layer's keys and values, then attend; the signature is transformers' AttentionInterface, but for `of_group`.
 
     Raises UnsupportedAttention for attention sinks and for a call without context (which would be unmasked).
     """
@@ -110,7 +111,7 @@ def tree_attention(
     num_tokens, num_heads, head_size = query.shape[2], key.shape[1], query.shape[3]
     query_THGK = query[0].transpose(0, 1).reshape(num_tokens, num_heads, -1, head_size)
     scale = head_size**-0.5 if scaling is None else scaling
-    out = cached_attention(layer, query_THGK, attention_context, scale, sliding_window, softcap)  # type: ignore[arg-type]
+    out = cached_attention(layer, query_THGK, attention_context, scale, sliding_window, softcap, of_group)  # type: ignore[arg-type]
     return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
 
 

@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     config = _compatible(config)
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(config)
     models = {} if models is None else models
     model = _load(config.model, config.dtype, device, models)
     target = Target(model, config.scheduler.num_slots)
@@ -133,7 +133,12 @@ def _load(reference: str, dtype: str, device: torch.device, models: Models) -> C
     return models[reference, dtype]
 
 
-def _draft_dtype(config: EngineConfig, device: torch.device) -> str:
+def device_of(config: EngineConfig) -> torch.device:
+    """Return where the engine runs: the device of the configuration, or cuda if there is one."""
+    return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def draft_dtype(config: EngineConfig, device: torch.device) -> str:
     """Return the number format of a draft model or head: rounding there costs a little acceptance and no exactness."""
     return config.draft_dtype or str(fastest_dtype(device, weights_dtype(config.dtype))).removeprefix("torch.")
 
@@ -187,7 +192,7 @@ def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | 
     if config.drafter == "early-exit":
         return _early_exit_drafter(Path(_required(config.lens, "lens")), target)
     if config.drafter == "head":
-        return _head_drafter(Path(_required(config.head, "head")), target, _draft_dtype(config, target.model.device))
+        return _head_drafter(Path(_required(config.head, "head")), target, draft_dtype(config, target.model.device))
     if config.drafter == "model":
         return _model_drafter(_required(config.draft_model, "draft_model"), config, target, models)
     raise BadConfiguration(f"unknown drafter {config.drafter!r}; known: none, ngram, early-exit, head, model")
@@ -240,7 +245,7 @@ def _head_drafter(path: Path, target: Target, dtype: str) -> HeadDrafter:
 
 def _model_drafter(reference: str, config: EngineConfig, target: Target, models: Models) -> ModelDrafter:
     try:
-        draft = _load(reference, _draft_dtype(config, target.model.device), target.model.device, models)
+        draft = _load(reference, draft_dtype(config, target.model.device), target.model.device, models)
     except UnsupportedModel as error:
         if config.draft_dtype is not None:
             raise

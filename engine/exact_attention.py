@@ -9,6 +9,7 @@ of an array in another way than those in its middle.
 Shape key: as in engine.attention.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.attention import AttentionContext, UnsupportedAttention, cached_attention, folded, in_rows, unfolded
+from engine.attention import UnsupportedAttention, folded, in_rows, tree_attention, unfolded
 from engine.packing import Group
 
 NAME = "latebranch_exact"
@@ -36,13 +37,9 @@ def _exponentials() -> Float[Tensor, " E"]:
     return weights_E
 
 
-_TABLES: dict[torch.device, Tensor] = {}
-
-
+@cache
 def _table(device: torch.device) -> Tensor:
-    if device not in _TABLES:
-        _TABLES[device] = _exponentials().to(device)
-    return _TABLES[device]
+    return _exponentials().to(device)
 
 
 def _fixed(x: Tensor, largest: float) -> Tensor:
@@ -79,30 +76,16 @@ def exact_attention(
     key: Float[Tensor, "1 H T K"],
     value: Float[Tensor, "1 H T V"],
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    attention_context: AttentionContext | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[Float[Tensor, "1 T HG V"], None]:
-    """Write the layer's keys and values as integers, then attend; the signature is transformers' AttentionInterface.
+    """Attend as engine.attention does, to integers.
 
-    Raises UnsupportedAttention for soft caps, attention sinks, heads beyond 512 numbers and a call without context.
+    Raises what it raises, and UnsupportedAttention for soft caps and heads beyond 512 numbers.
     """
-    if attention_context is None or attention_mask is not None:
-        raise UnsupportedAttention("this attention needs its context and makes its own masks")
-    if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
-        raise UnsupportedAttention("attention sinks are not supported")
-    num_heads, num_tokens, head_size = key.shape[1:]
-    if head_size > _LARGEST_HEAD:
-        raise UnsupportedAttention(f"heads of {head_size} numbers have no exact attention")
-    batch, cache, layer = attention_context.batch, attention_context.cache, module.layer_idx
-    keys_THK, values_THK = _fixed(key[0].transpose(0, 1), _LARGEST_KEY), _fixed(value[0].transpose(0, 1), _LARGEST_VALUE)
-    cache.write(layer, batch.write_slots_T, keys_THK, values_THK)  # type: ignore[arg-type]
-    query_THGK = _fixed(query[0].transpose(0, 1), _LARGEST_KEY).reshape(num_tokens, num_heads, -1, head_size)
-    scale = head_size**-0.5 if scaling is None else scaling
-    out = cached_attention(layer, query_THGK, attention_context, scale, sliding_window, softcap, exact_group_attention)  # type: ignore[arg-type]
-    return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
+    if key.shape[-1] > _LARGEST_HEAD:
+        raise UnsupportedAttention(f"heads of {key.shape[-1]} numbers have no exact attention")
+    query, key, value = _fixed(query, _LARGEST_KEY), _fixed(key, _LARGEST_KEY), _fixed(value, _LARGEST_VALUE)
+    return tree_attention(module, query, key, value, attention_mask, of_group=exact_group_attention, **options)
 
 
 AttentionInterface.register(NAME, exact_attention)

@@ -13,10 +13,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 
+from engine.build import device_of, draft_dtype
 from engine.config import EngineConfig
 from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.int8 import can_multiply_int8
-from engine.linears import fastest_dtype, fastest_linears, multiplies_bfloat16
+from engine.linears import fastest_linears, multiplies_bfloat16
 from engine.model import weights_dtype
 from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
@@ -44,11 +45,10 @@ class Finding:
 
 def examine(config: EngineConfig) -> Iterator[Finding]:
     """Yield the findings. Fetches no preset; other references are resolved as at a start. What cannot be known is left out."""
-    wanted = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        yield Finding("device", Level.REFUSED, f"{wanted}: torch finds no CUDA device")
+    device = device_of(config)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        yield Finding("device", Level.REFUSED, f"{device}: torch finds no CUDA device")
         return
-    device = torch.device(wanted)
     yield Finding("device", Level.OK, _device_text(config, device))
     yield from _precision(config, device)
     missing = [reference for reference in (config.model, config.draft_model) if reference is not None and _is_missing(reference)]
@@ -100,9 +100,8 @@ def _precision(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     else:
         yield Finding("precision", Level.OK, text)
     if config.drafter in ("head", "model"):
-        fastest = str(fastest_dtype(device, weights_dtype(config.dtype))).removeprefix("torch.")
         why = "by the settings" if config.draft_dtype else "the fastest here"
-        yield Finding("precision", Level.OK, f"drafter {config.draft_dtype or fastest} ({why})")
+        yield Finding("precision", Level.OK, f"drafter {draft_dtype(config, device)} ({why})")
 
 
 def _yes(is_so: bool) -> str:
@@ -133,9 +132,7 @@ def _cache(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     target_bytes = cache_bytes_per_token(model, weights_dtype(config.dtype))
     draft_bytes = 0
     if config.draft_model is not None:
-        draft_dtype = fastest_dtype(device, weights_dtype(config.dtype))
-        draft_dtype = getattr(torch, config.draft_dtype) if config.draft_dtype else draft_dtype
-        draft_bytes = cache_bytes_per_token(_configuration(config.draft_model), draft_dtype)
+        draft_bytes = cache_bytes_per_token(_configuration(config.draft_model), weights_dtype(draft_dtype(config, device)))
     needed_gb = limits.num_slots * (target_bytes + draft_bytes) / _GB
     free_gb = _free_bytes(device) / _GB
     per_token = f"{target_bytes:,} bytes" + (f" and {draft_bytes:,} of the drafter" if draft_bytes else "")
