@@ -92,7 +92,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
     if config.trace_file is not None:
         engine.trace_to(_file_tracer(Path(config.trace_file), info))
-    if config.dtype == "bfloat16":
+    if info.rounds_by_width:
         _logger.warning("bfloat16 rounds wide and narrow passes differently: near ties can fall either way")
     _logger.info("engine ready: %s", info)
     return engine

@@ -99,11 +99,14 @@ def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain")
     if linears == INT8:
         if not can_multiply_int8(device):
             raise UnsupportedModel(f"int8 needs a processor with VNNI, which {device} has not")
-        model.attend_exactly()
-        steady_activations(model.module)
-        require_equal(model, ids, expected_NV, _EXACT_ATTENTION_TOLERANCE)
-        model.module.set_attn_implementation("eager")
-        quantise_linears(model.module, model.vocab_size)
+        try:
+            model.attend_exactly()
+            steady_activations(model.module)
+            require_equal(model, ids, expected_NV, _EXACT_ATTENTION_TOLERANCE)
+            model.module.set_attn_implementation("eager")
+            quantise_linears(model.module, model.vocab_size)
+        except ValueError as error:
+            raise UnsupportedModel(str(error)) from error
         model.restore_attention()
         require_same_bits(model, ids)
     else:

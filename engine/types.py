@@ -263,3 +263,8 @@ class ModelInfo:
     drafter: str
     verifier: str
     policy: str
+
+    @property
+    def rounds_by_width(self) -> bool:
+        """Whether wide and narrow passes round so differently that more than the nearest of ties can fall either way."""
+        return self.dtype == "bfloat16"

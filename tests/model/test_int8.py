@@ -180,11 +180,11 @@ def test_nothing_that_layers_read_is_kept():
 def test_parts_whose_bits_depend_on_their_place_are_refused():
     module = tiny_module("llama")
     module.model.layers[0].mlp.act_fn = nn.GELU()
-    with pytest.raises(ValueError, match="GELU has no form"):
+    with pytest.raises(UnsupportedModel, match="GELU has no form"):
         adopt(module, CPU, "int8")
     module = tiny_module("llama")
     module.model.layers[1].mlp.expert = nn.Conv1d(4, 4, 1)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.expert, a Conv1d"):
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.expert, a Conv1d"):
         adopt(module, CPU, "int8")
 
 
