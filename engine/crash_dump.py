@@ -46,8 +46,8 @@ class CrashDumps:
         """Write the file of a death; `entries` are the requests that it leaves."""
         try:
             self._write(death, entries)
-        except OSError as error:
-            _logger.error("no crash dump: %s", error)
+        except Exception as error:  # noqa: BLE001 (the next worker waits, and can do without)
+            _logger.error("no crash dump: %s: %s", type(error).__name__, error)
 
     def _write(self, death: Death, entries: Iterable[Entry]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

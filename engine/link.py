@@ -5,6 +5,7 @@ what comes after: a link is closed once and never reused, so nothing an earlier 
 """
 
 import logging
+import shutil
 import signal
 import time
 from collections.abc import AsyncGenerator
@@ -39,12 +40,14 @@ class Launcher(Protocol):
 
 
 class WorkerLink:
-    """Owns one worker process and its sockets."""
+    """Owns one worker process, its sockets and their folder, a new one in `parent`."""
 
-    def __init__(self, launcher: Launcher, folder: Path, number: int, limits: Supervision) -> None:
+    def __init__(self, launcher: Launcher, parent: Path, number: int, limits: Supervision) -> None:
         self._limits = limits
-        self._black_box = folder / f"steps-{number}"
-        self._addresses = Addresses(f"ipc://{folder}/letters-{number}", f"ipc://{folder}/reports-{number}", str(self._black_box))
+        self._folder = parent / str(number)
+        self._folder.mkdir()
+        self._black_box = self._folder / "steps"
+        self._addresses = Addresses(f"ipc://{self._folder}/letters", f"ipc://{self._folder}/reports", str(self._black_box))
         self._launched_at = time.monotonic()
         self._heard_at: float | None = None
         self._cause: str | None = None
@@ -152,3 +155,4 @@ class WorkerLink:
         else:
             self._process.close()
         self._close_streets()
+        shutil.rmtree(self._folder, ignore_errors=True)  # a process that does not die may still write; the parent goes last

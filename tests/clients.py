@@ -19,8 +19,9 @@ from engine.types import Request, TokenEvent
 from engine.worker import ProcessLauncher
 from tests.counting_engine import build_counting
 
-SWIFT = Supervision(min_backoff_s=0.05, max_backoff_s=0.2)
-_PATIENCE_S = 60.0
+# A busy machine may take minutes to start a process.
+SWIFT = Supervision(first_word_limit_s=600.0, min_backoff_s=0.05, max_backoff_s=0.2)
+_PATIENCE_S = 120.0
 
 T = TypeVar("T")
 

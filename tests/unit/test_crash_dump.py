@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,10 @@ def test_a_folder_that_cannot_be_is_logged(tmp_path: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.ERROR):
         CrashDumps(tmp_path / "file").write(DEATH, [ENTRY])
     assert "no crash dump" in caplog.text
+
+
+def test_what_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is wrong with a dump: the next worker must start."""
+    with caplog.at_level(logging.ERROR):
+        CrashDumps(tmp_path).write(replace(DEATH, cause="no weights at '\udcff'"), [ENTRY])
+    assert "no crash dump: UnicodeEncodeError" in caplog.text
