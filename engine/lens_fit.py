@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from engine.draft.early_exit import Lens, truncated
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
 from engine.packing import pack
+from engine.progress_bar import progress_bar
 from engine.segments import chain_segment
 from engine.taps import StateTap
 from engine.writing import Order, write
@@ -35,7 +35,10 @@ class LensReport:
 def written_texts(model: CausalModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
     """Return each prompt with the target's own answer; odd prompts at temperature 1, even ones at 0.7."""
     orders = {index: Order(prompt, 1.0 if index % 2 else 0.7, seed + index, max_tokens) for index, prompt in enumerate(prompts)}
-    texts = {text.name: text.ids for text in tqdm(write(model, orders, _BATCH), "writing texts", len(orders), unit="text")}
+    texts = {
+        text.name: text.ids
+        for text in progress_bar(write(model, orders, _BATCH), what="writing texts", total=len(orders), unit="text")
+    }
     return [texts[index] for index in range(len(orders))]
 
 
@@ -66,7 +69,7 @@ def fit_lens(model: CausalModel, texts: Sequence[Sequence[int]], num_layers: int
 
 
 def _progress(model: CausalModel, texts: Sequence[Sequence[int]], layers: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
-    for text in tqdm(texts, desc="fitting", unit="text"):
+    for text in progress_bar(texts, what="fitting", total=len(texts), unit="text"):
         yield _states(model, text, layers)
 
 

@@ -20,6 +20,7 @@ from engine.kv_cache import KVCache
 from engine.linears import prepare_linears
 from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_by_configuration, require_equal, require_same_bits
 from engine.packing import PackedBatch
+from engine.progress_bar import quiet_libraries
 from engine.weights.facts import end_tokens
 
 INT8 = "int8"
@@ -81,6 +82,7 @@ def weights_dtype(dtype: str) -> torch.dtype:
 
 def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
     """Load, check and prepare a model. `dtype` is a torch name or int8; `linears` as engine.linears names float ones."""
+    quiet_libraries()
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=weights_dtype(dtype), attn_implementation="eager")
     return adopt(module, device, INT8 if dtype == INT8 else linears)
 

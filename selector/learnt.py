@@ -22,28 +22,33 @@ _NAMED = 4  # trees in a message
 _MOST_READ = 8  # sequences of a choice whose roots are read, the oldest: reading a law costs time for each, on a processor
 
 
+def misfits(net: SelectorNet, menu: Menu, target_width: int, draft_width: int) -> list[str]:
+    """Return what differs between a network and what it would serve: a menu, and the widths of what it would read."""
+    found = []
+    if net.shape.objective != "tokens":
+        found.append("this selector was trained to choose, not to expect tokens")
+    if unknown := [str(entry) for entry in menu.entries if entry not in net.menu.index]:
+        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+        found.append(f"the selector was not trained for {', '.join(unknown[:_NAMED])}{more}")
+    trained, here = (net.shape.target_width, net.shape.draft_width), (target_width, draft_width)
+    if trained != here:
+        found.append(f"the selector reads states of widths {trained[0]} and {trained[1]}, not {here}")
+    return found
+
+
 class NetEstimator:
     """Expectations by a network over a part of its menu; raise ValueError if it was made for other trees or other models."""
 
     def __init__(self, menu: Menu, net: SelectorNet, roots: RootSource) -> None:
-        if net.shape.objective != "tokens":
-            raise ValueError("this selector was trained to choose, not to expect tokens")
-        unknown = [str(entry) for entry in menu.entries if entry not in net.menu.index]
-        if unknown:
-            more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
-            raise ValueError(f"the selector was not trained for {', '.join(unknown[:_NAMED])}{more}")
+        nothing = roots.facts([])
+        if found := misfits(net, menu, nothing.target_BD.shape[1], nothing.draft_BW.shape[1]):
+            raise ValueError("; ".join(found))
         self._net = net
         self._places = np.array([net.menu.index[entry] for entry in menu.entries])
         self._counting = CountedAcceptance(net.menu)
         self._rules = {rule: place for place, rule in enumerate(net.shape.rules)}
         self._roots = roots
         self._has_failed = False
-        nothing = roots.facts([])
-        widths = nothing.target_BD.shape[1], nothing.draft_BW.shape[1]
-        if widths != (net.shape.target_width, net.shape.draft_width):
-            raise ValueError(
-                f"the selector reads states of widths {net.shape.target_width} and {net.shape.draft_width}, not {widths}"
-            )
         roots.watch()
 
     def estimate(self, views: Sequence[SequenceView]) -> Estimates:

@@ -19,6 +19,7 @@ import numpy as np
 
 from engine.config import SchedulerConfig
 from engine.policy import PassSize, StepFeedback, StepWork
+from engine.progress_bar import progress_bar
 from engine.tree import Expansion
 from engine.weights import WeightsCache
 from selector.cost import (
@@ -120,14 +121,19 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
     The fewest sizes and rounds are not cut short but by a larger budget.
     """
     begin_s = clock()
+    sizes = grid(bench.limits)
+    bar = progress_bar(what="measuring what steps cost here", total=3 * len(sizes), unit="pass", leave=False)
     seen: dict[PassSize, tuple[StepWork, list[float]]] = {}
-    for size in grid(bench.limits):
+    for size in sizes:
         bench.time_pass(size)  # the first time something is slower: kernels are chosen, memory is found
         work, seconds = bench.time_pass(size)
         seen[size] = (work, [seconds])
+        bar.update(2)
         if clock() - begin_s > budget_s * (0.5 if len(seen) >= _FEWEST_SIZES else _MOST_BUDGETS / 2):
             break
+    bar.total = 3 * len(seen)
     if not seen:
+        bar.close()
         return Profile(GENERIC_REST, GENERIC_DRAFT, is_sound=False)
     one_s = min(min(times) for _, times in seen.values())
     drafted = _drafted(bench, int(budget_s / 8 / one_s / len(_CHAINS)))
@@ -137,6 +143,9 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
         num_rounds += 1
         for size, (_, times) in seen.items():
             times.append(bench.time_pass(size)[1])
+            bar.update()
+        bar.total = bar.n + len(seen)  # if another round fits
+    bar.close()
     works = [work for work, _ in seen.values()]
     medians = np.array([float(np.median(times)) for _, times in seen.values()])
     is_whole = len(seen) >= min(_FEWEST_SIZES, len(grid(bench.limits))) and num_rounds >= _FEWEST_ROUNDS

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from engine.progress_bar import progress_bar
 from selector.examples import Examples
 from selector.features import OF_DRAFT_LAW
 from selector.net import Inputs, NetShape, Objective, SelectorNet
@@ -178,7 +178,7 @@ def _descend(net: SelectorNet, learnt: _Part, stopping: _Part, plan: TrainingPla
     optimiser = torch.optim.AdamW(net.parameters(), plan.rate, weight_decay=plan.weight_decay)
     curve: list[dict[str, float]] = []
     best, best_weights = float("inf"), copy.deepcopy(net.state_dict())
-    with tqdm(total=plan.max_epochs, desc="training", unit="epoch") as bar:
+    with progress_bar(what="training", total=plan.max_epochs, unit="epoch") as bar:
         while len(curve) < plan.max_epochs:
             net.train()
             total = 0.0

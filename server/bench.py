@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.engine import Engine
 from engine.pairs import is_exact
+from engine.progress_bar import progress_bar
 from engine.tree import PLAIN, Expansion
 from engine.types import STAGES, FinishReason, Request, SamplingParams, Speculation, StepStats
 
@@ -135,11 +136,17 @@ def compare(engine: Engine, cases: Sequence[Case], load: Load, kind: str, num_ro
     differently and near ties fall either way, the texts that differ are counted.
     """
     rounds = []
+    bar = progress_bar(what=f"{kind}, temperature {load.temperature:g}", total=num_rounds * len(cases), unit="run")
     for number in range(num_rounds):
-        runs = [run_case(engine, load.requests(case, number), load.concurrency) for case in cases]
+        runs = []
+        for case in cases:
+            bar.set_postfix_str(case.name)
+            runs.append(run_case(engine, load.requests(case, number), load.concurrency))
+            bar.update()
         if load.temperature == 0 and not engine.info.rounds_by_width:
             _require_equal(cases, runs)
         rounds.append(runs)
+    bar.close()
     return [_result(index, case, rounds, load, kind) for index, case in enumerate(cases)]
 
 

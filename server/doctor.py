@@ -16,11 +16,15 @@ from transformers import AutoConfig, PretrainedConfig
 from engine.build import device_of, draft_dtype
 from engine.config import EngineConfig
 from engine.draft.compatibility import UnreadableDrafter, check_drafter
+from engine.draft.head import head_shape
+from engine.exact_attention import LONGEST_TEXT
 from engine.int8 import can_multiply_int8
 from engine.linears import fastest_linears, multiplies_bfloat16
-from engine.model import weights_dtype
+from engine.model import INT8, weights_dtype
 from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
+from selector.learnt import misfits
+from selector.menu import menu_of
 from selector.net import SelectorNet
 
 _GB = 1e9
@@ -91,14 +95,14 @@ def _precision(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     has_bfloat16, has_int8 = on_cpu and multiplies_bfloat16(), can_multiply_int8(device)
     instructions = f"; bfloat16 instructions: {_yes(has_bfloat16)}, VNNI for int8: {_yes(has_int8)}" if on_cpu else ""
     text = f"target {config.dtype}, linear layers {fastest_linears(device)}{instructions}"
-    if config.dtype == "int8":
+    if config.dtype == INT8:
         text = f"target int8, rows with the same bits in any batch{instructions}"
         yield Finding("precision", Level.OK if has_int8 else Level.REFUSED, text)
     elif config.dtype == "bfloat16":
         slow = "" if has_bfloat16 or not on_cpu else "; without these instructions it is slower than float32"
         yield Finding("precision", Level.WARNING, f"{text}; near ties can fall either way{slow}")
     else:
-        yield Finding("precision", Level.OK, text)
+        yield Finding("precision", Level.OK, f"{text}; texts equal plain decoding's, token for token")
     if config.drafter in ("head", "model"):
         why = "by the settings" if config.draft_dtype else "the fastest here"
         yield Finding("precision", Level.OK, f"drafter {draft_dtype(config, device)} ({why})")
@@ -121,7 +125,7 @@ def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     refuse_by_configuration(model)
     text = model.get_text_config()
     size_gb = sum(file.stat().st_size for file in resolve(config.model).folder.glob("*.safetensors")) / _GB
-    attention = "exact attention" if config.dtype == "int8" else "attention"
+    attention = "exact attention" if config.dtype == INT8 else "attention"
     sizes = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {size_gb:.2f} GB on disk"
     yield Finding("model", Level.OK, f"{model.model_type}: {sizes}; our tree {attention} over slots")
 
@@ -139,9 +143,13 @@ def _cache(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     text = f"{limits.num_slots} slots of {per_token}: {needed_gb:.2f} GB of {free_gb:.2f} free"
     grave = Level.REFUSED if device.type == "cuda" else Level.WARNING  # a processor's memory is taken as slots are used
     yield Finding("cache", grave if needed_gb > free_gb else Level.OK, text)
-    longest = min(limits.max_model_len, limits.num_slots, positions or limits.max_model_len)
-    level = Level.WARNING if longest == limits.num_slots < limits.max_model_len else Level.OK
-    yield Finding("cache", level, f"texts of {longest} tokens at most (max_model_len {limits.max_model_len}, model {positions})")
+    bounds = {"max_model_len": limits.max_model_len, "num_slots": limits.num_slots, "model": positions or limits.max_model_len}
+    if config.dtype == INT8:
+        bounds["int8"] = LONGEST_TEXT
+    longest = min(bounds.values())
+    level = Level.WARNING if longest in (bounds["num_slots"], bounds.get("int8")) and longest < limits.max_model_len else Level.OK
+    told = ", ".join(f"{name} {bound}" for name, bound in bounds.items())
+    yield Finding("cache", level, f"texts of {longest} tokens at most ({told})")
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -173,10 +181,20 @@ def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
         yield Finding("selector", Level.OK, how)
         return
     path = Path(config.selector)
+    grave, instead = (Level.WARNING, "; acceptance is counted") if config.is_selector_optional else (Level.REFUSED, "")
     try:
-        SelectorNet.load(path)
+        net, recipe = SelectorNet.load(path)
+        if _is_missing(config.model):
+            yield Finding("selector", Level.OK, f"{path.name} can be read; whether it fits is seen when the model is there")
+            return
+        width = _configuration(config.model).get_text_config().hidden_size
+        read = width + (head_shape(Path(config.head)).width if config.head is not None else 0)
     except (OSError, SafetensorError, ValueError) as error:
-        grave = Level.WARNING if config.is_selector_optional else Level.REFUSED
-        yield Finding("selector", grave, f"{path.name} cannot be used: {error}")
+        yield Finding("selector", grave, f"{path.name} cannot be used: {error}{instead}")
         return
-    yield Finding("selector", Level.OK, f"{path.name} can be read; whether it is of these models is seen at start")
+    differences = misfits(net, menu_of(config.expansion, config.verifier, config.largest_expansion), width, read)
+    yield from (Finding("selector", grave, f"{path.name} cannot be used: {one}{instead}") for one in differences)
+    if not differences:
+        of = f", made for {recipe['model']}" if "model" in recipe else ""
+        told = f"{len(net.menu)} trees, rules {', '.join(net.shape.rules)}"
+        yield Finding("selector", Level.OK, f"{path.name} fits{of}: {told}; other rules are counted")

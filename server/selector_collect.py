@@ -50,9 +50,9 @@ def add_collect_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _collect(parsed: argparse.Namespace) -> int:
-    from tqdm import tqdm
     from transformers import AutoTokenizer
 
+    from engine.progress_bar import progress_bar
     from engine.weights import resolve
     from selector.examples import ExampleFolder
 
@@ -78,7 +78,8 @@ def _collect(parsed: argparse.Namespace) -> int:
     prices = {"rest": profile.rest, "draft": profile.draft}
     command = f"{_command(parsed)} --num-prompts {parsed.num_prompts}"
     notes = {"command": command, "design": _command(parsed), "model": settings.model, "prices": prices}
-    bar = tqdm(missing.items(), "measuring roots", len(prompts), initial=len(prompts) - len(missing), unit="prompt")
+    done = len(prompts) - len(missing)
+    bar = progress_bar(missing.items(), what="measuring roots", total=len(prompts), initial=done, unit="prompt")
     for name, (kind, text) in bar:
         examples = collector.of_prompt(name, kind, chat_ids(tokenizer, text))
         if examples is None:

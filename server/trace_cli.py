@@ -1,4 +1,4 @@
-"""`latebranch trace show` and `html`: what an engine did at each step, from the file that it wrote.
+"""`latebranch trace view` and `html`: what an engine did at each step, from the file that it wrote.
 
 The handlers return the exit status.
 """
@@ -23,8 +23,8 @@ def add_trace_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     """Add `trace` with its commands."""
     trace = subparsers.add_parser("trace", help="read what an engine did, step by step")
     commands = trace.add_subparsers(required=True, metavar="COMMAND")
-    show = _command(commands, "show", "print each step's trees")
-    show.set_defaults(handler=_show)
+    view = _command(commands, "view", "print each step's trees")
+    view.set_defaults(handler=_view)
     html = _command(commands, "html", "draw each step's tree on a page of its own")
     html.add_argument("--out", type=Path, required=True, metavar="PAGE", help="the file to write")
     html.set_defaults(handler=_html)
@@ -45,7 +45,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _show(parsed: argparse.Namespace) -> int:
+def _view(parsed: argparse.Namespace) -> int:
     try:
         for line in _lines(parsed):
             sys.stdout.write(line + "\n")

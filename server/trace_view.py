@@ -1,4 +1,4 @@
-"""What `latebranch trace show` writes: steps, rows and token trees as text.
+"""What `latebranch trace view` writes: steps, rows and token trees as text.
 
 Knows records and lines of text. Does not know files, arguments or tokenizers.
 """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from engine.audit.plan import AuditPlan, Setting
 from engine.engine import Engine
 from engine.keys import derived_seed
+from engine.progress_bar import progress_bar
 from engine.types import FinishReason, Request, Speculation, TokenEvent
 
 _logger = logging.getLogger(__name__)
@@ -97,14 +98,16 @@ def _said(engine: Engine, setting: Setting, speculation: Speculation, orders: It
     num_drafted = num_accepted = 0
     for request_id, order in placed.items():
         engine.add(_request(request_id, order, setting, speculation))
-    while engine.has_work:
-        output = engine.step()
-        num_drafted += output.stats.num_draft_tokens
-        num_accepted += output.stats.num_accepted_tokens
-        for event in output.events:
-            texts[event.request_id].extend(_said_in(event))
-    engine.check_integrity()
     name = setting.name if speculation.is_enabled else f"{setting.sampling_name}, without speculation"
+    with progress_bar(what=name, total=len(placed), unit="text", leave=False) as bar:
+        while engine.has_work:
+            output = engine.step()
+            num_drafted += output.stats.num_draft_tokens
+            num_accepted += output.stats.num_accepted_tokens
+            for event in output.events:
+                texts[event.request_id].extend(_said_in(event))
+                bar.update(event.finish is not None)
+    engine.check_integrity()
     _logger.info("%s: %d texts, %d drafted tokens, %d accepted", name, len(texts), num_drafted, num_accepted)
     whole = (Text(order.prompt_ids, tuple(texts[request_id]), order.seed) for request_id, order in placed.items())
     return Said(setting, tuple(whole), num_drafted, num_accepted)

@@ -20,6 +20,7 @@ from engine.audit.reference import Reference, penalised, warped
 from engine.audit.report import ChoiceReport, LawTest, Report, SampledReport
 from engine.keys import Stream, stream_key, uniform
 from engine.noise import gumbels
+from engine.progress_bar import progress_bar
 from engine.types import SamplingParams
 
 _CELL = 10.0  # tokens that expect fewer draws share a cell
@@ -165,7 +166,8 @@ def _passages(said: Said, reference: Reference) -> Iterator[_Passage]:
     """Yield all texts, a few at a time; all of a setting have the same number of tokens."""
     num_tokens = len(said.texts[0].token_ids)
     num_texts = max(1, _ROWS_AT_ONCE // num_tokens)
-    for first in range(0, len(said.texts), num_texts):
+    firsts = range(0, len(said.texts), num_texts)
+    for first in progress_bar(firsts, what=f"{said.setting.name}, examined", total=len(firsts), unit="pass", leave=False):
         texts = said.texts[first : first + num_texts]
         # The last token is not fed: nothing was said after it.
         logits = reference.logits([(*text.prompt_ids, *text.token_ids[:-1]) for text in texts], num_tokens)

@@ -25,6 +25,7 @@ from transformers import (
 from engine.kv_cache import KVCache
 from engine.model import INT8, CausalModel, load_model
 from engine.packing import pack
+from engine.progress_bar import quiet_libraries
 from engine.segments import chain_segment
 from engine.types import SamplingParams
 
@@ -40,6 +41,7 @@ class Reference:
     @classmethod
     def load(cls, folder: Path, dtype: str, device: str) -> Self:
         """Load the target's weights anew, with eager attention."""
+        quiet_libraries()
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
         return cls(module.to(torch.device(device)))
 

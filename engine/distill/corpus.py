@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from engine.model import CausalModel
+from engine.progress_bar import progress_bar
 from engine.writing import Order, write
 
 TEMPERATURES = (0.7, 1.0, 0.0, 0.7, 1.0, 0.7)  # of the texts, in turn
@@ -116,7 +116,7 @@ def collect(
         return
     texts: list[Text] = []
     num_tokens = 0
-    with tqdm(total=len(prompts), initial=len(done), desc="writing texts", unit="text") as bar:
+    with progress_bar(what="writing texts", total=len(prompts), initial=len(done), unit="text") as bar:
         for text in write_texts(model, layers, missing, max_tokens, seed, batch):
             texts.append(text)
             num_tokens += len(text.states_TFD)

@@ -16,12 +16,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from engine.distill.chains import chain_states
 from engine.distill.corpus import Text
 from engine.distill.loss import distillation_loss, teacher_laws
 from engine.draft.head import DraftHead
+from engine.progress_bar import progress_bar
 
 
 class OtherCheckpoint(ValueError):
@@ -94,7 +94,7 @@ class Trainer:
         """Train to the end of the plan, from the checkpoint if there is one."""
         updates = self._updates(texts)
         done = self._resume()
-        bar = tqdm(total=len(updates), initial=done, desc="training", unit="update")
+        bar = progress_bar(what="training", total=len(updates), initial=done, unit="update")
         for index in range(done, len(updates)):
             progress = index / len(updates)
             groups = [[texts[i] for i in group] for group in updates[index]]

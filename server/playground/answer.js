@@ -95,9 +95,10 @@ export class Answer {
     this.shown = at;
     this.scrubber.value = String(at + 1);
     const step = this.steps[at];
-    this.stage.replaceChildren(drawTree(step, (node) => this.#tell(step, node)));
+    const detail = this.place("detail");
+    this.stage.replaceChildren(drawTree(step, (node) => tell(detail, step, node)));
     this.#title();
-    this.#tell(step, null);
+    tell(detail, step, null);
   }
 
   #title() {
@@ -106,20 +107,19 @@ export class Answer {
     this.place("back").disabled = this.shown <= 0;
     this.place("on").disabled = this.shown >= this.steps.length - 1;
   }
+}
 
-  // Says what the node that is looked at is, or what the step did.
-  #tell(step, node) {
-    const place = this.place("detail");
-    if (node === null) {
-      place.replaceChildren(made("span", "", outcome(step)), made("span", "muted", circumstances(step)));
-      return;
-    }
-    const parts = [made("strong", `token ${node.part}`, spelled(node)), made("span", "", PART_NAMES[node.part])];
-    if (node.draft_prob !== undefined) parts.push(made("span", "draft", `draft ${percent(node.draft_prob)}`));
-    if (node.target_prob !== undefined) parts.push(made("span", "target", `model ${percent(node.target_prob)}`));
-    if (node.draft_prob !== undefined) parts.push(made("span", "", node.accepted ? "accepted" : "rejected"));
-    place.replaceChildren(...parts);
+// Says in `place` what the node that is looked at is, or what the step did.
+export function tell(place, step, node) {
+  if (node === null) {
+    place.replaceChildren(made("span", "", outcome(step)), made("span", "muted", circumstances(step)));
+    return;
   }
+  const parts = [made("strong", `token ${node.part}`, spelled(node)), made("span", "", PART_NAMES[node.part])];
+  if (node.draft_prob !== undefined) parts.push(made("span", "draft", `draft ${percent(node.draft_prob)}`));
+  if (node.target_prob !== undefined) parts.push(made("span", "target", `model ${percent(node.target_prob)}`));
+  if (node.draft_prob !== undefined) parts.push(made("span", "", node.accepted ? "accepted" : "rejected"));
+  place.replaceChildren(...parts);
 }
 
 function outcome(step) {

@@ -1,7 +1,8 @@
 // The playground: a form becomes a request, its stream an answer; a second request without speculation stands beside.
 
-import { Answer } from "./answer.js";
+import { Answer, tell } from "./answer.js";
 import { ApiError, servedModel, streamed } from "./stream.js";
+import { drawTree } from "./tree.js";
 
 const form = document.querySelector("#ask");
 const fields = form.elements;
@@ -10,6 +11,8 @@ const notice = document.querySelector("#notice");
 const verdict = document.querySelector("#verdict");
 const sides = { drafted: document.querySelector("#drafted"), plain: document.querySelector("#plain") };
 const blank = { drafted: document.querySelector("#with-tree"), plain: document.querySelector("#without-tree") };
+
+const isNarrow = matchMedia("(max-width: 860px)"); // the answer lies below the form
 
 let model = null;
 let running = null;
@@ -65,6 +68,7 @@ function speculation() {
 async function generate(side, path, body, signal) {
   sides[side].replaceChildren(blank[side].content.cloneNode(true));
   sides[side].hidden = false;
+  if (side === "drafted" && isNarrow.matches) sides[side].firstElementChild.scrollIntoView({ block: "start" });
   const answer = new Answer(sides[side]);
   let text = "";
   sides[side].setAttribute("aria-busy", "true");
@@ -84,7 +88,7 @@ async function ask() {
   running = new AbortController();
   notice.textContent = verdict.textContent = "";
   sides.plain.hidden = true;
-  document.querySelector("#hello").hidden = true;
+  document.querySelector("#hello")?.remove();
   form.classList.add("running");
   try {
     const drafted = await generate("drafted", path, { ...body, speculative: speculation() }, running.signal);
@@ -131,6 +135,16 @@ function forget() {
   document.querySelector("#conversation").hidden = true;
 }
 
+// Draws a recorded step, for who has not asked anything yet.
+async function drawExample() {
+  const answer = await fetch("playground/example.json");
+  if (!answer.ok) return;
+  const step = await answer.json();
+  const detail = document.querySelector("#example-detail");
+  document.querySelector("#example").replaceChildren(drawTree(step, (node) => tell(detail, step, node)));
+  tell(detail, step, null);
+}
+
 // Shows the fields that the others leave a choice in.
 function settle() {
   const isOn = fields.enabled.checked;
@@ -157,3 +171,4 @@ fields.key.addEventListener("change", findModel);
 
 settle();
 findModel();
+drawExample();

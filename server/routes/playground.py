@@ -12,8 +12,14 @@ from starlette.responses import Response
 router = APIRouter(include_in_schema=False)
 
 FOLDER = Path(__file__).parents[1] / "playground"
-_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_NAMES = ("index.html", "style.css", "app.js", "answer.js", "tree.js", "stream.js", "mark.svg")
+_MEDIA_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+}
+_NAMES = ("index.html", "style.css", "app.js", "answer.js", "tree.js", "stream.js", "example.json", "mark.svg")
 _FILES = {name: (FOLDER / name).read_bytes() for name in _NAMES}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

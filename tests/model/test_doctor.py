@@ -1,6 +1,7 @@
 """`latebranch doctor`: what it says of settings is what a start would find."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 
 from engine.policy import PlainDecoding
 from engine.testing import tiny_engine, tiny_model
+from engine.tree import parse_expansion
 from engine.types import Request, SamplingParams
 from engine.weights import WeightsCache, load_presets
+from selector.menu import menu_of
+from selector.net import NetShape, Objective, SelectorNet
 from server.cli import main
 from server.doctor import cache_bytes_per_token
 from tests.conformance.folder import served_folder
@@ -65,6 +69,37 @@ def test_int8_needs_its_instructions(folder, capsys, monkeypatch):
         status, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu")
         assert (status == 0) is has_them
         assert ("refused" in _levels(report, "precision")) is not has_them
+
+
+def test_int8_bounds_texts(folder, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    _, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu", "--max-model-len", "40000")
+    assert any("int8 32768" in finding["text"] for finding in report["findings"] if finding["part"] == "cache")
+
+
+def _selector_file(path: Path, width: int, *, expansion: str = "4.1.0", objective: Objective = "tokens") -> str:
+    menu = menu_of(parse_expansion(expansion), "traversal")
+    entries = tuple(str(entry) for entry in menu.entries)
+    SelectorNet(NetShape(width, width, ("greedy",), entries, objective)).save(path, {"model": "tiny"})
+    return str(path)
+
+
+def test_a_selector_is_held_against_the_models(folder, capsys, tmp_path):
+    """Each difference by name; what fits is refused by nothing."""
+    width = json.loads((Path(folder) / "config.json").read_text())["hidden_size"]
+    fitting = _selector_file(tmp_path / "fitting.safetensors", width)
+    status, report = _report(capsys, "--model", folder, "--drafter", "ngram", "--selector", fitting)
+    assert (status, _levels(report, "selector")) == (0, ["ok"])
+    other = _selector_file(tmp_path / "other.safetensors", width + 1, objective="policy")
+    status, report = _report(capsys, "--model", folder, "--drafter", "ngram", "--selector", other)
+    assert (status, _levels(report, "selector")) == (1, ["refused", "refused"])
+    told = [finding["text"] for finding in report["findings"] if finding["part"] == "selector"]
+    assert "trained to choose" in told[0]
+    assert f"widths {width + 1} and {width + 1}, not ({width}, {width})" in told[1]
+    trees = ("--expansion", "2.2.2")  # i.i.d. branches, of another family
+    status, report = _report(capsys, "--model", folder, "--drafter", "ngram", "--selector", fitting, *trees)
+    assert status == 1
+    assert "was not trained for" in str(report["findings"])
 
 
 def test_a_preset_that_is_not_there_is_not_fetched(capsys, tmp_path, monkeypatch):

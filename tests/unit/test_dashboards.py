@@ -1,11 +1,17 @@
 """The dashboard and the alerts by themselves: they name what the server exports, and their own tools accept them."""
 
+import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from itertools import combinations
+from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from engine.service import EngineHealth, EngineState
 from engine.types import ModelInfo
@@ -53,6 +59,33 @@ def test_every_panel_asks_for_the_chosen_model_and_data_source():
             assert target["datasource"]["uid"] == "${DS_PROMETHEUS}"
             selectors = [metric for metric in METRIC.findall(target["expr"]) if not metric.startswith("http_")]
             assert all('model_name="$model_name"' in selector for selector in selectors), panel["title"]
+
+
+def _lost(ours: Any, read: Any, path: str = "") -> Iterator[str]:
+    """Yield where what Grafana's schema has read differs from what we wrote; what it adds are defaults."""
+    match ours, read:
+        case dict(), dict():
+            for key, value in ours.items():
+                yield from _lost(value, read.get(key), f"{path}.{key}")
+        case list(), list() if len(ours) == len(read):
+            for place, (one, other) in enumerate(zip(ours, read, strict=True)):
+                yield from _lost(one, other, f"{path}[{place}]")
+        case _ if ours != read:
+            yield path
+
+
+def _lost_by_grafana(written: dict[str, Any]) -> list[str]:
+    register_default_plugins()
+    return sorted(_lost(written, json.loads(JSONEncoder().encode(Dashboard.from_json(written)))))
+
+
+def test_grafanas_own_schema_knows_every_field():
+    """Panels, their options and queries included; a misspelt option would be left out in silence by Grafana."""
+    shown_in_settings = ".templating.list[1].definition"  # Grafana writes it, its schema has not got it
+    assert _lost_by_grafana(dashboard()) == [shown_in_settings]
+    mutant = dashboard()
+    mutant["panels"][1]["fieldConfig"]["defaults"]["custom"]["lineWidht"] = 1
+    assert [path for path in _lost_by_grafana(mutant) if path.endswith("lineWidht")]
 
 
 def test_panels_lie_side_by_side():

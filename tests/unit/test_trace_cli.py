@@ -1,4 +1,4 @@
-"""`latebranch trace show` prints known trees exactly."""
+"""`latebranch trace view` prints known trees exactly."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
-    assert main(["trace", "show", *map(str, arguments)]) == 0
+    assert main(["trace", "view", *map(str, arguments)]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -116,7 +116,7 @@ def test_a_long_chain_is_drawn():
 def test_mistakes_are_told_in_one_line(content, tmp_path, capsys):
     if content is not None:
         (tmp_path / "file").write_bytes(content)
-    assert main(["trace", "show", str(tmp_path / "file")]) == 1
+    assert main(["trace", "view", str(tmp_path / "file")]) == 1
     streams = capsys.readouterr()
     assert streams.out == ""
     assert streams.err.startswith("latebranch trace: ")
@@ -125,7 +125,7 @@ def test_mistakes_are_told_in_one_line(content, tmp_path, capsys):
 
 def test_a_last_of_nothing_is_refused(trace, capsys):
     with pytest.raises(SystemExit):
-        main(["trace", "show", str(trace), "--last", "0"])
+        main(["trace", "view", str(trace), "--last", "0"])
     assert "at least 1" in capsys.readouterr().err
 
 

@@ -85,6 +85,12 @@ def test_the_worked_example_is_todays_drawing() -> None:
     assert trace_page._filled(data, "example.trace") == example.read_text()
 
 
+def test_the_playgrounds_example_is_a_step_of_it() -> None:
+    step = json.loads((trace_page._FOLDER / "example.json").read_text())
+    assert step in data_in((DOCS / "example.html").read_text())[0]["steps"]
+    assert sum(node["accepted"] for node in step["nodes"]) == step["num_emitted"] == 6
+
+
 def test_no_name_stands_twice_in_the_joined_modules() -> None:
     """Two modules had a function `made` each, and the page stayed empty."""
     names = re.findall(r"^(?:async )?(?:function\*?|const|let|class) (\w+)", trace_page._script(), re.MULTILINE)

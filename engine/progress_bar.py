@@ -1,0 +1,68 @@
+"""Progress of long work on stderr: a bar that moves in a terminal, a plain line now and then in a log.
+
+Knows tqdm and whether stderr is a terminal. A log gets no control characters: a line at the beginning, one every ten seconds
+and one at the end.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO, TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+tqdm.monitor_interval = 0  # no thread that watches over bars: an engine measures its steps beside one
+
+LOG_INTERVAL_S = 10.0
+_LOG_LINE = "{desc}: {n_fmt} of {total_fmt} {unit} ({percentage:.0f}%), {elapsed} gone, {remaining} left{postfix}"
+
+
+class _Lines:
+    """A stream for tqdm that makes a line of each state of a bar."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write what there is of a line, without the characters that move a cursor."""
+        line = text.replace("\r", "").strip()
+        if line:
+            self._stream.write(line + "\n")
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+
+def is_terminal() -> bool:
+    """Return whether somebody watches stderr."""
+    return sys.stderr.isatty()
+
+
+def progress_bar(
+    iterable: Iterable[T] | None = None,
+    *,
+    what: str,
+    total: float,
+    unit: str,
+    initial: float = 0,
+    is_shown: bool = True,
+    **more: Any,
+) -> "tqdm[T]":
+    """Return a bar over `total` units of work, to iterate over or to update, and to close; `more` is tqdm's."""
+    if is_terminal():
+        size = shutil.get_terminal_size()  # 80 x 24 where a terminal does not say
+        more |= {"ncols": size.columns, "nrows": size.lines}
+    else:
+        more |= {"file": _Lines(sys.stderr), "mininterval": LOG_INTERVAL_S, "bar_format": _LOG_LINE}
+    return tqdm(iterable, desc=what, total=total, unit=unit, initial=initial, disable=not is_shown, **more)
+
+
+def quiet_libraries() -> None:
+    """Keep the bars of transformers out of a log."""
+    from transformers.utils.logging import disable_progress_bar  # here, because it takes seconds
+
+    if not is_terminal():
+        disable_progress_bar()
