@@ -101,6 +101,13 @@ export class Answer {
     tell(detail, step, null);
   }
 
+  // Shows the step that brought most, of those the largest tree, once all have come, unless somebody looks at another.
+  rest() {
+    if (!this.stage || !this.follows || !this.steps.length) return;
+    const worth = (step) => 1000 * step.num_emitted + step.nodes.length;
+    this.#look(this.steps.reduce((best, step, at) => (worth(step) > worth(this.steps[best]) ? at : best), 0));
+  }
+
   #title() {
     this.place("title").textContent = `Step ${this.shown + 1} of ${this.steps.length}`;
     this.scrubber.setAttribute("aria-valuetext", this.place("title").textContent);

@@ -77,6 +77,7 @@ async function generate(side, path, body, signal) {
       text += piece.text;
       if (piece.step) answer.add(piece.step);
     }
+    answer.rest();
   } finally {
     sides[side].setAttribute("aria-busy", "false");
   }

@@ -14,6 +14,7 @@ function show() {
   card.querySelector("h2").textContent = `From position ${steps[0].position + 1}`;
   const answer = new Answer(card);
   for (const step of steps) answer.add(step);
+  answer.rest();
 }
 
 for (const { id } of recorded) select.append(new Option(id));

@@ -132,7 +132,7 @@ def test_it_can_be_read_by_all(
 def test_it_explains_itself_before_anything_is_asked(page: Page, axe: str) -> None:
     """A recorded step is drawn, its parts are named, and it is walked by keyboard."""
     example = page.get_by_label("One step, as an example")
-    assert example.locator(".node").count() == 13
+    expect(example.locator(".node")).to_have_count(13)
     expect(example.locator(".detail")).to_contain_text("6 tokens in one pass")
     example.locator(".node").first.press("ArrowRight")
     expect(example.locator(".detail")).to_contain_text("trunk")
