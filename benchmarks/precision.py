@@ -23,6 +23,7 @@ from engine.kv_cache import KVCache
 from engine.linears import fastest_linears
 from engine.model import CausalModel, load_model
 from engine.packing import pack
+from engine.progress_bar import progress_bar
 from engine.segments import chain_segment
 from engine.weights import resolve
 from server.bench_prompts import load_prompts
@@ -87,7 +88,8 @@ def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     starts = [chat_ids(tokenizer, one.text) for of_kind in load_prompts(prompts, (), num_prompts).values() for one in of_kind]
     exact = load_model(folder, "float32", _CPU, fastest_linears(_CPU))
-    texts = [_written(exact, list(ids), max_tokens) for ids in starts]
+    written = progress_bar(starts, what=f"{name}, writing", total=len(starts), unit="text")
+    texts = [_written(exact, list(ids), max_tokens) for ids in written]
     laws = [_logits(exact, text, len(text)).log_softmax(-1) for text in texts]
     del exact
     return [_difference(name, folder, precision, texts, laws) for precision in ("bfloat16", "int8")]
@@ -96,7 +98,8 @@ def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> 
 def _difference(name: str, folder: Path, precision: str, texts: list[list[int]], laws: list[Tensor]) -> Difference:
     model = load_model(folder, precision, _CPU, fastest_linears(_CPU))
     rows = []
-    for text, exact_TV in zip(texts, laws, strict=True):
+    pairs = list(zip(texts, laws, strict=True))
+    for text, exact_TV in progress_bar(pairs, what=f"{name}, {precision}", total=len(pairs), unit="text"):
         logits_TV = _logits(model, text, len(text))
         law_TV = logits_TV.log_softmax(-1)
         divergence_T = (exact_TV.exp() * (exact_TV - law_TV)).sum(-1)
@@ -122,7 +125,7 @@ def _speeds(name: str, widths: list[int], repeats: int) -> list[Speed]:
             width,
             [
                 {precision: _timed(model, caches[precision], _CONTEXT, width) for precision, model in models.items()}
-                for _ in range(repeats + 1)
+                for _ in progress_bar(range(repeats + 1), what=f"{name}, {width} tokens", total=repeats + 1, unit="round")
             ][1:],
         )
     ]

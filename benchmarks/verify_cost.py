@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.forest import Forest
 from engine.keys import StepKey
 from engine.pairs import VERIFIER_NAMES
+from engine.progress_bar import progress_bar
 from engine.tree import Expansion, TokenTree, parse_expansion
 from engine.verify.rules import create_verifier
 
@@ -100,7 +101,7 @@ def _shape(expansion: Expansion) -> tuple[tuple[int, ...], ...]:
 def _measure(names: Sequence[str], case: Case, repeats: int) -> list[Cost]:
     verifiers = [create_verifier(name) for name in names]
     times_ms: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(repeats + 1):
+    for repeat in progress_bar(range(repeats + 1), what="judging", total=repeats + 1, unit="round"):
         for verifier in verifiers:
             begin = time.perf_counter()
             verifier.judge(case.forest, case.target_laws_NV, [StepKey(repeat, 0)])

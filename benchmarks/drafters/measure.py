@@ -6,7 +6,6 @@ contender and block, so that a run cut short is a smaller run.
 
 import json
 import random
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ import torch
 from benchmarks.drafters.contenders import PLAINLY, Contender, Stable
 from benchmarks.drafters.foreign import ForeignCpu
 from engine.engine import Engine
+from engine.progress_bar import progress_bar
 from engine.types import Request, SamplingParams, StepStats
 from server.bench import OutputsDiffer, Run, run_case
 
@@ -87,11 +87,11 @@ class Measurement:
         self._write([self._header(engines)])
         for number in range(self._design.num_rounds):
             blocks = blocks_of(self._design, prompts, number)
-            for done, block in enumerate(blocks, 1):
-                begin = time.perf_counter()
-                self._write(self._measured(block, engines))
-                seconds = time.perf_counter() - begin
-                sys.stderr.write(f"round {number + 1}, block {done}/{len(blocks)}: {block.kind}, {seconds:.1f} s\n")
+            what = f"round {number + 1} of {self._design.num_rounds}"
+            with progress_bar(blocks, what=what, total=len(blocks), unit="block") as bar:
+                for block in bar:
+                    bar.set_postfix_str(block.kind)
+                    self._write(self._measured(block, engines))
 
     def _measured(self, block: Block, engines: Mapping[str, Engine]) -> list[dict[str, Any]]:
         order = list(self._design.contenders)

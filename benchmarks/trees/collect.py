@@ -5,7 +5,6 @@ apart from that, by real growth and a real pass for one tree at a time, contende
 """
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from engine.draft.growth import grow, learn
 from engine.engine import Engine
 from engine.lab import Lab, Planting, Point
 from engine.plan import Row, StepPlan
+from engine.progress_bar import progress_bar
 from engine.tree import PLAIN, TokenTree
 from engine.types import SamplingParams
 from engine.verify.coupled import judge_greedy
@@ -54,11 +54,17 @@ class Collector:
 
     def run(self, prompts: Prompts) -> None:
         """Measure prompt by prompt, kinds in turn, so that a run cut short has seen them all."""
-        for index in range(max(map(len, prompts.values()))):
-            for kind, of_kind in prompts.items():
-                if index < len(of_kind):
-                    for temperature in self._design.temperatures:
-                        self._text(kind, of_kind[index], SamplingParams(temperature=temperature), f"{kind}-{index}")
+        texts = [
+            (kind, of_kind[index], SamplingParams(temperature=temperature), f"{kind}-{index}")
+            for index in range(max(map(len, prompts.values())))
+            for kind, of_kind in prompts.items()
+            if index < len(of_kind)
+            for temperature in self._design.temperatures
+        ]
+        with progress_bar(texts, what="measuring", total=len(texts), unit="text") as bar:
+            for text in bar:
+                self._text(*text)
+                bar.set_postfix(points=self._num_points)
 
     def _text(self, kind: str, prompt: tuple[int, ...], sampling: SamplingParams, name: str) -> None:
         limited = replace(sampling, max_tokens=self._design.num_text_tokens, seed=len(prompt))
@@ -66,14 +72,12 @@ class Collector:
         self._lab.load(text)
         for point in range(len(prompt) + 1, len(text) - 1, self._design.point_stride):
             facts = {"kind": kind, "temperature": sampling.temperature, "point": f"{name}-{sampling.temperature}-{point}"}
-            begin = time.perf_counter()
             lines = [*self._judged(point, sampling, facts)]
             if self._num_at[sampling.temperature] % self._design.time_every == 0:
                 lines += self._timed(point, sampling, facts)
             self._num_points += 1
             self._num_at[sampling.temperature] += 1
             self._write(lines)
-            sys.stderr.write(f"{facts['point']}: {len(lines)} measurements in {time.perf_counter() - begin:.1f} s\n")
 
     def _judged(self, at: int, sampling: SamplingParams, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         contenders = [one for budget in self._design.budgets for one in contenders_of(budget, sampling.is_greedy)]
