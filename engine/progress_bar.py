@@ -7,11 +7,9 @@ and one at the end.
 import shutil
 import sys
 from collections.abc import Iterable
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from tqdm import tqdm
-
-T = TypeVar("T")
 
 tqdm.monitor_interval = 0  # no thread that watches over bars: an engine measures its steps beside one
 
@@ -42,7 +40,7 @@ def is_terminal() -> bool:
 
 
 def progress_bar(
-    iterable: Iterable[T] | None = None,
+    iterable: Iterable[Any] | None = None,
     *,
     what: str,
     total: float,
@@ -50,7 +48,7 @@ def progress_bar(
     initial: float = 0,
     is_shown: bool = True,
     **more: Any,
-) -> "tqdm[T]":
+) -> "tqdm[Any]":
     """Return a bar over `total` units of work, to iterate over or to update, and to close; `more` is tqdm's."""
     if is_terminal():
         size = shutil.get_terminal_size()  # 80 x 24 where a terminal does not say
