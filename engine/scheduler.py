@@ -5,7 +5,6 @@ change: randomness is keyed by position). Knows no tensors and no models.
 """
 
 import logging
-from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from engine.policy import SequenceView
 from engine.sequence import Sequence
 from engine.tree import PLAIN, Expansion, TokenTree
 from engine.types import FinishReason
+from engine.waiting import WaitingQueue
 
 _logger = logging.getLogger(__name__)
 
@@ -53,12 +53,11 @@ class Scheduler:
         self.pool = SlotPool(config.num_slots)
         self._config = config
         self._feeding = feeding
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._step = 0
         self.traces_all = False  # whether requests are traced that do not ask for it
-        self._num_added = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -79,26 +78,18 @@ class Scheduler:
         return bool(self._by_id)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence in its turn; raise ValueError if its id is taken.
-
-        Turns only grow, whatever is wished for: a sequence is passed by no more later ones than the priorities differ by.
-        """
+        """Queue a sequence in its turn; raise ValueError if its id is taken."""
         if sequence.request_id in self._by_id:
             raise ValueError(f"request id {sequence.request_id!r} is in use")
         self._by_id[sequence.request_id] = sequence
-        sequence.turn = self._num_added + sequence.request.priority
-        self._num_added += 1
-        place = len(self._waiting)
-        while place and self._waiting[place - 1].turn > sequence.turn:
-            place -= 1
-        self._waiting.insert(place, sequence)
+        self._waiting.push(sequence)
 
     def remove(self, request_id: str) -> bool:
         """End a sequence at once and free its slots; return whether it was there."""
         sequence = self._by_id.pop(request_id, None)
         if sequence is None:
             return False
-        if sequence in self._waiting:
+        if request_id in self._waiting:
             self._waiting.remove(sequence)
         else:
             self._running.remove(sequence)
@@ -108,13 +99,14 @@ class Scheduler:
     def admit(self) -> None:
         """Let waiting sequences run in their turn while there is room for what they must be fed."""
         promised = sum(sequence.num_uncached for sequence in self._running)
-        while self._waiting and len(self._running) < self._config.max_running:
-            need = self._waiting[0].num_uncached
+        while len(self._running) < self._config.max_running and (sequence := self._waiting.first) is not None:
+            need = sequence.num_uncached
             if self._running and promised + need > self.pool.num_free:
                 return
             promised += need
-            self._waiting[0].leave_queue()
-            self._running.append(self._waiting.popleft())
+            self._waiting.remove(sequence)
+            sequence.leave_queue()
+            self._running.append(sequence)
 
     def views(self) -> list[SequenceView]:
         """Return what a policy may see of the running sequences, oldest first."""
@@ -238,7 +230,7 @@ class Scheduler:
         _logger.info("request %s preempted at %d tokens", sequence.request_id, sequence.num_tokens)
         self._running.remove(sequence)
         self.pool.free(sequence.forget_caches())
-        self._waiting.appendleft(sequence)
+        self._waiting.push_back(sequence)
 
     def commit_chunk(self, row: Row) -> None:
         """Record that a chunk of a prompt is cached by the target, and by the drafter if it was fed."""

@@ -28,7 +28,6 @@ class Sequence:
         self.token_ids: list[int] = [*request.prompt_ids, *request.progress.token_ids]
         self.slots: list[int] = []
         self.draft_len = 0
-        self.turn = 0  # its place among those that wait; the scheduler's
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
         self._num_counted_prompt = _num_told_of(request)

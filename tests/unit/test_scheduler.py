@@ -52,10 +52,9 @@ class PreemptionRemembersTheDraft(Scheduler):
 
 
 class AdmitsTheNewestFirst(Scheduler):
-    def admit(self):
-        self._waiting.reverse()
-        super().admit()
-        self._waiting.reverse()
+    def add(self, sequence):
+        sequence.request = replace(sequence.request, priority=-2 * len(self._by_id))
+        super().add(sequence)
 
 
 class AsksForNoTurn(Scheduler):
