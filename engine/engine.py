@@ -140,11 +140,11 @@ class Engine:
         """Advance every running sequence by one tree; return the tokens that left the engine."""
         watch = Stopwatch()
         # 1. Who runs, and how far each may speculate.
-        if self._follower is not None:
-            self._follower.advance()
-        watch.lap("follow")
         self._empty_anteroom()
         self._scheduler.admit()
+        if self._follower is not None:
+            self._follower.advance(self._scheduler.running_ids)
+        watch.lap("follow")
         choice = self._policy.choose(self._scheduler.views())
         watch.lap("choose")
         plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up)

@@ -19,7 +19,7 @@ from engine.listeners import Listener, Listeners
 from engine.service import EngineHealth, EngineState, EngineUnavailable
 from engine.types import ErrorCode, ModelInfo, Request, TokenEvent
 from engine.wire import Abort, Add, Failed, Letter, Ready, Report, Shutdown, Turn
-from engine.worker import Worker, described
+from engine.worker import MOST_LETTERS, Worker, described
 
 _logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class InProcessEngine:
         letters: list[Letter] = []
         with suppress(queue.Empty):
             letters.append(self._letters.get(block=wait_s > 0, timeout=wait_s))
-            while True:
+            while len(letters) < MOST_LETTERS:
                 letters.append(self._letters.get_nowait())
         return letters
 

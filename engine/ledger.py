@@ -62,6 +62,7 @@ class Ledger:
         self._post_abort = post_abort
         self._clock = clock
         self._living: dict[str, Entry] = {}
+        self._num_begun = 0  # of the living
         self._marks_s: deque[float] = deque(maxlen=_RECENT_FINISHES)  # when the present queue began, and each finish since
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -74,6 +75,10 @@ class Ledger:
         """The living requests, oldest first."""
         return self._living.values()
 
+    def has(self, entry: Entry) -> bool:
+        """Return whether this very request still lives."""
+        return self._living.get(entry.request.request_id) is entry
+
     @property
     def num_posted(self) -> int:
         """Living requests that an engine has."""
@@ -82,9 +87,8 @@ class Ledger:
     @property
     def num_waiting(self) -> int:
         """Requests without an event yet, beyond those that the free running places will take."""
-        num_begun = sum(entry.has_begun for entry in self._living.values())
-        num_places = max(0, self._limits.max_running - num_begun)
-        return max(0, len(self._living) - num_begun - num_places)
+        num_places = max(0, self._limits.max_running - self._num_begun)
+        return max(0, len(self._living) - self._num_begun - num_places)
 
     @property
     def retry_after_s(self) -> float:
@@ -149,6 +153,7 @@ class Ledger:
             self._put(entry, TokenEvent(entry.request.request_id, finish=FinishReason.ABORT))
 
     def _put(self, entry: Entry, event: TokenEvent) -> None:
+        self._num_begun += not entry.has_begun
         entry.has_begun = True
         entry.num_deaths = 0
         entry.token_ids.extend(event.token_ids)
@@ -157,6 +162,7 @@ class Ledger:
             entry.mailbox.put_nowait(event)
         if event.finish is not None:
             del self._living[event.request_id]
+            self._num_begun -= 1
             if not self._living:
                 self._is_empty.set()
 
@@ -176,7 +182,7 @@ class Ledger:
 
         The entry stays, and its id stays taken, until the engine that has it has said the end.
         """
-        if self._living.get(entry.request.request_id) is entry and not entry.is_abandoned:
+        if self.has(entry) and not entry.is_abandoned:
             entry.is_abandoned = True
             self.abort(entry.request.request_id)
 

@@ -61,14 +61,14 @@ class Readmission:
                         self._hand_over(entry)
             elif self._ledger.num_posted >= self._max_running:
                 return  # it would wait there, and be blamed for a death in which it had no part
-            elif (suspect := self._suspects.popleft()) in self._ledger.entries:
+            elif self._ledger.has(suspect := self._suspects.popleft()):
                 self._on_trial = suspect
                 _logger.warning("request %s is on trial after %d deaths", suspect.request.request_id, suspect.num_deaths)
                 self._hand_over(suspect)
 
     @property
     def _is_trying(self) -> bool:
-        return self._on_trial is not None and self._on_trial.num_deaths > 0 and self._on_trial in self._ledger.entries
+        return self._on_trial is not None and self._on_trial.num_deaths > 0 and self._ledger.has(self._on_trial)
 
     def _hand_over(self, entry: Entry) -> None:
         entry.is_posted = True
@@ -82,13 +82,8 @@ class Readmission:
         suspect, self._on_trial = self._on_trial, None
         self._ledger.recall(None if running is None else {*running, *(entry.request.request_id for entry in self._unheard)})
         self._unheard.clear()
-        self.num_resumed += sum(entry in self._ledger.entries for entry in taken)
-        if (
-            suspect is not None
-            and taken == [suspect]
-            and suspect in self._ledger.entries
-            and suspect.num_deaths > self._max_deaths
-        ):
+        self.num_resumed += sum(map(self._ledger.has, taken))
+        if suspect is not None and taken == [suspect] and self._ledger.has(suspect) and suspect.num_deaths > self._max_deaths:
             text = f"{suspect.num_deaths} workers died of this request, the last when it ran alone: {cause}"
             _logger.error("request %s is given up: %s", suspect.request.request_id, text)
             self._ledger.fail(suspect, ErrorCode.WORKER_CRASHED, text)

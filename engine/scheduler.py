@@ -73,6 +73,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running_ids(self) -> list[str]:
+        """The requests that take part in each step, oldest first."""
+        return [sequence.request_id for sequence in self._running]
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
         return bool(self._by_id)

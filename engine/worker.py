@@ -27,11 +27,12 @@ from engine.wire import Addresses, Beat, Failed, Letter, Ready, Report, Shutdown
 _logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
+MOST_LETTERS = 256  # that are read before a step: some milliseconds
 _LAST_WORDS_MS = 2000  # how long a dying worker tries to get its reports out
 _MAX_ERROR_CHARS = 2000
 _PROCESS_NAME = "latebranch-work"  # the kernel keeps 15 characters
 
-ReadLetters = Callable[[float], list[Letter]]  # waits for up to so many seconds if there is none
+ReadLetters = Callable[[float], list[Letter]]  # MOST_LETTERS at most; waits for up to so many seconds if there is none
 Say = Callable[[Report], None]  # must not wait for a reader
 
 
@@ -59,7 +60,7 @@ class Worker:
                     self._desk.check_idle()
 
     def _take_letters(self) -> bool:
-        """Take all letters, waiting for one if there is no work; return False after a Shutdown."""
+        """Take the letters that are there, waiting for one if there is no work; return False after a Shutdown."""
         for letter in self._read(0.0 if self._desk.has_work else BEAT_S):
             if isinstance(letter, Shutdown):
                 return False
@@ -157,7 +158,7 @@ def _streets(addresses: Addresses) -> "Iterator[tuple[zmq.Socket[bytes], zmq.Soc
 def _read_letters(inbox: "zmq.Socket[bytes]", wait_s: float) -> list[Letter]:
     letters = []
     inbox.poll(int(wait_s * 1000))
-    while inbox.poll(0):
+    while len(letters) < MOST_LETTERS and inbox.poll(0):
         letters.append(decoded_letter(inbox.recv()))
     return letters
 

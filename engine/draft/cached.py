@@ -4,7 +4,7 @@ Its law is a true law q, so draws from it are verified like any other's; where n
 Shape key: P proposals, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -26,9 +26,9 @@ class FollowsTexts:
         """Follow a request's text."""
         self.texts.begin(request, history)
 
-    def advance(self) -> None:
-        """Follow the texts up to what is committed."""
-        self.texts.advance()
+    def advance(self, running: Iterable[str]) -> None:
+        """Follow these requests' texts up to what is committed."""
+        self.texts.advance(running)
 
     def end(self, request_id: str) -> None:
         """Let go of a request."""

@@ -3,7 +3,7 @@
 Shape key: P proposals, V vocabulary, M the tokens of it that a drafter knows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -155,8 +155,11 @@ class RequestFollower(Protocol):
         """Take note of a request whose text, as it is committed, is `history`: it grows and is not to be changed."""
         ...
 
-    def advance(self) -> None:
-        """Take note of what was committed, before a step; what may take longer than a step can wait is done in parts, here."""
+    def advance(self, running: Iterable[str]) -> None:
+        """Take note of what was committed of these requests, before a step; nothing was of the others.
+
+        What may take longer than a step can wait is done in parts, here.
+        """
         ...
 
     def end(self, request_id: str) -> None:

@@ -5,7 +5,7 @@ each, weighted by how well such matches agreed with what came. Weights and laws 
 how many steps there were, never on a draw from them. Knows token ids and requests' lives, neither token trees nor tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -132,10 +132,11 @@ class TextCache:
             prompt_len = len(one.request.prompt_ids)
             self._recent.add(one.request.tenant, one.request.prompt_ids, one.history[prompt_len:])
 
-    def advance(self) -> None:
-        """Learn what was committed since, and index a bounded number of tokens of what waits."""
-        for one in self._followed.values():
-            self._follow(one)
+    def advance(self, running: Iterable[str]) -> None:
+        """Learn what was committed of these requests since, and index a bounded number of tokens of what waits."""
+        for request_id in running:
+            if (one := self._followed.get(request_id)) is not None:
+                self._follow(one)
         self._indexer.advance(MOST_INDEXED)
 
     def _follow(self, one: _Followed) -> None:

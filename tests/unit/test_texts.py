@@ -29,7 +29,7 @@ def row_of(request_id: str, history: Sequence[int]) -> Row:
 
 def law(cache: TextCache, history: Sequence[int], path: Sequence[int] = (), request_id: str = "r") -> CachedLaw | None:
     """Return the law after a step in which the history was committed."""
-    cache.advance()
+    cache.advance([request_id])
     return cache.law_after(row_of(request_id, history), path)
 
 
@@ -49,7 +49,7 @@ def known(cache: TextCache, *args: Any, **kwargs: Any) -> CachedLaw:
 
 def foretold(cache: TextCache, most_tokens: int, least_chance: float = 0.5) -> int:
     """Return how long a run the cache promises after a step."""
-    cache.advance()
+    cache.advance(["r"])
     return cache.run("r", most_tokens, least_chance)
 
 
@@ -153,7 +153,7 @@ def test_texts_are_indexed_in_steps_however_many_requests_have_them(monkeypatch)
     steps = []
     while not all(index.is_complete for index in indexes_of(cache)):
         before = num_indexed(cache)
-        cache.advance()
+        cache.advance(map(str, range(128)))
         steps.append(num_indexed(cache) - before)
     assert steps == [100] * 15
     assert law(cache, prompt[:500], request_id="7") is not None
