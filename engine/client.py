@@ -123,7 +123,7 @@ class WorkerClient:
         """
         self._require_ready()
         encoded(Add(request))  # what cannot be encoded is refused here and not when its turn comes
-        self._ledger.check_room(request.request_id)
+        self._ledger.make_room(request)
         return self._readmission.enter(request)
 
     def abort(self, request_id: str) -> None:

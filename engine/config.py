@@ -7,16 +7,20 @@ from engine.tree import Expansion
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of the scheduler. Tokens are counted in packed rows of one target forward, slots in cached tokens."""
+    """Limits of the scheduler. Tokens are counted in packed rows of one target forward, slots in cached tokens.
+
+    `max_waiting_tokens` are those of the prompts that wait; one that waits alone may have more.
+    """
 
     max_running: int = 32
     max_waiting: int = 256
+    max_waiting_tokens: int = 1 << 20
     max_step_tokens: int = 512
     num_slots: int = 32768
     max_model_len: int = 8192
 
     def __post_init__(self) -> None:
-        if min(self.max_running, self.max_waiting, self.num_slots, self.max_model_len) < 1:
+        if min(self.max_running, self.max_waiting, self.max_waiting_tokens, self.num_slots, self.max_model_len) < 1:
             raise ValueError("every limit of the scheduler must be at least 1")
         if self.max_step_tokens < self.max_running:
             raise ValueError(f"max_step_tokens ({self.max_step_tokens}) must be at least max_running ({self.max_running})")

@@ -87,7 +87,7 @@ class InProcessEngine:
         """
         if self._state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {self._state}: {self._detail}".rstrip(": "), MAX_RETRY_S)
-        self._ledger.check_room(request.request_id)
+        self._ledger.make_room(request)
         events = self._ledger.open(request)
         self._letters.put(Add(request))
         return events

@@ -6,7 +6,7 @@ engine service that made it; everything here happens on that service's event loo
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Set, ValuesView
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -63,6 +63,7 @@ class Ledger:
         self._clock = clock
         self._living: dict[str, Entry] = {}
         self._num_begun = 0  # of the living
+        self._num_unbegun_tokens = 0  # of the prompts of the others
         self._marks_s: deque[float] = deque(maxlen=_RECENT_FINISHES)  # when the present queue began, and each finish since
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -85,6 +86,12 @@ class Ledger:
         return sum(entry.is_posted for entry in self._living.values())
 
     @property
+    def _waiting(self) -> list[Entry]:
+        """The requests of which `num_waiting` is the number, oldest first; takes as long as there are many."""
+        waiting = [entry for entry in self._living.values() if not entry.has_begun]
+        return waiting[len(waiting) - self.num_waiting :]
+
+    @property
     def num_waiting(self) -> int:
         """Requests without an event yet, beyond those that the free running places will take."""
         num_places = max(0, self._limits.max_running - self._num_begun)
@@ -101,12 +108,47 @@ class Ledger:
         span_s = self._clock() - self._marks_s[0]
         return clamped_retry_s(self.num_waiting * span_s / len(self._marks_s))
 
-    def check_room(self, request_id: str) -> None:
-        """Raise EngineBusy if the queue is full, ValueError if the id is in use."""
-        if request_id in self._living:
-            raise ValueError(f"request id {request_id!r} is in use")
-        if self.num_waiting >= self._limits.max_waiting:
-            raise EngineBusy(f"{self.num_waiting} requests are waiting already", self.retry_after_s)
+    def make_room(self, request: Request) -> None:
+        """Return if there is room for a request; raise EngineBusy if the queue is full, ValueError if the id is in use.
+
+        Keys share a full queue evenly: while one of them holds more of it than that of `request` would, the last of its requests
+        is ended to make room.
+        """
+        if request.request_id in self._living:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        num_tokens = self._num_unbegun_tokens + len(request.prompt_ids)
+        if self.num_waiting < self._limits.max_waiting and num_tokens <= self._limits.max_waiting_tokens:
+            return
+        waiting = self._waiting
+        while self._is_full(waiting, request):
+            shares = self._shares([*(entry.request for entry in waiting), request])
+            greatest = max(shares, key=lambda group: shares[group])
+            if shares[greatest] <= shares[request.group]:
+                raise EngineBusy(f"{len(waiting)} requests are waiting already", self.retry_after_s)
+            theirs = [entry for entry in reversed(waiting) if entry.request.group == greatest]
+            last = max(theirs, key=lambda entry: entry.request.priority)
+            waiting.remove(last)
+            self._displace(last)
+
+    def _is_full(self, waiting: list[Entry], request: Request) -> bool:
+        """Return whether a request is one too many beside those that wait. Nobody waits: it may be of any length."""
+        num_tokens = sum(len(entry.request.prompt_ids) for entry in waiting) + len(request.prompt_ids)
+        return bool(waiting) and (len(waiting) >= self._limits.max_waiting or num_tokens > self._limits.max_waiting_tokens)
+
+    def _shares(self, requests: Iterable[Request]) -> dict[str, float]:
+        """Return how much of the queue each key has, of its places or of its tokens, whichever is more."""
+        places, tokens = Counter[str](), Counter[str]()
+        for request in requests:
+            places[request.group] += 1
+            tokens[request.group] += len(request.prompt_ids)
+        most, most_tokens = self._limits.max_waiting, self._limits.max_waiting_tokens
+        return {group: max(places[group] / most, tokens[group] / most_tokens) for group in places}
+
+    def _displace(self, entry: Entry) -> None:
+        """End a request that waits."""
+        self.fail(entry, ErrorCode.DISPLACED, "the queue is full, and other keys have fewer requests in it")
+        if entry.is_posted:
+            self._post_abort(entry.request.request_id)
 
     def open(self, request: Request, is_posted: bool = True) -> "EventStream":
         """Enter a request for which there is room; its letter is to be sent once this has returned, or when it can be."""
@@ -114,6 +156,7 @@ class Ledger:
             self._marks_s.clear()
             self._marks_s.append(self._clock())
         entry = self._living[request.request_id] = Entry(request, is_posted)
+        self._num_unbegun_tokens += len(request.prompt_ids)
         self._is_empty.clear()
         return EventStream(entry, self.abandon)
 
@@ -153,8 +196,10 @@ class Ledger:
             self._put(entry, TokenEvent(entry.request.request_id, finish=FinishReason.ABORT))
 
     def _put(self, entry: Entry, event: TokenEvent) -> None:
-        self._num_begun += not entry.has_begun
-        entry.has_begun = True
+        if not entry.has_begun:
+            entry.has_begun = True
+            self._num_begun += 1
+            self._num_unbegun_tokens -= len(entry.request.prompt_ids)
         entry.num_deaths = 0
         entry.token_ids.extend(event.token_ids)
         entry.num_prompt_logprobs += len(event.prompt_logprobs)

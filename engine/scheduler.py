@@ -1,7 +1,7 @@
 """Waiting and running sequences, and the step plan: no phases, only rows with tokens to feed.
 
-Keeps the token budget and the slot pool; preempts the youngest when slots run out and starts it anew later (its text does not
-change: randomness is keyed by position). Knows no tensors and no models.
+Keeps the token budget and the slot pool; whose turn it is to run, FairQueue says. Preempts the youngest when slots run out and
+starts it anew later (its text does not change: randomness is keyed by position). Knows no tensors and no models.
 """
 
 import logging
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from engine.blocks import IntegrityError, SlotPool
 from engine.budget import Share, Wish, share_out
 from engine.config import SchedulerConfig
+from engine.fair_queue import FairQueue
 from engine.pairs import fitted
 from engine.plan import Feeding, Row, StepPlan
 from engine.policy import SequenceView
 from engine.sequence import Sequence
 from engine.tree import PLAIN, Expansion, TokenTree
 from engine.types import FinishReason
-from engine.waiting import WaitingQueue
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Scheduler:
         self.pool = SlotPool(config.num_slots)
         self._config = config
         self._feeding = feeding
-        self._waiting = WaitingQueue()
+        self._waiting = FairQueue()
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._step = 0
@@ -94,9 +94,7 @@ class Scheduler:
         sequence = self._by_id.pop(request_id, None)
         if sequence is None:
             return False
-        if request_id in self._waiting:
-            self._waiting.remove(sequence)
-        else:
+        if not self._waiting.remove(sequence):
             self._running.remove(sequence)
         self.pool.free(sequence.forget_caches())
         return True
@@ -105,13 +103,11 @@ class Scheduler:
         """Let waiting sequences run in their turn while there is room for what they must be fed."""
         promised = sum(sequence.num_uncached for sequence in self._running)
         while len(self._running) < self._config.max_running and (sequence := self._waiting.first) is not None:
-            need = sequence.num_uncached
-            if self._running and promised + need > self.pool.num_free:
+            if self._running and promised + sequence.num_uncached > self.pool.num_free:
                 return
-            promised += need
-            self._waiting.remove(sequence)
+            promised += sequence.num_uncached
             sequence.leave_queue()
-            self._running.append(sequence)
+            self._running.append(self._waiting.pop())
 
     def views(self) -> list[SequenceView]:
         """Return what a policy may see of the running sequences, oldest first."""
@@ -257,6 +253,7 @@ class Scheduler:
         new_ids, finish = sequence.accept([*drafted, result.extra_id])
         num_accepted = min(len(drafted), len(new_ids))
         sequence.token_ids.extend(new_ids)
+        self._waiting.charge(sequence, len(new_ids))
         if finish is not None:
             self.remove(row.request_id)
             return Emission(row, tuple(new_ids), num_accepted, finish, queued_s)

@@ -21,6 +21,7 @@ class ErrorCode(StrEnum):
     VERIFICATION_FAILED = "verification_failed"  # laws that are none
     WORKER_CRASHED = "worker_crashed"  # each worker that ran it died
     ENGINE_FAILED = "engine_failed"  # there is no worker to run it
+    DISPLACED = "displaced"  # it waited in a full queue, and its place went to a key that had fewer there
 
 
 class GrammarKind(StrEnum):
@@ -127,8 +128,8 @@ class Request:
 
     `prediction_ids` are what the client expects to come; they are drafted from and change no law. What a `tenant` was told may be
     drafted from in its later requests and in nobody else's; the empty one shares nothing. Its name up to the first slash is that
-    of a group, whose tenants are kept few. A request of `priority` p waits as if it had come p requests later, or earlier if p is
-    below 0. `progress` is empty unless the request is resumed.
+    of a `group`, an API key's. Groups take turns where requests wait, and a request of `priority` p waits as if it had come p
+    requests of its group later, or earlier if p is below 0. `progress` is empty unless the request is resumed.
     """
 
     request_id: str
@@ -139,6 +140,16 @@ class Request:
     tenant: str = ""
     priority: int = 0
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def group(self) -> str:
+        """The tenant's group; tenants without a name are one."""
+        return group_of(self.tenant)
+
+
+def group_of(tenant: str) -> str:
+    """Return the group of a tenant."""
+    return tenant.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)

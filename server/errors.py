@@ -9,7 +9,8 @@
     ├── TooManyRequests (429, Retry-After)
     ├── TooManyHeaders (431)
     ├── GenerationFailed (500)
-    └── Overloaded (503, Retry-After)
+    ├── Overloaded (503, Retry-After)
+    └── DeadlineExceeded (504; server/time_limits.py)
 
 Error text is bounded: a client's input must not come back larger than it was sent.
 """

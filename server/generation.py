@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from engine.service import EngineService
-from engine.types import FinishReason, Request, TokenEvent
+from engine.types import ErrorCode, FinishReason, Request, TokenEvent
 from server.choice import AcceptanceCounts, Choice, Piece
-from server.errors import GenerationFailed, Overloaded, as_api_error
+from server.errors import ApiError, GenerationFailed, InvalidRequest, Overloaded, as_api_error
 from server.metrics.requests import RequestMeter, SampleMeter
+from server.time_limits import TimeLimits
 from server.tracing import current_trace
 
 
@@ -25,17 +26,29 @@ class Sample:
     meter: SampleMeter
 
 
+_DISPLACED_RETRY_S = 5.0
+_UNLIMITED = TimeLimits()
+
 _Arrival = tuple[Sample, TokenEvent] | Exception
 
 
 class Generation:
     """Owns the samples of one HTTP request: `start`, iterate over `pieces`, and `close` on every way out."""
 
-    def __init__(self, engine: EngineService, samples: Sequence[Sample], meter: RequestMeter, num_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        engine: EngineService,
+        samples: Sequence[Sample],
+        meter: RequestMeter,
+        num_prompt_tokens: int,
+        limits: TimeLimits = _UNLIMITED,
+    ) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self._engine = engine
         self._samples = tuple(samples)
         self._meter = meter
+        self._limits = limits
+        self._began_s = asyncio.get_running_loop().time()
         self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
         self._unfinished = FinishReason.ABORT  # how the samples are counted that have not ended when this is closed
@@ -93,7 +106,7 @@ class Generation:
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield what each event adds, until every choice has finished. Raises what made one fail."""
         while any(choice.finish is None for choice in self.choices):
-            arrival = await self._arrivals.get()
+            arrival = await self._next_arrival()
             if isinstance(arrival, Exception):
                 self._unfinished = FinishReason.ERROR
                 raise arrival
@@ -103,11 +116,23 @@ class Generation:
                 if event.token_ids or piece.finish is not None:
                     yield piece
 
+    async def _next_arrival(self) -> _Arrival:
+        """Return what comes next; raise the error of a request that is late."""
+        has_begun = all(sample.meter.num_tokens or sample.choice.finish for sample in self._samples)
+        try:
+            async with asyncio.timeout_at(self._limits.deadline_s(self._began_s, has_begun)):
+                return await self._arrivals.get()
+        except TimeoutError:
+            late = self._limits.lateness(asyncio.get_running_loop().time() - self._began_s)
+            self._unfinished = FinishReason.ERROR
+            self._meter.fail(late.code or "")
+            raise late from None
+
     def _take(self, sample: Sample, event: TokenEvent) -> Piece:
         sample.meter.on_event(event)
         if event.finish is FinishReason.ERROR:
             self._unfinished = FinishReason.ERROR
-            raise GenerationFailed(event.error or "the engine failed on this request", code=event.error_code)
+            raise _error_of(event)
         if event.finish is FinishReason.ABORT:
             raise Overloaded("the server is shutting down", "engine_unavailable", 1.0)
         piece = sample.choice.take(event)
@@ -134,3 +159,13 @@ class Generation:
             if not sample.meter.is_ended:
                 self._engine.abort(sample.request.request_id)
         return len(pumps)
+
+
+def _error_of(event: TokenEvent) -> ApiError:
+    """Return the answer to a request that was given up: some are at fault themselves, and would be again."""
+    text = event.error or "the engine failed on this request"
+    if event.error_code is ErrorCode.DISPLACED:
+        return Overloaded(text, "engine_busy", _DISPLACED_RETRY_S)
+    if event.error_code in (ErrorCode.REFUSED, ErrorCode.NO_POSSIBLE_TOKEN):
+        return InvalidRequest(text, None, event.error_code)
+    return GenerationFailed(text, code=event.error_code)

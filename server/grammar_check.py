@@ -3,16 +3,17 @@
 Knows grammars and how many may wait. Does not know requests.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 
 from engine.grammars import BadGrammar, VocabularySource
 from engine.types import Grammar
 from server.errors import InvalidRequest, Overloaded
+from server.fair_turns import FairTurns
 from server.grammar_process import GrammarProcess
-from server.tokenizer_thread import TokenizerBusy, TokenizerClosed, TokenizerThread
+from server.tokenizer_thread import TokenizerClosed, TokenizerThread
 
-_MAX_WAITING_CHARS = 1 << 18
+_MAX_WAITING_CHARS = 1 << 18  # of one key
 _RETRY_S = 2.0
 _MAX_KNOWN = 64
 
@@ -20,7 +21,8 @@ _MAX_KNOWN = 64
 class GrammarCheck:
     """Owns the process that tries grammars, and the thread that waits for it. `describe` is asked with the first grammar.
 
-    What was found good lately is not tried again: it need not wait behind somebody else's that takes the library long.
+    What was found good lately is not tried again: it need not wait behind somebody else's that takes the library long. The others
+    are tried one at a time, keys by turns.
     """
 
     def __init__(self, describe: Callable[[], Awaitable[VocabularySource]]) -> None:
@@ -28,27 +30,35 @@ class GrammarCheck:
         self._source: VocabularySource | None = None
         self._known: OrderedDict[Grammar, None] = OrderedDict()
         self._process = GrammarProcess()
-        self._thread = TokenizerThread(_MAX_WAITING_CHARS)
+        self._thread = TokenizerThread()
+        self._turns = FairTurns()
+        self._waiting_chars = Counter[str]()
 
-    async def require(self, grammar: Grammar, param: str) -> None:
-        """Raise InvalidRequest with the library's reason unless texts can be held to the grammar, Overloaded if too many wait."""
+    async def require(self, grammar: Grammar, param: str, key: str) -> None:
+        """Raise InvalidRequest with the library's reason unless texts can be held to the grammar, Overloaded if too many of that
+        key's wait.
+        """
         if grammar not in self._known:
-            await self._try(grammar, param)
+            await self._try(grammar, param, key)
         self._known[grammar] = None
         self._known.move_to_end(grammar)
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
 
-    async def _try(self, grammar: Grammar, param: str) -> None:
+    async def _try(self, grammar: Grammar, param: str, key: str) -> None:
+        if self._waiting_chars[key] and self._waiting_chars[key] + len(grammar.text) > _MAX_WAITING_CHARS:
+            raise Overloaded("too many grammars wait to be compiled", "grammars_busy", _RETRY_S)
+        self._waiting_chars[key] += len(grammar.text)
         try:
-            source = self._source = self._source or await self._describe()
-            await self._thread.run(len(grammar.text), lambda: self._process.check(source, grammar))
+            async with self._turns.turn(key):
+                source = self._source = self._source or await self._describe()
+                await self._thread.run(0, lambda: self._process.check(source, grammar))
         except BadGrammar as error:
             raise InvalidRequest(f"{param}: {error}", param) from error
-        except TokenizerBusy as error:
-            raise Overloaded("too many grammars wait to be compiled", "grammars_busy", _RETRY_S) from error
         except TokenizerClosed as error:
             raise Overloaded("the server is shutting down", "engine_unavailable", _RETRY_S) from error
+        finally:
+            self._waiting_chars[key] -= len(grammar.text)
 
     def close(self) -> None:
         """End the thread and the process."""

@@ -107,8 +107,8 @@ class BodyLimit:
         body = await self._read(receive) if is_within else None
         if body is None:
             await BodyTooLarge(self.max_body_bytes).response()(scope, receive, send)
-            return
-        await self.app(scope, _replayed(body, receive), send)
+        elif body["type"] == "http.request":  # else the client left before it had said all
+            await self.app(scope, _replayed(body, receive), send)
 
     async def _read(self, receive: Receive) -> Message | None:
         """Return one message with the whole body, or the disconnect that came instead; None if it is too large."""

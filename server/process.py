@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.app import create_app
-from server.protocol import MAX_HEAD_BYTES, Http
+from server.protocol import MAX_HEAD_BYTES, http_protocol
 from server.runtime import Runtime
 from server.settings import Settings
 
@@ -90,6 +90,7 @@ def serve(settings: Settings) -> str | None:
 
 
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    runtime: Runtime = app.state.runtime
     return uvicorn.Config(
         app,
         host=settings.host,
@@ -99,7 +100,7 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         server_header=False,
         ws="none",
         lifespan="on",
-        http=Http,
+        http=http_protocol(settings.client_limit_s, runtime.metrics.http.cut_off_at),
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,

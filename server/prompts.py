@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.keys import derived_seed
-from engine.types import ModelInfo, Request, SamplingParams, Speculation
+from engine.types import ModelInfo, Request, SamplingParams, Speculation, group_of
 from server.choice import Choice
 from server.encoding import PromptIds, encoded_chat, encoded_text, encoded_words, longest_text, require_served
 from server.errors import ContextTooLong, InvalidRequest
@@ -99,7 +99,7 @@ async def _submitted(
     grammar, param = (use.grammar, "tools") if use.grammar else (body.grammar, body.grammar_param)
     sampling = sampling_of(model, body, max_tokens, bad_words, grammar, param)
     if grammar is not None:
-        await runtime.grammars.require(grammar, param)
+        await runtime.grammars.require(grammar, param, group_of(tenant))
     prediction_ids = await _prediction_ids(runtime, body.prediction)
     meter = runtime.metrics.requests.meter(body.num_answers, max_tokens)
     group = uuid.uuid4().hex
@@ -114,7 +114,8 @@ async def _submitted(
         )
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))
     ]
-    return await Generation(runtime.engine, samples, meter, sum(map(len, prompts))).start()
+    limits = runtime.time_limits.with_wish(body.timeout_s)
+    return await Generation(runtime.engine, samples, meter, sum(map(len, prompts)), limits).start()
 
 
 def _choice(

@@ -17,6 +17,7 @@ from server.grammar_check import GrammarCheck
 from server.metrics import Metrics
 from server.settings import Settings
 from server.text import TextCodec, Tokenizer
+from server.time_limits import TimeLimits
 from server.tool_calls.support import ToolSupport, tool_support
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Runtime:
         self.engine = engine
         self.metrics = Metrics(settings.served_name, settings.max_model_len, lambda: engine.health)
         self.created_s = int(time.time())
+        self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None
         self._load_tokenizer = load_tokenizer
         self._on_fatal = on_fatal

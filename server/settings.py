@@ -103,6 +103,21 @@ class Settings(BaseSettings):
         description="Most choices of one request: prompts times n or best_of; never more than may run and wait.",
     )
     max_tree_tokens: int = Field(default=64, ge=0, description="Most drafted tokens of the tree that a request may ask for.")
+    first_token_limit_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds within which each text of a request must have its first token; else it is answered 503. Unset: any.",
+    )
+    request_limit_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds that a request may take, whatever it asks for; then it is answered 504. Unset: any.",
+    )
+    client_limit_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds that a client may take to send a request, or to take what it was sent; then it is cut off.",
+    )
     drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     max_heartbeat_age_s: float = Field(
         default=10.0, gt=0, description="/ready and /health fail if the engine has been silent for longer."
@@ -202,6 +217,9 @@ class Settings(BaseSettings):
     )
     max_running: int = Field(default=32, ge=1, description="Sequences that take part in a step.")
     max_waiting: int = Field(default=256, ge=1, description="Sequences that may wait; more are answered 503 with Retry-After.")
+    max_waiting_tokens: int = Field(
+        default=1 << 20, ge=1, description="Tokens of the prompts that may wait, unless one waits alone; more are answered 503."
+    )
     max_step_tokens: int = Field(default=512, ge=1, description="Packed tokens of one target forward; at least max_running.")
     num_slots: int = Field(default=32768, ge=1, description="Tokens the key-value cache holds.")
     max_model_len: int = Field(default=8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
@@ -330,6 +348,7 @@ class Settings(BaseSettings):
             scheduler=SchedulerConfig(
                 max_running=self.max_running,
                 max_waiting=self.max_waiting,
+                max_waiting_tokens=self.max_waiting_tokens,
                 max_step_tokens=self.max_step_tokens,
                 num_slots=self.num_slots,
                 max_model_len=self.max_model_len,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engine.draft.context_tree import ContextTree
 from engine.draft.text_index import Indexer, Text, TextIndex, text_after
+from engine.types import group_of
 
 _LEAST_OUTPUT = 4  # tokens of an output that is remembered: a shorter one would save a step or two
 
@@ -101,7 +102,7 @@ class RecentTexts:
         self._forget_beyond_limits(tenant)
 
     def _forget_beyond_limits(self, latest: str) -> None:
-        of_group = [tenant for tenant in self._tenants if _group(tenant) == _group(latest)]
+        of_group = [tenant for tenant in self._tenants if group_of(tenant) == group_of(latest)]
         for tenant in of_group[: -self._limits.tenants_of_group]:
             self._forget(tenant)
         while len(self._tenants) > self._limits.tenants or self._num_tokens > self._limits.tokens:
@@ -119,7 +120,3 @@ def _last_of(text: Text, most_tokens: int) -> Text:
     """Return the last tokens of a text, its context cut before them."""
     num_cut = max(0, _num_stored(text) - most_tokens)
     return Text(text.context[num_cut:], text.token_ids[max(0, num_cut - len(text.context)) :])
-
-
-def _group(tenant: str) -> str:
-    return tenant.partition("/")[0]

@@ -11,7 +11,7 @@ _UNCOUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/load", "/ver
 
 
 class HttpMetrics:
-    """The two families, and `num_open`: requests that have come and are not answered yet, streams included."""
+    """The families, and `num_open`: requests that have come and are not answered yet, streams included."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.num_open = 0
@@ -24,6 +24,19 @@ class HttpMetrics:
             buckets=_DURATION_BUCKETS,
             registry=registry,
         )
+
+        self.cut_off = Counter(
+            "latebranch_clients_cut_off",
+            "Connections ended because the client was too slow, by at what.",
+            ("at",),
+            registry=registry,
+        )
+        for at in ("sending", "reading"):
+            self.cut_off.labels(at)
+
+    def cut_off_at(self, at: str) -> None:
+        """Count a client that was too slow."""
+        self.cut_off.labels(at).inc()
 
     def observe(self, handler: str, method: str, status: str, seconds: float) -> None:
         """Count one request."""

@@ -16,8 +16,11 @@ from server.metrics.families import (
     Families,
     length_buckets,
 )
+from server.time_limits import DEADLINE_EXCEEDED, FIRST_TOKEN_LATE
 from server.tracing import SampleTimes
 
+_ERRORS = tuple(code.value for code in ErrorCode)
+_LATENESS = (DEADLINE_EXCEEDED, FIRST_TOKEN_LATE)
 _REJECTIONS = ("engine_busy", "engine_unavailable", "engine_error", "rate_limit_exceeded", "too_many_concurrent_requests")
 
 
@@ -30,7 +33,7 @@ class RequestMetrics:
         ends = [reason.value for reason in FinishReason]
         self.success = families.counters("vllm:request_success", "Samples ended, by reason.", "finished_reason", ends)
         self.failures = families.counters(
-            "latebranch_failed_requests", "Samples that the engine gave up, by why.", "code", [code.value for code in ErrorCode]
+            "latebranch_failed_requests", "Samples that were given up, by why.", "code", [*_ERRORS, *_LATENESS]
         )
         self.corrupted = families.counter("vllm:corrupted_requests", "Samples ended by logits that were not finite.")
         self.rejections = families.counters(
@@ -176,6 +179,11 @@ class RequestMeter:
     def reject(self, reason: str) -> None:
         """Count a request that the engine did not take, and nothing else of it."""
         self._metrics.refuse(reason)
+
+    def fail(self, code: str) -> None:
+        """Count the samples that have not ended as given up."""
+        for sample in self._samples:
+            self._metrics.failures(code).inc(not sample.is_ended)
 
     def times(self) -> list[SampleTimes]:
         """Return the samples' lives for a trace."""

@@ -20,6 +20,7 @@ _MEANINGS = {
     429: "More requests than this key may make; `Retry-After` says when to try again",
     431: "The request has too many headers",
     500: "The server failed",
+    504: "The request took longer than it may; its error says so in a stream that has begun",
     503: "Not now: loading, full or shutting down; `Retry-After` says when to try again",
 }
 

@@ -153,6 +153,7 @@ class GenerationRequest(Strict):
         le=MAX_PRIORITY,
         description="Waits as if it had come so many requests later, or earlier below 0; default 0.",
     )
+    timeout_s: float | None = Field(None, gt=0, description="Seconds after which the request ends with an error, done or not.")
     return_token_ids: bool | None = Field(None, description="The ids of prompt and text beside the text.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name a token `token_id:ID`.")
     request_id: Annotated[str, StringConstraints(pattern=f"^{REQUEST_ID}$")] | None = Field(

@@ -51,6 +51,7 @@ class ResponsesRequest(Strict):
     user: str | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
     speculative: SpeculativeOptions | None = None
+    timeout_s: float | None = Field(None, gt=0, description="Seconds after which the request ends with an error, done or not.")
     store: bool | None = Field(None, description="Accepted; nothing is stored.")
     parallel_tool_calls: bool | None = Field(None, description="Accepted; there are no tools.")
     truncation: Annotated[object, Neutral("disabled")] = None
@@ -79,7 +80,8 @@ class ResponsesRequest(Strict):
         text = self.input
         told = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         spoken = [{"role": "user", "content": text}] if isinstance(text, str) else [one.to_message() for one in text]
-        fields = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream", "user", "speculative")}
+        same = ("model", "temperature", "top_p", "stream", "user", "speculative", "timeout_s")
+        fields = {name: getattr(self, name) for name in same}
         fields["stream_options"] = {"include_usage": True} if self.stream else None  # the last event has it
         return ChatRequest.model_validate(
             {**fields, "messages": [*told, *spoken], "max_completion_tokens": self.max_output_tokens}

@@ -25,9 +25,11 @@ class RunningServer:
     url: str
     port: int
     process: subprocess.Popen[str]
+    key: str | None = None
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60)
+        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        return httpx.get(self.url + path, timeout=60, headers=headers)
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric's samples over its labels."""
@@ -36,13 +38,13 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(log: Path, *flags: str) -> Iterator[RunningServer]:
-    """Start `latebranch serve` with flags, wait until it is ready, stop it with SIGTERM."""
+def running_server(log: Path, *flags: str, key: str | None = None) -> Iterator[RunningServer]:
+    """Start `latebranch serve` with flags, wait until it is ready, stop it with SIGTERM; it is asked with `key`."""
     port = _free_port()
     command = [str(Path(sys.executable).parent / "latebranch"), "serve", "--port", str(port), "--num-threads", "1", *flags]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=dict(os.environ))
-    server = RunningServer(f"http://127.0.0.1:{port}", port, process)
+    server = RunningServer(f"http://127.0.0.1:{port}", port, process, key)
     try:
         _wait_until_ready(server, log)
         yield server

@@ -2,16 +2,16 @@
 
 import asyncio
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import SchedulerConfig
-from engine.ledger import EventStream, Ledger
+from engine.ledger import Entry, EventStream, Ledger
 from engine.service import EngineBusy
-from engine.types import ErrorCode, FinishReason, Progress, TokenEvent, TokenLogprobs
+from engine.types import ErrorCode, FinishReason, Progress, Request, TokenEvent, TokenLogprobs
 from tests.counting_engine import counting_request
 
 IDS = ("a", "b", "c")
@@ -49,7 +49,7 @@ async def play(ledger: Ledger, steps: list[tuple[str, str]]) -> list[EventStream
         match verb:
             case "submit":
                 try:
-                    ledger.check_room(request_id)
+                    ledger.make_room(counting_request(request_id))
                 except ValueError:
                     continue
                 latest[request_id] = ledger.open(counting_request(request_id, 1))
@@ -106,19 +106,19 @@ async def test_only_those_beyond_the_running_limit_wait() -> None:
     ledger = Ledger(SchedulerConfig(max_running=2, max_waiting=3), no_abort)
     streams = []
     for number in range(5):
-        ledger.check_room(str(number))
+        ledger.make_room(counting_request(str(number)))
         streams.append(ledger.open(counting_request(str(number), 1)))
     assert ledger.num_waiting == 3
     with pytest.raises(EngineBusy) as busy:
-        ledger.check_room("one more")
+        ledger.make_room(counting_request("one more"))
     assert busy.value.retry_after_s == 5.0, "nothing is known of the rate yet"
     ledger.deliver([TokenEvent("0", (1,)), TokenEvent("1", (1,))])
     assert ledger.num_waiting == 3, "to begin is not to make room"
     ledger.deliver([TokenEvent("0", finish=FinishReason.STOP)])
     assert ledger.num_waiting == 2
-    ledger.check_room("one more")
+    ledger.make_room(counting_request("one more"))
     with pytest.raises(ValueError, match="in use"):
-        ledger.check_room("1")
+        ledger.make_room(counting_request("1"))
     ledger.abort_all()
 
 
@@ -165,9 +165,9 @@ async def test_closing_before_the_first_event_aborts_once_and_the_id_stays_taken
     await stream.aclose()
     assert aborted == ["a"]
     with pytest.raises(ValueError, match="in use"):
-        ledger.check_room("a")
+        ledger.make_room(counting_request("a", 1))
     ledger.deliver([TokenEvent("a", finish=FinishReason.ABORT)])
-    ledger.check_room("a")
+    ledger.make_room(counting_request("a", 1))
     assert [event async for event in stream] == []
 
 
@@ -227,3 +227,106 @@ async def test_what_nobody_wants_ends_with_the_engine_that_had_it() -> None:
     assert [event.finish async for event in wanted] == [FinishReason.ABORT]
     assert aborted == ["closed", "aborted"]
     assert len(ledger) == 0
+
+
+def of_key(key: str, number: int, num_prompt: int = 1, priority: int = 0) -> Request:
+    return Request(f"{key}{number}", (1,) * num_prompt, tenant=f"{key}/user", priority=priority)
+
+
+class FirstComeLedger(Ledger):
+    """The mutant: whoever fills the queue has it."""
+
+    def _shares(self, requests: Iterable[Request]) -> dict[str, float]:
+        return dict.fromkeys(super()._shares(requests), 0.0)
+
+
+class PlacesOnlyLedger(Ledger):
+    """The mutant: long prompts are no more than short ones."""
+
+    def _is_full(self, waiting: list[Entry], request: Request) -> bool:
+        return len(waiting) >= self._limits.max_waiting
+
+
+class SilentLedger(Ledger):
+    """The mutant: the engine goes on with who was displaced."""
+
+    def _displace(self, entry: Entry) -> None:
+        entry.is_posted = False
+        super()._displace(entry)
+
+
+def fill(kind: type[Ledger], limits: SchedulerConfig, requests: list[Request]) -> tuple[dict[str, str], list[str]]:
+    """Have an engine that says nothing asked; return each request's fate (waits, displaced, busy) and the aborts."""
+
+    async def scenario() -> tuple[dict[str, str], list[str]]:
+        aborted: list[str] = []
+        ledger = kind(limits, aborted.append)
+        fates: dict[str, str] = {}
+        for request in requests:
+            try:
+                ledger.make_room(request)
+            except EngineBusy:
+                fates[request.request_id] = "busy"
+            else:
+                fates[request.request_id] = "waits"
+                stream = ledger.open(request)
+                streams.append(stream)
+        for stream in streams:
+            mailbox = stream.entry.mailbox
+            if not mailbox.empty() and mailbox.get_nowait().error_code is ErrorCode.DISPLACED:
+                fates[stream.entry.request.request_id] = "displaced"
+        told = list(aborted)
+        ledger.abort_all()
+        return fates, told
+
+    streams: list[EventStream] = []
+    return asyncio.run(scenario())
+
+
+def check_a_late_key_has_its_half(kind: type[Ledger]) -> None:
+    limits = SchedulerConfig(max_running=1, max_waiting=8)
+    greedy = [of_key("a", number, priority=-1 if number == 8 else 0) for number in range(1000)]
+    late = [of_key("b", number) for number in range(6)]
+    fates, aborted = fill(kind, limits, greedy + late)
+    assert [name for name, fate in fates.items() if fate == "displaced"] == ["a7", "a6", "a5", "a4"][::-1]
+    assert [fates[f"b{number}"] for number in range(6)] == ["waits"] * 4 + ["busy"] * 2
+    assert fates["a8"] == "waits", "the most urgent of its key"
+    assert aborted == ["a7", "a6", "a5", "a4"]
+
+
+@pytest.mark.parametrize("mutant", [FirstComeLedger, SilentLedger])
+def test_a_key_that_fills_the_queue_gives_way_to_others(mutant: type[Ledger]) -> None:
+    check_a_late_key_has_its_half(Ledger)
+    with pytest.raises(AssertionError):
+        check_a_late_key_has_its_half(mutant)
+
+
+def check_tokens_are_bounded(kind: type[Ledger]) -> None:
+    limits = SchedulerConfig(max_running=1, max_waiting=100, max_waiting_tokens=50)
+    fates, _ = fill(kind, limits, [of_key("a", number, num_prompt=20) for number in range(5)] + [of_key("a", 5, 10)])
+    assert list(fates.values()) == ["waits", "waits", "waits", "busy", "busy", "waits"]
+    fates, _ = fill(kind, limits, [of_key("a", 0), of_key("a", 1, 1000), of_key("a", 2)])
+    assert list(fates.values()) == ["waits", "waits", "busy"], "who waits alone may be of any length"
+    sent = [of_key("a", 0), *(of_key("a", number, 20) for number in (1, 2)), of_key("b", 0, 5), of_key("b", 1, 10)]
+    fates, _ = fill(kind, limits, sent)
+    assert fates == {"a0": "waits", "a1": "waits", "a2": "displaced", "b0": "waits", "b1": "waits"}
+
+
+def test_the_tokens_that_wait_are_bounded_too() -> None:
+    check_tokens_are_bounded(Ledger)
+    with pytest.raises(AssertionError):
+        check_tokens_are_bounded(PlacesOnlyLedger)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30)), min_size=2, max_size=40))
+def test_no_key_is_refused_while_another_has_more_of_the_queue(asked: list[tuple[str, int]]) -> None:
+    limits = SchedulerConfig(max_running=1, max_waiting=6, max_waiting_tokens=60)
+    requests = [of_key(key, number, num_prompt) for number, (key, num_prompt) in enumerate(asked)]
+    fates, _ = fill(Ledger, limits, requests)
+    *_, last = requests
+    waiting = [request for request in requests[1:] if fates[request.request_id] == "waits"]
+    assert len(waiting) <= 6
+    assert len(waiting) <= 1 or sum(len(request.prompt_ids) for request in waiting) <= 60
+    if fates[last.request_id] == "busy":
+        shares = Ledger(limits, no_abort)._shares([*waiting, last])
+        assert shares[last.group] == max(shares.values())

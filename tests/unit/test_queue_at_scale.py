@@ -103,7 +103,7 @@ class Front:
         self.ledger.deliver([TokenEvent(str(number), (9,)) for number in range(4)])
 
     def enter(self) -> None:
-        self.ledger.check_room("late")
+        self.ledger.make_room(request("late"))
         self.streams.append(self.ledger.open(request("late")))
 
     def finish(self) -> None:

@@ -65,7 +65,7 @@ def test_a_key_that_names_many_users_drives_out_its_own():
 
 
 def test_bounds_of_groups_kill_one_group_for_all(monkeypatch):
-    monkeypatch.setattr(recent_texts, "_group", lambda tenant: "")
+    monkeypatch.setattr(recent_texts, "group_of", lambda tenant: "")
     with pytest.raises(AssertionError):
         test_a_key_that_names_many_users_drives_out_its_own()
 

@@ -55,6 +55,7 @@ EXAMPLES: dict[str, Any] = {
     "user": "u",
     "priority": 1,
     "request_id": "r",
+    "timeout_s": 30.0,
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
     "suffix": "s",

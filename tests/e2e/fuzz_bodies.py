@@ -1,0 +1,240 @@
+"""Bodies of requests that no client should send, and some that one might: hypothesis makes them up.
+
+Of four kinds: fields with likely and unlikely values; a plausible body with parts replaced by junk; the bytes of either, damaged;
+any bytes at all. Knows the fields of the API, not what the server makes of them.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One request to send."""
+
+    path: str
+    content_type: str | None
+    body: bytes
+
+
+_HUGE = "x" * 5000
+_TEXTS = ["", "hello", "a" * 300, "日本語 😀", "\ud800", "\x00", "<|im_start|>", "\n" * 50, "%s{0}{{x}}", "\u202e", _HUGE]
+_NUMBERS = [*(0, 1, -1, 2, 3, 7, 20, 21, 128, 129, 399, 400, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30)]
+_FLOATS = [*(0.0, -0.0, 0.5, 1.0, 1.5, 2.0, 2.1, 1e-9, 1e-320, 1e308, -1e308)]
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+_SCHEMAS = [
+    _SCHEMA,
+    {},
+    {"type": "objekt"},
+    {"type": ["string", "null"], "maxLength": 3},
+    {"$ref": "#"},
+    {"$ref": "http://127.0.0.1:1/x"},
+    {"$schema": "http://127.0.0.1:1/x", "type": "object"},
+    {"pattern": "("},
+    {"type": "string", "pattern": "(a|aa)+$"},
+    {"type": "integer", "minimum": 5, "maximum": 4},
+    {"enum": []},
+    {"allOf": [{"type": "string"}, {"type": "object"}]},
+    {"type": "object", "properties": {"x" * 200: True}, "additionalProperties": False, "minProperties": 2},
+    {"x-guidance": {"whitespace_pattern": "("}},
+    {"type": "array", "minItems": 10**9},
+]
+_GRAMMARS = ["", 'start: "a"', "start: start", 'root ::= "a" | root', "%json {", "start: /(/", "start: /a{99999}/", _HUGE]
+_REGEXES = ["a+", "(", "[a-", "(a|b){1,3}", "(.*)*", "a{1,100000}", "\\p{Greek}", "(?=x)", "^$", "\ud800", "(a?){64}a{64}"]
+_PARTS = [{"type": "text", "text": "hi"}, {"type": "text"}, {"type": "image_url", "image_url": {"url": "x"}}, "hi", None]
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_MESSAGES: list[Any] = [
+    {"role": "user", "content": "hello"},
+    {"role": "system", "content": "be brief"},
+    {"role": "assistant", "content": "ok"},
+    {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+    {"role": "tool", "content": "1", "tool_call_id": "c"},
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    {"role": "user", "content": ""},
+    {"role": "user", "content": "\ud800"},
+    {"role": "king", "content": "x"},
+    {"role": "user"},
+    {},
+]
+_TOOLS: list[Any] = [
+    *({"type": "function", "function": {"name": "f", "parameters": schema}} for schema in _SCHEMAS),
+    {"type": "function", "function": {"name": "f", "strict": True}},
+    {"type": "function", "function": {"name": "no name"}},
+    {"type": "function"},
+]
+_FIELDS: dict[str, list[Any]] = {
+    "model": ["tiny", "", "other", _HUGE],
+    "prompt": [*_TEXTS, ["a", "b"], [1, 2, 3], [[1], [2]], [], [[]], [400], [-1], ["a", 1], [True], [10**20], ["a"] * 200],
+    "messages": [[], _MESSAGES, *([message] for message in _MESSAGES), [_MESSAGES[0]] * 300],
+    "input": [*_TEXTS, [{"role": "user", "content": "a"}], [], [{"type": "message", "role": "user", "content": _PARTS}]],
+    "instructions": _TEXTS,
+    "max_tokens": [1, 2, 5, *_NUMBERS],
+    "max_completion_tokens": [1, 4, *_NUMBERS],
+    "max_output_tokens": [1, 4, *_NUMBERS],
+    "min_tokens": [0, 3, *_NUMBERS],
+    "n": [1, 2, 3, *_NUMBERS],
+    "best_of": [1, 3, *_NUMBERS],
+    "temperature": [*_FLOATS, 1],
+    "top_p": _FLOATS,
+    "top_k": _NUMBERS,
+    "min_p": _FLOATS,
+    "typical_p": _FLOATS,
+    "presence_penalty": [*_FLOATS, -2, 2],
+    "frequency_penalty": [*_FLOATS, -2, 2],
+    "repetition_penalty": [*_FLOATS, 0.01, 100],
+    "seed": _NUMBERS,
+    "stop": [*_TEXTS, ["a", "b"], [""], ["x"] * 20, [1]],
+    "stop_token_ids": [[5], [0, 399], [400], [-1], list(range(300)), []],
+    "ignore_eos": [True, False],
+    "logit_bias": [
+        {"5": 1},
+        {"5": -100.0},
+        {"400": 1},
+        {"x": 1},
+        {"5": 1e9},
+        {"٣": 1},
+        {"05": 1},
+        {str(k): -100 for k in range(400)},
+    ],
+    "allowed_token_ids": [[5], [5, 6, 7], [], [400], [0], list(range(400))],
+    "bad_words": [["a"], [" "], [""], ["hello", "日"], list("abcdefghijklmnopqrstuvwxyz"), [_HUGE], ["\ud800"]],
+    "logprobs": [True, False, 0, 1, 5, 20, 21],
+    "top_logprobs": [0, 1, 20, 21],
+    "prompt_logprobs": [0, 1, 20, 21, True],
+    "echo": [True, False],
+    "stream": [True, False],
+    "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}, {}, {"x": 1}],
+    "speculative": [
+        {"enabled": False},
+        {"verifier": "specinfer"},
+        {"verifier": "traversal", "trunk": 2, "branches": 2, "depth": 2},
+        {"tree": "heap", "max_nodes": 64},
+        {"tree": "heap", "max_nodes": 2**31 - 1},
+        {"trunk": 64, "branches": 16, "depth": 64},
+        {"trace": True},
+        {"verifier": "none"},
+        {"branches": 3},
+    ],
+    "prediction": [{"type": "content", "content": text} for text in _TEXTS] + [{"type": "content", "content": _PARTS}],
+    "response_format": [
+        {"type": "json_object"},
+        {"type": "text"},
+        *({"type": "json_schema", "json_schema": {"name": "s", "schema": schema}} for schema in _SCHEMAS),
+    ],
+    "structured_outputs": [
+        *({"json": schema} for schema in _SCHEMAS),
+        *({"regex": regex} for regex in _REGEXES),
+        *({"grammar": grammar} for grammar in _GRAMMARS),
+        *({"choice": choice} for choice in (["a", "b"], [], [""], ["\ud800"], ["x"] * 2000)),
+        {"json": "{"},
+        {"json_object": True, "whitespace_pattern": "("},
+    ],
+    "tools": [[], *([tool] for tool in _TOOLS), _TOOLS[:1] * 2, _TOOLS[:1] * 200],
+    "tool_choice": ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}, {"type": "function"}],
+    "parallel_tool_calls": [True, False],
+    "priority": [0, -1000, 1000, 1001],
+    "timeout_s": [30, 1e-9, 0, -1],
+    "user": _TEXTS,
+    "request_id": ["r", "", "a b", "r" * 129, "\n"],
+    "add_special_tokens": [True, False],
+    "add_generation_prompt": [True, False],
+    "continue_final_message": [True, False],
+    "skip_special_tokens": [True, False],
+    "include_stop_str_in_output": [True, False],
+    "truncate_prompt_tokens": [-1, 0, 1, 5, 2**31],
+    "return_token_ids": [True, False],
+    "return_tokens_as_token_ids": [True, False],
+    "return_token_strs": [True, False],
+    "tokens": [[5, 6], [], [400], [-1], [10**20], [True], list(range(400)) * 5],
+    "metadata": [{}, {"a": "b"}, {str(k): "x" for k in range(17)}, {"a": 1}],
+    "unheard_of": [1, None],
+    "mirostat": [0, 2],
+}
+_ALWAYS: dict[str, tuple[str, ...]] = {
+    "/v1/completions": ("model", "prompt"),
+    "/v1/chat/completions": ("model", "messages"),
+    "/v1/responses": ("model", "input"),
+    "/tokenize": ("prompt",),
+    "/detokenize": ("tokens",),
+}
+_PLAIN: dict[str, Any] = {"model": "tiny", "prompt": "hello", "messages": _MESSAGES[:1], "input": "hello", "tokens": [5, 6]}
+_TYPES = [None, "application/json", "application/json; charset=utf-16", "text/plain", "multipart/form-data", "application/x+json"]
+
+_leaves = (
+    st.none()
+    | st.booleans()
+    | st.sampled_from([*_NUMBERS, *_FLOATS, *_TEXTS])
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec=None), max_size=12)
+)
+_junk = st.recursive(
+    _leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4), max_leaves=8
+)
+
+
+@st.composite
+def _fields(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    """Return a body: what the route needs, mostly well, and a few fields more."""
+    needed = _ALWAYS[path]
+    body = {name: _PLAIN[name] for name in needed if draw(st.integers(0, 19))}
+    if path.startswith("/v1"):
+        body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = draw(st.integers(1, 6))
+    for name in draw(st.lists(st.sampled_from(list(_FIELDS)), max_size=5)):
+        body[name] = draw(_junk) if draw(st.integers(0, 7)) == 0 else draw(st.sampled_from(_FIELDS[name]))
+    return body
+
+
+@st.composite
+def _spoilt(draw: st.DrawFn, path: str) -> Any:
+    """Return a body with a part somewhere in it replaced."""
+    body = json.loads(json.dumps(draw(_fields(path))))
+    holder, key = {"body": body}, "body"
+    for _ in range(draw(st.integers(0, 4))):
+        inside = holder[key]
+        places = list(inside) if isinstance(inside, dict) else list(range(len(inside))) if isinstance(inside, list) else []
+        if not places:
+            break
+        holder, key = inside, draw(st.sampled_from(places[:50]))
+    holder[key] = draw(_junk)
+    return body
+
+
+@st.composite
+def _damaged(draw: st.DrawFn, body: bytes) -> bytes:
+    """Return bytes with a few cut out, put in, doubled or changed."""
+    data = bytearray(body)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        end = min(len(data), at + draw(st.integers(0, 8)))
+        match draw(st.integers(0, 4)):
+            case 0:
+                del data[at:end]
+            case 1:
+                data[at:at] = draw(st.binary(max_size=6))
+            case 2:
+                data[at:at] = data[at:end] * draw(st.integers(1, 40))
+            case 3:
+                data[at:end] = bytes(value ^ (1 << draw(st.integers(0, 7))) for value in data[at:end])
+            case _:
+                del data[at:]
+    return bytes(data)
+
+
+@st.composite
+def shots(draw: st.DrawFn) -> Shot:
+    """Return any request."""
+    path = draw(st.sampled_from(PATHS))
+    kind = draw(st.integers(0, 9))
+    body = json.dumps(draw(_spoilt(path) if kind in (4, 5, 6) else _fields(path))).encode()
+    if kind in (7, 8):
+        body = draw(_damaged(body))
+    if kind == 9:
+        body = draw(st.binary(max_size=60) | st.integers(1, 400).map(lambda depth: b'{"prompt":' + b"[" * depth) | st.just(b""))
+    content_type = "application/json" if draw(st.integers(0, 19)) else draw(st.sampled_from(_TYPES))
+    return Shot(path, content_type, body)

@@ -1,0 +1,115 @@
+"""Clients that vanish leave nothing behind, inside the engine and out: a small storm of `python -m tests.e2e.storm`."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from engine.config import SchedulerConfig
+from engine.draft.cached import CachedDrafter
+from engine.draft.texts import TextCache
+from engine.engine import Engine
+from engine.grammars import CompiledGrammars, source_of
+from engine.inprocess import InProcessEngine
+from engine.policy import FixedExpansion
+from engine.testing import tiny_engine, tiny_pair
+from engine.tree import Expansion
+from tests.conformance.served import app_of, served
+from tests.e2e.fuzz import unrest_of
+from tests.e2e.storm import CALM, STORMY, storm
+from tests.tokenizers_for_tests import byte_level
+
+LIMITS = SchedulerConfig(max_running=4, max_waiting=8, num_slots=1024, max_model_len=256)
+_PATIENCE_S = 60.0
+
+
+@dataclass
+class Stage:
+    """A server of this process, and what can be seen of it from inside."""
+
+    url: str
+    service: InProcessEngine
+    engine: Engine
+    texts: TextCache
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers={"Authorization": f"Bearer {CALM}"})
+
+    def held(self) -> dict[str, object]:
+        """Return what is held that must be the same before and after."""
+        assert self.service._loop is not None
+        scheduler = self.engine._scheduler
+        return {
+            "tasks": len(asyncio.all_tasks(self.service._loop)),
+            "threads": {thread.name for thread in threading.enumerate()},
+            "files": len(list(Path("/proc/self/fd").iterdir())),
+            "ledger": len(self.service._ledger),
+            "slots": scheduler.pool.num_used,
+            "sequences": scheduler.num_running + scheduler.num_waiting,
+            "anteroom": self.engine._anteroom.request_ids,
+            "followed": len(self.texts._followed),
+            "unrest": unrest_of(self.get),
+        }
+
+
+@contextlib.contextmanager
+def staged(texts: TextCache | None = None) -> Iterator[Stage]:
+    """Yield a server over a tiny engine that drafts from cached text, with room for few."""
+    texts = texts or TextCache()
+    built: list[Engine] = []
+
+    def build() -> Engine:
+        target, _ = tiny_pair(vocab_size=400)
+        grammars = CompiledGrammars(source_of(byte_level(), 400, target.eos_token_ids).load)
+        drafter = CachedDrafter(400, torch.device("cpu"), texts)
+        built.append(tiny_engine(target, drafter, FixedExpansion(Expansion(2, 1, 0)), config=LIMITS, grammars=grammars))
+        return built[0]
+
+    service = InProcessEngine(build, LIMITS)
+    with served(app_of(service, api_keys=(STORMY, CALM))) as url:
+        yield Stage(url, service, built[0], texts)
+
+
+def after_a_storm(stage: Stage, num_clients: int) -> tuple[dict[str, object], dict[str, object]]:
+    """Return what is held before and after a storm, once it is the same or patience ends."""
+    asyncio.run(storm(stage.url, 8, -1, least_calm=1, spread_s=0.2))  # what is made when first needed is
+    before = _settled(stage.held, lambda held: held["unrest"] == [] and held["ledger"] == 0)
+    passed = asyncio.run(storm(stage.url, num_clients, 0, least_calm=2, spread_s=0.5))
+    assert passed.calm.problems + passed.storm.problems == []
+    assert len(passed.kinds) > 4
+    return before, _settled(stage.held, lambda held: held == before)
+
+
+def _settled(look: Callable[[], dict[str, object]], is_settled: Callable[[dict[str, object]], bool]) -> dict[str, object]:
+    end_s = time.monotonic() + _PATIENCE_S
+    while not is_settled(seen := look()) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return seen
+
+
+def test_a_storm_leaves_nothing_behind() -> None:
+    with staged() as stage:
+        before, after = after_a_storm(stage, 60)
+    assert after == before
+    assert (after["slots"], after["sequences"], after["followed"]) == (0, 0, 0)
+
+
+class RemembersTheAborted(TextCache):
+    """The mutant: the texts of requests that were aborted are kept."""
+
+    def end(self, request_id: str) -> None:
+        """Do nothing."""
+
+
+def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.e2e.test_storm._PATIENCE_S", 0.5)
+    with staged(RemembersTheAborted()) as stage:
+        before, after = after_a_storm(stage, 8)
+    assert after != before

@@ -1,0 +1,59 @@
+"""An abort that has arrived takes effect before the next step, however many requests there are. Counted in steps, not in time."""
+
+import pytest
+
+from engine.black_box import StepNote
+from engine.wire import Abort, Add, Letter, Ready, Report, Shutdown, Turn
+from engine.worker import Worker
+from tests.counting_engine import CountingEngine, counting_request
+
+NUM = 20
+
+
+class ReadsNowAndThen(Worker):
+    """The mutant: letters are read every other round."""
+
+    _round = 0
+
+    def _take_letters(self) -> bool:
+        self._round += 1
+        return self._round % 2 == 0 or super()._take_letters()
+
+
+def late_steps(kind: type[Worker]) -> int:
+    """Abort a request in each round; return in how many steps one took part whose abort had arrived before."""
+    engine = CountingEngine(NUM)
+    arrived: set[str] = set()
+    late: list[str] = []
+    rounds = iter([[Add(counting_request(str(k), 1, max_tokens=99)) for k in range(NUM)], *([Abort(str(k))] for k in range(NUM))])
+    engine.announce(lambda note: late.extend(set(request_ids_of(note)) & arrived))
+    unread: list[Letter] = []
+
+    def read(_wait_s: float) -> list[Letter]:
+        taken, unread[:] = list(unread), []
+        return taken
+
+    def arrive() -> None:
+        letters = next(rounds, [Shutdown()])
+        unread.extend(letters)
+        arrived.update(letter.request_id for letter in letters if isinstance(letter, Abort))
+
+    def say(report: Report) -> None:
+        if isinstance(report, Ready | Turn):
+            arrive()
+
+    kind(engine, read, say).serve()
+    return len(late)
+
+
+def request_ids_of(note: StepNote) -> tuple[str, ...]:
+    return note.request_ids
+
+
+def test_no_step_is_made_for_a_request_whose_abort_has_arrived() -> None:
+    assert late_steps(Worker) == 0
+
+
+def test_a_worker_that_reads_its_letters_later_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        assert late_steps(ReadsNowAndThen) == 0

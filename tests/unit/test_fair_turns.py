@@ -1,0 +1,86 @@
+"""Keys have turns one after the other; whoever is cancelled keeps nobody waiting."""
+
+import asyncio
+from collections import deque
+
+import pytest
+
+from server.fair_turns import FairTurns
+
+
+class FirstCome(FairTurns):
+    """The mutant: one queue for all."""
+
+    def turn(self, key: str):
+        return super().turn("")
+
+
+class KeepsItsTurn(FairTurns):
+    """The mutant: a key goes on until it has nothing more to do."""
+
+    def _pass_on(self):
+        first = next(iter(self._waiting), None)
+        super()._pass_on()
+        if first in self._waiting:
+            self._waiting = {first: self._waiting.pop(first), **self._waiting}
+
+
+class ForgetsTheCancelled(FairTurns):
+    """The mutant: a turn that comes while its asker is cancelled is lost."""
+
+    async def _wait(self, key: str) -> None:
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append(place)
+        await place
+
+
+async def order_of(turns: FairTurns, asked: list[str]) -> list[str]:
+    """Return the keys in the order of their turns when all ask during somebody's turn."""
+    had: list[str] = []
+
+    async def take(key: str) -> None:
+        async with turns.turn(key):
+            had.append(key)
+            await asyncio.sleep(0)
+
+    async with turns.turn("first"):
+        taking = [asyncio.create_task(take(key)) for key in asked]
+        await asyncio.sleep(0)
+        assert had == []
+    await asyncio.gather(*taking)
+    return had
+
+
+async def check_each_key_has_its_turn(kind: type[FairTurns]) -> None:
+    assert await order_of(kind(), ["a"] * 100 + ["b"] * 2 + ["c"]) == ["a", "b", "c", "a", "b", *["a"] * 98]
+
+
+async def check_the_cancelled_keep_nobody_waiting(kind: type[FairTurns]) -> None:
+    turns = kind()
+
+    async def take(key: str) -> str:
+        async with turns.turn(key):
+            return key
+
+    async with turns.turn("first"):
+        before, at_the_end, last = (asyncio.create_task(take(key)) for key in "abc")
+        await asyncio.sleep(0)
+        before.cancel()
+        await asyncio.sleep(0)
+    at_the_end.cancel()  # in the very moment in which its turn has come
+    assert await asyncio.wait_for(last, 1.0) == "c"
+    async with turns.turn("again"):
+        assert turns._waiting == {}
+
+
+@pytest.mark.parametrize("mutant", [FirstCome, KeepsItsTurn])
+async def test_each_key_has_its_turn(mutant: type[FairTurns]) -> None:
+    await check_each_key_has_its_turn(FairTurns)
+    with pytest.raises(AssertionError):
+        await check_each_key_has_its_turn(mutant)
+
+
+async def test_the_cancelled_keep_nobody_waiting() -> None:
+    await check_the_cancelled_keep_nobody_waiting(FairTurns)
+    with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
+        await check_the_cancelled_keep_nobody_waiting(ForgetsTheCancelled)
