@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.types import ErrorCode
 from server.errors import InvalidRequest, as_invalid_request
 from server.routes.strict import parsed_body
 from tests.api.harness import MODEL, chat, completion, in_process
@@ -222,3 +223,22 @@ async def test_the_openapi_document_declares_the_errors_and_no_422():
         assert {"200", "400", "401", "404", "413", "500", "503"} <= set(responses)
         assert "422" not in responses
     assert document["components"]["schemas"]["CompletionRequest"]["additionalProperties"] is False
+
+
+FATES = {
+    ErrorCode.NO_POSSIBLE_TOKEN: (400, "no_possible_token"),
+    ErrorCode.REFUSED: (400, "request_refused"),
+    ErrorCode.DISPLACED: (503, "engine_busy"),
+    ErrorCode.WORKER_CRASHED: (500, "worker_crashed"),
+    ErrorCode.LOGITS_NOT_FINITE: (500, "logits_not_finite"),
+}
+
+
+@pytest.mark.parametrize("code", list(FATES))
+async def test_the_status_tells_whose_fault_it_is_that_a_request_was_given_up(code: ErrorCode):
+    """The bug: what a request forbade itself, and would again, was the server's failure, which clients retry."""
+    status, told = FATES[code]
+    async with in_process(FakeEngine(fail_after=0, fail_code=code)) as client:
+        answer = await client.post(URL, json=completion())
+    assert _assert_error(answer, status)["code"] == told
+    assert ("retry-after" in answer.headers) == (status == 503)

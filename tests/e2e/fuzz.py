@@ -21,7 +21,7 @@ from tests.e2e.fuzz_bodies import Shot, shots
 from tests.e2e.server import RunningServer, running_server
 
 HANG_S = 60.0  # of one answer, on a machine that does much else
-MAX_ERROR_BYTES = 2048
+MAX_ERROR_CHARS = 1200  # of the message and the name of a field
 _NUM_AT_ONCE = 4
 _MAKES_UP = settings(
     phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None, derandomize=False, deadline=None
@@ -52,7 +52,8 @@ def problem_of(answer: httpx.Response) -> str | None:
         error = answer.json().get("error") if text.startswith("{") else None
         if not isinstance(error, dict) or not error.get("message"):
             return f"{answer.status_code} without an error: {text[:300]}"
-        return f"an error of {len(text)} characters" if len(answer.content) > MAX_ERROR_BYTES else None
+        num_chars = len(error["message"]) + len(error["param"] or "")
+        return f"an error of {num_chars} characters" if num_chars > MAX_ERROR_CHARS else None
     if answer.headers["content-type"].startswith("text/event-stream"):
         return _problem_of_stream(text)
     json.loads(text)

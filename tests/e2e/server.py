@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-_START_LIMIT_S = 240.0
+_START_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
