@@ -48,8 +48,7 @@ class Http(H11Protocol):
 
     client_limit_s = 60.0
 
-    @staticmethod
-    def on_cut_off(at: str) -> None:
+    def on_cut_off(self, at: str) -> None:
         """Hear of a client that was cut off, `sending` or `reading`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -103,11 +102,13 @@ class Http(H11Protocol):
         self.transport.close()
 
 
-def http_protocol(limit_s: float, on_cut_off: Callable[[str], None]) -> type[Http]:
+def http_protocol(limit_s: float, tell_cut_off: Callable[[str], None]) -> type[Http]:
     """Return the protocol of a server whose clients have `limit_s` seconds."""
 
     class LimitedHttp(Http):
         client_limit_s = limit_s
 
-    LimitedHttp.on_cut_off = staticmethod(on_cut_off)  # type: ignore[method-assign]
+        def on_cut_off(self, at: str) -> None:
+            tell_cut_off(at)
+
     return LimitedHttp

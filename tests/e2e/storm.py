@@ -56,14 +56,28 @@ class Storm:
     answers: Counter[str]
 
 
-async def _vanishing(address: tuple[str, int], draw: random.Random, spread_s: float) -> tuple[str, str]:
+@dataclass(frozen=True)
+class Plan:
+    """A storm to come: `seed` chooses what its clients do, who come within `spread_s` seconds, some with grammars.
+
+    Before it each of those that behave sends `least_calm` requests.
+    """
+
+    num_clients: int
+    seed: int = 0
+    least_calm: int = 25
+    spread_s: float = 5.0
+    has_grammars: bool = True
+
+
+async def _vanishing(address: tuple[str, int], draw: random.Random, plan: Plan) -> tuple[str, str]:
     """Connect, begin, vanish; return what was begun and the first line of the answer if one came."""
     kind, lingers, patience_s = draw.choice(KINDS), draw.random() < 0.5, draw.random() * 1.5
-    await asyncio.sleep(draw.random() * spread_s)
+    await asyncio.sleep(draw.random() * plan.spread_s)
     reader, writer = await asyncio.open_connection(*address, limit=1 << 16)
     line = b""
     try:
-        request = _request(draw, stream=kind != "whole")
+        request = _request(draw, stream=kind != "whole", has_grammar=plan.has_grammars and draw.random() < 0.1)
         cut = {"silent": 0, "half a head": draw.randint(1, 60), "half a body": len(request) - draw.randint(1, 40)}
         writer.write(request[: cut.get(kind, len(request))])
         if kind == "stream":
@@ -83,7 +97,7 @@ async def _vanishing(address: tuple[str, int], draw: random.Random, spread_s: fl
     return kind, line.decode().strip()
 
 
-def _request(draw: random.Random, stream: bool) -> bytes:
+def _request(draw: random.Random, stream: bool, has_grammar: bool) -> bytes:
     body = {
         "model": "tiny",
         "prompt": [draw.randint(3, 250) for _ in range(draw.randint(1, 100))],
@@ -94,7 +108,7 @@ def _request(draw: random.Random, stream: bool) -> bytes:
         "stream": stream,
         "user": f"u{draw.randint(0, 99)}",
     }
-    if draw.random() < 0.1:
+    if has_grammar:
         body["structured_outputs"] = {"regex": f"[a-c]{{{draw.randint(1, 60)}}}"}
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {STORMY}\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -133,14 +147,14 @@ async def weather(url: str, is_over: asyncio.Event, least: int) -> Weather:
     return lived
 
 
-async def storm(url: str, num_clients: int, number: int, least_calm: int = 25, spread_s: float = 5.0) -> Storm:
-    """Let a storm pass over a server; `number` chooses what its clients do, who come within `spread_s` seconds."""
+async def storm(url: str, plan: Plan) -> Storm:
+    """Let a storm pass over a server."""
     over, address = asyncio.Event(), (httpx.URL(url).host, httpx.URL(url).port or 80)
     over.set()
-    calm = await weather(url, over, least_calm)
+    calm = await weather(url, over, plan.least_calm)
     over.clear()
     behaving = asyncio.create_task(weather(url, over, 1))
-    vanishing = (_vanishing(address, random.Random(f"{number}/{index}"), spread_s) for index in range(num_clients))
+    vanishing = (_vanishing(address, random.Random(f"{plan.seed}/{index}"), plan) for index in range(plan.num_clients))
     seen = await asyncio.gather(*vanishing)
     over.set()
     return Storm(calm, await behaving, Counter(kind for kind, _ in seen), Counter(line for _, line in seen if line))
@@ -211,16 +225,16 @@ def main() -> None:
             "fixed",
         ]
         with running_server(folder / "log", *flags, key=CALM) as server:
-            asyncio.run(storm(server.url, 20, -1, least_calm=1))  # what is loaded when first needed is
+            asyncio.run(storm(server.url, Plan(40, seed=-1, least_calm=1)))  # what is loaded when first needed is
             before = Holdings.of(family_of(server.process.pid))
-            passed = asyncio.run(storm(server.url, arguments.clients, arguments.seed))
+            passed = asyncio.run(storm(server.url, Plan(arguments.clients, arguments.seed)))
             left = rest(server, before)
             after = Holdings.of(family_of(server.process.pid))
-            displaced = server.metric("latebranch_failed_requests_total")
+            given_up = server.metric("latebranch_failed_requests_total")
         tracebacks = (folder / "log").read_text().count("Traceback")
     print(f"calm:  {passed.calm}")  # noqa: T201
     print(f"storm: {passed.storm}")  # noqa: T201
-    print(f"{arguments.clients} clients: {dict(passed.kinds)}; saw {dict(passed.answers)}; {displaced:g} displaced")  # noqa: T201
+    print(f"{arguments.clients} clients: {dict(passed.kinds)}; saw {dict(passed.answers)}; {given_up:g} samples given up")  # noqa: T201
     memory = f"{before.resident_mib:.0f} to {after.resident_mib:.0f} MiB"
     print(f"files {after.num_files}, threads {after.num_threads}, memory {memory}")  # noqa: T201
     problems = [*passed.calm.problems, *passed.storm.problems, *left]

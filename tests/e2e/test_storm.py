@@ -23,7 +23,7 @@ from engine.testing import tiny_engine, tiny_pair
 from engine.tree import Expansion
 from tests.conformance.served import app_of, served
 from tests.e2e.fuzz import unrest_of
-from tests.e2e.storm import CALM, STORMY, storm
+from tests.e2e.storm import CALM, STORMY, Plan, storm
 from tests.tokenizers_for_tests import byte_level
 
 LIMITS = SchedulerConfig(max_running=4, max_waiting=8, num_slots=1024, max_model_len=256)
@@ -79,9 +79,11 @@ def staged(texts: TextCache | None = None) -> Iterator[Stage]:
 
 def after_a_storm(stage: Stage, num_clients: int) -> tuple[dict[str, object], dict[str, object]]:
     """Return what is held before and after a storm, once it is the same or patience ends."""
-    asyncio.run(storm(stage.url, 8, -1, least_calm=1, spread_s=0.2))  # what is made when first needed is
+    asyncio.run(
+        storm(stage.url, Plan(8, -1, least_calm=1, spread_s=0.2, has_grammars=False))
+    )  # what is made when first needed is
     before = _settled(stage.held, lambda held: held["unrest"] == [] and held["ledger"] == 0)
-    passed = asyncio.run(storm(stage.url, num_clients, 0, least_calm=2, spread_s=0.5))
+    passed = asyncio.run(storm(stage.url, Plan(num_clients, least_calm=2, spread_s=0.5, has_grammars=False)))
     assert passed.calm.problems + passed.storm.problems == []
     assert len(passed.kinds) > 4
     return before, _settled(stage.held, lambda held: held == before)

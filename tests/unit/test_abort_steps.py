@@ -1,8 +1,9 @@
 """An abort that has arrived takes effect before the next step, however many requests there are. Counted in steps, not in time."""
 
+from collections.abc import Iterator
+
 import pytest
 
-from engine.black_box import StepNote
 from engine.wire import Abort, Add, Letter, Ready, Report, Shutdown, Turn
 from engine.worker import Worker
 from tests.counting_engine import CountingEngine, counting_request
@@ -25,8 +26,9 @@ def late_steps(kind: type[Worker]) -> int:
     engine = CountingEngine(NUM)
     arrived: set[str] = set()
     late: list[str] = []
-    rounds = iter([[Add(counting_request(str(k), 1, max_tokens=99)) for k in range(NUM)], *([Abort(str(k))] for k in range(NUM))])
-    engine.announce(lambda note: late.extend(set(request_ids_of(note)) & arrived))
+    adds: list[Letter] = [Add(counting_request(str(number), 1, max_tokens=99)) for number in range(NUM)]
+    rounds: Iterator[list[Letter]] = iter([adds, *([Abort(str(number))] for number in range(NUM))])
+    engine.announce(lambda note: late.extend(note.request_ids & arrived))
     unread: list[Letter] = []
 
     def read(_wait_s: float) -> list[Letter]:
@@ -44,10 +46,6 @@ def late_steps(kind: type[Worker]) -> int:
 
     kind(engine, read, say).serve()
     return len(late)
-
-
-def request_ids_of(note: StepNote) -> tuple[str, ...]:
-    return note.request_ids
 
 
 def test_no_step_is_made_for_a_request_whose_abort_has_arrived() -> None:
