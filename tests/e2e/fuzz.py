@@ -9,23 +9,19 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.e2e.fuzz_bodies import Shot, shots
+from tests.e2e.fuzz_bodies import Shot, made_up
 from tests.e2e.server import RunningServer, running_server
 
 HANG_S = 60.0  # of one answer, on a machine that does much else
 MAX_ERROR_CHARS = 1200  # of the message and the name of a field
 _NUM_AT_ONCE = 4
-_MAKES_UP = settings(
-    phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None, derandomize=False, deadline=None
-)
 _TEXT = {"model": "tiny", "prompt": "the same as before", "temperature": 0, "max_tokens": 16}
 _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "latebranch_engine_restarts_total")
 
@@ -75,33 +71,22 @@ def _problem_of_stream(text: str) -> str | None:
 def fuzz(url: str, num_bodies: int, number: int) -> Findings:
     """Send bodies, a few at a time; return what came of them. `number` chooses which."""
     findings = Findings()
-    client = httpx.Client(base_url=url, timeout=HANG_S, limits=httpx.Limits(max_connections=_NUM_AT_ONCE))
-    waiting: list[tuple[Shot, Future[httpx.Response]]] = []
+    with httpx.Client(base_url=url, timeout=HANG_S) as client, ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
 
-    def settle(num_left: int) -> None:
-        while len(waiting) > num_left:
-            shot, future = waiting.pop(0)
+        def outcome(shot: Shot) -> tuple[int | None, str | None]:
+            headers = {} if shot.content_type is None else {"Content-Type": shot.content_type}
             try:
-                answer = future.result()
-                findings.statuses[answer.status_code] += 1
-                problem = problem_of(answer)
+                answer = client.post(shot.path, content=shot.body, headers=headers)
+                return answer.status_code, problem_of(answer)
             except (httpx.HTTPError, ValueError) as error:
-                problem = repr(error)
+                return None, repr(error)
+
+        shots = list(made_up(num_bodies, number))
+        for shot, (status, problem) in zip(shots, pool.map(outcome, shots), strict=True):
+            if status is not None:
+                findings.statuses[status] += 1
             if problem is not None:
                 findings.problems.append(f"{problem}\n  after {shot.path} {shot.content_type} {shot.body[:2000]!r}")
-
-    with client, ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
-
-        @seed(number)
-        @settings(_MAKES_UP, max_examples=num_bodies)
-        @given(shots())
-        def fire(shot: Shot) -> None:
-            headers = {} if shot.content_type is None else {"Content-Type": shot.content_type}
-            waiting.append((shot, pool.submit(client.post, shot.path, content=shot.body, headers=headers)))
-            settle(2 * _NUM_AT_ONCE)
-
-        fire()
-        settle(0)
     return findings
 
 

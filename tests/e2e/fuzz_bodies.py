@@ -1,14 +1,19 @@
-"""Bodies of requests that no client should send, and some that one might: hypothesis makes them up.
+"""Bodies of requests that no client should send, and some that one might.
 
 Of four kinds: fields with likely and unlikely values; a plausible body with parts replaced by junk; the bytes of either, damaged;
 any bytes at all. Knows the fields of the API, not what the server makes of them.
 """
 
 import json
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import strategies as st
+from server.schemas.chat import ChatRequest
+from server.schemas.completion import CompletionRequest
+from server.schemas.responses import ResponsesRequest
+from server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 
@@ -162,79 +167,104 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
 }
+_MODELS = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+_KNOWN = {path: [name for name in _FIELDS if name in model.model_fields] for path, model in zip(PATHS, _MODELS, strict=True)}
 _PLAIN: dict[str, Any] = {"model": "tiny", "prompt": "hello", "messages": _MESSAGES[:1], "input": "hello", "tokens": [5, 6]}
 _TYPES = [None, "application/json", "application/json; charset=utf-16", "text/plain", "multipart/form-data", "application/x+json"]
 
-_leaves = (
-    st.none()
-    | st.booleans()
-    | st.sampled_from([*_NUMBERS, *_FLOATS, *_TEXTS])
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(codec=None), max_size=12)
-)
-_junk = st.recursive(
-    _leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4), max_leaves=8
-)
+_ALPHABET = 'ab01"\\{}[]:,\x00\n \u00e9\u65e5\ud83d\ude00\ud800\u202e'
 
 
-@st.composite
-def _fields(draw: st.DrawFn, path: str) -> dict[str, Any]:
-    """Return a body: what the route needs, mostly well, and a few fields more."""
-    needed = _ALWAYS[path]
-    body = {name: _PLAIN[name] for name in needed if draw(st.integers(0, 19))}
-    if path.startswith("/v1"):
-        body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = draw(st.integers(1, 6))
-    for name in draw(st.lists(st.sampled_from(list(_FIELDS)), max_size=5)):
-        body[name] = draw(_junk) if draw(st.integers(0, 7)) == 0 else draw(st.sampled_from(_FIELDS[name]))
-    return body
+class Maker:
+    """Makes requests up, the same for the same number."""
 
+    def __init__(self, number: str) -> None:
+        self._draw = random.Random(number)
 
-@st.composite
-def _spoilt(draw: st.DrawFn, path: str) -> Any:
-    """Return a body with a part somewhere in it replaced."""
-    body = json.loads(json.dumps(draw(_fields(path))))
-    holder, key = {"body": body}, "body"
-    for _ in range(draw(st.integers(0, 4))):
-        inside = holder[key]
-        places = list(inside) if isinstance(inside, dict) else list(range(len(inside))) if isinstance(inside, list) else []
-        if not places:
-            break
-        holder, key = inside, draw(st.sampled_from(places[:50]))
-    holder[key] = draw(_junk)
-    return body
+    def shot(self) -> Shot:
+        """Return any request."""
+        draw = self._draw
+        path = draw.choice((*PATHS[:3], *PATHS))
+        kind = draw.randrange(10)
+        body = json.dumps(self._spoilt(path) if kind in (4, 5, 6) else self._fields(path)).encode()
+        if kind in (7, 8):
+            body = self._damaged(body)
+        if kind == 9:
+            body = draw.choice(
+                [b"", draw.randbytes(draw.randrange(60)), b'{"prompt":' + b"[" * draw.randrange(1, 400), b"null", b"[]"]
+            )
+        return Shot(path, "application/json" if draw.randrange(20) else draw.choice(_TYPES), body)
 
+    def _fields(self, path: str) -> dict[str, Any]:
+        """Return a body: what the route needs, mostly well, and a few fields more."""
+        draw = self._draw
+        body = {name: _PLAIN[name] for name in _ALWAYS[path] if draw.randrange(20)}
+        if path.startswith("/v1"):
+            body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = draw.randint(1, 6)
+        known = _KNOWN[path] if draw.randrange(6) else list(_FIELDS)
+        for name in draw.sample(known, min(len(known), draw.choice([0, 0, 1, 1, 2, 3, 5]))):
+            body[name] = self._junk(0) if draw.randrange(8) == 0 else draw.choice(_FIELDS[name])
+        return body
 
-@st.composite
-def _damaged(draw: st.DrawFn, body: bytes) -> bytes:
-    """Return bytes with a few cut out, put in, doubled or changed."""
-    data = bytearray(body)
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, len(data)))
-        end = min(len(data), at + draw(st.integers(0, 8)))
-        match draw(st.integers(0, 4)):
+    def _junk(self, depth: int) -> Any:
+        """Return any JSON value."""
+        draw = self._draw
+        match draw.randrange(9 if depth < 3 else 7):
             case 0:
-                del data[at:end]
+                return draw.choice([None, True, False])
             case 1:
-                data[at:at] = draw(st.binary(max_size=6))
+                return draw.choice(_NUMBERS)
             case 2:
-                data[at:at] = data[at:end] * draw(st.integers(1, 40))
+                return draw.choice(_FLOATS)
             case 3:
-                data[at:end] = bytes(value ^ (1 << draw(st.integers(0, 7))) for value in data[at:end])
+                return draw.choice(_TEXTS)
+            case 4:
+                return draw.randint(-(2**70), 2**70)
+            case 5:
+                return draw.uniform(-1e3, 1e3)
+            case 6:
+                return "".join(draw.choices(_ALPHABET, k=draw.randrange(12)))
+            case 7:
+                return [self._junk(depth + 1) for _ in range(draw.randrange(4))]
             case _:
-                del data[at:]
-    return bytes(data)
+                return {
+                    "".join(draw.choices(_ALPHABET, k=draw.randrange(5))): self._junk(depth + 1) for _ in range(draw.randrange(4))
+                }
+
+    def _spoilt(self, path: str) -> Any:
+        """Return a body with a part somewhere in it replaced."""
+        draw = self._draw
+        holder: Any = {"body": json.loads(json.dumps(self._fields(path)))}
+        whole, key = holder, "body"
+        for _ in range(draw.randint(1, 5)):
+            inside = holder[key]
+            places = list(inside) if isinstance(inside, dict) else list(range(len(inside))) if isinstance(inside, list) else []
+            if not places:
+                break
+            holder, key = inside, draw.choice(places)
+        holder[key] = self._junk(0)
+        return whole["body"]
+
+    def _damaged(self, body: bytes) -> bytes:
+        """Return bytes with a few cut out, put in, doubled or changed."""
+        draw, data = self._draw, bytearray(body)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randint(0, len(data))
+            end = min(len(data), at + draw.randint(0, 8))
+            match draw.randrange(5):
+                case 0:
+                    del data[at:end]
+                case 1:
+                    data[at:at] = draw.randbytes(draw.randrange(6))
+                case 2:
+                    data[at:at] = data[at:end] * draw.randint(1, 40)
+                case 3:
+                    data[at:end] = bytes(value ^ (1 << draw.randrange(8)) for value in data[at:end])
+                case _:
+                    del data[at:]
+        return bytes(data)
 
 
-@st.composite
-def shots(draw: st.DrawFn) -> Shot:
-    """Return any request."""
-    path = draw(st.sampled_from(PATHS))
-    kind = draw(st.integers(0, 9))
-    body = json.dumps(draw(_spoilt(path) if kind in (4, 5, 6) else _fields(path))).encode()
-    if kind in (7, 8):
-        body = draw(_damaged(body))
-    if kind == 9:
-        body = draw(st.binary(max_size=60) | st.integers(1, 400).map(lambda depth: b'{"prompt":' + b"[" * depth) | st.just(b""))
-    content_type = "application/json" if draw(st.integers(0, 19)) else draw(st.sampled_from(_TYPES))
-    return Shot(path, content_type, body)
+def made_up(num: int, number: int) -> Iterator[Shot]:
+    """Yield so many requests; `number` chooses which."""
+    return (Maker(f"{number}/{index}").shot() for index in range(num))

@@ -5,7 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -77,16 +77,21 @@ def staged(texts: TextCache | None = None) -> Iterator[Stage]:
         yield Stage(url, service, built[0], texts)
 
 
-def after_a_storm(stage: Stage, num_clients: int) -> tuple[dict[str, object], dict[str, object]]:
-    """Return what is held before and after a storm, once it is the same or patience ends."""
-    asyncio.run(
-        storm(stage.url, Plan(8, -1, least_calm=1, spread_s=0.2, has_grammars=False))
-    )  # what is made when first needed is
+def leak_of(stage: Stage, num_clients: int) -> dict[str, object]:
+    """Return what is held more than before, or otherwise, once a storm has passed and nothing changes or patience ends."""
+    few = Plan(8, -1, least_calm=1, spread_s=0.2, has_grammars=False)
+    asyncio.run(storm(stage.url, few))  # what is made when first needed is
     before = _settled(stage.held, lambda held: held["unrest"] == [] and held["ledger"] == 0)
-    passed = asyncio.run(storm(stage.url, Plan(num_clients, least_calm=2, spread_s=0.5, has_grammars=False)))
+    passed = asyncio.run(storm(stage.url, replace(few, num_clients=num_clients, seed=0, spread_s=0.5)))
     assert passed.calm.problems + passed.storm.problems == []
-    assert len(passed.kinds) > 4
-    return before, _settled(stage.held, lambda held: held == before)
+    after = _settled(stage.held, lambda held: not _more(before, held))
+    return _more(before, after)
+
+
+def _more(before: dict[str, object], after: dict[str, object]) -> dict[str, object]:
+    """Return what differs; sockets that were still closing before may be gone."""
+    gone = after["files"] < before["files"]  # type: ignore[operator]
+    return {name: value for name, value in after.items() if value != before[name] and not (name == "files" and gone)}
 
 
 def _settled(look: Callable[[], dict[str, object]], is_settled: Callable[[dict[str, object]], bool]) -> dict[str, object]:
@@ -98,13 +103,12 @@ def _settled(look: Callable[[], dict[str, object]], is_settled: Callable[[dict[s
 
 def test_a_storm_leaves_nothing_behind() -> None:
     with staged() as stage:
-        before, after = after_a_storm(stage, 60)
-    assert after == before
-    assert (after["slots"], after["sequences"], after["followed"]) == (0, 0, 0)
+        assert leak_of(stage, 60) == {}
+        assert stage.engine._scheduler.pool.num_used == 0
 
 
 class RemembersTheAborted(TextCache):
-    """The mutant: the texts of requests that were aborted are kept."""
+    """The mutant: the texts of requests that have ended are kept."""
 
     def end(self, request_id: str) -> None:
         """Do nothing."""
@@ -113,5 +117,4 @@ class RemembersTheAborted(TextCache):
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.e2e.test_storm._PATIENCE_S", 0.5)
     with staged(RemembersTheAborted()) as stage:
-        before, after = after_a_storm(stage, 8)
-    assert after != before
+        assert list(leak_of(stage, 8)) == ["followed"]
