@@ -156,7 +156,7 @@ def _streets(addresses: Addresses) -> "Iterator[tuple[zmq.Socket[bytes], zmq.Soc
 
 
 def _read_letters(inbox: "zmq.Socket[bytes]", wait_s: float) -> list[Letter]:
-    letters = []
+    letters: list[Letter] = []
     inbox.poll(int(wait_s * 1000))
     while len(letters) < MOST_LETTERS and inbox.poll(0):
         letters.append(decoded_letter(inbox.recv()))

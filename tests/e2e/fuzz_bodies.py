@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
 from server.schemas.responses import ResponsesRequest
@@ -167,7 +169,10 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
 }
-_MODELS = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+_MODELS: tuple[type[BaseModel], ...] = (
+    *(CompletionRequest, ChatRequest, ResponsesRequest),
+    *(TokenizeRequest, DetokenizeRequest),
+)
 _KNOWN = {path: [name for name in _FIELDS if name in model.model_fields] for path, model in zip(PATHS, _MODELS, strict=True)}
 _PLAIN: dict[str, Any] = {"model": "tiny", "prompt": "hello", "messages": _MESSAGES[:1], "input": "hello", "tokens": [5, 6]}
 _TYPES = [None, "application/json", "application/json; charset=utf-16", "text/plain", "multipart/form-data", "application/x+json"]
@@ -234,8 +239,9 @@ class Maker:
     def _spoilt(self, path: str) -> Any:
         """Return a body with a part somewhere in it replaced."""
         draw = self._draw
-        holder: Any = {"body": json.loads(json.dumps(self._fields(path)))}
-        whole, key = holder, "body"
+        whole = {"body": json.loads(json.dumps(self._fields(path)))}
+        holder: Any = whole
+        key: Any = "body"
         for _ in range(draw.randint(1, 5)):
             inside = holder[key]
             places = list(inside) if isinstance(inside, dict) else list(range(len(inside))) if isinstance(inside, list) else []

@@ -1,7 +1,5 @@
 """An abort that has arrived takes effect before the next step, however many requests there are. Counted in steps, not in time."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from engine.wire import Abort, Add, Letter, Ready, Report, Shutdown, Turn
@@ -27,7 +25,8 @@ def late_steps(kind: type[Worker]) -> int:
     arrived: set[str] = set()
     late: list[str] = []
     adds: list[Letter] = [Add(counting_request(str(number), 1, max_tokens=99)) for number in range(NUM)]
-    rounds: Iterator[list[Letter]] = iter([adds, *([Abort(str(number))] for number in range(NUM))])
+    aborts: list[list[Letter]] = [[Abort(str(number))] for number in range(NUM)]
+    rounds = iter([adds, *aborts])
     engine.announce(lambda note: late.extend(note.request_ids & arrived))
     unread: list[Letter] = []
 

@@ -20,7 +20,9 @@ def sequence(name: int, priority: int = 0) -> Sequence:
 @given(_ACTIONS)
 def test_the_order_is_that_of_a_sorted_list(actions):
     """Against a list that is sorted anew after every action."""
-    queue, model, taken = WaitingQueue(), [], []
+    queue = WaitingQueue()
+    model: list[tuple[tuple[int, int, int], Sequence]] = []
+    taken: list[Sequence] = []
     for number, (action, value) in enumerate(actions):
         if action == "push":
             one = sequence(number, value)
@@ -33,10 +35,10 @@ def test_the_order_is_that_of_a_sorted_list(actions):
         elif action == "remove" and model:
             place, one = model.pop(value % len(model))
             queue.remove(one)
-        elif action == "take" and (one := queue.first) is not None:
-            queue.remove(one)
+        elif action == "take" and (first := queue.first) is not None:
+            queue.remove(first)
             model.remove(min(model, key=lambda entry: entry[0]))
-            taken.append(one)
+            taken.append(first)
         model.sort(key=lambda entry: entry[0])
         assert list(queue) == [one for _, one in model]
         assert queue.first is (model[0][1] if model else None)
