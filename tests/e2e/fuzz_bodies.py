@@ -206,9 +206,11 @@ class Maker:
         body = {name: _PLAIN[name] for name in _ALWAYS[path] if draw.randrange(20)}
         if path.startswith("/v1"):
             body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = draw.randint(1, 6)
+            body["stream"] = draw.randrange(4) == 0
         known = _KNOWN[path] if draw.randrange(6) else list(_FIELDS)
         for name in draw.sample(known, min(len(known), draw.choice([0, 0, 1, 1, 2, 3, 5]))):
-            body[name] = self._junk(0) if draw.randrange(8) == 0 else draw.choice(_FIELDS[name])
+            values = _FIELDS[name] if draw.randrange(2) else _FIELDS[name][:3]  # likely ones come first
+            body[name] = draw.choice(values) if draw.randrange(10) else self._junk(0)
         return body
 
     def _junk(self, depth: int) -> Any:
