@@ -39,11 +39,11 @@ def target_module() -> PreTrainedModel:
     return tiny_module(vocab_size=VOCAB_SIZE)
 
 
-def real_engine() -> InProcessEngine:
+def real_engine(limits: SchedulerConfig = LIMITS) -> InProcessEngine:
     """Return an engine, not started, whose model drafts for its target by trees of two paths."""
     grammars = CompiledGrammars(source_of(byte_level(), VOCAB_SIZE, _pair()[0].eos_token_ids).load)
     policy = FixedExpansion(Expansion(1, 2, 2))
-    return InProcessEngine(lambda: tiny_engine(*_pair(), policy, config=LIMITS, grammars=grammars), LIMITS)
+    return InProcessEngine(lambda: tiny_engine(*_pair(), policy, config=limits, grammars=grammars), limits)
 
 
 def app_of(engine: EngineService, tokenizer: Tokenizer | None = None, **settings: object) -> FastAPI:

@@ -6,16 +6,18 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from engine.config import SchedulerConfig
 from tests.conformance.served import app_of, real_engine, served
 from tests.e2e.fuzz import fuzz, problem_of, text_of, unrest_of
 from tests.fake_engine import FakeEngine, says
 
 NUM_BODIES = 250
+SHORT = SchedulerConfig(num_slots=2048, max_model_len=128)  # a body that asks for all there is gets it soon
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with served(app_of(real_engine())) as address:
+    with served(app_of(real_engine(SHORT))) as address:
         yield address
 
 
