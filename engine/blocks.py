@@ -4,7 +4,7 @@ Pages have size one: a sequence's table maps logical positions to slots, so keep
 integers and no key or value ever moves (docs/architecture.md). Knows who may use a slot; does not know what is in it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class OutOfSlots(RuntimeError):
@@ -22,6 +22,11 @@ class SlotPool:
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._is_used = bytearray(num_slots)
+        self._listeners: list[Callable[[Sequence[int]], None]] = []
+
+    def tell_of_freed(self, listener: Callable[[Sequence[int]], None]) -> None:
+        """Tell `listener` of slots that are freed, from now on."""
+        self._listeners.append(listener)
 
     @property
     def num_free(self) -> int:
@@ -52,6 +57,8 @@ class SlotPool:
                 raise IntegrityError(f"slot {slot} is freed twice")
             self._is_used[slot] = 0
         self._free.extend(reversed(slots))
+        for tell in self._listeners:
+            tell(slots)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise IntegrityError unless the tables own each used slot exactly once and nothing else."""

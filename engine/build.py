@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
+from engine.canary import SlotCanary
 from engine.config import EngineConfig
 from engine.draft.cached import CachedDrafter, FollowsTexts
 from engine.draft.combined import CombinedDrafter
@@ -67,7 +68,8 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     device = device_of(config)
     models = {} if models is None else models
     model = _load(config.model, config.dtype, device, models)
-    target = Target(model, config.scheduler.num_slots)
+    canary = SlotCanary() if config.kv_canary else None
+    target = Target(model, config.scheduler.num_slots, canary)
     config, own_drafter = _drafter_or_stand_in(config, target, models)
     drafter, roots = _with_texts(own_drafter, config, model), RootReader(model, own_drafter)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
@@ -90,6 +92,8 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     info = replace(info, policy=policy.name)
     grammars = CompiledGrammars(vocabulary_loader(resolve(config.model).folder, info.vocab_size, info.eos_token_ids))
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
+    if canary is not None:
+        engine.watch_slots(canary)
     if config.trace_file is not None:
         engine.trace_to(_file_tracer(Path(config.trace_file), info))
     if info.rounds_by_width:
@@ -234,7 +238,8 @@ def _head_drafter(path: Path, target: Target, dtype: str) -> HeadDrafter:
     try:
         head, _ = DraftHead.load(path)
         linears = fastest_linears(target.model.device)
-        drafter = HeadDrafter("head", head, target.model, target.cache.num_slots, linears, getattr(torch, dtype))
+        cache = target.cache
+        drafter = HeadDrafter("head", head, target.model, cache.num_slots, linears, getattr(torch, dtype), cache.canary)
     except (OSError, SafetensorError) as error:
         raise BadConfiguration(f"the draft head {path} cannot be read: {error}") from error
     except ValueError as error:
@@ -253,7 +258,7 @@ def _model_drafter(reference: str, config: EngineConfig, target: Target, models:
         draft = _load(reference, config.dtype, target.model.device, models)
     num_rows = target.model.vocab_size
     model = draft if draft.vocab_size == num_rows else RepaddedModel(draft, num_rows)
-    cache = KVCache(config.scheduler.num_slots, draft.device)
+    cache = KVCache(config.scheduler.num_slots, draft.device, target.cache.canary)
     return ModelDrafter(f"model {reference}", model, cache, Feeding.OWN_CACHE)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.anteroom import Anteroom
 from engine.black_box import StepNote, note_of
+from engine.canary import SlotCanary
 from engine.config import SchedulerConfig
 from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, RequestFollower
@@ -30,6 +31,7 @@ from engine.refusal import refused, require_runnable
 from engine.roots import Ending, RootReader
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
+from engine.slot_texts import NoWatch, SlotTexts, StepWatch
 from engine.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
 from engine.target import Target
 from engine.tracer import NoTracer, Tracer, traced_rows, with_traces
@@ -77,6 +79,7 @@ class Engine:
         self._judge = Judge(self.grammars)
         self._tracer: Tracer = NoTracer()
         self._announce: Callable[[StepNote], None] = _tell_nobody
+        self._watch: StepWatch = NoWatch()
         self._calibrations = Calibrations()
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
         self._ended: list[TokenEvent] = []  # between steps
@@ -150,6 +153,7 @@ class Engine:
         plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up)
         watch.lap("plan")
         self._announce(note_of(plan, self._anteroom.request_ids))
+        self._watch.check(plan)
         # 2. A tree for each decoding row.
         growth = self._grow(plan)
         watch.lap("draft")
@@ -157,6 +161,7 @@ class Engine:
         scored = scored_by(plan, growth.forest.trees)
         places = [place for one in scored for place in one.places]
         logits_NV = self._target.forward(plan, growth.forest.trees, places)
+        self._watch.note(plan, growth.forest.trees)
         logits_NV, logits_SV = logits_NV[: growth.forest.num_nodes], logits_NV[growth.forest.num_nodes :]
         prompts = scores_of(scored, logits_SV)
         watch.lap("verify")
@@ -191,6 +196,13 @@ class Engine:
     def announce(self, listener: Callable[[StepNote], None]) -> None:
         """Have `listener` told of each step from now on, before it runs."""
         self._announce = listener
+
+    def watch_slots(self, canary: SlotCanary) -> None:
+        """Check every slot that is read from now on, by the canary of the caches too; valid before the first request."""
+        texts = self._watch = SlotTexts(self._scheduler.pool.num_slots)
+        for listener in (canary.on_free, texts.on_free):
+            self._scheduler.pool.tell_of_freed(listener)
+        canary.begin()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if slots, tables and sequences contradict each other. Valid between steps."""

@@ -7,15 +7,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from engine.canary import Canary, NoCanary
+
 
 class KVCache:
     """Pools [S, H, K] of keys and values for each layer, made when a layer first writes (its shape is known then).
 
-    Owns the tensors. Which slot belongs to whom is the scheduler's business.
+    Owns the tensors. Which slot belongs to whom is the scheduler's business; whoever doubts it has a canary watch.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, canary: Canary | None = None) -> None:
         self.num_slots = num_slots
+        self.canary = canary or NoCanary()
         self._device = device
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -44,9 +47,12 @@ class KVCache:
         """Return the keys and the values at the slots."""
         flat = slots_BL.reshape(-1)
         keys, values = self._keys[layer].index_select(0, flat), self._values[layer].index_select(0, flat)
+        self.canary.check(f"keys of layer {layer}", flat, keys)
         rows, length = slots_BL.shape
         return keys.view(rows, length, *keys.shape[1:]), values.view(rows, length, *values.shape[1:])
 
     def _pool(self, example: Tensor) -> Tensor:
         # Not zeroed: every slot is written before it is gathered, and zeroing would touch gigabytes that may never be used.
-        return torch.empty((self.num_slots, *example.shape[1:]), dtype=example.dtype, device=self._device)
+        pool = torch.empty((self.num_slots, *example.shape[1:]), dtype=example.dtype, device=self._device)
+        self.canary.watch(pool)
+        return pool

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from engine.canary import Canary
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
 from engine.packing import Segment, pack
@@ -30,9 +31,9 @@ class PassObserver(Protocol):
 class Target:
     """The model whose law is served. Owns its cache's contents; slots are the scheduler's."""
 
-    def __init__(self, model: CausalModel, num_slots: int) -> None:
+    def __init__(self, model: CausalModel, num_slots: int, canary: Canary | None = None) -> None:
         self.model = model
-        self.cache = KVCache(num_slots, model.device)
+        self.cache = KVCache(num_slots, model.device, canary)
         self._observers: list[PassObserver] = []
 
     def report_to(self, observer: PassObserver) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from engine.canary import SlotCanary
 from engine.config import SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.draft.model import ModelDrafter
@@ -119,12 +120,14 @@ def tiny_engine(
     verifier: str = "traversal",
     config: SchedulerConfig | None = None,
     grammars: CompiledGrammars | None = None,
+    has_canary: bool = False,
 ) -> Engine:
     """Return an engine over given models; a model as drafter gets a cache of its own."""
+    canary = SlotCanary() if has_canary else None
     config = config or SchedulerConfig(num_slots=2048, max_model_len=256)
     drafter: Drafter | None
     if isinstance(draft, CausalModel):
-        drafter = ModelDrafter("tiny", draft, KVCache(config.num_slots, draft.device), Feeding.OWN_CACHE)
+        drafter = ModelDrafter("tiny", draft, KVCache(config.num_slots, draft.device, canary), Feeding.OWN_CACHE)
     else:
         drafter = draft
     policy = policy or FixedExpansion(Expansion(2, 2, 2))
@@ -140,4 +143,7 @@ def tiny_engine(
         verifier=verifier,
         policy=policy.name,
     )
-    return Engine(info, config, Target(target, config.num_slots), drafter, policy, grammars=grammars)
+    engine = Engine(info, config, Target(target, config.num_slots, canary), drafter, policy, grammars=grammars)
+    if canary is not None:
+        engine.watch_slots(canary)
+    return engine

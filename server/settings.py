@@ -224,6 +224,12 @@ class Settings(BaseSettings):
     num_slots: int = Field(default=32768, ge=1, description="Tokens the key-value cache holds.")
     max_model_len: int = Field(default=8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
 
+    kv_canary: bool = Field(
+        default=False,
+        description="Check every cache slot that is read to be the reader's own, and end a worker that reads another "
+        "(docs/faults.md); slower.",
+    )
+
     audit_share: float = Field(
         default=0.0,
         ge=0,
@@ -301,8 +307,8 @@ class Settings(BaseSettings):
         return self.model_name or self.model
 
     def to_tool_config(self) -> EngineConfig:
-        """Return the engine's part for a tool: the server's trace is not its to write, and no audit runs beside it."""
-        return replace(self.to_engine_config(), trace_file=None, audit_share=0.0)
+        """Return the engine's part for a tool: the server's trace is not its to write; no audit and no canary."""
+        return replace(self.to_engine_config(), trace_file=None, audit_share=0.0, kv_canary=False)
 
     def _selector(self, drafter: str) -> str | None:
         """Return the network's file, None for counting."""
@@ -345,6 +351,7 @@ class Settings(BaseSettings):
             audit_share=self.audit_share,
             audit_tokens=self.audit_tokens,
             trace_file=self.trace_file,
+            kv_canary=self.kv_canary,
             scheduler=SchedulerConfig(
                 max_running=self.max_running,
                 max_waiting=self.max_waiting,

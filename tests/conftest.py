@@ -31,6 +31,7 @@ settings.load_profile("latebranch")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden-tokens", type=int, default=24, help="tokens compared with transformers.generate for each prompt")
     parser.addoption("--conformance-examples", type=int, default=12, help="requests made up for a property of tests/conformance")
+    parser.addoption("--engine-examples", type=int, default=6, help="random lives of an engine (tests/model/engine_machine.py)")
     parser.addoption("--seeded-prompts", type=int, default=3, help="prompts whose seeded texts are compared on real weights")
 
 

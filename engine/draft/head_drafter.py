@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.attention import AttentionContext, cached_attention
+from engine.canary import Canary, NoCanary
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.head import DraftHead, HeadShape
 from engine.draft.lean_head import LeanHead
@@ -37,9 +38,11 @@ from engine.transfer import integers
 class FeaturePool:
     """A feature, or what stands in for it, for each slot. `before_all` names the row of zeros that position 0 reads."""
 
-    def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device, canary: Canary) -> None:
         self.before_all = num_slots
+        self._canary = canary
         self._pool_SW = torch.empty(num_slots + 1, width, dtype=dtype, device=device)
+        canary.watch(self._pool_SW[: self.before_all])
         self._pool_SW[self.before_all] = 0.0
 
     def write(self, slots_T: Int[Tensor, " T"], features_TW: Float[Tensor, "T W"]) -> None:
@@ -48,7 +51,9 @@ class FeaturePool:
 
     def at(self, slots_T: Int[Tensor, " T"]) -> Float[Tensor, "T W"]:
         """Return what the slots hold."""
-        return self._pool_SW.index_select(0, slots_T)
+        features_TW = self._pool_SW.index_select(0, slots_T)
+        self._canary.check("features", slots_T, features_TW)
+        return features_TW
 
 
 class HeadDrafter:
@@ -68,6 +73,7 @@ class HeadDrafter:
         num_slots: int,
         linears: str = "plain",
         dtype: torch.dtype | None = None,
+        canary: Canary | None = None,
     ) -> None:
         _require_fit(head.shape, head.vocab_M, target)
         self.name = name
@@ -77,8 +83,9 @@ class HeadDrafter:
         rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
         dtype = dtype or target.module.dtype
         self._head = LeanHead(head, rows_MD, dtype, self._device, linears)
-        self._cache = KVCache(num_slots, self._device)
-        self._pool = FeaturePool(num_slots, head.shape.width, dtype, self._device)
+        canary = canary or NoCanary()
+        self._cache = KVCache(num_slots, self._device, canary)
+        self._pool = FeaturePool(num_slots, head.shape.width, dtype, self._device, canary)
         self._tap = StateTap(target, head.shape.feature_layers)
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:

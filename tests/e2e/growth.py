@@ -1,0 +1,58 @@
+"""What a server holds while it works, and how much of that grows: memory, open files, threads, processes, series of metrics."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+_WORKER = "latebranch-work"  # as the kernel knows it
+_WARM_UP = 0.25  # of the samples: caches fill, pools are made
+MOST_KIB, MOST_COUNT = 6 * 1024.0, 1.5  # of fitted growth: what an allocator keeps, a connection more or less
+
+Sample = Mapping[str, float]
+
+
+def sample(server_pid: int, url: str) -> Sample:
+    """Return what the server and the processes below it hold now; memory in KiB."""
+    held: dict[str, float] = {"processes": 0}
+    for pid in _family(server_pid):
+        role = "front end" if pid == server_pid else "worker" if _name_of(pid) == _WORKER else "helpers"
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        own = {
+            "memory": float(status["VmRSS"].split()[0]),
+            "files": float(len(list(Path(f"/proc/{pid}/fd").iterdir()))),
+            "threads": float(status["Threads"]),
+        }
+        held["processes"] += 1
+        for what, amount in own.items():
+            held[f"{what} of {role}"] = held.get(f"{what} of {role}", 0.0) + amount
+    metrics = httpx.get(f"{url}/metrics", timeout=600).text.splitlines()
+    held["series of metrics"] = sum(not line.startswith("#") for line in metrics)
+    return held
+
+
+def _name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            yield from _family(int(child))
+
+
+def growths(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return by how much each quantity has grown since the warm-up, by the straight line that fits it best."""
+    watched = samples[int(_WARM_UP * len(samples)) :]
+    last = len(watched) - 1
+    names = dict.fromkeys(name for one in watched for name in one)
+    series = {name: [one.get(name, 0.0) for one in watched] for name in names}
+    return {name: statistics.linear_regression(range(last + 1), values).slope * last for name, values in series.items()}
+
+
+def leaks(samples: Sequence[Sample]) -> list[str]:
+    """Return what has grown by more than it may, a line each."""
+    limits = {name: MOST_KIB if name.startswith("memory") else MOST_COUNT for one in samples for name in one}
+    return [f"{name} grew by {grown:.1f}" for name, grown in growths(samples).items() if grown > limits[name]]

@@ -1,0 +1,47 @@
+"""An engine through random lives: sound books after each step, no foreign slot, exact accounts, the texts of plain decoding."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from engine.scheduler import Scheduler
+from engine.types import Progress
+from tests.model.engine_machine import EngineMachine
+
+
+def run(machine: type[EngineMachine], max_examples: int, *phases: Phase) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=max_examples, stateful_step_count=12, phases=phases))
+
+
+def test_engine(pytestconfig):
+    run(EngineMachine, int(pytestconfig.getoption("--engine-examples")), Phase.generate)
+
+
+class ForgetsATold(EngineMachine):
+    """The mutant: the last token told is forgotten with the engine that told it."""
+
+    def resumed(self, life):
+        return replace(super().resumed(life), progress=Progress(tuple(life.token_ids[:-1])))
+
+
+def test_a_token_told_twice_is_noticed():
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        run(ForgetsATold, 30, Phase.generate)
+
+
+_PREEMPT = Scheduler._preempt
+
+
+def keeps_its_slots(scheduler, sequence):
+    """The mutant: who is preempted believes that the drafter still has its text."""
+    draft_len = sequence.draft_len
+    _PREEMPT(scheduler, sequence)
+    sequence.draft_len = draft_len
+
+
+def test_a_preemption_that_keeps_something_is_noticed(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_preempt", keeps_its_slots)
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        run(EngineMachine, 60, Phase.generate)
