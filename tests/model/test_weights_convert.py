@@ -73,9 +73,13 @@ def test_text_is_split_as_the_vocabulary_was_trained(tmp_path, monkeypatch, arch
     assert convert.load_tokenizer(tmp_path / "tiny.gguf").tokenize(text) != pieces
 
 
-def test_a_gguf_file_is_a_reference_and_converted_once(tmp_path):
+def test_a_gguf_file_is_a_reference_and_converted_once(tmp_path, capfd):
     write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", is_tied=True), "llama", "smollm")
-    first = resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False)
+    capfd.readouterr()
+    first = resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache")
+    told = capfd.readouterr().err
+    assert "converting tiny.gguf\n" in told
+    assert "\r" not in told, "bars of libraries in a log"
     assert (first.name, first.gguf) == ("tiny", tmp_path / "tiny.gguf")
     assert json.loads((first.folder / "config.json").read_text())["model_type"] == "llama"
     (first.folder / "mark").touch()
