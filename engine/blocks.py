@@ -5,6 +5,23 @@ integers and no key or value ever moves (docs/architecture.md). Knows who may us
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+BlockKey = tuple[int | str | None, tuple[int, ...]]  # the parent's serial, or the salt of a text's first block, and the tokens
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Neighbouring committed tokens of a text, and the slots where the target has cached them. The prefix cache's.
+
+    `serial` is never another block's. `is_drafted`: the drafter has cached all of them too.
+    """
+
+    serial: int
+    key: BlockKey
+    slots: tuple[int, ...]
+    num_users: int
+    is_drafted: bool = False
 
 
 class OutOfSlots(RuntimeError):

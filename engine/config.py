@@ -4,12 +4,15 @@ from dataclasses import dataclass
 
 from engine.tree import Expansion
 
+BLOCK_TOKENS = 16  # of a cached prefix
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of the scheduler. Tokens are counted in packed rows of one target forward, slots in cached tokens.
 
     `max_waiting_tokens` are those of the prompts that wait; one that waits alone may have more.
+    Requests of one salt share what they have cached of the same text, in blocks of `prefix_block_tokens`; 0: nobody shares.
     """
 
     max_running: int = 32
@@ -18,6 +21,7 @@ class SchedulerConfig:
     max_step_tokens: int = 512
     num_slots: int = 32768
     max_model_len: int = 8192
+    prefix_block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
         if min(self.max_running, self.max_waiting, self.max_waiting_tokens, self.num_slots, self.max_model_len) < 1:

@@ -237,7 +237,7 @@ class Engine:
             if row.is_decoding:
                 continue
             if row.request_id in broken:
-                self._scheduler.remove(row.request_id)
+                self._scheduler.fail(row.request_id)
                 self._let_go(row.request_id)
                 self._ended.append(_failure(row, NOT_FINITE))
             else:
@@ -249,7 +249,7 @@ class Engine:
         for index, (row, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
             emission = None
             if isinstance(verdict, Unjudged):
-                self._scheduler.remove(row.request_id)
+                self._scheduler.fail(row.request_id)
             else:
                 emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
             if emission is None or emission.finish is not None:
@@ -275,6 +275,7 @@ class Engine:
             finish=emission.finish,
             stop_token_id=emission.new_ids[-1] if emission.finish is FinishReason.STOP else None,
             queued_s=emission.queued_s,
+            num_cached_tokens=emission.num_cached,
             expansion=row.expansion,
             num_draft_tokens=outcome.tree.num_nodes - 1,
             num_accepted_tokens=emission.num_accepted,

@@ -55,12 +55,12 @@ class TeacherForcing:
     @property
     def num_used_slots(self) -> int:
         """Slots in use, all of them the text's."""
-        return self._scheduler.pool.num_used
+        return self._scheduler.num_used_slots
 
     def start(self, text: KnownText) -> None:
         """Give the text a place; the scheduler must be empty."""
         sampling = SamplingParams(max_tokens=len(text.token_ids))
-        self._scheduler.add(Sequence(Request(_ID, text.prompt_ids, sampling), 0, _ANY_TREE))
+        self._scheduler.add(Sequence(Request(_ID, text.prompt_ids, sampling, cache_salt=None), 0, _ANY_TREE))
         self._text = text
 
     def stop(self) -> None:

@@ -89,11 +89,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The rows of one step, oldest sequence first, and how many sequences lost their slots to make room."""
+    """The rows of one step, oldest sequence first, and how many sequences lost their slots to make room.
+
+    Of the `num_sought` prompt tokens of sequences that came to run, and others' since, `num_found` were cached already.
+    """
 
     step: int
     rows: tuple[Row, ...]
     num_preempted: int = 0
+    num_sought: int = 0
+    num_found: int = 0
 
     @property
     def decoding(self) -> tuple[Row, ...]:

@@ -5,16 +5,18 @@ starts it anew later (its text does not change: randomness is keyed by position)
 """
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from engine.blocks import IntegrityError, SlotPool
+from engine.blocks import BlockKey, IntegrityError, SlotPool
 from engine.budget import Share, Wish, share_out
 from engine.config import SchedulerConfig
 from engine.fair_queue import FairQueue
 from engine.pairs import fitted
 from engine.plan import Feeding, Row, StepPlan
 from engine.policy import SequenceView
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.tree import PLAIN, Expansion, TokenTree
 from engine.types import FinishReason
@@ -44,13 +46,16 @@ class Emission:
     num_accepted: int
     finish: FinishReason | None
     queued_s: float | None = None  # on a sequence's first tokens
+    num_cached: int = 0  # prompt tokens found cached; on a sequence's first tokens
 
 
 class Scheduler:
-    """Owns every Sequence and the slot pool."""
+    """Owns every Sequence, the slot pool and the prefix cache."""
 
     def __init__(self, config: SchedulerConfig, feeding: Feeding) -> None:
         self.pool = SlotPool(config.num_slots)
+        self._prefixes = PrefixCache(config.prefix_block_tokens)
+        self._num_sought = self._num_found = 0  # prompt tokens, since the last plan
         self._config = config
         self._feeding = feeding
         self._waiting = FairQueue()
@@ -73,6 +78,16 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_free(self) -> int:
+        """Slots that can be had, those of blocks that nobody uses among them."""
+        return self.pool.num_free + self._prefixes.num_unused_slots
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots that sequences hold."""
+        return self.pool.num_used - self._prefixes.num_unused_slots
+
+    @property
     def running_ids(self) -> list[str]:
         """The requests that take part in each step, oldest first."""
         return [sequence.request_id for sequence in self._running]
@@ -87,6 +102,8 @@ class Scheduler:
         if sequence.request_id in self._by_id:
             raise ValueError(f"request id {sequence.request_id!r} is in use")
         self._by_id[sequence.request_id] = sequence
+        if not self._config.prefix_block_tokens:
+            sequence.salt = None
         self._waiting.push(sequence)
 
     def remove(self, request_id: str) -> bool:
@@ -96,22 +113,60 @@ class Scheduler:
             return False
         if not self._waiting.remove(sequence):
             self._running.remove(sequence)
-        self.pool.free(sequence.forget_caches())
+        self._release(sequence)
         return True
 
+    def fail(self, request_id: str) -> None:
+        """End a sequence whose logits are none, and trust nothing that was cached for it."""
+        self._prefixes.forget(self._by_id[request_id])
+        self.remove(request_id)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Let go of all that is cached for a sequence."""
+        self._prefixes.release(sequence)
+        self.pool.free(sequence.own_slots)
+        sequence.forget_caches()
+
     def admit(self) -> None:
-        """Let waiting sequences run in their turn while there is room for what they must be fed."""
-        promised = sum(sequence.num_uncached for sequence in self._running)
+        """Let waiting sequences run in their turn while there is room for what they must be fed; nobody is fed what is cached."""
+        for running in self._running:
+            self._adopt(running)
+        promised = sum(running.num_uncached for running in self._running)
         while len(self._running) < self._config.max_running and (sequence := self._waiting.first) is not None:
-            if self._running and promised + sequence.num_uncached > self.pool.num_free:
+            if self._running and promised >= self.num_free:
                 return
+            self._prefixes.adopt(sequence)
             promised += sequence.num_uncached
+            if self._running and promised > self.num_free:
+                self._release(sequence)
+                return
+            if sequence.queued_s is None and sequence.reads_prefixes:
+                self._num_sought += len(sequence.request.prompt_ids)
             sequence.leave_queue()
+            self._adopt(sequence)
             self._running.append(self._waiting.pop())
+
+    def _adopt(self, sequence: Sequence) -> None:
+        """Let a running sequence go on from what is cached of its text."""
+        self._prefixes.adopt(sequence)
+        self._num_found += sequence.count_found()
+
+    def _stepping(self) -> Iterator[Sequence]:
+        """Yield the running sequences, oldest first, that step: nobody is fed a block that an older one is being fed.
+
+        So requests with one prompt that come together have it computed once.
+        """
+        under_way: set[BlockKey] = set()
+        for sequence in self._running:
+            key = self._prefixes.wanted(sequence)
+            if key is None or key not in under_way or sequence.own_slots:
+                yield sequence
+            if key is not None:
+                under_way.add(key)
 
     def views(self) -> list[SequenceView]:
         """Return what a policy may see of the running sequences, oldest first."""
-        return [sequence.view() for sequence in self._running]
+        return [sequence.view() for sequence in self._stepping()]
 
     def plan(self, wanted: SequenceOf[Expansion], most_tokens: int | None = None, keeps_up: bool = True) -> StepPlan:
         """Turn wishes (one expansion for each of `views`) into rows that fit the step's tokens and the slots, oldest first.
@@ -119,7 +174,7 @@ class Scheduler:
         `most_tokens` makes the step smaller than the configuration does. `keeps_up` feeds drafters that plain rows leave behind.
         """
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
-        sequences = list(self._running)
+        sequences = list(self._stepping())
         wishes = [self._wish(sequence, expansion) for sequence, expansion in zip(sequences, wanted, strict=True)]
         claims = [Wish(_num_fed(one), self._num_claimed(one, wish)) for one, wish in zip(sequences, wishes, strict=True)]
         shares = share_out(claims, max_tokens)
@@ -136,7 +191,8 @@ class Scheduler:
                 draft_ids = self._draft_feed(sequence, share.num_certain, wish, expansion, most_behind)
                 rows.append(self._row(sequence, share.num_certain, expansion, draft_ids[:draft_feed]))
                 draft_feed -= len(rows[-1].draft_ids)
-        return StepPlan(self._step, tuple(rows), num_preempted)
+        num_sought, num_found, self._num_sought, self._num_found = self._num_sought, self._num_found, 0, 0
+        return StepPlan(self._step, tuple(rows), num_preempted, num_sought, num_found)
 
     def _wish(self, sequence: Sequence, expansion: Expansion) -> Expansion:
         """Return what is wanted for a sequence: its own request's tree before the policy's, one its verifier is exact on.
@@ -164,13 +220,13 @@ class Scheduler:
         if share.num_certain < sequence.num_uncached or is_behind:
             return PLAIN
         num_younger = len(self._running) - self._running.index(sequence) - 1
-        num_spare = self.pool.num_free - share.num_certain - num_younger
+        num_spare = self.num_free - share.num_certain - num_younger
         return wish.limited(wish.max_depth, max(0, min(share.max_draft_tokens, num_spare)))
 
     def _make_room(self, sequence: Sequence, num_slots: int) -> int:
         """Preempt the youngest until so many slots are free, at last the sequence itself; return how many were preempted."""
         num_preempted = 0
-        while num_slots > self.pool.num_free and sequence in self._running:
+        while num_slots > self.num_free and sequence in self._running:
             self._preempt(self._running[-1])
             num_preempted += 1
         return num_preempted
@@ -178,7 +234,7 @@ class Scheduler:
     def _row(self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_ids: list[int]) -> Row:
         """Give the sequence its slots and return its row."""
         context_len = sequence.target_len
-        sequence.slots.extend(self.pool.allocate(num_certain + expansion.num_draft_tokens))
+        sequence.slots.extend(self._allocated(num_certain + expansion.num_draft_tokens))
         end = context_len + num_certain
         return Row(
             request_id=sequence.request_id,
@@ -197,6 +253,12 @@ class Scheduler:
             num_prompt_tokens=len(sequence.request.prompt_ids),
             is_traced=self.traces_all or sequence.request.speculation.is_traced,
         )
+
+    def _allocated(self, count: int) -> list[int]:
+        """Return free slots, those of blocks that nobody uses if there are too few others."""
+        while self.pool.num_free < count and self._prefixes.num_unused_slots:
+            self.pool.free(self._prefixes.evict())
+        return self.pool.allocate(count)
 
     def _most_behind(self, sequences: SequenceOf[Sequence], wishes: SequenceOf[Expansion]) -> int:
         """Return the tokens that the drafter may be behind a plain row in this step.
@@ -230,7 +292,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         _logger.info("request %s preempted at %d tokens", sequence.request_id, sequence.num_tokens)
         self._running.remove(sequence)
-        self.pool.free(sequence.forget_caches())
+        self._release(sequence)
         self._waiting.push_back(sequence)
 
     def commit_chunk(self, row: Row) -> None:
@@ -238,6 +300,7 @@ class Scheduler:
         sequence = self._by_id[row.request_id]
         self._keep(sequence, row.end, [])
         sequence.draft_len = row.end if self._feeding is Feeding.TARGET_CACHE else row.draft_len + len(row.draft_ids)
+        self._prefixes.publish(sequence)
 
     def commit(self, row: Row, result: RowResult) -> Emission:
         """Append the accepted path and the extra token, keep the path's slots, free the others; finish if it ends here.
@@ -248,18 +311,20 @@ class Scheduler:
             table after   [ context | certain .. root  n2 n4 ]           n1 and n3 are freed
         """
         sequence = self._by_id[row.request_id]
+        is_first = sequence.num_generated == 0
         drafted = [result.tree.token_ids[node] for node in result.path[1:]]
-        queued_s = sequence.queued_s if sequence.num_generated == 0 else None
         new_ids, finish = sequence.accept([*drafted, result.extra_id])
         num_accepted = min(len(drafted), len(new_ids))
         sequence.token_ids.extend(new_ids)
         self._waiting.charge(sequence, len(new_ids))
+        path = result.path[: num_accepted + 1]  # an end may cut it
+        self._keep(sequence, row.root_position, [row.slots[row.root_position + node] for node in path])
+        sequence.draft_len = self._draft_len_after(row, result)
+        self._prefixes.publish(sequence)
         if finish is not None:
             self.remove(row.request_id)
-            return Emission(row, tuple(new_ids), num_accepted, finish, queued_s)
-        self._keep(sequence, row.root_position, [row.slots[row.root_position + node] for node in result.path])
-        sequence.draft_len = self._draft_len_after(row, result)
-        return Emission(row, tuple(new_ids), num_accepted, None, queued_s)
+        queued_s, num_cached = (sequence.queued_s, sequence.num_found) if is_first else (None, 0)
+        return Emission(row, tuple(new_ids), num_accepted, finish, queued_s, num_cached)
 
     def _draft_len_after(self, row: Row, result: RowResult) -> int:
         """Return how far the drafter keeps what it cached: what came of stand-ins for the target's features is fed anew."""
@@ -281,7 +346,8 @@ class Scheduler:
         """Raise IntegrityError unless sequences, tables and the pool agree. Valid between steps."""
         if len(self._by_id) != len(self._waiting) + len(self._running):
             raise IntegrityError("a sequence is neither waiting nor running, or both")
-        self.pool.check(sequence.slots for sequence in self._by_id.values())
+        blocks = self._prefixes.check(self._by_id.values())
+        self.pool.check([blocks, *(sequence.own_slots for sequence in self._by_id.values())])
         for sequence in self._by_id.values():
             if not sequence.draft_len <= sequence.target_len < sequence.num_tokens:
                 lengths = f"{sequence.draft_len} <= {sequence.target_len} < {sequence.num_tokens}"

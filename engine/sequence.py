@@ -5,6 +5,7 @@ Knows integers only. The scheduler owns every Sequence; others see SequenceView 
 
 import time
 
+from engine.blocks import Block
 from engine.policy import SequenceView
 from engine.types import FinishReason, Request
 
@@ -17,6 +18,7 @@ class Sequence:
         token_ids  [ prompt ............ | generated ....... root ]      len == num_tokens
         slots      [ cached by the target ........ ]                     len == target_len <= num_tokens - 1
         draft_len  [ cached by the drafter .. ]                          draft_len <= target_len
+        blocks     [ shared ..... ]                                      num_shared <= target_len
 
     The root, the last token, is never cached between steps: the next step feeds it.
     """
@@ -27,7 +29,11 @@ class Sequence:
         self.verifier = verifier
         self.token_ids: list[int] = [*request.prompt_ids, *request.progress.token_ids]
         self.slots: list[int] = []
+        self.blocks: list[Block] = []  # whose slots the first ones are; the prefix cache's
+        self.num_marked = 0  # blocks that are known to be drafted
+        self.salt = request.cache_salt
         self.draft_len = 0
+        self.num_found = 0  # prompt tokens that were found cached and not fed
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
         self._num_counted_prompt = _num_told_of(request)
@@ -56,6 +62,21 @@ class Sequence:
     def target_len(self) -> int:
         """Tokens whose keys and values the target has cached."""
         return len(self.slots)
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens in blocks, which others may share."""
+        return len(self.blocks) * len(self.blocks[0].slots) if self.blocks else 0
+
+    @property
+    def own_slots(self) -> list[int]:
+        """The slots that are the sequence's alone."""
+        return self.slots[self.num_shared :]
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether it may go on from what others have cached: not if it is asked what the target says of its own prompt."""
+        return self.salt is not None and self.request.sampling.num_prompt_logprobs is None
 
     @property
     def num_uncached(self) -> int:
@@ -91,6 +112,12 @@ class Sequence:
         self._num_counted_prompt += fresh
         return fresh
 
+    def count_found(self) -> int:
+        """Return how many prompt tokens have been found cached since this was last asked; none of them is ever fed first."""
+        fresh = self.count_prompt(self.target_len)
+        self.num_found += fresh
+        return fresh
+
     def accept(self, new_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Return how much of `new_ids` belongs to the output, and why the output ends there if it does."""
         sampling = self.request.sampling
@@ -101,10 +128,9 @@ class Sequence:
                 return new_ids[:count], FinishReason.LENGTH
         return new_ids, None
 
-    def forget_caches(self) -> list[int]:
-        """Return all slots to the caller and remember nothing cached: the sequence is fed anew when it is next run."""
-        slots, self.slots, self.draft_len = self.slots, [], 0
-        return slots
+    def forget_caches(self) -> None:
+        """Remember nothing cached: the sequence is fed anew when it is next run."""
+        self.slots, self.blocks, self.num_marked, self.draft_len = [], [], 0, 0
 
 
 def _num_told_of(request: Request) -> int:

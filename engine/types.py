@@ -128,8 +128,9 @@ class Request:
 
     `prediction_ids` are what the client expects to come; they are drafted from and change no law. What a `tenant` was told may be
     drafted from in its later requests and in nobody else's; the empty one shares nothing. Its name up to the first slash is that
-    of a `group`, an API key's. Groups take turns where requests wait, and a request of `priority` p waits as if it had come p
-    requests of its group later, or earlier if p is below 0. `progress` is empty unless the request is resumed.
+    of a `group`, an API key's. Requests of the same `cache_salt` share what is cached of the same text; one that has None shares
+    nothing. Groups take turns where requests wait, and a request of `priority` p waits as if it had come p requests of its group
+    later, or earlier if p is below 0. `progress` is empty unless the request is resumed.
     """
 
     request_id: str
@@ -138,6 +139,7 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     prediction_ids: tuple[int, ...] = ()
     tenant: str = ""
+    cache_salt: str | None = ""
     priority: int = 0
     progress: Progress = field(default_factory=Progress)
 
@@ -170,7 +172,8 @@ class TokenEvent:
     one and is not text (`stop_token_id` says which ended it). `logprobs` has an entry for each token or is empty.
     Exactly one event of a request carries `finish`; with `FinishReason.ERROR` it carries `error` and `error_code` too.
     `prompt_logprobs` go on through the prompt from its second token; all have come by the first token. `queued_s`, on a request's
-    first tokens, is how long it waited before its first step. The last fields say how the tokens came:
+    first tokens, is how long it waited before its first step, `num_cached_tokens` beside it how many prompt tokens were found
+    cached and not fed. The last fields say how the tokens came:
     `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the returned tokens, its first ones, were drafted. Of the
     nodes `num_predicted_tokens` had a token that the request's prediction foretold there; `predicted_places` are those of the
     returned tokens that came so. `trace` has all of it, for a request that is traced.
@@ -184,6 +187,7 @@ class TokenEvent:
     error: str | None = None
     error_code: ErrorCode | None = None
     queued_s: float | None = None
+    num_cached_tokens: int = 0
     expansion: Expansion | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -218,6 +222,8 @@ STAGES = ("draft", "verify", "judge", "policy", "host")  # of a step; StepStats 
 class StepStats:
     """Numbers of one engine step; counts are this step's own, gauges the state after it.
 
+    `num_prompt_tokens` were fed for the first time; of `num_prefix_queries` prompt tokens that were looked for among the cached
+    `num_prefix_hits` were found, and not fed.
     Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` laws and verification, `policy_s` choosing
     expansions and learning from them, `host_s` the rest. `policy_reason` says why they were chosen; a policy that expects
     something says so before the step: `predicted_s` its seconds, `predicted_speedup` its tokens a second over plain decoding's.
@@ -234,6 +240,8 @@ class StepStats:
     num_used_slots: int
     num_slots: int
     num_prompt_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
     num_generated_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0

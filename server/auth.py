@@ -63,5 +63,11 @@ def tenant_of(request: Request, user: str | None) -> str:
     return f"{hashlib.sha256(digest).hexdigest()[:16]}/{named.hexdigest()[:32]}"
 
 
+def cache_salt_of(tenant: str, salt: str | None, is_for_all: bool) -> str:
+    """Return what requests that may share cached prefixes have in common: the key, unless all share, and the client's salt."""
+    key = "" if is_for_all else tenant.partition("/")[0]
+    return f"{key}/{_digest(salt).hex()}" if salt else key
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

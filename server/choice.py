@@ -114,6 +114,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.num_cached_tokens = 0  # of its prompt, known with the first token
         self._sum_logprobs = 0.0  # of the tokens counted, as far as the engine tells them
         self.finish: FinishReason | None = None
         self.acceptance = AcceptanceCounts()
@@ -143,6 +144,7 @@ class Choice:
     def take(self, event: TokenEvent) -> Piece:
         """Add an event's tokens up to the one that completes a stop string, or the last call; return what they add."""
         num_before = self.num_tokens
+        self.num_cached_tokens += event.num_cached_tokens
         text = self._echoed(event) + "".join(self._text_of(event, at) for at in range(len(event.token_ids)))
         if event.finish is not None and not self.is_cut:
             text += self._close()

@@ -32,7 +32,7 @@ _LAW_CHANGING: Mapping[str, tuple[object, ...]] = {
     **{"use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,), "logits_processors": ([],)},
     **{"spaces_between_special_tokens": (True,), "prompt_embeds": (), "logprob_token_ids": (), "kv_transfer_params": ()},
     **{"guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": ()},
-    **{"structural_tag": (), "vllm_xargs": ({},), "repetition_detection": (), "cache_salt": (), "thinking_token_budget": ()},
+    **{"structural_tag": (), "vllm_xargs": ({},), "repetition_detection": (), "thinking_token_budget": ()},
     **{"mm_processor_kwargs": ({},), "documents": ([],), "reasoning_budget": (-1,), "lora_request": ()},
     # SGLang
     **{"regex": (), "ebnf": (), "json_schema": (), "stop_regex": ([],), "no_stop_trim": (False,), "lora_path": ()},

@@ -69,6 +69,15 @@ class Generation:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that nobody computed for this request: of each prompt what its least lucky choice found cached."""
+        found: dict[tuple[int, ...], int] = {}
+        for sample in self._samples:
+            prompt = sample.request.prompt_ids
+            found[prompt] = min(found.get(prompt, len(prompt)), sample.choice.num_cached_tokens)
+        return sum(found.values())
+
+    @property
     def acceptance(self) -> AcceptanceCounts:
         """What became of the drafts, all choices together."""
         total = AcceptanceCounts()

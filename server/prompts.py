@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from engine.keys import derived_seed
 from engine.types import ModelInfo, Request, SamplingParams, Speculation, group_of
+from server.auth import cache_salt_of
 from server.choice import Choice
 from server.encoding import PromptIds, encoded_chat, encoded_text, encoded_words, longest_text, require_served
 from server.errors import ContextTooLong, InvalidRequest
@@ -107,7 +108,14 @@ async def _submitted(
     samples = [
         Sample(
             Request(
-                f"{group}-{index}", ids, _of_choice(sampling, index), speculation, prediction_ids, tenant, body.priority or 0
+                request_id=f"{group}-{index}",
+                prompt_ids=ids,
+                sampling=_of_choice(sampling, index),
+                speculation=speculation,
+                prediction_ids=prediction_ids,
+                tenant=tenant,
+                cache_salt=cache_salt_of(tenant, body.cache_salt, runtime.settings.prefix_cache == "all"),
+                priority=body.priority or 0,
             ),
             _choice(runtime.codec, model, body, use, index, ids),
             meter.sample(len(ids)),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import BLOCK_TOKENS, EngineConfig, SchedulerConfig
 from engine.draft.context_tree import MAX_CONTEXT
 from engine.pairs import VerifierName, require_exact
 from engine.tree import parse_expansion
@@ -223,6 +223,11 @@ class Settings(BaseSettings):
     max_step_tokens: int = Field(default=512, ge=1, description="Packed tokens of one target forward; at least max_running.")
     num_slots: int = Field(default=32768, ge=1, description="Tokens the key-value cache holds.")
     max_model_len: int = Field(default=8192, ge=1, description="Longest sequence in tokens, prompt and answer together.")
+    prefix_cache: Literal["off", "key", "all"] = Field(
+        default="key",
+        description="Whose requests go on from what is cached of the same text: one API key's (of one cache_salt), all, or "
+        "none; how fast an answer begins tells what others asked.",
+    )
 
     kv_canary: bool = Field(
         default=False,
@@ -307,8 +312,13 @@ class Settings(BaseSettings):
         return self.model_name or self.model
 
     def to_tool_config(self) -> EngineConfig:
-        """Return the engine's part for a tool: the server's trace is not its to write; no audit and no canary."""
-        return replace(self.to_engine_config(), trace_file=None, audit_share=0.0, kv_canary=False)
+        """Return the engine's part for a tool: the server's trace is not its to write, no audit, no canary.
+
+        Nor are prompts that it repeats fed for nothing.
+        """
+        config = self.to_engine_config()
+        scheduler = replace(config.scheduler, prefix_block_tokens=0)
+        return replace(config, trace_file=None, audit_share=0.0, kv_canary=False, scheduler=scheduler)
 
     def _selector(self, drafter: str) -> str | None:
         """Return the network's file, None for counting."""
@@ -359,6 +369,7 @@ class Settings(BaseSettings):
                 max_step_tokens=self.max_step_tokens,
                 num_slots=self.num_slots,
                 max_model_len=self.max_model_len,
+                prefix_block_tokens=0 if self.prefix_cache == "off" else BLOCK_TOKENS,
             ),
         )
 

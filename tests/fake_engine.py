@@ -43,6 +43,7 @@ class FakeEngine:
     fail_code: ErrorCode = ErrorCode.WORKER_CRASHED
     gate: asyncio.Event | None = None
     num_free_events: int = 1
+    num_cached_tokens: int = 0
     start_gate: asyncio.Event | None = None
     start_error: str | None = None
     state: EngineState = EngineState.STOPPED
@@ -149,6 +150,7 @@ class FakeEngine:
             now, ids = ids[: (size := next(sizes))], ids[size:]
             events.append(_event(request, tuple(now), len(events)))
         events = events or [TokenEvent(request.request_id)]
+        events[0] = replace(events[0], num_cached_tokens=self.num_cached_tokens)
         if (num_top := request.sampling.num_prompt_logprobs) is not None:
             scores = tuple(_logprobs(token_id, num_top) for token_id in request.prompt_ids[1:])
             half = len(scores) // 2  # as of a prompt that is fed in two chunks

@@ -75,13 +75,13 @@ def stop_reason_of(piece: Piece) -> dict[str, Any]:
 
 
 def usage_of(generation: Generation) -> Usage:
-    """Return the token counts. No prompt token is reported as cached: the engine does not tell."""
+    """Return the token counts."""
     num_prompt, num_completion, counts = generation.num_prompt_tokens, generation.num_completion_tokens, generation.acceptance
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_completion,
         total_tokens=num_prompt + num_completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=generation.num_cached_tokens),
         completion_tokens_details=CompletionTokensDetails(
             accepted_prediction_tokens=counts.num_accepted_predicted,
             rejected_prediction_tokens=counts.num_predicted - counts.num_accepted_predicted,

@@ -34,6 +34,8 @@ class StepMetrics:
         cache_usage = families.gauge("vllm:kv_cache_usage_perc", "Share of the cache's slots in use; 1 is full.")
         cache_usage.set_function(lambda: self._load(lambda last: last.num_used_slots / max(1, last.num_slots)))
         self._prompt_tokens = families.counter("vllm:prompt_tokens", "Prompt tokens processed.")
+        self._prefix_queries = families.counter("vllm:prefix_cache_queries", "Prompt tokens looked for among the cached.")
+        self._prefix_hits = families.counter("vllm:prefix_cache_hits", "Prompt tokens found cached, and not fed.")
         self._generation_tokens = families.counter("vllm:generation_tokens", "Tokens generated.")
         self._preemptions = families.counter("vllm:num_preemptions", "Sequences that lost their cache slots and were put back.")
         self._iteration_tokens = families.histogram(
@@ -103,6 +105,8 @@ class StepMetrics:
         if stats.audit is not None and stats.audit.is_pass:
             return  # a pass of the audit is no step of any request
         self._prompt_tokens.inc(stats.num_prompt_tokens)
+        self._prefix_queries.inc(stats.num_prefix_queries)
+        self._prefix_hits.inc(stats.num_prefix_hits)
         self._generation_tokens.inc(stats.num_generated_tokens)
         self._preemptions.inc(stats.num_preemptions)
         self._iteration_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)

@@ -20,6 +20,7 @@ MAX_ALLOWED_TOKENS = 4096
 MAX_BAD_WORDS = 256
 MAX_PARTS = 256
 MAX_PRIORITY = 1000
+MAX_SALT_CHARS = 1024
 REQUEST_ID = r"[A-Za-z0-9._:-]{1,128}"  # what may name a request: nothing that breaks a line of a log or a header
 
 
@@ -79,6 +80,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 BiasKey = Annotated[str, AfterValidator(_token_id_in_decimal)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SALT_CHARS)]
 BadWord = Annotated[str, StringConstraints(pattern=r"\S", max_length=256)]
 
 
@@ -147,6 +149,9 @@ class GenerationRequest(Strict):
         None, description="Changes no text: what one user of a key is told is drafted from for that user alone."
     )
 
+    cache_salt: CacheSalt | None = Field(
+        None, description="Changes no text: cached prefixes are shared with requests of the same salt alone."
+    )
     priority: int | None = Field(
         None,
         ge=-MAX_PRIORITY,

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server.schemas.answer import Metrics
 from server.schemas.chat import ChatRequest
-from server.schemas.common import MAX_PARTS
+from server.schemas.common import MAX_PARTS, CacheSalt
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.speculative import SpeculativeOptions
 from server.schemas.strict import MAX_INTEGER, Neutral, Strict, misfit
@@ -49,6 +49,7 @@ class ResponsesRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
     user: str | None = None
+    cache_salt: CacheSalt | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
     speculative: SpeculativeOptions | None = None
     timeout_s: float | None = Field(None, gt=0, description="Seconds after which the request ends with an error, done or not.")
@@ -80,7 +81,7 @@ class ResponsesRequest(Strict):
         text = self.input
         told = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         spoken = [{"role": "user", "content": text}] if isinstance(text, str) else [one.to_message() for one in text]
-        same = ("model", "temperature", "top_p", "stream", "user", "speculative", "timeout_s")
+        same = ("model", "temperature", "top_p", "stream", "user", "cache_salt", "speculative", "timeout_s")
         fields = {name: getattr(self, name) for name in same}
         fields["stream_options"] = {"include_usage": True} if self.stream else None  # the last event has it
         return ChatRequest.model_validate(

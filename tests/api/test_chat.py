@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.api.harness import chat, data_of, in_process
+from tests.api.harness import MODEL, chat, data_of, in_process
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_fallback, byte_level
 
@@ -30,6 +30,15 @@ async def test_an_answer_has_the_openai_shape():
     assert answer["choices"] == [{"index": 0, "message": message, **rest}]
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert _prompt(engine) == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
+
+
+async def test_usage_tells_what_of_the_prompt_was_cached():
+    """A prompt counts once, however many choices it has."""
+    async with in_process(_engine(num_cached_tokens=16)) as client:
+        usages = [(await client.post(URL, json=chat(n=n))).json()["usage"] for n in (1, 3)]
+        response = (await client.post("/v1/responses", json={"model": MODEL, "input": "hello"})).json()
+    assert [usage["prompt_tokens_details"] for usage in usages] == [{"cached_tokens": 16}] * 2
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 16
 
 
 async def test_an_answer_may_take_the_room_that_is_left():

@@ -120,5 +120,30 @@ async def test_a_tenant_is_one_user_of_one_key_and_tells_neither():
     assert all(len(tenant) == 16 + 1 + 32 for tenant in (first, other, user, others_user))
 
 
+async def salts(share: str, requests: list[tuple[str, Fields]]) -> list[str | None]:
+    """Return the cache salts of requests by (key, fields)."""
+    engine = FakeEngine()
+    async with in_process(engine, api_keys=("a", "b"), prefix_cache=share) as client:
+        for key, fields in requests:
+            await post(client, chat(**fields), authorization=f"Bearer {key}")
+    return [request.cache_salt for request in engine.requests]
+
+
+async def test_prefixes_are_shared_within_a_key_and_a_salt_or_by_all_of_one_salt():
+    asked: list[tuple[str, Fields]] = [
+        ("a", {}),
+        ("a", {"user": "x"}),
+        ("b", {}),
+        ("a", {"cache_salt": "s"}),
+        ("b", {"cache_salt": "s"}),
+    ]
+    first, user, other, salted, others_salted = await salts("key", asked)
+    assert first == user
+    assert len({first, other, salted, others_salted}) == 4
+    first, user, other, salted, others_salted = await salts("all", asked)
+    assert first == user == other
+    assert salted == others_salted != first
+
+
 async def test_without_keys_nobody_shares_anything():
     assert await tenants((), [("a", {}), ("b", {"user": "x"})]) == ["", ""]

@@ -1,6 +1,7 @@
 """Random work for a scheduler: submit, step, abort, preempt; caches are simulated.
 
-A slot's content is the whole text up to its token, so a wrongly kept slot or a lying length is seen.
+A slot's content is the whole text up to its token and the salt of whoever wrote it, so a wrongly kept or shared slot and a lying
+length are seen.
 """
 
 import random
@@ -24,17 +25,17 @@ STOP = 2
 
 @dataclass
 class SimulatedCache:
-    """What a model would have cached: for each slot the text that ends in its token."""
+    """What a model would have cached: for each slot the salt and the text that ends in its token."""
 
-    texts: dict[int, Text] = field(default_factory=dict)
+    texts: dict[int, tuple[str, Text]] = field(default_factory=dict)
 
-    def write(self, slots, start: int, text: Text, end: int) -> None:
+    def write(self, slots, start: int, text: Text, end: int, salt: str) -> None:
         for position in range(start, end):
-            self.texts[slots[position]] = text[: position + 1]
+            self.texts[slots[position]] = salt, text[: position + 1]
 
-    def check(self, slots, length: int, text: Text) -> None:
+    def check(self, slots, length: int, text: Text, salt: str) -> None:
         for position in range(length):
-            assert self.texts[slots[position]] == text[: position + 1], f"position {position} of {length}"
+            assert self.texts[slots[position]] == (salt, text[: position + 1]), f"position {position} of {length}"
 
 
 def random_tree(rng: random.Random, root_id: int, expansion: Expansion) -> TokenTree:
@@ -70,15 +71,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_step_tokens=st.integers(4, 20),
         max_running=st.integers(1, 4),
         feeding=st.sampled_from(Feeding),
+        block_tokens=st.sampled_from([0, 1, 2, 2, 3]),
     )
-    def start(self, num_slots, max_step_tokens, max_running, feeding):
-        config = SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens, num_slots=num_slots)
+    def start(self, num_slots, max_step_tokens, max_running, feeding, block_tokens):
+        config = SchedulerConfig(
+            max_running=max_running, max_step_tokens=max_step_tokens, num_slots=num_slots, prefix_block_tokens=block_tokens
+        )
         self.config, self.feeding = config, feeding
         self.scheduler = self.scheduler_class(config, feeding)
         self.target, self.draft = SimulatedCache(), SimulatedCache()
         self.alive: dict[str, Request] = {}
         self.ended: dict[str, FinishReason] = {}
         self.begun: set[str] = set()
+        self.scored: dict[str, int] = {}
         self.count = 0
         self.is_mid_step = False
 
@@ -88,12 +93,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_enabled=st.integers(0, 4),
         wish=st.none() | expansions(),
         priority=st.sampled_from([0, 0, 0, -2, 3]),
+        num_common=st.sampled_from([0, 3, 6, 9, 12]),
+        salt=st.sampled_from(["", "", "", "other", None]),
+        is_scored=st.sampled_from([False, False, False, True]),
     )
-    def submit(self, num_prompt, max_tokens, is_enabled, wish, priority):
+    def submit(self, num_prompt, max_tokens, is_enabled, wish, priority, num_common, salt, is_scored):
         max_tokens = min(max_tokens, self.config.num_slots - num_prompt)
-        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,))
-        prompt = tuple(100 * self.count + 20 + position for position in range(num_prompt))
-        request = Request(str(self.count), prompt, sampling, Speculation(is_enabled > 0, wish), priority=priority)
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,), num_prompt_logprobs=0 if is_scored else None)
+        own = 100 * self.count + 20
+        # few different tokens: blocks of the same tokens stand in different places
+        prompt = tuple(12 + place % 3 if place < num_common else own + place for place in range(num_prompt))
+        speculation = Speculation(is_enabled > 0, wish)
+        request = Request(str(self.count), prompt, sampling, speculation, cache_salt=salt, priority=priority)
         self.scheduler.add(Sequence(request, self.count, "traversal"))
         with pytest.raises(ValueError, match="in use"):
             self.scheduler.add(Sequence(request, 0, "traversal"))
@@ -117,6 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, rng: random.Random, wanted: list[Expansion]) -> None:
         self.is_mid_step = True
         self.scheduler.admit()
+        self.check_admission()
         views = self.scheduler.views()
         plan = self.scheduler.plan(wanted[: len(views)])
         self.check_plan(plan, [view.request_id for view in views])
@@ -127,16 +139,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan, running: list[str]) -> None:
         assert sum(len(row.certain_ids) + row.expansion.num_draft_tokens for row in plan.rows) <= self.config.max_step_tokens
         assert sum(len(row.draft_ids) for row in plan.rows) <= self.config.max_step_tokens
-        tables = [slot for row in plan.rows for slot in row.slots]
-        assert len(tables) == len(set(tables))
+        written = [slot for row in plan.rows for slot in row.slots[row.context_len :]]
+        read = [slot for row in plan.rows for slot in row.slots[: row.context_len]]
+        assert len(written) == len(set(written))
+        assert not set(written).intersection(read)
         assert [row.request_id for row in plan.rows] == running[: len(plan.rows)]
-        assert len(plan.rows) + plan.num_preempted == len(running)
+        assert len(plan.rows) + plan.num_preempted >= len(running)
         assert plan.rows or not self.alive
-        for row in plan.rows:
-            if row.request_id not in self.begun:
-                self.begun.add(row.request_id)
+
+    def check_admission(self) -> None:
+        for request_id in self.scheduler.running_ids:
+            if request_id not in self.begun:
+                self.begun.add(request_id)
                 later = [request_id for request_id in self.alive if request_id not in self.begun]
-                assert all(self.turn(row.request_id) < self.turn(waiting) for waiting in later), "admitted out of turn"
+                assert all(self.turn(request_id) < self.turn(waiting) for waiting in later), "admitted out of turn"
+
+    def owner(self, request_id: str) -> str:
+        """Return who may read what a request's caches hold."""
+        salt = self.alive[request_id].cache_salt if self.config.prefix_block_tokens else None
+        return request_id if salt is None else f"salt {salt}"
 
     def turn(self, request_id: str) -> tuple[int, int]:
         """Return a request's place in the queue: each unit of priority lets one later request pass."""
@@ -146,9 +167,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run(self, rng: random.Random, row: Row) -> None:
         """Do to the simulated caches what the models would do for this row, and commit."""
         text = tuple(row.history)
-        self.check_row(row, text)
-        self.target.write(row.slots, row.context_len, text, row.end)
-        self.draft.write(row.slots, row.draft_len, text, row.draft_len + len(row.draft_ids))
+        owner = self.owner(row.request_id)
+        self.check_row(row, text, owner)
+        self.target.write(row.slots, row.context_len, text, row.end, owner)
+        self.draft.write(row.slots, row.draft_len, text, row.draft_len + len(row.draft_ids), owner)
         if not row.is_decoding:
             self.scheduler.commit_chunk(row)
             return
@@ -156,16 +178,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         fed = random_fed(rng, tree) if not row.expansion.is_plain else set()
         for node in range(1, tree.num_nodes):
             node_text = text + tuple(tree.token_ids[v] for v in tree.path(node)[1:])
-            self.target.texts[row.slots[row.root_position + node]] = node_text
+            self.target.texts[row.slots[row.root_position + node]] = owner, node_text
             if node in fed:
                 is_stand_in = self.feeding is Feeding.TARGET_FEATURES
-                self.draft.texts[row.slots[row.root_position + node]] = () if is_stand_in else node_text
+                self.draft.texts[row.slots[row.root_position + node]] = owner, () if is_stand_in else node_text
         path = tree.path(rng.randrange(tree.num_nodes))
         drafted_len = next((i for i, node in enumerate(path) if node not in fed), len(path))
         self.commit(row, RowResult(tree, path, rng.randrange(STOP, 12), drafted_len), text)
 
-    def check_row(self, row: Row, text: Text) -> None:
+    def check_row(self, row: Row, text: Text, owner: str) -> None:
         assert len(row.slots) == row.end + row.expansion.num_draft_tokens
+        assert row.certain_ids, "nothing is fed, and so nothing said"
         assert row.certain_ids == text[row.context_len : row.end]
         assert row.is_decoding == (row.end == len(text))
         assert row.is_decoding or row.expansion.is_plain
@@ -173,11 +196,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert row.expansion.is_plain or row.draft_len + len(row.draft_ids) == row.end
         speculation = self.alive[row.request_id].speculation
         assert speculation.is_enabled or (row.expansion == PLAIN and not row.draft_ids)
-        self.target.check(row.slots, row.context_len, text)
+        self.target.check(row.slots, row.context_len, text, owner)
         if self.feeding is not Feeding.TARGET_CACHE:
-            self.draft.check(row.slots, row.draft_len, text)
+            self.draft.check(row.slots, row.draft_len, text, owner)
+        self.check_scores(row)
         if self.feeding is Feeding.TARGET_FEATURES and row.draft_ids:
             assert row.draft_len + len(row.draft_ids) <= row.context_len + 1, "fed before the target was there"
+
+    def check_scores(self, row: Row) -> None:
+        """Of a prompt that is scored every token is fed once and counted once."""
+        if self.alive[row.request_id].sampling.num_prompt_logprobs is not None:
+            reached = self.scored.get(row.request_id, 0)
+            assert row.num_new_prompt_tokens == max(0, min(row.end, row.num_prompt_tokens) - reached)
+            self.scored[row.request_id] = reached + row.num_new_prompt_tokens
 
     def commit(self, row: Row, result: RowResult, text: Text) -> None:
         request = self.alive[row.request_id]
@@ -216,4 +247,5 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.books_balance()
         assert not self.alive
         assert sorted(map(int, self.ended)) == list(range(self.count))
-        assert self.scheduler.pool.num_used == 0
+        assert self.scheduler.num_used_slots == 0
+        assert self.scheduler.num_free == self.config.num_slots

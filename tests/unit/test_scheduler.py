@@ -9,6 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from engine.budget import Share
 from engine.config import SchedulerConfig
 from engine.plan import Feeding
+from engine.prefix_cache import PrefixCache
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.tree import PLAIN, ROOT, TokenTree
@@ -32,6 +33,64 @@ class FreesThePathToo(Scheduler):
     def _keep(self, sequence, num_kept, path_slots):
         self.pool.free(sequence.slots[num_kept:])
         sequence.slots[num_kept:] = path_slots
+
+
+class PublishesDrafts(Scheduler):
+    def commit(self, row, result):
+        sequence = self._by_id[row.request_id]
+        sequence.token_ids.extend(result.tree.token_ids[1:])
+        self._prefixes.publish(sequence)
+        del sequence.token_ids[row.end :]
+        return super().commit(row, result)
+
+
+class ForgetsTheParent(PrefixCache):
+    def _next_key(self, sequence):
+        return sequence.salt, super()._next_key(sequence)[1]
+
+
+class ForgetsTheSalt(PrefixCache):
+    def _next_key(self, sequence):
+        parent, tokens = super()._next_key(sequence)
+        return "" if isinstance(parent, str) else parent, tokens
+
+
+class TakesTheRootForCached(PrefixCache):
+    def wanted(self, sequence):
+        return self._next_key(sequence) if sequence.reads_prefixes else None
+
+
+class AdoptsInTheMiddle(PrefixCache):
+    def adopt(self, sequence):
+        key = self.wanted(sequence)
+        if sequence.own_slots and key and (block := self._by_key.get(key)):
+            self._unused.pop(block, None)
+            block.num_users += 1
+            sequence.blocks.append(block)
+        else:
+            super().adopt(sequence)
+
+
+class FreesWhatOthersUse(PrefixCache):
+    def release(self, sequence):
+        for block in sequence.blocks:
+            block.num_users = 1
+        super().release(sequence)
+
+
+class BelievesThatAllIsDrafted(PrefixCache):
+    def publish(self, sequence):
+        super().publish(sequence)
+        for block in sequence.blocks:
+            block.is_drafted = True
+
+
+class SkipsWhatIsScored(PrefixCache):
+    def wanted(self, sequence):
+        scored, sequence.request = sequence.request, replace(sequence.request, sampling=SamplingParams())
+        key = super().wanted(sequence)
+        sequence.request = scored
+        return key
 
 
 class AcceptedLeafNeverFed(Scheduler):
@@ -95,6 +154,17 @@ class FinishedSequencesStay(Scheduler):
         return emission
 
 
+def with_cache(cache_class: type[PrefixCache]) -> type[Scheduler]:
+    """Return a scheduler with a mutant of the prefix cache."""
+
+    class WithCache(Scheduler):
+        def __init__(self, config, feeding):
+            super().__init__(config, feeding)
+            self._prefixes = cache_class(config.prefix_block_tokens)
+
+    return WithCache
+
+
 def run(scheduler_class: type[Scheduler], max_examples: int, *phases: Phase) -> None:
     machine = type("Machine", (SchedulerMachine,), {"scheduler_class": scheduler_class})
     run_state_machine_as_test(machine, settings=settings(max_examples=max_examples, stateful_step_count=25, phases=phases))
@@ -120,11 +190,29 @@ def test_scheduler():
         FeedsTheDrafterAhead,
         KeepsWhatStoodIn,
         FinishedSequencesStay,
+        PublishesDrafts,
     ],
 )
 def test_scheduler_kills(mutant):
     with pytest.raises((AssertionError, KeyError, BaseExceptionGroup)):
         run(mutant, 100, Phase.generate)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        ForgetsTheParent,
+        ForgetsTheSalt,
+        TakesTheRootForCached,
+        AdoptsInTheMiddle,
+        FreesWhatOthersUse,
+        BelievesThatAllIsDrafted,
+        SkipsWhatIsScored,
+    ],
+)
+def test_scheduler_kills_a_prefix_cache_that(mutant):
+    with pytest.raises((AssertionError, KeyError, BaseExceptionGroup)):
+        run(with_cache(mutant), 150, Phase.generate)
 
 
 def test_a_preempted_sequence_runs_again_before_younger_ones():

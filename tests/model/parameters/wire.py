@@ -53,6 +53,7 @@ EXAMPLES: dict[str, Any] = {
     "speculative": {"verifier": "specinfer"},
     "prediction": {"type": "content", "content": "hello"},
     "user": "u",
+    "cache_salt": "s",
     "priority": 1,
     "request_id": "r",
     "timeout_s": 30.0,
