@@ -1,7 +1,7 @@
 """Time to first token of a prompt whose first 2,000 tokens are cached, over that of one that is fed whole.
 
 Cold and warm requests alternate in one engine, so that a machine that slows down slows both; every cold prefix is another one.
-Run as `python -m benchmarks.prefix` (options: `--model`, `--pairs`, `--prefix-tokens`); prints each pair's ratio, then the median.
+Run as `python -m benchmarks.prefix` (options: `--model`, `--pairs`, `--prefix-tokens`); prints each ratio, then the median.
 """
 
 import argparse
