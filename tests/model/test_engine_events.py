@@ -245,7 +245,8 @@ def check_stats(session: Session, requests: list[Request]) -> None:
     assert sum(stats.num_draft_tokens for stats in session.stats) == sum(event.num_draft_tokens for event in events)
     unfinished = [event for event in events if event.finish is None]
     assert all(len(event.token_ids) == event.num_accepted_tokens + 1 for event in unfinished)
-    assert sum(stats.num_prompt_tokens for stats in session.stats) == sum(len(request.prompt_ids) for request in requests)
+    reached = sum(stats.num_prompt_tokens + stats.num_prefix_hits for stats in session.stats)
+    assert reached == sum(len(request.prompt_ids) for request in requests)
     assert (session.stats[-1].num_running, session.stats[-1].num_waiting, session.stats[-1].num_used_slots) == (0, 0, 0)
 
 

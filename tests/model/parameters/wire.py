@@ -139,4 +139,5 @@ def _changes(before: Request, after: Request) -> Iterator[str]:
     for record in ("sampling", "speculation"):
         one, other = getattr(before, record), getattr(after, record)
         yield from (field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name))
-    yield from (name for name in ("prompt_ids", "prediction_ids", "priority") if getattr(before, name) != getattr(after, name))
+    names = ("prompt_ids", "prediction_ids", "cache_salt", "priority")
+    yield from (name for name in names if getattr(before, name) != getattr(after, name))
