@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.types import group_of
 from server.errors import BadApiKey
 
 _KEY_DIGEST = "latebranch.key_digest"  # where the scope of a request says which key opened the door
@@ -65,7 +66,7 @@ def tenant_of(request: Request, user: str | None) -> str:
 
 def cache_salt_of(tenant: str, salt: str | None, is_for_all: bool) -> str:
     """Return what requests that may share cached prefixes have in common: the key, unless all share, and the client's salt."""
-    key = "" if is_for_all else tenant.partition("/")[0]
+    key = "" if is_for_all else group_of(tenant)
     return f"{key}/{_digest(salt).hex()}" if salt else key
 
 
