@@ -266,7 +266,7 @@ def forced_logits(engine, text):
 @pytest.mark.usefixtures("numbered_secrets")
 def test_a_request_that_comes_finds_every_slot_free_and_the_audit_begins_anew():
     """The prompt is longer than half the slots, so both cannot be in the cache."""
-    config = SchedulerConfig(max_running=4, max_step_tokens=16, num_slots=64, max_model_len=64)
+    config = SchedulerConfig(max_running=4, max_step_tokens=16, num_slots=64, max_model_len=64, prefix_block_tokens=0)
     engine, prompt = audited(config=config), tuple(range(3, 43))
     session = Session()
     engine.add(greedy("one", prompt))
