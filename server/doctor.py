@@ -3,6 +3,7 @@
 Knows configurations, folders and this machine. Does not know how findings are printed, and starts no engine.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from engine.build import device_of, draft_dtype
@@ -77,6 +78,15 @@ def cache_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
     return int(2 * text.num_hidden_layers * heads * width * dtype.itemsize)
 
 
+def num_parameters(folder: Path) -> int:
+    """Return how many numbers the weights of a folder are, by the heads of its files."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (it is no mapping)
+    return total
+
+
 def _is_missing(reference: str) -> bool:
     preset = load_presets().get(reference)
     return preset is not None and find_preset(preset, WeightsCache(default_root())) is None
@@ -124,25 +134,27 @@ def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     model = _configuration(config.model)
     refuse_by_configuration(model)
     text = model.get_text_config()
-    size_gb = sum(file.stat().st_size for file in resolve(config.model).folder.glob("*.safetensors")) / _GB
+    size_gb = num_parameters(resolve(config.model).folder) / _GB
     attention = "exact attention" if config.dtype == INT8 else "attention"
-    sizes = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {size_gb:.2f} GB on disk"
+    sizes = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {size_gb:.3g} billion parameters"
     yield Finding("model", Level.OK, f"{model.model_type}: {sizes}; our tree {attention} over slots")
 
 
 def _cache(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
-    model = _configuration(config.model)
-    limits, positions = config.scheduler, getattr(model.get_text_config(), "max_position_embeddings", None)
-    target_bytes = cache_bytes_per_token(model, weights_dtype(config.dtype))
-    draft_bytes = 0
+    limits, text_config = config.scheduler, _configuration(config.model).get_text_config()
+    models = [(config.model, weights_dtype(config.dtype))]
     if config.draft_model is not None:
-        draft_bytes = cache_bytes_per_token(_configuration(config.draft_model), weights_dtype(draft_dtype(config, device)))
-    needed_gb = limits.num_slots * (target_bytes + draft_bytes) / _GB
+        models.append((config.draft_model, weights_dtype(draft_dtype(config, device))))
+    bytes_of = [cache_bytes_per_token(_configuration(reference), dtype) for reference, dtype in models]
+    weights_gb = sum(num_parameters(resolve(reference).folder) * dtype.itemsize for reference, dtype in models) / _GB
+    cache_gb = limits.num_slots * sum(bytes_of) / _GB
     free_gb = _free_bytes(device) / _GB
-    per_token = f"{target_bytes:,} bytes" + (f" and {draft_bytes:,} of the drafter" if draft_bytes else "")
-    text = f"{limits.num_slots} slots of {per_token}: {needed_gb:.2f} GB of {free_gb:.2f} free"
+    per_token = f"{bytes_of[0]:,} bytes" + "".join(f" and {more:,} of the drafter" for more in bytes_of[1:])
+    weights = f"weights {weights_gb:.2f} GB{' while they are loaded' if config.dtype == INT8 else ''}"
+    text = f"{limits.num_slots} slots of {per_token}: {cache_gb:.2f} GB; {weights}; {free_gb:.2f} GB free"
     grave = Level.REFUSED if device.type == "cuda" else Level.WARNING  # a processor's memory is taken as slots are used
-    yield Finding("cache", grave if needed_gb > free_gb else Level.OK, text)
+    yield Finding("cache", grave if cache_gb + weights_gb > free_gb else Level.OK, text)
+    positions = getattr(text_config, "max_position_embeddings", None)
     bounds = {"max_model_len": limits.max_model_len, "num_slots": limits.num_slots, "model": positions or limits.max_model_len}
     if config.dtype == INT8:
         bounds["int8"] = LONGEST_TEXT

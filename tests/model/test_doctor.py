@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.model import load_model
 from engine.policy import PlainDecoding
 from engine.testing import tiny_engine, tiny_model
 from engine.tree import parse_expansion
@@ -15,7 +16,7 @@ from engine.weights import WeightsCache, load_presets
 from selector.menu import menu_of
 from selector.net import NetShape, Objective, SelectorNet
 from server.cli import main
-from server.doctor import cache_bytes_per_token
+from server.doctor import cache_bytes_per_token, num_parameters
 from tests.conformance.folder import served_folder
 
 
@@ -69,6 +70,14 @@ def test_int8_needs_its_instructions(folder, capsys, monkeypatch):
         status, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu")
         assert (status == 0) is has_them
         assert ("refused" in _levels(report, "precision")) is not has_them
+
+
+def test_the_weights_take_what_is_said(folder, capsys):
+    """As many bytes as the loaded model's parameters, tied ones once."""
+    model = load_model(Path(folder), "float32", torch.device("cpu"), "plain")
+    assert num_parameters(Path(folder)) == model.module.num_parameters()
+    _, report = _report(capsys, "--model", folder, "--num-slots", str(10**12))
+    assert "warning" in _levels(report, "cache")
 
 
 def test_int8_bounds_texts(folder, capsys, monkeypatch):
