@@ -2,15 +2,14 @@
 
 import os
 
-import jaxtyping
 import pytest
 import torch
 import transformers.modeling_utils  # noqa: F401  (what is first imported under the hook below is compiled anew)
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
-import tests.typechecking  # noqa: F401  (the hook looks it up as an attribute of `tests`)
 from tests.scheduling import GroupScheduling
+from tests.typechecking import install_shape_checks
 
 # The modules that hold tensors. The records of the others are built inside hypothesis strategies, where the random choices by
 # which beartype looks into containers are not welcome.
@@ -18,8 +17,8 @@ _TENSOR_MODULES = [
     *("noise", "logit_edits", "sampling", "forest", "packing", "segments", "kv_cache", "attention", "linears", "model", "target"),
     *("draft", "verify", "judge", "engine"),
 ]
-# Kept installed for the whole run: test modules import the engine after this file.
-_hook = jaxtyping.install_import_hook([f"engine.{name}" for name in _TENSOR_MODULES], "tests.typechecking.checked")
+# For the whole run: test modules import the engine after this file.
+install_shape_checks([f"engine.{name}" for name in _TENSOR_MODULES])
 
 torch.set_num_threads(1)
 
