@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(findstring --config,$(ARGS)),,--model $(firstword $(MODEL))))
 INSTALLED := $(VENV)/.installed
 TOOLS := .venv-conformance
+# After a bin/: where the environment's packages lie.
+PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 ifdef PIP_EXTRA_INDEX_URL
 export PIP_EXTRA_INDEX_URL
@@ -28,9 +30,11 @@ help: ## list the commands
 
 install: $(INSTALLED) ## make the environment in .venv, with the versions of constraints.txt
 
+# pip would compile 16,000 files one after another; a few are of other Pythons, and compile in none.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/$(PURELIB))" || true
 	touch $@
 
 weights: $(INSTALLED) ## fetch and convert the weights of MODEL (smollm2-135m), once
@@ -49,8 +53,7 @@ conformance: $(INSTALLED) $(TOOLS)/.installed ## run the kit of docs/conformance
 # Over the packages of $(VENV), which a path file shows it: torch and transformers are not installed twice.
 $(TOOLS)/.installed: tests/conformance/tools.txt
 	test -x $(TOOLS)/bin/python || $(BIN)/python -m venv $(TOOLS)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(TOOLS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/under.pth"
+	$(BIN)/$(PURELIB) > "$$($(TOOLS)/bin/$(PURELIB))/under.pth"
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 

