@@ -39,7 +39,7 @@ def test_what_fits_passes():
         lambda: checked(biased)(torch.zeros(2, 3), torch.zeros(3), "3"),  # type: ignore[arg-type]
         lambda: group_of(num_keys=4),
         lambda: warped_laws(torch.zeros(3), []),
-        lambda: KVCache("8", torch.device("cpu")),  # type: ignore[arg-type]
+        lambda: KVCache(8, torch.device("cpu")).write(0, torch.arange(2), torch.zeros(2, 1, 4), torch.zeros(3, 1, 4)),
     ],
     ids=["axes", "two arguments", "result", "dtype", "type", "field", "function of the engine", "method of the engine"],
 )
