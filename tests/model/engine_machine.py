@@ -19,6 +19,19 @@ from tests.strategies import any_expansions
 
 _LONGEST = 24  # tokens of a request, prompt and answer
 _COUPLED, _IID = Speculation(), Speculation(verifier="traversal")
+_DRAFTS = st.builds(
+    Request,
+    request_id=st.just(""),
+    prompt_ids=st.lists(st.integers(3, 60), min_size=1, max_size=14).map(tuple),
+    sampling=st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.9]),
+        seed=st.integers(0, 99),
+        max_tokens=st.integers(1, _LONGEST - 14),
+        ignore_eos=st.just(True),
+    ),
+    speculation=st.sampled_from([_COUPLED, _IID]),
+)
 
 
 class Wishes:
@@ -71,31 +84,27 @@ class EngineMachine(RuleBasedStateMachine):
         self.is_mid_step = False
 
     @initialize(
-        num_slots=st.integers(_LONGEST, 2 * _LONGEST),
+        num_slots=st.integers(_LONGEST, _LONGEST + 8),
         max_running=st.integers(1, 4),
         max_step_tokens=st.integers(4, 24),
         has_drafter=st.booleans(),
+        drafts=st.lists(_DRAFTS, min_size=2, max_size=4),
     )
-    def begin(self, num_slots, max_running, max_step_tokens, has_drafter):
+    def begin(self, num_slots, max_running, max_step_tokens, has_drafter, drafts):
         self.config = SchedulerConfig(max_running, 256, max_step_tokens, num_slots, _LONGEST)
         self.has_drafter = has_drafter
         self.engine = self.new_engine()
+        for draft in drafts:
+            self.submit(draft)
 
     def new_engine(self) -> Engine:
         self.wishes = Wishes()
         draft = pair("llama")[1] if self.has_drafter else None
         return tiny_engine(pair("llama")[0], draft, self.wishes, config=self.config, has_canary=True)
 
-    @rule(
-        prompt=st.lists(st.integers(3, 60), min_size=1, max_size=14),
-        max_tokens=st.integers(1, _LONGEST - 14),
-        temperature=st.sampled_from([0.0, 0.9]),
-        seed=st.integers(0, 99),
-        speculation=st.sampled_from([_COUPLED, _IID]),
-    )
-    def submit(self, prompt, max_tokens, temperature, seed, speculation):
-        sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-        request = Request(str(len(self.lives)), tuple(prompt), sampling, speculation)
+    @rule(draft=_DRAFTS)
+    def submit(self, draft):
+        request = replace(draft, request_id=str(len(self.lives)))
         self.lives[request.request_id] = Life(request)
         self.engine.add(request)
 

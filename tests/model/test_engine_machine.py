@@ -6,6 +6,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from engine.scheduler import Scheduler
 from engine.types import Progress
 from tests.model.engine_machine import EngineMachine
 
@@ -28,3 +29,19 @@ class ForgetsATold(EngineMachine):
 def test_a_token_told_twice_is_noticed():
     with pytest.raises((AssertionError, BaseExceptionGroup)):
         run(ForgetsATold, 30, Phase.generate)
+
+
+_PREEMPT = Scheduler._preempt
+
+
+def keeps_its_length(scheduler, sequence):
+    """The mutant: who is preempted believes that the drafter still has its text."""
+    draft_len = sequence.draft_len
+    _PREEMPT(scheduler, sequence)
+    sequence.draft_len = draft_len
+
+
+def test_a_preemption_that_keeps_something_is_noticed(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_preempt", keeps_its_length)
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        run(EngineMachine, 30, Phase.generate)
