@@ -58,21 +58,22 @@ class Storm:
 
 @dataclass(frozen=True)
 class Plan:
-    """A storm to come: `seed` chooses what its clients do, who come within `spread_s` seconds, some with grammars.
+    """A storm to come: `seed` chooses what its clients do, who come within `spread_s` seconds and leave within `patience_s` more.
 
-    Before it each of those that behave sends `least_calm` requests.
+    Some ask for grammars if it `has_grammars`. Before it each of those that behave sends `least_calm` requests.
     """
 
     num_clients: int
     seed: int = 0
     least_calm: int = 25
-    spread_s: float = 5.0
+    spread_s: float = 30.0
+    patience_s: float = 10.0
     has_grammars: bool = True
 
 
 async def _vanishing(address: tuple[str, int], draw: random.Random, plan: Plan) -> tuple[str, str]:
     """Connect, begin, vanish; return what was begun and the first line of the answer if one came."""
-    kind, lingers, patience_s = draw.choice(KINDS), draw.random() < 0.5, draw.random() * 1.5
+    kind, lingers, patience_s = draw.choice(KINDS), draw.random() < 0.5, draw.random() * plan.patience_s
     await asyncio.sleep(draw.random() * plan.spread_s)
     reader, writer = await asyncio.open_connection(*address, limit=1 << 16)
     line = b""
@@ -186,19 +187,27 @@ def family_of(pid: int) -> list[int]:
     return [pid, *(int(child) for child in children)]
 
 
+def warm(url: str) -> None:
+    """Have a server load what it loads when that is first needed."""
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "structured_outputs": {"regex": "[a-c]{2}"}}
+    httpx.post(
+        url + "/v1/completions", json=body, headers={"Authorization": f"Bearer {CALM}"}, timeout=_REST_S
+    ).raise_for_status()
+
+
 def rest(server: RunningServer, before: Holdings) -> list[str]:
     """Wait until a server has come to rest and holds what it held; return what it still does and holds if it does not."""
     end_s = time.monotonic() + _REST_S
     while True:
-        left = unrest_of(server.get)
+        time.sleep(0.5)  # what asks how it goes has left too
         now = Holdings.of(family_of(server.process.pid))
+        left = unrest_of(server.get)
         if now.num_files != before.num_files:
             left.append(f"files by process: {before.num_files} before, {now.num_files} now")
         if now.num_threads != before.num_threads:
             left.append(f"threads by process: {before.num_threads} before, {now.num_threads} now")
         if not left or time.monotonic() > end_s:
             return left
-        time.sleep(0.5)
 
 
 def main() -> None:
@@ -226,7 +235,9 @@ def main() -> None:
             "fixed",
         ]
         with running_server(folder / "log", *flags, key=CALM) as server:
-            asyncio.run(storm(server.url, Plan(40, seed=-1, least_calm=1)))  # what is loaded when first needed is
+            warm(server.url)
+            asyncio.run(storm(server.url, Plan(40, seed=-1, least_calm=1, spread_s=1.0, patience_s=2.0)))
+            time.sleep(0.5)
             before = Holdings.of(family_of(server.process.pid))
             passed = asyncio.run(storm(server.url, Plan(arguments.clients, arguments.seed)))
             left = rest(server, before)

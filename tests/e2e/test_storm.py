@@ -79,7 +79,7 @@ def staged(texts: TextCache | None = None) -> Iterator[Stage]:
 
 def leak_of(stage: Stage, num_clients: int) -> dict[str, object]:
     """Return what is held more than before, or otherwise, once a storm has passed and nothing changes or patience ends."""
-    few = Plan(8, -1, least_calm=1, spread_s=0.2, has_grammars=False)
+    few = Plan(8, -1, least_calm=1, spread_s=0.2, patience_s=1.5, has_grammars=False)
     asyncio.run(storm(stage.url, few))  # what is made when first needed is
     before = _settled(stage.held, lambda held: held["unrest"] == [] and held["ledger"] == 0)
     passed = asyncio.run(storm(stage.url, replace(few, num_clients=num_clients, seed=0, spread_s=0.5)))
