@@ -30,6 +30,7 @@ from engine.engine import Engine
 from engine.grammars import CompiledGrammars, vocabulary_loader
 from engine.kv_cache import KVCache
 from engine.linears import fastest_dtype, fastest_linears
+from engine.memory import memory_need, shortage
 from engine.model import CausalModel, load_model, weights_dtype
 from engine.model_check import UnsupportedModel
 from engine.pairs import require_exact
@@ -66,6 +67,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         torch.set_num_threads(config.num_threads)
     config = _compatible(config)
     device = device_of(config)
+    _require_memory(config, device)
     models = {} if models is None else models
     model = _load(config.model, config.dtype, device, models)
     canary = SlotCanary() if config.kv_canary else None
@@ -122,6 +124,14 @@ def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Dra
     engine.add(Request("warm-up", prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)))
     while engine.has_work:
         engine.step()
+
+
+def _require_memory(config: EngineConfig, device: torch.device) -> None:
+    """Raise BadConfiguration if the engine does not fit, before anything is loaded."""
+    need = memory_need(config, draft_dtype(config, device))
+    if (lacking := shortage(need, device)) is not None:
+        raise BadConfiguration(lacking)
+    _logger.info("memory at most: %s", need)
 
 
 def _file_tracer(path: Path, info: ModelInfo) -> FileTracer:

@@ -3,7 +3,6 @@
 Knows configurations, folders and this machine. Does not know how findings are printed, and starts no engine.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig
+from safetensors import SafetensorError
 
 from engine.build import device_of, draft_dtype
 from engine.config import EngineConfig
@@ -21,14 +19,13 @@ from engine.draft.head import head_shape
 from engine.exact_attention import LONGEST_TEXT
 from engine.int8 import can_multiply_int8
 from engine.linears import fastest_linears, multiplies_bfloat16
-from engine.model import INT8, weights_dtype
+from engine.memory import GB, configuration_of, memory_need, memory_of, num_parameters, shortage
+from engine.model import INT8
 from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from selector.learnt import misfits
 from selector.menu import menu_of
 from selector.net import SelectorNet
-
-_GB = 1e9
 
 
 class Level(StrEnum):
@@ -70,23 +67,6 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
             yield Finding(name, Level.REFUSED, str(error))
 
 
-def cache_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in every layer, by the model's configuration."""
-    text = model.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * width * dtype.itemsize)
-
-
-def num_parameters(folder: Path) -> int:
-    """Return how many numbers the weights of a folder are, by the heads of its files."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (it is no mapping)
-    return total
-
-
 def _is_missing(reference: str) -> bool:
     preset = load_presets().get(reference)
     return preset is not None and find_preset(preset, WeightsCache(default_root())) is None
@@ -122,38 +102,23 @@ def _yes(is_so: bool) -> str:
     return "yes" if is_so else "no"
 
 
-def _configuration(reference: str) -> PretrainedConfig:
-    folder = resolve(reference).folder
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise WeightsError(f"the configuration of {folder} cannot be read: {' '.join(str(error).split())}") from error
-
-
 def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
-    model = _configuration(config.model)
+    model = configuration_of(config.model)
     refuse_by_configuration(model)
     text = model.get_text_config()
-    size_gb = num_parameters(resolve(config.model).folder) / _GB
+    size_gb = num_parameters(resolve(config.model).folder) / GB
     attention = "exact attention" if config.dtype == INT8 else "attention"
     sizes = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {size_gb:.3g} billion parameters"
     yield Finding("model", Level.OK, f"{model.model_type}: {sizes}; our tree {attention} over slots")
 
 
 def _cache(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
-    limits, text_config = config.scheduler, _configuration(config.model).get_text_config()
-    models = [(config.model, weights_dtype(config.dtype))]
-    if config.draft_model is not None:
-        models.append((config.draft_model, weights_dtype(draft_dtype(config, device))))
-    bytes_of = [cache_bytes_per_token(_configuration(reference), dtype) for reference, dtype in models]
-    weights_gb = sum(num_parameters(resolve(reference).folder) * dtype.itemsize for reference, dtype in models) / _GB
-    cache_gb = limits.num_slots * sum(bytes_of) / _GB
-    free_gb = _free_bytes(device) / _GB
-    per_token = f"{bytes_of[0]:,} bytes" + "".join(f" and {more:,} of the drafter" for more in bytes_of[1:])
-    weights = f"weights {weights_gb:.2f} GB{' while they are loaded' if config.dtype == INT8 else ''}"
-    text = f"{limits.num_slots} slots of {per_token}: {cache_gb:.2f} GB; {weights}; {free_gb:.2f} GB free"
-    grave = Level.REFUSED if device.type == "cuda" else Level.WARNING  # a processor's memory is taken as slots are used
-    yield Finding("cache", grave if cache_gb + weights_gb > free_gb else Level.OK, text)
+    limits, text_config = config.scheduler, configuration_of(config.model).get_text_config()
+    need, memory = memory_need(config, draft_dtype(config, device)), memory_of(device)
+    lacking = shortage(need, device)
+    grave = Level.REFUSED if lacking else Level.WARNING if need.total > memory.free else Level.OK
+    text = lacking or f"{need.total / GB:.2f} GB at most: {need}; {memory.free / GB:.2f} GB free of {memory.total / GB:.2f}"
+    yield Finding("cache", grave, f"{limits.num_slots} slots; {text}")
     positions = getattr(text_config, "max_position_embeddings", None)
     bounds = {"max_model_len": limits.max_model_len, "num_slots": limits.num_slots, "model": positions or limits.max_model_len}
     if config.dtype == INT8:
@@ -162,16 +127,6 @@ def _cache(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     level = Level.WARNING if longest in (bounds["num_slots"], bounds.get("int8")) and longest < limits.max_model_len else Level.OK
     told = ", ".join(f"{name} {bound}" for name, bound in bounds.items())
     yield Finding("cache", level, f"texts of {longest} tokens at most ({told})")
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _drafter(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
@@ -199,7 +154,7 @@ def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
         if _is_missing(config.model):
             yield Finding("selector", Level.OK, f"{path.name} can be read; whether it fits is seen when the model is there")
             return
-        width = _configuration(config.model).get_text_config().hidden_size
+        width = configuration_of(config.model).get_text_config().hidden_size
         read = width + (head_shape(Path(config.head)).width if config.head is not None else 0)
     except (OSError, SafetensorError, ValueError) as error:
         yield Finding("selector", grave, f"{path.name} cannot be used: {error}{instead}")

@@ -19,10 +19,15 @@ from tests.strategies import any_expansions
 
 _LONGEST = 24  # tokens of a request, prompt and answer
 _COUPLED, _IID = Speculation(), Speculation(verifier="traversal")
+_PROMPTS = st.builds(  # many begin alike
+    lambda num_common, own: (*range(3, 3 + num_common), *own),
+    st.sampled_from([0, 6, 9]),
+    st.lists(st.integers(3, 60), min_size=1, max_size=5),
+)
 _DRAFTS = st.builds(
     Request,
     request_id=st.just(""),
-    prompt_ids=st.lists(st.integers(3, 60), min_size=1, max_size=14).map(tuple),
+    prompt_ids=_PROMPTS,
     sampling=st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.0, 0.9]),
@@ -91,7 +96,13 @@ class EngineMachine(RuleBasedStateMachine):
         drafts=st.lists(_DRAFTS, min_size=2, max_size=4),
     )
     def begin(self, num_slots, max_running, max_step_tokens, has_drafter, drafts):
-        self.config = SchedulerConfig(max_running, 256, max_step_tokens, num_slots, _LONGEST)
+        self.config = SchedulerConfig(
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
+            num_slots=num_slots,
+            max_model_len=_LONGEST,
+            prefix_block_tokens=3,
+        )
         self.has_drafter = has_drafter
         self.engine = self.new_engine()
         for draft in drafts:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.memory import cache_bytes_per_token, num_parameters
 from engine.model import load_model
 from engine.policy import PlainDecoding
 from engine.testing import tiny_engine, tiny_model
@@ -16,7 +17,6 @@ from engine.weights import WeightsCache, load_presets
 from selector.menu import menu_of
 from selector.net import NetShape, Objective, SelectorNet
 from server.cli import main
-from server.doctor import cache_bytes_per_token, num_parameters
 from tests.conformance.folder import served_folder
 
 
@@ -76,8 +76,8 @@ def test_the_weights_take_what_is_said(folder, capsys):
     """As many bytes as the loaded model's parameters, tied ones once."""
     model = load_model(Path(folder), "float32", torch.device("cpu"), "plain")
     assert num_parameters(Path(folder)) == model.module.num_parameters()
-    _, report = _report(capsys, "--model", folder, "--num-slots", str(10**12))
-    assert "warning" in _levels(report, "cache")
+    status, report = _report(capsys, "--model", folder, "--num-slots", str(10**12))
+    assert (status, _levels(report, "cache")[0]) == (1, "refused")
 
 
 def test_int8_bounds_texts(folder, capsys, monkeypatch):

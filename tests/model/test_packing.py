@@ -148,3 +148,12 @@ def test_pack_kills(mutant):
     check(batch, packed)
     with pytest.raises(AssertionError):
         check(mutant(batch), packed)
+
+
+def test_a_chunk_of_a_long_text_has_a_mask_of_its_own_rows_alone():
+    """Nothing is as large as the square of a text: a chunk's queries by the text's keys, beside a square of the chunk."""
+    length, chunk = 8192, 512
+    segment = chain_segment([5] * chunk, length - chunk, range(length))
+    assert segment.tail_visible_TW.size == chunk * chunk
+    batch = pack([segment, chain_segment([5], 3, range(length, length + 4))], CPU)
+    assert sum(group.visible_BTL.numel() for group in batch.groups) <= packing._MAX_PADDING * (chunk * length + 4)

@@ -1,0 +1,161 @@
+"""What an engine of a configuration holds in memory, by configurations and heads of files, before any weight is loaded.
+
+Knows sizes, not tensors. Weights and pools are exact; what a step needs beside them is a bound of its largest tensors: logits and
+laws of every node, scores and masks of the longest text.
+"""
+
+import math
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig
+
+from engine.config import EngineConfig
+from engine.draft.head import head_shape
+from engine.model import INT8, weights_dtype
+from engine.weights import WeightsError, resolve
+
+GB = 1e9
+_LAW_BYTES = 4 * 4  # a node's logits, edited logits, law and draft law, float32
+_SCORE_BYTES, _EXACT_SCORE_BYTES = 3 * 4, 5 * 8  # a score and what is made of it, in one layer at a time
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes by what they are for."""
+
+    weights: int
+    draft_weights: int
+    cache: int
+    draft_cache: int
+    step: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.weights + self.draft_weights + self.cache + self.draft_cache + self.step
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "drafter's weights": self.draft_weights,
+            "cache": self.cache,
+            "drafter's cache": self.draft_cache,
+            "a step": self.step,
+        }
+        return ", ".join(f"{name} {count / GB:.2f} GB" for name, count in parts.items() if count)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that a device has for us, and those that are free now."""
+
+    total: int
+    free: int
+
+
+def memory_need(config: EngineConfig, draft_dtype: str) -> MemoryNeed:
+    """Return what an engine needs; `draft_dtype` is its drafter's precision. Raises WeightsError."""
+    target, num_slots = configuration_of(config.model), config.scheduler.num_slots
+    weights, dtype = weights_dtype(config.dtype), getattr(torch, draft_dtype)
+    return MemoryNeed(
+        weights=num_parameters(resolve(config.model).folder) * weights.itemsize,
+        draft_weights=_draft_parameters(config) * dtype.itemsize,
+        cache=num_slots * cache_bytes_per_token(target, weights),
+        draft_cache=num_slots * _draft_bytes_per_token(config, dtype),
+        step=_step_bytes(config, target),
+    )
+
+
+def _draft_parameters(config: EngineConfig) -> int:
+    """Return how many numbers the drafter's weights are; a file that cannot be read has none, and is refused by its reader."""
+    count = 0 if config.draft_model is None else num_parameters(resolve(config.draft_model).folder)
+    for file in filter(None, (config.head, config.lens)):
+        with suppress(OSError, SafetensorError):
+            count += parameters_in(Path(file))
+    return count
+
+
+def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return what a drafter keeps of a token: keys and values of its own, and a head the target's feature."""
+    if config.draft_model is not None:
+        return cache_bytes_per_token(configuration_of(config.draft_model), dtype)
+    if config.head is not None:
+        with suppress(OSError, SafetensorError, ValueError):
+            shape = head_shape(Path(config.head))
+            keys = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size
+            return keys * torch.float32.itemsize + shape.width * dtype.itemsize
+    return 0
+
+
+def _step_bytes(config: EngineConfig, target: PretrainedConfig) -> int:
+    """Return what the largest step holds beside weights and caches: every row a whole tree, or one chunk at a text's end."""
+    text, limits = target.get_text_config(), config.scheduler
+    tree = config.largest_expansion or config.expansion
+    num_nodes = min(limits.max_step_tokens, limits.max_running * (1 + tree.num_draft_tokens))
+    longest = min(limits.max_model_len, limits.num_slots, getattr(text, "max_position_embeddings", None) or limits.max_model_len)
+    num_scores = limits.max_step_tokens * longest
+    score_bytes = _EXACT_SCORE_BYTES if config.dtype == INT8 else _SCORE_BYTES
+    return int(num_nodes * text.vocab_size * _LAW_BYTES + num_scores * (text.num_attention_heads * score_bytes + 1 + 8))
+
+
+def memory_of(device: torch.device) -> Memory:
+    """Return the memory of a device: a graphics card's, or the machine's within the limit of a container."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(int(total), int(free))
+    total = free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    if limit.isdecimal():
+        total = min(total, int(limit))
+    return Memory(total, min(free, total))
+
+
+def shortage(need: MemoryNeed, device: torch.device) -> str | None:
+    """Return why an engine cannot be: it needs more than is free on a card, or than a machine has; None if it can.
+
+    A machine's memory is taken as slots are used, and what others hold of it now they may give back.
+    """
+    memory = memory_of(device)
+    room = memory.free if device.type == "cuda" else memory.total
+    if need.total <= room:
+        return None
+    asked = "num_slots, max_step_tokens, max_running and largest_expansion make it smaller"
+    return f"{need.total / GB:.2f} GB are needed ({need}), {device} has {room / GB:.2f}; {asked}"
+
+
+def configuration_of(reference: str) -> PretrainedConfig:
+    """Return the configuration of a model; raise WeightsError if it cannot be read."""
+    folder = resolve(reference).folder
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightsError(f"the configuration of {folder} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def cache_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in every layer, by the model's configuration."""
+    text = model.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * width * dtype.itemsize)
+
+
+def num_parameters(folder: Path) -> int:
+    """Return how many numbers the weights of a folder are, by the heads of its files."""
+    return sum(parameters_in(path) for path in folder.glob("*.safetensors"))
+
+
+def parameters_in(path: Path) -> int:
+    """Return how many numbers a file of weights has."""
+    with safe_open(path, framework="pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (it is no mapping)

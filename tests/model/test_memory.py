@@ -1,0 +1,69 @@
+"""What is said of an engine's memory before anything is loaded is what it then holds; what does not fit is refused by parts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import build, memory
+from engine.build import BadConfiguration, build_engine
+from engine.config import EngineConfig, SchedulerConfig
+from engine.memory import Memory, memory_need, num_parameters, shortage
+from engine.tree import Expansion
+from tests.conformance.folder import served_folder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = str(served_folder(tmp_path_factory.mktemp("memory")))
+    limits = SchedulerConfig(num_slots=256, max_model_len=128, max_step_tokens=64, max_running=8)
+    return EngineConfig(folder, drafter="model", draft_model=folder, draft_dtype="float32", device="cpu", scheduler=limits)
+
+
+def test_weights_and_caches_are_what_is_held(config):
+    need = memory_need(config, "float32")
+    engine = build_engine(config)
+    assert need.weights == need.draft_weights == num_parameters(Path(config.model)) * 4
+    assert need.cache == need.draft_cache == engine.target.cache.num_bytes
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"largest_expansion": Expansion(8, 4, 8)},
+        {"scheduler": SchedulerConfig(num_slots=256, max_model_len=256, max_step_tokens=64, max_running=8)},
+        {"scheduler": SchedulerConfig(num_slots=256, max_model_len=128, max_step_tokens=128, max_running=8)},
+    ],
+    ids=["wider trees", "longer texts", "larger steps"],
+)
+def test_a_step_needs_more_for(config, changed):
+    few = replace(config, expansion=Expansion(1, 1, 0))
+    assert memory_need(replace(few, **changed), "float32").step > memory_need(few, "float32").step
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(config, monkeypatch):
+    need = memory_need(config, "float32")
+    monkeypatch.setattr(build, "load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(memory, "memory_of", lambda _: Memory(need.total - 1, need.total - 1))
+    with pytest.raises(BadConfiguration, match=r"GB are needed \(weights .* drafter's weights .* drafter's cache .* a step"):
+        build_engine(config)
+
+
+def test_a_machine_may_lend_what_others_hold_now_and_a_card_may_not(config, monkeypatch):
+    need = memory_need(config, "float32")
+    monkeypatch.setattr(memory, "memory_of", lambda _: Memory(need.total, need.total - 1))
+    assert shortage(need, CPU) is None
+    assert shortage(need, torch.device("cuda")) is not None
+
+
+def test_a_container_has_no_more_than_its_limit(tmp_path: Path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_CGROUP_LIMIT", limit)
+    whole = memory.memory_of(CPU)
+    limit.write_text("1000\n")
+    assert memory.memory_of(CPU) == Memory(1000, 1000)
+    limit.write_text("max\n")
+    assert memory.memory_of(CPU).total == whole.total
