@@ -127,7 +127,7 @@ def test_the_grammar_changes_the_texts():
 
 def test_a_preempted_text_goes_on_as_if_nothing_had_been():
     """The state of a matcher is a function of the generated tokens."""
-    config = SchedulerConfig(max_running=4, num_slots=72, max_model_len=64)
+    config = SchedulerConfig(max_running=4, num_slots=56, max_model_len=64)
     requests = [request_of(grammar, name, seed=3, temperature=1.5) for name, grammar in ALL.items()]
     session = run(engine_of(Expansion(2, 2, 2), config=config), requests)
     assert sum(stats.num_preemptions for stats in session.stats) > 0
