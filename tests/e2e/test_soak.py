@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.growth import Sample, leaks
 from tests.e2e.soak import soaked
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_a_hundred_requests_leave_nothing(tmp_path: Path) -> None:
