@@ -83,13 +83,14 @@ class _Group:
         self.merged = np.full((2, _MAX_BRANCHES + 1), _RATIO_TRIALS)
         self.entries = np.full((2, len(menu)), _RATIO_TRIALS)
         self.fill = np.full((2, len(menu)), _RATIO_TRIALS)
+        self.reach = np.full((2, len(menu)), _RATIO_TRIALS)
         self.log_odds = 0.0
         self._laws: Array | None = None
 
     def forget(self) -> None:
         self.counts *= _GROUP_MEMORY
         self._laws = None
-        for ratio in (self.forks, self.merged, self.entries, self.fill):
+        for ratio in (self.forks, self.merged, self.entries, self.fill, self.reach):
             ratio += (1.0 - _RATIO_MEMORY) * (_RATIO_TRIALS - ratio)
 
     @property
@@ -122,6 +123,8 @@ class CountedAcceptance:
         self._shape = _shape_of(menu)
         self._sized = [place for place, entry in enumerate(menu.entries) if not entry.is_delayed]
         self._table_MG = np.array([[best_tokens(menu.entries[place], float(a)) for a in _GRID] for place in self._sized])
+        depths_S = menu.depths[self._sized]
+        self._alike = {int(depth): np.flatnonzero(depths_S == depth) for depth in np.unique(depths_S)}  # by depth, smallest first
         self._groups: dict[str, _Group] = {}
         self._seats: dict[str, int] = {}
         self._free: list[int] = []
@@ -196,17 +199,19 @@ class CountedAcceptance:
         """Write the columns of trees that find their own shape."""
         for row, (seat, group) in enumerate(zip(seats, groups, strict=True)):
             tokens_BM[row, self._sized] = self._sized_tokens(group, float(self._log_odds[seat]))
-            fill = (group.fill[0] / group.fill[1])[self._sized]
+            fill, reach = ((seen / whole)[self._sized] for seen, whole in (group.fill, group.reach))
             nodes_BM[row, self._sized] = self._menu.num_nodes[self._sized] * np.minimum(fill, 1.0)
-            passes_BM[row, self._sized] = self._menu.depths[self._sized]
+            passes_BM[row, self._sized] = self._menu.depths[self._sized] * np.minimum(reach, 1.0)
 
     def _sized_tokens(self, group: _Group, own_log_odds: float) -> Array:
         acceptance = 1.0 / (1.0 + np.exp(-(group.log_odds + own_log_odds)))
         place = min(acceptance, _GRID[-1]) / (_GRID[1] - _GRID[0])
         low = min(int(place), len(_GRID) - 2)
         between = self._table_MG[:, low] + (place - low) * (self._table_MG[:, low + 1] - self._table_MG[:, low])
-        ratio = (group.entries[0] / group.entries[1])[self._sized]
-        return np.asarray(np.maximum.accumulate(1.0 + (between - 1.0) * ratio))  # more nodes never bring less
+        tokens = np.asarray(1.0 + (between - 1.0) * (group.entries[0] / group.entries[1])[self._sized])
+        for alike in self._alike.values():
+            tokens[alike] = np.maximum.accumulate(tokens[alike])  # more nodes never bring less
+        return tokens
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from trees; a row that was plain says nothing."""
@@ -262,20 +267,23 @@ class CountedAcceptance:
     def _tilt(self, seat: int, group: _Group, outcome: DraftOutcome) -> None:
         """Move the log-odds of a tree that found its own shape towards what explains its tokens.
 
-        One of a size between the menu's (there was no room for more) is foretold from its neighbours, and counts for the nearest.
+        One of a size between the menu's (there was no room for more) is foretold from its neighbours of like depth, and counts for
+        the nearest.
         """
         if not self._sized:
             return
-        sizes = self._menu.num_nodes[self._sized]
-        size = outcome.expansion.num_draft_tokens
-        place = self._sized[int(np.abs(np.log(sizes / size)).argmin())]
-        tokens = self._sized_tokens(group, float(self._log_odds[seat]))
+        size, depth = outcome.expansion.num_draft_tokens, outcome.expansion.max_depth
+        alike = self._alike[min(self._alike, key=lambda known: abs(known - depth))]
+        sizes = self._menu.num_nodes[self._sized][alike]
+        place = self._sized[int(alike[np.abs(np.log(sizes / size)).argmin()])]
+        tokens = self._sized_tokens(group, float(self._log_odds[seat]))[alike]
         expected = float(np.interp(size, [0, *sizes], [1.0, *tokens])) - 1.0
         surprise = (outcome.accepted_depth - expected) / (1.0 + expected)
         self._log_odds[seat] += _OWN_STEP * surprise
         group.log_odds = min(6.0, max(-6.0, group.log_odds + _GROUP_STEP * surprise))
         group.entries[:, place] += (outcome.accepted_depth, expected)
-        group.fill[:, place] += (outcome.num_nodes / outcome.expansion.num_draft_tokens, 1.0)
+        group.fill[:, place] += (outcome.num_nodes / size, 1.0)
+        group.reach[:, place] += (outcome.drafted_depth / depth, 1.0)
 
     def _seat(self, view: SequenceView) -> int:
         """Return where a sequence's state is kept; one not seen before (or whose id begins anew) starts as its kind."""

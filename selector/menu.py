@@ -79,12 +79,17 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
     """Return the menu of the family of `expansion`, of what the verifier is exact on and no larger than `largest`.
 
     Delayed trees: chains of up to 8, and trunks of up to 8 with 2 to 4 branches of up to 8, unless `largest` says otherwise, the
-    lengths ever farther apart; branches start differently where the verifier's own tree does. Other trees: sizes up to 64 of the
-    expansion's depth and branches.
+    lengths ever farther apart; branches start differently where the verifier's own tree does. Other trees: sizes up to 64 at each of
+    some depths up to the expansion's.
     """
     if not expansion.is_delayed:
         bound = largest or replace(expansion, max_nodes=max(expansion.max_nodes, _SIZES[-1]))
-        return _menu([*(replace(bound, max_nodes=size) for size in _SIZES if size < bound.max_nodes), bound])
+        return _menu(
+            replace(bound, max_nodes=size, depth=depth)
+            for depth in _up_to(_DEPTHS, bound.depth)
+            for size in _up_to(_SIZES, bound.max_nodes)
+            if depth <= size <= most_nodes(depth, bound.branches)
+        )
     family = _family(expansion, verifier)
     bound = largest or Expansion(*_LARGEST_DELAYED, family)
     chains = [Expansion(length, 1, 0) for length in range(1, min(bound.max_depth, _LARGEST_DELAYED[0]) + 1)]
@@ -96,6 +101,11 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
         if trunk + depth <= max(_MAX_LEVELS, bound.max_depth if largest else 0)
     ]
     return _menu(entry for entry in [*chains, *trees] if is_exact(entry.kind, verifier))
+
+
+def most_nodes(depth: int, branches: int) -> int:
+    """Return how many nodes fit into a tree of so many levels, if each node has so many children at most."""
+    return sum(branches**level for level in range(1, depth + 1))
 
 
 def _menu(entries: Iterable[Expansion]) -> Menu:

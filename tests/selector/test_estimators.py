@@ -117,16 +117,28 @@ def test_trees_of_their_own_shape_are_foretold_from_one_size(chance):
     largest = Expansion(0, 3, 6, "heap", 16)
     menu = menu_of(largest, "traversal", largest)
     estimator, view, seed = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r"), random.Random(0)
-    tried = menu.entries[menu.num_nodes.tolist().index(8)]
+    tried = replace(largest, max_nodes=8)
     mean = best_tokens(tried, chance) - 1.0
     for _ in range(600):
         estimator.estimate([view])
         accepted = min(tried.max_depth, int(mean) + (seed.random() < mean - int(mean)))
         estimator.observe([DraftOutcome("r", tried, 8, tried.max_depth, accepted)])
     tokens = estimator.estimate([view]).tokens[0]
-    assert (np.diff(tokens) >= -1e-9).all()
+    for depth in set(menu.depths.tolist()):
+        assert (np.diff(tokens[menu.depths == depth]) >= -1e-9).all()
     for place, entry in enumerate(menu.entries[1:], start=1):
         assert tokens[place] == pytest.approx(best_tokens(entry, chance), rel=0.25), entry
+
+
+@pytest.mark.parametrize(("drafted_depth", "passes"), [(6, 6.0), (3, 3.0)])
+def test_trees_of_their_own_shape_take_the_passes_that_they_took(drafted_depth, passes):
+    largest = Expansion(0, 3, 6, "heap", 16)
+    menu = menu_of(largest, "traversal", largest)
+    estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
+    for _ in range(600):
+        estimator.estimate([view])
+        estimator.observe([DraftOutcome("r", largest, 16, drafted_depth, 2)])
+    assert estimator.estimate([view]).passes[0, menu.index[largest]] == pytest.approx(passes, rel=0.1)
 
 
 def tokens_after_trimming(menu: Menu, size: int) -> float:

@@ -54,6 +54,14 @@ def test_the_default_menu_has_what_the_paper_has():
     assert 50 < len(menu) < 128
 
 
+def test_trees_of_their_own_shape_come_in_depths_and_sizes():
+    largest = Expansion(0, 2, 8, "noise_aware", 64)
+    entries = menu_of(largest, "coupled").entries[1:]
+    assert {entry.depth for entry in entries} == {1, 2, 3, 4, 6, 8}
+    assert {entry.max_nodes for entry in entries if entry.depth == 3} == {3, 4, 6, 8, 12}  # 2 + 4 + 8 nodes fit
+    assert largest in entries
+
+
 @pytest.mark.parametrize(("tree", "num_fed"), [("0.1.0", 0), ("4.1.0", 3), ("2.2.3", 6), ("0.4.1", 0), ("heap.16", 14)])
 def test_all_but_the_last_level_is_fed(tree, num_fed):
     expansion = parse_expansion(tree)
