@@ -197,12 +197,13 @@ class Scheduler:
     def _wish(self, sequence: Sequence, expansion: Expansion) -> Expansion:
         """Return what is wanted for a sequence: its own request's tree before the policy's, one its verifier is exact on.
 
-        No deeper than tokens remain, the extra one aside.
+        A greedy row takes any tree. No deeper than tokens remain, the extra one aside.
         """
         speculation = sequence.request.speculation
         if not speculation.is_enabled:
             return PLAIN
-        wish = fitted(speculation.expansion or expansion, sequence.verifier)
+        asked = speculation.expansion or expansion
+        wish = asked if sequence.request.sampling.is_greedy else fitted(asked, sequence.verifier)
         most = wish.num_draft_tokens if speculation.max_nodes is None else min(speculation.max_nodes, wish.num_draft_tokens)
         return wish.limited(max(0, sequence.num_remaining - 1), most)
 

@@ -12,7 +12,7 @@ from selector.cost import CostModel
 from selector.estimators import CountedAcceptance, Estimator
 from selector.guard import GuardedPolicy
 from selector.learnt import NetEstimator
-from selector.menu import Menu, menu_of
+from selector.menu import Menu, menu_for_all
 from selector.net import SelectorNet
 from selector.policy import AdaptiveExpansion
 from selector.profile import Bench, cached_profile
@@ -29,7 +29,7 @@ def adaptive_policy(config: EngineConfig, bench: Bench, roots: RootSource) -> Ex
 
     Raises UnusableSelector.
     """
-    menu = menu_of(config.expansion, config.verifier, config.largest_expansion)
+    menu = menu_for_all(config.expansion, config.verifier, config.largest_expansion)
     policy = AdaptiveExpansion(menu, estimator_of(config, menu, roots), profiled_costs(bench), config.expansion)
     return GuardedPolicy(policy, config.expansion)
 

@@ -13,7 +13,7 @@ import torch
 from engine.policy import DraftOutcome, RootFacts, RootSource, SequenceView
 from selector.estimators import Array, CountedAcceptance, Estimates
 from selector.features import features_of, rule_of
-from selector.menu import Menu
+from selector.menu import Menu, menu_with
 from selector.net import Inputs, SelectorNet
 
 _logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def misfits(net: SelectorNet, menu: Menu, target_width: int, draft_width: int) -
     found = []
     if net.shape.objective != "tokens":
         found.append("this selector was trained to choose, not to expect tokens")
-    if unknown := [str(entry) for entry in menu.entries if entry not in net.menu.index]:
+    if unknown := [str(entry) for entry in menu.entries if entry.is_delayed and entry not in net.menu.index]:
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         found.append(f"the selector was not trained for {', '.join(unknown[:_NAMED])}{more}")
     trained, here = (net.shape.target_width, net.shape.draft_width), (target_width, draft_width)
@@ -44,8 +44,10 @@ class NetEstimator:
         if found := misfits(net, menu, nothing.target_BD.shape[1], nothing.draft_BW.shape[1]):
             raise ValueError("; ".join(found))
         self._net = net
-        self._places = np.array([net.menu.index[entry] for entry in menu.entries])
-        self._counting = CountedAcceptance(net.menu)
+        both = menu_with([*net.menu.entries, *menu.entries])
+        self._places = np.array([both.index[entry] for entry in menu.entries])
+        self._known = np.array([both.index[entry] for entry in net.menu.entries])
+        self._counting = CountedAcceptance(both)
         self._rules = {rule: place for place, rule in enumerate(net.shape.rules)}
         self._roots = roots
         self._has_failed = False
@@ -67,7 +69,8 @@ class NetEstimator:
 
     def _told(self, views: Sequence[SequenceView], asked: Sequence[int], facts: RootFacts, counted_BM: Array) -> Array:
         """Return the counted tokens with the network's in the rows asked about whose roots are known."""
-        features = features_of([views[row] for row in asked], facts, counted_BM[asked], self._net.menu).at(facts.is_known_B)
+        counted = counted_BM[np.ix_(asked, self._known)]
+        features = features_of([views[row] for row in asked], facts, counted, self._net.menu).at(facts.is_known_B)
         rows = [row for row, is_known in zip(asked, facts.is_known_B.tolist(), strict=True) if is_known]
         try:
             with torch.inference_mode():
@@ -77,7 +80,7 @@ class NetEstimator:
         if not np.isfinite(told).all():
             return self._without(counted_BM, "numbers that are not finite")
         tokens_BM = counted_BM.copy()
-        tokens_BM[rows] = told
+        tokens_BM[np.ix_(rows, self._known)] = told
         return tokens_BM
 
     def _without(self, counted_BM: Array, reason: str) -> Array:

@@ -18,6 +18,8 @@ _DEPTHS = (1, 2, 3, 4, 6)
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of trees that find their own shape
 _LARGEST_DELAYED = (8, 4, 8)  # trunk, branches, depth: the menu of Dynamic Delayed Tree Expansion
 _MAX_LEVELS = 10
+_RANKED: TreeName = "noise_aware"  # of rows that rank: its nodes are the best, wherever they are
+_RANKED_DEPTH = 8
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,13 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
     """Return the menu of the family of `expansion`, of what the verifier is exact on and no larger than `largest`.
 
     Delayed trees: chains of up to 8, and trunks of up to 8 with 2 to 4 branches of up to 8, unless `largest` says otherwise, the
-    lengths ever farther apart; branches start differently where the verifier's own tree does. Other trees: sizes up to 64 at each of
-    some depths up to the expansion's.
+    lengths ever farther apart; branches start differently where the verifier's own tree does. Other trees: sizes up to 64 at each
+    of some depths up to the expansion's.
     """
     if not expansion.is_delayed:
-        bound = largest or replace(expansion, max_nodes=max(expansion.max_nodes, _SIZES[-1]))
-        return _menu(
-            replace(bound, max_nodes=size, depth=depth)
-            for depth in _up_to(_DEPTHS, bound.depth)
-            for size in _up_to(_SIZES, bound.max_nodes)
-            if depth <= size <= most_nodes(depth, bound.branches)
-        )
+        return menu_with(_sized(largest or replace(expansion, max_nodes=max(expansion.max_nodes, _SIZES[-1]))))
     family = _family(expansion, verifier)
     bound = largest or Expansion(*_LARGEST_DELAYED, family)
-    chains = [Expansion(length, 1, 0) for length in range(1, min(bound.max_depth, _LARGEST_DELAYED[0]) + 1)]
     trees = [
         Expansion(trunk, branches, depth, family)
         for trunk in _up_to(_TRUNKS, bound.trunk)
@@ -100,17 +95,48 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
         for depth in _up_to(_DEPTHS, bound.depth)
         if trunk + depth <= max(_MAX_LEVELS, bound.max_depth if largest else 0)
     ]
-    return _menu(entry for entry in [*chains, *trees] if is_exact(entry.kind, verifier))
+    return menu_with(entry for entry in [*_chains(bound), *trees] if is_exact(entry.kind, verifier))
+
+
+def menu_for_all(expansion: Expansion, verifier: str, largest: Expansion | None = None) -> Menu:
+    """Return the family's menu with trees for rows that it does not suit, no larger either.
+
+    Beside delayed trees: noise-aware ones, for greedy rows and those of the coupled rule. Beside trees that find their own shape:
+    chains, on which every verifier is exact.
+    """
+    family = menu_of(expansion, verifier, largest)
+    if len(family) == 1:
+        return family
+    if not expansion.is_delayed:
+        return menu_with([*family.entries, *_chains(family.entries[-1])])
+    depth, size = (largest.max_depth, largest.num_draft_tokens) if largest else (_RANKED_DEPTH, _SIZES[-1])
+    branches = largest.branches if largest else _LARGEST_DELAYED[1]
+    return menu_with([*family.entries, *_sized(Expansion(0, branches, depth, _RANKED, size))])
+
+
+def menu_with(entries: Iterable[Expansion]) -> Menu:
+    """Return a menu of plain decoding and these trees."""
+    drafting = {entry for entry in entries if not entry.is_plain}
+    return Menu((PLAIN, *sorted(drafting, key=lambda entry: (entry.max_depth, entry.num_draft_tokens, entry))))
+
+
+def _chains(bound: Expansion) -> list[Expansion]:
+    return [Expansion(length, 1, 0) for length in range(1, min(bound.max_depth, _LARGEST_DELAYED[0]) + 1)]
+
+
+def _sized(bound: Expansion) -> list[Expansion]:
+    """Return trees that find their own shape: of each depth the sizes that are deep enough and fit."""
+    return [
+        replace(bound, max_nodes=size, depth=depth)
+        for depth in _up_to(_DEPTHS, bound.depth)
+        for size in _up_to(_SIZES, bound.max_nodes)
+        if depth <= size <= most_nodes(depth, bound.branches)
+    ]
 
 
 def most_nodes(depth: int, branches: int) -> int:
     """Return how many nodes fit into a tree of so many levels, if each node has so many children at most."""
     return sum(branches**level for level in range(1, depth + 1))
-
-
-def _menu(entries: Iterable[Expansion]) -> Menu:
-    drafting = {entry for entry in entries if not entry.is_plain}
-    return Menu((PLAIN, *sorted(drafting, key=lambda entry: (entry.max_depth, entry.num_draft_tokens, entry))))
 
 
 def _family(expansion: Expansion, verifier: str) -> TreeName:

@@ -220,18 +220,24 @@ class AdaptiveExpansion:
         bounds = [one.speculation.max_nodes for one in views]
         most_nodes_B = np.array([np.inf if bound is None else bound for bound in bounds])
         num_remaining_B = np.array([max(1, one.num_remaining) for one in views])
-        allowed_BM = np.array([self._exact_for(one) for one in views])
+        allowed_BM = np.array([self._exact_for("coupled" if one.sampling.is_greedy else one.verifier) for one in views])
         is_prompt_B = np.array([one.num_uncached > 1 for one in views])
         allowed_BM &= ~is_prompt_B[:, None] | (self._menu.num_nodes == 0)
         allowed_BM &= self._menu.num_nodes <= most_nodes_B[:, None]
         allowed_BM &= self._menu.depths < num_remaining_B[:, None]
         return allowed_BM
 
-    def _exact_for(self, view: SequenceView) -> NDArray[np.bool_]:
-        if view.verifier not in self._is_exact:
-            exact = [one.is_plain or is_exact(one.kind, view.verifier) for one in self._menu.entries]
-            self._is_exact[view.verifier] = np.array(exact)
-        return self._is_exact[view.verifier]
+    def _exact_for(self, verifier: str) -> NDArray[np.bool_]:
+        """Return what a verifier is exact on, if that can be trees that find their own shape then those alone.
+
+        The coupled rule stands for all rows that rank their tokens, greedy ones too.
+        """
+        if verifier not in self._is_exact:
+            is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in self._menu.entries])
+            is_own_M = np.array([one.is_plain or not one.is_delayed for one in self._menu.entries])
+            own_M = is_exact_M & is_own_M
+            self._is_exact[verifier] = own_M if own_M.sum() > 1 else is_exact_M
+        return self._is_exact[verifier]
 
     def _clearly_better(self, batch: _Batch, allocator: Allocator, best: Allocation) -> Allocation:
         """Return the best allocation, or the last choice if it is still allowed and about as good."""

@@ -24,7 +24,7 @@ from engine.model import INT8
 from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from selector.learnt import misfits
-from selector.menu import menu_of
+from selector.menu import menu_for_all
 from selector.net import SelectorNet
 
 
@@ -159,7 +159,7 @@ def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     except (OSError, SafetensorError, ValueError) as error:
         yield Finding("selector", grave, f"{path.name} cannot be used: {error}{instead}")
         return
-    differences = misfits(net, menu_of(config.expansion, config.verifier, config.largest_expansion), width, read)
+    differences = misfits(net, menu_for_all(config.expansion, config.verifier, config.largest_expansion), width, read)
     yield from (Finding("selector", grave, f"{path.name} cannot be used: {one}{instead}") for one in differences)
     if not differences:
         of = f", made for {recipe['model']}" if "model" in recipe else ""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.pairs import VERIFIER_NAMES, is_exact
 from engine.tree import PLAIN, Expansion, parse_expansion
-from selector.menu import Menu, fed_share, menu_of
+from selector.menu import Menu, fed_share, menu_for_all, menu_of
 from tests.strategies import any_expansions
 
 SHAPES = any_expansions(max_nodes=24).filter(lambda one: not one.is_plain)
@@ -60,6 +60,25 @@ def test_trees_of_their_own_shape_come_in_depths_and_sizes():
     assert {entry.depth for entry in entries} == {1, 2, 3, 4, 6, 8}
     assert {entry.max_nodes for entry in entries if entry.depth == 3} == {3, 4, 6, 8, 12}  # 2 + 4 + 8 nodes fit
     assert largest in entries
+
+
+@pytest.mark.parametrize("largest", [None, Expansion(2, 2, 2), Expansion(3, 1, 0)])
+def test_rows_that_rank_have_trees_of_their_own_shape_beside_delayed_ones(largest):
+    family = menu_of(Expansion(4, 1, 0), "traversal", largest)
+    added = set(menu_for_all(Expansion(4, 1, 0), "traversal", largest).entries) - set(family.entries)
+    assert {entry.tree for entry in added} == {"noise_aware"}
+    assert max(entry.max_depth for entry in added) <= family.depths.max()
+    assert max(entry.num_draft_tokens for entry in added) == (64 if largest is None else largest.num_draft_tokens)
+
+
+def test_whom_trees_of_their_own_shape_do_not_suit_has_chains():
+    family = menu_of(parse_expansion("noise_aware.8"), "coupled")
+    added = set(menu_for_all(parse_expansion("noise_aware.8"), "coupled").entries) - set(family.entries)
+    assert added == {Expansion(length, 1, 0) for length in range(1, 9)}
+
+
+def test_where_nothing_may_be_drafted_there_is_nothing_for_anybody():
+    assert menu_for_all(Expansion(4, 1, 0), "traversal", PLAIN).entries == (PLAIN,)
 
 
 @pytest.mark.parametrize(("tree", "num_fed"), [("0.1.0", 0), ("4.1.0", 3), ("2.2.3", 6), ("0.4.1", 0), ("heap.16", 14)])

@@ -17,7 +17,7 @@ from engine.types import Speculation
 from selector.allocation import Allocator
 from selector.cost import DRAFT_PRICES, KNOTS, CostModel
 from selector.estimators import CountedAcceptance, Estimates
-from selector.menu import Menu, menu_of
+from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
 from selector.policy import AdaptiveExpansion
 from selector.probing import Probes
@@ -67,6 +67,16 @@ def test_it_comes_near_the_best_fixed_choice(machine):
     shares = {(n, chance): settled_share(machine, n, chance) for n in (1, 4, 32) for chance in (0.0, 0.3, 0.7, 1.0)}
     assert min(shares.values()) > 0.94, shares
     assert sum(shares.values()) / len(shares) > 0.98, shares
+
+
+def test_rows_that_rank_take_trees_of_their_own_shape_and_those_that_draw_the_family():
+    menu = menu_for_all(CHAIN, "traversal", Expansion(4, 3, 4))
+    texts = [Text(flat(0.7), temperature=temperature) for temperature in (0.0, 1.0)]
+    ran = run(adaptive(USUAL, menu), USUAL, texts, 60)
+    ranked, drawn = ({one.tree for one in of_row if not one.is_plain} for of_row in zip(*ran.choices, strict=True))
+    assert ranked == {"noise_aware"}
+    assert drawn
+    assert drawn <= {"delayed", "delayed_distinct"}
 
 
 def late_share(policy: AdaptiveExpansion) -> float:

@@ -8,11 +8,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.budget import Share
 from engine.config import SchedulerConfig
+from engine.pairs import fitted
 from engine.plan import Feeding
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
-from engine.tree import PLAIN, ROOT, TokenTree
+from engine.tree import PLAIN, ROOT, TokenTree, parse_expansion
 from engine.types import Request, SamplingParams
 from tests.unit.scheduler_machine import SchedulerMachine
 
@@ -213,6 +214,16 @@ def test_scheduler_kills(mutant):
 def test_scheduler_kills_a_prefix_cache_that(mutant):
     with pytest.raises((AssertionError, KeyError, BaseExceptionGroup)):
         run(with_cache(mutant), 150, Phase.generate)
+
+
+def test_a_greedy_row_takes_any_tree_and_one_that_draws_what_its_verifier_is_exact_on():
+    scheduler, wanted = Scheduler(SchedulerConfig(), Feeding.TARGET_CACHE), parse_expansion("noise_aware.8")
+    for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
+        scheduler.add(Sequence(Request(name, (5,), SamplingParams(temperature, max_tokens=64)), 0, "traversal"))
+    scheduler.admit()
+    greedy, drawn = (row.expansion for row in scheduler.plan([wanted, wanted]).rows)
+    assert greedy == wanted
+    assert drawn == fitted(wanted, "traversal") != wanted
 
 
 def test_a_preempted_sequence_runs_again_before_younger_ones():
