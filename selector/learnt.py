@@ -69,7 +69,7 @@ class NetEstimator:
 
     def _told(self, views: Sequence[SequenceView], asked: Sequence[int], facts: RootFacts, counted_BM: Array) -> Array:
         """Return the counted tokens with the network's in the rows asked about whose roots are known."""
-        counted = counted_BM[np.ix_(asked, self._known)]
+        counted = counted_BM[asked][:, self._known]
         features = features_of([views[row] for row in asked], facts, counted, self._net.menu).at(facts.is_known_B)
         rows = [row for row, is_known in zip(asked, facts.is_known_B.tolist(), strict=True) if is_known]
         try:
@@ -80,7 +80,7 @@ class NetEstimator:
         if not np.isfinite(told).all():
             return self._without(counted_BM, "numbers that are not finite")
         tokens_BM = counted_BM.copy()
-        tokens_BM[np.ix_(rows, self._known)] = told
+        tokens_BM[np.array(rows)[:, None], self._known] = told
         return tokens_BM
 
     def _without(self, counted_BM: Array, reason: str) -> Array:
