@@ -8,7 +8,7 @@ import httpx
 
 _WORKER = "latebranch-work"  # as the kernel knows it
 _WARM_UP = 0.25  # of the samples: caches fill, pools are made
-MOST_KIB, MOST_COUNT = 6 * 1024.0, 1.5  # of fitted growth: what an allocator keeps, a connection more or less
+MOST_KIB, MOST_COUNT = 16 * 1024.0, 1.5  # of fitted growth: what an allocator keeps, a connection more or less
 
 Sample = Mapping[str, float]
 

@@ -25,7 +25,7 @@ def _held(step: int) -> Sample:
 def test_what_grows_is_found() -> None:
     sound = [_held(step) for step in range(40)]
     assert leaks(sound) == []
-    leaky = [{**one, "memory of worker": one["memory of worker"] + 300.0 * step} for step, one in enumerate(sound)]
+    leaky = [{**one, "memory of worker": one["memory of worker"] + 900.0 * step} for step, one in enumerate(sound)]
     assert [leak.split(" grew")[0] for leak in leaks(leaky)] == ["memory of worker"]
     forgetful = [{**one, "files of worker": one["files of worker"] + step // 9} for step, one in enumerate(sound)]
     assert [leak.split(" grew")[0] for leak in leaks(forgetful)] == ["files of worker"]
