@@ -219,20 +219,25 @@ def test_seeded_equality_kills(mutant, monkeypatch):
 
 def test_mixed_batches_kill_a_preemption_that_keeps_a_length(monkeypatch):
     """The sequence believes that its text is still cached, in slots that hold something else."""
+    preempted = []
 
     def preempt(scheduler, sequence):
-        num_cached = len(sequence.slots)
+        preempted.append(sequence)
         _PREEMPT(scheduler, sequence)
-        slots = scheduler.pool.allocate(min(num_cached, scheduler.pool.num_free))
-        scheduler.pool.free(slots[:1])
-        sequence.slots = slots[1:]
+
+    def admit(scheduler):
+        _ADMIT(scheduler)
+        for sequence in scheduler._running:
+            if sequence in preempted and not sequence.slots:
+                sequence.slots = scheduler.pool.allocate(min(sequence.num_tokens - 1, scheduler.pool.num_free))
 
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
+    monkeypatch.setattr(Scheduler, "admit", admit)
     with pytest.raises(AssertionError):
         check_mixed(engine_of("llama", "model", Expansion(2, 2, 1), TIGHT), "llama", mixed_requests())
 
 
-_PREEMPT = Scheduler._preempt
+_PREEMPT, _ADMIT = Scheduler._preempt, Scheduler.admit
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
