@@ -51,7 +51,7 @@ class Stage:
             "threads": {thread.name for thread in threading.enumerate()},
             "files": len(list(Path("/proc/self/fd").iterdir())),
             "ledger": len(self.service._ledger),
-            "slots": scheduler.pool.num_used,
+            "slots": scheduler.num_used_slots,
             "sequences": scheduler.num_running + scheduler.num_waiting,
             "anteroom": self.engine._anteroom.request_ids,
             "followed": len(self.texts._followed),
@@ -104,7 +104,7 @@ def _settled(look: Callable[[], dict[str, object]], is_settled: Callable[[dict[s
 def test_a_storm_leaves_nothing_behind() -> None:
     with staged() as stage:
         assert leak_of(stage, 60) == {}
-        assert stage.engine._scheduler.pool.num_used == 0
+        assert stage.engine._scheduler.num_used_slots == 0
 
 
 class RemembersTheAborted(TextCache):
