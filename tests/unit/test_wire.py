@@ -60,6 +60,7 @@ events = st.builds(
     st.none() | texts,
     st.none() | st.sampled_from(ErrorCode),
     st.none() | seconds,
+    st.integers(0, 9),
     st.none() | expansions,
     prompt_logprobs=st.lists(logprobs, max_size=3).map(tuple),
 )
