@@ -267,8 +267,8 @@ class CountedAcceptance:
     def _tilt(self, seat: int, group: _Group, outcome: DraftOutcome) -> None:
         """Move the log-odds of a tree that found its own shape towards what explains its tokens.
 
-        One of a size between the menu's (there was no room for more) is foretold from its neighbours of like depth, and counts for
-        the nearest.
+        One of a size between the menu's (there was no room for more) is foretold from its neighbours of like depth, and counts
+        for the nearest.
         """
         if not self._sized:
             return
