@@ -117,4 +117,4 @@ class RemembersTheAborted(TextCache):
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.e2e.test_storm._PATIENCE_S", 0.5)
     with staged(RemembersTheAborted()) as stage:
-        assert list(leak_of(stage, 8)) == ["followed"]
+        assert "followed" in leak_of(stage, 8)
