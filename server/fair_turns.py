@@ -37,17 +37,21 @@ class FairTurns:
             raise
 
     def _leave(self, key: str, place: asyncio.Future[None]) -> None:
-        self._waiting[key].remove(place)
-        if not self._waiting[key]:
-            del self._waiting[key]
+        places = self._waiting.get(key, deque())
+        if place in places:
+            places.remove(place)
+            if not places:
+                del self._waiting[key]
 
     def _pass_on(self) -> None:
-        """Give the turn to the key that has waited longest since its last one, if any waits."""
-        self._is_taken = bool(self._waiting)
-        if not self._waiting:
-            return
-        key = next(iter(self._waiting))
-        places = self._waiting.pop(key)
-        places.popleft().set_result(None)
-        if places:
-            self._waiting[key] = places
+        """Give the turn to the key that has waited longest since its last one, if any waits; who has just left has none."""
+        self._is_taken = False
+        while self._waiting and not self._is_taken:
+            key = next(iter(self._waiting))
+            places = self._waiting.pop(key)
+            place = places.popleft()
+            if places:
+                self._waiting[key] = places
+            if not place.done():
+                place.set_result(None)
+                self._is_taken = True

@@ -54,9 +54,9 @@ class Http(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
-        # Writing is paused while anything is unsent: no more than one piece of a stream waits here, and it shows that it does.
-        transport.set_write_buffer_limits(high=0)
         self._sending, self._reading = (_Patience(partial(self._cut_off, at)) for at in ("sending", "reading"))
+        # Writing is paused while anything is unsent. Not 0: TLS would take an empty buffer for a full one.
+        transport.set_write_buffer_limits(high=1)
         self._watch_request()
 
     def data_received(self, data: bytes) -> None:
@@ -69,6 +69,12 @@ class Http(H11Protocol):
             self._sending.begin(self.loop, self.client_limit_s)
         else:
             self._sending.end()
+
+    def on_response_complete(self) -> None:
+        """Go on to what came behind the request, of which there may be half a body."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._watch_request()
 
     def pause_writing(self) -> None:
         """Begin to wait for the client to read."""

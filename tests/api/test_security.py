@@ -132,6 +132,8 @@ async def test_https_is_spoken_with_a_certificate(certificate: tuple[str, str]):
         async with httpx.AsyncClient(verify=trust, base_url=f"https://127.0.0.1:{port}") as client:
             answer = await client.post(URL, json=completion())
             assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 16)
+            stream = await client.post(URL, json=completion(max_tokens=40, stream=True))
+            assert stream.text.endswith("data: [DONE]\n\n")
         async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}") as stranger:
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await stranger.get("/live")

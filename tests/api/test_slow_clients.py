@@ -70,6 +70,8 @@ BODY = completion(max_tokens=2_000, stream=True, logprobs=5, return_token_ids=Tr
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_does_not_read_is_cut_off(stream: bool) -> None:
     engine = talkative()
+    if stream:  # with something left to say whenever it is cut off
+        engine.gate, engine.num_free_events = asyncio.Event(), 90
     loop = asyncio.get_running_loop()
     async with serving(engine) as server, httpx.AsyncClient(base_url=url_of(server)) as other:
         client = await connected(server)
@@ -127,6 +129,20 @@ async def test_a_client_that_does_not_say_what_it_wants_is_cut_off(sent: str, ca
         await until(lambda: len(server.server_state.connections) == 1)
     assert engine.requests == []
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("before", [request_of(completion(max_tokens=3)), b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_half_a_request_behind_a_whole_one_is_cut_off_too(before: bytes) -> None:
+    """The bug: what had come before the answer was complete was waited for without end."""
+    loop = asyncio.get_running_loop()
+    async with serving(FakeEngine()) as server:
+        client = await connected(server)
+        await loop.sock_sendall(client, before + HALVES["half a body"])
+        with pytest.raises(ConnectionResetError):
+            async with asyncio.timeout(10):
+                await _read_on(client)
+        client.close()
+        await until(lambda: not server.server_state.connections and not server.server_state.tasks)
 
 
 @pytest.mark.parametrize("sent", list(HALVES))

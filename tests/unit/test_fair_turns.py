@@ -34,6 +34,19 @@ class ForgetsTheCancelled(FairTurns):
         await place
 
 
+class CallsWhoHasLeft(FairTurns):
+    """The mutant: a turn is given to whoever is first, though it has been cancelled and does not know it yet."""
+
+    def _pass_on(self):
+        self._is_taken = bool(self._waiting)
+        if self._waiting:
+            key = next(iter(self._waiting))
+            places = self._waiting.pop(key)
+            places.popleft().set_result(None)
+            if places:
+                self._waiting[key] = places
+
+
 async def order_of(turns: FairTurns, asked: list[str]) -> list[str]:
     """Return the keys in the order of their turns when all ask during somebody's turn."""
     had: list[str] = []
@@ -73,6 +86,25 @@ async def check_the_cancelled_keep_nobody_waiting(kind: type[FairTurns]) -> None
         assert turns._waiting == {}
 
 
+async def check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(kind: type[FairTurns]) -> None:
+    turns, is_over = kind(), asyncio.Event()
+
+    async def take(key: str) -> str:
+        async with turns.turn(key):
+            await is_over.wait()
+            return key
+
+    holding, leaving, last = (asyncio.create_task(take(key)) for key in "abc")
+    await asyncio.sleep(0)
+    is_over.set()
+    leaving.cancel()  # in the pass of the loop in which the turn is passed on
+    assert await asyncio.wait_for(last, 1.0) == "c"
+    assert await holding == "a"
+    assert leaving.cancelled()
+    async with turns.turn("again"):
+        assert turns._waiting == {}
+
+
 @pytest.mark.parametrize("mutant", [FirstCome, KeepsItsTurn])
 async def test_each_key_has_its_turn(mutant: type[FairTurns]) -> None:
     await check_each_key_has_its_turn(FairTurns)
@@ -84,3 +116,9 @@ async def test_the_cancelled_keep_nobody_waiting() -> None:
     await check_the_cancelled_keep_nobody_waiting(FairTurns)
     with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
         await check_the_cancelled_keep_nobody_waiting(ForgetsTheCancelled)
+
+
+async def test_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting() -> None:
+    await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(FairTurns)
+    with pytest.raises((TimeoutError, asyncio.InvalidStateError)):
+        await check_who_leaves_in_the_moment_of_its_turn_keeps_nobody_waiting(CallsWhoHasLeft)
