@@ -121,10 +121,11 @@ class CountedAcceptance:
         self._menu = menu
         self._num_depths = max(1, int(menu.depths.max()))
         self._shape = _shape_of(menu)
-        self._sized = [place for place, entry in enumerate(menu.entries) if not entry.is_delayed]
-        self._table_MG = np.array([[best_tokens(menu.entries[place], float(a)) for a in _GRID] for place in self._sized])
-        depths_S = menu.depths[self._sized]
-        self._alike = {int(depth): np.flatnonzero(depths_S == depth) for depth in np.unique(depths_S)}  # by depth, smallest first
+        self._sized = np.array([place for place, entry in enumerate(menu.entries) if not entry.is_delayed], dtype=np.int64)
+        self._table_SG = np.array([[best_tokens(menu.entries[place], float(a)) for a in _GRID] for place in self._sized])
+        self._sizes_S, self._depths_S = menu.num_nodes[self._sized], menu.depths[self._sized]
+        # By depth, smallest first.
+        self._alike = {int(depth): np.flatnonzero(self._depths_S == depth) for depth in np.unique(self._depths_S)}
         self._groups: dict[str, _Group] = {}
         self._seats: dict[str, int] = {}
         self._free: list[int] = []
@@ -162,8 +163,8 @@ class CountedAcceptance:
         merged_BK = self._per_branch(groups, one, "merged")
         tokens_BM = self._tokens(accept_BD, forks_BK)
         nodes_BM, passes_BM = self._nodes(offer_BD, merged_BK)
-        if self._sized:
-            self._fill_sized(seats, groups, tokens_BM, nodes_BM, passes_BM)
+        if len(self._sized):
+            self._fill_sized(seats, groups, one, tokens_BM, nodes_BM, passes_BM)
         return Estimates(tokens_BM, nodes_BM, passes_BM)
 
     @staticmethod
@@ -195,23 +196,31 @@ class CountedAcceptance:
         passes_BM = np.where(shape.end_M > 0, 1.0 + up_to_BD[:, np.maximum(shape.end_M - 1, 0)], 0.0)
         return nodes_BM, passes_BM
 
-    def _fill_sized(self, seats: list[int], groups: list[_Group], tokens_BM: Array, nodes_BM: Array, passes_BM: Array) -> None:
+    def _fill_sized(
+        self, seats: list[int], groups: list[_Group], one: _Group | None, tokens_BM: Array, nodes_BM: Array, passes_BM: Array
+    ) -> None:
         """Write the columns of trees that find their own shape."""
-        for row, (seat, group) in enumerate(zip(seats, groups, strict=True)):
-            tokens_BM[row, self._sized] = self._sized_tokens(group, float(self._log_odds[seat]))
-            fill, reach = ((seen / whole)[self._sized] for seen, whole in (group.fill, group.reach))
-            nodes_BM[row, self._sized] = self._menu.num_nodes[self._sized] * np.minimum(fill, 1.0)
-            passes_BM[row, self._sized] = self._menu.depths[self._sized] * np.minimum(reach, 1.0)
-
-    def _sized_tokens(self, group: _Group, own_log_odds: float) -> Array:
-        acceptance = 1.0 / (1.0 + np.exp(-(group.log_odds + own_log_odds)))
-        place = min(acceptance, _GRID[-1]) / (_GRID[1] - _GRID[0])
-        low = min(int(place), len(_GRID) - 2)
-        between = self._table_MG[:, low] + (place - low) * (self._table_MG[:, low + 1] - self._table_MG[:, low])
-        tokens = np.asarray(1.0 + (between - 1.0) * (group.entries[0] / group.entries[1])[self._sized])
+        told = [one] if one else groups
+        log_odds_B = self._log_odds[seats] + np.array([group.log_odds for group in told])
+        ratio_BS, fill_BS, reach_BS = (
+            np.stack([sums[0, self._sized] / sums[1, self._sized] for sums in by_group])
+            for by_group in zip(*((group.entries, group.fill, group.reach) for group in told), strict=True)
+        )
+        tokens_BS = self._sized_tokens(log_odds_B, ratio_BS, np.arange(len(self._sized)))
         for alike in self._alike.values():
-            tokens[alike] = np.maximum.accumulate(tokens[alike])  # more nodes never bring less
-        return tokens
+            tokens_BS[:, alike] = np.maximum.accumulate(tokens_BS[:, alike], axis=1)  # more nodes never bring less
+        tokens_BM[:, self._sized] = tokens_BS
+        nodes_BM[:, self._sized] = self._sizes_S * np.minimum(fill_BS, 1.0)
+        passes_BM[:, self._sized] = self._depths_S * np.minimum(reach_BS, 1.0)
+
+    def _sized_tokens(self, log_odds_B: Array, ratio_BS: Array, columns_S: NDArray[np.int64]) -> Array:
+        """Return what some trees that find their own shape bring, [B, S]: no more than they are deep, and the extra token."""
+        place_B = np.minimum(1.0 / (1.0 + np.exp(-log_odds_B)), _GRID[-1]) / (_GRID[1] - _GRID[0])
+        low_B = np.minimum(place_B.astype(np.int64), len(_GRID) - 2)
+        table_SG = self._table_SG[columns_S]
+        low_SB, high_SB = table_SG[:, low_B], table_SG[:, low_B + 1]
+        between_BS = (low_SB + (place_B - low_B) * (high_SB - low_SB)).T
+        return np.asarray(np.minimum(1.0 + (between_BS - 1.0) * ratio_BS, 1.0 + self._depths_S[columns_S]))
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from trees; a row that was plain says nothing."""
@@ -270,13 +279,15 @@ class CountedAcceptance:
         One of a size between the menu's (there was no room for more) is foretold from its neighbours of like depth, and counts
         for the nearest.
         """
-        if not self._sized:
+        if not len(self._sized):
             return
         size, depth = outcome.expansion.num_draft_tokens, outcome.expansion.max_depth
         alike = self._alike[min(self._alike, key=lambda known: abs(known - depth))]
-        sizes = self._menu.num_nodes[self._sized][alike]
-        place = self._sized[int(alike[np.abs(np.log(sizes / size)).argmin()])]
-        tokens = self._sized_tokens(group, float(self._log_odds[seat]))[alike]
+        sizes = self._sizes_S[alike]
+        place = self._sized[alike[np.abs(np.log(sizes / size)).argmin()]]
+        seen, whole = group.entries[:, self._sized[alike]]
+        log_odds = np.array([group.log_odds + self._log_odds[seat]])
+        tokens = np.maximum.accumulate(self._sized_tokens(log_odds, (seen / whole)[None], alike)[0])
         expected = float(np.interp(size, [0, *sizes], [1.0, *tokens])) - 1.0
         surprise = (outcome.accepted_depth - expected) / (1.0 + expected)
         self._log_odds[seat] += _OWN_STEP * surprise

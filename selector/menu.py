@@ -125,12 +125,12 @@ def _chains(bound: Expansion) -> list[Expansion]:
 
 
 def _sized(bound: Expansion) -> list[Expansion]:
-    """Return trees that find their own shape: of each depth the sizes that are deep enough and fit."""
+    """Return trees that find their own shape: of each depth the sizes that are deep enough and fit, the bound's own too."""
     return [
         replace(bound, max_nodes=size, depth=depth)
-        for depth in _up_to(_DEPTHS, bound.depth)
-        for size in _up_to(_SIZES, bound.max_nodes)
-        if depth <= size <= most_nodes(depth, bound.branches)
+        for depth in _up_to(_DEPTHS, bound.max_depth)
+        for size in _up_to(_SIZES, min(bound.max_nodes, most_nodes(depth, bound.branches)))
+        if depth <= size
     ]
 
 

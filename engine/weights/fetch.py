@@ -85,9 +85,10 @@ def _download(requirement: str, scratch: Path, has_come: Callable[[int], None]) 
 def _largest_file(folder: Path) -> int:
     """Return the bytes of the largest file anywhere below: the wheel that is coming. Files may vanish meanwhile."""
     sizes = [0]
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            sizes.append(path.stat().st_size)
+    for below, _, names in os.walk(folder):  # which passes over folders that pip takes away under it
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append((Path(below) / name).stat().st_size)
     return max(sizes)
 
 

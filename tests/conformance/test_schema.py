@@ -91,6 +91,7 @@ def _mend(body: dict[str, Any], is_plain: bool) -> None:
         body["model"] = MODEL
     if body.get("prompt") is not None:
         body.pop("messages", None)
+    body.pop("timeout_s", None)  # who asks for no time at all is told 504
 
 
 def _with_integers(value: Any) -> Any:

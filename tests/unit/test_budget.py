@@ -20,7 +20,7 @@ def planned(prompt_lens, expansion=HUGE, feeding=Feeding.TARGET_CACHE, **limits)
     config = SchedulerConfig(**{"max_running": 8, "max_step_tokens": 64, "num_slots": 4096, **limits})
     scheduler = Scheduler(config, feeding)
     for index, length in enumerate(prompt_lens):
-        request = Request(str(index), tuple(range(length)), SamplingParams(max_tokens=200))
+        request = Request(str(index), (index, *range(length - 1)), SamplingParams(max_tokens=200))
         scheduler.add(Sequence(request, index, "traversal"))
     scheduler.admit()
     return scheduler.plan([expansion] * len(prompt_lens))
@@ -67,7 +67,7 @@ def test_a_tree_takes_no_slot_that_a_younger_row_needs():
     config = SchedulerConfig(max_running=2, max_step_tokens=64, num_slots=63)
     scheduler = Scheduler(config, Feeding.TARGET_CACHE)
     for name in "ab":
-        scheduler.add(Sequence(Request(name, tuple(range(28)), SamplingParams(max_tokens=30)), 0, "traversal"))
+        scheduler.add(Sequence(Request(name, (ord(name), *range(27)), SamplingParams(max_tokens=30)), 0, "traversal"))
     scheduler.admit()
     for _ in range(3):
         plan = scheduler.plan([Expansion(8, 1, 0)] * scheduler.num_running)
