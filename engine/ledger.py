@@ -112,23 +112,25 @@ class Ledger:
         """Return if there is room for a request; raise EngineBusy if the queue is full, ValueError if the id is in use.
 
         Keys share a full queue evenly: while one of them holds more of it than that of `request` would, the last of its requests
-        is ended to make room.
+        is ended to make room. Nobody's is ended for a request that is refused.
         """
         if request.request_id in self._living:
             raise ValueError(f"request id {request.request_id!r} is in use")
         num_tokens = self._num_unbegun_tokens + len(request.prompt_ids)
         if self.num_waiting < self._limits.max_waiting and num_tokens <= self._limits.max_waiting_tokens:
             return
-        waiting = self._waiting
+        waiting, num_waiting, victims = self._waiting, self.num_waiting, list[Entry]()
         while self._is_full(waiting, request):
             shares = self._shares([*(entry.request for entry in waiting), request])
             greatest = max(shares, key=lambda group: shares[group])
             if shares[greatest] <= shares[request.group]:
-                raise EngineBusy(f"{len(waiting)} requests are waiting already", self.retry_after_s)
+                raise EngineBusy(f"{num_waiting} requests are waiting already", self.retry_after_s)
             theirs = [entry for entry in reversed(waiting) if entry.request.group == greatest]
             last = max(theirs, key=lambda entry: entry.request.priority)
             waiting.remove(last)
-            self._displace(last)
+            victims.append(last)
+        for victim in victims:
+            self._displace(victim)
 
     def _is_full(self, waiting: list[Entry], request: Request) -> bool:
         """Return whether a request is one too many beside those that wait. Nobody waits: it may be of any length."""

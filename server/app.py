@@ -81,7 +81,7 @@ def _add_layers(app: FastAPI, runtime: Runtime) -> None:
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER, *RATE_HEADERS],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", IGNORED_HEADER, *RATE_HEADERS],
         )
     app.add_middleware(ErrorBoundary)
     if settings.otlp_endpoint is not None:

@@ -7,7 +7,6 @@ import logging
 import socket
 import struct
 from collections.abc import Callable
-from functools import partial
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -41,9 +40,9 @@ class _Patience:
 class Http(H11Protocol):
     """Answers what never becomes a request with an error like any other, and cuts clients off that keep it waiting.
 
-    A request must have come whole within `client_limit_s` of the connection, or of its own first byte on one that is kept. What
-    is sent must have left the process within that time too; if not, the client takes nothing, and there is no way to tell it so.
-    Cut off, it sees its connection reset, and its requests end like those of any client that leaves.
+    A request must have come whole within `client_limit_s` of the connection, or of its own first byte on one that is kept. Of
+    what is sent something must leave the process within each such time; if not, the client takes nothing, and there is no way to
+    tell it so. Cut off, it sees its connection reset, and its requests end like those of any client that leaves.
     """
 
     client_limit_s = 60.0
@@ -54,13 +53,15 @@ class Http(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
-        self._sending, self._reading = (_Patience(partial(self._cut_off, at)) for at in ("sending", "reading"))
+        self._sending, self._reading = _Patience(self._on_unsaid), _Patience(self._on_unread)
+        self._has_spoken = False
         # Writing is paused while anything is unsent. Not 0: TLS would take an empty buffer for a full one.
         transport.set_write_buffer_limits(high=1)
         self._watch_request()
 
     def data_received(self, data: bytes) -> None:
         """Go on waiting unless the request is complete."""
+        self._has_spoken = True
         super().data_received(data)
         self._watch_request()
 
@@ -79,6 +80,7 @@ class Http(H11Protocol):
     def pause_writing(self) -> None:
         """Begin to wait for the client to read."""
         super().pause_writing()
+        self._num_unsent = self.transport.get_write_buffer_size()
         self._reading.begin(self.loop, self.client_limit_s)
 
     def resume_writing(self) -> None:
@@ -91,6 +93,22 @@ class Http(H11Protocol):
         super().connection_lost(exc)
         self._sending.end()
         self._reading.end()
+
+    def _on_unsaid(self) -> None:
+        if self._has_spoken:
+            self._cut_off("sending")
+        else:  # as browsers and balancers keep one for later
+            log.debug("a connection is closed on which nothing was said")
+            self.transport.close()
+
+    def _on_unread(self) -> None:
+        """Begin again with a client that has read since the last look, slowly as it may."""
+        num_unsent, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
+        if self._num_unsent < num_unsent:
+            self._reading.end()
+            self._reading.begin(self.loop, self.client_limit_s)
+        else:
+            self._cut_off("reading")
 
     def _cut_off(self, at: str) -> None:
         log.warning("a client is cut off: %s took it longer than %g s", at, self.client_limit_s)

@@ -111,12 +111,12 @@ class Settings(BaseSettings):
     request_limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds that a request may take, whatever it asks for; then it is answered 504. Unset: any.",
+        description="Seconds that a request may take from when it is queued, whatever it asks for; then it is answered 504. Unset: any.",
     )
     client_limit_s: float = Field(
         default=60.0,
         gt=0,
-        description="Seconds that a client may take to send a request, or to take what it was sent; then it is cut off.",
+        description="Seconds that a client may take to send a request, or take nothing of what it was sent; then it is cut off.",
     )
     drain_s: float = Field(default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     max_heartbeat_age_s: float = Field(

@@ -1,6 +1,6 @@
 """How long a request may take, until the first token of each of its texts and in all; and the errors of those that are late."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from server.errors import ApiError, Overloaded
 
@@ -14,23 +14,24 @@ class DeadlineExceeded(ApiError):
 
     status = 504
 
-    def __init__(self, limit_s: float) -> None:
-        super().__init__(
-            f"the request took longer than {limit_s:g} s", "timeout_s", DEADLINE_EXCEEDED, {"x-should-retry": "false"}
-        )
+    def __init__(self, limit_s: float, is_wished: bool) -> None:
+        text = f"the request took longer than {limit_s:g} s" + ("" if is_wished else ", the most that this server gives to one")
+        super().__init__(text, "timeout_s" if is_wished else None, DEADLINE_EXCEEDED, {"x-should-retry": "false"})
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """Seconds from the moment at which a request is queued; None is without limit."""
+    """Seconds from the moment at which a request is queued; None is without limit. `is_wished`: it asked for `total_s` itself."""
 
     first_token_s: float | None = None
     total_s: float | None = None
+    is_wished: bool = False
 
     def with_wish(self, total_s: float | None) -> "TimeLimits":
         """Return the limits of a request that wishes for one of its own: it can only be shorter."""
-        both = [limit_s for limit_s in (self.total_s, total_s) if limit_s is not None]
-        return TimeLimits(self.first_token_s, min(both, default=None))
+        if total_s is None or (self.total_s is not None and self.total_s <= total_s):
+            return self
+        return replace(self, total_s=total_s, is_wished=True)
 
     def deadline_s(self, began_s: float, has_begun: bool) -> float | None:
         """Return when a request that began then is late; `has_begun` says whether each of its texts has a token."""
@@ -40,6 +41,6 @@ class TimeLimits:
     def lateness(self, spent_s: float) -> ApiError:
         """Return the error of a request whose deadline has passed after so long."""
         if self.total_s is not None and spent_s >= self.total_s:
-            return DeadlineExceeded(self.total_s)
+            return DeadlineExceeded(self.total_s, self.is_wished)
         text = f"no first token within {self.first_token_s:g} s"
         return Overloaded(text, FIRST_TOKEN_LATE, _AGAIN_S)

@@ -86,6 +86,8 @@ async def test_origins_are_let_in_only_where_set():
     async with in_process(FakeEngine(), cors_origins=("https://page.test",), api_keys=(SecretStr("k"),)) as client:
         response = await client.options("/v1/completions", headers=headers)
         assert response.headers["access-control-allow-origin"] == "https://page.test"
+        exposed = (await client.get("/live", headers=headers)).headers["access-control-expose-headers"].lower()
+        assert {"x-request-id", "retry-after", "x-should-retry"} <= set(exposed.split(", "))
     async with in_process(FakeEngine()) as client:
         assert "access-control-allow-origin" not in (await client.get("/live", headers=headers)).headers
 

@@ -36,6 +36,8 @@ async def test_a_request_is_given_no_more_time_than_it_asks_for(path: str) -> No
         samples = await sample(client)
     assert (answer.status_code, code_of(answer)) == (504, "deadline_exceeded")
     assert answer.headers["x-should-retry"] == "false"
+    assert answer.json()["error"]["param"] == "timeout_s"
+    assert "server" not in answer.json()["error"]["message"]
     assert engine.living == {}
     assert samples['latebranch_failed_requests_total{code="deadline_exceeded",engine="0",model_name="fake"}'] == 1
     assert samples['vllm:request_success_total{engine="0",finished_reason="error",model_name="fake"}'] == 1
@@ -45,7 +47,10 @@ async def test_the_server_has_a_limit_of_its_own() -> None:
     engine = stuck_after(1)
     async with in_process(engine, request_limit_s=SHORT_S) as client:
         for body in (completion(), completion(timeout_s=LONG_S)):
-            assert code_of(await client.post("/v1/completions", json=body)) == "deadline_exceeded"
+            answer = await client.post("/v1/completions", json=body)
+            assert code_of(answer) == "deadline_exceeded"
+            assert answer.json()["error"]["param"] is None, "no field of the request is to blame"
+            assert "this server" in answer.json()["error"]["message"]
     assert engine.living == {}
 
 

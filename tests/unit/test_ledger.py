@@ -263,10 +263,12 @@ def fill(kind: type[Ledger], limits: SchedulerConfig, requests: list[Request]) -
         ledger = kind(limits, aborted.append)
         fates: dict[str, str] = {}
         for request in requests:
+            num_aborted = len(aborted)
             try:
                 ledger.make_room(request)
             except EngineBusy:
                 fates[request.request_id] = "busy"
+                assert len(aborted) == num_aborted, "whoever is refused has displaced nobody"
             else:
                 fates[request.request_id] = "waits"
                 stream = ledger.open(request)
@@ -316,6 +318,14 @@ def test_the_tokens_that_wait_are_bounded_too() -> None:
     check_tokens_are_bounded(Ledger)
     with pytest.raises(AssertionError):
         check_tokens_are_bounded(PlacesOnlyLedger)
+
+
+def test_nobody_is_displaced_for_a_request_that_is_refused() -> None:
+    """The bug: many short requests went one after the other for a long one, which was then too long all the same."""
+    limits = SchedulerConfig(max_running=1, max_waiting=100, max_waiting_tokens=1000)
+    fates, aborted = fill(Ledger, limits, [*(of_key("a", number, 95) for number in range(11)), of_key("b", 0, 900)])
+    assert aborted == []
+    assert list(fates.values()) == ["waits"] * 11 + ["busy"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30)), min_size=2, max_size=40))
