@@ -111,7 +111,7 @@ class Settings(BaseSettings):
     request_limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds that a request may take from when it is queued, whatever it asks for; then it is answered 504. Unset: any.",
+        description="Seconds from when it is queued that a request may take at most; then it is answered 504. Unset: any.",
     )
     client_limit_s: float = Field(
         default=60.0,
