@@ -37,7 +37,7 @@ from engine.target import Target
 from engine.tracer import NoTracer, Tracer, traced_rows, with_traces
 from engine.tree import PLAIN
 from engine.tree_probs import traced_probs
-from engine.types import DraftSource, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
+from engine.types import DraftSource, ErrorCode, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
 from engine.verify.verdict import Unjudged, Verdict
 
 _logger = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class Engine:
         for index, (row, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
             emission = None
             if isinstance(verdict, Unjudged):
-                self._scheduler.fail(row.request_id)
+                self._end_unjudged(row.request_id, verdict)
             else:
                 emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
             if emission is None or emission.finish is not None:
@@ -257,6 +257,13 @@ class Engine:
             tree, offset = growth.forest.trees[index], growth.forest.offsets[index]
             outcomes.append(RowOutcome(row, tree, growth.sources[index], offset, verdict, emission))
         return outcomes
+
+    def _end_unjudged(self, request_id: str, why: Unjudged) -> None:
+        """End a request; only where the model itself is broken is what it shares broken too, else others go on with it."""
+        if why.code is ErrorCode.LOGITS_NOT_FINITE:
+            self._scheduler.fail(request_id)
+        else:
+            self._scheduler.remove(request_id)
 
     def _event(self, outcome: RowOutcome, logits_NV: Float[Tensor, "N V"]) -> TokenEvent:
         """Return the row's event; log-probabilities are read here, where the logits still are."""

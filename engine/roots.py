@@ -79,8 +79,8 @@ class RootReader:
         self._endings = endings
         if endings:
             assert self._given_ND is not None
-            assert len(self._given_ND) == len(logits_NV)
-            self._states_ND, self._logits_NV, self._laws_RV = self._given_ND, logits_NV, laws_RV
+            # Nodes come first; the scored places of prompts, which follow them, are no roots.
+            self._states_ND, self._logits_NV, self._laws_RV = self._given_ND[: len(logits_NV)], logits_NV, laws_RV
 
     def facts(self, request_ids: Sequence[str]) -> RootFacts:
         """Return what is known of these sequences' roots."""

@@ -14,7 +14,7 @@ from engine.policy import FixedExpansion
 from engine.prefix_cache import PrefixCache
 from engine.testing import tiny_engine, tiny_module
 from engine.tree import Expansion
-from engine.types import FinishReason
+from engine.types import ErrorCode, FinishReason
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.heads import head_engine, random_head
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
@@ -139,3 +139,17 @@ def test_what_a_broken_request_has_cached_is_found_by_nobody():
     healed = run(engine, [greedy("2", PREFIX)])
     assert num_found(healed) == 0
     assert healed.outcomes["2"].ids == own_greedy_text("llama", PREFIX, 12)
+
+
+def test_a_request_whose_own_wishes_leave_no_token_takes_nothing_from_others():
+    """Anyone can ask for what cannot be; the model is as sound as before, and so is what is cached."""
+    engine = tiny_engine(model("llama"), config=ROOMY)
+    run(engine, [greedy("1", PREFIX)])
+    hopeless = greedy("2", PREFIX)
+    hopeless = replace(
+        hopeless,
+        sampling=replace(hopeless.sampling, allowed_token_ids=(7, 8), bad_words=((7, 7), (7, 8)), logit_bias=((7, 50.0),)),
+    )
+    outcome = run(engine, [hopeless]).outcomes["2"]
+    assert outcome.events[-1].error_code is ErrorCode.NO_POSSIBLE_TOKEN
+    assert num_found(run(engine, [greedy("3", PREFIX)])) == 48

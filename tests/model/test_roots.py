@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import engine as engine_module
+from engine.config import SchedulerConfig
 from engine.engine import Engine
 from engine.policy import ROOT_SCALARS, FixedExpansion, RootFacts
 from engine.testing import tiny_engine
@@ -14,7 +15,7 @@ from engine.tree import Expansion
 from engine.types import Request, SamplingParams
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import head_engine, head_logits, learnt_head, true_features
-from tests.model.tiny import model, own_logits, own_module
+from tests.model.tiny import model, own_logits, own_module, pair
 
 PROMPTS = {"first": (5, 9, 23), "second": (7, 8, 31, 12)}
 TEMPERATURE = 1.3
@@ -112,3 +113,27 @@ def test_nothing_is_kept_before_somebody_asks_and_asking_changes_no_text():
         return run(engine, asked, look).texts()
 
     assert texts(watches=True) == texts(watches=False)
+
+
+@pytest.mark.parametrize("max_step_tokens", [64, 12], ids=["whole", "chunks"])
+def test_roots_are_seen_beside_a_prompt_that_is_scored(max_step_tokens):
+    """The output head is given the scored places of prompts too, after the nodes; the worker once ended there."""
+    engine = tiny_engine(*pair("llama"), config=SchedulerConfig(max_step_tokens=max_step_tokens, max_running=4))
+    engine.roots.watch()
+    texts = {"first": [*PROMPTS["first"]], "scored": [*range(3, 25)]}
+    engine.add(greedy("first", texts["first"], 14))
+    scored = greedy("scored", texts["scored"], 14)
+    engine.add(replace(scored, sampling=replace(scored.sampling, num_prompt_logprobs=2)))
+    seen = dict.fromkeys(texts, 0)
+    while engine.has_work:
+        for event in engine.step().events:
+            texts[event.request_id] += event.token_ids
+        facts = engine.roots.facts([*texts])
+        for row, (name, text) in enumerate(texts.items()):
+            if facts.is_known_B[row]:
+                seen[name] += 1
+                ids_BT = torch.tensor([text[:-1]])
+                with torch.inference_mode():
+                    output = own_module("llama")(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
+                assert torch.tensor(facts.target_BD[row]).allclose(output.hidden_states[-1][0, -1], atol=1e-3)
+    assert all(count > 0 for count in seen.values())
