@@ -4,6 +4,7 @@ Knows sizes, not tensors. Weights and pools are exact; what a step needs beside 
 laws of every node, scores and masks of the longest text.
 """
 
+import json
 import math
 import os
 from contextlib import suppress
@@ -152,7 +153,17 @@ def cache_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
 
 def num_parameters(folder: Path) -> int:
     """Return how many numbers the weights of a folder are, by the heads of its files."""
-    return sum(parameters_in(path) for path in folder.glob("*.safetensors"))
+    return sum(parameters_in(path) for path in _weight_files(folder))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers would load: others beside them hold the same once more, or an adapter."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def parameters_in(path: Path) -> int:

@@ -1,10 +1,12 @@
 """What is said of an engine's memory before anything is loaded is what it then holds; what does not fit is refused by parts."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine import build, memory
 from engine.build import BadConfiguration, build_engine
@@ -28,6 +30,18 @@ def test_weights_and_caches_are_what_is_held(config):
     engine = build_engine(config)
     assert need.weights == need.draft_weights == num_parameters(Path(config.model)) * 4
     assert need.cache == need.draft_cache == engine.target.cache.num_bytes
+
+
+def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path):
+    parts = {"a.safetensors": {"x": torch.zeros(6)}, "b.safetensors": {"y": torch.zeros(4)}}
+    for name, tensors in {**parts, "consolidated.safetensors": {"x": torch.zeros(6), "y": torch.zeros(4)}}.items():
+        save_file(tensors, tmp_path / name)
+    assert num_parameters(tmp_path) == 20
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert num_parameters(tmp_path) == 10
+    save_file({"x": torch.zeros(7)}, tmp_path / "model.safetensors")
+    assert num_parameters(tmp_path) == 7
 
 
 @pytest.mark.parametrize(
