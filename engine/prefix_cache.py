@@ -12,6 +12,7 @@ A block whose last user has gone stays until its slots are needed: the least lat
 Knows sequences and blocks; the pool is the scheduler's.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from engine.blocks import Block, BlockKey, IntegrityError
@@ -24,7 +25,7 @@ class PrefixCache:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._by_key: dict[BlockKey, Block] = {}  # those that can be found
-        self._unused: dict[Block, None] = {}  # the least lately used first
+        self._unused: OrderedDict[Block, None] = OrderedDict()  # the least lately used first
         self._num_made = 0
 
     @property
@@ -90,8 +91,7 @@ class PrefixCache:
 
     def evict(self) -> tuple[int, ...]:
         """Give up the block that has been unused for longest; return its slots."""
-        block = next(iter(self._unused))
-        del self._unused[block]
+        block, _ = self._unused.popitem(last=False)
         self._lose(block)
         return block.slots
 
