@@ -14,12 +14,11 @@ from types import TracebackType
 from typing import Any
 
 from engine.config import SchedulerConfig
-from engine.service import EngineBusy
+from engine.service import UNKNOWN_RETRY_S, EngineBusy
 from engine.types import ErrorCode, FinishReason, Progress, Request, TokenEvent
 
 _RECENT_FINISHES = 64  # of the present queue
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
-_UNKNOWN_RETRY_S = 5.0
 
 
 def clamped_retry_s(seconds: float) -> float:
@@ -104,7 +103,7 @@ class Ledger:
         Earlier finishes tell nothing: a house that is not full finishes as many as come.
         """
         if len(self._marks_s) < 2:
-            return _UNKNOWN_RETRY_S
+            return UNKNOWN_RETRY_S
         span_s = self._clock() - self._marks_s[0]
         return clamped_retry_s(self.num_waiting * span_s / len(self._marks_s))
 

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from engine.types import ModelInfo, Request, StepStats, TokenEvent
 
+UNKNOWN_RETRY_S = 5.0  # until a refused request is tried again, where nobody knows when there will be room
+
 
 class EngineState(StrEnum):
     """Life of an engine behind the door."""

@@ -129,12 +129,12 @@ def _sized(bound: Expansion) -> list[Expansion]:
     return [
         replace(bound, max_nodes=size, depth=depth)
         for depth in _up_to(_DEPTHS, bound.max_depth)
-        for size in _up_to(_SIZES, min(bound.max_nodes, most_nodes(depth, bound.branches)))
+        for size in _up_to(_SIZES, min(bound.max_nodes, _most_nodes(depth, bound.branches)))
         if depth <= size
     ]
 
 
-def most_nodes(depth: int, branches: int) -> int:
+def _most_nodes(depth: int, branches: int) -> int:
     """Return how many nodes fit into a tree of so many levels, if each node has so many children at most."""
     return sum(branches**level for level in range(1, depth + 1))
 

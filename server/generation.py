@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from engine.service import EngineService
+from engine.service import UNKNOWN_RETRY_S, EngineService
 from engine.types import ErrorCode, FinishReason, Request, TokenEvent
 from server.choice import AcceptanceCounts, Choice, Piece
 from server.errors import ApiError, GenerationFailed, InvalidRequest, Overloaded, as_api_error
@@ -26,7 +26,6 @@ class Sample:
     meter: SampleMeter
 
 
-_DISPLACED_RETRY_S = 5.0
 _UNLIMITED = TimeLimits()
 
 _Arrival = tuple[Sample, TokenEvent] | Exception
@@ -174,7 +173,7 @@ def _error_of(event: TokenEvent) -> ApiError:
     """Return the answer to a request that was given up: some are at fault themselves, and would be again."""
     text = event.error or "the engine failed on this request"
     if event.error_code is ErrorCode.DISPLACED:
-        return Overloaded(text, "engine_busy", _DISPLACED_RETRY_S)
+        return Overloaded(text, "engine_busy", UNKNOWN_RETRY_S)
     if event.error_code in (ErrorCode.REFUSED, ErrorCode.NO_POSSIBLE_TOKEN):
         return InvalidRequest(text, None, event.error_code)
     return GenerationFailed(text, code=event.error_code)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from engine.service import UNKNOWN_RETRY_S
 from server.errors import ApiError, Overloaded
 
 DEADLINE_EXCEEDED = "deadline_exceeded"
 FIRST_TOKEN_LATE = "first_token_late"
-_AGAIN_S = 5.0
 
 
 class DeadlineExceeded(ApiError):
@@ -43,4 +43,4 @@ class TimeLimits:
         if self.total_s is not None and spent_s >= self.total_s:
             return DeadlineExceeded(self.total_s, self.is_wished)
         text = f"no first token within {self.first_token_s:g} s"
-        return Overloaded(text, FIRST_TOKEN_LATE, _AGAIN_S)
+        return Overloaded(text, FIRST_TOKEN_LATE, UNKNOWN_RETRY_S)

@@ -38,11 +38,12 @@ def main() -> None:
     pair.add_argument("file", type=Path)
     pair.add_argument("first", metavar="TREE/VERIFIER")
     pair.add_argument("second", metavar="TREE/VERIFIER")
+    pair.add_argument("--temperature", type=float, help="by default all above 0")
     args = parser.parse_args()
     if args.command == "report":
         print(report(args.file))
     elif args.command == "paired":
-        print(differences(args.file, args.first, args.second))
+        print(differences(args.file, args.first, args.second, args.temperature))
     else:
         _collect(args)
 

@@ -9,9 +9,10 @@ from typing import Any
 _Points = dict[tuple[int, str], float]  # tokens by budget and point
 
 
-def differences(path: Path, first: str, second: str) -> str:
-    """Return a line a budget for contenders written `tree/verifier`, a delayed tree by its shape, at temperatures above 0."""
+def differences(path: Path, first: str, second: str, temperature: float | None = None) -> str:
+    """Return a line a budget for contenders written `tree/verifier`, a delayed tree by its shape; None: temperatures above 0."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [one for one in lines if one["type"] == "tokens" and _is_at(one["temperature"], temperature)]
     one, other = _tokens(lines, first), _tokens(lines, second)
     budgets = sorted({budget for budget, _ in one.keys() & other.keys()})
     if not budgets:
@@ -24,8 +25,12 @@ def _tokens(lines: Iterable[dict[str, Any]], contender: str) -> _Points:
     return {
         (line["budget"], line["point"]): line["tokens"]
         for line in lines
-        if line["type"] == "tokens" and line["temperature"] > 0 and line["verifier"] == verifier and _is(tree, line["expansion"])
+        if line["verifier"] == verifier and _is(tree, line["expansion"])
     }
+
+
+def _is_at(temperature: float, wanted: float | None) -> bool:
+    return temperature > 0 if wanted is None else temperature == wanted
 
 
 def _is(tree: str, expansion: str) -> bool:

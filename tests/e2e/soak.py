@@ -20,7 +20,7 @@ from unittest.mock import patch
 import httpx
 
 from tests.conformance.folder import served_folder
-from tests.e2e.growth import MOST_COUNT, MOST_KIB, Sample, growths, leaks, sample
+from tests.e2e.growth import MOST_COUNT, MOST_KIB, MOST_SERIES, Sample, growths, leaks, sample
 from tests.e2e.server import RunningServer, running_server
 
 _MOST_SAMPLES, _LEAST_BETWEEN = 40, 10  # requests
@@ -138,7 +138,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         soak = soaked(Path(folder), parser.parse_args().requests)
     found = leaks(soak.samples)
-    limits = f"growth may be {MOST_KIB:.0f} KiB, {MOST_COUNT:g} of what is counted"
+    limits = f"growth may be {MOST_KIB:.0f} KiB, {MOST_COUNT:g} of what is counted, {MOST_SERIES:g} series"
     print("\n".join([str(soak), limits, *found, f"{len(found)} leaks"]))  # noqa: T201
     raise SystemExit(bool(found))
 
