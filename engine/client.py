@@ -8,19 +8,19 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.black_box import StepNote
 from engine.config import SchedulerConfig
 from engine.crash_dump import CrashDumps, Death
-from engine.ledger import MAX_RETRY_S, Ledger, clamped_retry_s
+from engine.ledger import MAX_RETRY_S, EventStream, Ledger, clamped_retry_s
 from engine.link import Launcher, WorkerDied, WorkerLink
 from engine.listeners import Listener, Listeners
 from engine.readmission import Readmission
 from engine.service import EngineHealth, EngineState, EngineUnavailable
 from engine.supervision import DeathRecord, Supervision
-from engine.types import ErrorCode, ModelInfo, Request, StepStats, TokenEvent
+from engine.types import ErrorCode, ModelInfo, Request, StepStats
 from engine.wire import Abort, Add, Letter, Ready, Report, Turn, encoded
 
 _logger = logging.getLogger(__name__)
@@ -116,15 +116,16 @@ class WorkerClient:
             self._link.kill("the engine was stopped")
         await supervisor
 
-    def submit(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
-        """Queue a request and return its events, the last with `finish`; closing the iterator early aborts it.
+    def submit(self, requests: Sequence[Request]) -> list[EventStream]:
+        """Queue the requests of one answer and return each one's events, the last with `finish`; closing one early aborts it.
 
         Raises EngineUnavailable, EngineBusy, or ValueError for an id that is in use; then nothing was queued.
         """
         self._require_ready()
-        encoded(Add(request))  # what cannot be encoded is refused here and not when its turn comes
-        self._ledger.make_room(request)
-        return self._readmission.enter(request)
+        for request in requests:
+            encoded(Add(request))  # what cannot be encoded is refused here and not when its turn comes
+        self._ledger.make_room(requests)
+        return self._readmission.enter(requests)
 
     def abort(self, request_id: str) -> None:
         """Ask that a request end; its iterator then gives a last event with ABORT. Unknown ids are ignored."""

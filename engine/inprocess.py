@@ -9,15 +9,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from engine.config import SchedulerConfig
 from engine.desk import SteppedEngine
-from engine.ledger import MAX_RETRY_S, Ledger
+from engine.ledger import MAX_RETRY_S, EventStream, Ledger
 from engine.listeners import Listener, Listeners
 from engine.service import EngineHealth, EngineState, EngineUnavailable
-from engine.types import ErrorCode, ModelInfo, Request, TokenEvent
+from engine.types import ErrorCode, ModelInfo, Request
 from engine.wire import Abort, Add, Failed, Letter, Ready, Report, Shutdown, Turn
 from engine.worker import MOST_LETTERS, Worker, described
 
@@ -80,17 +80,18 @@ class InProcessEngine:
                 self._thread.join()  # to say that it ends was its last act
         self._state = EngineState.STOPPED
 
-    def submit(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
-        """Queue a request and return its events, the last with `finish`; closing the iterator early aborts it.
+    def submit(self, requests: Sequence[Request]) -> list[EventStream]:
+        """Queue the requests of one answer and return each one's events, the last with `finish`; closing one early aborts it.
 
         Raises EngineUnavailable, EngineBusy, or ValueError for an id that is in use; then nothing was queued.
         """
         if self._state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {self._state}: {self._detail}".rstrip(": "), MAX_RETRY_S)
-        self._ledger.make_room(request)
-        events = self._ledger.open(request)
-        self._letters.put(Add(request))
-        return events
+        self._ledger.make_room(requests)
+        streams = self._ledger.open(requests)
+        for request in requests:
+            self._letters.put(Add(request))
+        return streams
 
     def abort(self, request_id: str) -> None:
         """Ask that a request end; its iterator then gives a last event with ABORT. Unknown ids are ignored."""

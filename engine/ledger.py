@@ -6,14 +6,15 @@ engine service that made it; everything here happens on that service's event loo
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Set, ValuesView
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Set, ValuesView
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 from engine.config import SchedulerConfig
+from engine.displacement import Claim, displaced
 from engine.service import UNKNOWN_RETRY_S, EngineBusy
 from engine.types import ErrorCode, FinishReason, Progress, Request, TokenEvent
 
@@ -27,6 +28,13 @@ def clamped_retry_s(seconds: float) -> float:
 
 
 @dataclass(slots=True, eq=False)
+class Siblings:
+    """What requests have in common that were submitted together, the choices of one answer. `has_begun`: any of them has."""
+
+    has_begun: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Entry:
     """One living request: what was asked, and what has been told. The ledger fills all but `is_posted`.
 
@@ -36,6 +44,7 @@ class Entry:
     """
 
     request: Request
+    siblings: Siblings
     is_posted: bool
     token_ids: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
@@ -107,59 +116,52 @@ class Ledger:
         span_s = self._clock() - self._marks_s[0]
         return clamped_retry_s(self.num_waiting * span_s / len(self._marks_s))
 
-    def make_room(self, request: Request) -> None:
-        """Return if there is room for a request; raise EngineBusy if the queue is full, ValueError if the id is in use.
+    def make_room(self, requests: Sequence[Request]) -> None:
+        """Return if there is room for the requests of one answer; raise EngineBusy if not, ValueError if an id is in use.
 
-        Keys share a full queue evenly: while one of them holds more of it than that of `request` would, the last of its requests
-        is ended to make room. Nobody's is ended for a request that is refused.
+        Keys share a full queue evenly: while others hold more of it than that of `requests` would, answers of theirs are ended to
+        make room, each with all its requests. Nobody's is ended for requests that are refused.
         """
-        if request.request_id in self._living:
-            raise ValueError(f"request id {request.request_id!r} is in use")
-        num_tokens = self._num_unbegun_tokens + len(request.prompt_ids)
-        if self.num_waiting < self._limits.max_waiting and num_tokens <= self._limits.max_waiting_tokens:
-            return
-        waiting, num_waiting, victims = self._waiting, self.num_waiting, list[Entry]()
-        while self._is_full(waiting, request):
-            shares = self._shares([*(entry.request for entry in waiting), request])
-            greatest = max(shares, key=lambda group: shares[group])
-            if shares[greatest] <= shares[request.group]:
-                raise EngineBusy(f"{num_waiting} requests are waiting already", self.retry_after_s)
-            theirs = [entry for entry in reversed(waiting) if entry.request.group == greatest]
-            last = max(theirs, key=lambda entry: entry.request.priority)
-            waiting.remove(last)
-            victims.append(last)
-        for victim in victims:
-            self._displace(victim)
-
-    def _is_full(self, waiting: list[Entry], request: Request) -> bool:
-        """Return whether a request is one too many beside those that wait. Nobody waits: it may be of any length."""
-        num_tokens = sum(len(entry.request.prompt_ids) for entry in waiting) + len(request.prompt_ids)
-        return bool(waiting) and (len(waiting) >= self._limits.max_waiting or num_tokens > self._limits.max_waiting_tokens)
-
-    def _shares(self, requests: Iterable[Request]) -> dict[str, float]:
-        """Return how much of the queue each key has, of its places or of its tokens, whichever is more."""
-        places, tokens = Counter[str](), Counter[str]()
         for request in requests:
-            places[request.group] += 1
-            tokens[request.group] += len(request.prompt_ids)
-        most, most_tokens = self._limits.max_waiting, self._limits.max_waiting_tokens
-        return {group: max(places[group] / most, tokens[group] / most_tokens) for group in places}
+            if request.request_id in self._living:
+                raise ValueError(f"request id {request.request_id!r} is in use")
+        if self._has_room(requests):
+            return
+        queue: dict[Siblings, list[Entry]] = {}
+        for entry in self._waiting:
+            queue.setdefault(entry.siblings, []).append(entry)
+        claims = [_claim([entry.request for entry in waiting], siblings.has_begun) for siblings, waiting in queue.items()]
+        victims = displaced(claims, _claim(requests), self._limits)
+        if victims is None:
+            raise EngineBusy(f"{self.num_waiting} requests are waiting already", self.retry_after_s)
+        answers = list(queue)
+        self._displace({answers[victim] for victim in victims})
 
-    def _displace(self, entry: Entry) -> None:
-        """End a request that waits."""
-        self.fail(entry, ErrorCode.DISPLACED, "the queue is full, and other keys have fewer requests in it")
-        if entry.is_posted:
-            self._post_abort(entry.request.request_id)
+    def _has_room(self, requests: Sequence[Request]) -> bool:
+        """Return whether the queue takes more requests as it is: of any length where nobody waits."""
+        num_waiting = len(self._living) + len(requests) - max(self._num_begun, self._limits.max_running)
+        num_tokens = self._num_unbegun_tokens + sum(len(request.prompt_ids) for request in requests)
+        is_short = num_tokens <= self._limits.max_waiting_tokens or not self.num_waiting
+        return num_waiting <= self._limits.max_waiting and is_short
 
-    def open(self, request: Request, is_posted: bool = True) -> "EventStream":
-        """Enter a request for which there is room; its letter is to be sent once this has returned, or when it can be."""
+    def _displace(self, answers: Set[Siblings]) -> None:
+        """End answers whole: a choice that runs on is one that nobody will read."""
+        for entry in [entry for entry in self._living.values() if entry.siblings in answers]:
+            self.fail(entry, ErrorCode.DISPLACED, "the queue is full, and other keys have fewer requests in it")
+            if entry.is_posted:
+                self._post_abort(entry.request.request_id)
+
+    def open(self, requests: Sequence[Request], is_posted: bool = True) -> "list[EventStream]":
+        """Enter the requests of one answer, for which there is room; letters are to be sent after this, or when they can be."""
         if not self.num_waiting:
             self._marks_s.clear()
             self._marks_s.append(self._clock())
-        entry = self._living[request.request_id] = Entry(request, is_posted)
-        self._num_unbegun_tokens += len(request.prompt_ids)
+        siblings = Siblings()
+        entries = [Entry(request, siblings, is_posted) for request in requests]
+        self._living.update((entry.request.request_id, entry) for entry in entries)
+        self._num_unbegun_tokens += sum(len(request.prompt_ids) for request in requests)
         self._is_empty.clear()
-        return EventStream(entry, self.abandon)
+        return [EventStream(entry, self.abandon) for entry in entries]
 
     def deliver(self, events: Iterable[TokenEvent]) -> None:
         """Put events into their mailboxes. News of a request that has ended here is dropped."""
@@ -198,7 +200,7 @@ class Ledger:
 
     def _put(self, entry: Entry, event: TokenEvent) -> None:
         if not entry.has_begun:
-            entry.has_begun = True
+            entry.has_begun = entry.siblings.has_begun = True
             self._num_begun += 1
             self._num_unbegun_tokens -= len(entry.request.prompt_ids)
         entry.num_deaths = 0
@@ -236,6 +238,11 @@ class Ledger:
         """Wait until no request lives, for at most `timeout_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_empty.wait(), timeout_s)
+
+
+def _claim(requests: Sequence[Request], has_begun: bool = False) -> Claim:
+    first, num_tokens = requests[0], sum(len(request.prompt_ids) for request in requests)
+    return Claim(first.group, first.priority, len(requests), num_tokens, has_begun)
 
 
 class EventStream(AsyncGenerator[TokenEvent, None]):

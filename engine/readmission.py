@@ -11,7 +11,7 @@ Knows the ledger's entries. Does not know processes: the client says when a work
 
 import logging
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 
 from engine.ledger import Entry, EventStream, Ledger
 from engine.types import ErrorCode, Request
@@ -33,12 +33,13 @@ class Readmission:
         self.num_resumed = 0  # requests taken back from dead workers, each as often as it was
         self._is_open = False  # a worker is ready, and nobody is on trial
 
-    def enter(self, request: Request) -> EventStream:
-        """Enter a request for which the ledger has room, and give it to the worker unless somebody is on trial there."""
-        stream = self._ledger.open(request, is_posted=False)
+    def enter(self, requests: Sequence[Request]) -> list[EventStream]:
+        """Enter requests for which the ledger has room, and give them to the worker unless somebody is on trial there."""
+        streams = self._ledger.open(requests, is_posted=False)
         if self._is_open:
-            self._hand_over(stream.entry)
-        return stream
+            for stream in streams:
+                self._hand_over(stream.entry)
+        return streams
 
     def begin(self) -> None:
         """Give a worker that is ready its first requests."""

@@ -3,7 +3,7 @@
 Two things implement it: the client of the worker process, and the in-process engine of tests and tools.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -79,10 +79,10 @@ class EngineService(Protocol):
         """Admit nothing more, let running requests finish for up to `drain_s`, end the rest with ABORT, stop."""
         ...
 
-    def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
-        """Queue a request at once (raising EngineBusy or EngineUnavailable here, not later) and return its events.
+    def submit(self, requests: Sequence[Request]) -> Sequence[AsyncIterator[TokenEvent]]:
+        """Queue an answer's requests at once (raising EngineBusy or EngineUnavailable here, not later); return each one's events.
 
-        The last event carries `finish`. Closing the iterator early aborts the request.
+        All of them are queued, or none. Of each the last event carries `finish`; closing its iterator early aborts it.
         """
         ...
 

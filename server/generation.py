@@ -84,18 +84,17 @@ class Generation:
             total.add(choice.acceptance)
         return total
 
-    async def start(self) -> Self:
+    def start(self) -> Self:
         """Submit every sample, or none: whatever goes wrong is raised here, before any answer began."""
         try:
-            for sample in self._samples:
-                stream = self._engine.submit(sample.request)
-                pump = asyncio.create_task(self._pump(sample, stream))
-                pump.add_done_callback(self._on_pump_end)
-                self._pumps.append(pump)
+            streams = self._engine.submit([sample.request for sample in self._samples])
         except Exception as error:
             self._meter.reject(as_api_error(error).code or "engine_error")
-            await self._let_go()
             raise
+        for sample, stream in zip(self._samples, streams, strict=True):
+            pump = asyncio.create_task(self._pump(sample, stream))
+            pump.add_done_callback(self._on_pump_end)
+            self._pumps.append(pump)
         return self
 
     async def _pump(self, sample: Sample, stream: AsyncIterator[TokenEvent]) -> None:
@@ -152,21 +151,18 @@ class Generation:
 
     async def close(self) -> None:
         """Abort what still runs in the engine, let go of its streams and close the account. Can be called again."""
-        if await self._let_go():
-            self._meter.close(self._unfinished)
-            if (trace := current_trace.get()) is not None:
-                trace.generated(self._meter.times())
-
-    async def _let_go(self) -> int:
-        """Abort what still runs and end the pumps; return how many samples there were to let go of."""
         pumps, self._pumps = self._pumps, []
+        if not pumps:
+            return
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-        for sample in self._samples[: len(pumps)]:
+        for sample in self._samples:
             if not sample.meter.is_ended:
                 self._engine.abort(sample.request.request_id)
-        return len(pumps)
+        self._meter.close(self._unfinished)
+        if (trace := current_trace.get()) is not None:
+            trace.generated(self._meter.times())
 
 
 def _error_of(event: TokenEvent) -> ApiError:

@@ -123,7 +123,7 @@ async def _submitted(
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.num_samples))
     ]
     limits = runtime.time_limits.with_wish(body.timeout_s)
-    return await Generation(runtime.engine, samples, meter, sum(map(len, prompts)), limits).start()
+    return Generation(runtime.engine, samples, meter, sum(map(len, prompts)), limits).start()
 
 
 def _choice(

@@ -13,6 +13,8 @@ from engine.client import WorkerClient
 from engine.config import EngineConfig, SchedulerConfig
 from engine.crash_dump import CrashDumps
 from engine.desk import EngineFactory
+from engine.inprocess import InProcessEngine
+from engine.ledger import EventStream
 from engine.service import EngineService, EngineState
 from engine.supervision import Supervision
 from engine.types import Request, TokenEvent
@@ -56,9 +58,15 @@ async def running(service: EngineService) -> AsyncIterator[None]:
     assert list(Path(tempfile.gettempdir()).glob("latebranch-*")) == []  # noqa: ASYNC240
 
 
-async def collect(service: EngineService, request: Request) -> list[TokenEvent]:
+def submitted(service: WorkerClient | InProcessEngine, request: Request) -> EventStream:
+    """Return the events to come of a request that has no siblings."""
+    (stream,) = service.submit([request])
+    return stream
+
+
+async def collect(service: WorkerClient | InProcessEngine, request: Request) -> list[TokenEvent]:
     """Return all events of a request."""
-    return [event async for event in service.submit(request)]
+    return [event async for event in submitted(service, request)]
 
 
 def tokens_of(events: list[TokenEvent]) -> list[int]:

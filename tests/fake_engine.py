@@ -94,15 +94,15 @@ class FakeEngine:
         for aborted in self.living.values():
             aborted.set()
 
-    def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
+    def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[TokenEvent]]:
         if self.state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {self.state}", 7.2)
-        if len(self.living) >= self.max_living:
+        if len(self.living) + len(requests) > self.max_living:
             raise EngineBusy("the queue is full", 2.5)
-        assert request.request_id not in self.living
-        self.requests.append(request)
-        self.living[request.request_id] = asyncio.Event()
-        return self._events(request, self.living[request.request_id])
+        assert self.living.keys().isdisjoint(request.request_id for request in requests)
+        self.requests += requests
+        self.living.update((request.request_id, asyncio.Event()) for request in requests)
+        return [self._events(request, self.living[request.request_id]) for request in requests]
 
     def abort(self, request_id: str) -> None:
         if request_id in self.living:

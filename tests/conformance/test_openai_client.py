@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -165,10 +165,10 @@ class _Busy(FakeEngine):
 
     num_refusals = 2
 
-    def submit(self, request: Request) -> Any:
+    def submit(self, requests: Sequence[Request]) -> Any:
         self.max_living = 0 if self.num_refusals else 1000
         self.num_refusals -= bool(self.num_refusals)
-        return super().submit(request)
+        return super().submit(requests)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -22,6 +22,7 @@ from engine.supervision import Supervision
 from engine.types import ErrorCode, Request, TokenEvent
 from engine.wire import Beat, Report, Turn
 from engine.worker import ProcessLauncher
+from tests.clients import submitted
 from tests.e2e.chaos_cast import Cast, Outcome, leaves_after, outcome_of, reads_slowly, undisturbed
 
 # Nobody is blamed for a busy machine, nor a request for kills that are ours.
@@ -115,7 +116,7 @@ async def disturbed(cast: Cast, expected: Sequence[Outcome]) -> Run:
 async def _read(client: WorkerClient, number: int, request: Request) -> Outcome:
     """Return what a stream brings to its reader, who may be slow and may leave."""
     events: list[TokenEvent] = []
-    stream = client.submit(request)
+    stream = submitted(client, request)
     async for event in stream:
         events.append(event)
         if len(events) == leaves_after(number):
@@ -129,7 +130,7 @@ async def _read(client: WorkerClient, number: int, request: Request) -> Outcome:
 async def _refused(client: WorkerClient, number: int) -> ErrorCode | None:
     """Return how a request ends that can never run."""
     bad = Request(f"bad{number}", (10**9,))
-    events = [event async for event in client.submit(bad)]
+    events = [event async for event in submitted(client, bad)]
     return events[-1].error_code
 
 

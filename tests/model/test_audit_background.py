@@ -33,6 +33,7 @@ from engine.types import AuditStats, FinishReason, Progress, Request, SamplingPa
 from engine.verify import coupled, masses
 from engine.verify.verdict import Verdict
 from server.metrics import Metrics
+from tests.clients import collect
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.tiny import own_logits, pair
 
@@ -423,7 +424,7 @@ async def test_a_served_engine_tells_of_its_audit():
     engine.add_listener(metrics.steps.on_step)
     engine.add_listener(metrics.audit.on_step)
     await engine.start()
-    assert [event async for event in engine.submit(greedy("g", PROMPT))][-1].finish is FinishReason.LENGTH
+    assert (await collect(engine, greedy("g", PROMPT)))[-1].finish is FinishReason.LENGTH
     steps = (await audited_text(metrics)).split("latebranch_steps_total{")[1].split("\n")[0]
     await engine.stop()
     assert float(steps.split()[-1]) <= 12, "passes of the audit are no steps"

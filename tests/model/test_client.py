@@ -11,7 +11,7 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.service import EngineBusy, EngineState, EngineUnavailable
 from engine.types import FinishReason, StepStats, TokenEvent
-from tests.clients import collect, end_of, patiently, running, tokens_of, until, worker_client
+from tests.clients import collect, end_of, patiently, running, submitted, tokens_of, until, worker_client
 from tests.counting_engine import Trick, build_forever, counting_request
 
 ENDLESS = 500_000
@@ -56,17 +56,17 @@ async def test_refusals_are_events() -> None:
 
 async def test_a_living_id_cannot_be_used_twice() -> None:
     client = worker_client()
-    async with running(client), aclosing(client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))):
+    async with running(client), aclosing(submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))):
         with pytest.raises(ValueError, match="in use"):
-            client.submit(counting_request("a", 1))
+            submitted(client, counting_request("a", 1))
 
 
 async def test_abort_while_running_while_waiting_after_the_end_and_of_nobody() -> None:
     client = worker_client(scheduler=SchedulerConfig(max_running=1))
     async with running(client):
-        running_one = client.submit(counting_request("running", Trick.PACE, max_tokens=ENDLESS))
+        running_one = submitted(client, counting_request("running", Trick.PACE, max_tokens=ENDLESS))
         await anext(running_one)
-        waiting = client.submit(counting_request("waiting", 1))
+        waiting = submitted(client, counting_request("waiting", 1))
         client.abort("waiting")
         assert [event.finish for event in [e async for e in waiting]] == [FinishReason.ABORT]
         client.abort("running")
@@ -82,7 +82,7 @@ async def test_abort_in_the_final_step_gives_one_end() -> None:
     client = worker_client()
     async with running(client):
         for round_ in range(30):
-            stream = client.submit(counting_request("a", 1, max_tokens=1 + round_ % 2))
+            stream = submitted(client, counting_request("a", 1, max_tokens=1 + round_ % 2))
             await asyncio.sleep(0.0002 * (round_ % 5))
             client.abort("a")
             events = await patiently(_drained(stream))
@@ -99,8 +99,8 @@ async def test_closing_the_iterator_aborts(num_read: int) -> None:
     gauges: list[StepStats] = []
     client.add_listener(gauges.append)
     async with running(client):
-        bystander = client.submit(counting_request("b", Trick.PACE, max_tokens=ENDLESS))
-        stream = client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))
+        bystander = submitted(client, counting_request("b", Trick.PACE, max_tokens=ENDLESS))
+        stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))
         for _ in range(num_read):
             await anext(stream)
         await until(lambda: gauges[-1].num_running == 2 if gauges else False)
@@ -126,11 +126,11 @@ async def test_a_cancelled_reader_aborts_by_dropping_its_stream() -> None:
 async def test_a_full_queue_is_busy_and_loses_nothing() -> None:
     client = worker_client(scheduler=SchedulerConfig(max_running=1, max_waiting=2))
     async with running(client):
-        first = client.submit(counting_request("0", Trick.PACE, max_tokens=ENDLESS))
+        first = submitted(client, counting_request("0", Trick.PACE, max_tokens=ENDLESS))
         await anext(first)
-        others = [client.submit(counting_request(name, 1, max_tokens=1)) for name in ("1", "2")]
+        others = [submitted(client, counting_request(name, 1, max_tokens=1)) for name in ("1", "2")]
         with pytest.raises(EngineBusy) as busy:
-            client.submit(counting_request("3", 1))
+            submitted(client, counting_request("3", 1))
         assert 1.0 <= busy.value.retry_after_s <= 30.0
         await first.aclose()
         for stream in others:
@@ -164,14 +164,14 @@ class TestStop:
             await asyncio.sleep(0)
             assert client.health.state is EngineState.STOPPING
             with pytest.raises(EngineUnavailable):
-                client.submit(counting_request("b", 1))
+                submitted(client, counting_request("b", 1))
             await stopping
             assert end_of(await reader).finish is FinishReason.LENGTH
 
     async def test_ends_with_abort_what_does_not_drain(self) -> None:
         client = worker_client()
         async with running(client):
-            stream = client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))
+            stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))
             await anext(stream)
             await client.stop(drain_s=0.05)
             assert end_of(await patiently(_drained(stream))).finish is FinishReason.ABORT
@@ -179,7 +179,7 @@ class TestStop:
     async def test_a_second_call_forces_the_first(self) -> None:
         client = worker_client()
         async with running(client):
-            stream = client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))
+            stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))
             first = asyncio.create_task(client.stop(drain_s=3600.0))
             await asyncio.sleep(0)
             await client.stop()
@@ -200,4 +200,4 @@ class TestStop:
         await client.stop()
         assert client.health.state is EngineState.STOPPED
         with pytest.raises(EngineUnavailable):
-            client.submit(counting_request("a", 1))
+            submitted(client, counting_request("a", 1))

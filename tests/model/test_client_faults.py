@@ -27,7 +27,7 @@ from engine.types import ErrorCode, FinishReason, Progress, Request
 from engine.wire import Addresses, Report
 from engine.worker import BEAT_S, ProcessLauncher, Worker
 from server.assembly import served_engine
-from tests.clients import SWIFT, collect, end_of, patiently, running, tokens_of, until, worker_client
+from tests.clients import SWIFT, collect, end_of, patiently, running, submitted, tokens_of, until, worker_client
 from tests.counting_engine import Trick, build_counting, build_unless_marked, build_without_weights, counting_request
 
 ENDLESS = 500_000
@@ -68,7 +68,7 @@ async def check_a_death_is_survived(client: WorkerClient, limit_s: float = 600.0
     """Kill the worker under requests that run, wait and have been aborted or closed; all others must get their tokens, once."""
     async with running(client):
         requests = [counting_request(f"r{n}", Trick.PACE, 100 * n, max_tokens=20 + n) for n in range(20)]
-        streams = [client.submit(request) for request in requests]
+        streams = [submitted(client, request) for request in requests]
         first = await anext(streams[0])
         await streams[1].aclose()
         client.abort("r2")
@@ -138,7 +138,7 @@ async def test_between_two_workers_nothing_is_admitted() -> None:
         signal_worker(signal.SIGKILL)
         await until(lambda: client.health.state is EngineState.RESTARTING)
         with pytest.raises(EngineUnavailable, match="restarting") as unavailable:
-            client.submit(counting_request("a", 1))
+            submitted(client, counting_request("a", 1))
         assert unavailable.value.retry_after_s == 30.0
         assert client.health.heartbeat_age_s is None
 
@@ -146,7 +146,7 @@ async def test_between_two_workers_nothing_is_admitted() -> None:
 async def test_a_worker_that_dies_while_it_drains_is_replaced() -> None:
     client = worker_client()
     async with running(client):
-        stream = client.submit(counting_request("a", Trick.PACE, max_tokens=50))
+        stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=50))
         first = await anext(stream)
         stopping = asyncio.create_task(client.stop(drain_s=3600.0))
         await asyncio.sleep(0)
@@ -159,7 +159,7 @@ async def test_a_worker_that_dies_while_it_drains_is_replaced() -> None:
 async def test_a_drain_that_ends_between_two_workers_ends_all() -> None:
     client = worker_client(supervision=LEISURELY)
     async with running(client):
-        stream = client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))
+        stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))
         await anext(stream)
         signal_worker(signal.SIGKILL)
         await until(lambda: client.health.state is EngineState.RESTARTING)
@@ -170,7 +170,7 @@ async def test_a_drain_that_ends_between_two_workers_ends_all() -> None:
 async def test_what_is_given_up_between_two_workers_ends_at_once() -> None:
     client = worker_client(supervision=LEISURELY)
     async with running(client):
-        streams = [client.submit(counting_request(name, Trick.PACE, max_tokens=ENDLESS)) for name in "ab"]
+        streams = [submitted(client, counting_request(name, Trick.PACE, max_tokens=ENDLESS)) for name in "ab"]
         await anext(streams[0])
         signal_worker(signal.SIGKILL)
         await until(lambda: client.health.state is EngineState.RESTARTING)
@@ -200,9 +200,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SkippingClock:
 async def check_a_hung_step_is_seen(client: WorkerClient, clock: SkippingClock, limit_s: float = 600.0) -> None:
     """A hung worker reads no letter: that its request ends is the watch's doing."""
     async with running(client):
-        good = client.submit(counting_request("b", Trick.PACE, 1, max_tokens=ENDLESS))
+        good = submitted(client, counting_request("b", Trick.PACE, 1, max_tokens=ENDLESS))
         first = await anext(good)
-        stream = client.submit(counting_request("a", Trick.HANG))
+        stream = submitted(client, counting_request("a", Trick.HANG))
         await until(lambda: "a" in in_step(client))
         async with asyncio.timeout(limit_s):
             await silence_of(client)
@@ -251,7 +251,7 @@ async def test_a_heartbeat_that_proves_nothing_is_noticed(clock: SkippingClock) 
 async def test_a_stopped_process_is_a_hang_too(clock: SkippingClock) -> None:
     client = worker_client(supervision=PATIENT)
     async with running(client):
-        stream = client.submit(counting_request("a", Trick.PACE, 0, max_tokens=50))
+        stream = submitted(client, counting_request("a", Trick.PACE, 0, max_tokens=50))
         first = await anext(stream)
         signal_worker(signal.SIGSTOP)
         await silence_of(client)
@@ -296,7 +296,7 @@ async def test_a_start_that_fails_tells_the_workers_own_words() -> None:
     assert client.health.num_restarts == 0, "what never ran is not tried again"
     assert multiprocessing.active_children() == []
     with pytest.raises(EngineUnavailable, match="failed"):
-        client.submit(counting_request("a", 1))
+        submitted(client, counting_request("a", 1))
     await client.stop()
 
 
@@ -304,7 +304,7 @@ async def test_restarts_that_fail_in_a_row_end_in_failed(tmp_path: Path) -> None
     marker = tmp_path / "gone"
     client = worker_client(build_unless_marked, model=str(marker))
     async with running(client):
-        stream = client.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))
+        stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))
         await anext(stream)
         marker.touch()
         signal_worker(signal.SIGKILL)

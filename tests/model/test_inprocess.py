@@ -10,7 +10,7 @@ from engine.config import SchedulerConfig
 from engine.inprocess import InProcessEngine
 from engine.service import EngineBusy, EngineState, EngineUnavailable
 from engine.types import FinishReason, StepStats
-from tests.clients import collect, end_of, running, tokens_of, until
+from tests.clients import collect, end_of, running, submitted, tokens_of, until
 from tests.counting_engine import CountingEngine, Trick, counting_request
 
 ENDLESS = 500_000
@@ -37,11 +37,11 @@ async def test_many_requests_and_their_numbers() -> None:
 
 async def test_abort_close_and_a_full_queue() -> None:
     service = in_process(SchedulerConfig(max_running=1, max_waiting=1))
-    async with running(service), aclosing(service.submit(counting_request("a", Trick.PACE, max_tokens=ENDLESS))) as first:
+    async with running(service), aclosing(submitted(service, counting_request("a", Trick.PACE, max_tokens=ENDLESS))) as first:
         await anext(first)
-        waiting = service.submit(counting_request("b", 1))
+        waiting = submitted(service, counting_request("b", 1))
         with pytest.raises(EngineBusy):
-            service.submit(counting_request("c", 1))
+            submitted(service, counting_request("c", 1))
         service.abort("b")
         service.abort("unknown")
         assert end_of([event async for event in waiting]).finish is FinishReason.ABORT
@@ -55,24 +55,24 @@ async def test_abort_close_and_a_full_queue() -> None:
 async def test_stop_drains_or_aborts(max_tokens: int, drain_s: float, finish: FinishReason) -> None:
     service = in_process()
     async with running(service):
-        stream = service.submit(counting_request("a", Trick.PACE, max_tokens=max_tokens))
+        stream = submitted(service, counting_request("a", Trick.PACE, max_tokens=max_tokens))
         await service.stop(drain_s)
         assert end_of([event async for event in stream]).finish is finish
         with pytest.raises(EngineUnavailable, match="stopped"):
-            service.submit(counting_request("late", 1))
+            submitted(service, counting_request("late", 1))
 
 
 async def test_a_failure_answers_everybody_and_is_final() -> None:
     service = in_process()
     async with running(service):
-        bystander = service.submit(counting_request("good", Trick.PACE, max_tokens=ENDLESS))
-        evil = service.submit(counting_request("evil", Trick.RAISE))
+        bystander = submitted(service, counting_request("good", Trick.PACE, max_tokens=ENDLESS))
+        evil = submitted(service, counting_request("evil", Trick.RAISE))
         for stream in (bystander, evil):
             end = end_of([event async for event in stream])
             assert (end.finish, end.error) == (FinishReason.ERROR, "the engine failed: RuntimeError: an evil forward")
         assert service.health.state is EngineState.FAILED
         with pytest.raises(EngineUnavailable, match="an evil forward"):
-            service.submit(counting_request("late", 1))
+            submitted(service, counting_request("late", 1))
 
 
 async def test_an_engine_that_cannot_be_built_fails_the_start() -> None:

@@ -11,13 +11,13 @@ import pytest
 import engine.crash_dump
 from engine.black_box import RowNote, StepNote
 from engine.crash_dump import CrashDumps, Death
-from engine.ledger import Entry
+from engine.ledger import Entry, Siblings
 from engine.types import Grammar, GrammarKind, Request, SamplingParams, StepStats
 
 DEATH = Death("it hung", 3, 12.5, StepNote(7, (RowNote("a", 2, 1, "4.1.0"),)), StepStats(6, 1, 0, 3, 64))
 SECRET = 31337
 SAMPLING = SamplingParams(seed=4, bad_words=((SECRET,),), grammar=Grammar(GrammarKind.REGEX, str(SECRET)))
-ENTRY = Entry(Request("a", (SECRET, 2), SAMPLING, prediction_ids=(SECRET,)), True, [SECRET, SECRET])
+ENTRY = Entry(Request("a", (SECRET, 2), SAMPLING, prediction_ids=(SECRET,)), Siblings(), True, [SECRET, SECRET])
 
 
 def written(folder: Path, has_texts: bool) -> tuple[dict[str, Any], str]:

@@ -2,14 +2,14 @@
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import SchedulerConfig
-from engine.ledger import Entry, EventStream, Ledger
+from engine.ledger import EventStream, Ledger
 from engine.service import EngineBusy
 from engine.types import ErrorCode, FinishReason, Progress, Request, TokenEvent, TokenLogprobs
 from tests.counting_engine import counting_request
@@ -41,6 +41,12 @@ class DoubtfulLedger(Ledger):
         self._living.setdefault(event.request_id, entry)
 
 
+def opened(ledger: Ledger, request: Request) -> EventStream:
+    """Enter a request that has no siblings."""
+    (stream,) = ledger.open([request])
+    return stream
+
+
 async def play(ledger: Ledger, steps: list[tuple[str, str]]) -> list[EventStream]:
     """Do the steps and end all; return the streams that nobody closed."""
     streams: list[EventStream] = []
@@ -49,10 +55,10 @@ async def play(ledger: Ledger, steps: list[tuple[str, str]]) -> list[EventStream
         match verb:
             case "submit":
                 try:
-                    ledger.make_room(counting_request(request_id))
+                    ledger.make_room([counting_request(request_id)])
                 except ValueError:
                     continue
-                latest[request_id] = ledger.open(counting_request(request_id, 1))
+                latest[request_id] = opened(ledger, counting_request(request_id, 1))
                 streams.append(latest[request_id])
             case "token":
                 ledger.deliver([TokenEvent(request_id, (1,))])
@@ -106,19 +112,19 @@ async def test_only_those_beyond_the_running_limit_wait() -> None:
     ledger = Ledger(SchedulerConfig(max_running=2, max_waiting=3), no_abort)
     streams = []
     for number in range(5):
-        ledger.make_room(counting_request(str(number)))
-        streams.append(ledger.open(counting_request(str(number), 1)))
+        ledger.make_room([counting_request(str(number))])
+        streams.append(opened(ledger, counting_request(str(number), 1)))
     assert ledger.num_waiting == 3
     with pytest.raises(EngineBusy) as busy:
-        ledger.make_room(counting_request("one more"))
+        ledger.make_room([counting_request("one more")])
     assert busy.value.retry_after_s == 5.0, "nothing is known of the rate yet"
     ledger.deliver([TokenEvent("0", (1,)), TokenEvent("1", (1,))])
     assert ledger.num_waiting == 3, "to begin is not to make room"
     ledger.deliver([TokenEvent("0", finish=FinishReason.STOP)])
     assert ledger.num_waiting == 2
-    ledger.make_room(counting_request("one more"))
+    ledger.make_room([counting_request("one more")])
     with pytest.raises(ValueError, match="in use"):
-        ledger.make_room(counting_request("1"))
+        ledger.make_room([counting_request("1")])
     ledger.abort_all()
 
 
@@ -126,7 +132,7 @@ async def test_only_those_beyond_the_running_limit_wait() -> None:
 async def test_retry_after_follows_the_recent_rate_of_finishing(seconds_each: float, retry_after_s: float) -> None:
     now_s = 0.0
     ledger = Ledger(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
-    streams = [ledger.open(counting_request(str(number), 1)) for number in range(8)]
+    streams = [opened(ledger, counting_request(str(number), 1)) for number in range(8)]
     for number in range(3):
         now_s += seconds_each
         ledger.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
@@ -142,10 +148,10 @@ async def test_retry_after_does_not_count_the_time_before_the_queue() -> None:
     now_s = 0.0
     ledger = Ledger(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
     for number in range(2):
-        ledger.open(counting_request(str(number), 1))
+        opened(ledger, counting_request(str(number), 1))
         ledger.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
     now_s += 3600.0
-    streams = [ledger.open(counting_request(str(number), 1)) for number in range(7)]
+    streams = [opened(ledger, counting_request(str(number), 1)) for number in range(7)]
     assert ledger.retry_after_s == 5.0, "nothing is known of the rate yet"
     for number in range(2):
         now_s += 1.0
@@ -160,21 +166,21 @@ async def test_retry_after_does_not_count_the_time_before_the_queue() -> None:
 async def test_closing_before_the_first_event_aborts_once_and_the_id_stays_taken() -> None:
     aborted: list[str] = []
     ledger = Ledger(SchedulerConfig(), aborted.append)
-    stream = ledger.open(counting_request("a", 1))
+    stream = opened(ledger, counting_request("a", 1))
     await stream.aclose()
     await stream.aclose()
     assert aborted == ["a"]
     with pytest.raises(ValueError, match="in use"):
-        ledger.make_room(counting_request("a", 1))
+        ledger.make_room([counting_request("a", 1)])
     ledger.deliver([TokenEvent("a", finish=FinishReason.ABORT)])
-    ledger.make_room(counting_request("a", 1))
+    ledger.make_room([counting_request("a", 1)])
     assert [event async for event in stream] == []
 
 
 async def test_a_stream_that_is_dropped_aborts_too() -> None:
     aborted: list[str] = []
     ledger = Ledger(SchedulerConfig(), aborted.append)
-    stream = ledger.open(counting_request("a", 1))
+    stream = opened(ledger, counting_request("a", 1))
     del stream
     gc.collect()
     await asyncio.sleep(0)
@@ -185,7 +191,7 @@ async def test_a_stream_that_is_dropped_aborts_too() -> None:
 async def test_an_ended_stream_aborts_nothing() -> None:
     aborted: list[str] = []
     ledger = Ledger(SchedulerConfig(), aborted.append)
-    stream = ledger.open(counting_request("a", 1))
+    stream = opened(ledger, counting_request("a", 1))
     ledger.deliver([TokenEvent("a", (1,)), TokenEvent("a", (2,), finish=FinishReason.LENGTH)])
     assert [event.token_ids async for event in stream] == [(1,), (2,)]
     await stream.aclose()
@@ -195,7 +201,7 @@ async def test_an_ended_stream_aborts_nothing() -> None:
 
 async def test_a_cancelled_wait_leaves_the_stream_usable() -> None:
     ledger = Ledger(SchedulerConfig(), no_abort)
-    stream = ledger.open(counting_request("a", 1))
+    stream = opened(ledger, counting_request("a", 1))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(stream), 0.01)
     ledger.deliver([TokenEvent("a", (1,), finish=FinishReason.LENGTH)])
@@ -204,7 +210,7 @@ async def test_a_cancelled_wait_leaves_the_stream_usable() -> None:
 
 async def test_what_has_been_told_is_the_resumed_requests_history() -> None:
     ledger = Ledger(SchedulerConfig(), no_abort)
-    stream = ledger.open(request := counting_request("a", 1))
+    stream = opened(ledger, request := counting_request("a", 1))
     assert stream.entry.as_resumed == request
     ledger.deliver([TokenEvent("a", prompt_logprobs=(TokenLogprobs(-1.0),))])
     ledger.deliver([TokenEvent("a", (2, 3)), TokenEvent("a", (4,))])
@@ -216,7 +222,7 @@ async def test_what_has_been_told_is_the_resumed_requests_history() -> None:
 async def test_what_nobody_wants_ends_with_the_engine_that_had_it() -> None:
     aborted: list[str] = []
     ledger = Ledger(SchedulerConfig(), aborted.append)
-    wanted, closed, dropped = (ledger.open(counting_request(name, 1)) for name in ("wanted", "closed", "aborted"))
+    wanted, closed, dropped = (opened(ledger, counting_request(name, 1)) for name in ("wanted", "closed", "aborted"))
     await closed.aclose()
     ledger.abort("aborted")
     ledger.recall(None)
@@ -227,116 +233,3 @@ async def test_what_nobody_wants_ends_with_the_engine_that_had_it() -> None:
     assert [event.finish async for event in wanted] == [FinishReason.ABORT]
     assert aborted == ["closed", "aborted"]
     assert len(ledger) == 0
-
-
-def of_key(key: str, number: int, num_prompt: int = 1, priority: int = 0) -> Request:
-    return Request(f"{key}{number}", (1,) * num_prompt, tenant=f"{key}/user", priority=priority)
-
-
-class FirstComeLedger(Ledger):
-    """The mutant: whoever fills the queue has it."""
-
-    def _shares(self, requests: Iterable[Request]) -> dict[str, float]:
-        return dict.fromkeys(super()._shares(requests), 0.0)
-
-
-class PlacesOnlyLedger(Ledger):
-    """The mutant: long prompts are no more than short ones."""
-
-    def _is_full(self, waiting: list[Entry], request: Request) -> bool:
-        return len(waiting) >= self._limits.max_waiting
-
-
-class SilentLedger(Ledger):
-    """The mutant: the engine goes on with who was displaced."""
-
-    def _displace(self, entry: Entry) -> None:
-        entry.is_posted = False
-        super()._displace(entry)
-
-
-def fill(kind: type[Ledger], limits: SchedulerConfig, requests: list[Request]) -> tuple[dict[str, str], list[str]]:
-    """Have an engine that says nothing asked; return each request's fate (waits, displaced, busy) and the aborts."""
-
-    async def scenario() -> tuple[dict[str, str], list[str]]:
-        aborted: list[str] = []
-        ledger = kind(limits, aborted.append)
-        fates: dict[str, str] = {}
-        for request in requests:
-            num_aborted = len(aborted)
-            try:
-                ledger.make_room(request)
-            except EngineBusy:
-                fates[request.request_id] = "busy"
-                assert len(aborted) == num_aborted, "whoever is refused has displaced nobody"
-            else:
-                fates[request.request_id] = "waits"
-                stream = ledger.open(request)
-                streams.append(stream)
-        for stream in streams:
-            mailbox = stream.entry.mailbox
-            if not mailbox.empty() and mailbox.get_nowait().error_code is ErrorCode.DISPLACED:
-                fates[stream.entry.request.request_id] = "displaced"
-        told = list(aborted)
-        ledger.abort_all()
-        return fates, told
-
-    streams: list[EventStream] = []
-    return asyncio.run(scenario())
-
-
-def check_a_late_key_has_its_half(kind: type[Ledger]) -> None:
-    limits = SchedulerConfig(max_running=1, max_waiting=8)
-    greedy = [of_key("a", number, priority=-1 if number == 8 else 0) for number in range(1000)]
-    late = [of_key("b", number) for number in range(6)]
-    fates, aborted = fill(kind, limits, greedy + late)
-    assert [name for name, fate in fates.items() if fate == "displaced"] == ["a7", "a6", "a5", "a4"][::-1]
-    assert [fates[f"b{number}"] for number in range(6)] == ["waits"] * 4 + ["busy"] * 2
-    assert fates["a8"] == "waits", "the most urgent of its key"
-    assert aborted == ["a7", "a6", "a5", "a4"]
-
-
-@pytest.mark.parametrize("mutant", [FirstComeLedger, SilentLedger])
-def test_a_key_that_fills_the_queue_gives_way_to_others(mutant: type[Ledger]) -> None:
-    check_a_late_key_has_its_half(Ledger)
-    with pytest.raises(AssertionError):
-        check_a_late_key_has_its_half(mutant)
-
-
-def check_tokens_are_bounded(kind: type[Ledger]) -> None:
-    limits = SchedulerConfig(max_running=1, max_waiting=100, max_waiting_tokens=50)
-    fates, _ = fill(kind, limits, [of_key("a", number, num_prompt=20) for number in range(5)] + [of_key("a", 5, 10)])
-    assert list(fates.values()) == ["waits", "waits", "waits", "busy", "busy", "waits"]
-    fates, _ = fill(kind, limits, [of_key("a", 0), of_key("a", 1, 1000), of_key("a", 2)])
-    assert list(fates.values()) == ["waits", "waits", "busy"], "who waits alone may be of any length"
-    sent = [of_key("a", 0), *(of_key("a", number, 20) for number in (1, 2)), of_key("b", 0, 5), of_key("b", 1, 10)]
-    fates, _ = fill(kind, limits, sent)
-    assert fates == {"a0": "waits", "a1": "waits", "a2": "displaced", "b0": "waits", "b1": "waits"}
-
-
-def test_the_tokens_that_wait_are_bounded_too() -> None:
-    check_tokens_are_bounded(Ledger)
-    with pytest.raises(AssertionError):
-        check_tokens_are_bounded(PlacesOnlyLedger)
-
-
-def test_nobody_is_displaced_for_a_request_that_is_refused() -> None:
-    """The bug: many short requests went one after the other for a long one, which was then too long all the same."""
-    limits = SchedulerConfig(max_running=1, max_waiting=100, max_waiting_tokens=1000)
-    fates, aborted = fill(Ledger, limits, [*(of_key("a", number, 95) for number in range(11)), of_key("b", 0, 900)])
-    assert aborted == []
-    assert list(fates.values()) == ["waits"] * 11 + ["busy"]
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30)), min_size=2, max_size=40))
-def test_no_key_is_refused_while_another_has_more_of_the_queue(asked: list[tuple[str, int]]) -> None:
-    limits = SchedulerConfig(max_running=1, max_waiting=6, max_waiting_tokens=60)
-    requests = [of_key(key, number, num_prompt) for number, (key, num_prompt) in enumerate(asked)]
-    fates, _ = fill(Ledger, limits, requests)
-    *_, last = requests
-    waiting = [request for request in requests[1:] if fates[request.request_id] == "waits"]
-    assert len(waiting) <= 6
-    assert len(waiting) <= 1 or sum(len(request.prompt_ids) for request in waiting) <= 60
-    if fates[last.request_id] == "busy":
-        shares = Ledger(limits, no_abort)._shares([*waiting, last])
-        assert shares[last.group] == max(shares.values())

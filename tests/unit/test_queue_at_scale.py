@@ -96,15 +96,15 @@ class Front:
 
     def __init__(self, num_requests: int) -> None:
         self.ledger = Ledger(LIMITS, lambda request_id: None)
-        self.streams = [self.ledger.open(request(str(number))) for number in range(num_requests)]
+        self.streams = [self.ledger.open([request(str(number))]) for number in range(num_requests)]
         self.hear()
 
     def hear(self) -> None:
         self.ledger.deliver([TokenEvent(str(number), (9,)) for number in range(4)])
 
     def enter(self) -> None:
-        self.ledger.make_room(request("late"))
-        self.streams.append(self.ledger.open(request("late")))
+        self.ledger.make_room([request("late")])
+        self.streams.append(self.ledger.open([request("late")]))
 
     def finish(self) -> None:
         self.ledger.deliver([TokenEvent("3", (9,), finish=FinishReason.LENGTH)])

@@ -59,7 +59,8 @@ class House:
         self._worker.requests[request.request_id] = request
 
     def submit(self, name: str) -> EventStream:
-        return self.readmission.enter(counting_request(name, 1, max_tokens=NUM_TOKENS))
+        (stream,) = self.readmission.enter([counting_request(name, 1, max_tokens=NUM_TOKENS)])
+        return stream
 
     def begin(self) -> None:
         """Have a new worker ready."""
