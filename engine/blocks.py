@@ -14,7 +14,8 @@ BlockKey = tuple[int | str | None, tuple[int, ...]]  # the parent's serial, or t
 class Block:
     """Neighbouring committed tokens of a text, and the slots where the target has cached them. The prefix cache's.
 
-    `serial` is never another block's. `is_drafted`: the drafter has cached all of them too.
+    `serial` is never another block's. `is_drafted`: the drafter has cached all of them too. `is_proven`: a law that looks at them
+    was judged, and is finite; so are then the blocks before it.
     """
 
     serial: int
@@ -22,6 +23,7 @@ class Block:
     slots: tuple[int, ...]
     num_users: int
     is_drafted: bool = False
+    is_proven: bool = False
 
 
 class OutOfSlots(RuntimeError):

@@ -8,8 +8,9 @@ salts share nothing. Blocks are made of committed tokens whose keys the target h
     blocks      [   block 0    |   block 1    ]                          shared, never written again by the target
     own slots                                 [ .......... ]             the sequence's alone
 
-A block whose last user has gone stays until its slots are needed: the least lately used goes first, children before parents.
-Knows sequences and blocks; the pool is the scheduler's.
+A block whose last user has gone stays until its slots are needed: the least lately used goes first, children before parents. Not
+so one that no finite law has proven: a pass that went wrong outlives nobody who was in it. Knows sequences and blocks; the pool is
+the scheduler's.
 """
 
 from collections import OrderedDict
@@ -77,12 +78,27 @@ class PrefixCache:
             block.is_drafted = True
         sequence.num_marked = num_drafted
 
-    def release(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks back; they stay for others. Its table is not touched."""
+    def prove(self, sequence: Sequence) -> None:
+        """Note that a law that looks at all of a sequence's blocks is finite."""
+        for block in reversed(sequence.blocks):
+            if block.is_proven:
+                break
+            block.is_proven = True
+
+    def release(self, sequence: Sequence) -> list[int]:
+        """Take a sequence's blocks back; those that are proven stay for others. Return the slots of those that do not.
+
+        The sequence's table is not touched.
+        """
+        freed: list[int] = []
         for block in reversed(sequence.blocks):
             block.num_users -= 1
-            if not block.num_users:
+            if not block.num_users and block.is_proven:
                 self._unused[block] = None
+            elif not block.num_users:
+                self._lose(block)
+                freed += block.slots
+        return freed
 
     def forget(self, sequence: Sequence) -> None:
         """Let nobody find a sequence's blocks any more: what they hold is not to be trusted."""
@@ -111,6 +127,8 @@ class PrefixCache:
                     raise IntegrityError(f"{sequence.request_id} has other slots or tokens than its block {index}")
         if any(block.num_users != count for block, count in users.items()):
             raise IntegrityError("a block has other users than it counts")
+        if not all(block.is_proven for block in self._unused):
+            raise IntegrityError("a block is kept that nobody has proven")
         if any(block not in users for block in self._by_key.values()):
             raise IntegrityError("a block that can be found is neither used nor unused")
         return [slot for block in users for slot in block.slots]

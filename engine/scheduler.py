@@ -123,8 +123,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Let go of all that is cached for a sequence."""
-        self._prefixes.release(sequence)
-        self.pool.free(sequence.own_slots)
+        self.pool.free([*self._prefixes.release(sequence), *sequence.own_slots])
         sequence.forget_caches()
 
     def admit(self) -> None:
@@ -322,6 +321,7 @@ class Scheduler:
         self._keep(sequence, row.root_position, [row.slots[row.root_position + node] for node in path])
         sequence.draft_len = self._draft_len_after(row, result)
         self._prefixes.publish(sequence)
+        self._prefixes.prove(sequence)
         if finish is not None:
             self.remove(row.request_id)
         queued_s, num_cached = (sequence.queued_s, sequence.num_found) if is_first else (None, 0)

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from engine.blocks import Block
 from engine.config import SchedulerConfig
 from engine.engine import Engine
 from engine.int8 import can_multiply_int8
@@ -125,15 +127,48 @@ def test_a_prompt_that_is_scored_is_computed():
     assert sum(stats.num_prefix_queries for stats in session.stats) == 0
 
 
+@torch.inference_mode()
+def poison(engine: Engine) -> None:
+    """Do to the cache what a pass does that goes wrong."""
+    for pool in engine.target.cache._keys.values():
+        pool.fill_(float("nan"))
+
+
+FEEDING = replace(ROOMY, max_running=4, max_step_tokens=16)  # the prefix takes four steps
+
+
+def test_what_a_bad_pass_left_of_a_prompt_goes_with_its_request(monkeypatch):
+    """The bug: chunks of a prompt were kept for others before any law had looked at them, and broke whoever found them."""
+
+    def after_a_bad_pass() -> list[int]:
+        engine = tiny_engine(model("llama"), config=FEEDING)
+        engine.add(greedy("left", PREFIX))
+        engine.step()
+        poison(engine)
+        engine.abort("left")
+        session = run(engine, [greedy("next", PREFIX)])
+        engine.check_integrity()
+        return session.outcomes["next"].ids
+
+    assert after_a_bad_pass() == own_greedy_text("llama", PREFIX, 12)
+    monkeypatch.setattr("engine.prefix_cache.Block", partial(Block, is_proven=True))
+    assert after_a_bad_pass() == []
+
+
+def test_who_shares_what_is_being_fed_goes_on_without_who_fed_it():
+    engine = tiny_engine(model("llama"), config=FEEDING)
+    for name in ("first", "second"):
+        engine.add(greedy(name, PREFIX))
+    engine.step()
+    session = run(engine, [], after_step=lambda engine: engine.abort("first"))
+    assert num_found(session) == 16
+    assert session.outcomes["second"].ids == own_greedy_text("llama", PREFIX, 12)
+    assert num_found(run(engine, [greedy("third", PREFIX)])) == 48
+
+
 def test_what_a_broken_request_has_cached_is_found_by_nobody():
     """Logits that are not finite end a request; what it left may be as broken, and would break all who come after."""
     engine = tiny_engine(model("llama"), config=ROOMY)
-
-    @torch.inference_mode()
-    def poison(engine: Engine) -> None:
-        for pool in engine.target.cache._keys.values():
-            pool.fill_(float("nan"))
-
     session = run(engine, [greedy("1", PREFIX)], after_step=poison)
     assert session.outcomes["1"].finish is FinishReason.ERROR
     healed = run(engine, [greedy("2", PREFIX)])

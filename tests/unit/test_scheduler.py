@@ -76,7 +76,17 @@ class FreesWhatOthersUse(PrefixCache):
     def release(self, sequence):
         for block in sequence.blocks:
             block.num_users = 1
-        super().release(sequence)
+        return super().release(sequence)
+
+
+class KeepsWhatNobodyProved(PrefixCache):
+    def release(self, sequence):
+        unproven = [block for block in sequence.blocks if not block.is_proven]
+        self.prove(sequence)
+        freed = super().release(sequence)
+        for block in unproven:
+            block.is_proven = False
+        return freed
 
 
 class BelievesThatAllIsDrafted(PrefixCache):
@@ -207,6 +217,7 @@ def test_scheduler_kills(mutant):
         TakesTheRootForCached,
         AdoptsInTheMiddle,
         FreesWhatOthersUse,
+        KeepsWhatNobodyProved,
         BelievesThatAllIsDrafted,
         SkipsWhatIsScored,
     ],
