@@ -8,9 +8,8 @@ salts share nothing. Blocks are made of committed tokens whose keys the target h
     blocks      [   block 0    |   block 1    ]                          shared, never written again by the target
     own slots                                 [ .......... ]             the sequence's alone
 
-A block whose last user has gone stays until its slots are needed: the least lately used goes first, children before parents. Not
-so one that no finite law has proven: a pass that went wrong outlives nobody who was in it. Knows sequences and blocks; the pool is
-the scheduler's.
+A block whose last user has gone stays until its slots are needed: the least lately used goes first, children before parents. One
+that no finite law has proven goes with its last user. Knows sequences and blocks; the pool is the scheduler's.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Between a request's texts and ids, for every endpoint that has any: beside the event loop, within bounds, named in errors."""
+"""Between a request's texts and ids, for every endpoint that has any: beside the event loop, keys by turns, named in errors."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -31,15 +31,15 @@ def longest_text(model: ModelInfo) -> int:
     return min(model.max_model_len, model.num_slots)
 
 
-async def encoded_text(runtime: Runtime, text: str, param: str, adds_special_tokens: bool = True) -> PromptIds:
+async def encoded_text(runtime: Runtime, key: str, text: str, param: str, adds_special_tokens: bool = True) -> PromptIds:
     """Return the ids of a bare text."""
     codec = runtime.codec
     encode = codec.encode if adds_special_tokens else codec.encode_more
-    return await encoded(runtime, len(text.encode()), lambda: encode(text), param)
+    return await encoded(runtime, key, len(text.encode()), lambda: encode(text), param)
 
 
 async def encoded_chat(
-    runtime: Runtime, messages: Sequence[Message], tools: Sequence[Tool], form: ChatForm, param: str = "messages"
+    runtime: Runtime, key: str, messages: Sequence[Message], tools: Sequence[Tool], form: ChatForm, param: str = "messages"
 ) -> PromptIds:
     """Return the ids of a conversation, with the tools that the model is shown; refuse what its template would leave out."""
     codec = runtime.codec
@@ -47,24 +47,24 @@ async def encoded_chat(
     shown, shown_tools = templated(messages), templated_tools(tools)
     told = [[message.get("content"), message.get("tool_calls")] for message in shown]
     num_bytes = sum(len(text.encode()) for text in strings_of([told, shown_tools]))
-    return await encoded(runtime, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), param)
+    return await encoded(runtime, key, num_bytes, lambda: codec.encode_chat(shown, form, shown_tools), param)
 
 
-async def encoded_words(runtime: Runtime, words: Sequence[str], param: str) -> tuple[PromptIds, ...]:
+async def encoded_words(runtime: Runtime, key: str, words: Sequence[str], param: str) -> tuple[PromptIds, ...]:
     """Return the ids of words as they are spelled at the start of a text and after a space, each spelling once."""
     codec = runtime.codec
     spellings = [space + word.lstrip() for word in words for space in ("", " ")]
     num_bytes = sum(len(spelling.encode()) for spelling in spellings)
-    return await encoded(runtime, num_bytes, lambda: tuple(dict.fromkeys(map(codec.encode_more, spellings))), param)
+    return await encoded(runtime, key, num_bytes, lambda: tuple(dict.fromkeys(map(codec.encode_more, spellings))), param)
 
 
-async def encoded(runtime: Runtime, num_bytes: int, work: Callable[[], T], param: str) -> T:
-    """Return what `work` makes of that many bytes of text, beside the event loop; refuse what cannot fit before it is done."""
+async def encoded(runtime: Runtime, key: str, num_bytes: int, work: Callable[[], T], param: str) -> T:
+    """Return what `work` makes of that many bytes of a key's text, beside the event loop; refuse what cannot fit before that."""
     codec, longest = runtime.codec, longest_text(runtime.engine.model)
     if num_bytes > longest * codec.longest_token_bytes:
         raise ContextTooLong(f"prompt and answer together have at most {longest} tokens; {param} has {num_bytes} bytes", param)
     try:
-        return await codec.thread.run(num_bytes, work)
+        return await codec.thread.run(num_bytes, work, key)
     except TokenizerBusy as error:
         raise Overloaded(str(error), "tokenizer_busy", _TOKENIZER_RETRY_S) from error
     except TokenizerClosed as error:

@@ -31,7 +31,8 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
     """Return the samples of a completion request, submitted to the engine."""
     require_served(runtime, body.model)
     _check_num_choices(runtime, len(body.prompts) * body.num_samples, "n" if body.best_of is None else "best_of")
-    prompts = [await _prompt_ids(runtime, prompt, body.add_special_tokens is not False) for prompt in body.prompts]
+    key = group_of(tenant)
+    prompts = [await _prompt_ids(runtime, key, prompt, body.add_special_tokens is not False) for prompt in body.prompts]
     num_wanted = body.token_limit or _DEFAULT_COMPLETION_TOKENS
     prompts = [_truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, num_wanted) for ids in prompts]
     room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
@@ -43,7 +44,7 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
     require_served(runtime, body.model)
     _check_num_choices(runtime, body.num_samples, "n")
     use = tool_use(runtime.tool_support, body)
-    ids = await encoded_chat(runtime, body.messages, body.offered_tools, body.form, param)
+    ids = await encoded_chat(runtime, group_of(tenant), body.messages, body.offered_tools, body.form, param)
     ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or 1)
     room = _room(runtime.engine.model, ids, param, body.token_limit)
     return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant, use)
@@ -55,9 +56,9 @@ def _check_num_choices(runtime: Runtime, num_choices: int, param: str) -> None:
         raise InvalidRequest(f"{num_choices} choices (prompts times {param}) are asked for; at most {limit} are given", param)
 
 
-async def _prompt_ids(runtime: Runtime, prompt: Prompt, adds_special_tokens: bool) -> PromptIds:
+async def _prompt_ids(runtime: Runtime, key: str, prompt: Prompt, adds_special_tokens: bool) -> PromptIds:
     if isinstance(prompt, str):
-        return await encoded_text(runtime, prompt, "prompt", adds_special_tokens)
+        return await encoded_text(runtime, key, prompt, "prompt", adds_special_tokens)
     return tuple(prompt)
 
 
@@ -93,15 +94,15 @@ async def _submitted(
     use: ToolUse = NO_TOOLS,
 ) -> Generation:
     """Return one sample for each prompt and k < n, in the order of choice indices, submitted."""
-    model = runtime.engine.model
+    model, key = runtime.engine.model, group_of(tenant)
     _check_speculation(runtime, body)
     _check_prompt_scores(body, sum(map(len, prompts)))
-    bad_words = await encoded_words(runtime, body.bad_words, "bad_words") if body.bad_words else ()
+    bad_words = await encoded_words(runtime, key, body.bad_words, "bad_words") if body.bad_words else ()
     grammar, param = (use.grammar, "tools") if use.grammar else (body.grammar, body.grammar_param)
     sampling = sampling_of(model, body, max_tokens, bad_words, grammar, param)
     if grammar is not None:
-        await runtime.grammars.require(grammar, param, group_of(tenant))
-    prediction_ids = await _prediction_ids(runtime, body.prediction)
+        await runtime.grammars.require(grammar, param, key)
+    prediction_ids = await _prediction_ids(runtime, key, body.prediction)
     meter = runtime.metrics.requests.meter(body.num_answers, max_tokens)
     group = uuid.uuid4().hex
     speculation = body.speculative.to_speculation() if body.speculative else Speculation()
@@ -141,11 +142,11 @@ def _choice(
     return Choice(index, detokenizer, body.stops, token_text, *told)
 
 
-async def _prediction_ids(runtime: Runtime, prediction: Prediction | None) -> PromptIds:
+async def _prediction_ids(runtime: Runtime, key: str, prediction: Prediction | None) -> PromptIds:
     """Return the ids of a prediction; refuse one that is longer than any answer."""
     if prediction is None or not (text := prediction.text):
         return ()
-    ids = await encoded_text(runtime, text, "prediction", adds_special_tokens=False)
+    ids = await encoded_text(runtime, key, text, "prediction", adds_special_tokens=False)
     if len(ids) > (longest := longest_text(runtime.engine.model)):
         raise ContextTooLong(
             f"prompt and answer together have at most {longest} tokens; the prediction has {len(ids)}", "prediction"

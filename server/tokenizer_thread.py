@@ -1,21 +1,24 @@
-"""The one thread on which texts become ids, and how much may wait for it. Knows work and its size, not what the work is.
+"""The one thread on which texts become ids, and how much of a key may wait for it. Knows work and its size, not what the work is.
 
 Only encoding is confined to it, since it changes the tokenizer's state. Decoding is short and changes nothing: it is done on the
 event loop, with the same tokenizer, also while this thread encodes.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-_MAX_WAITING_BYTES = 8 * 2**20  # a few seconds of encoding
+from server.fair_turns import FairTurns
+
+_MAX_WAITING_BYTES = 8 * 2**20  # of one key: a few seconds of encoding
 
 T = TypeVar("T")
 
 
 class TokenizerBusy(Exception):
-    """As much text waits to be encoded as may."""
+    """As much text of a key waits to be encoded as may."""
 
 
 class TokenizerClosed(Exception):
@@ -25,34 +28,37 @@ class TokenizerClosed(Exception):
 class TokenizerThread:
     """Owns the thread: long texts do not stop the event loop, and a tokenizer is not asked to encode on two threads at once.
 
-    Used on one event loop. Work whose asker is cancelled before its turn is never done.
+    Keys have turns, a piece of work each. Used on one event loop. Work whose asker is cancelled before its turn is never done.
     """
 
     def __init__(self, max_waiting_bytes: int = _MAX_WAITING_BYTES) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._max_waiting_bytes = max_waiting_bytes
-        self._waiting_bytes = 0
+        self._turns = FairTurns()
+        self._waiting_bytes = Counter[str]()
         self._is_closed = False
 
-    async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return what `work` on that many bytes of text returns; raise TokenizerBusy if too much waits already,
+    async def run(self, num_bytes: int, work: Callable[[], T], key: str = "") -> T:
+        """Return what `work` on that many bytes of a key's text returns; raise TokenizerBusy if too much of it waits already,
         TokenizerClosed if it will not be done.
 
-        Nothing waits: it is taken, however large.
+        Nothing of the key waits: it is taken, however large.
         """
-        if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
-            raise TokenizerBusy(f"{self._waiting_bytes} bytes of text wait to be encoded already")
-        if self._is_closed:
-            raise TokenizerClosed
-        self._waiting_bytes += num_bytes
+        waiting = self._waiting_bytes[key]
+        if waiting and waiting + num_bytes > self._max_waiting_bytes:
+            raise TokenizerBusy(f"{waiting} bytes of text wait to be encoded already")
+        self._waiting_bytes[key] += num_bytes
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            async with self._turns.turn(key):
+                if self._is_closed:
+                    raise TokenizerClosed
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except asyncio.CancelledError as error:
             if _is_asker_cancelled():
                 raise
             raise TokenizerClosed from error  # only `close` cancels the work alone
         finally:
-            self._waiting_bytes -= num_bytes
+            self._waiting_bytes[key] -= num_bytes
 
     def close(self) -> None:
         """End the thread; work that waits is dropped, and its askers are told."""

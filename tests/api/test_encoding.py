@@ -16,6 +16,7 @@ from server.tokenizer_thread import TokenizerBusy, TokenizerClosed, TokenizerThr
 from tests.api.harness import chat, completion, in_process, make_app, over_loopback, until
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import SPECIAL, byte_fallback, byte_level
+from tests.unit.test_fair_turns import FirstCome
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONGEST_TOKEN = max(len(token) for token in byte_level().get_vocab())  # byte-level: a character is a byte
@@ -78,6 +79,61 @@ async def test_only_so_much_text_waits():
     thread.close()
 
 
+async def test_a_key_has_room_of_its_own():
+    thread, gate = TokenizerThread(max_waiting_bytes=10), threading.Event()
+    first = asyncio.create_task(thread.run(50, gate.wait, "a"))
+    await asyncio.sleep(0)
+    other = asyncio.create_task(thread.run(1, lambda: 1, "b"))
+    with pytest.raises(TokenizerBusy):
+        await thread.run(1, lambda: 1, "a")
+    gate.set()
+    assert (await first, await other) == (True, 1)
+    thread.close()
+
+
+async def _order_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the texts of two keys in the order in which they are encoded; one of them asks for many, and first."""
+    gate, texts, asked = threading.Event(), list[str](), list[str]()
+    run = TokenizerThread.run
+
+    def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
+        asked.append(key)
+        return run(thread, num_bytes, work, key)
+
+    def slow(codec: TextCodec, text: str) -> tuple[int, ...]:
+        texts.append(text)
+        gate.wait(30)
+        return (5,)
+
+    monkeypatch.setattr(TextCodec, "encode", slow)
+    monkeypatch.setattr(TokenizerThread, "run", watched)
+    async with in_process(FakeEngine(), api_keys=("many", "one")) as client:
+
+        async def ask(key: str, *prompts: str) -> None:
+            body = completion(prompt=list(prompts))
+            answer = await client.post(COMPLETIONS, json=body, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+
+        answers = [asyncio.create_task(ask("many", f"m{number}", f"n{number}")) for number in range(4)]
+        await until(lambda: len(asked) == 4 and texts)
+        answers.append(asyncio.create_task(ask("one", "o", "p")))
+        await until(lambda: len(asked) == 5)
+        gate.set()
+        await asyncio.gather(*answers)
+    assert len(set(asked)) == 2
+    return texts
+
+
+async def test_keys_are_encoded_by_turns(monkeypatch: pytest.MonkeyPatch):
+    """The bug: a text waited for all texts before it, so that one key with many kept everybody's waiting."""
+    texts = await _order_of_texts(monkeypatch)
+    assert texts.index("o") <= 2
+    assert texts.index("p") <= 5, "asked for while the next one's turn has begun"
+    assert sorted(texts) == sorted(["o", "p", *(f"{letter}{number}" for letter in "mn" for number in range(4))])
+    monkeypatch.setattr("server.tokenizer_thread.FairTurns", FirstCome)
+    assert (await _order_of_texts(monkeypatch)).index("o") == 4
+
+
 async def test_a_busy_tokenizer_is_503_with_a_time(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
     monkeypatch.setattr(TextCodec, "encode", lambda codec, text: (5,) if gate.wait(30) else ())
@@ -137,7 +193,7 @@ async def test_requests_that_wait_for_the_tokenizer_when_the_server_stops_are_50
         await until(lambda: runtime.is_ready)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
             asked = [asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt=text))) for text in ("a", "bc")]
-            await until(lambda: texts and runtime.codec.thread._waiting_bytes == 3)
+            await until(lambda: texts and runtime.codec.thread._waiting_bytes.total() == 3)
             await runtime.stop(0.0)
             gate.set()
             answers = await asyncio.gather(*asked)
@@ -151,10 +207,10 @@ async def test_a_client_that_leaves_takes_its_text_along(monkeypatch: pytest.Mon
     gate, texts, asked, left = threading.Event(), list[str](), list[int](), list[int]()
     run = TokenizerThread.run
 
-    async def watched(thread: TokenizerThread, num_bytes: int, work: Any) -> Any:
+    async def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
         asked.append(num_bytes)
         try:
-            return await run(thread, num_bytes, work)
+            return await run(thread, num_bytes, work, key)
         except asyncio.CancelledError:
             left.append(num_bytes)
             raise
