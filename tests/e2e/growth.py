@@ -4,21 +4,25 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import httpx
+from tests.e2e.server import RunningServer
 
 _WORKER = "latebranch-work"  # as the kernel knows it
 _WARM_UP = 0.25  # of the samples: caches fill, pools are made
 MOST_KIB, MOST_COUNT = 16 * 1024.0, 1.5  # of fitted growth: what an allocator keeps, a connection more or less
 MOST_SERIES = 32.0  # of trees on the policy's menu: one begins when its tree is first chosen
 
+# oneDNN compiles a kernel for each number of rows and keeps 1024 in each of two caches: half a gigabyte, full after a thousand
+# requests. Below them nothing else would be seen.
+FEW_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+
 Sample = Mapping[str, float]
 
 
-def sample(server_pid: int, url: str) -> Sample:
+def sample(server: RunningServer) -> Sample:
     """Return what the server and the processes below it hold now; memory in KiB."""
     held: dict[str, float] = {"processes": 0}
-    for pid in _family(server_pid):
-        role = "front end" if pid == server_pid else "worker" if _name_of(pid) == _WORKER else "helpers"
+    for pid in _family(server.process.pid):
+        role = "front end" if pid == server.process.pid else "worker" if _name_of(pid) == _WORKER else "helpers"
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         own = {
             "memory": float(status["VmRSS"].split()[0]),
@@ -28,9 +32,14 @@ def sample(server_pid: int, url: str) -> Sample:
         held["processes"] += 1
         for what, amount in own.items():
             held[f"{what} of {role}"] = held.get(f"{what} of {role}", 0.0) + amount
-    metrics = httpx.get(f"{url}/metrics", timeout=600).text.splitlines()
-    held["series of metrics"] = sum(not line.startswith("#") for line in metrics)
+    held["series of metrics"] = sum(not line.startswith("#") for line in server.get("/metrics").text.splitlines())
     return held
+
+
+def worker_of(server: RunningServer) -> int:
+    """Return the process that runs the engine."""
+    (worker,) = (pid for pid in _family(server.process.pid) if _name_of(pid) == _WORKER)
+    return worker
 
 
 def _name_of(pid: int) -> str:
@@ -42,6 +51,13 @@ def _family(pid: int) -> Iterator[int]:
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
             yield from _family(int(child))
+
+
+def more(before: Sample, after: Sample, most_kib: float) -> list[str]:
+    """Return what a server at rest holds more than it did at rest before, a line each: of memory up to `most_kib` is nothing."""
+    limits = {name: most_kib if name.startswith("memory") else 0.0 for name in after if name != "series of metrics"}
+    grown = {name: after[name] - before.get(name, 0.0) for name in limits}
+    return [f"{name}: {before.get(name, 0.0):.0f} before, {after[name]:.0f} now" for name in limits if grown[name] > limits[name]]
 
 
 def growths(samples: Sequence[Sample]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import httpx
 
 from tests.conformance.folder import served_folder
-from tests.e2e.growth import MOST_COUNT, MOST_KIB, MOST_SERIES, Sample, growths, leaks, sample
+from tests.e2e.growth import FEW_KERNELS, MOST_COUNT, MOST_KIB, MOST_SERIES, Sample, growths, leaks, sample
 from tests.e2e.server import RunningServer, running_server
 
 _MOST_SAMPLES, _LEAST_BETWEEN = 40, 10  # requests
@@ -28,9 +28,6 @@ _AT_ONCE = 8
 _LIMIT_S = 600.0  # of a request on a busy machine
 # What is kept on purpose is full before the warm-up is over.
 _FLAGS = ("--drafter", "ngram", "--policy", "fixed", "--kv-canary", "true", "--num-slots", "4096", "--max-model-len", "512")
-# oneDNN compiles a kernel for each number of rows and keeps 1024 in each of two caches: half a gigabyte, full after a thousand
-# requests. Below them nothing else would be seen.
-_FEW_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
 _KEPT = ("--recent-tokens", "64", "--total-recent-tokens", "1024")
 
 
@@ -111,7 +108,7 @@ async def _worked(server: RunningServer, num_requests: int) -> Soak:
         async with httpx.AsyncClient(base_url=server.url, timeout=_LIMIT_S) as client:
             await asyncio.gather(*(work(client, numbers) for _ in range(_AT_ONCE)))
         await _rested(server)
-        samples.append(sample(server.process.pid, server.url))
+        samples.append(sample(server))
     return Soak(statuses, tuple(samples))
 
 
@@ -125,7 +122,7 @@ def soaked(folder: Path, num_requests: int) -> Soak:
     """Run so many requests through a server of its own; `folder` is for its files."""
     model = str(served_folder(folder / "model"))
     flags = ("--model", model, "--model-name", "tiny", *_FLAGS, *_KEPT)
-    with patch.dict(os.environ, _FEW_KERNELS), running_server(folder / "log", *flags) as server:
+    with patch.dict(os.environ, FEW_KERNELS), running_server(folder / "log", *flags) as server:
         soak = asyncio.run(_worked(server, num_requests))
         assert server.metric("latebranch_engine_restarts_total") == 0, (folder / "log").read_text()[-4000:]
     return soak

@@ -9,25 +9,28 @@ may be left.
 import argparse
 import asyncio
 import json
+import os
 import random
 import socket
 import struct
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 
 from tests.e2e.fuzz import unrest_of
+from tests.e2e.growth import FEW_KERNELS, Sample, more, sample
 from tests.e2e.server import RunningServer, running_server
 
 STORMY, CALM = "sk-storm", "sk-calm"  # keys
 KINDS = ("silent", "half a head", "half a body", "whole", "deaf", "stream", "stream", "stream")
 _NUM_CALM = 4  # clients that behave, each with one request after the other
 _CALM_TOKENS = 8
+_MOST_KIB = 64 * 1024.0  # that a burst may leave with the allocators
 _REST_S = 60.0  # in which a busy machine must have noticed that they are gone
 
 
@@ -162,31 +165,6 @@ async def storm(url: str, plan: Plan) -> Storm:
     return Storm(calm, await behaving, Counter(kind for kind, _ in seen), Counter(line for _, line in seen if line))
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What a server's processes hold, by process: open files and sockets, threads; and the memory of all."""
-
-    num_files: tuple[int, ...]
-    num_threads: tuple[int, ...]
-    resident_mib: float
-
-    @classmethod
-    def of(cls, pids: Sequence[int]) -> "Holdings":
-        """Look at processes."""
-        status = [dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()) for pid in pids]
-        return cls(
-            num_files=tuple(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids),
-            num_threads=tuple(int(one["Threads"]) for one in status),
-            resident_mib=sum(int(one["VmRSS"].split()[0]) for one in status) / 1024,
-        )
-
-
-def family_of(pid: int) -> list[int]:
-    """Return a process and its children."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(int(child) for child in children)]
-
-
 def warm(url: str) -> None:
     """Have a server load what it loads when that is first needed."""
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "structured_outputs": {"regex": "[a-c]{2}"}}
@@ -195,17 +173,12 @@ def warm(url: str) -> None:
     ).raise_for_status()
 
 
-def rest(server: RunningServer, before: Holdings) -> list[str]:
+def rest(server: RunningServer, before: Sample) -> list[str]:
     """Wait until a server has come to rest and holds what it held; return what it still does and holds if it does not."""
     end_s = time.monotonic() + _REST_S
     while True:
         time.sleep(0.5)  # what asks how it goes has left too
-        now = Holdings.of(family_of(server.process.pid))
-        left = unrest_of(server.get)
-        if now.num_files != before.num_files:
-            left.append(f"files by process: {before.num_files} before, {now.num_files} now")
-        if now.num_threads != before.num_threads:
-            left.append(f"threads by process: {before.num_threads} before, {now.num_threads} now")
+        left = [*more(before, sample(server), _MOST_KIB), *unrest_of(server.get)]
         if not left or time.monotonic() > end_s:
             return left
 
@@ -234,21 +207,20 @@ def main() -> None:
             "--policy",
             "fixed",
         ]
-        with running_server(folder / "log", *flags, key=CALM) as server:
+        with patch.dict(os.environ, FEW_KERNELS), running_server(folder / "log", *flags, key=CALM) as server:
             warm(server.url)
             asyncio.run(storm(server.url, Plan(40, seed=-1, least_calm=1, spread_s=1.0, patience_s=2.0)))
             time.sleep(0.5)
-            before = Holdings.of(family_of(server.process.pid))
+            before = sample(server)
             passed = asyncio.run(storm(server.url, Plan(arguments.clients, arguments.seed)))
             left = rest(server, before)
-            after = Holdings.of(family_of(server.process.pid))
+            after = sample(server)
             given_up = server.metric("latebranch_failed_requests_total")
         tracebacks = (folder / "log").read_text().count("Traceback")
     print(f"calm:  {passed.calm}")  # noqa: T201
     print(f"storm: {passed.storm}")  # noqa: T201
     print(f"{arguments.clients} clients: {dict(passed.kinds)}; saw {dict(passed.answers)}; {given_up:g} samples given up")  # noqa: T201
-    memory = f"{before.resident_mib:.0f} to {after.resident_mib:.0f} MiB"
-    print(f"files {after.num_files}, threads {after.num_threads}, memory {memory}")  # noqa: T201
+    print("\n".join(f"{name:22} {before.get(name, 0.0):8.0f} {amount:8.0f}" for name, amount in after.items()))  # noqa: T201
     problems = [*passed.calm.problems, *passed.storm.problems, *left]
     for problem in problems[:20]:
         print(problem)  # noqa: T201

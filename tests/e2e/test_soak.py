@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.growth import Sample, leaks
+from tests.e2e.growth import Sample, leaks, more
 from tests.e2e.soak import soaked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -29,3 +29,14 @@ def test_what_grows_is_found() -> None:
     assert [leak.split(" grew")[0] for leak in leaks(leaky)] == ["memory of worker"]
     forgetful = [{**one, "files of worker": one["files of worker"] + step // 9} for step, one in enumerate(sound)]
     assert [leak.split(" grew")[0] for leak in leaks(forgetful)] == ["files of worker"]
+
+
+def test_what_is_held_more_than_before_is_told() -> None:
+    before = {**_held(0), "series of metrics": 600.0}
+    assert (
+        more(before, {**before, "memory of worker": before["memory of worker"] + 900, "series of metrics": 610.0}, 1000.0) == []
+    )
+    assert more(before, {**before, "files of worker": 29.0}, 1000.0) == []
+    after = {**before, "memory of worker": before["memory of worker"] + 1100, "files of worker": 31.0, "files of helpers": 1.0}
+    told = more(before, after, 1000.0)
+    assert [line.split(":")[0] for line in told] == ["memory of worker", "files of worker", "files of helpers"]

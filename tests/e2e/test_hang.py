@@ -1,0 +1,82 @@
+"""A step that hangs, as those see it who speak HTTP: the probes tell of it, the worker is replaced, and the stream goes on."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conformance.folder import served_folder
+from tests.e2e.growth import worker_of
+from tests.e2e.server import RunningServer, running_server, sse
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+_NUM_TOKENS = 400
+# The loop of any process that is begun with this stands still, in whatever it is doing, when it is told to; its threads go on.
+_HANGS_WHEN_TOLD = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))\n"
+_PATIENCE_S = 600.0
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    (tmp_path / "sitecustomize.py").write_text(_HANGS_WHEN_TOLD)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    model = str(served_folder(tmp_path / "model"))
+    flags = ("--model", model, "--model-name", "tiny", "--drafter", "ngram", "--policy", "fixed", "--max-model-len", "512")
+    with running_server(tmp_path / "log", *flags, "--max-heartbeat-age-s", "2", "--hang-limit-s", "10") as running:
+        yield running
+
+
+def _awaited(server: RunningServer, status: int) -> dict[str, Any]:
+    """Return what /health says once it says it with a status; /live has said 200 all the while."""
+    end_s = time.monotonic() + _PATIENCE_S
+    while (health := server.get("/health")).status_code != status:
+        assert server.get("/live").status_code == 200
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    assert server.get("/live").status_code == 200
+    report: dict[str, Any] = health.json()
+    return report
+
+
+def _told(server: RunningServer, body: dict[str, Any], on_text: Callable[[], None] = lambda: None) -> str:
+    """Return the text of a stream; `on_text` is called with each piece of it."""
+    texts: list[str] = []
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=_PATIENCE_S) as answer:
+        assert answer.status_code == 200
+        for event in sse(answer.iter_lines()):
+            assert event is None or "error" not in event, json.dumps(event)
+            texts += [choice["text"] for choice in event["choices"]] if event else []
+            on_text()
+    assert event is None, "[DONE] is the last word"
+    return "".join(texts)
+
+
+def test_a_hung_step_is_seen_and_recovered_from(server: RunningServer) -> None:
+    body = {"model": "tiny", "prompt": "hello world", "max_tokens": _NUM_TOKENS, "ignore_eos": True, "seed": 5, "stream": True}
+    undisturbed = _told(server, body)
+    first_worker, has_begun = worker_of(server), list[int]()
+
+    def hang() -> None:
+        if not has_begun:
+            has_begun.append(first_worker)
+            os.kill(first_worker, signal.SIGUSR1)
+
+    with ThreadPoolExecutor(1) as pool:
+        disturbed = pool.submit(_told, server, body, hang)
+        silent = _awaited(server, 503)
+        assert (silent["status"], silent["state"], silent["restarts"]) == ("silent", "ready", 0)
+        assert "the engine has said nothing for" in silent["reason"]
+        assert not disturbed.done(), "it waits"
+        healed = _awaited(server, 200)
+        assert (healed["status"], healed["restarts"]) == ("ready", 1)
+        assert disturbed.result() == undisturbed
+    assert server.metric("latebranch_engine_restarts_total") == 1
+    assert worker_of(server) != first_worker
