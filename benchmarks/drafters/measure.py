@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.drafters.contenders import PLAINLY, Contender, Stable
-from benchmarks.drafters.foreign import ForeignCpu
+from benchmarks.foreign import ForeignCpu
 from engine.engine import Engine
 from engine.progress_bar import progress_bar
 from engine.types import Request, SamplingParams, StepStats

