@@ -74,7 +74,7 @@ class LineProcess:
         try:
             print(job.to_json(), file=self._process.stdin, flush=True)
         except BrokenPipeError as error:
-            raise PeerDied(f"{self._log} ends with:\n{_end_of(self._log)}") from error
+            raise PeerDied(f"it ended; {self._log} ends with:\n{_end_of(self._log)}") from error
         return Answers.from_json(self._line(_JOB_LIMIT_S))
 
     def stop(self) -> None:
@@ -86,10 +86,12 @@ class LineProcess:
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            line = self._process.stdout.readline() if selector.select(limit_s) else ""
+            if not selector.select(limit_s):
+                raise PeerDied(f"no answer within {limit_s:g} s; {self._log} ends with:\n{_end_of(self._log)}")
+            line = self._process.stdout.readline()
         if not line:
-            raise PeerDied(f"no answer within {limit_s:g} s; {self._log} ends with:\n{_end_of(self._log)}")
-        return line.strip()
+            raise PeerDied(f"it ended; {self._log} ends with:\n{_end_of(self._log)}")
+        return line
 
 
 class ServerProcess:

@@ -6,6 +6,7 @@
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -31,6 +32,9 @@ _CMAKE_FLAGS = (
     "LLAMA_BUILD_TESTS=OFF",
     "LLAMA_BUILD_EXAMPLES=OFF",
 )
+# Built by GCC 12 its AMX kernels crash as they load a tile configuration (general protection fault).
+_WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+_X86_FLAGS = (f"CMAKE_C_FLAGS={_WITHOUT_AMX}", f"CMAKE_CXX_FLAGS={_WITHOUT_AMX}")
 _LLAMA_PROGRAMS = ("llama-server", "llama-quantize")
 _NOT_FOR_TEXT = {"torchaudio", "torchcodec", "torchvision"}  # vLLM names them; of the first two there is no build for CPUs alone
 
@@ -100,7 +104,11 @@ def set_up(peer: str) -> None:
 
 
 def _recipe(peer: str) -> str:
-    return "\n".join(PINS[peer] + (_CMAKE_FLAGS if peer == "llama.cpp" else ()))
+    return "\n".join(PINS[peer] + (_cmake_flags() if peer == "llama.cpp" else ()))
+
+
+def _cmake_flags() -> tuple[str, ...]:
+    return _CMAKE_FLAGS + (_X86_FLAGS if platform.machine() == "x86_64" else ())
 
 
 def _build_llama_cpp(folder: Path) -> None:
@@ -108,7 +116,7 @@ def _build_llama_cpp(folder: Path) -> None:
     with tarfile.open(archive) as content:
         content.extractall(folder, filter="data")
     source = folder / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
-    _run(["cmake", "-S", str(source), "-B", str(folder / "build"), *(f"-D{flag}" for flag in _CMAKE_FLAGS)])
+    _run(["cmake", "-S", str(source), "-B", str(folder / "build"), *(f"-D{flag}" for flag in _cmake_flags())])
     _run(["cmake", "--build", str(folder / "build"), "--parallel", str(os.cpu_count() or 1), "--target", *_LLAMA_PROGRAMS])
 
 

@@ -17,7 +17,7 @@ from benchmarks.peers.jobs import Answer, Answers, Job, serve_jobs
 class _Request:
     """A request that was sent, and what has come of it."""
 
-    def __init__(self, handle: openvino_genai.GenerationHandle) -> None:
+    def __init__(self, handle: openvino_genai.py_openvino_genai.GenerationHandle) -> None:
         self._handle = handle
         self._begin_s = time.perf_counter()
         self._times_s: list[float] = []
