@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import platform
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def _run(args: argparse.Namespace) -> None:
         logging.warning("left out: %s", why)
     for source, kind in dict.fromkeys(file for one in chosen for file in one.requantised):
         requantise(source, kind)
-    # 3. the rounds
+    # 3. the rounds; whoever ends this process ends what it has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     design = Design(tuple(args.concurrency), tuple(args.temperatures), args.max_tokens, args.rounds)
     with Stable(int(args.memory_gib * 2**30)) as stable:
         Measurement(design, chosen, stable, args.out).run(prompts, _facts(subject, left_out))

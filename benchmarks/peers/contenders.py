@@ -119,6 +119,7 @@ def _llama_server(subject: Subject, files: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _vllm(subject: Subject) -> Iterator[Contender]:
+    cores = ",".join(map(str, range(subject.threads)))
     for dtype, bits in (("bfloat16", 16), ("float32", 32)):
         where = ["--model", str(subject.model.folder), "--host", "127.0.0.1", "--port", PORT, "--dtype", dtype]
         size = ["--max-num-seqs", str(subject.max_concurrency), "--max-model-len", str(subject.context_tokens)]
@@ -130,7 +131,7 @@ def _vllm(subject: Subject) -> Iterator[Contender]:
                 (str(setup.python("vllm")), "-m", "vllm.entrypoints.openai.api_server", *where, *size, *how),
                 "http",
                 subject.weights_bytes(bits) + 3 * _GIB,
-                {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(subject.threads), "VLLM_NO_USAGE_STATS": "1"},
+                {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1"},
             ),
             fields={"model": str(subject.model.folder), "return_token_ids": True},
         )
