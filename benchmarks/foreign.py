@@ -15,8 +15,8 @@ class ForeignCpu:
     `own_s` tells processor seconds that are not others': of this process, unless something else is measured.
     """
 
-    def __init__(self, own_s: Callable[[], float] = time.process_time) -> None:
-        self._own_s = own_s
+    def __init__(self, own_s: Callable[[], float] | None = None) -> None:
+        self._own_s = own_s or time.process_time
         self._begin = self._reading()
 
     def cpus(self) -> float | None:
