@@ -57,13 +57,18 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--rounds", type=int, default=5)
     run.add_argument("--threads", type=int, default=os.cpu_count(), help="of every contender")
     run.add_argument("--memory-gib", type=float, default=10.0, help="for contenders that are loaded at once")
+    run.add_argument("--retries", type=int, default=1, help="of a measurement that others on the machine disturbed")
     run.add_argument("--out", type=Path, required=True)
     make = commands.add_parser("report", help="print the tables of a file of measurements")
     make.add_argument("file", type=Path)
     make.add_argument("--ours", nargs="*", default=[], metavar="NAME", help="of ours whose ratios are told; by default all")
-    make.add_argument(
-        "--max-foreign", type=float, default=_MAX_FOREIGN_CPUS, help="processors of others above which a measurement is left out"
-    )
+    for command in (run, make):
+        command.add_argument(
+            "--max-foreign",
+            type=float,
+            default=_MAX_FOREIGN_CPUS,
+            help="processors of others above which a measurement counts as disturbed",
+        )
     return parser
 
 
@@ -95,7 +100,14 @@ def _run(args: argparse.Namespace) -> None:
         requantise(source, kind)
     # 3. the rounds; whoever ends this process ends what it has started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
-    design = Design(tuple(args.concurrency), tuple(args.temperatures), args.max_tokens, args.rounds)
+    design = Design(
+        concurrencies=tuple(args.concurrency),
+        temperatures=tuple(args.temperatures),
+        num_tokens=args.max_tokens,
+        num_rounds=args.rounds,
+        max_foreign_cpus=args.max_foreign,
+        num_retries=args.retries,
+    )
     with Stable(int(args.memory_gib * 2**30)) as stable:
         Measurement(design, chosen, stable, args.out).run(prompts, _facts(subject, left_out))
 

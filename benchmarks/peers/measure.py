@@ -29,12 +29,17 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """How much to measure. At a concurrency of one a block is a kind's prompts, above that as many requests as run at once."""
+    """How much to measure. At a concurrency of one a block is a kind's prompts, above that as many requests as run at once.
+
+    A measurement during which others used more than `max_foreign_cpus` processors is repeated, `num_retries` times at most.
+    """
 
     concurrencies: tuple[int, ...]
     temperatures: tuple[float, ...]
     num_tokens: int
     num_rounds: int
+    max_foreign_cpus: float
+    num_retries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +93,21 @@ class Measurement:
         try:
             for block in blocks:
                 if contender.max_concurrency is None or block.concurrency <= contender.max_concurrency:
-                    peer = self._peer(contender, block)
-                    self._write(self._line(contender, block, peer))
+                    self._measure_block(contender, block)
         except JobFailed as error:
             log.warning("%s failed: %s", contender.name, error)
             self._write({"type": "failed", "contender": contender.name, "reason": str(error)})
             self._contenders.remove(contender)
             self._stable.end(contender.launch)
+
+    def _measure_block(self, contender: Contender, block: Block) -> None:
+        """Write what is measured, disturbed attempts too: the report leaves them out."""
+        peer = self._peer(contender, block)
+        for _ in range(1 + self._design.num_retries):
+            line = self._line(contender, block, peer)
+            self._write(line)
+            if (line["foreign_cpus"] or 0.0) <= self._design.max_foreign_cpus:
+                return
 
     def _peer(self, contender: Contender, block: Block) -> Asked:
         """Return the contender's process. One that was just started does a little work first, which is not measured."""

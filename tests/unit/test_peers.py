@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers import contenders, setup, stable
+from benchmarks.peers import contenders, measure, setup, stable
 from benchmarks.peers.contenders import Contender, Subject, contenders_of, those_ready
 from benchmarks.peers.jobs import Answer, Answers, Job, JobFailed
 from benchmarks.peers.measure import MIXED, Design, Measurement, blocks_of
@@ -194,9 +194,13 @@ def test_what_a_peer_took_counts_when_it_comes_again(cast: Cast):
         assert cast.running == ["a"]
 
 
+def design(concurrencies: tuple[int, ...] = (1,), temperatures: tuple[float, ...] = (0.0,), **how: Any) -> Design:
+    usual = {"num_tokens": 8, "num_rounds": 1, "max_foreign_cpus": 9.0, "num_retries": 0}
+    return Design(concurrencies, temperatures, **{**usual, **how})
+
+
 def test_blocks_are_kinds_alone_and_by_turns_where_requests_run_beside_each_other():
-    design = Design((1, 3), (0.0, 1.0), 8, 1)
-    blocks = blocks_of(design, PROMPTS, 2)
+    blocks = blocks_of(design((1, 3), (0.0, 1.0)), PROMPTS, 2)
     assert {(b.kind, b.concurrency, b.temperature) for b in blocks} == {
         (kind, concurrency, temperature)
         for kind, concurrency in (("code", 1), ("prose", 1), (MIXED, 3))
@@ -208,16 +212,15 @@ def test_blocks_are_kinds_alone_and_by_turns_where_requests_run_beside_each_othe
     assert next(block for block in blocks if block.temperature == 0).job(8, {}).seeds[0] is None
 
 
-def measured(out: Path, cast: Cast, design: Design, contestants: list[Contender]) -> list[dict[str, Any]]:
+def measured(out: Path, cast: Cast, asked: Design, contestants: list[Contender]) -> list[dict[str, Any]]:
     with Stable(10_000, cast.start) as held:
-        Measurement(design, contestants, held, out).run(PROMPTS, {"left_out": ["vllm is not set up"]})
+        Measurement(asked, contestants, held, out).run(PROMPTS, {"left_out": ["vllm is not set up"]})
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def test_every_round_gives_every_contender_the_same_jobs(tmp_path: Path, cast: Cast):
-    design = Design((1, 2), (0.0,), 8, 2)
     one, other = Contender("one", None, launch("one")), Contender("other", None, launch("other"), max_concurrency=1)
-    lines = measured(tmp_path / "out", cast, design, [one, other])
+    lines = measured(tmp_path / "out", cast, design((1, 2), num_rounds=2), [one, other])
     assert lines[0]["left_out"] == ["vllm is not set up"]
     runs = [(line["contender"], line["round"], line["kind"], line["tokens_per_s"]) for line in lines[1:]]
     assert sorted(runs) == sorted(
@@ -228,13 +231,30 @@ def test_every_round_gives_every_contender_the_same_jobs(tmp_path: Path, cast: C
     assert warm_up.num_tokens != 8 or warm_up.temperature == 1.0
     assert len(jobs) == 6
     # a later run goes on with the rounds
-    assert [line["round"] for line in measured(tmp_path / "out", cast, Design((1,), (0.0,), 8, 1), [one])[-2:]] == [2, 2]
+    assert [line["round"] for line in measured(tmp_path / "out", cast, design(), [one])[-2:]] == [2, 2]
+
+
+def test_what_others_disturbed_is_measured_again(tmp_path: Path, cast: Cast, monkeypatch: pytest.MonkeyPatch):
+    readings = iter([0.5, 0.1, 0.6, 0.7, 0.8])
+
+    class Watch:
+        def __init__(self, own_s: Any) -> None:
+            pass
+
+        def cpus(self) -> float:
+            return next(readings)
+
+    monkeypatch.setattr(measure, "ForeignCpu", Watch)
+    asked = design(max_foreign_cpus=0.2, num_retries=2)
+    lines = measured(tmp_path / "out", cast, asked, [Contender("one", None, launch("one"))])
+    assert [line["foreign_cpus"] for line in lines[1:]] == [0.5, 0.1, 0.6, 0.7, 0.8]
+    assert "4 of 5 measurements left out" in report(tmp_path / "out", 0.2)
 
 
 def test_who_fails_is_out_of_the_run_and_the_file_says_why(tmp_path: Path, cast: Cast):
     cast.fails_above[launch("weak")] = 10
     strong, weak = Contender("strong", None, launch("strong")), Contender("weak", None, launch("weak"))
-    lines = measured(tmp_path / "out", cast, Design((1,), (0.0,), 16, 2), [strong, weak])
+    lines = measured(tmp_path / "out", cast, design(num_tokens=16, num_rounds=2), [strong, weak])
     assert [(line["contender"], line["reason"]) for line in lines if line["type"] == "failed"] == [
         ("weak", "too long for me\nreally")
     ]
@@ -247,7 +267,7 @@ def test_a_peer_that_does_not_start_is_out_too(tmp_path: Path, cast: Cast, monke
         raise PeerDied("it did not become ready")
 
     monkeypatch.setattr(cast, "start", start)
-    lines = measured(tmp_path / "out", cast, Design((1,), (0.0,), 16, 2), [Contender("weak", None, launch("weak"))])
+    lines = measured(tmp_path / "out", cast, design(num_tokens=16, num_rounds=2), [Contender("weak", None, launch("weak"))])
     assert [line["type"] for line in lines] == ["header", "failed"]
 
 
