@@ -34,10 +34,22 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
+class Usage(Protocol):
+    """What a peer's processes have used of the machine since they began."""
+
+    def cpu_s(self) -> float:
+        """Return processor seconds."""
+
+    def peak_bytes(self) -> int:
+        """Return the most memory each held, added up."""
+
+
 class Asked(Protocol):
     """A running peer."""
 
-    group: ProcessGroup
+    @property
+    def group(self) -> Usage:
+        """Return what it has used."""
 
     def answer(self, job: Job) -> Answers:
         """Return its answers. Raises JobFailed."""

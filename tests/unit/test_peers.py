@@ -1,7 +1,6 @@
 """The comparison with other engines, without them: who takes part, what is loaded at a time, rounds and blocks, the tables."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from engine.tree import parse_expansion
 from engine.weights.references import LocalWeights
 from server.schemas.speculative import SpeculativeOptions
 
-PROMPTS = {"code": [(1, 2), (3, 4)], "prose": [(5,), (6,)]}
+PROMPTS: dict[str, list[tuple[int, ...]]] = {"code": [(1, 2), (3, 4)], "prose": [(5,), (6,)]}
 
 
 @dataclass
@@ -195,7 +194,7 @@ def test_what_a_peer_took_counts_when_it_comes_again(cast: Cast):
 
 
 def design(concurrencies: tuple[int, ...] = (1,), temperatures: tuple[float, ...] = (0.0,), **how: Any) -> Design:
-    usual = {"num_tokens": 8, "num_rounds": 1, "max_foreign_cpus": 9.0, "num_retries": 0}
+    usual: dict[str, Any] = {"num_tokens": 8, "num_rounds": 1, "max_foreign_cpus": 9.0, "num_retries": 0}
     return Design(concurrencies, temperatures, **{**usual, **how})
 
 
@@ -278,7 +277,7 @@ def line(contender: str, number: int, tokens_per_s: float, foreign_cpus: float |
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Iterator[Any]:
+def rows(tmp_path: Path) -> Any:
     def write(*lines: dict[str, Any]) -> dict[str, list[str]]:
         out = tmp_path / "lines"
         out.write_text("\n".join(json.dumps(one) for one in lines))
