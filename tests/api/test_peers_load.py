@@ -17,11 +17,9 @@ from tests.fake_engine import FakeEngine, counting
 PROMPTS = ((5, 6, 7), (8, 9), (10, 11, 12), (13,))
 
 
-def job(url: str, **how) -> Job:
-    fields = {"model": MODEL, "return_token_ids": True}
-    return Job(
-        **{"prompts": PROMPTS, "num_tokens": 9, "temperature": 1.0, "seeds": (1, 2, 3, 4), "url": url, "fields": fields} | how
-    )
+def job(url: str, **how: Any) -> Job:
+    usual: dict[str, Any] = {"prompts": PROMPTS, "num_tokens": 9, "temperature": 1.0, "seeds": (1, 2, 3, 4)}
+    return Job(**usual | {"url": url, "fields": {"model": MODEL, "return_token_ids": True}} | how)
 
 
 def said_to(request: Request) -> tuple[int, ...]:
