@@ -53,14 +53,18 @@ class Lab:
         self._target, self._drafter, self._roots = engine.target, engine.drafter, engine.roots
         self._text: tuple[int, ...] = ()
 
-    def written(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
-        """Return the prompt with the target's own continuation; what is drafted for it is the engine's policy's choice."""
-        self._engine.add(Request("text", tuple(prompt), sampling, Speculation()))
-        ids: list[int] = []
+    def written(self, orders: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[tuple[int, ...]]:
+        """Return each prompt with the target's own continuation, all written side by side.
+
+        What is drafted for them is the engine's policy's choice.
+        """
+        texts = {f"text-{index}": list(prompt) for index, (prompt, _) in enumerate(orders)}
+        for name, (prompt, sampling) in zip(texts, orders, strict=True):
+            self._engine.add(Request(name, tuple(prompt), sampling, Speculation()))
         while self._engine.has_work:
             for event in self._engine.step().events:
-                ids.extend(event.token_ids)
-        return (*prompt, *ids)
+                texts[event.request_id].extend(event.token_ids)
+        return [tuple(text) for text in texts.values()]
 
     def load(self, text: Sequence[int]) -> None:
         """Fill both caches with the text: its token i lies in slot i."""

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from selector.profile import Profile
 
 
+_SIDE_BY_SIDE = 8  # prompts whose answers are written together
+
+
 def add_collect_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `collect`."""
     collect = commands.add_parser("collect", help="measure what every tree brings at roots of texts that the target writes")
@@ -79,13 +82,18 @@ def _collect(parsed: argparse.Namespace) -> int:
     command = f"{_command(parsed)} --num-prompts {parsed.num_prompts}"
     notes = {"command": command, "design": _command(parsed), "model": settings.model, "prices": prices}
     done = len(prompts) - len(missing)
-    bar = progress_bar(missing.items(), what="measuring roots", total=len(prompts), initial=done, unit="prompt")
-    for name, (kind, text) in bar:
-        examples = collector.of_prompt(name, kind, chat_ids(tokenizer, text))
-        if examples is None:
-            sys.stderr.write(f"latebranch selector collect: the answers to {name} are too short to hold a root; left out\n")
-        else:
-            folder.add(name, examples, notes)
+    bar = progress_bar(what="measuring roots", total=len(prompts), initial=done, unit="prompt")
+    with bar:
+        names = list(missing)
+        for begin in range(0, len(names), _SIDE_BY_SIDE):
+            of_names = {name: missing[name] for name in names[begin : begin + _SIDE_BY_SIDE]}
+            encoded = {name: (kind, chat_ids(tokenizer, text)) for name, (kind, text) in of_names.items()}
+            for name, examples in collector.of_prompts(encoded):
+                if examples is None:
+                    sys.stderr.write(f"latebranch selector collect: the answers to {name} hold no root: too short; left out\n")
+                else:
+                    folder.add(name, examples, notes)
+                bar.update()
     return 0
 
 
@@ -169,27 +177,33 @@ class Collector:
         self._counting = {name: CountedAcceptance(self._menu) for name in ("greedy", *self._rules)}
         self._seeds = count(seed << 32)
 
-    def of_prompt(self, name: str, kind: str, prompt: Sequence[int]) -> "Examples | None":
-        """Return the examples of one prompt, None if its answers are too short to hold a root."""
+    def of_prompts(self, prompts: "Mapping[str, tuple[str, Sequence[int]]]") -> "Iterator[tuple[str, Examples | None]]":
+        """Yield each prompt's name with its examples, None if its answers are too short to hold a root.
+
+        The answers to all of them are written side by side first.
+        """
+        from engine.types import SamplingParams
         from selector.examples import Examples
 
-        parts = [
-            example
-            for temperature in self._design.temperatures
-            for example in self._of_text(f"{name}-{temperature:g}", kind, name, prompt, temperature)
-        ]
-        return Examples.joined(parts) if parts else None
+        ways = [SamplingParams(one, max_tokens=self._design.max_tokens, seed=self._seed) for one in self._design.temperatures]
+        texts = iter(self._lab.written([(prompt, sampling) for _, prompt in prompts.values() for sampling in ways]))
+        for name, (kind, prompt) in prompts.items():
+            parts = [
+                example
+                for sampling in ways
+                for example in self._of_text((kind, name), next(texts), len(prompt), replace(sampling, seed=None))
+            ]
+            yield name, Examples.joined(parts) if parts else None
 
-    def _of_text(self, text_name: str, kind: str, name: str, prompt: Sequence[int], temperature: float) -> "Iterator[Examples]":
-        from engine.types import SamplingParams
-
-        sampling = SamplingParams(temperature, max_tokens=self._design.max_tokens, seed=self._seed)
-        text = self._lab.written(prompt, sampling)
+    def _of_text(
+        self, labels: tuple[str, str], text: Sequence[int], num_prompt: int, sampling: "SamplingParams"
+    ) -> "Iterator[Examples]":
         self._lab.load(text)
         rules = ("greedy",) if sampling.is_greedy else self._rules
-        for point in range(len(prompt) + 1, len(text) - 1, self._design.stride):
+        for point in range(num_prompt + 1, len(text) - 1, self._design.stride):
             for rule in rules:
-                yield self._of_root(point, len(prompt), f"{text_name}-{rule}", rule, replace(sampling, seed=None), (kind, name))
+                name = f"{labels[1]}-{sampling.temperature:g}-{rule}"
+                yield self._of_root(point, num_prompt, name, rule, sampling, labels)
 
     def _of_root(
         self, point: int, num_prompt: int, name: str, rule: str, sampling: "SamplingParams", labels: tuple[str, str]

@@ -68,7 +68,7 @@ class Collector:
 
     def _text(self, kind: str, prompt: tuple[int, ...], sampling: SamplingParams, name: str) -> None:
         limited = replace(sampling, max_tokens=self._design.num_text_tokens, seed=len(prompt))
-        text = self._lab.written(prompt, limited)
+        (text,) = self._lab.written([(prompt, limited)])
         self._lab.load(text)
         for point in range(len(prompt) + 1, len(text) - 1, self._design.point_stride):
             facts = {"kind": kind, "temperature": sampling.temperature, "point": f"{name}-{sampling.temperature}-{point}"}
