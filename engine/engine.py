@@ -150,7 +150,7 @@ class Engine:
         watch.lap("follow")
         choice = self._policy.choose(self._scheduler.views())
         watch.lap("choose")
-        plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up)
+        plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, prices=choice.prices)
         watch.lap("plan")
         self._announce(note_of(plan, self._anteroom.request_ids))
         self._watch.check(plan)
@@ -255,7 +255,7 @@ class Engine:
             if emission is None or emission.finish is not None:
                 self._let_go(row.request_id)
             tree, offset = growth.forest.trees[index], growth.forest.offsets[index]
-            outcomes.append(RowOutcome(row, tree, growth.sources[index], offset, verdict, emission))
+            outcomes.append(RowOutcome(row, tree, growth.sources[index], growth.rounds[index], offset, verdict, emission))
         return outcomes
 
     def _end_unjudged(self, request_id: str, why: Unjudged) -> None:

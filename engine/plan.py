@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.keys import StepKey
-from engine.tree import Expansion, TreeKind
+from engine.tree import FREE_GROWTH, Expansion, GrowthPrices, TreeKind
 from engine.types import SamplingParams
 
 
@@ -41,7 +41,7 @@ class Row:
     fed this step, from position `draft_len` on; the root is the last of them if a tree is to grow. `num_new_prompt_tokens` of
     the certain ones are prompt tokens fed for the first time (not again after a preemption). `history` is the whole
     committed text, a read-only view, of which the first `num_prompt_tokens` are the prompt. Of a row that `is_traced` all is kept
-    that a trace tells.
+    that a trace tells. A tree that knows what its nodes are worth leaves out those that cost more, at `prices`.
     """
 
     request_id: str
@@ -59,6 +59,7 @@ class Row:
     history: Sequence[int]
     num_prompt_tokens: int
     is_traced: bool = False
+    prices: GrowthPrices = FREE_GROWTH
 
     @property
     def end(self) -> int:

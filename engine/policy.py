@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.tree import PLAIN, Expansion
+from engine.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices
 from engine.types import SamplingParams, Speculation
 
 
@@ -90,22 +90,24 @@ class Choice:
     """One expansion for each view, in order, and what its chooser expects of the step.
 
     `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
-    expects nothing leaves them. `node_price` is what one more node would cost the step, in tokens that its seconds would bring:
-    it pays if it is likelier to be accepted. `keeps_up` has drafters fed now and then while their sequences are plain, so that
-    they do not fall far behind.
+    expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
+    sequences are plain, so that they do not fall far behind.
     """
 
     expansions: tuple[Expansion, ...]
     reason: Reason = Reason.FIXED
     speedup: float = 1.0
     step_s: float | None = None
-    node_price: float = 0.0
+    prices: GrowthPrices = FREE_GROWTH
     keeps_up: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOutcome:
-    """What became of a decoding row: the tree it was to grow, what grew (the root aside), how deep, how deep it was accepted."""
+    """What became of a decoding row: the tree it was to grow, what grew (the root aside), how deep, how deep it was accepted.
+
+    Of a tree that finds its own shape `drafted_depth` is the levels it took to grow, the deepest of which it may not have kept.
+    """
 
     request_id: str
     expansion: Expansion

@@ -18,7 +18,7 @@ from engine.plan import Feeding, Row, StepPlan
 from engine.policy import SequenceView
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
-from engine.tree import PLAIN, Expansion, TokenTree
+from engine.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices, TokenTree
 from engine.types import FinishReason
 
 _logger = logging.getLogger(__name__)
@@ -167,10 +167,17 @@ class Scheduler:
         """Return what a policy may see of the running sequences, oldest first."""
         return [sequence.view() for sequence in self._stepping()]
 
-    def plan(self, wanted: SequenceOf[Expansion], most_tokens: int | None = None, keeps_up: bool = True) -> StepPlan:
+    def plan(
+        self,
+        wanted: SequenceOf[Expansion],
+        most_tokens: int | None = None,
+        keeps_up: bool = True,
+        prices: GrowthPrices = FREE_GROWTH,
+    ) -> StepPlan:
         """Turn wishes (one expansion for each of `views`) into rows that fit the step's tokens and the slots, oldest first.
 
         `most_tokens` makes the step smaller than the configuration does. `keeps_up` feeds drafters that plain rows leave behind.
+        At `prices` the wished trees grow, but not those that requests ask for themselves.
         """
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = list(self._stepping())
@@ -188,7 +195,7 @@ class Scheduler:
             num_preempted += self._make_room(sequence, share.num_certain)
             if sequence in self._running:
                 draft_ids = self._draft_feed(sequence, share.num_certain, wish, expansion, most_behind)
-                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids[:draft_feed]))
+                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids[:draft_feed], prices))
                 draft_feed -= len(rows[-1].draft_ids)
         num_sought, num_found, self._num_sought, self._num_found = self._num_sought, self._num_found, 0, 0
         return StepPlan(self._step, tuple(rows), num_preempted, num_sought, num_found)
@@ -231,7 +238,7 @@ class Scheduler:
             num_preempted += 1
         return num_preempted
 
-    def _row(self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_ids: list[int]) -> Row:
+    def _row(self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_ids: list[int], prices: GrowthPrices) -> Row:
         """Give the sequence its slots and return its row."""
         context_len = sequence.target_len
         sequence.slots.extend(self._allocated(num_certain + expansion.num_draft_tokens))
@@ -252,6 +259,7 @@ class Scheduler:
             history=sequence.token_ids,
             num_prompt_tokens=len(sequence.request.prompt_ids),
             is_traced=self.traces_all or sequence.request.speculation.is_traced,
+            prices=FREE_GROWTH if sequence.request.speculation.expansion else prices,
         )
 
     def _allocated(self, count: int) -> list[int]:

@@ -31,12 +31,13 @@ class Stopwatch:
 class RowOutcome:
     """A decoding row after the step. `offset` is its root among the packed nodes; unjudged rows emit nothing and end.
 
-    `sources` are of the tree's nodes, the root aside.
+    `sources` are of the tree's nodes, the root aside; it took `num_rounds` levels to grow.
     """
 
     row: Row
     tree: TokenTree
     sources: tuple[DraftSource, ...]
+    num_rounds: int
     offset: int
     verdict: Verdict | Unjudged
     emission: Emission | None
@@ -99,7 +100,8 @@ def feedback_of(record: StepRecord) -> StepFeedback:
 
 def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     row, tree = outcome.row, outcome.tree
-    return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, max(tree.depths), outcome.accepted_depth)
+    drafted_depth = max(tree.depths) if row.expansion.is_delayed else outcome.num_rounds
+    return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, drafted_depth, outcome.accepted_depth)
 
 
 def _work_of(record: StepRecord) -> StepWork:

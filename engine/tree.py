@@ -164,6 +164,20 @@ def parse_expansion(text: str) -> Expansion:
 PLAIN = Expansion(0, 1, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class GrowthPrices:
+    """What more of a tree costs the step, in tokens that its seconds would bring: another node, another level.
+
+    A node pays if it is likelier than that to be accepted, a level if it brings more tokens than that.
+    """
+
+    node: float = 0.0
+    level: float = 0.0
+
+
+FREE_GROWTH = GrowthPrices()  # the whole expansion is grown
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """A drafted token tree; nodes are numbered so that parents come before children, the root is node 0.

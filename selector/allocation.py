@@ -9,11 +9,12 @@ switched one by one, those first that gain most for a node, and the best number 
 Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.tree import GrowthPrices
 from selector.cost import CostModel, Works
 from selector.estimators import Estimates
 from selector.menu import Menu
@@ -81,10 +82,19 @@ class Allocator:
         """Return a given choice with what is expected of it."""
         return self._best_of(places_B[None])
 
-    def node_price(self, chosen: Allocation) -> float:
-        """Return what one more node in a choice's step costs, in tokens that its seconds would bring."""
+    def prices(self, chosen: Allocation) -> GrowthPrices:
+        """Return what a node and a level more cost in a choice's step, in tokens that its seconds would bring.
+
+        A level is paid by all sequences that draft together.
+        """
+        load = self._load
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
-        return self._costs.marginals(float(self._load.base.num_tokens) + num_nodes).token_s * chosen.rate
+        more = self._costs.marginals(float(load.base.num_tokens) + num_nodes)
+        num_drafting = int(np.count_nonzero(chosen.places_B))
+        node_s = more.token_s + more.drawn_s * load.draws_B.mean() + more.score_s * load.context_B.mean()
+        one_more = replace(load.base, num_passes=load.model_share, num_rounds=1.0, num_draft_tokens=load.model_share)
+        level_s = float(self._costs.draft_s(one_more)[0])
+        return GrowthPrices(float(node_s) * chosen.rate, level_s * chosen.rate / max(1, num_drafting))
 
     def losses(self, chosen: Allocation, indices: list[int], entries: Places) -> tuple[list[Allocation], Array]:
         """Return the choice with each of the entries for some sequences, and the seconds that each loses; no entry is plain.

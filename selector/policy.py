@@ -162,7 +162,7 @@ class AdaptiveExpansion:
             reason=reason,
             speedup=chosen.rate / plain.rate,
             step_s=step_s if _all_decode(views) else None,
-            node_price=allocator.node_price(chosen),
+            prices=allocator.prices(chosen),
             keeps_up=self._is_feeding_cheap(batch.load, plain),
         )
 

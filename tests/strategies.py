@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from engine.tree import DELAYED_TREES, TREE_NAMES, Expansion, TokenTree
+from engine.tree import DELAYED_TREES, FREE_GROWTH, TREE_NAMES, Expansion, GrowthPrices, TokenTree
 from engine.types import SamplingParams
 
 VOCAB_SIZE = 61  # of the tiny models in engine.testing
@@ -23,6 +23,11 @@ def any_expansions(max_nodes: int = 8, max_branches: int = 3, max_depth: int = 4
         Expansion, st.just(0), st.integers(1, max_branches), st.integers(1, max_depth), names, st.integers(1, max_nodes)
     )
     return delayed | sized
+
+
+def growth_prices() -> st.SearchStrategy[GrowthPrices]:
+    """None, and any that leave some of a tree out, or all but its first level."""
+    return st.just(FREE_GROWTH) | st.builds(GrowthPrices, st.floats(0.0, 1.0), st.floats(0.0, 2.0))
 
 
 @st.composite

@@ -11,8 +11,9 @@ from engine.draft.calibration import AgreementScale
 from engine.draft.children import Offer
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.strategies import Grown
-from engine.tree import ROOT, TokenTree
+from engine.tree import FREE_GROWTH, ROOT, TokenTree
 
+_START_OFFERED, _START_CONTINUED = 1.0, 0.6  # of a node's children one is accepted, given that the node is: a prior, in nodes
 _NUM_SCORES = 64  # best perturbed scores of a node that are compared: the rest weighs nothing in their softmax
 
 
@@ -34,7 +35,8 @@ class BestFirst:
 
     A node is never worth more than its parent, so what is kept is a tree. At most `max_nodes` are fed: each needs a slot. So that
     they reach deep where the drafter is sure, a round feeds only what is worth more than an equal share of the nodes; that least
-    worth sinks when nothing is above it.
+    worth sinks when nothing is above it. Where values are chances (noise-aware), what is not worth its row's prices is left out:
+    a node, and a round that would bring less than a level costs.
     """
 
     def __init__(self, tree: GrowingTree, agreement: AgreementScale | None) -> None:
@@ -47,6 +49,8 @@ class BestFirst:
         self._offers: dict[int, Offer] = {}
         self._num_rounds = 0
         self._least = 1.0 / (self._expansion.max_nodes + 1)
+        self._prices = FREE_GROWTH if agreement is None else tree.row.prices
+        self._offered, self._continued = _START_OFFERED, _START_OFFERED * _START_CONTINUED
 
     def asks(self) -> list[FrontierNode]:
         """Return the best candidates that would be kept if this were the end and that have not been fed."""
@@ -60,6 +64,8 @@ class BestFirst:
             self._least = min(self._least, unfed[0].value / 2)
         num_slots = self._expansion.max_nodes - (len(self._fed) - 1)
         chosen = [one for one in unfed if one.value > self._least][: min(self._expansion.branches, num_slots)]
+        if sum(one.value for one in chosen) * self._continued / self._offered < self._prices.level:
+            return []
         for candidate in chosen:
             self._fed[self._add(candidate)] = candidate
         return [self._ask(candidate.node) for candidate in chosen if candidate.node is not None]
@@ -79,13 +85,17 @@ class BestFirst:
         parent = self._fed[node]
         self._offers[node] = offer
         chances = offer.odds if self._agreement is None or not offer.scores else self._agreement.chances(offer.scores).tolist()
-        for token_id, chance in zip(offer.token_ids[: self._expansion.branches], chances, strict=False):
+        offered = list(zip(offer.token_ids[: self._expansion.branches], chances, strict=False))
+        self._offered += 1.0
+        self._continued += min(1.0, sum(chance for _, chance in offered))
+        for token_id, chance in offered:
             value = parent.value * min(1.0, chance)
             self._candidates.append(_Candidate(-value, len(self._candidates), value, parent, token_id, parent.depth + 1))
 
     def _kept(self) -> list[_Candidate]:
-        """Return the best candidates; a parent is always older than its children and at least as good."""
-        return sorted(self._candidates)[: self._expansion.max_nodes]
+        """Return the best candidates that are worth a node; a parent is always older than its children and at least as good."""
+        worthy = [one for one in self._candidates if one.value >= self._prices.node]
+        return sorted(worthy)[: self._expansion.max_nodes]
 
     def grown(self) -> Grown:
         """Renumber what is kept: fed nodes first, in the order in which they were fed, so that most keep their slots.

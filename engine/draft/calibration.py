@@ -82,7 +82,8 @@ class AgreementScale:
 
     At a position with noise g the drafter scores s = log q + g, the target log p + g. If their difference log p - log q were
     independent Gumbel noise of scale b at every token, the target's best token would be drawn from softmax(s / b): a wide gap of
-    the best two scores then means certain agreement. b is the one of a grid with the largest likelihood of what came out.
+    the best two scores then means certain agreement. b is the one of a grid with the largest likelihood of what came out. Of a
+    greedy row, without noise, the scores are log q, and b says how much likelier its best tokens are than the drafter believes.
     """
 
     def __init__(self, start: float = 0.5, weight: float = 20.0) -> None:

@@ -26,8 +26,8 @@ from engine.tree import TreeKind
 class Offer:
     """Children for one node in the order in which they were drawn; i.i.d. draws can repeat.
 
-    `odds[i]` is the draft probability of `token_ids[i]`, of the whole law; `scores[i]`, of a ranking with noise, its perturbed
-    log-probability. `collision` is the sum of squares of the whole law: how probable a draw from it is in the mean.
+    `odds[i]` is the draft probability of `token_ids[i]`, of the whole law; `scores[i]`, of a ranking, its log-probability, with
+    noise the perturbed one. `collision` is the sum of squares of the whole law: how probable a draw from it is in the mean.
     """
 
     token_ids: tuple[int, ...]
@@ -122,7 +122,7 @@ def _ranked(
     del laws
     laws_PM = warped_laws(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
     known_K = _known(laws_PM)
-    return _best(asked, known_K, laws_PM.index_select(-1, known_K), laws_PM, vocab).offers
+    return _scored(_best(asked, known_K, laws_PM.index_select(-1, known_K).double().log(), laws_PM, vocab))
 
 
 def _ranked_with_noise(
@@ -136,8 +136,7 @@ def _ranked_with_noise(
     known_ids_K, vocab_size = (known_K, laws_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
     noise_PK = gumbels(keys, vocab_size, laws_PM.device).index_select(-1, known_ids_K)
     best = _best(asked, known_K, laws_PM.index_select(-1, known_K).double().log() + noise_PK, laws_PM, vocab)
-    offers = zip(best.offers, best.scores, strict=True)
-    return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]
+    return _scored(best)
 
 
 _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], TrimmedVocabulary | None], list[Offer]]] = {
@@ -173,6 +172,12 @@ def _best(
     num_possible = (laws_PM.gather(-1, columns_PC) > 0.0).sum(-1).tolist()
     counts = [min(node.num_draws, possible) for node, possible in zip(asked, num_possible, strict=True)]
     return _Best(_offers(columns_PC, laws_PM, counts, vocab), top.values.tolist())
+
+
+def _scored(best: _Best) -> list[Offer]:
+    """Return the offers with their scores."""
+    offers = zip(best.offers, best.scores, strict=True)
+    return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]
 
 
 def _offers(

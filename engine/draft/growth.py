@@ -5,6 +5,7 @@ R kept laws.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -35,7 +36,8 @@ class Growth:
     """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
 
     `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside; `draft_probs[b]` has its draft
-    probability if the row is traced. `num_rounds` put nodes to the drafter, which ran `passes` of a model.
+    probability if the row is traced. Tree b took `rounds[b]` levels to grow, all together `num_rounds`, in which the drafter ran
+    `passes` of a model.
     """
 
     forest: Forest
@@ -43,6 +45,7 @@ class Growth:
     offers: tuple[dict[int, Offer], ...]
     sources: tuple[tuple[DraftSource, ...], ...]
     draft_probs: tuple[tuple[float, ...], ...]
+    rounds: tuple[int, ...]
     num_rounds: int = 0
     passes: ModelPasses = ModelPasses()
 
@@ -74,12 +77,13 @@ def grow_by(
     frontier = [ask for strategy in strategies for ask in strategy.asks()]
     feeding = [row for row in rows if row.draft_ids]
     laws: list[Tensor] = []
-    num_rounds, passes = 0, ModelPasses()
+    rounds, num_rounds, passes = Counter[int](), 0, ModelPasses()
     if feeding or frontier:
         proposal = drafter.feed(feeding, frontier)
         passes = proposal.passes
         while frontier:
             num_rounds += 1
+            rounds.update({id(ask.tree) for ask in frontier})
             for asked, offer in _answers(frontier, proposal, laws, grammars):
                 by_tree[id(asked.tree)].take(asked.node, offer)
                 if asked.tree.row.is_traced:
@@ -88,7 +92,8 @@ def grow_by(
             if frontier:
                 proposal = drafter.extend(frontier)
                 passes += proposal.passes
-    return replace(_growth(strategies, laws, vocab_size, device), num_rounds=num_rounds, passes=passes)
+    of_trees = tuple(rounds[id(strategy.tree)] for strategy in strategies)
+    return replace(_growth(strategies, laws, vocab_size, device), rounds=of_trees, num_rounds=num_rounds, passes=passes)
 
 
 def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
@@ -96,7 +101,7 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
     forest = Forest(trees, torch.empty((0, vocab_size), device=device), tuple((None,) for _ in trees))
     nothing: tuple[tuple[()], ...] = tuple(() for _ in trees)
-    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), nothing, nothing)
+    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), nothing, nothing, (0,) * len(trees))
 
 
 def strategy_of(row: Row, calibration: Calibration) -> Strategy:
@@ -129,7 +134,7 @@ def learn(calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdi
             calibration.ranks.observe(tree, verdict.path)
         if row.expansion.tree == "calibrated":
             _learn_odds(calibration, tree, growth.offers[index], verdict)
-        if row.expansion.tree == "noise_aware" and row.draw_kind is TreeKind.SHARED_NOISE:
+        if row.expansion.tree == "noise_aware":
             _learn_agreement(calibration, tree, growth.offers[index], verdict)
 
 
@@ -206,7 +211,8 @@ def _growth(strategies: Sequence[Strategy], laws: Sequence[Tensor], vocab_size: 
     new_row = {row: index for index, row in enumerate(used)}
     law_rows = tuple(tuple(None if row is None else new_row[row] for row in one.law_rows) for one in grown)
     forest = Forest(tuple(one.tree for one in grown), laws_RV, law_rows)
-    return Growth(forest, tuple(one.fed for one in grown), tuple(one.offers for one in grown), sources, draft_probs)
+    fed, offers = tuple(one.fed for one in grown), tuple(one.offers for one in grown)
+    return Growth(forest, fed, offers, sources, draft_probs, rounds=(0,) * len(grown))
 
 
 def _draft_probs(tree: TokenTree, growing: GrowingTree) -> tuple[float, ...]:

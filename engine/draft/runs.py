@@ -33,7 +33,7 @@ class RunningPolicy:
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
         choice = self._policy.choose(views)
-        least_chance = max(_LEAST_CHANCE, choice.node_price)
+        least_chance = max(_LEAST_CHANCE, choice.prices.node)
         chains = [self._chain(view, wish, least_chance) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:

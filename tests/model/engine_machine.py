@@ -12,10 +12,10 @@ from engine.config import SchedulerConfig
 from engine.engine import Engine
 from engine.policy import Choice
 from engine.testing import tiny_engine
-from engine.tree import Expansion
+from engine.tree import FREE_GROWTH, Expansion
 from engine.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent
 from tests.model.tiny import model, pair
-from tests.strategies import any_expansions
+from tests.strategies import any_expansions, growth_prices
 
 _LONGEST = 24  # tokens of a request, prompt and answer
 _COUPLED, _IID = Speculation(), Speculation(verifier="traversal")
@@ -46,9 +46,10 @@ class Wishes:
 
     def __init__(self) -> None:
         self.next = [Expansion(0, 1, 0)]
+        self.prices = FREE_GROWTH
 
     def choose(self, views):
-        return Choice(tuple(self.next[index % len(self.next)] for index in range(len(views))))
+        return Choice(tuple(self.next[index % len(self.next)] for index in range(len(views))), prices=self.prices)
 
     def observe(self, feedback):
         pass
@@ -132,9 +133,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.lives[request_id].finish is FinishReason.ABORT
 
     @precondition(lambda self: self.alive)
-    @rule(wishes=st.lists(any_expansions(max_nodes=6), min_size=1, max_size=4), count=st.integers(1, 4))
-    def steps(self, wishes, count):
-        self.wishes.next = wishes
+    @rule(wishes=st.lists(any_expansions(max_nodes=6), min_size=1, max_size=4), prices=growth_prices(), count=st.integers(1, 4))
+    def steps(self, wishes, prices, count):
+        self.wishes.next, self.wishes.prices = wishes, prices
         for _ in range(count):
             self.step()
 

@@ -23,7 +23,7 @@ from engine.plan import Feeding
 from engine.policy import Choice, FixedExpansion
 from engine.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine
-from engine.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion
+from engine.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion, GrowthPrices
 from engine.types import Request, SamplingParams, Speculation
 from engine.verify import coupled
 from engine.verify.verdict import Verdict
@@ -31,7 +31,7 @@ from tests.model.driving import greedy, run, sampled
 from tests.model.laws import laws_of
 from tests.model.passes import CPU
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
-from tests.strategies import expansions
+from tests.strategies import any_expansions, expansions, growth_prices
 
 BEAM, HEAP = Expansion(0, 3, 4, "beam", 7), Expansion(0, 3, 4, "heap", 7)
 EXPANSIONS = [PLAIN, Expansion(4, 1, 0), Expansion(0, 3, 2), Expansion(2, 2, 2), Expansion(1, 4, 1), BEAM, HEAP]
@@ -150,24 +150,25 @@ class Script:
 
     name = "script"
 
-    def __init__(self, wishes: list[Expansion]) -> None:
+    def __init__(self, wishes: list[Expansion], prices: GrowthPrices) -> None:
         self._wishes = wishes
+        self._prices = prices
         self._next = 0
 
     def choose(self, views):
         chosen = [self._wishes[(self._next + i) % len(self._wishes)] for i in range(len(views))]
         self._next += len(views)
-        return Choice(tuple(chosen))
+        return Choice(tuple(chosen), prices=self._prices)
 
     def observe(self, feedback):
         pass
 
 
 @settings(max_examples=12)
-@given(st.lists(expansions(5, 4, 4), min_size=1, max_size=8))
-def test_the_policy_changes_no_text(wishes):
+@given(st.lists(expansions(5, 4, 4) | any_expansions(12), min_size=1, max_size=8), growth_prices())
+def test_the_policy_changes_no_text(wishes, prices):
     requests = [greedy("greedy", LONG), sampled("seeded", LONG[:5], seed=3, top_k=20)]
-    texts = run(tiny_engine(*pair("llama"), Script(wishes)), requests).texts()
+    texts = run(tiny_engine(*pair("llama"), Script(wishes, prices)), requests).texts()
     assert texts == {"greedy": generated("llama", tuple(LONG), 12), "seeded": seeded_text("llama", requests[1])}
 
 

@@ -25,7 +25,8 @@ from engine.draft.strategies import Delayed, Static
 from engine.draft.topology import Topology, best_topology
 from engine.keys import Stream, stream_key
 from engine.noise import gumbels
-from engine.tree import ROOT, TREE_NAMES, Expansion, TokenTree, TreeKind, TreeName
+from engine.tree import FREE_GROWTH, ROOT, TREE_NAMES, Expansion, GrowthPrices, TokenTree, TreeKind, TreeName
+from engine.types import SamplingParams
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.enumeration import TinyModel, heap_trees
@@ -422,6 +423,77 @@ def test_a_wide_gap_makes_a_trunk_and_a_narrow_one_branches():
     assert wide[0] > 0.99
     assert narrow[0] < 0.45
     assert narrow.sum() == pytest.approx(1.0)
+
+
+# What does not pay is left out.
+
+PRICED = Expansion(0, 4, 4, "noise_aware", 12)
+WORTH = [pytest.param(SAMPLED, id="coupled"), pytest.param(GREEDY, id="greedy")]
+
+
+def priced(prices: GrowthPrices, sampling: SamplingParams, seed: int, expansion: Expansion = PRICED) -> tuple[BestFirst, int]:
+    """Return a grown tree's strategy, and the rounds that it took."""
+    row = replace(decoding_row((1, 0), expansion, sampling, "coupled", seed), prices=prices)
+    strategy = strategy_of(row, Calibration())
+    assert isinstance(strategy, BestFirst)
+    return strategy, growth.grow_by([strategy], TableDrafter(LAWS.log()), [row], 4, CPU).num_rounds
+
+
+def worths(strategy: BestFirst) -> dict[tuple[int, ...], float]:
+    """Return the chance of each node that is kept."""
+    found = {}
+    for one in strategy._kept():
+        path, at = [], one
+        while at.parent is not None:
+            path.append(at.token_id)
+            at = at.parent
+        found[tuple(path[::-1])] = one.value
+    return found
+
+
+def check_nodes_pay(sampling: SamplingParams) -> None:
+    num_left_out = 0
+    for seed in range(20):
+        whole = worths(priced(FREE_GROWTH, sampling, seed)[0])
+        for price in (0.05, 0.2, 0.5):
+            kept = worths(priced(GrowthPrices(node=price), sampling, seed)[0])
+            assert all(worth >= price for worth in kept.values())
+            assert {path for path, worth in whole.items() if worth >= price} <= kept.keys()
+            num_left_out += len(whole) - len(kept)
+    assert num_left_out > 0
+
+
+def check_levels_pay(sampling: SamplingParams) -> None:
+    for seed in range(20):
+        rounds = [priced(GrowthPrices(level=price), sampling, seed)[1] for price in (0.0, 0.1, 0.3, 1.1)]
+        assert rounds == sorted(rounds, reverse=True)
+        assert rounds[0] > rounds[-1] == 1  # the first is the policy's choice
+
+
+@pytest.mark.parametrize("sampling", WORTH)
+def test_nodes_and_levels_that_cost_more_than_they_bring_are_left_out(sampling):
+    check_nodes_pay(sampling)
+    check_levels_pay(sampling)
+
+
+class Wasteful(BestFirst):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._prices = FREE_GROWTH
+
+
+@pytest.mark.parametrize("check", [check_nodes_pay, check_levels_pay])
+def test_prices_kill_a_tree_that_does_not_ask_for_them(check, monkeypatch):
+    monkeypatch.setattr(growth, "BestFirst", Wasteful)
+    monkeypatch.setattr("tests.model.test_growth_trees.BestFirst", Wasteful)
+    with pytest.raises(AssertionError):
+        check(SAMPLED)
+
+
+def test_a_tree_whose_values_are_no_chances_asks_for_no_prices():
+    beam = replace(PRICED, tree="beam")
+    trees = [priced(prices, SAMPLED, 0, beam)[0].grown().tree for prices in (FREE_GROWTH, GrowthPrices(0.9, 9.0))]
+    assert trees[0] == trees[1]
 
 
 # What is learnt.

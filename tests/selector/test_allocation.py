@@ -94,3 +94,11 @@ def test_dearer_tokens_never_buy_more(price):
     cheap, dear = allocator([0.6, 0.8], costs((price,), 0.01)), allocator([0.6, 0.8], costs((2 * price,), 0.01))
     spent = [MENU.num_nodes[one.best(one.plain()).places_B].sum() for one in (cheap, dear)]
     assert spent[0] >= spent[1]
+
+
+def test_prices_are_what_a_node_and_a_level_cost_in_tokens_and_a_level_is_paid_together():
+    one = allocator([0.9, 0.9], costs((0.1,), 0.4))
+    both, single = one.of(np.array([1, 1])), one.of(np.array([1, 0]))
+    assert one.prices(both).node == pytest.approx(0.1 * both.rate, rel=1e-4)
+    assert one.prices(both).level == pytest.approx(0.4 * both.rate / 2, rel=1e-4)
+    assert one.prices(single).level == pytest.approx(0.4 * single.rate, rel=1e-4)

@@ -7,7 +7,7 @@ import pytest
 from engine.draft.runs import RunningPolicy
 from engine.draft.texts import TextCache
 from engine.policy import Choice, DraftOutcome, FixedExpansion, SequenceView, StepFeedback, StepWork
-from engine.tree import PLAIN, Expansion
+from engine.tree import PLAIN, Expansion, GrowthPrices
 from engine.types import SamplingParams, Speculation
 
 TREE = Expansion(2, 2, 3)
@@ -35,7 +35,7 @@ class Listening(FixedExpansion):
         self.told: list[StepFeedback] = []
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
-        return Choice((TREE,) * len(views), step_s=0.5, node_price=self._node_price)
+        return Choice((TREE,) * len(views), step_s=0.5, prices=GrowthPrices(self._node_price))
 
     def observe(self, feedback: StepFeedback) -> None:
         self.told.append(feedback)

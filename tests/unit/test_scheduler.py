@@ -13,8 +13,8 @@ from engine.plan import Feeding
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
-from engine.tree import PLAIN, ROOT, TokenTree, parse_expansion
-from engine.types import Request, SamplingParams
+from engine.tree import FREE_GROWTH, PLAIN, ROOT, GrowthPrices, TokenTree, parse_expansion
+from engine.types import Request, SamplingParams, Speculation
 from tests.unit.scheduler_machine import SchedulerMachine
 
 
@@ -235,6 +235,16 @@ def test_a_greedy_row_takes_any_tree_and_one_that_draws_what_its_verifier_is_exa
     greedy, drawn = (row.expansion for row in scheduler.plan([wanted, wanted]).rows)
     assert greedy == wanted
     assert drawn == fitted(wanted, "traversal") != wanted
+
+
+def test_prices_are_the_policys_and_a_requests_own_tree_grows_whole():
+    scheduler = Scheduler(SchedulerConfig(), Feeding.TARGET_CACHE)
+    wanted, prices = parse_expansion("noise_aware.8"), GrowthPrices(0.1)
+    for name, own in (("policy's", None), ("own", wanted)):
+        request = Request(name, (5,), SamplingParams(0.0, max_tokens=64), Speculation(expansion=own))
+        scheduler.add(Sequence(request, 0, "coupled"))
+    scheduler.admit()
+    assert [row.prices for row in scheduler.plan([wanted, wanted], prices=prices).rows] == [prices, FREE_GROWTH]
 
 
 def test_a_preempted_sequence_runs_again_before_younger_ones():
