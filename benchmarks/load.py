@@ -1,10 +1,12 @@
-"""Tokens a second by load: plain decoding, one fixed tree and the policy on the same requests, 1 to 32 at a time, kinds mixed.
+"""Tokens a second by load: ways to choose trees beside plain decoding, on the same requests, 1 to 32 at a time, kinds mixed.
 
-python -m benchmarks.load run --config configs/default.yaml --out load.jsonl
+python -m benchmarks.load run --config configs/default.yaml --head HEAD --contenders policy static:beam.8 --out load.jsonl
 python -m benchmarks.load report load.jsonl
 
-One engine serves the policy throughout, so it learns as a server does; its first measurement is a warm-up and not counted.
-`--useless` gives it a drafter whose weights are shuffled: what it then costs is what the policy takes to find out.
+A contender is `policy`, `whole` (the policy, but trees are grown whole where it has them end when they stop paying) or
+`static:TREE`; `policy/traversal` judges by another rule than the configured one. Each has an engine of its own over the same
+models, which learns throughout as a server's does; the first load measured warms up and is not counted. `--useless` shuffles the
+head's weights: what the policy then costs is what it takes to find out.
 """
 
 import argparse
@@ -13,8 +15,8 @@ import random
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,12 +24,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from benchmarks.drafters.contenders import PLAINLY, Contender, Stable
+from benchmarks.drafters.contenders import Stable
 from benchmarks.drafters.foreign import ForeignCpu
 from benchmarks.drafters.report import interval
+from engine.engine import Engine
+from engine.model import CausalModel
+from engine.pairs import verifier_for
+from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
 from engine.progress_bar import progress_bar
-from engine.tree import parse_expansion
-from engine.types import Request, SamplingParams
+from engine.tree import FREE_GROWTH, parse_expansion
+from engine.types import Request, SamplingParams, Speculation
 from engine.weights import resolve
 from server.bench import Run, run_case
 from server.bench_prompts import load_prompts
@@ -37,6 +43,46 @@ from server.settings import load_settings
 _PROMPTS = Path(__file__).parent / "prompts.yaml"
 _MAX_FOREIGN_CPUS = 0.2
 _FEWEST = 4  # requests of a measurement
+
+
+class GrownWhole:
+    """A policy's choices without its prices."""
+
+    def __init__(self, policy: ExpansionPolicy) -> None:
+        self.name = f"{policy.name}, grown whole"
+        self._policy = policy
+
+    def choose(self, views: Sequence[SequenceView]) -> Choice:
+        """Return the policy's expansions."""
+        return replace(self._policy.choose(views), prices=FREE_GROWTH)
+
+    def observe(self, feedback: StepFeedback) -> None:
+        """Let the policy learn."""
+        self._policy.observe(feedback)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A contender: its name, its engine, and what its requests ask for."""
+
+    name: str
+    engine: Engine
+    speculation: Speculation
+
+    @classmethod
+    def of(cls, name: str, engine: Engine, verifier: str) -> "Way":
+        """Return the contender of that name; raise ValueError if there is none."""
+        way, _, other = name.partition("/")
+        verifier = other or verifier
+        kind, _, tree = way.partition(":")
+        if kind == "static":
+            expansion = parse_expansion(tree)
+            return cls(name, engine, Speculation(expansion=expansion, verifier=verifier_for(expansion, verifier)))
+        if kind == "whole":
+            engine._policy = GrownWhole(engine._policy)
+        elif kind != "policy":
+            raise ValueError(f"a contender is policy, whole or static:TREE, not {name!r}")
+        return cls(name, engine, Speculation(verifier=verifier))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +109,14 @@ class Measured:
 
 
 def requests_of(
-    prompts: Sequence[tuple[int, ...]], batch: int, round_number: int, contender: Contender, max_tokens: int, verifier: str
+    prompts: Sequence[tuple[int, ...]], batch: int, round_number: int, way: Way, args: argparse.Namespace
 ) -> Iterator[Request]:
     """Yield requests of every kind and temperature in turn, the same for each contender; texts are equally long."""
-    for index in range(max(_FEWEST, batch)):
-        place = index + round_number * max(_FEWEST, batch)
-        temperature = (0.0, 0.7, 1.0)[place % 3]
-        sampling = SamplingParams(temperature, seed=place if temperature else None, max_tokens=max_tokens, ignore_eos=True)
-        prompt = prompts[place % len(prompts)]
-        yield Request(f"{round_number}-{batch}-{index}", prompt, sampling, contender.speculation(verifier))
+    count = max(_FEWEST, batch)
+    for place in range(round_number * count, (1 + round_number) * count):
+        temperature = args.temperatures[place % len(args.temperatures)]
+        sampling = SamplingParams(temperature, seed=place if temperature else None, max_tokens=args.max_tokens, ignore_eos=True)
+        yield Request(f"{way.name}-{place}", prompts[place % len(prompts)], sampling, way.speculation)
 
 
 def shuffled_head(path: Path, folder: Path) -> str:
@@ -92,58 +137,60 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     """Measure round by round, loads ascending and then descending, contenders in an order that changes; append JSON lines."""
     config = load_settings(args.config, {"policy": "adaptive"}).to_tool_config()
     head = shuffled_head(args.head, folder) if args.useless else str(args.head)
-    stable = Stable(config, {"draft_model": None, "lens": None, "head": head})
+    models: dict[tuple[str, str], CausalModel] = {}
+
+    def engine(drafter: str) -> Engine:
+        return Stable(config, {"draft_model": None, "lens": None, "head": head}, models).engine(drafter)
+
     drafter = "head" if args.useless else "head+ngram"
-    contenders = {"plain": PLAINLY, "policy": Contender(drafter, None)}
-    if args.static:
-        contenders["static"] = Contender(drafter, parse_expansion(args.static))
+    ways = [Way.of(name, engine(drafter), config.verifier) for name in args.contenders]
+    ways.append(Way("plain", engine("none"), Speculation(is_enabled=False)))
     tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
     by_kind = load_prompts(_PROMPTS, args.kinds, args.num_prompts)
     prompts = [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
-    engines = {name: stable.engine(one.drafter) for name, one in contenders.items()}
     loads = [(number, batch) for number in range(args.rounds) for batch in args.batches[:: -1 if number % 2 else 1]]
+    loads.insert(0, (args.rounds, args.batches[0]))
     with progress_bar(loads, what="measuring", total=len(loads), unit="load") as bar, args.out.open("a") as out:
         for turn, (number, batch) in enumerate(bar):
-            for name in random.Random(turn).sample(sorted(contenders), len(contenders)):
+            for way in random.Random(turn).sample(ways, len(ways)):
                 watch = ForeignCpu()
-                wanted = requests_of(prompts, batch, number, contenders[name], args.max_tokens, config.verifier)
-                run = run_case(engines[name], wanted, batch)
-                found = Measured.of(number, batch, name, run, watch.cpus())
+                run = run_case(way.engine, requests_of(prompts, batch, number, way, args), batch)
                 if turn:
-                    out.write(json.dumps({name: getattr(found, name) for name in Measured.__slots__}) + "\n")
+                    found = Measured.of(number, batch, way.name, run, watch.cpus())
+                    out.write(json.dumps(asdict(found)) + "\n")
                     out.flush()
 
 
 def report(path: Path, max_foreign: float) -> str:
-    """Return a Markdown table: each contender's tokens a second over plain decoding's of the same round and load."""
-    found = [Measured(**json.loads(line)) for line in path.read_text().splitlines()]
+    """Return a Markdown table: tokens a second over plain decoding's in the same round at the same load, mean and interval."""
     rounds: dict[tuple[int, int], dict[str, Measured]] = defaultdict(dict)
-    for one in found:
+    for line in path.read_text().splitlines():
+        one = Measured(**json.loads(line))
         rounds[one.batch, one.round][one.contender] = one
-    quiet = {
-        key: by_name
-        for key, by_name in rounds.items()
-        if all((one.foreign_cpus or 0.0) <= max_foreign for one in by_name.values())
-    }
-    names = [name for name in ("static", "policy") if any(name in by_name for by_name in quiet.values())]
-    heads = ["at a time", "rounds", *(f"{name}: block efficiency | over plain" for name in names), "policy's own time"]
-    lines = [
-        f"{len(rounds) - len(quiet)} of {len(rounds)} rounds left out: others used more than {max_foreign:g} processors.",
-        "",
-    ]
-    lines += [f"| {' | '.join(heads)} |", "|" + "---|" * (3 + 2 * len(names))]
+    names = [name for name in dict.fromkeys(name for by_name in rounds.values() for name in by_name) if name != "plain"]
+    whole = {key: by_name for key, by_name in rounds.items() if len(by_name) == 1 + len(names)}
+    quiet = {key: by_name for key, by_name in whole.items() if _foreign(by_name.values()) <= max_foreign}
+    left_out = (
+        f"{len(whole) - len(quiet)} of {len(whole)} measurements left out: others used more than {max_foreign:g} processors."
+    )
+    heads = ["at a time", "rounds", *(f"{name}: block efficiency | over plain | choosing" for name in names)]
+    lines = [left_out, "", f"| {' | '.join(heads)} |", "|" + "---|" * (2 + 3 * len(names))]
     for batch in sorted({batch for batch, _ in quiet}):
-        of_load = [by_name for (one, _), by_name in quiet.items() if one == batch and len(by_name) == 1 + len(names)]
-        cells = [str(batch), str(len(of_load))]
-        for name in names:
-            ratios = [by_name[name].tokens_per_s / by_name["plain"].tokens_per_s for by_name in of_load]
-            cells += [
-                f"{statistics.mean(by_name[name].block_efficiency for by_name in of_load):.2f}",
-                str(interval({"": ratios})),
-            ]
-        cells.append(f"{statistics.mean(by_name['policy'].policy_share for by_name in of_load):.1%}")
-        lines.append(f"| {' | '.join(cells)} |")
+        of_load = [by_name for (one, _), by_name in quiet.items() if one == batch]
+        cells = [cell for name in names for cell in _cells(name, of_load)]
+        lines.append(f"| {' | '.join([str(batch), str(len(of_load)), *cells])} |")
     return "\n".join(lines)
+
+
+def _foreign(measured: Iterable[Measured]) -> float:
+    return max(one.foreign_cpus or 0.0 for one in measured)
+
+
+def _cells(name: str, of_load: Sequence[Mapping[str, Measured]]) -> list[str]:
+    ratios = [by_name[name].tokens_per_s / by_name["plain"].tokens_per_s for by_name in of_load]
+    tokens = statistics.mean(by_name[name].block_efficiency for by_name in of_load)
+    share = statistics.mean(by_name[name].policy_share for by_name in of_load)
+    return [f"{tokens:.2f}", str(interval({"": ratios})), f"{share:.1%}"]
 
 
 def main() -> None:
@@ -153,7 +200,10 @@ def main() -> None:
     run = commands.add_parser("run", help="measure, one JSON line for each contender, load and round, appended to a file")
     run.add_argument("--config", type=Path, required=True, help="YAML file of settings: target, verifier, threads")
     run.add_argument("--head", type=Path, required=True, help="safetensors file of the draft head")
-    run.add_argument("--static", help="the fixed tree, for example noise_aware.8.5.4; none by default")
+    run.add_argument(
+        "--contenders", nargs="+", default=["policy"], help="policy, whole or static:TREE, each may end in /VERIFIER"
+    )
+    run.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
     run.add_argument("--useless", action="store_true", help="shuffle the head's weights")
     run.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="requests at a time")
     run.add_argument("--kinds", nargs="*", default=["code", "maths", "prose"])
