@@ -126,6 +126,7 @@ class CountedAcceptance:
         self._sizes_S, self._depths_S = menu.num_nodes[self._sized], menu.depths[self._sized]
         # By depth, smallest first.
         self._alike = {int(depth): np.flatnonzero(self._depths_S == depth) for depth in np.unique(self._depths_S)}
+        self._known_sizes: dict[tuple[int, int], _Between] = {}
         self._groups: dict[str, _Group] = {}
         self._seats: dict[str, int] = {}
         self._free: list[int] = []
@@ -206,35 +207,37 @@ class CountedAcceptance:
             np.stack([sums[0, self._sized] / sums[1, self._sized] for sums in by_group])
             for by_group in zip(*((group.entries, group.fill, group.reach) for group in told), strict=True)
         )
-        tokens_BS = self._sized_tokens(log_odds_B, ratio_BS, np.arange(len(self._sized)))
-        for alike in self._alike.values():
-            tokens_BS[:, alike] = np.maximum.accumulate(tokens_BS[:, alike], axis=1)  # more nodes never bring less
-        tokens_BM[:, self._sized] = tokens_BS
+        tokens_BM[:, self._sized] = self._sized_tokens(log_odds_B, ratio_BS)
         nodes_BM[:, self._sized] = self._sizes_S * np.minimum(fill_BS, 1.0)
         passes_BM[:, self._sized] = self._depths_S * np.minimum(reach_BS, 1.0)
 
-    def _sized_tokens(self, log_odds_B: Array, ratio_BS: Array, columns_S: NDArray[np.int64]) -> Array:
-        """Return what some trees that find their own shape bring, [B, S]: no more than they are deep, and the extra token."""
+    def _sized_tokens(self, log_odds_B: Array, ratio_BS: Array) -> Array:
+        """Return what trees of their own shape bring: at most their depth and the extra token, no less than smaller ones."""
         place_B = np.minimum(1.0 / (1.0 + np.exp(-log_odds_B)), _GRID[-1]) / (_GRID[1] - _GRID[0])
         low_B = np.minimum(place_B.astype(np.int64), len(_GRID) - 2)
-        table_SG = self._table_SG[columns_S]
-        low_SB, high_SB = table_SG[:, low_B], table_SG[:, low_B + 1]
+        low_SB, high_SB = self._table_SG[:, low_B], self._table_SG[:, low_B + 1]
         between_BS = (low_SB + (place_B - low_B) * (high_SB - low_SB)).T
-        return np.asarray(np.minimum(1.0 + (between_BS - 1.0) * ratio_BS, 1.0 + self._depths_S[columns_S]))
+        tokens_BS = np.minimum(1.0 + (between_BS - 1.0) * ratio_BS, 1.0 + self._depths_S)
+        for alike in self._alike.values():
+            tokens_BS[:, alike] = np.maximum.accumulate(tokens_BS[:, alike], axis=1)
+        return np.asarray(tokens_BS)
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from trees; a row that was plain says nothing."""
         drafted = [one for one in outcomes if not one.expansion.is_plain and one.request_id in self._seats]
-        for group in {id(group): group for group in map(self._group_of, drafted)}.values():
-            group.forget()
+        by_group: dict[int, tuple[_Group, list[DraftOutcome]]] = {}
         for outcome in drafted:
-            seat = self._seats[outcome.request_id]
-            self._counts[seat] *= _OWN_MEMORY
-            self._log_odds[seat] *= _OWN_RETURN
-            if outcome.expansion.is_delayed:
-                self._count(seat, self._group_of(outcome), outcome)
-            else:
-                self._tilt(seat, self._group_of(outcome), outcome)
+            group = self._group_of(outcome)
+            by_group.setdefault(id(group), (group, []))[1].append(outcome)
+        for group, of_group in by_group.values():
+            group.forget()
+            seats = [self._seats[one.request_id] for one in of_group]
+            self._counts[seats] *= _OWN_MEMORY
+            self._log_odds[seats] *= _OWN_RETURN
+            for outcome in of_group:
+                if outcome.expansion.is_delayed:
+                    self._count(self._seats[outcome.request_id], group, outcome)
+            self._tilt(group, [one for one in of_group if not one.expansion.is_delayed])
 
     def _group_of(self, outcome: DraftOutcome) -> _Group:
         return self._groups[self._kind_of_seat[self._seats[outcome.request_id]]]
@@ -273,28 +276,49 @@ class CountedAcceptance:
         part = branches * single * (1.0 - single) ** (branches - 1) / of_any
         return part, part
 
-    def _tilt(self, seat: int, group: _Group, outcome: DraftOutcome) -> None:
-        """Move the log-odds of a tree that found its own shape towards what explains its tokens.
-
-        One of a size between the menu's (there was no room for more) is foretold from its neighbours of like depth, and counts
-        for the nearest.
-        """
-        if not len(self._sized):
+    def _tilt(self, group: _Group, outcomes: Sequence[DraftOutcome]) -> None:
+        """Move the log-odds of trees that found their own shapes towards what explains their tokens."""
+        if not outcomes or not len(self._sized):
             return
-        size, depth = outcome.expansion.num_draft_tokens, outcome.expansion.max_depth
-        alike = self._alike[min(self._alike, key=lambda known: abs(known - depth))]
-        sizes = self._sizes_S[alike]
-        place = self._sized[alike[np.abs(np.log(sizes / size)).argmin()]]
-        seen, whole = group.entries[:, self._sized[alike]]
-        log_odds = np.array([group.log_odds + self._log_odds[seat]])
-        tokens = np.maximum.accumulate(self._sized_tokens(log_odds, (seen / whole)[None], alike)[0])
-        expected = float(np.interp(size, [0, *sizes], [1.0, *tokens])) - 1.0
-        surprise = (outcome.accepted_depth - expected) / (1.0 + expected)
-        self._log_odds[seat] += _OWN_STEP * surprise
-        group.log_odds = min(6.0, max(-6.0, group.log_odds + _GROUP_STEP * surprise))
-        group.entries[:, place] += (outcome.accepted_depth, expected)
-        group.fill[:, place] += (outcome.num_nodes / size, 1.0)
-        group.reach[:, place] += (outcome.drafted_depth / depth, 1.0)
+        between = [self._between(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
+        low_N, high_N, nearest_N = (np.array([getattr(one, name) for one in between]) for name in ("low", "high", "nearest"))
+        share_N = np.array([one.share for one in between])
+        seats_N = np.array([self._seats[one.request_id] for one in outcomes])
+        accepted_N, nodes_N, rounds_N = np.array(
+            [(one.accepted_depth, one.num_nodes, one.drafted_depth) for one in outcomes], dtype=np.float64
+        ).T
+        seen_S, whole_S = group.entries[:, self._sized]
+        tokens_NS = self._sized_tokens(group.log_odds + self._log_odds[seats_N], (seen_S / whole_S)[None])
+        rows_N = np.arange(len(outcomes))
+        expected_N = (1.0 - share_N) * tokens_NS[rows_N, low_N] + share_N * tokens_NS[rows_N, high_N] - 1.0
+        surprise_N = (accepted_N - expected_N) / (1.0 + expected_N)
+        self._log_odds[seats_N] += _OWN_STEP * surprise_N
+        step = 1.0 - (1.0 - _GROUP_STEP) ** len(outcomes)
+        group.log_odds = min(6.0, max(-6.0, group.log_odds + step * float(surprise_N.mean())))
+        places_N = self._sized[nearest_N]
+        for sums, came_N, wished_N in (
+            (group.entries, accepted_N, expected_N),
+            (group.fill, nodes_N / [one.expansion.num_draft_tokens for one in outcomes], 1.0),
+            (group.reach, rounds_N / [one.expansion.max_depth for one in outcomes], 1.0),
+        ):
+            np.add.at(sums[0], places_N, came_N)
+            np.add.at(sums[1], places_N, wished_N)
+
+    def _between(self, size: int, depth: int) -> "_Between":
+        """Return where a tree that finds its own shape lies among those of like depth.
+
+        One of a size between the menu's (there was no room for more) is foretold from its neighbours, and counts for the nearest.
+        """
+        if (size, depth) not in self._known_sizes:
+            alike = self._alike[min(self._alike, key=lambda known: abs(known - depth))]
+            sizes = self._sizes_S[alike]
+            above = int(np.searchsorted(sizes, size).clip(0, len(sizes) - 1))
+            below = max(above - 1, 0) if sizes[above] > size else above
+            width = sizes[above] - sizes[below]
+            share = min(1.0, (size - sizes[below]) / width) if width else 0.0
+            nearest = np.abs(np.log(sizes / size)).argmin()
+            self._known_sizes[size, depth] = _Between(int(alike[below]), int(alike[above]), float(share), int(alike[nearest]))
+        return self._known_sizes[size, depth]
 
     def _seat(self, view: SequenceView) -> int:
         """Return where a sequence's state is kept; one not seen before (or whose id begins anew) starts as its kind."""
@@ -319,6 +343,16 @@ class CountedAcceptance:
         present = {view.request_id for view in views}
         for request_id in [one for one in self._seats if one not in present]:
             self._free.append(self._seats.pop(request_id))
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """Columns of a tree's neighbours in size among trees of their own shape, how far it lies from the lower, and the nearest."""
+
+    low: int
+    high: int
+    share: float
+    nearest: int
 
 
 def _shrunk(counts_B4D: Array, laws_2BD: Array, pooled_2B: Array) -> Array:
