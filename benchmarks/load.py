@@ -14,6 +14,7 @@ import json
 import random
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -89,6 +90,7 @@ class Way:
 class Measured:
     """One contender at one load in one round: tokens a second, tokens a sequence and step, share of the policy's own seconds."""
 
+    run: str
     round: int
     batch: int
     contender: str
@@ -98,21 +100,21 @@ class Measured:
     foreign_cpus: float | None
 
     @classmethod
-    def of(cls, round_number: int, batch: int, contender: str, run: Run, foreign_cpus: float | None) -> "Measured":
+    def of(cls, name: str, round_number: int, batch: int, contender: str, run: Run, foreign_cpus: float | None) -> "Measured":
         """Return a run's figures, prompts' feeding aside."""
         steps = [step for step in run.steps if step.num_prompt_tokens == 0]
         seconds = sum(step.step_s for step in steps)
         tokens = sum(step.num_generated_tokens for step in steps)
         rows = sum(step.num_decoding_rows for step in steps)
         share = sum(step.policy_s for step in steps) / seconds
-        return cls(round_number, batch, contender, tokens / seconds, tokens / rows, share, foreign_cpus)
+        return cls(name, round_number, batch, contender, tokens / seconds, tokens / rows, share, foreign_cpus)
 
 
 def requests_of(
     prompts: Sequence[tuple[int, ...]], batch: int, round_number: int, way: Way, args: argparse.Namespace
 ) -> Iterator[Request]:
     """Yield requests of every kind and temperature in turn, the same for each contender; texts are equally long."""
-    count = max(_FEWEST, batch)
+    count = max(_FEWEST, 2 * batch)
     for place in range(round_number * count, (1 + round_number) * count):
         temperature = args.temperatures[place % len(args.temperatures)]
         sampling = SamplingParams(temperature, seed=place if temperature else None, max_tokens=args.max_tokens, ignore_eos=True)
@@ -150,23 +152,24 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     prompts = [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
     loads = [(number, batch) for number in range(args.rounds) for batch in args.batches[:: -1 if number % 2 else 1]]
     loads.insert(0, (args.rounds, args.batches[0]))
+    begun = time.strftime("%Y-%m-%dT%H:%M:%S")
     with progress_bar(loads, what="measuring", total=len(loads), unit="load") as bar, args.out.open("a") as out:
         for turn, (number, batch) in enumerate(bar):
             for way in random.Random(turn).sample(ways, len(ways)):
                 watch = ForeignCpu()
                 run = run_case(way.engine, requests_of(prompts, batch, number, way, args), batch)
                 if turn:
-                    found = Measured.of(number, batch, way.name, run, watch.cpus())
+                    found = Measured.of(begun, number, batch, way.name, run, watch.cpus())
                     out.write(json.dumps(asdict(found)) + "\n")
                     out.flush()
 
 
 def report(path: Path, max_foreign: float) -> str:
     """Return a Markdown table: tokens a second over plain decoding's in the same round at the same load, mean and interval."""
-    rounds: dict[tuple[int, int], dict[str, Measured]] = defaultdict(dict)
+    rounds: dict[tuple[int, str, int], dict[str, Measured]] = defaultdict(dict)
     for line in path.read_text().splitlines():
         one = Measured(**json.loads(line))
-        rounds[one.batch, one.round][one.contender] = one
+        rounds[one.batch, one.run, one.round][one.contender] = one
     names = [name for name in dict.fromkeys(name for by_name in rounds.values() for name in by_name) if name != "plain"]
     whole = {key: by_name for key, by_name in rounds.items() if len(by_name) == 1 + len(names)}
     quiet = {key: by_name for key, by_name in whole.items() if _foreign(by_name.values()) <= max_foreign}
@@ -175,8 +178,8 @@ def report(path: Path, max_foreign: float) -> str:
     )
     heads = ["at a time", "rounds", *(f"{name}: block efficiency | over plain | choosing" for name in names)]
     lines = [left_out, "", f"| {' | '.join(heads)} |", "|" + "---|" * (2 + 3 * len(names))]
-    for batch in sorted({batch for batch, _ in quiet}):
-        of_load = [by_name for (one, _), by_name in quiet.items() if one == batch]
+    for batch in sorted({batch for batch, *_ in quiet}):
+        of_load = [by_name for (one, *_), by_name in quiet.items() if one == batch]
         cells = [cell for name in names for cell in _cells(name, of_load)]
         lines.append(f"| {' | '.join([str(batch), str(len(of_load)), *cells])} |")
     return "\n".join(lines)

@@ -106,7 +106,7 @@ class Choice:
 class DraftOutcome:
     """What became of a decoding row: the tree it was to grow, what grew (the root aside), how deep, how deep it was accepted.
 
-    Of a tree that finds its own shape `drafted_depth` is the levels it took to grow, the deepest of which it may not have kept.
+    Of a tree that finds its own shape `drafted_depth` is the rounds it took to grow; the last levels it may not have kept.
     """
 
     request_id: str

@@ -31,7 +31,7 @@ class Stopwatch:
 class RowOutcome:
     """A decoding row after the step. `offset` is its root among the packed nodes; unjudged rows emit nothing and end.
 
-    `sources` are of the tree's nodes, the root aside; it took `num_rounds` levels to grow.
+    `sources` are of the tree's nodes, the root aside; it took `num_rounds` to grow.
     """
 
     row: Row

@@ -85,16 +85,15 @@ class Allocator:
     def prices(self, chosen: Allocation) -> GrowthPrices:
         """Return what a node and a level more cost in a choice's step, in tokens that its seconds would bring.
 
-        A level is paid by all sequences that draft together.
+        A node's is the mean over sequences. A level's is that of one that all who draft take together, and of a token fed in it.
         """
         load = self._load
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
         more = self._costs.marginals(float(load.base.num_tokens) + num_nodes)
-        num_drafting = int(np.count_nonzero(chosen.places_B))
-        node_s = more.token_s + more.drawn_s * load.draws_B.mean() + more.score_s * load.context_B.mean()
-        one_more = replace(load.base, num_passes=load.model_share, num_rounds=1.0, num_draft_tokens=load.model_share)
-        level_s = float(self._costs.draft_s(one_more)[0])
-        return GrowthPrices(float(node_s) * chosen.rate, level_s * chosen.rate / max(1, num_drafting))
+        node_s = more.token_s + more.drawn_s * float(load.draws_B.mean()) + more.score_s * float(load.context_B.mean())
+        one_pass = replace(load.base, num_passes=load.model_share, num_rounds=1.0, num_draft_tokens=0.0)
+        pass_s = float(self._costs.draft_s(one_pass)[0]) / max(1, int(np.count_nonzero(chosen.places_B)))
+        return GrowthPrices(node_s * chosen.rate, (pass_s + load.model_share * more.draft_token_s) * chosen.rate)
 
     def losses(self, chosen: Allocation, indices: list[int], entries: Places) -> tuple[list[Allocation], Array]:
         """Return the choice with each of the entries for some sequences, and the seconds that each loses; no entry is plain.

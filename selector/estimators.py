@@ -126,7 +126,7 @@ class CountedAcceptance:
         self._sizes_S, self._depths_S = menu.num_nodes[self._sized], menu.depths[self._sized]
         # By depth, smallest first.
         self._alike = {int(depth): np.flatnonzero(self._depths_S == depth) for depth in np.unique(self._depths_S)}
-        self._known_sizes: dict[tuple[int, int], _Between] = {}
+        self._known_sizes: dict[tuple[int, int], _Neighbours] = {}
         self._groups: dict[str, _Group] = {}
         self._seats: dict[str, int] = {}
         self._free: list[int] = []
@@ -237,7 +237,8 @@ class CountedAcceptance:
             for outcome in of_group:
                 if outcome.expansion.is_delayed:
                     self._count(self._seats[outcome.request_id], group, outcome)
-            self._tilt(group, [one for one in of_group if not one.expansion.is_delayed])
+            if len(self._sized):
+                self._tilt(group, [one for one in of_group if not one.expansion.is_delayed])
 
     def _group_of(self, outcome: DraftOutcome) -> _Group:
         return self._groups[self._kind_of_seat[self._seats[outcome.request_id]]]
@@ -277,34 +278,33 @@ class CountedAcceptance:
         return part, part
 
     def _tilt(self, group: _Group, outcomes: Sequence[DraftOutcome]) -> None:
-        """Move the log-odds of trees that found their own shapes towards what explains their tokens."""
-        if not outcomes or not len(self._sized):
+        """Move the log-odds of trees that found their own shapes towards what explains their tokens.
+
+        A tree may be left smaller than it was wished, where it cost more than it would have brought: of the text it says how it
+        fared beside what one of its own size brings, of the wish beside the whole. One of which nothing was left says neither.
+        """
+        for one in outcomes:
+            place = self._sized[self._among(one.expansion.num_draft_tokens, one.expansion.max_depth).nearest]
+            group.fill[:, place] += (one.num_nodes / one.expansion.num_draft_tokens, 1.0)
+            group.reach[:, place] += (min(1.0, one.drafted_depth / one.expansion.max_depth), 1.0)
+        outcomes = [one for one in outcomes if one.num_nodes]
+        if not outcomes:
             return
-        between = [self._between(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
-        low_N, high_N, nearest_N = (np.array([getattr(one, name) for one in between]) for name in ("low", "high", "nearest"))
-        share_N = np.array([one.share for one in between])
         seats_N = np.array([self._seats[one.request_id] for one in outcomes])
-        accepted_N, nodes_N, rounds_N = np.array(
-            [(one.accepted_depth, one.num_nodes, one.drafted_depth) for one in outcomes], dtype=np.float64
-        ).T
+        accepted_N = np.array([one.accepted_depth for one in outcomes], dtype=np.float64)
         seen_S, whole_S = group.entries[:, self._sized]
         tokens_NS = self._sized_tokens(group.log_odds + self._log_odds[seats_N], (seen_S / whole_S)[None])
-        rows_N = np.arange(len(outcomes))
-        expected_N = (1.0 - share_N) * tokens_NS[rows_N, low_N] + share_N * tokens_NS[rows_N, high_N] - 1.0
-        surprise_N = (accepted_N - expected_N) / (1.0 + expected_N)
+        wished = [self._among(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
+        grown_N = _interpolated(tokens_NS, [self._among(one.num_nodes, one.drafted_depth) for one in outcomes]) - 1.0
+        surprise_N = (accepted_N - grown_N) / (1.0 + grown_N)
         self._log_odds[seats_N] += _OWN_STEP * surprise_N
         step = 1.0 - (1.0 - _GROUP_STEP) ** len(outcomes)
         group.log_odds = min(6.0, max(-6.0, group.log_odds + step * float(surprise_N.mean())))
-        places_N = self._sized[nearest_N]
-        for sums, came_N, wished_N in (
-            (group.entries, accepted_N, expected_N),
-            (group.fill, nodes_N / [one.expansion.num_draft_tokens for one in outcomes], 1.0),
-            (group.reach, rounds_N / [one.expansion.max_depth for one in outcomes], 1.0),
-        ):
-            np.add.at(sums[0], places_N, came_N)
-            np.add.at(sums[1], places_N, wished_N)
+        places_N = self._sized[[one.nearest for one in wished]]
+        np.add.at(group.entries[0], places_N, accepted_N)
+        np.add.at(group.entries[1], places_N, _interpolated(tokens_NS, wished) - 1.0)
 
-    def _between(self, size: int, depth: int) -> "_Between":
+    def _among(self, size: int, depth: int) -> "_Neighbours":
         """Return where a tree that finds its own shape lies among those of like depth.
 
         One of a size between the menu's (there was no room for more) is foretold from its neighbours, and counts for the nearest.
@@ -317,7 +317,7 @@ class CountedAcceptance:
             width = sizes[above] - sizes[below]
             share = min(1.0, (size - sizes[below]) / width) if width else 0.0
             nearest = np.abs(np.log(sizes / size)).argmin()
-            self._known_sizes[size, depth] = _Between(int(alike[below]), int(alike[above]), float(share), int(alike[nearest]))
+            self._known_sizes[size, depth] = _Neighbours(int(alike[below]), int(alike[above]), float(share), int(alike[nearest]))
         return self._known_sizes[size, depth]
 
     def _seat(self, view: SequenceView) -> int:
@@ -346,13 +346,20 @@ class CountedAcceptance:
 
 
 @dataclass(frozen=True, slots=True)
-class _Between:
+class _Neighbours:
     """Columns of a tree's neighbours in size among trees of their own shape, how far it lies from the lower, and the nearest."""
 
     low: int
     high: int
     share: float
     nearest: int
+
+
+def _interpolated(tokens_NS: Array, places: Sequence[_Neighbours]) -> Array:
+    """Return what each row's tree brings, [N]."""
+    rows_N, share_N = np.arange(len(places)), np.array([one.share for one in places])
+    low_N, high_N = tokens_NS[rows_N, [one.low for one in places]], tokens_NS[rows_N, [one.high for one in places]]
+    return np.asarray(low_N + share_N * (high_N - low_N))
 
 
 def _shrunk(counts_B4D: Array, laws_2BD: Array, pooled_2B: Array) -> Array:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.pairs import is_exact
 from engine.policy import Choice, Reason, SequenceView, StepFeedback
-from engine.tree import PLAIN, Expansion
+from engine.tree import FREE_GROWTH, PLAIN, Expansion
 from selector.allocation import Allocation, Allocator, BatchLoad
 from selector.cost import CostModel, StageSeconds, Works
 from selector.estimators import Estimator
@@ -150,7 +150,7 @@ class AdaptiveExpansion:
         """Return an allocation as an expansion for every view; whoever chose for itself is not asked.
 
         The seconds foretold are this step's own, with all that drafters are behind. None are foretold of a step that feeds a
-        prompt: it was priced without.
+        prompt: it was priced without. A probe's trees are grown whole: a price that is wrong would else never be found out.
         """
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, chosen.places_B.tolist(), strict=True):
@@ -162,7 +162,7 @@ class AdaptiveExpansion:
             reason=reason,
             speedup=chosen.rate / plain.rate,
             step_s=step_s if _all_decode(views) else None,
-            prices=allocator.prices(chosen),
+            prices=FREE_GROWTH if reason is Reason.PROBE else allocator.prices(chosen),
             keeps_up=self._is_feeding_cheap(batch.load, plain),
         )
 

@@ -84,7 +84,7 @@ class BestFirst:
         """Make its children candidates."""
         parent = self._fed[node]
         self._offers[node] = offer
-        chances = offer.odds if self._agreement is None or not offer.scores else self._agreement.chances(offer.scores).tolist()
+        chances = offer.odds if self._agreement is None else self._agreement.chances(offer.scores).tolist()
         offered = list(zip(offer.token_ids[: self._expansion.branches], chances, strict=False))
         self._offered += 1.0
         self._continued += min(1.0, sum(chance for _, chance in offered))

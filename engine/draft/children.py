@@ -7,6 +7,7 @@ token ids and whole laws at the end. Shape key: P proposals, V vocabulary, M the
 them known to some law, C children of a node, R kept laws.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -122,7 +123,8 @@ def _ranked(
     del laws
     laws_PM = warped_laws(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
     known_K = _known(laws_PM)
-    return _scored(_best(asked, known_K, laws_PM.index_select(-1, known_K).double().log(), laws_PM, vocab))
+    best = _best(asked, known_K, laws_PM.index_select(-1, known_K), laws_PM, vocab)
+    return [replace(offer, scores=tuple(map(math.log, offer.odds))) for offer in best.offers]
 
 
 def _ranked_with_noise(
@@ -136,7 +138,8 @@ def _ranked_with_noise(
     known_ids_K, vocab_size = (known_K, laws_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
     noise_PK = gumbels(keys, vocab_size, laws_PM.device).index_select(-1, known_ids_K)
     best = _best(asked, known_K, laws_PM.index_select(-1, known_K).double().log() + noise_PK, laws_PM, vocab)
-    return _scored(best)
+    offers = zip(best.offers, best.scores, strict=True)
+    return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]
 
 
 _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], TrimmedVocabulary | None], list[Offer]]] = {
@@ -172,12 +175,6 @@ def _best(
     num_possible = (laws_PM.gather(-1, columns_PC) > 0.0).sum(-1).tolist()
     counts = [min(node.num_draws, possible) for node, possible in zip(asked, num_possible, strict=True)]
     return _Best(_offers(columns_PC, laws_PM, counts, vocab), top.values.tolist())
-
-
-def _scored(best: _Best) -> list[Offer]:
-    """Return the offers with their scores."""
-    offers = zip(best.offers, best.scores, strict=True)
-    return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]
 
 
 def _offers(

@@ -36,7 +36,7 @@ class Growth:
     """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
 
     `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside; `draft_probs[b]` has its draft
-    probability if the row is traced. Tree b took `rounds[b]` levels to grow, all together `num_rounds`, in which the drafter ran
+    probability if the row is traced. Tree b took `rounds[b]` rounds to grow, all together `num_rounds`, in which the drafter ran
     `passes` of a model.
     """
 
@@ -93,7 +93,7 @@ def grow_by(
                 proposal = drafter.extend(frontier)
                 passes += proposal.passes
     of_trees = tuple(rounds[id(strategy.tree)] for strategy in strategies)
-    return replace(_growth(strategies, laws, vocab_size, device), rounds=of_trees, num_rounds=num_rounds, passes=passes)
+    return replace(_growth(strategies, laws, vocab_size, device, of_trees), num_rounds=num_rounds, passes=passes)
 
 
 def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
@@ -201,7 +201,9 @@ def _told_by_path(tree: TokenTree, told: Mapping[tuple[int, ...], Mapping[int, T
     return tuple(values)
 
 
-def _growth(strategies: Sequence[Strategy], laws: Sequence[Tensor], vocab_size: int, device: torch.device) -> Growth:
+def _growth(
+    strategies: Sequence[Strategy], laws: Sequence[Tensor], vocab_size: int, device: torch.device, rounds: tuple[int, ...]
+) -> Growth:
     """Return the step's trees; laws of nodes that got no child are dropped."""
     grown = [strategy.grown() for strategy in strategies]
     sources = tuple(sources_of(one.tree, strategy.tree.origins) for one, strategy in zip(grown, strategies, strict=True))
@@ -212,7 +214,7 @@ def _growth(strategies: Sequence[Strategy], laws: Sequence[Tensor], vocab_size: 
     law_rows = tuple(tuple(None if row is None else new_row[row] for row in one.law_rows) for one in grown)
     forest = Forest(tuple(one.tree for one in grown), laws_RV, law_rows)
     fed, offers = tuple(one.fed for one in grown), tuple(one.offers for one in grown)
-    return Growth(forest, fed, offers, sources, draft_probs, rounds=(0,) * len(grown))
+    return Growth(forest, fed, offers, sources, draft_probs, rounds)
 
 
 def _draft_probs(tree: TokenTree, growing: GrowingTree) -> tuple[float, ...]:

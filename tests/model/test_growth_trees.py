@@ -482,12 +482,19 @@ class Wasteful(BestFirst):
         self._prices = FREE_GROWTH
 
 
+@pytest.mark.parametrize("sampling", WORTH)
 @pytest.mark.parametrize("check", [check_nodes_pay, check_levels_pay])
-def test_prices_kill_a_tree_that_does_not_ask_for_them(check, monkeypatch):
+def test_prices_kill_a_tree_that_does_not_ask_for_them(check, sampling, monkeypatch):
     monkeypatch.setattr(growth, "BestFirst", Wasteful)
-    monkeypatch.setattr("tests.model.test_growth_trees.BestFirst", Wasteful)
     with pytest.raises(AssertionError):
-        check(SAMPLED)
+        check(sampling)
+
+
+def test_each_tree_tells_how_many_rounds_it_took():
+    rows = [decoding_row((1, 0), replace(PRICED, depth=depth), SAMPLED, "coupled", 0, str(depth)) for depth in (1, 3, 2)]
+    grown = grow(TableDrafter(LAWS.log()), rows, 4, CPU)
+    assert grown.rounds == (1, 3, 2)
+    assert grown.num_rounds == 3
 
 
 def test_a_tree_whose_values_are_no_chances_asks_for_no_prices():
@@ -531,9 +538,9 @@ def test_rank_acceptance_is_found_again():
     assert ranks.chances(3) == pytest.approx((0.4, 0.2, 0.1), abs=0.05)
 
 
-def learnt_from(expansion: Expansion, accepts_first: bool, learn=growth.learn) -> Calibration:
+def learnt_from(expansion: Expansion, accepts_first: bool, learn=growth.learn, sampling: SamplingParams = SAMPLED) -> Calibration:
     """Grow many trees whose first child, or whose last one, is always accepted; return what was learnt."""
-    row = decoding_row((1, 0), expansion, SAMPLED, "coupled")
+    row = decoding_row((1, 0), expansion, sampling, "coupled")
     calibrations = Calibrations()
     for _ in range(300):
         grown = grow(TableDrafter(LAWS.log()), [row], 4, CPU, calibrations)
@@ -548,6 +555,8 @@ def check_learning(learn) -> None:
     for tree_name, trust in TRUST.items():
         expansion = Expansion(0, 3, 1, tree_name, 3)
         assert trust(learnt_from(expansion, True, learn)) > 2 * trust(learnt_from(expansion, False, learn))
+    greedy = [learnt_from(Expansion(0, 3, 1, "noise_aware", 3), first, learn, GREEDY) for first in (True, False)]
+    assert TRUST["noise_aware"](greedy[0]) > 2 * TRUST["noise_aware"](greedy[1])
 
 
 TRUST: dict[TreeName, Callable[[Calibration], float]] = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.policy import DraftOutcome, Reason
-from engine.tree import PLAIN, Expansion
+from engine.tree import FREE_GROWTH, PLAIN, Expansion
 from engine.types import Speculation
 from selector.allocation import Allocator
 from selector.cost import DRAFT_PRICES, KNOTS, CostModel
@@ -237,6 +237,18 @@ def test_it_says_why_and_what_it_expects():
     assert choice.speedup == pytest.approx(truth / fixed_rate(USUAL, texts, PLAIN), rel=0.2)
     useless = adaptive(DEAR)
     assert run(useless, DEAR, texts_of(0.0, 1), 60).reasons[-1] is Reason.PLAIN_IS_BEST
+
+
+def test_trees_end_where_they_stop_paying_but_those_of_probes():
+    policy, prices = adaptive(USUAL), []
+    choose = policy.choose
+    policy.choose = lambda views: prices.append(choose(views)) or prices[-1]
+    run(policy, USUAL, texts_of(0.8, 2), 200)
+    probes = [one.prices for one in prices if one.reason is Reason.PROBE]
+    others = [one.prices for one in prices if one.reason is Reason.SPECULATION_PAYS]
+    assert probes
+    assert set(probes) == {FREE_GROWTH}
+    assert all(one.node > 0.0 < one.level for one in others)
 
 
 def test_it_does_not_flap():
