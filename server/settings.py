@@ -185,7 +185,7 @@ class Settings(BaseSettings):
         ge=0,
         description="Tokens kept so for all users together, a few hundred bytes each; the least lately used are forgotten first.",
     )
-    verifier: VerifierName = Field(default="traversal", description="Rule that accepts drafted tokens.")
+    verifier: VerifierName = Field(default="coupled", description="Rule that accepts drafted tokens.")
     policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="Who chooses tree shapes.")
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
         default="4.1.0",

@@ -14,7 +14,7 @@ from tests.tokenizers_for_tests import byte_level
 HELLO: list[Any] = [{"role": "user", "content": "which?"}]
 
 
-class Size(BaseModel):
+class Size(BaseModel, extra="forbid"):  # or any text could go on with another property
     is_big: bool
     unit: Literal["cm", "m"]
 
