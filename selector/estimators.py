@@ -281,28 +281,34 @@ class CountedAcceptance:
         """Move the log-odds of trees that found their own shapes towards what explains their tokens.
 
         A tree may be left smaller than it was wished, where it cost more than it would have brought: of the text it says how it
-        fared beside what one of its own size brings, of the wish beside the whole. One of which nothing was left says neither.
+        fared beside what one of its own size brings (nothing, if nothing was left), of the wish beside the whole.
         """
-        for one in outcomes:
-            place = self._sized[self._among(one.expansion.num_draft_tokens, one.expansion.max_depth).nearest]
-            group.fill[:, place] += (one.num_nodes / one.expansion.num_draft_tokens, 1.0)
-            group.reach[:, place] += (min(1.0, one.drafted_depth / one.expansion.max_depth), 1.0)
-        outcomes = [one for one in outcomes if one.num_nodes]
         if not outcomes:
             return
         seats_N = np.array([self._seats[one.request_id] for one in outcomes])
-        accepted_N = np.array([one.accepted_depth for one in outcomes], dtype=np.float64)
+        accepted_N, nodes_N, rounds_N = np.array(
+            [(one.accepted_depth, one.num_nodes, one.drafted_depth) for one in outcomes], dtype=np.float64
+        ).T
+        sizes_N, depths_N = np.array(
+            [(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes], dtype=np.float64
+        ).T
+        wished = [self._among(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
+        grown = [self._among(max(1, one.num_nodes), one.drafted_depth) for one in outcomes]
         seen_S, whole_S = group.entries[:, self._sized]
         tokens_NS = self._sized_tokens(group.log_odds + self._log_odds[seats_N], (seen_S / whole_S)[None])
-        wished = [self._among(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
-        grown_N = _interpolated(tokens_NS, [self._among(one.num_nodes, one.drafted_depth) for one in outcomes]) - 1.0
-        surprise_N = (accepted_N - grown_N) / (1.0 + grown_N)
+        grown_N = _interpolated(tokens_NS, grown) - 1.0
+        surprise_N = np.where(nodes_N > 0.0, (accepted_N - grown_N) / (1.0 + grown_N), 0.0)
         self._log_odds[seats_N] += _OWN_STEP * surprise_N
         step = 1.0 - (1.0 - _GROUP_STEP) ** len(outcomes)
         group.log_odds = min(6.0, max(-6.0, group.log_odds + step * float(surprise_N.mean())))
         places_N = self._sized[[one.nearest for one in wished]]
-        np.add.at(group.entries[0], places_N, accepted_N)
-        np.add.at(group.entries[1], places_N, _interpolated(tokens_NS, wished) - 1.0)
+        for sums, came_N, whole_N in (
+            (group.entries, accepted_N, _interpolated(tokens_NS, wished) - 1.0),
+            (group.fill, nodes_N / sizes_N, np.ones(len(outcomes))),
+            (group.reach, np.minimum(1.0, rounds_N / depths_N), np.ones(len(outcomes))),
+        ):
+            np.add.at(sums[0], places_N, came_N)
+            np.add.at(sums[1], places_N, whole_N)
 
     def _among(self, size: int, depth: int) -> "_Neighbours":
         """Return where a tree that finds its own shape lies among those of like depth.
