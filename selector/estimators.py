@@ -280,8 +280,8 @@ class CountedAcceptance:
     def _tilt(self, group: _Group, outcomes: Sequence[DraftOutcome]) -> None:
         """Move the log-odds of trees that found their own shapes towards what explains their tokens.
 
-        A tree may be left smaller than it was wished, where it cost more than it would have brought: of the text it says how it
-        fared beside what one of its own size brings (nothing, if nothing was left), of the wish beside the whole.
+        What a tree left out, because it cost more than it would have brought, counts as refused: what is foretold is what a wish
+        brings at the prices of the hour.
         """
         if not outcomes:
             return
@@ -292,23 +292,22 @@ class CountedAcceptance:
         sizes_N, depths_N = np.array(
             [(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes], dtype=np.float64
         ).T
-        wished = [self._among(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
-        grown = [self._among(max(1, one.num_nodes), one.drafted_depth) for one in outcomes]
+        places = [self._among(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
         seen_S, whole_S = group.entries[:, self._sized]
         tokens_NS = self._sized_tokens(group.log_odds + self._log_odds[seats_N], (seen_S / whole_S)[None])
-        grown_N = _interpolated(tokens_NS, grown) - 1.0
-        surprise_N = np.where(nodes_N > 0.0, (accepted_N - grown_N) / (1.0 + grown_N), 0.0)
+        expected_N = _interpolated(tokens_NS, places) - 1.0
+        surprise_N = (accepted_N - expected_N) / (1.0 + expected_N)
         self._log_odds[seats_N] += _OWN_STEP * surprise_N
         step = 1.0 - (1.0 - _GROUP_STEP) ** len(outcomes)
         group.log_odds = min(6.0, max(-6.0, group.log_odds + step * float(surprise_N.mean())))
-        places_N = self._sized[[one.nearest for one in wished]]
+        nearest_N = self._sized[[one.nearest for one in places]]
         for sums, came_N, whole_N in (
-            (group.entries, accepted_N, _interpolated(tokens_NS, wished) - 1.0),
+            (group.entries, accepted_N, expected_N),
             (group.fill, nodes_N / sizes_N, np.ones(len(outcomes))),
             (group.reach, np.minimum(1.0, rounds_N / depths_N), np.ones(len(outcomes))),
         ):
-            np.add.at(sums[0], places_N, came_N)
-            np.add.at(sums[1], places_N, whole_N)
+            np.add.at(sums[0], nearest_N, came_N)
+            np.add.at(sums[1], nearest_N, whole_N)
 
     def _among(self, size: int, depth: int) -> "_Neighbours":
         """Return where a tree that finds its own shape lies among those of like depth.
