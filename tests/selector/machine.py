@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.policy import Choice, DraftOutcome, ExpansionPolicy, SequenceView, StepFeedback, StepWork
-from engine.tree import PLAIN, Expansion
+from engine.tree import PLAIN, Expansion, GrowthPrices
 from engine.types import SamplingParams, Speculation
 
 _CHUNK = 128  # tokens of a prompt fed in a step
@@ -109,6 +109,7 @@ class Ran:
     seconds: float = 0.0
     choices: list[tuple[Expansion, ...]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    prices: list[GrowthPrices] = field(default_factory=list)
     foretold: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -154,6 +155,7 @@ def run(policy: ExpansionPolicy, machine: Machine, texts: Sequence[Text], num_st
         ran.seconds += draft_s + rest_s
         ran.choices.append(choice.expansions)
         ran.reasons.append(choice.reason)
+        ran.prices.append(choice.prices)
         if choice.step_s is not None:
             ran.foretold.append((choice.step_s, draft_s + rest_s))
         blurred = machine.blurred(draft_s, chance), machine.blurred(rest_s, chance)

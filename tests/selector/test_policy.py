@@ -240,15 +240,10 @@ def test_it_says_why_and_what_it_expects():
 
 
 def test_trees_end_where_they_stop_paying_but_those_of_probes():
-    policy, prices = adaptive(USUAL), []
-    choose = policy.choose
-    policy.choose = lambda views: prices.append(choose(views)) or prices[-1]
-    run(policy, USUAL, texts_of(0.8, 2), 200)
-    probes = [one.prices for one in prices if one.reason is Reason.PROBE]
-    others = [one.prices for one in prices if one.reason is Reason.SPECULATION_PAYS]
-    assert probes
-    assert set(probes) == {FREE_GROWTH}
-    assert all(one.node > 0.0 < one.level for one in others)
+    ran = run(adaptive(USUAL), USUAL, texts_of(0.8, 2), 200)
+    steps = list(zip(ran.reasons, ran.prices, strict=True))
+    assert {prices for reason, prices in steps if reason == Reason.PROBE} == {FREE_GROWTH}
+    assert all(prices.node > 0.0 < prices.level for reason, prices in steps if reason == Reason.SPECULATION_PAYS)
 
 
 def test_it_does_not_flap():
