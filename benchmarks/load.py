@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from benchmarks.drafters.contenders import Stable
-from benchmarks.drafters.foreign import ForeignCpu
 from benchmarks.drafters.report import interval
+from benchmarks.foreign import ForeignCpu
 from engine.engine import Engine
 from engine.model import CausalModel
 from engine.pairs import verifier_for
