@@ -80,7 +80,7 @@ def _row(name: str, contenders: Mapping[str, Rounds], columns: Sequence[str]) ->
 
 
 def _median(rounds: Rounds, figure: str) -> float:
-    return statistics.median(line[figure] for line in rounds.values())
+    return float(statistics.median(line[figure] for line in rounds.values()))
 
 
 def _ratio_cell(values: Sequence[float]) -> str:
