@@ -249,7 +249,8 @@ def pair_on_disk(tmp_path_factory):
         module.save_pretrained(folder / name)
         words().save_pretrained(folder / name)
     (folder / "prompts.yaml").write_text(PROMPTS)
-    lines = [f"model: {folder / 'target'}", "drafter: model", f"draft_model: {folder / 'draft'}", "expansion: 1.3.1"]
+    lines = [f"model: {folder / 'target'}", "drafter: model", f"draft_model: {folder / 'draft'}"]
+    lines += ["expansion: 1.3.1", "verifier: traversal"]
     lines += [f"trace_file: {folder / 'trace'}", "audit_share: 1.0", "device: cpu", "max_model_len: 64", "num_slots: 2048"]
     (folder / "s.yaml").write_text("\n".join(lines))
     return folder

@@ -42,6 +42,7 @@ def work(tmp_path_factory) -> Path:
     settings = {
         "model": str(folder / "target"),
         "drafter": "head",
+        "verifier": "traversal",
         "head": str(folder / "head.safetensors"),
         "largest_expansion": "delayed_distinct.1.2.2",
         "num_slots": 2048,
@@ -88,7 +89,7 @@ def test_a_second_run_collects_what_is_missing(work, monkeypatch):
     assert main(["selector", "collect", *where, *COLLECT, "--verifiers", "coupled"]) == 0
     assert shard.is_file()
     assert others == {path: path.stat().st_mtime_ns for path in others}
-    monkeypatch.setattr("server.selector_collect.Collector.of_prompt", None)
+    monkeypatch.setattr("server.selector_collect.Collector.of_prompts", None)
     assert main(["selector", "collect", *where, *COLLECT]) == 0  # nothing is missing
 
 
