@@ -281,7 +281,9 @@ class CountedAcceptance:
         """Move the log-odds of trees that found their own shapes towards what explains their tokens.
 
         What a tree left out, because it cost more than it would have brought, counts as refused: what is foretold is what a wish
-        brings at the prices of the hour.
+        brings at the prices of the hour. The ratios of sizes are left aside: if they took the blame for a drafter that is never
+        right, every size would have to be refuted by itself. A kind's log-odds are judged without the sequences' own, so that the
+        next sequence begins where the last ones ended.
         """
         if not outcomes:
             return
@@ -293,13 +295,15 @@ class CountedAcceptance:
             [(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes], dtype=np.float64
         ).T
         places = [self._among(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
-        seen_S, whole_S = group.entries[:, self._sized]
-        tokens_NS = self._sized_tokens(group.log_odds + self._log_odds[seats_N], (seen_S / whole_S)[None])
+        even_1S = np.ones((1, len(self._sized)))
+        tokens_NS = self._sized_tokens(group.log_odds + self._log_odds[seats_N], even_1S)
         expected_N = _interpolated(tokens_NS, places) - 1.0
         surprise_N = (accepted_N - expected_N) / (1.0 + expected_N)
         self._log_odds[seats_N] += _OWN_STEP * surprise_N
+        of_new_N = _interpolated(self._sized_tokens(np.full(len(outcomes), group.log_odds), even_1S), places) - 1.0
         step = 1.0 - (1.0 - _GROUP_STEP) ** len(outcomes)
-        group.log_odds = min(6.0, max(-6.0, group.log_odds + step * float(surprise_N.mean())))
+        surprise = float(((accepted_N - of_new_N) / (1.0 + of_new_N)).mean())
+        group.log_odds = min(6.0, max(-6.0, group.log_odds + step * surprise))
         nearest_N = self._sized[[one.nearest for one in places]]
         for sums, came_N, whole_N in (
             (group.entries, accepted_N, expected_N),

@@ -188,3 +188,14 @@ def test_a_wish_of_which_often_nothing_is_left_brings_less(estimator_type, expec
         estimator.estimate([view])
         estimator.observe([DraftOutcome("r", wished, step % 2, 1, int(step % 2 and step % 10 != 1))])
     assert estimator.estimate([view]).tokens[0, menu.index[wished]] == pytest.approx(expected, abs=0.15)
+
+
+def test_the_next_sequence_knows_that_a_drafter_is_never_right():
+    """Whatever looks best is tried, and nothing is accepted."""
+    largest = Expansion(0, 3, 6, "noise_aware", 64)
+    menu = menu_of(largest, "coupled", largest)
+    estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
+    for _ in range(150):
+        best = menu.entries[int(estimator.estimate([view]).tokens.argmax())]
+        estimator.observe([DraftOutcome("r", best, best.max_nodes, best.max_depth, 0)])
+    assert estimator.estimate([Text(flat(0.0)).view("another")]).tokens.max() < 1.5
