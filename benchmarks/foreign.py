@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+MAX_FOREIGN_CPUS = 0.2  # above which a measurement says little
 _STAT = Path("/proc/stat")
 _IDLE, _IOWAIT, _GUEST = 3, 4, 8  # places in the line; what guests use is counted in user time already
 

@@ -27,7 +27,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.drafters.contenders import Stable
 from benchmarks.drafters.report import interval
-from benchmarks.foreign import ForeignCpu
+from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
+from benchmarks.markdown import table
 from engine.engine import Engine
 from engine.model import CausalModel
 from engine.pairs import verifier_for
@@ -42,7 +43,6 @@ from server.chat_ids import chat_ids
 from server.settings import load_settings
 
 _PROMPTS = Path(__file__).parent / "prompts.yaml"
-_MAX_FOREIGN_CPUS = 0.2
 _FEWEST = 4  # requests of a measurement
 
 
@@ -176,13 +176,13 @@ def report(path: Path, max_foreign: float) -> str:
     left_out = (
         f"{len(whole) - len(quiet)} of {len(whole)} measurements left out: others used more than {max_foreign:g} processors."
     )
-    heads = ["at a time", "rounds", *(f"{name}: block efficiency | over plain | choosing" for name in names)]
-    lines = [left_out, "", f"| {' | '.join(heads)} |", "|" + "---|" * (2 + 3 * len(names))]
+    heads = ["at a time", "rounds"]
+    heads += [head for name in names for head in (f"{name}: block efficiency", "over plain", "choosing")]
+    rows = []
     for batch in sorted({batch for batch, *_ in quiet}):
         of_load = [by_name for (one, *_), by_name in quiet.items() if one == batch]
-        cells = [cell for name in names for cell in _cells(name, of_load)]
-        lines.append(f"| {' | '.join([str(batch), str(len(of_load)), *cells])} |")
-    return "\n".join(lines)
+        rows.append([str(batch), str(len(of_load)), *(cell for name in names for cell in _cells(name, of_load))])
+    return f"{left_out}\n\n{table(heads, rows)}"
 
 
 def _foreign(measured: Iterable[Measured]) -> float:
@@ -216,7 +216,7 @@ def main() -> None:
     run.add_argument("--out", type=Path, required=True)
     make = commands.add_parser("report", help="print the table of a file of measurements")
     make.add_argument("file", type=Path)
-    make.add_argument("--max-foreign", type=float, default=_MAX_FOREIGN_CPUS, help="processors of others that are too many")
+    make.add_argument("--max-foreign", type=float, default=MAX_FOREIGN_CPUS, help="processors of others that are too many")
     args = parser.parse_args()
     if args.command == "report":
         print(report(args.file, args.max_foreign))

@@ -211,7 +211,7 @@ class CountedAcceptance:
         nodes_BM[:, self._sized] = self._sizes_S * np.minimum(fill_BS, 1.0)
         passes_BM[:, self._sized] = self._depths_S * np.minimum(reach_BS, 1.0)
 
-    def _sized_tokens(self, log_odds_B: Array, ratio_BS: Array) -> Array:
+    def _sized_tokens(self, log_odds_B: Array, ratio_BS: Array | float = 1.0) -> Array:
         """Return what trees of their own shape bring: at most their depth and the extra token, no less than smaller ones."""
         place_B = np.minimum(1.0 / (1.0 + np.exp(-log_odds_B)), _GRID[-1]) / (_GRID[1] - _GRID[0])
         low_B = np.minimum(place_B.astype(np.int64), len(_GRID) - 2)
@@ -295,14 +295,11 @@ class CountedAcceptance:
             [(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes], dtype=np.float64
         ).T
         places = [self._among(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
-        even_1S = np.ones((1, len(self._sized)))
-        tokens_NS = self._sized_tokens(group.log_odds + self._log_odds[seats_N], even_1S)
-        expected_N = _interpolated(tokens_NS, places) - 1.0
-        surprise_N = (accepted_N - expected_N) / (1.0 + expected_N)
-        self._log_odds[seats_N] += _OWN_STEP * surprise_N
-        of_new_N = _interpolated(self._sized_tokens(np.full(len(outcomes), group.log_odds), even_1S), places) - 1.0
+        expected_N = _interpolated(self._sized_tokens(group.log_odds + self._log_odds[seats_N]), places) - 1.0
+        self._log_odds[seats_N] += _OWN_STEP * _surprise(accepted_N, expected_N)
+        of_new_N = _interpolated(self._sized_tokens(np.array([group.log_odds])), places) - 1.0
         step = 1.0 - (1.0 - _GROUP_STEP) ** len(outcomes)
-        surprise = float(((accepted_N - of_new_N) / (1.0 + of_new_N)).mean())
+        surprise = float(_surprise(accepted_N, of_new_N).mean())
         group.log_odds = min(6.0, max(-6.0, group.log_odds + step * surprise))
         nearest_N = self._sized[[one.nearest for one in places]]
         for sums, came_N, whole_N in (
@@ -365,10 +362,15 @@ class _Neighbours:
 
 
 def _interpolated(tokens_NS: Array, places: Sequence[_Neighbours]) -> Array:
-    """Return what each row's tree brings, [N]."""
-    rows_N, share_N = np.arange(len(places)), np.array([one.share for one in places])
+    """Return what each row's tree brings, [N]; a single row of tokens is everybody's."""
+    rows_N, share_N = np.arange(len(places)) % len(tokens_NS), np.array([one.share for one in places])
     low_N, high_N = tokens_NS[rows_N, [one.low for one in places]], tokens_NS[rows_N, [one.high for one in places]]
     return np.asarray(low_N + share_N * (high_N - low_N))
+
+
+def _surprise(came: Array, expected: Array) -> Array:
+    """Return how far what came is from what was expected, beside that."""
+    return (came - expected) / (1.0 + expected)
 
 
 def _shrunk(counts_B4D: Array, laws_2BD: Array, pooled_2B: Array) -> Array:

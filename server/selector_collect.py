@@ -82,12 +82,10 @@ def _collect(parsed: argparse.Namespace) -> int:
     command = f"{_command(parsed)} --num-prompts {parsed.num_prompts}"
     notes = {"command": command, "design": _command(parsed), "model": settings.model, "prices": prices}
     done = len(prompts) - len(missing)
-    bar = progress_bar(what="measuring roots", total=len(prompts), initial=done, unit="prompt")
-    with bar:
-        names = list(missing)
-        for begin in range(0, len(names), _SIDE_BY_SIDE):
-            of_names = {name: missing[name] for name in names[begin : begin + _SIDE_BY_SIDE]}
-            encoded = {name: (kind, chat_ids(tokenizer, text)) for name, (kind, text) in of_names.items()}
+    to_write = [(name, kind, chat_ids(tokenizer, text)) for name, (kind, text) in missing.items()]
+    with progress_bar(what="measuring roots", total=len(prompts), initial=done, unit="prompt") as bar:
+        for begin in range(0, len(to_write), _SIDE_BY_SIDE):
+            encoded = {name: (kind, ids) for name, kind, ids in to_write[begin : begin + _SIDE_BY_SIDE]}
             for name, examples in collector.of_prompts(encoded):
                 if examples is None:
                     sys.stderr.write(f"latebranch selector collect: the answers to {name} hold no root: too short; left out\n")

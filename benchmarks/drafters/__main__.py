@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from benchmarks.drafters.contenders import MissingPart, Stable, contenders_of
 from benchmarks.drafters.measure import Design, EncodedPrompt, Measurement
 from benchmarks.drafters.report import report
+from benchmarks.foreign import MAX_FOREIGN_CPUS
 from engine.build import BadConfiguration
 from engine.model_check import UnsupportedModel
 from engine.refusal import RequestRefused
@@ -20,7 +21,6 @@ from server.chat_ids import chat_ids
 from server.settings import SettingsError, load_settings
 
 _PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
-_MAX_FOREIGN_CPUS = 0.2
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     make = commands.add_parser("report", help="print the table of a file of measurements")
     make.add_argument("file", type=Path)
     make.add_argument(
-        "--max-foreign", type=float, default=_MAX_FOREIGN_CPUS, help="processors of others above which a block is left out"
+        "--max-foreign", type=float, default=MAX_FOREIGN_CPUS, help="processors of others above which a block is left out"
     )
     return parser
 

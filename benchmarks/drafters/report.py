@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import table
+
 _NUM_RESAMPLES = 1000
 _PLAIN = "none"
 Line = Mapping[str, Any]
@@ -87,7 +89,7 @@ def _table(blocks: Sequence[Sequence[Line]]) -> str:
     kinds = sorted({sample.kind for every in samples.values() for sample in every})
     heads = ["drafter", "tree", "drafting", *kinds, "all: block efficiency", "ratio", "after the prompt", "blocks"]
     rows = [_row(drafter, tree, every, kinds) for (drafter, tree), every in sorted(samples.items(), key=_place)]
-    return "\n".join([_cells(heads), _cells(["---"] * len(heads)), *map(_cells, rows)])
+    return table(heads, rows)
 
 
 def _place(entry: tuple[tuple[str, str], Sequence[Sample]]) -> tuple[bool, str, str]:
@@ -149,7 +151,3 @@ def interval(ratios: Mapping[str, Sequence[float]]) -> Interval:
 
 def _mean_of_means(groups: Sequence[Sequence[float]]) -> float:
     return statistics.fmean(statistics.fmean(group) for group in groups)
-
-
-def _cells(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from benchmarks.foreign import MAX_FOREIGN_CPUS
 from benchmarks.peers.contenders import PRECISIONS, Subject, contenders_of, those_ready
 from benchmarks.peers.measure import Design, Measurement, Prompt
 from benchmarks.peers.report import report
@@ -23,7 +24,6 @@ from server.chat_ids import chat_ids
 from server.settings import Settings, SettingsError, load_settings
 
 _PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
-_MAX_FOREIGN_CPUS = 0.2
 _CONTEXT_STEP_TOKENS = 256
 
 
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--max-foreign",
             type=float,
-            default=_MAX_FOREIGN_CPUS,
+            default=MAX_FOREIGN_CPUS,
             help="processors of others above which a measurement counts as disturbed",
         )
     return parser

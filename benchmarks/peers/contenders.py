@@ -8,11 +8,10 @@ from typing import Any
 
 from benchmarks.peers import setup
 from benchmarks.peers.processes import PORT, Launch
+from benchmarks.peers.report import OURS
 from engine.tree import Expansion
 from engine.weights.references import LocalWeights
 
-OURS = "latebranch"
-REFERENCE = "transformers.float32"  # whose greedy texts others' are compared with
 PRECISIONS = ("float32", "bfloat16", "int8")
 _GIB = 2**30
 _LIBRARIES_BYTES = _GIB // 2  # what a process holds beside weights and cache, roughly

@@ -86,7 +86,7 @@ class LineProcess:
         try:
             print(job.to_json(), file=self._process.stdin, flush=True)
         except BrokenPipeError as error:
-            raise PeerDied(f"it ended; {self._log} ends with:\n{_end_of(self._log)}") from error
+            raise _death("it ended", self._log) from error
         return Answers.from_json(self._line(_JOB_LIMIT_S))
 
     def stop(self) -> None:
@@ -99,10 +99,10 @@ class LineProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(limit_s):
-                raise PeerDied(f"no answer within {limit_s:g} s; {self._log} ends with:\n{_end_of(self._log)}")
+                raise _death(f"no answer within {limit_s:g} s", self._log)
             line = self._process.stdout.readline()
         if not line:
-            raise PeerDied(f"it ended; {self._log} ends with:\n{_end_of(self._log)}")
+            raise _death("it ended", self._log)
         return line
 
 
@@ -133,7 +133,7 @@ class ServerProcess:
     def answer(self, job: Job) -> Answers:
         """Return its answers. Raises JobFailed."""
         if self._process.poll() is not None:
-            raise PeerDied(f"it ended; {self._log} ends with:\n{_end_of(self._log)}")
+            raise _death("it ended", self._log)
         return self._client.answer(replace(job, url=self._url))
 
     def stop(self) -> None:
@@ -147,7 +147,7 @@ class ServerProcess:
             if _is_healthy(port):
                 return
             time.sleep(0.2)
-        raise PeerDied(f"it did not become ready; {self._log} ends with:\n{_end_of(self._log)}")
+        raise _death("it did not become ready", self._log)
 
 
 def start_client(log: Path) -> LineProcess:
@@ -185,5 +185,5 @@ def _free_port() -> int:
         return port
 
 
-def _end_of(log: Path) -> str:
-    return log.read_text(errors="replace")[-1500:]
+def _death(what: str, log: Path) -> PeerDied:
+    return PeerDied(f"{what}; {log} ends with:\n{log.read_text(errors='replace')[-1500:]}")

@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-OURS, REFERENCE = "latebranch", "transformers.float32"
+from benchmarks.markdown import table
+
+OURS = "latebranch"
+REFERENCE = "transformers.float32"  # whose greedy texts others' are compared with
 Line = Mapping[str, Any]
 Rounds = Mapping[int, Line]  # a contender's lines in one section, by round
 Section = tuple[int, float, str]  # concurrency, temperature, kind
@@ -64,7 +67,7 @@ def _table(contenders: Mapping[str, Rounds], columns: Sequence[str]) -> str:
     heads = ["contender", "tokens/s", "first token, ms", "ms a token", "peak, GiB", "as generate", "rounds"]
     heads += [f"{name.removeprefix(OURS + '.')} over it" for name in columns]
     rows = [_row(name, contenders, columns) for name in sorted(contenders)]
-    return "\n".join(map(_cells, [heads, ["---"] * len(heads), *rows]))
+    return table(heads, rows)
 
 
 def _row(name: str, contenders: Mapping[str, Rounds], columns: Sequence[str]) -> list[str]:
@@ -97,7 +100,3 @@ def _equal_cell(rounds: Rounds, reference: Rounds) -> str:
         for text, true in zip(rounds[number]["token_ids"], reference[number]["token_ids"], strict=True)
     ]
     return f"{sum(text == true for text, true in pairs)} of {len(pairs)}" if pairs else "–"
-
-
-def _cells(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -16,6 +16,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.weights import default_root
+
 PINS = {
     "transformers": ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0"),
     "llama.cpp": ("llama-cpp-python==0.3.36",),
@@ -43,15 +45,9 @@ class SetupError(Exception):
     """A peer could not be installed; the message is one line."""
 
 
-def peers_root() -> Path:
-    """Return the folder of all peers."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "latebranch" / "peers"
-
-
 def home(peer: str) -> Path:
     """Return a peer's own folder."""
-    return peers_root() / peer
+    return default_root() / "peers" / peer
 
 
 def is_set_up(peer: str) -> bool:
@@ -143,10 +139,10 @@ def _install(folder: Path, requirements: Sequence[str]) -> None:
 def _downloaded(folder: Path, requirement: str, *flags: str) -> Path:
     """Return the one file of a release, fetched into `folder` the first time."""
     stem = requirement.replace("-", "_").replace("==", "-")
-    if not (found := [*folder.glob(f"{stem}*.whl"), *folder.glob(f"{stem}*.tar.gz")]):
+    patterns = (f"{stem}*.whl", f"{stem}*.tar.gz")
+    if not any(any(folder.glob(pattern)) for pattern in patterns):
         _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *flags, "--dest", str(folder), requirement])
-        found = [*folder.glob(f"{stem}*.whl"), *folder.glob(f"{stem}*.tar.gz")]
-    return found[0]
+    return next(file for pattern in patterns for file in folder.glob(pattern))
 
 
 def _run(command: Sequence[str]) -> None:

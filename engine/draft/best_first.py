@@ -50,7 +50,7 @@ class BestFirst:
         self._num_rounds = 0
         self._least = 1.0 / (self._expansion.max_nodes + 1)
         self._prices = FREE_GROWTH if agreement is None else tree.row.prices
-        self._offered, self._continued = _START_OFFERED, _START_OFFERED * _START_CONTINUED
+        self._continued = _START_OFFERED * _START_CONTINUED  # chances that an offer has one that is accepted, added up
 
     def asks(self) -> list[FrontierNode]:
         """Return the best candidates that would be kept if this were the end and that have not been fed."""
@@ -64,7 +64,7 @@ class BestFirst:
             self._least = min(self._least, unfed[0].value / 2)
         num_slots = self._expansion.max_nodes - (len(self._fed) - 1)
         chosen = [one for one in unfed if one.value > self._least][: min(self._expansion.branches, num_slots)]
-        if sum(one.value for one in chosen) * self._continued / self._offered < self._prices.level:
+        if sum(one.value for one in chosen) * self._continued / (_START_OFFERED + len(self._offers)) < self._prices.level:
             return []
         for candidate in chosen:
             self._fed[self._add(candidate)] = candidate
@@ -86,7 +86,6 @@ class BestFirst:
         self._offers[node] = offer
         chances = offer.odds if self._agreement is None else self._agreement.chances(offer.scores).tolist()
         offered = list(zip(offer.token_ids[: self._expansion.branches], chances, strict=False))
-        self._offered += 1.0
         self._continued += min(1.0, sum(chance for _, chance in offered))
         for token_id, chance in offered:
             value = parent.value * min(1.0, chance)

@@ -91,14 +91,9 @@ async def test_a_key_has_room_of_its_own():
     thread.close()
 
 
-async def _order_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the texts of two keys in the order in which they are encoded; one of them asks for many, and first."""
-    gate, texts, asked = threading.Event(), list[str](), list[str]()
-    run = TokenizerThread.run
-
-    def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
-        asked.append(key)
-        return run(thread, num_bytes, work, key)
+def _held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
+    """Have every text note that its encoding began, and wait at a gate; return the gate and the texts."""
+    gate, texts = threading.Event(), list[str]()
 
     def slow(codec: TextCodec, text: str) -> tuple[int, ...]:
         texts.append(text)
@@ -106,6 +101,18 @@ async def _order_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return (5,)
 
     monkeypatch.setattr(TextCodec, "encode", slow)
+    return gate, texts
+
+
+async def _order_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the texts of two keys in the order in which they are encoded; one of them asks for many, and first."""
+    asked, run = list[str](), TokenizerThread.run
+
+    def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
+        asked.append(key)
+        return run(thread, num_bytes, work, key)
+
+    gate, texts = _held(monkeypatch)
     monkeypatch.setattr(TokenizerThread, "run", watched)
     async with in_process(FakeEngine(), api_keys=("many", "one")) as client:
 
@@ -204,7 +211,7 @@ async def test_requests_that_wait_for_the_tokenizer_when_the_server_stops_are_50
 
 async def test_a_client_that_leaves_takes_its_text_along(monkeypatch: pytest.MonkeyPatch):
     """The bug: disconnects were noticed only once the prompt had been encoded."""
-    gate, texts, asked, left = threading.Event(), list[str](), list[int](), list[int]()
+    asked, left = list[int](), list[int]()
     run = TokenizerThread.run
 
     async def watched(thread: TokenizerThread, num_bytes: int, work: Any, key: str) -> Any:
@@ -215,12 +222,7 @@ async def test_a_client_that_leaves_takes_its_text_along(monkeypatch: pytest.Mon
             left.append(num_bytes)
             raise
 
-    def slow(codec: TextCodec, text: str) -> tuple[int, ...]:
-        texts.append(text)
-        gate.wait(30)
-        return (5,)
-
-    monkeypatch.setattr(TextCodec, "encode", slow)
+    gate, texts = _held(monkeypatch)
     monkeypatch.setattr(TokenizerThread, "run", watched)
     engine = FakeEngine()
     async with over_loopback(engine) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
