@@ -5,7 +5,6 @@ are folded into the query rows, so keys and values are never expanded.
 Shape key: T packed tokens, B segments, Q queries of a group, L keys, H key-value heads, G query heads for each, K head size.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,15 +73,15 @@ def cached_attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
-    of_group: Callable[..., Tensor] = group_attention,
 ) -> Float[Tensor, "T HGV"]:
-    """Attend to what the cache holds for a layer: every packed token's output, in packed order. `of_group` does one group."""
-    batch, cache = context.batch, context.cache
+    """Attend to what the cache holds for a layer: every packed token's output, in packed order."""
+    padded, cache = context.batch.padded, context.cache
     outputs = [
-        of_group(query_THGK, *cache.gather(layer, group.key_slots_BL), group, scaling, window, softcap) for group in batch.groups
+        group_attention(query_THGK, *cache.gather(layer, group.key_slots_BL), group, scaling, window, softcap)
+        for group in padded.groups
     ]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return out if batch.is_identity else out.index_select(0, batch.unpad_T)
+    return out if padded.is_identity else out.index_select(0, padded.unpad_T)
 
 
 def tree_attention(
@@ -95,10 +94,9 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     attention_context: AttentionContext | None = None,
-    of_group: Callable[..., Tensor] = group_attention,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 T HG V"], None]:
-    """Write the layer's keys and values, then attend; the signature is transformers' AttentionInterface, but for `of_group`.
+    """Write the layer's keys and values, then attend; the signature is transformers' AttentionInterface.
 
     Raises UnsupportedAttention for attention sinks and for a call without context (which would be unmasked).
     """
@@ -111,7 +109,7 @@ def tree_attention(
     num_tokens, num_heads, head_size = query.shape[2], key.shape[1], query.shape[3]
     query_THGK = query[0].transpose(0, 1).reshape(num_tokens, num_heads, -1, head_size)
     scale = head_size**-0.5 if scaling is None else scaling
-    out = cached_attention(layer, query_THGK, attention_context, scale, sliding_window, softcap, of_group)  # type: ignore[arg-type]
+    out = cached_attention(layer, query_THGK, attention_context, scale, sliding_window, softcap)  # type: ignore[arg-type]
     return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
 
 

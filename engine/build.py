@@ -29,7 +29,7 @@ from engine.draft.texts import TextCache
 from engine.engine import Engine
 from engine.grammars import CompiledGrammars, vocabulary_loader
 from engine.kv_cache import KVCache
-from engine.linears import fastest_dtype, fastest_linears
+from engine.linears import fastest_linears, fastest_precision
 from engine.memory import memory_need, shortage
 from engine.model import CausalModel, load_model, weights_dtype
 from engine.model_check import UnsupportedModel
@@ -128,7 +128,7 @@ def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Dra
 
 def _require_memory(config: EngineConfig, device: torch.device) -> None:
     """Raise BadConfiguration if the engine does not fit, before anything is loaded."""
-    need = memory_need(config, draft_dtype(config, device))
+    need = memory_need(config, draft_dtype(config, device), device)
     if (lacking := shortage(need, device)) is not None:
         raise BadConfiguration(lacking)
     _logger.info("memory at most: %s", need)
@@ -154,7 +154,7 @@ def device_of(config: EngineConfig) -> torch.device:
 
 def draft_dtype(config: EngineConfig, device: torch.device) -> str:
     """Return the number format of a draft model or head: rounding there costs a little acceptance and no exactness."""
-    return config.draft_dtype or str(fastest_dtype(device, weights_dtype(config.dtype))).removeprefix("torch.")
+    return config.draft_dtype or fastest_precision(device, weights_dtype(config.dtype))
 
 
 def _compatible(config: EngineConfig) -> EngineConfig:
@@ -249,7 +249,7 @@ def _head_drafter(path: Path, target: Target, dtype: str) -> HeadDrafter:
         head, _ = DraftHead.load(path)
         linears = fastest_linears(target.model.device)
         cache = target.cache
-        drafter = HeadDrafter("head", head, target.model, cache.num_slots, linears, getattr(torch, dtype), cache.canary)
+        drafter = HeadDrafter("head", head, target.model, cache.num_slots, linears, dtype, cache.canary)
     except (OSError, SafetensorError) as error:
         raise BadConfiguration(f"the draft head {path} cannot be read: {error}") from error
     except ValueError as error:

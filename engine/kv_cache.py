@@ -3,8 +3,10 @@
 Shape key: S slots, T tokens, B segments, L keys, H key-value heads, K head size.
 """
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.canary import Canary, NoCanary
@@ -38,8 +40,7 @@ class KVCache:
     ) -> None:
         """Store the keys and values of T tokens."""
         if layer not in self._keys:
-            self._keys[layer] = self._pool(keys_THK)
-            self._values[layer] = self._pool(values_THK)
+            self._make(layer, keys_THK, values_THK)
         self._keys[layer].index_copy_(0, slots_T, keys_THK)
         self._values[layer].index_copy_(0, slots_T, values_THK)
 
@@ -50,6 +51,26 @@ class KVCache:
         self.canary.check(f"keys of layer {layer}", flat, keys)
         rows, length = slots_BL.shape
         return keys.view(rows, length, *keys.shape[1:]), values.view(rows, length, *values.shape[1:])
+
+    def pools(self, layer: int, num_heads: int, head_size: int) -> tuple[Float[Tensor, "S H K"], Float[Tensor, "S H K"]]:
+        """Return a layer's keys and values of every slot, float32, for whoever reads and writes them where they lie.
+
+        What it has read it tells `check_read`.
+        """
+        if layer not in self._keys:
+            example = torch.empty(0, num_heads, head_size, device=self._device)
+            with torch.inference_mode():
+                self._make(layer, example, example)
+        return self._keys[layer], self._values[layer]
+
+    def check_read(self, slots: NDArray[np.int64]) -> None:
+        """Let the canary look at what lies in these slots, which have been read in every layer."""
+        if not isinstance(self.canary, NoCanary):
+            for layer in self._keys:
+                self.gather(layer, torch.from_numpy(slots)[None].to(self._device))
+
+    def _make(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self._keys[layer], self._values[layer] = self._pool(keys), self._pool(values)
 
     def _pool(self, example: Tensor) -> Tensor:
         # Not zeroed: every slot is written before it is gathered, and zeroing would touch gigabytes that may never be used.

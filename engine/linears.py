@@ -1,7 +1,8 @@
 """How the models' linear layers are computed: the seam for prepacked and quantised weights.
 
 `plain` leaves them to torch. `packed` reorders float weights once into the blocked layout oneDNN multiplies fastest on a CPU;
-the function computed is the same up to rounding.
+the function computed is the same up to rounding. `native` gives them to our own library (engine.native) in float32, bfloat16 or
+int8; a row's result then has the same bits whatever is beside it.
 """
 
 import platform
@@ -10,7 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from engine.int8 import Int8Linear
+from engine.native import library
+from engine.native.linear import NativeLinear
+
+NATIVE = "native"
 
 
 class PackedLinear(nn.Module):
@@ -48,19 +52,44 @@ def _packed(model: nn.Module) -> None:
                 setattr(parent, name, PackedLinear(child))
 
 
+_LIKE = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 0.1}  # relative error of an output
+_SAMPLE_ROWS = 4
+
+
+def _native(model: nn.Module, precision: str) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, _checked(child, NativeLinear(child, precision), precision))
+
+
+@torch.inference_mode()
+def _checked(linear: nn.Linear, native: NativeLinear, precision: str) -> NativeLinear:
+    """Return the layer; raise ValueError if it is not nearly the one it replaces."""
+    sample_NI = torch.randn(_SAMPLE_ROWS, linear.in_features, generator=torch.Generator().manual_seed(0))
+    expected_NO = linear(sample_NI.to(linear.weight.dtype)).float()
+    error = float((native(sample_NI) - expected_NO).norm() / expected_NO.norm().clamp_min(torch.finfo().tiny))
+    if not error < _LIKE[precision]:
+        raise ValueError(f"in {precision} a layer of {linear.in_features} inputs differs by {error:.0%}")
+    return native
+
+
 _KINDS: dict[str, Callable[[nn.Module], None]] = {"plain": _plain, "packed": _packed}
 
 
 def weight_of(linear: nn.Module) -> Tensor:
     """Return the weight [outputs, inputs] of a linear layer, however it is computed."""
-    if isinstance(linear, PackedLinear | Int8Linear):
+    if isinstance(linear, PackedLinear | NativeLinear):
         return linear.dense_weight()
     assert isinstance(linear, nn.Linear)
     return linear.weight
 
 
-def prepare_linears(model: nn.Module, kind: str) -> None:
-    """Replace the model's linear layers in place; raise ValueError for an unknown kind."""
+def prepare_linears(model: nn.Module, kind: str, precision: str | None = None) -> None:
+    """Replace the model's linear layers in place; `precision` is for native ones. Raise ValueError for an unknown kind."""
+    if kind == NATIVE and precision is not None:
+        _native(model, precision)
+        return
     if kind not in _KINDS:
         raise ValueError(f"unknown linear kind {kind!r}; known: {', '.join(_KINDS)}")
     _KINDS[kind](model)
@@ -68,16 +97,22 @@ def prepare_linears(model: nn.Module, kind: str) -> None:
 
 def fastest_linears(device: torch.device) -> str:
     """Return the kind of linear layers that is fastest on a device."""
+    if device.type == "cpu" and library.is_available():
+        return NATIVE
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return "packed" if device.type == "cpu" and has_onednn else "plain"
 
 
-def fastest_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+def fastest_precision(device: torch.device, dtype: torch.dtype) -> str:
     """Return the precision for weights whose rounding costs no more than a little acceptance: a drafter's.
 
-    That is bfloat16 where a processor multiplies it, half the memory traffic of float32; elsewhere `dtype`.
+    That is the one with the least memory traffic that a processor multiplies fast, int8 in our library, else bfloat16;
+    elsewhere `dtype`.
     """
-    return torch.bfloat16 if dtype == torch.float32 and device.type == "cpu" and multiplies_bfloat16() else dtype
+    if device.type == "cpu" and library.is_available():
+        return "int8"
+    is_halved = dtype == torch.float32 and device.type == "cpu" and multiplies_bfloat16()
+    return "bfloat16" if is_halved else str(dtype).removeprefix("torch.")
 
 
 def multiplies_bfloat16() -> bool:

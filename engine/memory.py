@@ -17,12 +17,13 @@ from transformers import AutoConfig, PretrainedConfig
 
 from engine.config import EngineConfig
 from engine.draft.head import head_shape
-from engine.model import INT8, weights_dtype
+from engine.linears import NATIVE, fastest_linears
+from engine.model import weights_dtype
 from engine.weights import WeightsError, resolve
 
 GB = 1e9
 _LAW_BYTES = 4 * 4  # a node's logits, edited logits, law and draft law, float32
-_SCORE_BYTES, _EXACT_SCORE_BYTES = 3 * 4, 5 * 8  # a score and what is made of it, in one layer at a time
+_SCORE_BYTES = 3 * 4  # a score and what is made of it, in one layer at a time
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -60,15 +61,20 @@ class Memory:
     free: int
 
 
-def memory_need(config: EngineConfig, draft_dtype: str) -> MemoryNeed:
-    """Return what an engine needs; `draft_dtype` is its drafter's precision. Raises WeightsError."""
+def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) -> MemoryNeed:
+    """Return what an engine needs; `draft_dtype` is its drafter's precision. Raises WeightsError.
+
+    Weights are counted as they are loaded, and may take less once they are packed.
+    """
     target, num_slots = configuration_of(config.model), config.scheduler.num_slots
-    weights, dtype = weights_dtype(config.dtype), getattr(torch, draft_dtype)
+    weights, draft_weights = weights_dtype(config.dtype), weights_dtype(draft_dtype)
+    is_native = fastest_linears(device) == NATIVE
+    kept, draft_kept = (torch.float32, torch.float32) if is_native else (weights, draft_weights)
     return MemoryNeed(
         weights=num_parameters(resolve(config.model).folder) * weights.itemsize,
-        draft_weights=_draft_parameters(config) * dtype.itemsize,
-        cache=num_slots * cache_bytes_per_token(target, weights),
-        draft_cache=num_slots * _draft_bytes_per_token(config, dtype),
+        draft_weights=_draft_parameters(config) * draft_weights.itemsize,
+        cache=num_slots * cache_bytes_per_token(target, kept),
+        draft_cache=num_slots * _draft_bytes_per_token(config, draft_kept),
         step=_step_bytes(config, target),
     )
 
@@ -101,8 +107,7 @@ def _step_bytes(config: EngineConfig, target: PretrainedConfig) -> int:
     num_nodes = min(limits.max_step_tokens, limits.max_running * (1 + tree.num_draft_tokens))
     longest = min(limits.max_model_len, limits.num_slots, getattr(text, "max_position_embeddings", None) or limits.max_model_len)
     num_scores = limits.max_step_tokens * longest
-    score_bytes = _EXACT_SCORE_BYTES if config.dtype == INT8 else _SCORE_BYTES
-    return int(num_nodes * text.vocab_size * _LAW_BYTES + num_scores * (text.num_attention_heads * score_bytes + 1 + 8))
+    return int(num_nodes * text.vocab_size * _LAW_BYTES + num_scores * (text.num_attention_heads * _SCORE_BYTES + 1 + 8))
 
 
 def memory_of(device: torch.device) -> Memory:

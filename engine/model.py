@@ -4,6 +4,7 @@ Gives a loaded model our attention and linears; a model that we cannot drive exa
 embeddings that depend on the batch) is refused by name. Shape key: T packed tokens, N rows of logits, V vocabulary.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine import exact_attention
-from engine.activations import steady_activations
 from engine.attention import NAME, AttentionContext
-from engine.int8 import can_multiply_int8, quantise_linears
 from engine.kv_cache import KVCache
-from engine.linears import prepare_linears
+from engine.linears import NATIVE, prepare_linears
 from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_by_configuration, require_equal, require_same_bits
+from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
 from engine.packing import PackedBatch
 from engine.progress_bar import quiet_libraries
 from engine.weights.facts import end_tokens
 
+_logger = logging.getLogger(__name__)
 INT8 = "int8"
-_EXACT_ATTENTION_TOLERANCE = 1e-2  # queries, keys and values are rounded to 12 binary places
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-3, "int8": 2e-2}  # of native passes: inputs of int8 layers are rounded to 15 bits
 _NO_LIMIT = 1 << 20
 
 
@@ -35,7 +35,7 @@ class CausalModel:
         self.module: Any = module.to(device).eval()
         self.device = device
         self.module.requires_grad_(False)
-        self._attention = NAME
+        self.native: NativeDecoder | None = None  # runs passes in place of the module, once it is there
 
     @property
     def vocab_size(self) -> int:
@@ -45,8 +45,7 @@ class CausalModel:
     @property
     def max_positions(self) -> int:
         """Longest context that can be run; a model that does not say is taken to have no limit of its own."""
-        own_limit = int(getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT)
-        return min(own_limit, exact_attention.LONGEST_TEXT) if self._attention == exact_attention.NAME else own_limit
+        return int(getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -55,16 +54,13 @@ class CausalModel:
 
     def restore_attention(self) -> None:
         """Let the model attend to an engine's slots again, after it was lent to something that set another attention."""
-        self.module.set_attn_implementation(self._attention)
-
-    def attend_exactly(self) -> None:
-        """Attend from now on so that a row has the same bits whatever it is computed with."""
-        self._attention = exact_attention.NAME
-        self.restore_attention()
+        self.module.set_attn_implementation(NAME)
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
         with torch.inference_mode():
+            if self.native is not None:
+                return self.native.forward(batch, cache, logit_rows_N)
             out = self.module(
                 input_ids=batch.input_ids_1T,
                 position_ids=batch.position_ids_1T,
@@ -81,37 +77,50 @@ def weights_dtype(dtype: str) -> torch.dtype:
 
 
 def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
-    """Load, check and prepare a model. `dtype` is a torch name or int8; `linears` as engine.linears names float ones."""
+    """Load, check and prepare a model. `dtype` is a torch name or int8; `linears` as engine.linears names them.
+
+    A model that our library does not know is run as transformers has it, with packed linears; in int8 it is refused.
+    """
     quiet_libraries()
+    is_native = linears == NATIVE
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=weights_dtype(dtype), attn_implementation="eager")
-    return adopt(module, device, INT8 if dtype == INT8 else linears)
+    if is_native:
+        try:
+            return adopt(module, device, NATIVE, dtype)
+        except UnknownDecoder as error:
+            if dtype == INT8:
+                raise UnsupportedModel(f"int8: {error}") from error
+            _logger.info("%s; transformers runs it", error)
+            return adopt(module, device, "packed")
+    if dtype == INT8:
+        raise UnsupportedModel(f"int8 needs our library and a processor with AVX-512 VNNI, which {device} has not")
+    return adopt(module, device, linears)
 
 
-def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain") -> CausalModel:
+def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain", precision: str = "float32") -> CausalModel:
     """Take a loaded transformers model over: our attention and linears, compared as they will serve with the model's own pass.
 
-    With linears "int8" attention is exact, and the linears are quantised after the comparison: from then on the model is another,
-    one whose rows have the same bits in any batch.
-    Raises UnsupportedModel.
+    `precision` is for native linears alone, with which our library runs the passes, in float32 but for their weights; the
+    comparison is then with the module's own pass over the same linear layers.
+    Raises UnsupportedModel, and UnknownDecoder, before anything is changed, for one that the library does not know.
     """
     refuse_by_configuration(module.config)
     model = CausalModel(module, device)
     ids = check_text(model)
-    expected_NV = own_logits(model, ids)
-    if linears == INT8:
-        if not can_multiply_int8(device):
-            raise UnsupportedModel(f"int8 needs a processor with VNNI, which {device} has not")
+    if linears == NATIVE:
+        refuse_by_structure(module)
         try:
-            model.attend_exactly()
-            steady_activations(model.module)
-            require_equal(model, ids, expected_NV, _EXACT_ATTENTION_TOLERANCE)
-            model.module.set_attn_implementation("eager")
-            quantise_linears(model.module, model.vocab_size)
+            prepare_linears(module, NATIVE, precision)
+            module.float()
         except ValueError as error:
             raise UnsupportedModel(str(error)) from error
+        expected_NV = own_logits(model, ids)
         model.restore_attention()
+        model.native = NativeDecoder(module)
+        require_equal(model, ids, expected_NV, _TOLERANCE[precision])
         require_same_bits(model, ids)
     else:
+        expected_NV = own_logits(model, ids)
         model.restore_attention()
         prepare_linears(model.module, linears)
         require_equal(model, ids, expected_NV)

@@ -9,7 +9,8 @@ attention is a few batched products. Shape key: T query tokens, L keys, W tail k
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from functools import cached_property
+from itertools import accumulate, chain, islice
 
 import numpy as np
 import torch
@@ -76,25 +77,64 @@ class Group:
 
 
 @dataclass(frozen=True)
-class PackedBatch:
-    """What one forward needs, on the device.
+class Padded:
+    """Segments as padded groups, on the device.
 
     `unpad_T` finds each packed token in the groups' padded outputs, end to end; `is_identity` if they are in packed order
     without padding.
     """
 
-    input_ids_1T: Int[Tensor, "1 T"]
-    position_ids_1T: Int[Tensor, "1 T"]
-    write_slots_T: Int[Tensor, " T"]
     groups: tuple[Group, ...]
     unpad_T: Int[Tensor, " T"]
     is_identity: bool
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Segments end to end, in the host's memory: int64, `seen` uint8. Each `first_` says where a segment's begin, and the end."""
+
+    first_token: NDArray[np.int64]
+    first_key: NDArray[np.int64]
+    first_tail: NDArray[np.int64]
+    first_seen: NDArray[np.int64]
+    key_slots: NDArray[np.int64]
+    tail_positions: NDArray[np.int64]
+    seen: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """What one forward needs, on the device; what its attention needs is made in the form that is asked for."""
+
+    input_ids_1T: Int[Tensor, "1 T"]
+    position_ids_1T: Int[Tensor, "1 T"]
+    write_slots_T: Int[Tensor, " T"]
     starts: tuple[int, ...]
+    segments: tuple[Segment, ...]
 
     @property
     def num_tokens(self) -> int:
         """Packed tokens, T."""
         return int(self.input_ids_1T.shape[1])
+
+    @cached_property
+    def padded(self) -> Padded:
+        """The segments as padded groups."""
+        return _padded(self.segments, self.starts, self.write_slots_T.device)
+
+    @cached_property
+    def flat(self) -> Flat:
+        """The segments end to end."""
+        num_tails = [len(segment.tail_positions) for segment in self.segments]
+        return Flat(
+            first_token=np.array(self.starts, dtype=np.int64),
+            first_key=_ends(segment.num_keys for segment in self.segments),
+            first_tail=_ends(num_tails),
+            first_seen=_ends(segment.num_tokens * num for segment, num in zip(self.segments, num_tails, strict=True)),
+            key_slots=_flat(segment.key_slots for segment in self.segments),
+            tail_positions=_flat(segment.tail_positions for segment in self.segments),
+            seen=np.concatenate([segment.tail_visible_TW.ravel() for segment in self.segments]).view(np.uint8),
+        )
 
 
 def _grouped(segments: Sequence[Segment]) -> list[list[int]]:
@@ -155,27 +195,29 @@ def pack(segments: Sequence[Segment], device: torch.device) -> PackedBatch:
     starts = [0]
     for segment in segments:
         starts.append(starts[-1] + segment.num_tokens)
+    flat = [_flat(s.token_ids for s in segments), _flat(s.positions for s in segments), _flat(s.write_slots for s in segments)]
+    input_ids_T, position_ids_T, write_slots_T = arrays(flat, device)
+    return PackedBatch(input_ids_T[None], position_ids_T[None], write_slots_T, tuple(starts), tuple(segments))
+
+
+def _padded(segments: Sequence[Segment], starts: Sequence[int], device: torch.device) -> Padded:
     grouped = _grouped(segments)
     unpad = _unpadding(segments, starts, grouped)
     tables = [_tables([segments[i] for i in group], [starts[i] for i in group]) for group in grouped]
-    flat = [_flat(s.token_ids for s in segments), _flat(s.positions for s in segments), _flat(s.write_slots for s in segments)]
-    tensors = iter(arrays([*flat, unpad, *(table for integers, _ in tables for table in integers)], device))
-    input_ids_T, position_ids_T, write_slots_T, unpad_T = islice(tensors, 4)
+    tensors = iter(arrays([unpad, *(table for integers, _ in tables for table in integers)], device))
+    unpad_T = next(tensors)
 
     def group(visible: NDArray[np.bool_]) -> Group:
         token_index_BT, key_slots_BL, query_positions_BT, key_positions_BL = islice(tensors, 4)
         visible_BTL = torch.from_numpy(visible).to(device)
         return Group(token_index_BT, key_slots_BL, visible_BTL, query_positions_BT, key_positions_BL)
 
-    return PackedBatch(
-        input_ids_1T=input_ids_T[None],
-        position_ids_1T=position_ids_T[None],
-        write_slots_T=write_slots_T,
-        groups=tuple(group(visible) for _, visible in tables),
-        unpad_T=unpad_T,
-        is_identity=bool((unpad == np.arange(len(unpad))).all()),
-        starts=tuple(starts),
-    )
+    return Padded(tuple(group(visible) for _, visible in tables), unpad_T, bool((unpad == np.arange(len(unpad))).all()))
+
+
+def _ends(counts: Iterable[int]) -> NDArray[np.int64]:
+    """Return where each begins that lie end to end, and the end."""
+    return np.array([*accumulate(counts, initial=0)], dtype=np.int64)
 
 
 def _flat(lists: Iterable[Sequence[int]]) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ W width of what the drafter reads, V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -69,10 +69,14 @@ class RootReader:
         """Begin to see passes."""
         if not self._is_watching:
             self._is_watching = True
-            self._model.module.get_output_embeddings().register_forward_pre_hook(self._keep)
+            if self._model.native is not None:
+                self._model.native.watch((), lambda states: self._keep(states.given_ND))
+            else:
+                head = self._model.module.get_output_embeddings()
+                head.register_forward_pre_hook(lambda _, args: self._keep(args[0].flatten(0, -2)))
 
-    def _keep(self, _module: Any, args: tuple[Tensor]) -> None:
-        self._given_ND = args[0].flatten(0, -2)
+    def _keep(self, given_ND: Float[Tensor, "N D"]) -> None:
+        self._given_ND = given_ND
 
     def note(self, endings: Mapping[str, Ending], logits_NV: Float[Tensor, "N V"], laws_RV: Float[Tensor, "R V"]) -> None:
         """Take note of the step whose pass has just run; what was noted before is forgotten."""

@@ -3,7 +3,7 @@
 Shape key: T tokens (packed, or row after row), F tapped layers, D model width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.model import CausalModel
+from engine.native.decoder import PassStates
 
 
 class StateTap:
     """Keeps the states of a model's latest pass after some numbers of layers.
 
-    The full number reads the last norm's output, or with `is_last_normed` False what the norm is given.
+    The full number reads the last norm's output, or with `is_last_normed` False what the norm is given. A model's own module is
+    read too where it runs in place of our library, as a comparison's or a writer's does.
     """
 
     def __init__(self, model: CausalModel, layers: Sequence[int], is_last_normed: bool = True) -> None:
@@ -26,6 +28,10 @@ class StateTap:
             raise ValueError(f"cannot read the state after {list(layers)} of {depth} layers")
         self._states: dict[int, Tensor] = {}
         self._layers = tuple(layers)
+        self._end_watch: Callable[[], None] = lambda: None
+        if model.native is not None:
+            ends = {count: count - 1 + (count == depth and is_last_normed) for count in layers}
+            self._end_watch = model.native.watch(ends.values(), lambda pass_: self._take(pass_, ends))
         modules = {count: inner.norm if count == depth and is_last_normed else inner.layers[count - 1] for count in layers}
         self._hooks = [module.register_forward_hook(self._reader(count)) for count, module in modules.items()]
 
@@ -37,7 +43,11 @@ class StateTap:
         """Stop reading."""
         for hook in self._hooks:
             hook.remove()
+        self._end_watch()
         self._states.clear()
+
+    def _take(self, states: PassStates, ends: Mapping[int, int]) -> None:
+        self._states.update({count: states.after[end] for count, end in ends.items()})
 
     def _reader(self, count: int) -> Any:
         def read(_module: Any, _args: Any, output: Tensor | tuple[Tensor, ...]) -> None:

@@ -16,12 +16,11 @@ from engine.build import device_of, draft_dtype
 from engine.config import EngineConfig
 from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.head import head_shape
-from engine.exact_attention import LONGEST_TEXT
-from engine.int8 import can_multiply_int8
-from engine.linears import fastest_linears, multiplies_bfloat16
+from engine.linears import NATIVE, fastest_linears, multiplies_bfloat16
 from engine.memory import GB, configuration_of, memory_need, memory_of, num_parameters, shortage
 from engine.model import INT8
 from engine.model_check import UnsupportedModel, refuse_by_configuration
+from engine.native.library import has_vnni
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from selector.learnt import misfits
 from selector.menu import menu_for_all
@@ -82,12 +81,15 @@ def _device_text(config: EngineConfig, device: torch.device) -> str:
 
 def _precision(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     on_cpu = device.type == "cpu"
-    has_bfloat16, has_int8 = on_cpu and multiplies_bfloat16(), can_multiply_int8(device)
-    instructions = f"; bfloat16 instructions: {_yes(has_bfloat16)}, VNNI for int8: {_yes(has_int8)}" if on_cpu else ""
-    text = f"target {config.dtype}, linear layers {fastest_linears(device)}{instructions}"
-    if config.dtype == INT8:
-        text = f"target int8, rows with the same bits in any batch{instructions}"
-        yield Finding("precision", Level.OK if has_int8 else Level.REFUSED, text)
+    linears = fastest_linears(device)
+    has_bfloat16, is_native = on_cpu and multiplies_bfloat16(), linears == NATIVE
+    instructions = f"; bfloat16 instructions: {_yes(has_bfloat16)}, AVX-512 VNNI: {_yes(has_vnni())}" if on_cpu else ""
+    text = f"target {config.dtype}, linear layers {linears}{instructions}"
+    if is_native:
+        yield Finding("precision", Level.OK, f"{text}; rows have the same bits in any batch")
+    elif config.dtype == INT8:
+        why = "AVX-512 VNNI" if on_cpu and not has_vnni() else "our library, which was not compiled" if on_cpu else "a processor"
+        yield Finding("precision", Level.REFUSED, f"{text}; int8 needs {why}")
     elif config.dtype == "bfloat16":
         slow = "" if has_bfloat16 or not on_cpu else "; without these instructions it is slower than float32"
         yield Finding("precision", Level.WARNING, f"{text}; near ties can fall either way{slow}")
@@ -107,24 +109,21 @@ def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     refuse_by_configuration(model)
     text = model.get_text_config()
     size_gb = num_parameters(resolve(config.model).folder) / GB
-    attention = "exact attention" if config.dtype == INT8 else "attention"
     sizes = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {size_gb:.3g} billion parameters"
-    yield Finding("model", Level.OK, f"{model.model_type}: {sizes}; our tree {attention} over slots")
+    yield Finding("model", Level.OK, f"{model.model_type}: {sizes}; our tree attention over slots")
 
 
 def _cache(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     limits, text_config = config.scheduler, configuration_of(config.model).get_text_config()
-    need, memory = memory_need(config, draft_dtype(config, device)), memory_of(device)
+    need, memory = memory_need(config, draft_dtype(config, device), device), memory_of(device)
     lacking = shortage(need, device)
     grave = Level.REFUSED if lacking else Level.WARNING if need.total > memory.free else Level.OK
     text = lacking or f"{need.total / GB:.2f} GB at most: {need}; {memory.free / GB:.2f} GB free of {memory.total / GB:.2f}"
     yield Finding("cache", grave, f"{limits.num_slots} slots; {text}")
     positions = getattr(text_config, "max_position_embeddings", None)
     bounds = {"max_model_len": limits.max_model_len, "num_slots": limits.num_slots, "model": positions or limits.max_model_len}
-    if config.dtype == INT8:
-        bounds["int8"] = LONGEST_TEXT
     longest = min(bounds.values())
-    level = Level.WARNING if longest in (bounds["num_slots"], bounds.get("int8")) and longest < limits.max_model_len else Level.OK
+    level = Level.WARNING if longest == bounds["num_slots"] and longest < limits.max_model_len else Level.OK
     told = ", ".join(f"{name} {bound}" for name, bound in bounds.items())
     yield Finding("cache", level, f"texts of {longest} tokens at most ({told})")
 

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from engine.kv_cache import KVCache
+from engine.linears import NATIVE
 from engine.model import INT8, CausalModel, load_model
 from engine.packing import pack
 from engine.progress_bar import quiet_libraries
@@ -71,8 +72,8 @@ class Reference:
 
 
 class SameBitsReference(Reference):
-    """A target of 8-bit integers (engine.int8). What it is includes how it attends, so that is run, over whole texts one by one:
-    no cache that outlives a pass, no tree, no neighbour. Its logits are the engine's to the bit."""
+    """A target of 8-bit integers (engine.native). What it is includes how it is computed, so that is run, over whole texts one by
+    one: no cache that outlives a pass, no tree, no neighbour. Its logits are the engine's to the bit."""
 
     def __init__(self, model: CausalModel) -> None:
         super().__init__(model.module)
@@ -98,7 +99,7 @@ class SameBitsReference(Reference):
 def load_reference(folder: Path, dtype: str, device: str) -> Reference:
     """Return the reference of a target served in `dtype` from a folder of weights."""
     if dtype == INT8:
-        return SameBitsReference(load_model(folder, INT8, torch.device(device), "plain"))
+        return SameBitsReference(load_model(folder, INT8, torch.device(device), NATIVE))
     return Reference.load(folder, dtype, device)
 
 

@@ -59,7 +59,7 @@ class FeaturePool:
 class HeadDrafter:
     """Drafts with a head for a target, on its device; raise ValueError if the head does not fit.
 
-    `linears` as engine.linears names them; `dtype` is the head's precision, the target's if none is given.
+    `linears` as engine.linears names them; `precision` is the head's, the target's if none is given.
     Must be told of every pass of the target (Target.report_to).
     """
 
@@ -72,7 +72,7 @@ class HeadDrafter:
         target: CausalModel,
         num_slots: int,
         linears: str = "plain",
-        dtype: torch.dtype | None = None,
+        precision: str | None = None,
         canary: Canary | None = None,
     ) -> None:
         _require_fit(head.shape, head.vocab_M, target)
@@ -81,11 +81,10 @@ class HeadDrafter:
         self._embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # as they are, where a model scales them
         self._vocab = TrimmedVocabulary(head.vocab_M.to(self._device, torch.int64), target.vocab_size)
         rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
-        dtype = dtype or target.module.dtype
-        self._head = LeanHead(head, rows_MD, dtype, self._device, linears)
+        self._head = LeanHead(head, rows_MD, precision or str(target.module.dtype).removeprefix("torch."), self._device, linears)
         canary = canary or NoCanary()
         self._cache = KVCache(num_slots, self._device, canary)
-        self._pool = FeaturePool(num_slots, head.shape.width, dtype, self._device, canary)
+        self._pool = FeaturePool(num_slots, head.shape.width, self._head.dtype, self._device, canary)
         self._tap = StateTap(target, head.shape.feature_layers)
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.draft.head import DraftHead, HeadLayer, HeadShape
-from engine.linears import prepare_linears
+from engine.linears import NATIVE, prepare_linears
 
 
 class LeanLayer(nn.Module):
@@ -57,10 +57,11 @@ class LeanHead(nn.Module):
     """The net, with its own copy of the weights. `rows_MD` are the target's output rows of the head's tokens."""
 
     def __init__(
-        self, head: DraftHead, rows_MD: Float[Tensor, "M D"], dtype: torch.dtype, device: torch.device, linears: str
+        self, head: DraftHead, rows_MD: Float[Tensor, "M D"], precision: str, device: torch.device, linears: str
     ) -> None:
         super().__init__()
         self.shape = shape = head.shape
+        self.dtype = dtype = torch.float32 if linears == NATIVE else getattr(torch, precision)  # of activations
         self.attention_dtype = torch.float32 if device.type == "cpu" else dtype
         self.fuse = _map(head.fuse.weight * math.sqrt(shape.target_width))
         self.token = _map(head.token.weight)
@@ -68,8 +69,7 @@ class LeanHead(nn.Module):
         output_MW = rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32)
         self.output = _after_norm(output_MW, head.last_norm.weight, shape.width)
         self.to(device, dtype)
-        prepare_linears(self, linears)
-        self._dtype = dtype
+        prepare_linears(self, linears, precision)
         self._rotations = _Rotations(shape, device)
 
     @property
@@ -79,11 +79,11 @@ class LeanHead(nn.Module):
 
     def features(self, states_TFD: Float[Tensor, "T F D"]) -> Float[Tensor, "T W"]:
         """Fuse the target's states after the feature layers into one feature a token."""
-        return self.fuse(_unit(states_TFD, self.shape.norm_eps).flatten(-2).to(self._dtype))  # type: ignore[no-any-return]
+        return self.fuse(_unit(states_TFD, self.shape.norm_eps).flatten(-2).to(self.dtype))  # type: ignore[no-any-return]
 
     def tokens(self, embeddings_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T W"]:
         """Narrow the target's embeddings."""
-        return self.token(embeddings_TD.to(self._dtype))  # type: ignore[no-any-return]
+        return self.token(embeddings_TD.to(self.dtype))  # type: ignore[no-any-return]
 
     def rotation(self, positions_T: Int[Tensor, " T"], end: int) -> Float[Tensor, "T R"]:
         """Return cosines and signed sines of positions below `end`, float32."""

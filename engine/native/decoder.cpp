@@ -1,0 +1,252 @@
+// One pass of a decoder over packed tokens, and what Python calls. Pointers belong to the caller, who keeps what they point at.
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "numbers.h"
+#include "team.h"
+
+using namespace latebranch;
+
+namespace {
+
+constexpr int64_t kTokensTogether = 16;  // of a segment, that read a block of keys together
+
+struct Layer {
+  Linear query, key, value, output, gate, up, down;
+  const float *attention_norm, *after_attention_norm, *mlp_norm, *after_mlp_norm;  // the second and the last or null
+  const float *query_norm, *key_norm;                                             // or null
+  int64_t window;                                                                 // 0: none
+  int64_t rotation;                                                               // which of a pass's rotations
+};
+
+enum Activation : int64_t { kSiLU = 0, kGeluTanh = 1 };
+
+struct Decoder {
+  int64_t num_layers, width, num_heads, num_kv_heads, head_size, inner, activation;
+  float eps, scaling, embedding_scale;
+  const float* embeddings;  // [V, width]
+  const float* last_norm;
+  const Layer* layers;
+  Linear head;
+};
+
+struct Pass {
+  int64_t num_tokens, num_rows;
+  const int64_t *token_ids, *positions, *write_slots;
+  Segments segments;
+  float *const *keys, *const *values;            // pools of each layer [S, kv heads, size]
+  const float *const *cosines, *const *sines;    // of each rotation [positions, size]
+  const int64_t* rows;                           // [num_rows] whose logits are wanted
+  float *states;                                 // [num_rows, width]: what the head reads
+  float *logits;                                 // [num_rows, V]
+  float *const *kept;                            // [num_layers + 1]: states after each layer [T, width], or null; the last: after its norm
+};
+
+struct Scratch {
+  std::vector<float> x, qkv, attended, hidden, branch;
+  std::vector<std::vector<float>> normed;  // of each thread
+  Inputs inputs;
+  std::vector<Attention> attention;  // of each thread
+};
+
+void grow(std::vector<float>& room, int64_t size) {
+  if ((int64_t)room.size() < size) room.resize(size);
+}
+
+class Run {
+ public:
+  Run(const Decoder& decoder, const Pass& pass, Scratch& scratch, int num_threads) : d_(decoder), p_(pass), s_(scratch) {
+    const int64_t T = p_.num_tokens;
+    kv_width_ = d_.num_kv_heads * d_.head_size, q_width_ = d_.num_heads * d_.head_size, row_ = q_width_ + 2 * kv_width_;
+    grow(s_.x, T * d_.width), grow(s_.qkv, T * row_), grow(s_.attended, T * q_width_), grow(s_.hidden, T * d_.inner), grow(s_.branch, T * d_.width);
+    s_.normed.resize(std::max<size_t>(s_.normed.size(), num_threads)), s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
+    for (auto& room : s_.normed) grow(room, d_.width);
+    for (int64_t l = 0; l < d_.num_layers; l++)
+      for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(T, *one);
+    s_.inputs.reserve(p_.num_rows, d_.head);
+    for (int64_t s = 0; s < p_.segments.count; s++)
+      for (int64_t t = p_.segments.first_token[s]; t < p_.segments.first_token[s + 1]; t += kTokensTogether) spans_.push_back({s, t});
+  }
+
+  void work(Worker& worker) {
+    const int64_t T = p_.num_tokens;
+    worker.each(T, [&](int64_t t) {
+      const float* from = d_.embeddings + p_.token_ids[t] * d_.width;
+      float* x = s_.x.data() + t * d_.width;
+      for (int64_t i = 0; i < d_.width; i += kLanes) {
+        const __mmask16 m = lanes_left(d_.width - i);
+        _mm512_mask_storeu_ps(x + i, m, _mm512_mul_ps(_mm512_maskz_loadu_ps(m, from + i), _mm512_set1_ps(d_.embedding_scale)));
+      }
+      read(worker, t, d_.layers[0].attention_norm, d_.layers[0].query);
+    });
+    for (int64_t l = 0; l < d_.num_layers; l++) {
+      const Layer& layer = d_.layers[l];
+      attend(worker, layer, l);
+      const float* after = layer.after_attention_norm;
+      add(worker, layer.output, after);
+      worker.each(T, [&](int64_t t) {
+        if (after) add_normed(worker, t, after);
+        read(worker, t, layer.mlp_norm, layer.gate);
+      });
+      gate(worker, layer);
+      worker.each(T, [&](int64_t t) { s_.inputs.set(t, s_.hidden.data() + t * d_.inner, layer.down); });
+      add(worker, layer.down, layer.after_mlp_norm);
+      const bool is_last = l + 1 == d_.num_layers;
+      worker.each(T, [&](int64_t t) {
+        if (layer.after_mlp_norm) add_normed(worker, t, layer.after_mlp_norm);
+        const float* x = s_.x.data() + t * d_.width;
+        if (p_.kept[l]) std::copy(x, x + d_.width, p_.kept[l] + t * d_.width);
+        if (!is_last) {
+          read(worker, t, d_.layers[l + 1].attention_norm, d_.layers[l + 1].query);
+        } else if (p_.kept[l + 1]) {
+          rms_norm(x, d_.last_norm, d_.eps, d_.width, p_.kept[l + 1] + t * d_.width);
+        }
+      });
+    }
+    worker.each(p_.num_rows, [&](int64_t n) {
+      float* state = p_.states + n * d_.width;
+      rms_norm(s_.x.data() + p_.rows[n] * d_.width, d_.last_norm, d_.eps, d_.width, state);
+      s_.inputs.set(n, state, d_.head);
+    });
+    worker.each(num_panels(p_.num_rows) * d_.head.num_blocks(), [&](int64_t task) {
+      const int64_t blocks = d_.head.num_blocks();
+      linear_task(d_.head, s_.inputs, p_.num_rows, task / blocks, task % blocks, p_.logits, d_.head.out, false);
+    });
+  }
+
+ private:
+  void read(Worker& worker, int64_t t, const float* norm, const Linear& linear) {
+    float* normed = s_.normed[worker.id].data();
+    rms_norm(s_.x.data() + t * d_.width, norm, d_.eps, d_.width, normed);
+    s_.inputs.set(t, normed, linear);
+  }
+
+  // x += layer(inputs); if a norm comes between, its input is left in `branch`.
+  void add(Worker& worker, const Linear& linear, const float* norm) {
+    const int64_t blocks = linear.num_blocks();
+    worker.each(num_panels(p_.num_tokens) * blocks, [&](int64_t task) {
+      float* to = norm ? s_.branch.data() : s_.x.data();
+      linear_task(linear, s_.inputs, p_.num_tokens, task / blocks, task % blocks, to, d_.width, !norm);
+    });
+  }
+
+  void add_normed(Worker& worker, int64_t t, const float* norm) {
+    float* normed = s_.normed[worker.id].data();
+    rms_norm(s_.branch.data() + t * d_.width, norm, d_.eps, d_.width, normed);
+    add_to(s_.x.data() + t * d_.width, normed, d_.width);
+  }
+
+  void attend(Worker& worker, const Layer& layer, int64_t l) {
+    const Linear* parts[] = {&layer.query, &layer.key, &layer.value};
+    const int64_t begins[] = {0, q_width_, q_width_ + kv_width_};
+    const int64_t blocks[] = {layer.query.num_blocks(), layer.key.num_blocks(), layer.value.num_blocks()};
+    const int64_t all = blocks[0] + blocks[1] + blocks[2];
+    worker.each(num_panels(p_.num_tokens) * all, [&](int64_t task) {
+      int64_t b = task % all, part = 0;
+      while (b >= blocks[part]) b -= blocks[part++];
+      linear_task(*parts[part], s_.inputs, p_.num_tokens, task / all, b, s_.qkv.data() + begins[part], row_, false);
+    });
+    worker.each(p_.num_tokens, [&](int64_t t) {
+      float* qkv = s_.qkv.data() + t * row_;
+      const int64_t turn = p_.positions[t] * d_.head_size;
+      const float *cosines = p_.cosines[layer.rotation] + turn, *sines = p_.sines[layer.rotation] + turn;
+      for (int64_t h = 0; h < d_.num_heads + d_.num_kv_heads; h++) {
+        float* head = qkv + h * d_.head_size;
+        const float* norm = h < d_.num_heads ? layer.query_norm : layer.key_norm;
+        if (norm) rms_norm(head, norm, d_.eps, d_.head_size, head);
+        rotate(head, cosines, sines, d_.head_size);
+      }
+      const int64_t slot = p_.write_slots[t] * kv_width_;
+      std::copy(qkv + q_width_, qkv + q_width_ + kv_width_, p_.keys[l] + slot);
+      std::copy(qkv + q_width_ + kv_width_, qkv + row_, p_.values[l] + slot);
+    });
+    const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, d_.scaling, layer.window};
+    worker.each(spans_.size() * d_.num_kv_heads, [&](int64_t task) {
+      const Span span = spans_[task / d_.num_kv_heads];
+      const int64_t end = std::min(span.token + kTokensTogether, p_.segments.first_token[span.segment + 1]);
+      s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.token, end, p_.positions, p_.keys[l], p_.values[l],
+                                  s_.qkv.data(), row_, s_.attended.data());
+    });
+    worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, s_.attended.data() + t * q_width_, layer.output); });
+  }
+
+  void gate(Worker& worker, const Layer& layer) {
+    const int64_t blocks = layer.gate.num_blocks();
+    worker.each(num_panels(p_.num_tokens) * blocks, [&](int64_t task) {
+      const int64_t b = task % blocks, columns = std::min(kBlock, d_.inner - b * kBlock);
+      alignas(64) float up[kMostRows * kBlock];
+      panel_by_block(layer.gate, s_.inputs, p_.num_tokens, task / blocks, b, [&](int64_t t, int rows, const float* gate) {
+        block_outputs(layer.up, s_.inputs, t, rows, b, up);
+        for (int r = 0; r < rows; r++)
+          for (int64_t i = 0; i < columns; i += kLanes) {
+            const __m512 v = _mm512_load_ps(gate + r * kBlock + i);
+            const __m512 activated = d_.activation == kSiLU ? silu(v) : gelu_tanh(v);
+            float* to = s_.hidden.data() + (t + r) * d_.inner + b * kBlock + i;
+            _mm512_mask_storeu_ps(to, lanes_left(columns - i), _mm512_mul_ps(activated, _mm512_load_ps(up + r * kBlock + i)));
+          }
+      });
+    });
+  }
+
+  struct Span {
+    int64_t segment, token;
+  };
+
+  const Decoder& d_;
+  const Pass& p_;
+  Scratch& s_;
+  int64_t kv_width_, q_width_, row_;
+  std::vector<Span> spans_;
+};
+
+// Scratch is lent to one pass at a time; passes side by side (a draft model's, an audit's) get one each.
+std::mutex scratch_mutex;
+std::vector<std::unique_ptr<Scratch>> scratch_free;
+
+class LentScratch {
+ public:
+  LentScratch() {
+    std::lock_guard<std::mutex> hold(scratch_mutex);
+    if (scratch_free.empty()) scratch_free.push_back(std::make_unique<Scratch>());
+    scratch_ = std::move(scratch_free.back());
+    scratch_free.pop_back();
+  }
+  ~LentScratch() {
+    std::lock_guard<std::mutex> hold(scratch_mutex);
+    scratch_free.push_back(std::move(scratch_));
+  }
+  Scratch& operator*() { return *scratch_; }
+
+ private:
+  std::unique_ptr<Scratch> scratch_;
+};
+
+}  // namespace
+
+extern "C" {
+
+void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
+  LentScratch scratch;
+  Run run(*decoder, *pass, *scratch, num_threads);
+  Pool::shared().run(num_threads, [&](Worker& worker) { run.work(worker); });
+}
+
+// y [T, out] = layer(x [T, in])
+void latebranch_linear(const Linear* linear, const float* x, int64_t num_rows, float* y, int num_threads) {
+  LentScratch scratch;
+  Inputs& inputs = (*scratch).inputs;
+  inputs.reserve(num_rows, *linear);
+  Pool::shared().run(num_threads, [&](Worker& worker) {
+    worker.each(num_rows, [&](int64_t t) { inputs.set(t, x + t * linear->in, *linear); });
+    const int64_t blocks = linear->num_blocks();
+    worker.each(num_panels(num_rows) * blocks, [&](int64_t task) {
+      linear_task(*linear, inputs, num_rows, task / blocks, task % blocks, y, linear->out, false);
+    });
+  });
+}
+
+}

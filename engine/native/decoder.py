@@ -1,0 +1,228 @@
+"""A transformers decoder run by the library: its parts found by name, its passes compared with the model's own when it is loaded.
+
+A model whose parts are not the known ones is refused by name; whoever asked may run it as transformers does.
+Shape key: T packed tokens, N rows of logits, V vocabulary, D width, P positions, K head size.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.native import library
+from engine.packing import PackedBatch
+
+_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Gemma3DecoderLayer")
+_NORMS = {  # what is added to the weight
+    "LlamaRMSNorm": 0.0,
+    "MistralRMSNorm": 0.0,
+    "Qwen2RMSNorm": 0.0,
+    "Qwen3RMSNorm": 0.0,
+    "Gemma3RMSNorm": 1.0,
+}
+_ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1}
+_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # of positions alone, whatever the longest text is
+_PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
+_FIRST_POSITIONS = 1024
+
+
+class UnknownDecoder(ValueError):
+    """The library does not know how to run the model."""
+
+
+@dataclass(frozen=True)
+class PassStates:
+    """Hidden states of a pass: of all its tokens after some layers, and what the output head was given."""
+
+    after: Mapping[int, Float[Tensor, "T D"]]
+    given_ND: Float[Tensor, "N D"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Watcher:
+    indices: frozenset[int]
+    tell: Callable[[PassStates], None]
+
+
+class NativeDecoder:
+    """Runs passes of a model whose linear layers are the library's. Stateless between passes, but for who watches them."""
+
+    def __init__(self, module: Any) -> None:
+        config, inner = module.config.get_text_config(), module.model
+        refuse_by_structure(module)
+        self._module, self._depth = module, len(inner.layers)
+        self._rotations = [_Rotations(inner.rotary_emb, kind) for kind in _rotation_kinds(config, inner)]
+        self._tensors: list[Tensor] = []  # what the structures point at
+        attention = inner.layers[0].self_attn
+        key_width = attention.k_proj.out_features
+        layers = [self._layer(config, layer) for layer in inner.layers]
+        self._layers = (library.Layer * self._depth)(*layers)
+        embeddings = inner.embed_tokens
+        self._width = embeddings.weight.shape[1]
+        self._head_size = int(attention.head_dim)
+        self._num_kv_heads = key_width // self._head_size
+        self._vocab_size = module.lm_head.out_features
+        self._structure = library.Decoder(
+            num_layers=self._depth,
+            width=self._width,
+            num_heads=attention.q_proj.out_features // self._head_size,
+            num_kv_heads=self._num_kv_heads,
+            head_size=self._head_size,
+            inner=inner.layers[0].mlp.gate_proj.out_features,
+            activation=_ACTIVATIONS[type(inner.layers[0].mlp.act_fn).__name__],
+            eps=_eps(inner.norm),
+            scaling=float(attention.scaling),
+            embedding_scale=float(getattr(embeddings, "embed_scale", 1.0)),
+            embeddings=self._kept(embeddings.weight.detach()),
+            last_norm=self._norm(inner.norm),
+            layers=self._layers,
+            head=module.lm_head.structure,
+        )
+        self._watchers: list[_Watcher] = []
+
+    def watch(self, indices: Iterable[int], tell: Callable[[PassStates], None]) -> Callable[[], None]:
+        """Tell of later passes' states: i < depth are those after layer i, depth those after the last norm.
+
+        Return what ends it.
+        """
+        watcher = _Watcher(frozenset(indices), tell)
+        self._watchers.append(watcher)
+        return lambda: self._watchers.remove(watcher)
+
+    def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
+        num_tokens, num_rows = batch.num_tokens, len(logit_rows_N)
+        pools = [cache.pools(layer, self._num_kv_heads, self._head_size) for layer in range(self._depth)]
+        tables = [rotation.tables(int(batch.position_ids_1T.max()) + 1) for rotation in self._rotations]
+        wanted = {index for watcher in self._watchers for index in watcher.indices}
+        kept = {index: torch.empty(num_tokens, self._width) for index in wanted}
+        states_ND = torch.empty(num_rows, self._width)
+        logits_NV = torch.empty(num_rows, self._vocab_size)
+        flat = batch.flat
+        library.library().latebranch_decode(
+            ctypes.byref(self._structure),
+            ctypes.byref(
+                library.Pass(
+                    num_tokens=num_tokens,
+                    num_rows=num_rows,
+                    token_ids=batch.input_ids_1T.data_ptr(),
+                    positions=batch.position_ids_1T.data_ptr(),
+                    write_slots=batch.write_slots_T.data_ptr(),
+                    num_segments=len(batch.segments),
+                    first_token=_place(flat.first_token),
+                    first_key=_place(flat.first_key),
+                    first_tail=_place(flat.first_tail),
+                    first_seen=_place(flat.first_seen),
+                    key_slots=_place(flat.key_slots),
+                    tail_positions=_place(flat.tail_positions),
+                    seen=_place(flat.seen),
+                    keys=library.pointers([keys.data_ptr() for keys, _ in pools]),
+                    values=library.pointers([values.data_ptr() for _, values in pools]),
+                    cosines=library.pointers([cosines.data_ptr() for cosines, _ in tables]),
+                    sines=library.pointers([sines.data_ptr() for _, sines in tables]),
+                    rows=logit_rows_N.data_ptr(),
+                    states=states_ND.data_ptr(),
+                    logits=logits_NV.data_ptr(),
+                    kept=library.pointers([kept[i].data_ptr() if i in kept else 0 for i in range(self._depth + 1)]),
+                )
+            ),
+            torch.get_num_threads(),
+        )
+        for watcher in self._watchers:
+            watcher.tell(PassStates(kept, states_ND))
+        cache.check_read(flat.key_slots)
+        return logits_NV
+
+    def _layer(self, config: Any, layer: Any) -> library.Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        linears = (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
+        kinds = [rotation.kind for rotation in self._rotations]
+        kind = getattr(attention, "layer_type", None)
+        return library.Layer(
+            **{name: linear.structure for name, linear in zip(_PROJECTIONS, linears, strict=True)},
+            attention_norm=self._norm(layer.input_layernorm),
+            after_attention_norm=self._norm(layer.post_attention_layernorm) if is_sandwich else None,
+            mlp_norm=self._norm(layer.pre_feedforward_layernorm if is_sandwich else layer.post_attention_layernorm),
+            after_mlp_norm=self._norm(layer.post_feedforward_layernorm) if is_sandwich else None,
+            query_norm=self._norm(getattr(attention, "q_norm", None)),
+            key_norm=self._norm(getattr(attention, "k_norm", None)),
+            window=_window(config, attention) or 0,
+            rotation=kinds.index(kind) if kind in kinds else 0,
+        )
+
+    def _norm(self, norm: Any) -> int | None:
+        return None if norm is None else self._kept(norm.weight.detach().float() + _NORMS[type(norm).__name__])
+
+    def _kept(self, tensor: Tensor) -> int:
+        self._tensors.append(tensor.float().contiguous())
+        return self._tensors[-1].data_ptr()
+
+
+class _Rotations:
+    """Cosines and sines of a kind of layer by position, from the model's own embedding; as many as were needed so far."""
+
+    def __init__(self, embedding: Any, kind: str | None) -> None:
+        self.kind = kind
+        self._embedding, self._is_by_kind = embedding, kind is not None
+        self._cosines_PK = self._sines_PK = torch.empty(0, 0)
+
+    def tables(self, end: int) -> tuple[Float[Tensor, "P K"], Float[Tensor, "P K"]]:
+        """Return both for positions below `end` at least. A position's numbers are the same in tables of any length."""
+        if end > len(self._cosines_PK):
+            positions_1P = torch.arange(max(_FIRST_POSITIONS, 1 << (end - 1).bit_length()))[None]
+            options = {"layer_type": self.kind} if self._is_by_kind else {}
+            cosines, sines = self._embedding(torch.empty(0), positions_1P, **options)
+            self._cosines_PK, self._sines_PK = cosines[0].contiguous(), sines[0].contiguous()
+        return self._cosines_PK, self._sines_PK
+
+
+def refuse_by_structure(module: Any) -> None:
+    """Raise UnknownDecoder for a model with parts that the library does not know; its linear layers may be any."""
+    config, inner = module.config.get_text_config(), getattr(module, "model", None)
+    layers = getattr(inner, "layers", None)
+    if not layers or not hasattr(inner, "rotary_emb") or not hasattr(module, "lm_head"):
+        raise UnknownDecoder(f"{type(module).__name__} has not the parts of a decoder")
+    for layer in layers:
+        norms = [part for name, part in layer.named_modules() if name.endswith("norm")]
+        unknown = {type(part).__name__ for part in norms} - set(_NORMS) | {type(layer).__name__} - set(_LAYERS)
+        unknown |= {type(layer.mlp.act_fn).__name__} - set(_ACTIVATIONS) if not unknown else set()
+        if unknown:
+            raise UnknownDecoder(f"{', '.join(sorted(unknown))} is not a part that is known")
+        if layer.self_attn.head_dim % 2:
+            raise UnknownDecoder(f"heads of {layer.self_attn.head_dim} numbers have no halves")
+    kinds = set(_values(getattr(config, "rope_parameters", None) or {}, "rope_type"))
+    if kinds - _ROTATIONS:
+        raise UnknownDecoder(f"rotary embeddings of type {', '.join(sorted(kinds - _ROTATIONS))} are not known")
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "partial_rotary_factor"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise UnknownDecoder(f"{name} is not known")
+
+
+def _values(settings: Mapping[str, Any], name: str) -> list[str]:
+    nested = [found for value in settings.values() if isinstance(value, dict) for found in _values(value, name)]
+    return [*nested, *([settings[name]] if name in settings else [])]
+
+
+def _rotation_kinds(config: Any, inner: Any) -> list[str | None]:
+    """Return the kinds of layers that rotate by frequencies of their own; [None] if all rotate alike."""
+    return sorted(set(config.layer_types)) if hasattr(inner.rotary_emb, "layer_types") else [None]
+
+
+def _window(config: Any, attention: Any) -> int | None:
+    return getattr(attention, "sliding_window", config.sliding_window if type(attention).__name__ == "MistralAttention" else None)
+
+
+def _eps(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+
+
+def _place(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)

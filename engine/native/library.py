@@ -1,0 +1,93 @@
+"""The compiled part: finds it, and declares what it takes. Structures mirror those of linear.h, attention.h and decoder.cpp."""
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+_MODULE = "engine.native.kernels"
+
+
+class Linear(Structure):
+    """A linear layer over packed weights."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("factors", c_void_p),
+        ("num_inputs", c_int64),
+        ("num_outputs", c_int64),
+        ("format", c_int32),
+    )
+
+
+class Layer(Structure):
+    """A decoder layer; norms that it has not are null."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm")),
+        ("window", c_int64),
+        ("rotation", c_int64),
+    )
+
+
+class Decoder(Structure):
+    """A model."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "inner", "activation")),
+        *((name, c_float) for name in ("eps", "scaling", "embedding_scale")),
+        ("embeddings", c_void_p),
+        ("last_norm", c_void_p),
+        ("layers", POINTER(Layer)),
+        ("head", Linear),
+    )
+
+
+class Pass(Structure):
+    """Packed tokens, segment after segment, and where everything of theirs lies."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_tokens", "num_rows")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "write_slots")),
+        ("num_segments", c_int64),
+        *((name, c_void_p) for name in ("first_token", "first_key", "first_tail", "first_seen")),
+        *((name, c_void_p) for name in ("key_slots", "tail_positions", "seen")),
+        *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
+        *((name, c_void_p) for name in ("rows", "states", "logits")),
+        ("kept", POINTER(c_void_p)),
+    )
+
+
+def is_available() -> bool:
+    """Return whether the library was compiled when the package was installed and the processor has what it needs."""
+    return find_spec(_MODULE) is not None and has_vnni()
+
+
+def has_vnni() -> bool:
+    """Return whether the processor has AVX-512 with VNNI."""
+    return torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the library; raise OSError if it is not there."""
+    spec = find_spec(_MODULE)
+    if spec is None or spec.origin is None:
+        raise OSError(f"{_MODULE} was not compiled")
+    loaded = ctypes.CDLL(spec.origin)
+    loaded.latebranch_decode.argtypes = [POINTER(Decoder), POINTER(Pass), c_int]
+    loaded.latebranch_decode.restype = None
+    loaded.latebranch_linear.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int]
+    loaded.latebranch_linear.restype = None
+    return loaded
+
+
+def pointers(addresses: list[int]) -> "ctypes.Array[c_void_p]":
+    """Return an array of pointers."""
+    return (c_void_p * len(addresses))(*addresses)

@@ -1,0 +1,345 @@
+// Linear layers over packed weights, in one of three formats; float32 in and out.
+//
+// Weights lie in blocks of 64 outputs, so that a block is one stream through memory. Each output of each row is one sum over the
+// inputs in their order, however many rows there are: a row's result does not depend on its neighbours.
+//
+//   float32   [block][input][64]
+//   bfloat16  [block][input / 2][64][2]    widened to float32 as they are read
+//   int8      [block][input / 4][64][4]    unsigned: a weight + 128, with a scale for each output; inputs padded to 64
+//
+// In int8 a row is rounded to 15 bits by its own largest magnitude and cut in two bytes, q = 128 hi + lo; both are multiplied with
+// the weights in 32-bit integers, exactly: few rows by vpdpbusd, more by the tiles of AMX where a processor has them.
+#pragma once
+#include <cstring>
+#include <vector>
+
+#include "numbers.h"
+#include "team.h"
+#include "tiles.h"
+
+namespace latebranch {
+
+constexpr int64_t kBlock = 64;
+constexpr int kTileTokens = 8;  // of AMX: 16 rows of bytes, two a token
+constexpr int64_t kPanel = 96;  // rows whose inputs stay near while all weights pass
+constexpr float kLargest = 127.0f * 128.0f;
+
+enum Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+
+struct Linear {
+  const void* weight;
+  const float* scale;    // int8: of each output
+  const float* bias;     // or null
+  const float* factors;  // int8: what each input is multiplied with first, or null
+  int64_t in, out;
+  int32_t format;
+
+  bool exists() const { return weight != nullptr; }
+  int64_t num_blocks() const { return (out + kBlock - 1) / kBlock; }
+  int64_t group() const { return format == kInt8 ? 64 : format == kBFloat16 ? 2 : 1; }
+  int64_t padded_in() const { return (in + group() - 1) / group() * group(); }
+  int64_t block_bytes() const { return padded_in() * kBlock * (format == kInt8 ? 1 : format == kBFloat16 ? 2 : 4); }
+};
+
+// Rows as linear layers read them.
+struct Inputs {
+  std::vector<float> values;  // float32 and bfloat16 [T, padded]
+  std::vector<int8_t> bytes;  // int8 [T, 2, padded]: hi, then lo
+  std::vector<float> scale;    // int8 [T]
+  std::vector<int32_t> sum_hi, sum_lo;  // int8 [T]: 128 times the sum of a row, which unsigned weights add
+
+  void reserve(int64_t rows, const Linear& linear) {
+    const size_t size = (size_t)(rows * linear.padded_in());
+    if (linear.format != kInt8) {
+      if (values.size() < size) values.resize(size);
+      return;
+    }
+    const size_t whole = (size_t)(2 * (rows + 2 * kTileTokens) * linear.padded_in());  // tiles read beyond the last row
+    if (bytes.size() < whole) bytes.resize(whole);
+    if ((int64_t)scale.size() < rows) scale.resize(rows), sum_hi.resize(rows), sum_lo.resize(rows);
+  }
+
+  // Take row t of what `linear` (and others with the same inputs) is to read.
+  void set(int64_t t, const float* x, const Linear& linear) {
+    const int64_t n = linear.in, padded = linear.padded_in();
+    if (linear.format != kInt8) {
+      float* row = values.data() + t * padded;
+      std::memcpy(row, x, n * sizeof(float));
+      std::fill(row + n, row + padded, 0.0f);
+      return;
+    }
+    const __m512 sign = _mm512_set1_ps(-0.0f);
+    __m512 largest = _mm512_setzero_ps();
+    __mmask16 broken = 0;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const __m512 v = smoothed(x, linear.factors, i, n);
+      largest = _mm512_max_ps(largest, _mm512_andnot_ps(sign, v));
+      broken |= _mm512_fpclass_ps_mask(v, 0x99);  // NaN or infinite
+    }
+    const float range = _mm512_reduce_max_ps(largest);
+    const __m512 steps = _mm512_set1_ps(range > 0.0f ? kLargest / range : 0.0f);
+    __m512i high_sum = _mm512_setzero_si512(), low_sum = high_sum;
+    int8_t *high = bytes.data() + 2 * t * padded, *low = high + padded;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(smoothed(x, linear.factors, i, n), steps));
+      const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
+      const __m512i l = _mm512_sub_epi32(q, _mm512_slli_epi32(h, 7));
+      high_sum = _mm512_add_epi32(high_sum, h), low_sum = _mm512_add_epi32(low_sum, l);
+      _mm512_mask_cvtepi32_storeu_epi8(high + i, lanes_left(n - i), h);
+      _mm512_mask_cvtepi32_storeu_epi8(low + i, lanes_left(n - i), l);
+    }
+    std::fill(high + n, high + padded, 0), std::fill(low + n, low + padded, 0);
+    scale[t] = broken ? std::numeric_limits<float>::quiet_NaN() : range / kLargest;
+    sum_hi[t] = 128 * _mm512_reduce_add_epi32(high_sum), sum_lo[t] = 128 * _mm512_reduce_add_epi32(low_sum);
+  }
+
+ private:
+  static __m512 smoothed(const float* x, const float* factors, int64_t i, int64_t n) {
+    const __mmask16 m = lanes_left(n - i);
+    const __m512 v = _mm512_maskz_loadu_ps(m, x + i);
+    return factors ? _mm512_mul_ps(v, _mm512_maskz_loadu_ps(m, factors + i)) : v;
+  }
+};
+
+// Sums stay in registers only where every loop over them is unrolled.
+#define LATEBRANCH_UNROLL _Pragma("GCC unroll 8")
+
+constexpr int64_t kAhead = 4096;  // bytes a stream of weights is fetched ahead of its use
+
+inline void fetch(const void* address) { _mm_prefetch((const char*)address, _MM_HINT_T0); }
+
+// sums += products of 4 unsigned by 4 signed bytes. Not the intrinsic: GCC 12 copies its sums between registers, and out of them.
+inline void add_dots(__m512i& sums, __m512i unsigned_bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
+
+// R rows by C vectors of 16 outputs of one block, from vector `column` on, into y [R][64].
+template <int R, int C>
+inline void tile_float32(const Linear& l, const Inputs& in, int64_t t, const char* block, int column, float* y) {
+  const int64_t n = l.in;
+  const float* w = (const float*)block + column * kLanes;
+  const float* x = in.values.data() + t * n;
+  __m512 sum[R][C];
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < n; k++) {
+    __m512 weights[C];
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+      weights[c] = _mm512_load_ps(w + k * kBlock + c * kLanes);
+      fetch((const char*)(w + k * kBlock + c * kLanes) + kAhead);
+    }
+    LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+      const __m512 v = _mm512_set1_ps(x[r * n + k]);
+      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = _mm512_fmadd_ps(weights[c], v, sum[r][c]);
+    }
+  }
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) _mm512_store_ps(y + r * kBlock + (column + c) * kLanes, sum[r][c]);
+}
+
+template <int R, int C>
+inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const char* block, int column, float* y) {
+  const int64_t n = l.padded_in();
+  const char* w = block + column * 64;
+  const float* x = in.values.data() + t * n;
+  __m512 sum[R][C];
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < n; k += 2) {
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+      const __m512i pair = _mm512_load_si512(w + k * kBlock * 2 + c * 64);
+      fetch(w + k * kBlock * 2 + c * 64 + kAhead);
+      const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+      const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32((int)0xFFFF0000)));
+      LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+        sum[r][c] = _mm512_fmadd_ps(even, _mm512_set1_ps(x[r * n + k]), sum[r][c]);
+        sum[r][c] = _mm512_fmadd_ps(odd, _mm512_set1_ps(x[r * n + k + 1]), sum[r][c]);
+      }
+    }
+  }
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) _mm512_store_ps(y + r * kBlock + (column + c) * kLanes, sum[r][c]);
+}
+
+// 128 hi + lo, without what unsigned weights add.
+inline __m512 joined(__m512i high, __m512i low, int32_t sum_hi, int32_t sum_lo) {
+  const __m512 h = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_set1_epi32(sum_hi)));
+  const __m512 l = _mm512_cvtepi32_ps(_mm512_sub_epi32(low, _mm512_set1_epi32(sum_lo)));
+  return _mm512_fmadd_ps(h, _mm512_set1_ps(128.0f), l);
+}
+
+template <int R, int C>
+inline void tile_int8(const Linear& l, const Inputs& in, int64_t t, const char* block, int column, float* y) {
+  const int64_t n = l.padded_in();
+  const char* w = block + column * 64;
+  const int8_t *hi = in.bytes.data() + 2 * t * n, *lo = hi + n;
+  __m512i high[R][C], low[R][C];
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) high[r][c] = low[r][c] = _mm512_setzero_si512();
+  for (int64_t k = 0; k < n; k += 4) {
+    __m512i weights[C];
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+      weights[c] = _mm512_load_si512(w + k * kBlock + c * 64);
+      fetch(w + k * kBlock + c * 64 + kAhead);
+    }
+    LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+      int32_t four_high, four_low;
+      std::memcpy(&four_high, hi + 2 * r * n + k, 4), std::memcpy(&four_low, lo + 2 * r * n + k, 4);
+      const __m512i h = _mm512_set1_epi32(four_high), o = _mm512_set1_epi32(four_low);
+      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+        add_dots(high[r][c], weights[c], h);
+        add_dots(low[r][c], weights[c], o);
+      }
+    }
+  }
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++)
+      _mm512_store_ps(y + r * kBlock + (column + c) * kLanes, joined(high[r][c], low[r][c], in.sum_hi[t + r], in.sum_lo[t + r]));
+}
+
+// Two passes over half a block keep six rows' sums in registers; four rows or fewer need one.
+template <int R>
+inline void rows_by_block(const Linear& l, const Inputs& in, int64_t t, const char* block, float* y) {
+  if (l.format == kFloat32) return tile_float32<R, 4>(l, in, t, block, 0, y);
+  if (l.format == kBFloat16) return tile_bfloat16<R, 4>(l, in, t, block, 0, y);
+  if constexpr (R <= 3) {
+    tile_int8<R, 4>(l, in, t, block, 0, y);
+  } else {
+    tile_int8<R, 2>(l, in, t, block, 0, y), tile_int8<R, 2>(l, in, t, block, 2, y);
+  }
+}
+
+inline void rows_by_vectors(const Linear& l, const Inputs& in, int64_t t, int rows, const char* block, float* y) {
+  switch (rows) {
+    case 1: return rows_by_block<1>(l, in, t, block, y);
+    case 2: return rows_by_block<2>(l, in, t, block, y);
+    case 3: return rows_by_block<3>(l, in, t, block, y);
+    case 4: return rows_by_block<4>(l, in, t, block, y);
+    case 5: return rows_by_block<5>(l, in, t, block, y);
+    default: return rows_by_block<6>(l, in, t, block, y);
+  }
+}
+
+constexpr int kFewestTiled = 4;  // rows below which vectors are as fast
+
+inline bool is_tiled(const Linear& l, int64_t rows) { return l.format == kInt8 && rows >= kFewestTiled && has_tiles(); }
+
+// A or 2A groups of 8 tokens by 64 / A outputs of one block, from vector `column` on, in tiles: 16 rows of bytes by 64 inputs, and
+// 64 inputs by 16 outputs. Twice the tokens read half the outputs, so that each tile of weights that is loaded is used twice.
+inline void rows_by_tiles(const Linear& l, const Inputs& in, int64_t t, int rows, const char* block, float* y) {
+  const int64_t n = l.padded_in();
+  const int8_t* x = in.bytes.data() + 2 * t * n;
+  alignas(64) int32_t sums[4][2 * kTileTokens][kLanes];
+  const auto store = [&](int tile, int first, int column) {
+    for (int r = first; r < std::min(rows, first + kTileTokens); r++) {
+      const __m512i high = _mm512_load_si512(sums[tile][2 * (r - first)]), low = _mm512_load_si512(sums[tile][2 * (r - first) + 1]);
+      _mm512_store_ps(y + r * kBlock + column * kLanes, joined(high, low, in.sum_hi[t + r], in.sum_lo[t + r]));
+    }
+  };
+  const auto take = [&] {
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+  };
+  const auto clear = [] {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  };
+  if (rows <= kTileTokens) {
+    clear();
+    for (int64_t k = 0; k < n; k += 64) {
+      const char* w = block + k * kBlock;
+      _tile_loadd(4, x + k, n);
+      _tile_loadd(5, w, 256);
+      _tile_dpbsud(0, 4, 5);
+      _tile_loadd(6, w + 64, 256);
+      _tile_dpbsud(1, 4, 6);
+      _tile_loadd(5, w + 128, 256);
+      _tile_dpbsud(2, 4, 5);
+      _tile_loadd(6, w + 192, 256);
+      _tile_dpbsud(3, 4, 6);
+      for (int64_t i = 0; i < 64 * kBlock; i += 64) fetch(w + i + kAhead);
+    }
+    take();
+    for (int c = 0; c < 4; c++) store(c, 0, c);
+    return;
+  }
+  for (int column = 0; column < 4; column += 2) {
+    clear();
+    for (int64_t k = 0; k < n; k += 64) {
+      const char* w = block + k * kBlock + column * 64;
+      _tile_loadd(4, x + k, n);
+      _tile_loadd(6, w, 256);
+      _tile_dpbsud(0, 4, 6);
+      _tile_loadd(7, w + 64, 256);
+      _tile_dpbsud(1, 4, 7);
+      _tile_loadd(5, x + 2 * kTileTokens * n + k, n);
+      _tile_dpbsud(2, 5, 6);
+      _tile_dpbsud(3, 5, 7);
+      if (!column)
+        for (int64_t i = 0; i < 64 * kBlock; i += 64) fetch(w + i + kAhead);
+    }
+    take();
+    for (int c = 0; c < 2; c++) store(c, 0, column + c), store(2 + c, kTileTokens, column + c);
+  }
+}
+
+// y[r][64] of at most 16 rows by one block; scales and biases included.
+inline void block_outputs(const Linear& l, const Inputs& in, int64_t t, int rows, int64_t b, float* y) {
+  const char* block = (const char*)l.weight + b * l.block_bytes();
+  if (is_tiled(l, rows)) {
+    rows_by_tiles(l, in, t, rows, block, y);
+  } else {
+    rows_by_vectors(l, in, t, rows, block, y);
+  }
+  if (l.format != kInt8 && !l.bias) return;
+  for (int64_t i = 0; i < kBlock; i += kLanes) {
+    const __mmask16 m = lanes_left(std::max<int64_t>(0, std::min(kLanes, l.out - b * kBlock - i)));
+    const __m512 bias = l.bias ? _mm512_maskz_loadu_ps(m, l.bias + b * kBlock + i) : _mm512_setzero_ps();
+    for (int r = 0; r < rows; r++) {
+      __m512 v = _mm512_load_ps(y + r * kBlock + i);
+      if (l.format == kInt8) v = _mm512_mul_ps(_mm512_mul_ps(v, _mm512_maskz_loadu_ps(m, l.scale + b * kBlock + i)), _mm512_set1_ps(in.scale[t + r]));
+      _mm512_store_ps(y + r * kBlock + i, _mm512_add_ps(v, bias));
+    }
+  }
+}
+
+constexpr int kTileRows = 6, kMostRows = 2 * kTileTokens;
+
+// Call use(t, rows, y [rows][64]) for all rows of panel p and one block.
+template <typename Use>
+inline void panel_by_block(const Linear& l, const Inputs& in, int64_t num_rows, int64_t panel, int64_t b, const Use& use) {
+  alignas(64) float y[kMostRows * kBlock];
+  const int64_t end = std::min(num_rows, (panel + 1) * kPanel);
+  const bool is_any_tiled = is_tiled(l, end - panel * kPanel);
+  const int64_t most = is_any_tiled ? kMostRows : kTileRows;
+  if (is_any_tiled) begin_tiles();
+  for (int64_t t = panel * kPanel; t < end; t += most) {
+    const int rows = (int)std::min<int64_t>(most, end - t);
+    block_outputs(l, in, t, rows, b, y);
+    use(t, rows, y);
+  }
+  if (is_any_tiled) _tile_release();
+}
+
+inline int64_t num_panels(int64_t rows) { return (rows + kPanel - 1) / kPanel; }
+
+// y [T, stride], the outputs of one layer from `y` on; adds to what is there if `is_added`.
+inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t panel, int64_t b, float* y, int64_t stride, bool is_added) {
+  const int64_t columns = std::min(kBlock, l.out - b * kBlock);
+  panel_by_block(l, in, rows, panel, b, [&](int64_t t, int num, const float* block) {
+    for (int r = 0; r < num; r++) {
+      float* to = y + (t + r) * stride + b * kBlock;
+      if (is_added) {
+        add_to(to, block + r * kBlock, columns);
+      } else {
+        std::memcpy(to, block + r * kBlock, columns * sizeof(float));
+      }
+    }
+  });
+}
+
+}  // namespace latebranch

@@ -1,0 +1,92 @@
+"""Linear layers over weights packed for the library, in float32, bfloat16 or int8; float32 in and out.
+
+Shape key: I inputs, O outputs, B blocks of 64 outputs, G inputs of an output that lie together (1, 2 or 4).
+"""
+
+import ctypes
+
+import torch
+from jaxtyping import Float, Int8
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.native import library
+
+_BLOCK = 64  # outputs
+_ZERO = 128  # of unsigned weights
+_LEAST = 1e-30  # scale of an output whose weights are 0
+_LARGEST = 127.0
+FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
+_GROUP = {"float32": 1, "bfloat16": 2, "int8": 4}  # inputs of an output that lie side by side
+_MULTIPLE = {"float32": 1, "bfloat16": 2, "int8": 64}  # to which inputs are padded
+
+
+class NativeLinear(nn.Module):
+    """A linear layer of the library. CPU, inference only.
+
+    `smoothing_I`, in int8: by what inputs are divided and weights multiplied before both are rounded.
+    """
+
+    def __init__(self, linear: nn.Linear, precision: str, smoothing_I: Float[Tensor, " I"] | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._precision = precision
+        weight_OI = linear.weight.detach().float()
+        self._bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
+        self._scale_O = self._factors_I = None
+        if precision == "int8":
+            if smoothing_I is not None:
+                weight_OI, self._factors_I = weight_OI * smoothing_I, 1.0 / smoothing_I
+            signed_OI, self._scale_O = quantised_weight(weight_OI)
+            stored_OI = (signed_OI.to(torch.int16) + _ZERO).to(torch.uint8)
+        else:
+            stored_OI = weight_OI.to(getattr(torch, precision))
+        self._packed = packed(stored_OI, _GROUP[precision], _MULTIPLE[precision])
+        self.structure = library.Linear(
+            self._packed.data_ptr(),
+            _address(self._scale_O),
+            _address(self._bias),
+            _address(self._factors_I),
+            self.in_features,
+            self.out_features,
+            FORMATS[precision],
+        )
+
+    def dense_weight(self) -> Float[Tensor, "O I"]:
+        """Return what the layer multiplies with, float32."""
+        weight_OI = unpacked(self._packed)[: self.out_features, : self.in_features].float()
+        if self._scale_O is not None:
+            weight_OI = (weight_OI - _ZERO) * self._scale_O[:, None]
+        return weight_OI if self._factors_I is None else weight_OI * self._factors_I
+
+    def forward(self, x: Float[Tensor, "... I"]) -> Float[Tensor, "... O"]:
+        """Return x W^T + b."""
+        rows = x.to(torch.float32).contiguous()
+        y = torch.empty((*x.shape[:-1], self.out_features))
+        num_rows = y.numel() // self.out_features
+        library.library().latebranch_linear(
+            ctypes.byref(self.structure), rows.data_ptr(), num_rows, y.data_ptr(), torch.get_num_threads()
+        )
+        return y
+
+
+def packed(weight_OI: Tensor, group: int, multiple: int) -> Tensor:
+    """Return weights [B, I / G, 64, G] as the library reads them, inputs padded to a multiple."""
+    num_outputs, num_inputs = weight_OI.shape
+    padded = functional.pad(weight_OI, (0, -num_inputs % multiple, 0, -num_outputs % _BLOCK))
+    return padded.view(-1, _BLOCK, padded.shape[1] // group, group).transpose(1, 2).contiguous()
+
+
+def unpacked(packed_BNOG: Tensor) -> Tensor:
+    """Return packed weights by output and input, with what was filled."""
+    return packed_BNOG.transpose(1, 2).reshape(packed_BNOG.shape[0] * _BLOCK, -1)
+
+
+def quantised_weight(weight_OI: Float[Tensor, "O I"]) -> tuple[Int8[Tensor, "O I"], Float[Tensor, " O"]]:
+    """Return int8 weights and the scale of each output, float32."""
+    scale_O = weight_OI.abs().amax(1).clamp_min(_LEAST) / _LARGEST
+    return (weight_OI / scale_O[:, None]).round().to(torch.int8), scale_O
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
