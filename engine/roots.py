@@ -70,7 +70,7 @@ class RootReader:
         if not self._is_watching:
             self._is_watching = True
             if self._model.native is not None:
-                self._model.native.watch((), lambda states: self._keep(states.given_ND))
+                self._model.native.watch((), lambda output: self._keep(output.given_ND))
             else:
                 head = self._model.module.get_output_embeddings()
                 head.register_forward_pre_hook(lambda _, args: self._keep(args[0].flatten(0, -2)))

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.model import CausalModel
-from engine.native.decoder import PassStates
+from engine.native.passes import Output
 
 
 class StateTap:
@@ -46,8 +46,8 @@ class StateTap:
         self._end_watch()
         self._states.clear()
 
-    def _take(self, states: PassStates, ends: Mapping[int, int]) -> None:
-        self._states.update({count: states.after[end] for count, end in ends.items()})
+    def _take(self, output: Output, ends: Mapping[int, int]) -> None:
+        self._states.update({count: output.after[end] for count, end in ends.items()})
 
     def _reader(self, count: int) -> Any:
         def read(_module: Any, _args: Any, output: Tensor | tuple[Tensor, ...]) -> None:

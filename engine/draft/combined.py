@@ -1,28 +1,25 @@
 """Cached text and a model in one tree: a node's law is the cache's where that is sure, the model's where the cache knows nothing,
 a mixture of both between the two.
 
-A mixture q = w q_cached + (1 - w) q_model is a law like any other; w is fixed by the two laws before anything is drawn from it.
 Where the cache is sure the model is not run: a trunk of cached text costs no draft pass. A node below such a trunk that needs the
 model has the trunk fed with it, in one pass. A drafter that reads its parent's state cannot catch up so: there a path that began
-on the cache stays on it. Shape key: P proposals, M of them with a model's law, V vocabulary.
+on the cache stays on it. Shape key: P proposals, M tokens known.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from engine.draft.cached import FollowsTexts, law_at, odds_rows
-from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal
+from engine.draft.cached import FollowsTexts, law_at
+from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
+from engine.draft.mixture import put_cached, put_mixed, vocabulary_of, with_tokens_of
 from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Feeding, Row
 from engine.tree import ROOT
 from engine.types import DraftSource
 
 _MOST_DEFERRED = 128  # committed tokens of all rows that the model may be behind in a step
-_MOST_TRUST = 0.99
 
 Origins = dict[int, DraftSource]
 
@@ -121,19 +118,22 @@ class CombinedDrafter(FollowsTexts):
             return answers
         indices = sorted({*known, *rows})
         place = {index: at for at, index in enumerate(indices)}
-        logits_PV = torch.empty((len(indices), self._vocab_size), device=self._device)
         alone = {index: law for index, law in known.items() if index not in rows}
-        logits_PV[[place[index] for index in alone]] = odds_rows([*alone.values()], self._vocab_size, self._device).log()
+        both = {index: law for index, law in known.items() if index in rows}
+        if answers is None:
+            vocab: TrimmedVocabulary | None = vocabulary_of([*known.values()], self._vocab_size, self._device)
+        else:
+            vocab = with_tokens_of([*known.values()], answers.vocab)
+        num_columns = self._vocab_size if vocab is None else len(vocab.ids_M)
+        logits_PM = torch.full((len(indices), num_columns), float("-inf"), device=self._device)
         origins: dict[int, Origins] = {index: law.origins for index, law in alone.items()}
+        put_cached(logits_PM, [place[index] for index in alone], [*alone.values()], vocab)
         if answers is not None and rows:
-            model_PV = answers.logits_PV
-            only = [index for index in rows if index not in known]
-            logits_PV[[place[index] for index in only]] = model_PV[[rows[index] for index in only]]
-            both = {index: law for index, law in known.items() if index in rows}
-            mixtures_MV, of_both = _mixed(model_PV[[rows[index] for index in both]], [*both.values()])
-            logits_PV[[place[index] for index in both]] = mixtures_MV
+            model_PM = answers.logits_PM[[*rows.values()]]
+            logits_PM[[place[index] for index in rows], : model_PM.shape[1]] = model_PM
+            of_both = put_mixed(logits_PM, [place[index] for index in both], [*both.values()], vocab)
             origins.update(zip(both, of_both, strict=True))
-        return Proposal(tuple(indices), logits_PV, frozenset(unfed), origins, _passes_of(answers))
+        return Proposal(tuple(indices), logits_PM, frozenset(unfed), origins, _passes_of(answers), vocab)
 
 
 def _is_sure(law: CachedLaw | None) -> bool:
@@ -149,22 +149,3 @@ def _rows_of(asked: Sequence[_Asked], answers: Proposal | None) -> dict[int, int
     if answers is None:
         return {}
     return {index: row for row, place in enumerate(answers.indices) if (index := asked[place].index) is not None}
-
-
-def _mixed(logits_MV: Float[Tensor, "M V"], laws: Sequence[CachedLaw]) -> tuple[Float[Tensor, "M V"], list[Origins]]:
-    """Return mixtures of the model's laws with the cache's, as logits, and which tokens are rather the cache's in each.
-
-    Each side weighs as much as its odds to foretell the token: the cache's as they were observed, the model's (if it knows how
-    sure it is) by the chance that two draws from its law agree.
-    """
-    model_MV = logits_MV.softmax(-1)
-    cached_MV = odds_rows(laws, logits_MV.shape[-1], logits_MV.device)
-    trust_M1 = model_MV.square().sum(-1, keepdim=True).clamp(max=_MOST_TRUST)
-    chance_M1 = torch.tensor([law.chance for law in laws], dtype=torch.float32, device=logits_MV.device)[:, None]
-    model_odds_M1, cached_odds_M1 = trust_M1 / (1.0 - trust_M1), chance_M1 / (1.0 - chance_M1)
-    weight_M1 = cached_odds_M1 / (cached_odds_M1 + model_odds_M1)
-    cached_MV, model_MV = weight_M1 * cached_MV, (1.0 - weight_M1) * model_MV
-    origins: list[Origins] = [{} for _ in laws]
-    for row, token_id in (cached_MV > model_MV).nonzero().tolist():
-        origins[row][token_id] = laws[row].source_of(token_id)
-    return (cached_MV + model_MV).log(), origins

@@ -3,10 +3,13 @@
 Shape key: P proposals, V vocabulary, M the tokens of it that a drafter knows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -100,10 +103,25 @@ class ModelPasses:
 
 @dataclass(frozen=True, eq=False)
 class TrimmedVocabulary:
-    """The M tokens that a drafter knows of a vocabulary of `size`, ascending. It never proposes another."""
+    """The M tokens that a drafter knows of a vocabulary of `size`, in an order of its own. It never proposes another."""
 
     ids_M: Int[Tensor, " M"]
     size: int
+
+    @cached_property
+    def _column_of(self) -> MutableMapping[int, int]:
+        return {token_id: column for column, token_id in enumerate(self.ids_M.tolist())}
+
+    def columns(self, token_ids: Iterable[int]) -> list[int]:
+        """Return the column of each token, -1 for those that are not known."""
+        return [self._column_of.get(token_id, -1) for token_id in token_ids]
+
+    def extended(self, token_ids: Sequence[int]) -> "TrimmedVocabulary":
+        """Return a vocabulary that knows these too, in columns after the others."""
+        both = TrimmedVocabulary(torch.cat([self.ids_M, self.ids_M.new_tensor(token_ids)]), self.size)
+        added = {token_id: column for column, token_id in enumerate(token_ids, len(self.ids_M))}
+        both.__dict__["_column_of"] = ChainMap(added, self._column_of)
+        return both
 
     def widened(self, rows_PM: Float[Tensor, "P M"], filler: float) -> Float[Tensor, "P V"]:
         """Return rows over the whole vocabulary."""

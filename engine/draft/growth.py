@@ -162,6 +162,8 @@ def _answers(
     Where the draft logits are broken (NaN, infinity), or the drafter knows no token that the request allows, the tree ends: any
     tree is lossless, and the target says what is an error.
     """
+    if not proposal.indices:
+        return []
     answered = [frontier[index] for index in proposal.indices]
     logits_PM, vocab = proposal.logits_PM, proposal.vocab
     if any(asked.tree.row.sampling.edits_logits for asked in answered):

@@ -19,16 +19,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.attention import AttentionContext, cached_attention
 from engine.canary import Canary, NoCanary
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.head import DraftHead, HeadShape
 from engine.draft.lean_head import LeanHead
+from engine.draft.native_head import NativeHead
 from engine.draft.passes import fed_segments, level_segments, places_of_roots
 from engine.kv_cache import KVCache
-from engine.linears import weight_of
+from engine.linears import NATIVE, weight_of
 from engine.model import CausalModel
-from engine.packing import PackedBatch, pack
+from engine.packing import PackedBatch, Segment, pack
 from engine.plan import Feeding, Row
 from engine.segments import chain_segment
 from engine.taps import StateTap
@@ -78,10 +78,15 @@ class HeadDrafter:
         _require_fit(head.shape, head.vocab_M, target)
         self.name = name
         self._device = target.device
-        self._embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # as they are, where a model scales them
+        embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # as they are, where a model scales them
         self._vocab = TrimmedVocabulary(head.vocab_M.to(self._device, torch.int64), target.vocab_size)
         rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
-        self._head = LeanHead(head, rows_MD, precision or str(target.module.dtype).removeprefix("torch."), self._device, linears)
+        precision = precision or str(target.module.dtype).removeprefix("torch.")
+        self._head: NativeHead | LeanHead
+        if linears == NATIVE:
+            self._head = NativeHead(head, rows_MD, embeddings_VD, precision)
+        else:
+            self._head = LeanHead(head, rows_MD, embeddings_VD, getattr(torch, precision), self._device, linears)
         canary = canary or NoCanary()
         self._cache = KVCache(num_slots, self._device, canary)
         self._pool = FeaturePool(num_slots, head.shape.width, self._head.dtype, self._device, canary)
@@ -102,49 +107,33 @@ class HeadDrafter:
         batch = pack(fed_segments(rows), self._device)
         fed = _Fed(batch, before, max(row.draft_len + len(row.draft_ids) for row in rows))
         places = places_of_roots(rows, roots)
-        if places == list(range(batch.num_tokens)):
-            return self._proposal(fed, batch, places)
         asked = [chain_segment(root.tree.token_ids[:1], root.position, root.tree.row.slots) for root in roots]
-        return self._proposal(fed, pack(asked, self._device), places)
+        return self._proposal(fed, None if places == list(range(batch.num_tokens)) else asked, places)
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Feed some nodes of every tree by their parents' states; propose at each."""
         before = [asked.tree.row.slots[asked.tree.row.root_position + asked.tree.parents[asked.node]] for asked in frontier]
         batch = pack(level_segments(frontier), self._device)
         fed = _Fed(batch, before, 1 + max(asked.position for asked in frontier))
-        return self._proposal(fed, batch, range(len(frontier)))
+        return self._proposal(fed, None, range(len(frontier)))
 
     def _slots_before(self, row: Row) -> Sequence[int]:
         """Return the slots that the row's committed tokens read."""
         end = row.draft_len + len(row.draft_ids) - 1
         return row.slots[row.draft_len - 1 : end] if row.draft_len else (self._pool.before_all, *row.slots[:end])
 
-    def _proposal(self, fed: "_Fed", asked: PackedBatch, places: Sequence[int]) -> Proposal:
-        """Feed tokens, keep the states of those asked about in their slots, and propose at them; `places` says which they are."""
+    def _proposal(self, fed: "_Fed", asked: Sequence[Segment] | None, places: Sequence[int]) -> Proposal:
+        """Feed tokens, keep the states of those asked about in their slots, and propose at them.
+
+        `places` says which they are, `asked` has their own segments where they are not all.
+        """
         with torch.inference_mode():
-            states_PW = self._states(fed, asked, places)
-            self._pool.write(asked.write_slots_T, states_PW)
-            logits_PM = self._head.logits(states_PW)
+            before_TW = self._pool.at(integers(fed.before, self._device))
+            states_PW, logits_PM = self._head.proposed(before_TW, fed.batch, asked, places, fed.end, self._cache)
+            slots_P = fed.batch.write_slots_T.index_select(0, integers(places, self._device))
+            self._pool.write(slots_P, states_PW)
             passes = ModelPasses(1, fed.batch.num_tokens)
             return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
-
-    def _states(self, fed: "_Fed", asked: PackedBatch, places: Sequence[int]) -> Float[Tensor, "P W"]:
-        """Run the layers. All that is needed of a token not asked about is its keys: the last layer attends for the others."""
-        head, batch = self._head, fed.batch
-        states_TW = self._pool.at(integers(fed.before, self._device))
-        tokens_TW = head.tokens(self._embeddings_VD[batch.input_ids_1T[0]])
-        rotation_TR = head.rotation(batch.position_ids_1T[0], fed.end)
-        for index, layer in enumerate(head.decoder):
-            query, key, value = (x.to(head.attention_dtype) for x in layer.projected(states_TW, tokens_TW, rotation_TR))
-            self._cache.write(index, batch.write_slots_T, key, value)
-            if index == len(head.layers) - 1 and asked is not batch:
-                places_P = integers(places, self._device)
-                batch, states_TW, query = asked, states_TW.index_select(0, places_P), query.index_select(0, places_P)
-            if batch.num_tokens:
-                query_THGK = query.reshape(len(query), key.shape[1], -1, head.shape.head_size)
-                attended = cached_attention(index, query_THGK, AttentionContext(batch, self._cache), head.shape.head_size**-0.5)
-                states_TW = layer.finished(states_TW, attended.to(states_TW.dtype))
-        return states_TW
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,19 @@ heads for each, K head size, N positions of a table, R = 2 K.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.attention import AttentionContext, cached_attention
 from engine.draft.head import DraftHead, HeadLayer, HeadShape
-from engine.linears import NATIVE, prepare_linears
+from engine.kv_cache import KVCache
+from engine.linears import prepare_linears
+from engine.packing import PackedBatch, Segment, pack
+from engine.transfer import integers
 
 
 class LeanLayer(nn.Module):
@@ -57,11 +62,18 @@ class LeanHead(nn.Module):
     """The net, with its own copy of the weights. `rows_MD` are the target's output rows of the head's tokens."""
 
     def __init__(
-        self, head: DraftHead, rows_MD: Float[Tensor, "M D"], precision: str, device: torch.device, linears: str
+        self,
+        head: DraftHead,
+        rows_MD: Float[Tensor, "M D"],
+        embeddings_VD: Float[Tensor, "V D"],
+        dtype: torch.dtype,
+        device: torch.device,
+        linears: str,
     ) -> None:
         super().__init__()
         self.shape = shape = head.shape
-        self.dtype = dtype = torch.float32 if linears == NATIVE else getattr(torch, precision)  # of activations
+        self._embeddings_VD = embeddings_VD
+        self.dtype = dtype  # of activations
         self.attention_dtype = torch.float32 if device.type == "cpu" else dtype
         self.fuse = _map(head.fuse.weight * math.sqrt(shape.target_width))
         self.token = _map(head.token.weight)
@@ -69,7 +81,7 @@ class LeanHead(nn.Module):
         output_MW = rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32)
         self.output = _after_norm(output_MW, head.last_norm.weight, shape.width)
         self.to(device, dtype)
-        prepare_linears(self, linears, precision)
+        prepare_linears(self, linears)
         self._rotations = _Rotations(shape, device)
 
     @property
@@ -88,6 +100,39 @@ class LeanHead(nn.Module):
     def rotation(self, positions_T: Int[Tensor, " T"], end: int) -> Float[Tensor, "T R"]:
         """Return cosines and signed sines of positions below `end`, float32."""
         return self._rotations.at(positions_T, end)
+
+    def proposed(
+        self,
+        states_TW: Float[Tensor, "T W"],
+        fed: PackedBatch,
+        asked: Sequence[Segment] | None,
+        places: Sequence[int],
+        end: int,
+        cache: KVCache,
+    ) -> tuple[Float[Tensor, "P W"], Float[Tensor, "P M"]]:
+        """Feed tokens, each by the state before it; return the states and logits of those asked about.
+
+        `places` says where they are among the fed, and `asked` is their own segments, or None if they are all. Positions are
+        below `end`. All that is needed of a token not asked about is its keys: the last layer attends for the others.
+        """
+        batch = fed
+        tokens_TW = self.tokens(self._embeddings_VD[batch.input_ids_1T[0]])
+        rotation_TR = self.rotation(batch.position_ids_1T[0], end)
+        for index, layer in enumerate(self.decoder):
+            query, key, value = (x.to(self.attention_dtype) for x in layer.projected(states_TW, tokens_TW, rotation_TR))
+            cache.write(index, batch.write_slots_T, key, value)
+            if index == len(self.layers) - 1 and asked is not None:
+                places_P = integers(places, states_TW.device)
+                batch, states_TW, query = (
+                    pack(asked, states_TW.device),
+                    states_TW.index_select(0, places_P),
+                    query.index_select(0, places_P),
+                )
+            if batch.num_tokens:
+                query_THGK = query.reshape(len(query), key.shape[1], -1, self.shape.head_size)
+                attended = cached_attention(index, query_THGK, AttentionContext(batch, cache), self.shape.head_size**-0.5)
+                states_TW = layer.finished(states_TW, attended.to(states_TW.dtype))
+        return states_TW, self.logits(states_TW)
 
     def logits(self, state_TW: Float[Tensor, "T W"]) -> Float[Tensor, "T M"]:
         """Return the draft logits of the head's tokens, float32."""

@@ -25,18 +25,23 @@ struct Layer {
 
 enum Activation : int64_t { kSiLU = 0, kGeluTanh = 1 };
 
+// A model, or a draft head: that is given a state for each token, which its first layer reads beside the token's embedding, each
+// normed by itself. `attention_norm` of that layer has the token's weights first.
 struct Decoder {
   int64_t num_layers, width, num_heads, num_kv_heads, head_size, inner, activation;
+  int64_t embedding_width;  // of `embeddings`; a model's own width
   float eps, scaling, embedding_scale;
-  const float* embeddings;  // [V, width]
+  const float* embeddings;  // [V, embedding_width]
   const float* last_norm;
   const Layer* layers;
   Linear head;
+  Linear token;  // of a draft head: embedding_width to width
 };
 
 struct Pass {
   int64_t num_tokens, num_rows;
   const int64_t *token_ids, *positions, *write_slots;
+  const float* given;  // of a draft head: [T, width]
   Segments segments;
   float *const *keys, *const *values;            // pools of each layer [S, kv heads, size]
   const float *const *cosines, *const *sines;    // of each rotation [positions, size]
@@ -64,7 +69,8 @@ class Run {
     kv_width_ = d_.num_kv_heads * d_.head_size, q_width_ = d_.num_heads * d_.head_size, row_ = q_width_ + 2 * kv_width_;
     grow(s_.x, T * d_.width), grow(s_.qkv, T * row_), grow(s_.attended, T * q_width_), grow(s_.hidden, T * d_.inner), grow(s_.branch, T * d_.width);
     s_.normed.resize(std::max<size_t>(s_.normed.size(), num_threads)), s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
-    for (auto& room : s_.normed) grow(room, d_.width);
+    for (auto& room : s_.normed) grow(room, 2 * d_.width);
+    if (d_.token.exists()) s_.inputs.reserve(T, d_.token);
     for (int64_t l = 0; l < d_.num_layers; l++)
       for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(T, *one);
     s_.inputs.reserve(p_.num_rows, d_.head);
@@ -74,15 +80,11 @@ class Run {
 
   void work(Worker& worker) {
     const int64_t T = p_.num_tokens;
-    worker.each(T, [&](int64_t t) {
-      const float* from = d_.embeddings + p_.token_ids[t] * d_.width;
-      float* x = s_.x.data() + t * d_.width;
-      for (int64_t i = 0; i < d_.width; i += kLanes) {
-        const __mmask16 m = lanes_left(d_.width - i);
-        _mm512_mask_storeu_ps(x + i, m, _mm512_mul_ps(_mm512_maskz_loadu_ps(m, from + i), _mm512_set1_ps(d_.embedding_scale)));
-      }
-      read(worker, t, d_.layers[0].attention_norm, d_.layers[0].query);
-    });
+    if (d_.token.exists()) {
+      begin_head(worker);
+    } else {
+      begin_model(worker);
+    }
     for (int64_t l = 0; l < d_.num_layers; l++) {
       const Layer& layer = d_.layers[l];
       attend(worker, layer, l);
@@ -119,6 +121,34 @@ class Run {
   }
 
  private:
+  void begin_model(Worker& worker) {
+    worker.each(p_.num_tokens, [&](int64_t t) {
+      const float* from = d_.embeddings + p_.token_ids[t] * d_.embedding_width;
+      float* x = s_.x.data() + t * d_.width;
+      for (int64_t i = 0; i < d_.width; i += kLanes) {
+        const __mmask16 m = lanes_left(d_.width - i);
+        _mm512_mask_storeu_ps(x + i, m, _mm512_mul_ps(_mm512_maskz_loadu_ps(m, from + i), _mm512_set1_ps(d_.embedding_scale)));
+      }
+      read(worker, t, d_.layers[0].attention_norm, d_.layers[0].query);
+    });
+  }
+
+  void begin_head(Worker& worker) {
+    worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, d_.embeddings + p_.token_ids[t] * d_.embedding_width, d_.token); });
+    const int64_t blocks = d_.token.num_blocks();
+    worker.each(num_panels(p_.num_tokens) * blocks, [&](int64_t task) {
+      linear_task(d_.token, s_.inputs, p_.num_tokens, task / blocks, task % blocks, s_.branch.data(), d_.width, false);
+    });
+    worker.each(p_.num_tokens, [&](int64_t t) {
+      const float *norm = d_.layers[0].attention_norm, *given = p_.given + t * d_.width;
+      float* normed = s_.normed[worker.id].data();
+      rms_norm(s_.branch.data() + t * d_.width, norm, d_.eps, d_.width, normed);
+      rms_norm(given, norm + d_.width, d_.eps, d_.width, normed + d_.width);
+      std::copy(given, given + d_.width, s_.x.data() + t * d_.width);
+      s_.inputs.set(t, normed, d_.layers[0].query);
+    });
+  }
+
   void read(Worker& worker, int64_t t, const float* norm, const Linear& linear) {
     float* normed = s_.normed[worker.id].data();
     rms_norm(s_.x.data() + t * d_.width, norm, d_.eps, d_.width, normed);

@@ -4,18 +4,17 @@ A model whose parts are not the known ones is refused by name; whoever asked may
 Shape key: T packed tokens, N rows of logits, V vocabulary, D width, P positions, K head size.
 """
 
-import ctypes
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv_cache import KVCache
 from engine.native import library
+from engine.native.passes import Output, Runner, Tables
 from engine.packing import PackedBatch
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Gemma3DecoderLayer")
@@ -26,7 +25,7 @@ _NORMS = {  # what is added to the weight
     "Qwen3RMSNorm": 0.0,
     "Gemma3RMSNorm": 1.0,
 }
-_ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1}
+_ACTIVATIONS = {"SiLU": library.SILU, "SiLUActivation": library.SILU, "GELUTanh": library.GELU_TANH}
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # of positions alone, whatever the longest text is
 _PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 _FIRST_POSITIONS = 1024
@@ -36,18 +35,10 @@ class UnknownDecoder(ValueError):
     """The library does not know how to run the model."""
 
 
-@dataclass(frozen=True)
-class PassStates:
-    """Hidden states of a pass: of all its tokens after some layers, and what the output head was given."""
-
-    after: Mapping[int, Float[Tensor, "T D"]]
-    given_ND: Float[Tensor, "N D"]
-
-
 @dataclass(frozen=True, eq=False)
 class _Watcher:
     indices: frozenset[int]
-    tell: Callable[[PassStates], None]
+    tell: Callable[[Output], None]
 
 
 class NativeDecoder:
@@ -56,37 +47,34 @@ class NativeDecoder:
     def __init__(self, module: Any) -> None:
         config, inner = module.config.get_text_config(), module.model
         refuse_by_structure(module)
-        self._module, self._depth = module, len(inner.layers)
+        self._module = module  # keeps what the structures point at, with `_tensors`
         self._rotations = [_Rotations(inner.rotary_emb, kind) for kind in _rotation_kinds(config, inner)]
-        self._tensors: list[Tensor] = []  # what the structures point at
+        self._tensors: list[Tensor] = []
         attention = inner.layers[0].self_attn
-        key_width = attention.k_proj.out_features
         layers = [self._layer(config, layer) for layer in inner.layers]
-        self._layers = (library.Layer * self._depth)(*layers)
-        embeddings = inner.embed_tokens
-        self._width = embeddings.weight.shape[1]
-        self._head_size = int(attention.head_dim)
-        self._num_kv_heads = key_width // self._head_size
-        self._vocab_size = module.lm_head.out_features
-        self._structure = library.Decoder(
-            num_layers=self._depth,
-            width=self._width,
-            num_heads=attention.q_proj.out_features // self._head_size,
-            num_kv_heads=self._num_kv_heads,
-            head_size=self._head_size,
-            inner=inner.layers[0].mlp.gate_proj.out_features,
-            activation=_ACTIVATIONS[type(inner.layers[0].mlp.act_fn).__name__],
-            eps=_eps(inner.norm),
-            scaling=float(attention.scaling),
-            embedding_scale=float(getattr(embeddings, "embed_scale", 1.0)),
-            embeddings=self._kept(embeddings.weight.detach()),
-            last_norm=self._norm(inner.norm),
-            layers=self._layers,
-            head=module.lm_head.structure,
+        embeddings, head_size = inner.embed_tokens, int(attention.head_dim)
+        self._runner = Runner(
+            library.Decoder(
+                num_layers=len(layers),
+                width=embeddings.weight.shape[1],
+                num_heads=attention.q_proj.out_features // head_size,
+                num_kv_heads=attention.k_proj.out_features // head_size,
+                head_size=head_size,
+                inner=inner.layers[0].mlp.gate_proj.out_features,
+                activation=_ACTIVATIONS[type(inner.layers[0].mlp.act_fn).__name__],
+                embedding_width=embeddings.weight.shape[1],
+                eps=_eps(inner.norm),
+                scaling=float(attention.scaling),
+                embedding_scale=float(getattr(embeddings, "embed_scale", 1.0)),
+                embeddings=self._kept(embeddings.weight.detach()),
+                last_norm=self._norm(inner.norm),
+                layers=(library.Layer * len(layers))(*layers),
+                head=module.lm_head.structure,
+            )
         )
         self._watchers: list[_Watcher] = []
 
-    def watch(self, indices: Iterable[int], tell: Callable[[PassStates], None]) -> Callable[[], None]:
+    def watch(self, indices: Iterable[int], tell: Callable[[Output], None]) -> Callable[[], None]:
         """Tell of later passes' states: i < depth are those after layer i, depth those after the last norm.
 
         Return what ends it.
@@ -97,47 +85,12 @@ class NativeDecoder:
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
-        num_tokens, num_rows = batch.num_tokens, len(logit_rows_N)
-        pools = [cache.pools(layer, self._num_kv_heads, self._head_size) for layer in range(self._depth)]
-        tables = [rotation.tables(int(batch.position_ids_1T.max()) + 1) for rotation in self._rotations]
+        end = int(batch.position_ids_1T.max()) + 1
         wanted = {index for watcher in self._watchers for index in watcher.indices}
-        kept = {index: torch.empty(num_tokens, self._width) for index in wanted}
-        states_ND = torch.empty(num_rows, self._width)
-        logits_NV = torch.empty(num_rows, self._vocab_size)
-        flat = batch.flat
-        library.library().latebranch_decode(
-            ctypes.byref(self._structure),
-            ctypes.byref(
-                library.Pass(
-                    num_tokens=num_tokens,
-                    num_rows=num_rows,
-                    token_ids=batch.input_ids_1T.data_ptr(),
-                    positions=batch.position_ids_1T.data_ptr(),
-                    write_slots=batch.write_slots_T.data_ptr(),
-                    num_segments=len(batch.segments),
-                    first_token=_place(flat.first_token),
-                    first_key=_place(flat.first_key),
-                    first_tail=_place(flat.first_tail),
-                    first_seen=_place(flat.first_seen),
-                    key_slots=_place(flat.key_slots),
-                    tail_positions=_place(flat.tail_positions),
-                    seen=_place(flat.seen),
-                    keys=library.pointers([keys.data_ptr() for keys, _ in pools]),
-                    values=library.pointers([values.data_ptr() for _, values in pools]),
-                    cosines=library.pointers([cosines.data_ptr() for cosines, _ in tables]),
-                    sines=library.pointers([sines.data_ptr() for _, sines in tables]),
-                    rows=logit_rows_N.data_ptr(),
-                    states=states_ND.data_ptr(),
-                    logits=logits_NV.data_ptr(),
-                    kept=library.pointers([kept[i].data_ptr() if i in kept else 0 for i in range(self._depth + 1)]),
-                )
-            ),
-            torch.get_num_threads(),
-        )
+        output = self._runner.run(batch, cache, [one.tables(end) for one in self._rotations], logit_rows_N, wanted)
         for watcher in self._watchers:
-            watcher.tell(PassStates(kept, states_ND))
-        cache.check_read(flat.key_slots)
-        return logits_NV
+            watcher.tell(output)
+        return output.logits_NM
 
     def _layer(self, config: Any, layer: Any) -> library.Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -174,7 +127,7 @@ class _Rotations:
         self._embedding, self._is_by_kind = embedding, kind is not None
         self._cosines_PK = self._sines_PK = torch.empty(0, 0)
 
-    def tables(self, end: int) -> tuple[Float[Tensor, "P K"], Float[Tensor, "P K"]]:
+    def tables(self, end: int) -> Tables:
         """Return both for positions below `end` at least. A position's numbers are the same in tables of any length."""
         if end > len(self._cosines_PK):
             positions_1P = torch.arange(max(_FIRST_POSITIONS, 1 << (end - 1).bit_length()))[None]
@@ -222,7 +175,3 @@ def _window(config: Any, attention: Any) -> int | None:
 
 def _eps(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)
-
-
-def _place(array: NDArray[Any]) -> int:
-    return int(array.ctypes.data)

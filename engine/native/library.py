@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 _MODULE = "engine.native.kernels"
+SILU, GELU_TANH = 0, 1  # activations
 
 
 class Linear(Structure):
@@ -41,11 +42,13 @@ class Decoder(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "inner", "activation")),
+        ("embedding_width", c_int64),
         *((name, c_float) for name in ("eps", "scaling", "embedding_scale")),
         ("embeddings", c_void_p),
         ("last_norm", c_void_p),
         ("layers", POINTER(Layer)),
         ("head", Linear),
+        ("token", Linear),
     )
 
 
@@ -54,7 +57,7 @@ class Pass(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "num_rows")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "write_slots")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "write_slots", "given")),
         ("num_segments", c_int64),
         *((name, c_void_p) for name in ("first_token", "first_key", "first_tail", "first_seen")),
         *((name, c_void_p) for name in ("key_slots", "tail_positions", "seen")),

@@ -1,0 +1,83 @@
+"""Laws of cached text beside a model's, and mixtures of both, over the few tokens that any of them knows.
+
+A mixture q = w q_cached + (1 - w) q_model is a law like any other; w is fixed by the two laws before anything is drawn from it.
+Each side weighs as much as its odds to foretell the token: the cache's as they were observed, the model's (if it knows how sure
+it is) by the chance that two draws from its law agree.
+Shape key: P proposals, M tokens that the model or a law knows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.draft.drafter import TrimmedVocabulary
+from engine.draft.texts import CachedLaw
+from engine.types import DraftSource
+
+_MOST_TRUST = 0.99
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The tokens of some cached laws: of law `law[i]`, the one in column `column[i]`, with probability `odds[i]`."""
+
+    law: list[int]
+    column: list[int]
+    odds: list[float]
+    token_id: list[int]
+
+    @classmethod
+    def of(cls, laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None) -> "Entries":
+        """Return them; every token is one of the vocabulary."""
+        flat = [(index, token_id, odds) for index, law in enumerate(laws) for token_id, odds in law.odds.items()]
+        token_ids = [token_id for _, token_id, _ in flat]
+        columns = token_ids if vocab is None else vocab.columns(token_ids)
+        return cls([index for index, _, _ in flat], columns, [odds for _, _, odds in flat], token_ids)
+
+
+def vocabulary_of(laws: Sequence[CachedLaw], size: int, device: torch.device) -> TrimmedVocabulary:
+    """Return the laws' tokens, ascending."""
+    said = sorted({token_id for law in laws for token_id in law.odds})
+    return TrimmedVocabulary(torch.tensor(said, dtype=torch.int64, device=device), size)
+
+
+def with_tokens_of(laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None) -> TrimmedVocabulary | None:
+    """Return a model's vocabulary with the tokens of laws that it does not know, ascending, behind its own. None: all tokens."""
+    if vocab is None:
+        return None
+    said = sorted({token_id for law in laws for token_id in law.odds})
+    unknown = [token_id for token_id, column in zip(said, vocab.columns(said), strict=True) if column < 0]
+    return vocab.extended(unknown) if unknown else vocab
+
+
+def put_cached(
+    logits_PM: Float[Tensor, "P M"], rows: Sequence[int], laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None
+) -> None:
+    """Write laws, as log-probabilities, into rows in which nothing is possible yet."""
+    entries = Entries.of(laws, vocab)
+    logits_PM[[rows[law] for law in entries.law], entries.column] = torch.tensor(entries.odds, device=logits_PM.device).log()
+
+
+def put_mixed(
+    logits_PM: Float[Tensor, "P M"], rows: Sequence[int], laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None
+) -> list[dict[int, DraftSource]]:
+    """Mix laws into rows that hold a model's logits; return of each which tokens are rather the cache's now."""
+    entries, device = Entries.of(laws, vocab), logits_PM.device
+    log_law = logits_PM[rows].log_softmax(-1)
+    trust = log_law.mul(2.0).exp_().sum(-1).clamp_(max=_MOST_TRUST)
+    chance = torch.tensor([law.chance for law in laws], dtype=torch.float32, device=device)
+    model_odds, cached_odds = trust / (1.0 - trust), chance / (1.0 - chance)
+    weight = cached_odds / (cached_odds + model_odds)
+    mixed = log_law + (1.0 - weight).log_()[:, None]
+    cached = (weight[entries.law] * torch.tensor(entries.odds, device=device)).log_()
+    model = mixed[entries.law, entries.column]
+    mixed[entries.law, entries.column] = torch.logaddexp(model, cached)
+    logits_PM[rows] = mixed
+    origins: list[dict[int, DraftSource]] = [{} for _ in laws]
+    for law, token_id, is_rather_cached in zip(entries.law, entries.token_id, (cached > model).tolist(), strict=True):
+        if is_rather_cached:
+            origins[law][token_id] = laws[law].source_of(token_id)
+    return origins

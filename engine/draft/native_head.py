@@ -1,0 +1,130 @@
+"""A draft head run by our library: the function of engine.draft.head, one call a pass.
+
+Shape key: T packed tokens, P tokens asked about, V vocabulary, M head vocabulary, D target width, F feature layers, W inner
+width.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from engine.draft.head import DraftHead, HeadLayer
+from engine.kv_cache import KVCache
+from engine.native import library
+from engine.native.linear import NativeLinear
+from engine.native.passes import Runner, Tables
+from engine.packing import PackedBatch, Segment
+from engine.transfer import integers
+
+_FIRST_POSITIONS = 1024
+
+
+class NativeHead:
+    """The net, with its own copy of the weights. `rows_MD` are the target's output rows of the head's tokens."""
+
+    dtype = torch.float32  # of activations
+
+    def __init__(
+        self, head: DraftHead, rows_MD: Float[Tensor, "M D"], embeddings_VD: Float[Tensor, "V D"], precision: str
+    ) -> None:
+        shape = head.shape
+        self._shape, self._precision = shape, precision
+        self._kept: list[object] = []  # what the structure points at
+        self._fuse = NativeLinear(head.fuse, precision)
+        layers = (library.Layer * shape.num_layers)(*(self._layer(layer) for layer in head.decoder))
+        output = _linear(rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32))
+        self._runner = Runner(
+            library.Decoder(
+                num_layers=shape.num_layers,
+                width=shape.width,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_size=shape.head_size,
+                inner=shape.intermediate,
+                activation=library.SILU,
+                embedding_width=shape.target_width,
+                eps=shape.norm_eps,
+                scaling=shape.head_size**-0.5,
+                embedding_scale=1.0,
+                embeddings=self._tensor(embeddings_VD),
+                last_norm=self._tensor(head.last_norm.weight),
+                layers=layers,
+                head=self._linear(output),
+                token=self._linear(head.token),
+            )
+        )
+        self._kept.append(layers)
+        self._tables: Tables = (torch.empty(0, 0), torch.empty(0, 0))
+
+    def features(self, states_TFD: Float[Tensor, "T F D"]) -> Float[Tensor, "T W"]:
+        """Fuse the target's states after the feature layers into one feature a token."""
+        squares: Tensor = torch.linalg.vector_norm(states_TFD, dim=-1, keepdim=True).square_()
+        width = states_TFD.shape[-1]
+        scaled = states_TFD * squares.add_(self._shape.norm_eps * width).rsqrt_().mul_(math.sqrt(width))
+        return self._fuse(scaled.flatten(-2))  # type: ignore[no-any-return]
+
+    def proposed(
+        self,
+        states_TW: Float[Tensor, "T W"],
+        fed: PackedBatch,
+        asked: Sequence[Segment] | None,
+        places: Sequence[int],
+        end: int,
+        cache: KVCache,
+    ) -> tuple[Float[Tensor, "P W"], Float[Tensor, "P M"]]:
+        """Feed tokens, each by the state before it; return the states and logits of those asked about.
+
+        `places` says where they are among the fed. Positions are below `end`.
+        """
+        del asked  # all are run whole: one layer more or less is nothing beside the target's pass
+        last = self._shape.num_layers - 1
+        places_P = integers(places, states_TW.device)
+        output = self._runner.run(fed, cache, [self._rotations(end)], places_P, [last], states_TW)
+        return output.after[last].index_select(0, places_P), output.logits_NM
+
+    def _rotations(self, end: int) -> Tables:
+        if end > len(self._tables[0]):
+            positions = torch.arange(max(_FIRST_POSITIONS, 1 << (end - 1).bit_length()))
+            cosines, sines = self._shape.rotary(positions)
+            self._tables = cosines[:, 0].contiguous(), sines[:, 0].contiguous()
+        return self._tables
+
+    def _layer(self, layer: HeadLayer) -> library.Layer:
+        shape = layer.shape
+        inner, kv = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+        norms = [layer.state_norm] if layer.token_norm is None else [layer.token_norm, layer.state_norm]
+        parts = {
+            **_parts(layer.qkv.weight, query=inner, key=kv, value=kv),
+            **_parts(layer.gate_up.weight, gate=shape.intermediate, up=shape.intermediate),
+            "output": layer.output,
+            "down": layer.down,
+        }
+        return library.Layer(
+            **{name: self._linear(part) for name, part in parts.items()},
+            attention_norm=self._tensor(torch.cat([norm.weight for norm in norms])),
+            mlp_norm=self._tensor(layer.mlp_norm.weight),
+        )
+
+    def _linear(self, linear: nn.Linear) -> library.Linear:
+        self._kept.append(native := NativeLinear(linear, self._precision))
+        return native.structure
+
+    def _tensor(self, tensor: Tensor) -> int:
+        self._kept.append(kept := tensor.detach().float().contiguous())
+        return kept.data_ptr()
+
+
+def _parts(weight: Float[Tensor, "O I"], **sizes: int) -> dict[str, nn.Linear]:
+    """Return the rows of a fused layer by what they make."""
+    bounds = pairwise(accumulate(sizes.values(), initial=0))
+    return {name: _linear(weight[first:end]) for name, (first, end) in zip(sizes, bounds, strict=True)}
+
+
+def _linear(weight: Float[Tensor, "O I"]) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return linear

@@ -1,0 +1,85 @@
+"""A pass of the library over packed segments: where everything lies, for one call.
+
+Shape key: T packed tokens, N rows of logits, M their columns, D width, P positions, K head size.
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.native import library
+from engine.packing import PackedBatch
+
+Tables = tuple[Float[Tensor, "P K"], Float[Tensor, "P K"]]  # cosines and sines by position
+
+
+@dataclass(frozen=True)
+class Output:
+    """Logits of some tokens, what the output head was given for them, and states of all tokens after some layers.
+
+    `after[i]`: i < depth after layer i; depth: after the last norm.
+    """
+
+    logits_NM: Float[Tensor, "N M"]
+    given_ND: Float[Tensor, "N D"]
+    after: dict[int, Float[Tensor, "T D"]]
+
+
+class Runner:
+    """Runs passes of one model or draft head. `structure` points at tensors that its maker keeps."""
+
+    def __init__(self, structure: library.Decoder) -> None:
+        self._structure = structure
+
+    def run(
+        self,
+        batch: PackedBatch,
+        cache: KVCache,
+        rotations: Sequence[Tables],
+        rows_N: Int[Tensor, " N"],
+        kept: Iterable[int] = (),
+        given_TD: Float[Tensor, "T D"] | None = None,
+    ) -> Output:
+        """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states."""
+        shape, flat, num_rows = self._structure, batch.flat, len(rows_N)
+        pools = [cache.pools(layer, shape.num_kv_heads, shape.head_size) for layer in range(shape.num_layers)]
+        after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
+        output = Output(torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width), after)
+        pass_ = library.Pass(
+            num_tokens=batch.num_tokens,
+            num_rows=num_rows,
+            token_ids=batch.input_ids_1T.data_ptr(),
+            positions=batch.position_ids_1T.data_ptr(),
+            write_slots=batch.write_slots_T.data_ptr(),
+            given=None if given_TD is None else given_TD.data_ptr(),
+            num_segments=len(batch.segments),
+            first_token=_place(flat.first_token),
+            first_key=_place(flat.first_key),
+            first_tail=_place(flat.first_tail),
+            first_seen=_place(flat.first_seen),
+            key_slots=_place(flat.key_slots),
+            tail_positions=_place(flat.tail_positions),
+            seen=_place(flat.seen),
+            keys=library.pointers([keys.data_ptr() for keys, _ in pools]),
+            values=library.pointers([values.data_ptr() for _, values in pools]),
+            cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
+            sines=library.pointers([sines.data_ptr() for _, sines in rotations]),
+            rows=rows_N.data_ptr(),
+            states=output.given_ND.data_ptr(),
+            logits=output.logits_NM.data_ptr(),
+            kept=library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)]),
+        )
+        library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), torch.get_num_threads())
+        cache.check_read(flat.key_slots)
+        return output
+
+
+def _place(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)
