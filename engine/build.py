@@ -33,6 +33,7 @@ from engine.linears import fastest_linears, fastest_precision
 from engine.memory import memory_need, shortage
 from engine.model import CausalModel, load_model, weights_dtype
 from engine.model_check import UnsupportedModel
+from engine.native import library
 from engine.pairs import require_exact
 from engine.plan import Feeding
 from engine.policy import ExpansionPolicy, FixedExpansion, PlainDecoding, RootSource
@@ -70,6 +71,8 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     _require_memory(config, device)
     models = {} if models is None else models
     model = _load(config.model, config.dtype, device, models)
+    if model.native is not None:
+        library.take_threads(config.num_threads)
     canary = SlotCanary() if config.kv_canary else None
     target = Target(model, config.scheduler.num_slots, canary)
     config, own_drafter = _drafter_or_stand_in(config, target, models)

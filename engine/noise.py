@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.keys import GOLDEN, MIX_1, MIX_2
@@ -67,6 +67,12 @@ class _RecentRows:
 _recent_rows = _RecentRows()
 
 
-def gumbels(keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> Float[Tensor, "K V"]:
-    """Return standard Gumbel noise, float64 [K, V], row k from keys[k] alone: arg max of log p + noise is a draw from p."""
-    return torch.stack(_recent_rows.of(keys, vocab_size, str(device)))
+def gumbels(
+    keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu", ids_M: Int[Tensor, " M"] | None = None
+) -> Float[Tensor, "K V"]:
+    """Return standard Gumbel noise, float64 [K, V], row k from keys[k] alone: arg max of log p + noise is a draw from p.
+
+    With `ids_M` that of these tokens alone, [K, M].
+    """
+    rows = _recent_rows.of(keys, vocab_size, str(device))
+    return torch.stack(rows if ids_M is None else [row_V.index_select(0, ids_M) for row_V in rows])

@@ -18,6 +18,7 @@ from engine.draft.drafter import Drafter
 from engine.engine import Engine
 from engine.forest import Forest
 from engine.judge import Judge
+from engine.native import library
 from engine.plan import Row, StepPlan
 from engine.policy import Choice, PassSize, SequenceView, StepFeedback, StepWork
 from engine.target import Target
@@ -57,7 +58,7 @@ class Rig:
         return {
             "processor": _processor() if info.device == "cpu" else torch.cuda.get_device_name(info.device),
             "num_processors": str(os.cpu_count()),
-            "num_threads": str(torch.get_num_threads()),
+            "num_threads": str(library.num_threads()),
             "torch": torch.__version__,
             "dtype": info.dtype,
             "target": self._target.model.module.config.to_json_string(),

@@ -136,7 +136,7 @@ def _ranked_with_noise(
     keys = [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in asked]
     known_K = _known(laws_PM)
     known_ids_K, vocab_size = (known_K, laws_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
-    noise_PK = gumbels(keys, vocab_size, laws_PM.device).index_select(-1, known_ids_K)
+    noise_PK = gumbels(keys, vocab_size, laws_PM.device, known_ids_K)
     best = _best(asked, known_K, laws_PM.index_select(-1, known_K).double().log() + noise_PK, laws_PM, vocab)
     offers = zip(best.offers, best.scores, strict=True)
     return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]

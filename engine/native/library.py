@@ -91,6 +91,25 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+_taken: int | None = None
+
+
+def take_threads(count: int | None) -> None:
+    """Run passes with so many threads from now on (None: with those torch has), and leave torch one.
+
+    What torch does between passes is too little to share, and threads of its own that wait for work take ours' time.
+    """
+    global _taken
+    if count is not None or _taken is None:
+        _taken = count or torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+def num_threads() -> int:
+    """Return with how many threads passes are run."""
+    return _taken or torch.get_num_threads()
+
+
 def pointers(addresses: list[int]) -> "ctypes.Array[c_void_p]":
     """Return an array of pointers."""
     return (c_void_p * len(addresses))(*addresses)

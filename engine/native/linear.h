@@ -309,18 +309,24 @@ inline void block_outputs(const Linear& l, const Inputs& in, int64_t t, int rows
 
 constexpr int kTileRows = 6, kMostRows = 2 * kTileTokens;
 
+// How many of the rows that are left are multiplied together: where a second group of tiles would be nearly empty, one.
+inline int64_t rows_together(int64_t left, bool is_any_tiled) {
+  if (!is_any_tiled) return std::min<int64_t>(kTileRows, left);
+  return left > kTileTokens && left < kTileTokens + kFewestTiled ? kTileTokens : std::min<int64_t>(kMostRows, left);
+}
+
 // Call use(t, rows, y [rows][64]) for all rows of panel p and one block.
 template <typename Use>
 inline void panel_by_block(const Linear& l, const Inputs& in, int64_t num_rows, int64_t panel, int64_t b, const Use& use) {
   alignas(64) float y[kMostRows * kBlock];
   const int64_t end = std::min(num_rows, (panel + 1) * kPanel);
   const bool is_any_tiled = is_tiled(l, end - panel * kPanel);
-  const int64_t most = is_any_tiled ? kMostRows : kTileRows;
   if (is_any_tiled) begin_tiles();
-  for (int64_t t = panel * kPanel; t < end; t += most) {
-    const int rows = (int)std::min<int64_t>(most, end - t);
+  for (int64_t t = panel * kPanel; t < end;) {
+    const int rows = (int)rows_together(end - t, is_any_tiled);
     block_outputs(l, in, t, rows, b, y);
     use(t, rows, y);
+    t += rows;
   }
   if (is_any_tiled) _tile_release();
 }

@@ -65,7 +65,7 @@ class NativeLinear(nn.Module):
         y = torch.empty((*x.shape[:-1], self.out_features))
         num_rows = y.numel() // self.out_features
         library.library().latebranch_linear(
-            ctypes.byref(self.structure), rows.data_ptr(), num_rows, y.data_ptr(), torch.get_num_threads()
+            ctypes.byref(self.structure), rows.data_ptr(), num_rows, y.data_ptr(), library.num_threads()
         )
         return y
 

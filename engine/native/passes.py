@@ -76,7 +76,7 @@ class Runner:
             logits=output.logits_NM.data_ptr(),
             kept=library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)]),
         )
-        library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), torch.get_num_threads())
+        library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
         cache.check_read(flat.key_slots)
         return output
 
