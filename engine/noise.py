@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.keys import GOLDEN, MIX_1, MIX_2
+from engine.native import noise as native
 
 
 def _signed(value: int) -> int:
@@ -72,7 +73,9 @@ def gumbels(
 ) -> Float[Tensor, "K V"]:
     """Return standard Gumbel noise, float64 [K, V], row k from keys[k] alone: arg max of log p + noise is a draw from p.
 
-    With `ids_M` that of these tokens alone, [K, M].
+    With `ids_M` that of these tokens alone, [K, M]. On a processor our library makes it, equal to torch's up to rounding.
     """
+    if native.can_choose(device):
+        return native.gumbels(keys, vocab_size, ids_M)
     rows = _recent_rows.of(keys, vocab_size, str(device))
     return torch.stack(rows if ids_M is None else [row_V.index_select(0, ids_M) for row_V in rows])

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "noise.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -279,4 +280,23 @@ void latebranch_linear(const Linear* linear, const float* x, int64_t num_rows, f
   });
 }
 
+// out [K, count]: Gumbel noise of the first draws of each key, or of those `ids` names
+void latebranch_gumbels(const uint64_t* keys, int64_t num_keys, const int64_t* ids, int64_t count, double* out, int num_threads) {
+  constexpr int64_t kTogether = 4096;
+  const int64_t parts = (count + kTogether - 1) / kTogether;
+  Pool::shared().run(num_threads, [&](Worker& worker) {
+    worker.each(num_keys * parts, [&](int64_t task) {
+      const int64_t key = task / parts, begin = task % parts * kTogether;
+      gumbel_noise(keys[key], ids, begin, std::min(count, begin + kTogether), out + key * count);
+    });
+  });
+}
+
+// Of each of `rows` of laws [N, V], the token of largest log p + noise, and that number.
+void latebranch_choose(const float* laws, int64_t vocab_size, const int64_t* rows, const uint64_t* keys, int64_t count, double* scores,
+                       int64_t* chosen, int num_threads) {
+  Pool::shared().run(num_threads, [&](Worker& worker) {
+    worker.each(count, [&](int64_t i) { choose(laws + rows[i] * vocab_size, vocab_size, keys[i], scores + i, chosen + i); });
+  });
+}
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.forest import Forest
 from engine.keys import StepKey, Stream, stream_key
+from engine.native import noise as native
 from engine.noise import gumbels
 from engine.tree import ROOT, TokenTree
 from engine.verify.errors import NotFiniteLawError
@@ -119,6 +120,8 @@ class _Choice(NamedTuple):
 def _choices(target_laws_NV: Tensor, rows: Sequence[int], noise_keys: Sequence[int]) -> list[_Choice]:
     """Return each row's token of best perturbed log-probability; its score is NaN or infinite where the law is no law."""
     device = target_laws_NV.device
+    if native.can_choose(device) and target_laws_NV.dtype == torch.float32:
+        return [_Choice(score, token_id) for score, token_id in native.choices(target_laws_NV, rows, noise_keys)]
     laws_MV = target_laws_NV.index_select(0, torch.tensor(rows, device=device))
     best = (laws_MV.log() + gumbels(noise_keys, laws_MV.shape[-1], device)).max(-1)
     return [_Choice(score, token_id) for score, token_id in zip(best.values.tolist(), best.indices.tolist())]

@@ -1,5 +1,6 @@
 """Tensor randomness is the integer kind's, number for number, and its Gumbel noise draws from a law."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -9,10 +10,13 @@ from hypothesis import strategies as st
 
 from engine import noise
 from engine.keys import Stream, stream_key, uniform
+from engine.native import library
+from engine.native import noise as native
 from engine.noise import gumbels, uniforms
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.splitmix import key_of_first_bits
 
+needs_library = pytest.mark.skipif(not library.is_available(), reason="needs the compiled library")
 key_lists = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4)
 
 
@@ -46,10 +50,63 @@ def test_golden_values():
     assert uniforms(keys, 2).tolist() == [[0.7401760231351763, 0.06269574375830789], [0.6145586180820041, 0.42168849338013403]]
 
 
+def _library_s_noise_is_torch_s(of_library):
+    keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(4)]
+    own = -torch.log(-torch.log(uniforms(keys, 9973)))
+    ids = torch.tensor([0, 5, 7, 8, 9, 4000, 9972, 1, 1])
+    return (
+        torch.allclose(of_library(keys, 9973), own, rtol=0.0, atol=1e-14)
+        and torch.equal(of_library(keys, 9973, ids), of_library(keys, 9973)[:, ids])
+        and torch.equal(of_library(keys[:1], 5), of_library(keys, 9973)[:1, :5])
+    )
+
+
+@needs_library
+def test_the_library_makes_the_same_noise():
+    assert _library_s_noise_is_torch_s(native.gumbels)
+    ends = [key_of_first_bits(bits) for bits in (0, 1, (1 << 64) - 1, 1 << 63)]
+    assert torch.allclose(native.gumbels(ends, 1), -torch.log(-torch.log(uniforms(ends, 1))), rtol=1e-14)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda keys, count, ids=None: native.gumbels(keys, count, ids).float().double(),
+        lambda keys, count, ids=None: native.gumbels([key + 1 for key in keys], count, ids),
+        lambda keys, count, ids=None: native.gumbels(keys, count, None if ids is None else ids.sort().values),
+    ],
+)
+def test_the_comparison_kills(mutant):
+    assert not _library_s_noise_is_torch_s(mutant)
+
+
+@needs_library
+def test_the_library_chooses_the_best_perturbed_token():
+    keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(40)]
+    laws_NV = torch.softmax(torch.randn(41, 977, generator=torch.Generator().manual_seed(0)) * 4.0, -1)
+    laws_NV[:, 100:300] = 0.0
+    rows = list(range(40, 0, -1))
+    best = (laws_NV[rows].log() - torch.log(-torch.log(uniforms(keys, 977)))).max(-1)
+    found = native.choices(laws_NV, rows, keys)
+    assert [token_id for _, token_id in found] == best.indices.tolist()
+    assert torch.allclose(torch.tensor([score for score, _ in found], dtype=torch.float64), best.values, atol=1e-5)
+
+
+@needs_library
+def test_what_is_no_law_has_no_finite_score():
+    laws_NV = torch.full((3, 11), 1 / 11)
+    laws_NV[0, 3], laws_NV[1] = math.nan, 0.0
+    laws_NV[2, 10] = math.inf
+    scores = [score for score, _ in native.choices(laws_NV, range(3), [5, 6, 7])]
+    assert [math.isfinite(score) for score in scores] == [False] * 3
+
+
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), max_size=8), st.integers(1, 30))
 def test_noise_asked_for_again_is_the_same(batches, vocab_size):
     """Rows are kept for a while, and a row twice in a batch is made once: nobody may see that."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "can_choose", lambda device: False)
         patch.setattr(noise, "_MAX_KEPT", 60)
         for keys in batches:
             fresh = -torch.log(-torch.log(uniforms(keys, vocab_size)))
@@ -58,6 +115,7 @@ def test_noise_asked_for_again_is_the_same(batches, vocab_size):
 
 
 def test_noise_kills_rows_kept_without_their_width(monkeypatch):
+    monkeypatch.setattr(native, "can_choose", lambda device: False)
     monkeypatch.setattr(noise._RecentRows, "of", lambda self, keys, vocab_size, device: [uniforms([0], 3)[0]] * len(keys))
     with pytest.raises(AssertionError):
         test_noise_asked_for_again_is_the_same()
