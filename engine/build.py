@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
+from engine.audit.outcomes import tie_tolerance
 from engine.canary import SlotCanary
 from engine.config import EngineConfig
 from engine.draft.cached import CachedDrafter, FollowsTexts
@@ -89,6 +90,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         drafter=drafter.name if drafter else "none",
         verifier=config.verifier,
         policy=config.policy,
+        has_same_bits=model.has_same_bits,
     )
     measured = CachedDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, CachedDrafter) else own_drafter
     _warm_up(info, config, target, _with_texts(measured, config, model))
@@ -112,7 +114,8 @@ def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) ->
     engine = build_engine(config, adaptive)
     if not config.audit_share:
         return engine
-    auditor = Auditor(config.audit_share, config.audit_tokens, config.dtype, secrets.randbits(63), engine.grammars)
+    tolerance = tie_tolerance(config.dtype, engine.info.has_same_bits)
+    auditor = Auditor(config.audit_share, config.audit_tokens, tolerance, secrets.randbits(63), engine.grammars)
     return AuditedEngine(engine, auditor)
 
 

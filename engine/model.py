@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import NAME, AttentionContext
 from engine.kv_cache import KVCache
-from engine.linears import NATIVE, prepare_linears
+from engine.linears import NATIVE, fastest_linears, prepare_linears
 from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_by_configuration, require_equal, require_same_bits
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
 from engine.packing import PackedBatch
@@ -52,6 +52,11 @@ class CausalModel:
         """Tokens that end a text, by the model's generation settings, else its configuration."""
         return end_tokens(self.module.generation_config.eos_token_id, self.module.config.get_text_config().eos_token_id)
 
+    @property
+    def has_same_bits(self) -> bool:
+        """Whether a row's logits have the same bits in any pass."""
+        return self.native is not None
+
     def restore_attention(self) -> None:
         """Let the model attend to an engine's slots again, after it was lent to something that set another attention."""
         self.module.set_attn_implementation(NAME)
@@ -74,6 +79,17 @@ class CausalModel:
 def weights_dtype(dtype: str) -> torch.dtype:
     """Return the number format in which weights are loaded, and activations computed, for a precision by its name."""
     return torch.float32 if dtype == INT8 else getattr(torch, dtype)
+
+
+def is_run_natively(module: PreTrainedModel, device: torch.device) -> bool:
+    """Return whether our library runs a model's passes where its fastest linear layers are wanted."""
+    if fastest_linears(device) != NATIVE:
+        return False
+    try:
+        refuse_by_structure(module)
+    except UnknownDecoder:
+        return False
+    return True
 
 
 def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:

@@ -4,10 +4,19 @@ Their laws are peaked like a trained model's (a random head over large embedding
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from engine.canary import SlotCanary
 from engine.config import SchedulerConfig
@@ -37,26 +46,34 @@ _COMMON = {
     "pad_token_id": 0,
 }
 _TABLE_SIZE = 8
-FAMILIES = ("llama", "qwen2", "gemma3")
+_WINDOW = 6
+FAMILIES = ("llama", "qwen2", "gemma3")  # those of the presets; the others are made too
 
 
-def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3, vocab_size: int = 61) -> PreTrainedModel:
-    """Return a random float32 model; gemma3 has a sliding window of 6 tokens on every other layer."""
-    common = {**_COMMON, "num_hidden_layers": num_layers, "vocab_size": vocab_size}
-    if family == "llama":
-        config = LlamaConfig(**common)
-    elif family == "qwen2":
-        config = Qwen2Config(**common)
-    else:
-        layer_types = ["sliding_attention", "full_attention"] * num_layers
-        # Untied: Gemma scales embeddings by sqrt(width), so a random tied head would repeat its input for ever.
-        config = Gemma3TextConfig(
-            **common,
-            sliding_window=6,
-            layer_types=layer_types[:num_layers],
-            query_pre_attn_scalar=8,
-            tie_word_embeddings=False,
-        )
+def _gemma3(common: Mapping[str, int]) -> PretrainedConfig:
+    layer_types = ["sliding_attention", "full_attention"] * common["num_hidden_layers"]
+    # Untied: Gemma scales embeddings by sqrt(width), so a random tied head would repeat its input for ever.
+    return Gemma3TextConfig(
+        **common,
+        sliding_window=_WINDOW,
+        layer_types=layer_types[: common["num_hidden_layers"]],
+        query_pre_attn_scalar=8,
+        tie_word_embeddings=False,
+    )
+
+
+_CONFIGURATIONS: dict[str, Callable[[Mapping[str, int]], PretrainedConfig]] = {
+    "llama": lambda common: LlamaConfig(**common),
+    "mistral": lambda common: MistralConfig(**common, sliding_window=_WINDOW),
+    "qwen2": lambda common: Qwen2Config(**common),
+    "qwen3": lambda common: Qwen3Config(**common),
+    "gemma3": _gemma3,
+}
+
+
+def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3, vocab_size: int = 61, **sizes: int) -> PreTrainedModel:
+    """Return a random float32 model. Sliding windows are of 6 tokens: mistral's layers', and every other one of gemma3's."""
+    config = _CONFIGURATIONS[family]({**_COMMON, "num_hidden_layers": num_layers, "vocab_size": vocab_size, **sizes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)

@@ -282,8 +282,9 @@ class ModelInfo:
     drafter: str
     verifier: str
     policy: str
+    has_same_bits: bool = False  # of a row's logits, in passes of any width
 
     @property
     def rounds_by_width(self) -> bool:
         """Whether wide and narrow passes round so differently that more than the nearest of ties can fall either way."""
-        return self.dtype == "bfloat16"
+        return self.dtype == "bfloat16" and not self.has_same_bits

@@ -14,7 +14,20 @@ from tests.typechecking import install_shape_checks
 # The modules that hold tensors. The records of the others are built inside hypothesis strategies, where the random choices by
 # which beartype looks into containers are not welcome.
 _TENSOR_MODULES = [
-    *("noise", "logit_edits", "sampling", "forest", "packing", "segments", "kv_cache", "attention", "linears", "model", "target"),
+    *(
+        "noise",
+        "logit_edits",
+        "sampling",
+        "forest",
+        "packing",
+        "segments",
+        "kv_cache",
+        "attention",
+        "linears",
+        "native",
+        "model",
+        "target",
+    ),
     *("draft", "verify", "judge", "engine"),
 ]
 # For the whole run: test modules import the engine after this file.

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.audit.judgement import Judgement, Record, check_of
-from engine.audit.outcomes import Tally, tie_tolerance
+from engine.audit.outcomes import Tally
 from engine.audit.pit import NUM_BINS, evenness
 from engine.grammar_masks import GrammarMasks
 from engine.keys import Stream, stream_key, uniform
@@ -41,14 +41,14 @@ _MAX_TEXTS = 64  # texts that are being written or wait for their pass
 class Auditor:
     """Owns the records and the sums. `share` of the requests, at most 64 at a time; 0 audits nothing.
 
-    Those that have a grammar need `grammars`.
+    `tolerance` as engine.audit.outcomes has it. Requests that have a grammar need `grammars`.
     """
 
-    def __init__(self, share: float, num_tokens: int, dtype: str, seed: int, grammars: GrammarMasks | None = None) -> None:
+    def __init__(self, share: float, num_tokens: int, tolerance: float, seed: int, grammars: GrammarMasks | None = None) -> None:
         self._share = share
         self._num_tokens = num_tokens
         self._grammars = grammars
-        self._tolerance = tie_tolerance(dtype)
+        self._tolerance = tolerance
         self._uniforms = (uniform(stream_key(seed, 0, Stream.EXTRA), index) for index in count())
         self._open: dict[str, Record] = {}
         self._waiting: list[Record] = []

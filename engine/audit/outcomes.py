@@ -16,8 +16,10 @@ from engine.sampling_limits import MIN_TEMPERATURE
 from engine.types import SamplingParams
 
 # Largest difference of two logits that rounding may reverse. float32: a thousand times what is seen. bfloat16: logits of size 16
-# to 32 are 1/8 apart, and layers below have rounded as coarsely. int8: logits are the same to the bit, laws up to float32.
-_TIE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": 1e-4}
+# to 32 are 1/8 apart, and layers below have rounded as coarsely. Where logits are the same to the bit, as in int8, laws are up to
+# float32.
+_SAME_BITS_TOLERANCE = 1e-4
+_TIE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": _SAME_BITS_TOLERANCE}
 _MOST_SLACK = 0.5
 
 
@@ -56,9 +58,12 @@ class Tally:
         return {Outcome.MATCH: self.num_match, Outcome.NEAR_TIE: self.num_near_tie, Outcome.MISMATCH: self.num_mismatch}
 
 
-def tie_tolerance(dtype: str) -> float:
-    """Return the largest gap between logits of a model in this dtype that rounding may have reversed."""
-    return _TIE_TOLERANCE[dtype]
+def tie_tolerance(dtype: str, has_same_bits: bool = False) -> float:
+    """Return the largest gap between logits of a model in this dtype that rounding may have reversed.
+
+    `has_same_bits` says that both sides computed the same bits.
+    """
+    return _SAME_BITS_TOLERANCE if has_same_bits else _TIE_TOLERANCE[dtype]
 
 
 def tally_gaps(gaps: Sequence[float], tolerance: float) -> Tally:

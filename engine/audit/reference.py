@@ -24,7 +24,7 @@ from transformers import (
 
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE
-from engine.model import INT8, CausalModel, load_model
+from engine.model import INT8, CausalModel, is_run_natively, load_model
 from engine.packing import pack
 from engine.progress_bar import quiet_libraries
 from engine.segments import chain_segment
@@ -41,10 +41,11 @@ class Reference:
 
     @classmethod
     def load(cls, folder: Path, dtype: str, device: str) -> Self:
-        """Load the target's weights anew, with eager attention."""
+        """Load the target's weights anew, with eager attention; in float32 where our library runs it, which rounds weights alone."""
         quiet_libraries()
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
-        return cls(module.to(torch.device(device)))
+        module.to(torch.device(device))
+        return cls(module.float() if is_run_natively(module, torch.device(device)) else module)
 
     @property
     def dtype(self) -> str:

@@ -5,7 +5,8 @@ A Scene is data; `node_logits` runs it. A mutant breaks one part of the run: `se
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,13 @@ def scene_row(rng: random.Random, text: Sequence[int], tree: TokenTree, free_slo
 def same(value):
     """The mutant that changes nothing."""
     return value
+
+
+def repadded(batch: PackedBatch, **changes: Any) -> PackedBatch:
+    """Return the batch with other padded groups."""
+    changed = replace(batch)
+    vars(changed)["padded"] = replace(batch.padded, **changes)  # where a cached property is kept
+    return changed
 
 
 def node_logits(

@@ -17,7 +17,7 @@ from engine.packing import Group, pack
 from engine.segments import chain_segment
 from engine.testing import FAMILIES
 from engine.tree import TokenTree
-from tests.model.passes import CPU, error_of, node_logits, scene_row
+from tests.model.passes import CPU, error_of, node_logits, repadded, scene_row
 from tests.model.tiny import model
 from tests.strategies import VOCAB_SIZE, token_trees
 
@@ -81,7 +81,7 @@ def keys_written_to_neighbours(segment):
 
 
 def padding_seen(batch):
-    return replace(batch, groups=tuple(_all_padding_seen(group) for group in batch.groups))
+    return repadded(batch, groups=tuple(_all_padding_seen(group) for group in batch.padded.groups))
 
 
 def _all_padding_seen(group: Group) -> Group:
@@ -90,25 +90,25 @@ def _all_padding_seen(group: Group) -> Group:
 
 
 def outputs_of_others(batch):
-    return replace(batch, unpad_T=batch.unpad_T.flip(0), is_identity=False)
+    return repadded(batch, unpad_T=batch.padded.unpad_T.flip(0), is_identity=False)
 
 
 def window_ignored(batch):
-    return replace(batch, groups=tuple(_WindowlessGroup.like(group) for group in batch.groups))
+    return repadded(batch, groups=tuple(_WindowlessGroup.like(group) for group in batch.padded.groups))
 
 
 def window_one_too_wide(batch):
-    return replace(batch, groups=tuple(_WideWindowGroup.like(group) for group in batch.groups))
+    return repadded(batch, groups=tuple(_WideWindowGroup.like(group) for group in batch.padded.groups))
 
 
 def window_by_index(batch):
     """The window reaches back from a node's place in the tree, not from its depth."""
     groups = []
-    for group in batch.groups:
+    for group in batch.padded.groups:
         positions_BT = group.query_positions_BT
         by_index_BT = positions_BT[:, :1] + torch.arange(positions_BT.shape[1])
         groups.append(replace(group, query_positions_BT=by_index_BT, _biases={}))
-    return replace(batch, groups=tuple(groups))
+    return repadded(batch, groups=tuple(groups))
 
 
 class _WindowlessGroup(Group):
@@ -185,7 +185,7 @@ def test_softcap_bounds_the_scores():
 def test_a_group_returns_its_padding_too():
     query, key, value, context = attention_inputs()
     tree_attention(Layer(), query, key, value, None, attention_context=context)
-    group = context.batch.groups[0]
+    group = context.batch.padded.groups[0]
     query_THGK = query[0].transpose(0, 1).reshape(5, 2, 2, 8)
     keys_BLHK, values_BLHK = context.cache.gather(0, group.key_slots_BL)
     out = group_attention(query_THGK, keys_BLHK, values_BLHK, group, 8**-0.5)

@@ -16,7 +16,7 @@ import torch
 from engine.audit.auditor import Auditor, is_chosen
 from engine.audit.background import AuditedEngine
 from engine.audit.judgement import Check, Judgement, check_of
-from engine.audit.outcomes import Outcome, Tally
+from engine.audit.outcomes import Outcome, Tally, tie_tolerance
 from engine.audit.pit import NUM_BINS, evenness
 from engine.build import build_served
 from engine.config import EngineConfig, SchedulerConfig
@@ -51,7 +51,7 @@ def numbered_secrets(monkeypatch):
 
 def audited(num_tokens=8, share=1.0, config=CONFIG, verifier="traversal", noise=0.1):
     engine = tiny_engine(*pair("llama", noise), FixedExpansion(TREE), verifier, config)
-    return AuditedEngine(engine, Auditor(share, num_tokens, "float32", seed=1))
+    return AuditedEngine(engine, Auditor(share, num_tokens, tie_tolerance("float32"), seed=1))
 
 
 def news(session: Session) -> list[AuditStats]:
@@ -333,7 +333,7 @@ def test_a_pass_that_fails_is_no_step_of_a_request(monkeypatch):
 
 def test_the_shortest_prompt_is_judged_first():
     """A long text at the head of the queue, which no idle moment suffices for, held all others up."""
-    auditor = Auditor(1.0, 4, "float32", seed=0)
+    auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
     for name, prompt in (("long", tuple(range(40))), ("short", PROMPT), ("middle", tuple(range(9)))):
         auditor.enlist(greedy(name, prompt))
         auditor.hear([TokenEvent(name, (4,), finish=FinishReason.LENGTH)])
@@ -358,7 +358,7 @@ def test_every_series_of_the_audit_is_there_from_the_start():
 
 
 def test_logits_that_are_not_finite_are_no_match():
-    auditor = Auditor(1.0, 4, "float32", seed=0)
+    auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
     auditor.enlist(greedy("a", PROMPT))
     auditor.hear([TokenEvent("a", (4, 5), finish=FinishReason.LENGTH)])
     auditor.start()
@@ -369,7 +369,7 @@ def test_logits_that_are_not_finite_are_no_match():
 @pytest.mark.parametrize(("temperature", "num_binned"), [(0.4, 0), (0.6, 1)])
 def test_draws_of_a_law_that_rounding_decides_fill_no_bin(temperature, num_binned):
     """In bfloat16 a near tie is no mismatch, and where it is the whole law its draws are no test."""
-    auditor = Auditor(1.0, 4, "bfloat16", seed=0)
+    auditor = Auditor(1.0, 4, tie_tolerance("bfloat16"), seed=0)
     auditor.enlist(unseeded(1, max_tokens=1, temperature=temperature))
     auditor.hear([TokenEvent("u1", (1,), finish=FinishReason.LENGTH)])
     auditor.start()
@@ -378,7 +378,7 @@ def test_draws_of_a_law_that_rounding_decides_fill_no_bin(temperature, num_binne
 
 
 def test_a_request_that_ends_in_an_error_is_not_judged():
-    auditor = Auditor(1.0, 4, "float32", seed=0)
+    auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
     auditor.enlist(greedy("a", PROMPT))
     auditor.hear([TokenEvent("a", (4,)), TokenEvent("a", finish=FinishReason.ERROR, error="x")])
     assert not auditor.has_texts

@@ -9,6 +9,7 @@ import torch
 
 from engine.memory import cache_bytes_per_token, num_parameters
 from engine.model import load_model
+from engine.native import library
 from engine.policy import PlainDecoding
 from engine.testing import tiny_engine, tiny_model
 from engine.tree import parse_expansion
@@ -16,6 +17,7 @@ from engine.types import Request, SamplingParams
 from engine.weights import WeightsCache, load_presets
 from selector.menu import menu_of
 from selector.net import NetShape, Objective, SelectorNet
+from server import doctor
 from server.cli import main
 from tests.conformance.folder import served_folder
 
@@ -66,10 +68,33 @@ def test_what_prevents_serving_is_refused(folder, capsys, flags, part, monkeypat
 
 def test_int8_needs_its_instructions(folder, capsys, monkeypatch):
     for has_them in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda has_them=has_them: has_them)
+        monkeypatch.setattr(library, "has_vnni", lambda has_them=has_them: has_them)
+        monkeypatch.setattr(doctor, "has_vnni", lambda has_them=has_them: has_them)
+        monkeypatch.setattr(library, "find_spec", lambda name: name)
         status, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu")
         assert (status == 0) is has_them
-        assert ("refused" in _levels(report, "precision")) is not has_them
+        (finding,) = (finding for finding in report["findings"] if finding["part"] == "precision")
+        assert finding["level"] == ("ok" if has_them else "refused")
+        assert ("int8 needs AVX-512 VNNI" in finding["text"]) is not has_them
+
+
+def test_int8_needs_our_library(folder, capsys, monkeypatch):
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "has_vnni", lambda: True)
+    status, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu")
+    assert status == 1
+    assert "our library, which was not compiled" in json.dumps(report["findings"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_where_the_library_runs_no_precision_rounds_by_width(folder, capsys, monkeypatch, dtype):
+    monkeypatch.setattr(library, "is_available", lambda: True)
+    _, report = _report(capsys, "--model", folder, "--dtype", dtype, "--device", "cpu")
+    assert _levels(report, "precision") == ["ok"]
+    assert "rows have the same bits in any batch" in json.dumps(report["findings"])
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    _, report = _report(capsys, "--model", folder, "--dtype", dtype, "--device", "cpu")
+    assert _levels(report, "precision") == [{"float32": "ok", "bfloat16": "warning", "int8": "refused"}[dtype]]
 
 
 def test_the_weights_take_what_is_said(folder, capsys):
@@ -78,12 +103,6 @@ def test_the_weights_take_what_is_said(folder, capsys):
     assert num_parameters(Path(folder)) == model.module.num_parameters()
     status, report = _report(capsys, "--model", folder, "--num-slots", str(10**12))
     assert (status, _levels(report, "cache")[0]) == (1, "refused")
-
-
-def test_int8_bounds_texts(folder, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
-    _, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu", "--max-model-len", "40000")
-    assert any("int8 32768" in finding["text"] for finding in report["findings"] if finding["part"] == "cache")
 
 
 def _selector_file(path: Path, width: int, *, expansion: str = "4.1.0", objective: Objective = "tokens") -> str:

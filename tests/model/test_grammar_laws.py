@@ -13,6 +13,7 @@ import torch
 from engine import judge
 from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
+from engine.audit.outcomes import tie_tolerance
 from engine.config import SchedulerConfig
 from engine.engine import Engine
 from engine.grammars import CompiledGrammars
@@ -296,7 +297,7 @@ AUDITED = [{"temperature": 0.0}, {"seed": 3, "temperature": 1.5}, {"temperature"
 
 def mismatches(expansion: Expansion) -> dict[str, int]:
     engine = engine_of(expansion)
-    audited = AuditedEngine(engine, Auditor(1.0, 16, "float32", 1, engine.grammars))
+    audited = AuditedEngine(engine, Auditor(1.0, 16, tie_tolerance("float32"), 1, engine.grammars))
     for index, fields in enumerate(AUDITED):
         audited.add(request_of(REGEX, str(index), **fields))
     found: Counter[str] = Counter()

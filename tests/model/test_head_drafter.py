@@ -233,7 +233,7 @@ def test_a_head_works_in_the_targets_precision():
 
 def test_a_head_in_a_narrower_precision_than_its_targets_changes_no_text():
     target = model("llama")
-    head = HeadDrafter("head", learnt_head(), target, 2048, dtype=torch.bfloat16)
+    head = HeadDrafter("head", learnt_head(), target, 2048, precision="bfloat16")
     engine = tiny_engine(target, head, FixedExpansion(Expansion(2, 2, 2)))
     engine.target.report_to(head)
     session = run(engine, MIXED)

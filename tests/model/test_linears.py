@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.linears import PackedLinear, fastest_dtype, prepare_linears
+from engine.linears import NATIVE, PackedLinear, fastest_linears, fastest_precision, prepare_linears
+from engine.native import library
 from engine.testing import FAMILIES, tiny_module
 
 IDS = torch.arange(3, 40)[None]
@@ -57,8 +58,20 @@ def test_a_lone_bfloat16_row_is_multiplied_like_others(num_rows):
     assert torch.allclose(PackedLinear(linear)(x).float(), linear(x).float(), atol=2e-2)
 
 
-def test_only_float32_is_narrowed_and_only_where_it_is_faster():
-    cpu = torch.device("cpu")
-    assert fastest_dtype(cpu, torch.float16) == torch.float16
-    assert fastest_dtype(torch.device("cuda"), torch.float32) == torch.float32
-    assert fastest_dtype(cpu, torch.float32) in (torch.bfloat16, torch.float32)
+CPU, CARD = torch.device("cpu"), torch.device("cuda")
+
+
+def test_where_the_library_is_not_only_float32_is_narrowed_and_only_where_it_is_faster(monkeypatch):
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    assert fastest_precision(CPU, torch.float16) == "float16"
+    assert fastest_precision(CARD, torch.float32) == "float32"
+    assert fastest_precision(CPU, torch.float32) in ("bfloat16", "float32")
+    assert fastest_linears(CPU) in ("packed", "plain")
+
+
+def test_where_the_library_is_drafters_are_in_8_bits_and_cards_are_as_ever(monkeypatch):
+    monkeypatch.setattr(library, "is_available", lambda: True)
+    assert [fastest_precision(CPU, dtype) for dtype in (torch.float32, torch.bfloat16)] == ["int8", "int8"]
+    assert fastest_linears(CPU) == NATIVE
+    assert fastest_precision(CARD, torch.bfloat16) == "bfloat16"
+    assert fastest_linears(CARD) == "plain"

@@ -26,7 +26,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def test_weights_and_caches_are_what_is_held(config):
-    need = memory_need(config, "float32")
+    need = memory_need(config, "float32", CPU)
     engine = build_engine(config)
     assert need.weights == need.draft_weights == num_parameters(Path(config.model)) * 4
     assert need.cache == need.draft_cache == engine.target.cache.num_bytes
@@ -55,11 +55,11 @@ def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path):
 )
 def test_a_step_needs_more_for(config, changed):
     few = replace(config, expansion=Expansion(1, 1, 0))
-    assert memory_need(replace(few, **changed), "float32").step > memory_need(few, "float32").step
+    assert memory_need(replace(few, **changed), "float32", CPU).step > memory_need(few, "float32", CPU).step
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(config, monkeypatch):
-    need = memory_need(config, "float32")
+    need = memory_need(config, "float32", CPU)
     monkeypatch.setattr(build, "load_model", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(memory, "memory_of", lambda _: Memory(need.total - 1, need.total - 1))
     with pytest.raises(BadConfiguration, match=r"GB are needed \(weights .* drafter's weights .* drafter's cache .* a step"):
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(config, monkeypatch):
 
 
 def test_a_machine_may_lend_what_others_hold_now_and_a_card_may_not(config, monkeypatch):
-    need = memory_need(config, "float32")
+    need = memory_need(config, "float32", CPU)
     monkeypatch.setattr(memory, "memory_of", lambda _: Memory(need.total, need.total - 1))
     assert shortage(need, CPU) is None
     assert shortage(need, torch.device("cuda")) is not None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine import packing
 from engine.packing import Group, PackedBatch, Segment, pack
 from engine.segments import chain_segment, tree_segment
+from tests.model.passes import repadded
 from tests.strategies import token_trees
 
 CPU = torch.device("cpu")
@@ -52,15 +53,19 @@ def check_flat(batch: PackedBatch, packed: list[Segment]) -> None:
 
 def check_order(batch: PackedBatch) -> None:
     """What the groups put out, end to end, comes back in packed order."""
-    padded = torch.cat([group.token_index_BT.flatten() for group in batch.groups])
-    assert padded[batch.unpad_T].tolist() == list(range(batch.num_tokens))
-    assert batch.is_identity == (padded.tolist() == list(range(batch.num_tokens)))
+    padded = batch.padded
+    index = torch.cat([group.token_index_BT.flatten() for group in padded.groups])
+    assert index[padded.unpad_T].tolist() == list(range(batch.num_tokens))
+    assert padded.is_identity == (index.tolist() == list(range(batch.num_tokens)))
 
 
 def check_segment(batch: PackedBatch, segment: Segment, start: int) -> None:
     """A token sees the slots its segment says, at their positions; padding sees one key and no key sees padding."""
     [(group, row)] = [
-        (group, row) for group in batch.groups for row, index in enumerate(group.token_index_BT[:, 0].tolist()) if index == start
+        (group, row)
+        for group in batch.padded.groups
+        for row, index in enumerate(group.token_index_BT[:, 0].tolist())
+        if index == start
     ]
     num_tokens, num_keys = segment.num_tokens, segment.num_keys
     num_context = num_keys - len(segment.tail_positions)
@@ -81,8 +86,8 @@ def test_pack(several, max_padding):
     packed = segments_of(several)
     with patch.object(packing, "_MAX_PADDING", max_padding):
         batch = pack(packed, CPU)
-    check(batch, packed)
-    for group in batch.groups:
+        check(batch, packed)
+    for group in batch.padded.groups:
         rows, height, width = group.visible_BTL.shape
         starts = group.token_index_BT[:, 0].tolist()
         area = sum(segment.num_tokens * segment.num_keys for segment, start in zip(packed, batch.starts) if start in starts)
@@ -91,12 +96,12 @@ def test_pack(several, max_padding):
 
 @given(rows)
 def test_like_sizes_share_a_group(several):
-    assert len(pack(segments_of(several[:1]) * 4, CPU).groups) == 1
+    assert len(pack(segments_of(several[:1]) * 4, CPU).padded.groups) == 1
 
 
 @given(rows, st.sampled_from([None, 1, 3, 8]))
 def test_bias_is_zero_where_a_query_sees_a_key_inside_the_window(several, window):
-    for group in pack(segments_of(several), CPU).groups:
+    for group in pack(segments_of(several), CPU).padded.groups:
         bias = group.bias(window, torch.float32)
         distance = group.query_positions_BT[:, :, None] - group.key_positions_BL[:, None, :]
         is_seen = group.visible_BTL & (distance < (window or 10**9))
@@ -116,12 +121,13 @@ def _chain(token_ids: list[int], context_len: int, first_slot: int) -> Segment:
 
 
 def _shared(batch: PackedBatch) -> Group:
-    return max(batch.groups, key=lambda group: len(group.token_index_BT))
+    return max(batch.padded.groups, key=lambda group: len(group.token_index_BT))
 
 
 def _with_shared(batch: PackedBatch, **changes) -> PackedBatch:
     shared = _shared(batch)
-    return replace(batch, groups=tuple(replace(group, **changes) if group is shared else group for group in batch.groups))
+    groups = tuple(replace(group, **changes) if group is shared else group for group in batch.padded.groups)
+    return repadded(batch, groups=groups)
 
 
 def padding_keys_seen(batch):
@@ -129,7 +135,7 @@ def padding_keys_seen(batch):
 
 
 def in_order_of_size(batch):
-    return replace(batch, unpad_T=torch.arange(batch.num_tokens), is_identity=True)
+    return repadded(batch, unpad_T=torch.arange(batch.num_tokens), is_identity=True)
 
 
 def slots_of_the_other_row(batch):
@@ -144,7 +150,7 @@ def written_elsewhere(batch):
 def test_pack_kills(mutant):
     packed = example_segments()
     batch = pack(packed, CPU)
-    assert len(batch.groups) == 2
+    assert len(batch.padded.groups) == 2
     check(batch, packed)
     with pytest.raises(AssertionError):
         check(mutant(batch), packed)
@@ -156,4 +162,4 @@ def test_a_chunk_of_a_long_text_has_a_mask_of_its_own_rows_alone():
     segment = chain_segment([5] * chunk, length - chunk, range(length))
     assert segment.tail_visible_TW.size == chunk * chunk
     batch = pack([segment, chain_segment([5], 3, range(length, length + 4))], CPU)
-    assert sum(group.visible_BTL.numel() for group in batch.groups) <= packing._MAX_PADDING * (chunk * length + 4)
+    assert sum(group.visible_BTL.numel() for group in batch.padded.groups) <= packing._MAX_PADDING * (chunk * length + 4)

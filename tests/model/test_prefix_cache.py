@@ -10,8 +10,9 @@ import torch
 from engine.blocks import Block
 from engine.config import SchedulerConfig
 from engine.engine import Engine
-from engine.int8 import can_multiply_int8
-from engine.model import CausalModel, adopt
+from engine.linears import NATIVE
+from engine.model import adopt
+from engine.native import library
 from engine.policy import FixedExpansion
 from engine.prefix_cache import PrefixCache
 from engine.testing import tiny_engine, tiny_module
@@ -65,10 +66,11 @@ def test_a_cache_that_forgets_what_stands_before_a_block_is_seen(monkeypatch):
         test_greedy_text_is_that_of_generate_twice_over("none", ROOMY)
 
 
-@pytest.mark.skipif(not can_multiply_int8(CPU), reason="needs a processor with VNNI")
-def test_seeded_text_in_int8_is_the_same_to_the_bit_warm_and_cold():
+@pytest.mark.skipif(not library.is_available(), reason="needs the library and a processor with AVX-512 VNNI")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_seeded_text_is_the_same_to_the_bit_warm_and_cold(precision):
     """The log-probabilities too: what is cached has the bits of what would be computed."""
-    target: CausalModel = adopt(tiny_module("llama"), CPU, "int8")
+    target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
     draft = pair("llama")[1]
 
     def told(engine: Engine, name: str, number: int) -> tuple[list[int], list[float]]:

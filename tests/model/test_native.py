@@ -1,0 +1,224 @@
+"""Our library's decoder: close to the model's own law, and each row's logits the same to the bit, whatever is beside it."""
+
+import math
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from engine.audit.reference import SameBitsReference
+from engine.blocks import IntegrityError
+from engine.canary import SlotCanary
+from engine.kv_cache import KVCache
+from engine.linears import NATIVE
+from engine.model import CausalModel, adopt
+from engine.packing import PackedBatch, pack
+from engine.segments import chain_segment
+from engine.taps import StateTap
+from engine.testing import tiny_engine, tiny_module
+from engine.types import Request, SamplingParams
+from tests.model.native import KNOWN, PRECISIONS, alone, is_same, native, needs_library, with_weights
+from tests.model.passes import CPU, node_logits
+from tests.model.test_attention import causal_mask, only_itself_seen, positions_by_index, ragged_scene, scenes
+from tests.model.tiny import model, own_module
+
+pytestmark = needs_library
+TEXT = [(7 * place + 3) % 61 for place in range(40)]
+ODD_SIZES = [  # no whole number of vectors, of blocks of outputs, or of heads that are read together
+    {"hidden_size": 37, "intermediate_size": 43},
+    {"num_attention_heads": 6, "head_dim": 10, "vocab_size": 131},
+    {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 18, "intermediate_size": 65},
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", KNOWN)
+@settings(max_examples=4)
+@given(rows=scenes())
+def test_a_node_has_the_bits_of_its_path_alone(family, precision, rows):
+    """Chunks, trees and neighbours of any shape, over slots in any order; some layers look through a window."""
+    assert is_same(native(family, precision), rows)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+def test_models_of_odd_sizes_have_their_own_bits_too(sizes, precision):
+    """The model's own pass has been compared when it was adopted."""
+    assert is_same(adopt(tiny_module("qwen3", **sizes), CPU, NATIVE, precision), ragged_scene())
+
+
+@pytest.mark.parametrize("segment", [causal_mask, only_itself_seen, positions_by_index])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_comparison_sees_another_tree(precision, segment):
+    assert not is_same(native("llama", precision), ragged_scene(), segment=segment)
+
+
+def test_the_comparison_sees_rows_that_round_with_their_neighbours():
+    """As products of torch do."""
+    assert not is_same(model("llama"), ragged_scene())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("num_tokens", [7, 97, 200])
+def test_chunks_of_any_length_have_the_bits_of_their_tokens(num_tokens, precision):
+    """Below and above a panel's rows."""
+    text = [(11 * place + 5) % 61 for place in range(num_tokens)]
+    batch = pack([chain_segment(text, 0, range(num_tokens))], CPU)
+    target = native("gemma3", precision)
+    assert torch.equal(target.forward(batch, KVCache(num_tokens, CPU), torch.arange(num_tokens)), alone(target, text))
+
+
+@pytest.mark.parametrize(("precision", "least", "most"), [("float32", 0.0, 1e-4), ("bfloat16", 1e-4, 0.1), ("int8", 1e-4, 0.2)])
+@pytest.mark.parametrize("family", KNOWN)
+def test_laws_are_near_those_of_the_model(family, precision, least, most):
+    """By total variation: equal up to rounding where weights are, and another law where they were rounded."""
+    with torch.inference_mode():
+        own_TV = own_module(family)(input_ids=torch.tensor([TEXT])).logits[0].softmax(-1)
+    distance = float((alone(native(family, precision), TEXT).softmax(-1) - own_TV).abs().sum(-1).amax() / 2)
+    assert least < distance < most
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_in_bfloat16_weights_alone_are_rounded(family):
+    """The law is that of the rounded model in float32."""
+    rounded = with_weights(tiny_module(family), torch.bfloat16).float()
+    with torch.inference_mode():
+        own_TV = rounded(input_ids=torch.tensor([TEXT])).logits[0]
+    assert (alone(native(family, "bfloat16"), TEXT) - own_TV).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_texts_are_those_of_plain_decoding(precision):
+    """Greedy, and drawn with a seed, with trees of a drafter that often errs."""
+    rng = random.Random(4)
+    requests = [
+        Request(
+            f"{place}",
+            tuple(rng.randrange(3, 61) for _ in range(rng.randrange(2, 20))),
+            SamplingParams(temperature=[0.0, 1.0][place % 2], seed=place, max_tokens=24, ignore_eos=True, num_logprobs=2),
+        )
+        for place in range(8)
+    ]
+    plain, drafted = (texts_of(native("llama", precision), drafter, requests) for drafter in (None, native("llama", "int8")))
+    assert plain == drafted
+    assert plain != texts_of(native("llama", "float32" if precision == "int8" else "int8"), None, requests)
+
+
+def texts_of(target, draft, requests):
+    """Every request's tokens with their log-probabilities, to the last bit."""
+    engine = tiny_engine(target, draft, verifier="coupled")
+    for request in requests:
+        engine.add(request)
+    texts: dict[str, list[object]] = {request.request_id: [] for request in requests}
+    num_accepted = 0
+    while engine.has_work:
+        for event in engine.step().events:
+            texts[event.request_id] += [
+                (token_id, one.logprob, one.top_ids, one.top_logprobs)
+                for token_id, one in zip(event.token_ids, event.logprobs, strict=True)
+            ]
+            num_accepted += event.num_accepted_tokens
+    assert (num_accepted > 0) == (draft is not None)
+    return texts
+
+
+def test_a_pass_may_ask_for_no_logits():
+    """As one does that feeds only the first part of a long prompt."""
+    assert native("qwen2").forward(chunk(2), KVCache(2, CPU), torch.arange(0)).shape == (0, 61)
+
+
+def chunk(num_tokens: int) -> PackedBatch:
+    return pack([chain_segment(TEXT[:num_tokens], 0, range(num_tokens))], CPU)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_stays_in_its_text(bad, precision):
+    module = tiny_module("qwen2")
+    module.get_input_embeddings().weight.data[7] = bad
+    target = adopt(module, CPU, NATIVE, precision)
+    segments = [chain_segment([1, 7], 0, range(2)), chain_segment([1, 3], 0, range(2, 4))]
+    logits_TV = target.forward(pack(segments, CPU), KVCache(4, CPU), torch.arange(4))
+    assert logits_TV[1].isnan().all()
+    assert torch.equal(logits_TV[2:], alone(target, [1, 3]))
+
+
+def test_the_audit_s_reference_has_the_same_bits():
+    texts = [[5, 9, 3, 14, 22, 6], [8, 1, 30]]
+    logits = SameBitsReference(adopt(tiny_module("qwen2"), CPU, NATIVE, "int8")).logits(texts, 2)
+    for text, logits_NV in zip(texts, logits, strict=True):
+        assert torch.equal(logits_NV.float(), alone(native("qwen2", "int8"), text)[-2:])
+
+
+# threads
+
+
+@pytest.fixture
+def several_threads():
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_threads_change_no_bit(precision, several_threads):
+    together = [node_logits(native("gemma3", precision), ragged_scene()) for _ in range(5)]
+    torch.set_num_threads(1)
+    expected = node_logits(native("gemma3", precision), ragged_scene())
+    assert all(torch.equal(found, right) for logits in together for found, right in zip(logits, expected, strict=True))
+
+
+def test_passes_side_by_side_have_their_own_rows(several_threads):
+    """Of one model and of two; one pass at a time has the helpers."""
+    texts = [TEXT[place:] for place in range(6)]
+    models = [native("llama"), native("gemma3", "int8")]
+
+    def logits_of(place: int) -> torch.Tensor:
+        torch.set_num_threads(3)  # of this thread
+        return alone(models[place % 2], texts[place])
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(logits_of, range(6)))
+    assert all(torch.equal(found[place], logits_of(place)) for place in range(6))
+
+
+# who watches
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("is_last_normed", [True, False])
+def test_taps_read_what_the_module_s_hooks_read(family, is_last_normed):
+    found, expected = (states_of(target, is_last_normed) for target in (native(family), model(family)))
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert not torch.allclose(found, states_of(native(family), not is_last_normed), atol=1e-4)
+
+
+def states_of(target: CausalModel, is_last_normed: bool) -> torch.Tensor:
+    tap = StateTap(target, (1, 2, 3), is_last_normed)
+    target.forward(chunk(20), KVCache(20, CPU), torch.tensor([19]))
+    states = tap.latest()
+    tap.close()
+    return states
+
+
+def test_a_tap_that_is_closed_costs_nothing():
+    target = native("llama")
+    assert target.native is not None
+    num_watchers = len(target.native._watchers)
+    tap = StateTap(target, (2,))
+    assert len(target.native._watchers) == num_watchers + 1
+    tap.close()
+    assert len(target.native._watchers) == num_watchers
+
+
+def test_a_slot_that_was_never_written_is_named():
+    canary = SlotCanary()
+    pools, target = KVCache(4, CPU, canary), native("qwen3")
+    canary.begin()
+    target.forward(chunk(2), pools, torch.tensor([1]))
+    sound, lost = (pack([chain_segment([9], 2, slots)], CPU) for slots in ([0, 1, 2], [0, 3, 2]))
+    target.forward(sound, pools, torch.tensor([0]))
+    with pytest.raises(IntegrityError, match=r"keys of layer 0 of slots \[3\] are read"):
+        target.forward(lost, pools, torch.tensor([0]))
