@@ -14,6 +14,7 @@ from engine.canary import SlotCanary
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE
 from engine.model import CausalModel, adopt
+from engine.native import library
 from engine.packing import PackedBatch, pack
 from engine.segments import chain_segment
 from engine.taps import StateTap
@@ -155,28 +156,22 @@ def test_the_audit_s_reference_has_the_same_bits():
 # threads
 
 
-@pytest.fixture
-def several_threads():
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_threads_change_no_bit(precision, several_threads):
+def test_threads_change_no_bit(precision, monkeypatch):
+    monkeypatch.setattr(library, "_taken", 3)
     together = [node_logits(native("gemma3", precision), ragged_scene()) for _ in range(5)]
-    torch.set_num_threads(1)
+    monkeypatch.setattr(library, "_taken", 1)
     expected = node_logits(native("gemma3", precision), ragged_scene())
     assert all(torch.equal(found, right) for logits in together for found, right in zip(logits, expected, strict=True))
 
 
-def test_passes_side_by_side_have_their_own_rows(several_threads):
+def test_passes_side_by_side_have_their_own_rows(monkeypatch):
     """Of one model and of two; one pass at a time has the helpers."""
+    monkeypatch.setattr(library, "_taken", 3)
     texts = [TEXT[place:] for place in range(6)]
     models = [native("llama"), native("gemma3", "int8")]
 
     def logits_of(place: int) -> torch.Tensor:
-        torch.set_num_threads(3)  # of this thread
         return alone(models[place % 2], texts[place])
 
     with ThreadPoolExecutor(4) as threads:
