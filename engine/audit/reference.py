@@ -41,7 +41,7 @@ class Reference:
 
     @classmethod
     def load(cls, folder: Path, dtype: str, device: str) -> Self:
-        """Load the target's weights anew, with eager attention; in float32 where our library runs it, which rounds weights alone."""
+        """Load the target's weights anew, with eager attention; in float32 where our library runs it, which rounds weights."""
         quiet_libraries()
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
         module.to(torch.device(device))
