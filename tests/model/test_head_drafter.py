@@ -18,9 +18,11 @@ from engine.draft.drafter import FrontierNode, Proposal
 from engine.draft.growth import grow
 from engine.draft.head import DraftHead
 from engine.draft.head_drafter import FeaturePool, HeadDrafter
+from engine.draft.lean_head import LeanHead
+from engine.draft.native_head import NativeHead
 from engine.draft.texts import TextCache
 from engine.engine import Engine
-from engine.linears import PackedLinear
+from engine.linears import NATIVE, PackedLinear
 from engine.model import adopt
 from engine.plan import Feeding, StepPlan
 from engine.policy import FixedExpansion
@@ -31,6 +33,7 @@ from engine.types import DraftSource, FinishReason
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, head_logits, learnt_head, random_head, true_features
 from tests.model.mixed import PROMPTS, mixed_requests
+from tests.model.native import needs_library
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
 from tests.model.test_kv_cache import RandomExpansion
@@ -206,17 +209,22 @@ def test_a_head_beside_cached_text_says_what_it_says_alone():
     assert proposals.error < EXACT
 
 
-def test_a_head_over_packed_tied_weights_says_the_same():
+@pytest.mark.parametrize("other", ["packed", pytest.param(NATIVE, marks=needs_library)])
+def test_a_head_over_packed_tied_weights_says_the_same(other):
     """The output rows come from a layer that is packed already; the head's own layers are packed too."""
     config = LlamaConfig(**{**tiny_module().config.to_dict(), "tie_word_embeddings": True})
     laws = []
-    for linears in ("plain", "packed"):
+    for linears in ("plain", other):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             target = adopt(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), CPU, linears)
         engine = head_engine(random_head(), target, linears=linears)
         drafter = drafter_of(engine)
-        assert isinstance(drafter._head.output, PackedLinear) == (linears == "packed")
+        if linears == NATIVE:
+            assert isinstance(drafter._head, NativeHead)
+        else:
+            assert isinstance(drafter._head, LeanHead)
+            assert isinstance(drafter._head.output, PackedLinear) == (linears == "packed")
         row = decoding_row((5,), Expansion(3, 1, 0))
         laws.append(grow(drafter, [row], 61, CPU).forest.draft_laws_RV)
     assert torch.allclose(laws[0], laws[1], atol=1e-5)
