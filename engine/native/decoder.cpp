@@ -208,17 +208,16 @@ class Run {
   void gate(Worker& worker, const Layer& layer) {
     const int64_t blocks = layer.gate.num_blocks();
     worker.each(num_panels(p_.num_tokens) * blocks, [&](int64_t task) {
-      const int64_t b = task % blocks, columns = std::min(kBlock, d_.inner - b * kBlock);
-      alignas(64) float up[kMostRows * kBlock];
-      panel_by_block(layer.gate, s_.inputs, p_.num_tokens, task / blocks, b, [&](int64_t t, int rows, const float* gate) {
-        block_outputs(layer.up, s_.inputs, t, rows, b, up);
-        for (int r = 0; r < rows; r++)
-          for (int64_t i = 0; i < columns; i += kLanes) {
-            const __m512 v = _mm512_load_ps(gate + r * kBlock + i);
-            const __m512 activated = d_.activation == kSiLU ? silu(v) : gelu_tanh(v);
-            float* to = s_.hidden.data() + (t + r) * d_.inner + b * kBlock + i;
-            _mm512_mask_storeu_ps(to, lanes_left(columns - i), _mm512_mul_ps(activated, _mm512_load_ps(up + r * kBlock + i)));
-          }
+      const int64_t b = task % blocks;
+      alignas(64) float gate[2 * kTileTokens * kBlock];
+      each_part(layer.gate, p_.num_tokens, task / blocks, [&](const Part& part) {
+        part_outputs(layer.gate, s_.inputs, part, b, [&](int r, int column, __mmask16, __m512 v) {
+          _mm512_store_ps(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
+        });
+        float* hidden = s_.hidden.data() + part.row * d_.inner + b * kBlock;
+        part_outputs(layer.up, s_.inputs, part, b, [&](int r, int column, __mmask16 mask, __m512 v) {
+          _mm512_mask_storeu_ps(hidden + r * d_.inner + column, mask, _mm512_mul_ps(_mm512_load_ps(gate + r * kBlock + column), v));
+        });
       });
     });
   }

@@ -220,131 +220,126 @@ inline void rows_by_vectors(const Linear& l, const Inputs& in, int64_t t, int ro
   }
 }
 
+constexpr int kVectorRows = 6;
 constexpr int kFewestTiled = 4;  // rows below which vectors are as fast
 
 inline bool is_tiled(const Linear& l, int64_t rows) { return l.format == kInt8 && rows >= kFewestTiled && has_tiles(); }
 
-// A or 2A groups of 8 tokens by 64 / A outputs of one block, from vector `column` on, in tiles: 16 rows of bytes by 64 inputs, and
-// 64 inputs by 16 outputs. Twice the tokens read half the outputs, so that each tile of weights that is loaded is used twice.
-inline void rows_by_tiles(const Linear& l, const Inputs& in, int64_t t, int rows, const char* block, float* y) {
+// What is computed together: some rows, and some outputs of one block. `is_first` of those that read these weights in a panel.
+struct Part {
+  int64_t row;
+  int rows, column, columns;
+  bool is_first;
+};
+
+// What becomes of sums of an int8 layer, and what is added to all: 16 outputs of one block.
+struct Outputs {
+  __mmask16 mask;
+  __m512 scale, bias;
+
+  Outputs(const Linear& l, int64_t first) {
+    mask = lanes_left(std::max<int64_t>(0, std::min(kLanes, l.out - first)));
+    bias = l.bias ? _mm512_maskz_loadu_ps(mask, l.bias + first) : _mm512_setzero_ps();
+    scale = l.format == kInt8 ? _mm512_maskz_loadu_ps(mask, l.scale + first) : bias;
+  }
+  __m512 of_int8(__m512 sum, float row_scale) const {
+    return _mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(sum, scale), _mm512_set1_ps(row_scale)), bias);
+  }
+};
+
+// By tiles of 16 rows of bytes by 64 inputs, and of 64 inputs by 16 outputs: 8 rows by 64 outputs, or 16 by 32, where each tile of
+// weights that is loaded is used twice.
+template <typename Put>
+inline void part_by_tiles(const Linear& l, const Inputs& in, const Part& part, int64_t b, const Put& put) {
   const int64_t n = l.padded_in();
-  const int8_t* x = in.bytes.data() + 2 * t * n;
-  alignas(64) int32_t sums[4][2 * kTileTokens][kLanes];
-  const auto store = [&](int tile, int first, int column) {
-    for (int r = first; r < std::min(rows, first + kTileTokens); r++) {
-      const __m512i high = _mm512_load_si512(sums[tile][2 * (r - first)]), low = _mm512_load_si512(sums[tile][2 * (r - first) + 1]);
-      _mm512_store_ps(y + r * kBlock + column * kLanes, joined(high, low, in.sum_hi[t + r], in.sum_lo[t + r]));
-    }
-  };
-  const auto take = [&] {
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
-  };
-  const auto clear = [] {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  };
-  if (rows <= kTileTokens) {
-    clear();
-    for (int64_t k = 0; k < n; k += 64) {
-      const char* w = block + k * kBlock;
-      _tile_loadd(4, x + k, n);
-      _tile_loadd(5, w, 256);
-      _tile_dpbsud(0, 4, 5);
-      _tile_loadd(6, w + 64, 256);
-      _tile_dpbsud(1, 4, 6);
+  const int8_t* x = in.bytes.data() + 2 * part.row * n;
+  const char* block = (const char*)l.weight + b * l.block_bytes();
+  const bool is_wide = part.columns == kBlock;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < n; k += 64) {
+    const char* w = block + k * kBlock + part.column * 4;
+    _tile_loadd(4, x + k, n);
+    _tile_loadd(5, w, 256);
+    _tile_dpbsud(0, 4, 5);
+    _tile_loadd(6, w + 64, 256);
+    _tile_dpbsud(1, 4, 6);
+    if (is_wide) {
       _tile_loadd(5, w + 128, 256);
       _tile_dpbsud(2, 4, 5);
       _tile_loadd(6, w + 192, 256);
       _tile_dpbsud(3, 4, 6);
-      for (int64_t i = 0; i < 64 * kBlock; i += 64) fetch(w + i + kAhead);
+    } else {
+      _tile_loadd(7, x + 2 * kTileTokens * n + k, n);
+      _tile_dpbsud(2, 7, 5);
+      _tile_dpbsud(3, 7, 6);
     }
-    take();
-    for (int c = 0; c < 4; c++) store(c, 0, c);
+    if (part.is_first)
+      for (int64_t i = 0; i < 64 * kBlock; i += 64) fetch(w + i + kAhead);
+  }
+  alignas(64) int32_t sums[4][2 * kTileTokens][kLanes];
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
+  _tile_stored(2, sums[2], 64);
+  _tile_stored(3, sums[3], 64);
+  for (int c = 0; c < part.columns / kLanes; c++) {
+    const int column = part.column + c * (int)kLanes;
+    const Outputs outputs(l, b * kBlock + column);
+    for (int r = 0; r < part.rows; r++) {
+      const auto& tile = sums[is_wide ? c : c + 2 * (r / kTileTokens)];
+      const __m512i high = _mm512_load_si512(tile[2 * (r % kTileTokens)]), low = _mm512_load_si512(tile[2 * (r % kTileTokens) + 1]);
+      const int64_t t = part.row + r;
+      put(r, column, outputs.mask, outputs.of_int8(joined(high, low, in.sum_hi[t], in.sum_lo[t]), in.scale[t]));
+    }
+  }
+}
+
+// Call put(row of the part, output of the block, mask, 16 outputs), scales and biases included.
+template <typename Put>
+inline void part_outputs(const Linear& l, const Inputs& in, const Part& part, int64_t b, const Put& put) {
+  if (is_tiled(l, part.rows)) return part_by_tiles(l, in, part, b, put);
+  alignas(64) float y[kVectorRows * kBlock];
+  rows_by_vectors(l, in, part.row, part.rows, (const char*)l.weight + b * l.block_bytes(), y);
+  for (int column = 0; column < kBlock; column += kLanes) {
+    const Outputs outputs(l, b * kBlock + column);
+    for (int r = 0; r < part.rows; r++) {
+      const __m512 v = _mm512_load_ps(y + r * kBlock + column);
+      put(r, column, outputs.mask, l.format == kInt8 ? outputs.of_int8(v, in.scale[part.row + r]) : _mm512_add_ps(v, outputs.bias));
+    }
+  }
+}
+
+// Call use(part) for all rows of panel p and one block; rows that would leave a tile nearly empty are by themselves.
+template <typename Use>
+inline void each_part(const Linear& l, int64_t num_rows, int64_t panel, const Use& use) {
+  const int64_t begin = panel * kPanel, end = std::min(num_rows, begin + kPanel);
+  if (!is_tiled(l, end - begin)) {
+    for (int64_t t = begin; t < end; t += kVectorRows) use(Part{t, (int)std::min<int64_t>(kVectorRows, end - t), 0, kBlock, t == begin});
     return;
   }
-  for (int column = 0; column < 4; column += 2) {
-    clear();
-    for (int64_t k = 0; k < n; k += 64) {
-      const char* w = block + k * kBlock + column * 64;
-      _tile_loadd(4, x + k, n);
-      _tile_loadd(6, w, 256);
-      _tile_dpbsud(0, 4, 6);
-      _tile_loadd(7, w + 64, 256);
-      _tile_dpbsud(1, 4, 7);
-      _tile_loadd(5, x + 2 * kTileTokens * n + k, n);
-      _tile_dpbsud(2, 5, 6);
-      _tile_dpbsud(3, 5, 7);
-      if (!column)
-        for (int64_t i = 0; i < 64 * kBlock; i += 64) fetch(w + i + kAhead);
-    }
-    take();
-    for (int c = 0; c < 2; c++) store(c, 0, column + c), store(2 + c, kTileTokens, column + c);
-  }
-}
-
-// y[r][64] of at most 16 rows by one block; scales and biases included.
-inline void block_outputs(const Linear& l, const Inputs& in, int64_t t, int rows, int64_t b, float* y) {
-  const char* block = (const char*)l.weight + b * l.block_bytes();
-  if (is_tiled(l, rows)) {
-    rows_by_tiles(l, in, t, rows, block, y);
-  } else {
-    rows_by_vectors(l, in, t, rows, block, y);
-  }
-  if (l.format != kInt8 && !l.bias) return;
-  for (int64_t i = 0; i < kBlock; i += kLanes) {
-    const __mmask16 m = lanes_left(std::max<int64_t>(0, std::min(kLanes, l.out - b * kBlock - i)));
-    const __m512 bias = l.bias ? _mm512_maskz_loadu_ps(m, l.bias + b * kBlock + i) : _mm512_setzero_ps();
-    for (int r = 0; r < rows; r++) {
-      __m512 v = _mm512_load_ps(y + r * kBlock + i);
-      if (l.format == kInt8) v = _mm512_mul_ps(_mm512_mul_ps(v, _mm512_maskz_loadu_ps(m, l.scale + b * kBlock + i)), _mm512_set1_ps(in.scale[t + r]));
-      _mm512_store_ps(y + r * kBlock + i, _mm512_add_ps(v, bias));
-    }
-  }
-}
-
-constexpr int kTileRows = 6, kMostRows = 2 * kTileTokens;
-
-// How many of the rows that are left are multiplied together: where a second group of tiles would be nearly empty, one.
-inline int64_t rows_together(int64_t left, bool is_any_tiled) {
-  if (!is_any_tiled) return std::min<int64_t>(kTileRows, left);
-  return left > kTileTokens && left < kTileTokens + kFewestTiled ? kTileTokens : std::min<int64_t>(kMostRows, left);
-}
-
-// Call use(t, rows, y [rows][64]) for all rows of panel p and one block.
-template <typename Use>
-inline void panel_by_block(const Linear& l, const Inputs& in, int64_t num_rows, int64_t panel, int64_t b, const Use& use) {
-  alignas(64) float y[kMostRows * kBlock];
-  const int64_t end = std::min(num_rows, (panel + 1) * kPanel);
-  const bool is_any_tiled = is_tiled(l, end - panel * kPanel);
-  if (is_any_tiled) begin_tiles();
-  for (int64_t t = panel * kPanel; t < end;) {
-    const int rows = (int)rows_together(end - t, is_any_tiled);
-    block_outputs(l, in, t, rows, b, y);
-    use(t, rows, y);
+  begin_tiles();
+  for (int64_t t = begin; t < end;) {
+    const int64_t left = end - t;
+    const bool is_one_tile = left < kTileTokens + kFewestTiled;
+    const int rows = (int)std::min<int64_t>(left, is_one_tile ? kTileTokens : 2 * kTileTokens), columns = is_one_tile ? kBlock : kBlock / 2;
+    for (int column = 0; column < kBlock; column += columns) use(Part{t, rows, column, columns, t == begin && !column});
     t += rows;
   }
-  if (is_any_tiled) _tile_release();
+  _tile_release();
 }
 
 inline int64_t num_panels(int64_t rows) { return (rows + kPanel - 1) / kPanel; }
 
 // y [T, stride], the outputs of one layer from `y` on; adds to what is there if `is_added`.
 inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t panel, int64_t b, float* y, int64_t stride, bool is_added) {
-  const int64_t columns = std::min(kBlock, l.out - b * kBlock);
-  panel_by_block(l, in, rows, panel, b, [&](int64_t t, int num, const float* block) {
-    for (int r = 0; r < num; r++) {
-      float* to = y + (t + r) * stride + b * kBlock;
-      if (is_added) {
-        add_to(to, block + r * kBlock, columns);
-      } else {
-        std::memcpy(to, block + r * kBlock, columns * sizeof(float));
-      }
-    }
+  each_part(l, rows, panel, [&](const Part& part) {
+    float* block = y + part.row * stride + b * kBlock;
+    part_outputs(l, in, part, b, [&](int r, int column, __mmask16 mask, __m512 v) {
+      float* to = block + r * stride + column;
+      _mm512_mask_storeu_ps(to, mask, is_added ? _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), v) : v);
+    });
   });
 }
 
