@@ -48,6 +48,11 @@ def ranking_params(sampling: SamplingParams) -> SamplingParams:
 _UNSHARPENED = SamplingParams()
 
 
+def truncates(params: SamplingParams) -> bool:
+    """Return whether a law is cut: more than a temperature makes it of the logits."""
+    return _truncates(params) or _is_typical(params)
+
+
 def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 

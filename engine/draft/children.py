@@ -18,9 +18,12 @@ from torch import Tensor
 
 from engine.draft.drafter import FrontierNode, TrimmedVocabulary
 from engine.keys import Stream, stream_key, uniform
+from engine.native import noise as native
 from engine.noise import gumbels
-from engine.sampling import ranking_params, warped_laws
+from engine.sampling import ranking_params, truncates, warped_laws
+from engine.sampling_limits import MIN_TEMPERATURE
 from engine.tree import TreeKind
+from engine.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,10 @@ def _ranked(
 ) -> list[Offer]:
     """Return the likeliest tokens: nothing is drawn."""
     del laws
-    laws_PM = warped_laws(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
+    sampling = [ranking_params(node.tree.row.sampling) for node in asked]
+    if _can_rank(logits_PM, sampling):
+        return _ranked_at_once(asked, logits_PM, sampling, None, vocab)
+    laws_PM = warped_laws(logits_PM, sampling)
     known_K = _known(laws_PM)
     best = _best(asked, known_K, laws_PM.index_select(-1, known_K), laws_PM, vocab)
     return [replace(offer, scores=tuple(map(math.log, offer.odds))) for offer in best.offers]
@@ -132,14 +138,41 @@ def _ranked_with_noise(
 ) -> list[Offer]:
     """Return the best tokens by log q plus the Gumbel noise of the position itself: the noise that will decide the token."""
     del laws
-    laws_PM = warped_laws(logits_PM, [node.tree.row.sampling for node in asked])
+    sampling = [node.tree.row.sampling for node in asked]
     keys = [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in asked]
+    if _can_rank(logits_PM, sampling):
+        return _ranked_at_once(asked, logits_PM, sampling, keys, vocab)
+    laws_PM = warped_laws(logits_PM, sampling)
     known_K = _known(laws_PM)
     known_ids_K, vocab_size = (known_K, laws_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
     noise_PK = gumbels(keys, vocab_size, laws_PM.device, known_ids_K)
     best = _best(asked, known_K, laws_PM.index_select(-1, known_K).double().log() + noise_PK, laws_PM, vocab)
     offers = zip(best.offers, best.scores, strict=True)
     return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]
+
+
+def _can_rank(logits_PM: Float[Tensor, "P M"], sampling: Sequence[SamplingParams]) -> bool:
+    """Return whether the library ranks these: laws of a temperature alone."""
+    return native.can_choose(logits_PM.device) and not any(truncates(params) for params in sampling)
+
+
+def _ranked_at_once(
+    asked: Sequence[FrontierNode],
+    logits_PM: Float[Tensor, "P M"],
+    sampling: Sequence[SamplingParams],
+    keys: Sequence[int] | None,
+    vocab: TrimmedVocabulary | None,
+) -> list[Offer]:
+    """Return what the library ranks best."""
+    most = max(node.num_draws for node in asked)
+    temperatures = [max(params.temperature, MIN_TEMPERATURE) for params in sampling]
+    ids_M = None if vocab is None else vocab.ids_M
+    offers = []
+    for node, best in zip(asked, native.rankings(logits_PM, temperatures, most, keys, ids_M), strict=True):
+        columns = best.columns[: node.num_draws]
+        ids = columns if ids_M is None else ids_M[columns].tolist()
+        offers.append(Offer(tuple(ids), tuple(best.odds[: len(ids)]), tuple(best.scores[: len(ids)]), best.collision))
+    return offers
 
 
 _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], TrimmedVocabulary | None], list[Offer]]] = {

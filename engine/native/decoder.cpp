@@ -8,6 +8,7 @@
 #include "linear.h"
 #include "noise.h"
 #include "numbers.h"
+#include "ranking.h"
 #include "team.h"
 
 using namespace latebranch;
@@ -296,6 +297,17 @@ void latebranch_choose(const float* laws, int64_t vocab_size, const int64_t* row
                        int64_t* chosen, int num_threads) {
   Pool::shared().run(num_threads, [&](Worker& worker) {
     worker.each(count, [&](int64_t i) { choose(laws + rows[i] * vocab_size, vocab_size, keys[i], scores + i, chosen + i); });
+  });
+}
+// Of each row of logits [P, M], what is written into row p of columns, scores and odds [P, most]. `keys` null: without noise.
+void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns, const float* inverse_temperatures, const uint64_t* keys,
+                     const int64_t* tokens, int64_t most, int64_t* columns, double* scores, float* odds, float* collisions, int64_t* counts,
+                     int num_threads) {
+  Pool::shared().run(num_threads, [&](Worker& worker) {
+    worker.each(num_rows, [&](int64_t p) {
+      const Ranked out{columns + p * most, scores + p * most, odds + p * most, collisions + p, counts + p};
+      rank(logits + p * num_columns, num_columns, inverse_temperatures[p], keys, keys ? keys[p] : 0, tokens, most, out);
+    });
   });
 }
 }

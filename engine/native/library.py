@@ -92,6 +92,8 @@ def library() -> ctypes.CDLL:
     loaded.latebranch_gumbels.restype = None
     loaded.latebranch_choose.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]
     loaded.latebranch_choose.restype = None
+    loaded.latebranch_rank.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 5, c_int]
+    loaded.latebranch_rank.restype = None
     return loaded
 
 

@@ -1,6 +1,10 @@
-"""The noise of engine.noise by the library, and the choice it makes. Shape key: K keys, V vocabulary, N laws, M tokens."""
+"""The noise of engine.noise by the library, the choice it makes, and rankings by it.
+
+Shape key: K keys, V vocabulary, N laws, P draft laws, M tokens of each, C best tokens.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,3 +49,53 @@ def choices(laws_NV: Float[Tensor, "N V"], rows: Sequence[int], keys: Sequence[i
         library.num_threads(),
     )
     return list(zip(scores.tolist(), chosen.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best tokens of one draft law, best first: their columns, (perturbed) log-probabilities and probabilities.
+
+    `collision` is the sum of squares of the whole law.
+    """
+
+    columns: list[int]
+    scores: list[float]
+    odds: list[float]
+    collision: float
+
+
+def rankings(
+    logits_PM: Float[Tensor, "P M"],
+    temperatures: Sequence[float],
+    most: int,
+    keys: Sequence[int] | None,
+    ids_M: Int[Tensor, " M"] | None,
+) -> list[Best]:
+    """Return at most `most` tokens of softmax(logits / temperature) that can come, by log q, with `keys` by log q plus noise.
+
+    `ids_M` says which token each column is.
+    """
+    num_rows, num_columns = logits_PM.shape
+    logits_PM, most = logits_PM.contiguous(), min(most, num_columns)
+    inverse_P = 1.0 / np.array(temperatures, dtype=np.float32)
+    keys_P = None if keys is None else np.array(keys, dtype=np.uint64)
+    columns, scores = np.empty((num_rows, most), dtype=np.int64), np.empty((num_rows, most))
+    odds, collisions = np.empty((num_rows, most), dtype=np.float32), np.empty(num_rows, dtype=np.float32)
+    counts = np.empty(num_rows, dtype=np.int64)
+    library.library().latebranch_rank(
+        logits_PM.data_ptr(),
+        num_rows,
+        num_columns,
+        inverse_P.ctypes.data,
+        None if keys_P is None else keys_P.ctypes.data,
+        None if ids_M is None else ids_M.data_ptr(),
+        most,
+        columns.ctypes.data,
+        scores.ctypes.data,
+        odds.ctypes.data,
+        collisions.ctypes.data,
+        counts.ctypes.data,
+        library.num_threads(),
+    )
+    rows = zip(columns.tolist(), scores.tolist(), odds.tolist(), collisions.tolist(), counts.tolist(), strict=True)
+    return [Best(ids[:count], values[:count], shares[:count], one) for ids, values, shares, one, count in rows]

@@ -139,3 +139,38 @@ def test_arg_max_of_log_law_plus_noise_is_a_draw_from_the_law():
 )
 def test_gumbel_law_kills(mutant):
     assert arg_max_z(mutant) > FAILS_ABOVE
+
+
+def ranked(logits_PM, temperatures, keys, ids_M, most=9):
+    """What the library ranks, by torch: columns and scores, best first, and the law."""
+    laws_PM = torch.softmax(logits_PM / torch.tensor(temperatures)[:, None], -1)
+    scores_PM = laws_PM.double().log()
+    if keys is not None:
+        scores_PM = scores_PM - torch.log(-torch.log(uniforms(keys, 400)))[:, ids_M]
+    return laws_PM, scores_PM.topk(most, -1)
+
+
+@needs_library
+@pytest.mark.parametrize("is_noisy", [False, True])
+def test_the_library_ranks_the_best_tokens(is_noisy):
+    generator = torch.Generator().manual_seed(0)
+    logits_PM = torch.randn(6, 123, generator=generator) * 4.0
+    logits_PM[0, 7], logits_PM[1] = -math.inf, -math.inf
+    logits_PM[1, [100, 3]] = torch.tensor([1.0, 0.5])
+    temperatures = [1.0, 0.3, 0.7, 1.0, 2.0, 1.0]
+    ids_M = torch.randperm(400, generator=generator)[:123]
+    keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(6)] if is_noisy else None
+    laws_PM, best = ranked(logits_PM, temperatures, keys, ids_M)
+    found = native.rankings(logits_PM, temperatures, 9, keys, ids_M)
+    assert [len(one.columns) for one in found] == [9, 2, 9, 9, 9, 9]
+    for row, one in enumerate(found):
+        assert one.columns == best.indices[row, : len(one.columns)].tolist()
+        assert one.scores == pytest.approx(best.values[row, : len(one.columns)].tolist(), abs=1e-5)
+        assert one.odds == pytest.approx(laws_PM[row, one.columns].tolist(), rel=1e-5)
+        assert one.collision == pytest.approx(float(laws_PM[row].square().sum()), rel=1e-5)
+
+
+@needs_library
+def test_of_equals_the_first_ranks_first():
+    found = native.rankings(torch.zeros(1, 40), [1.0], 11, None, None)
+    assert found[0].columns == list(range(11))

@@ -69,18 +69,22 @@ def columns_for_tokens(columns_PC, laws_PM, counts, vocab):
     return _OFFERS(columns_PC, laws_PM, counts, None)
 
 
+def ranked_columns_for_tokens(asked, logits_PM, sampling, keys, vocab):
+    return _RANKED(asked, logits_PM, sampling, keys, None)
+
+
 def edits_by_column(proposal):
     return proposal.logits_PM
 
 
-_OFFERS = children._offers
+_OFFERS, _RANKED = children._offers, children._ranked_at_once
 
 
 @pytest.mark.parametrize(
     ("where", "name", "mutant", "case"),
     [
         (children, "_offers", columns_for_tokens, CASES[0]),
-        (children, "_offers", columns_for_tokens, CASES[4]),
+        (children, "_ranked_at_once", ranked_columns_for_tokens, CASES[4]),
         (Proposal, "logits_PV", property(edits_by_column), CASES[7]),
         (TrimmedVocabulary, "widened", lambda vocab, rows_PM, filler: rows_PM, CASES[0]),
     ],
