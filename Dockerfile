@@ -2,7 +2,8 @@
 FROM python:3.11-slim AS build
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python -m venv /opt/latebranch
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
+    && python -m venv /opt/latebranch
 ENV PATH=/opt/latebranch/bin:$PATH
 WORKDIR /app
 
@@ -15,7 +16,7 @@ COPY engine engine
 COPY selector selector
 COPY server server
 COPY configs configs
-# Editable, because the presets of configs/ are read from beside the packages.
+# Editable, because the presets of configs/ are read from beside the packages; engine/native is compiled where it lies.
 RUN pip install -c constraints.txt -e .
 
 

@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(findstring --config,$(ARGS)),,--model $(firstword $(MODEL))))
 INSTALLED := $(VENV)/.installed
 TOOLS := .venv-conformance
+# Compiled at installation, where there is a compiler.
+NATIVE := $(wildcard engine/native/*.cpp engine/native/*.h)
 # After a bin/: where the environment's packages lie.
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
@@ -31,7 +33,7 @@ help: ## list the commands
 install: $(INSTALLED) ## make the environment in .venv, with the versions of constraints.txt
 
 # pip would compile 16,000 files one after another; a few are of other Pythons, and compile in none.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/$(PURELIB))" || true
@@ -71,5 +73,5 @@ bench: $(INSTALLED) ## measure a running engine on this machine
 	$(BIN)/latebranch bench $(ARGS)
 
 clean: ## delete the environment and every tool's cache; weights stay
-	rm -rf $(VENV) $(TOOLS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) build dist *.egg-info engine/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,10 @@
-"""What a precision changes: laws in bfloat16 and int8 against float32's, over texts that the model wrote in float32 itself.
+"""What a precision changes: laws in each against float32's, over texts that the model wrote in float32 itself.
 
     python -m benchmarks.precision --models smollm2-135m qwen2.5-coder-1.5b
 
 prints two tables and, last, one line of JSON. The first: mean KL divergence from float32's law (nats), mean total variation, how
 often the arg max agrees, and of how many rows the logits change with the passes they are computed in (one token at a time, or
-all at once). The second: how many times faster than bfloat16 a pass over so many tokens is, precisions in turn: the median over
+all at once; none where our library runs the model). The second: how many times faster than bfloat16 a pass over so many tokens is, precisions in turn: the median over
 the repeats of the ratio within one, and its quartiles.
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> list[Difference]:
-    """Return what bfloat16 and int8 make of one model."""
+    """Return what each precision makes of one model."""
     folder = resolve(name).folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
     starts = [chat_ids(tokenizer, one.text) for of_kind in load_prompts(prompts, (), num_prompts).values() for one in of_kind]
@@ -92,7 +92,7 @@ def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> 
     texts = [_written(exact, list(ids), max_tokens) for ids in written]
     laws = [_logits(exact, text, len(text)).log_softmax(-1) for text in texts]
     del exact
-    return [_difference(name, folder, precision, texts, laws) for precision in ("bfloat16", "int8")]
+    return [_difference(name, folder, precision, texts, laws) for precision in _PRECISIONS]
 
 
 def _difference(name: str, folder: Path, precision: str, texts: list[list[int]], laws: list[Tensor]) -> Difference:

@@ -202,13 +202,13 @@ class Settings(BaseSettings):
     )
     dtype: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
-        description="Precision of the target: float32, bfloat16 (rounds passes of different widths differently), or int8 (the "
-        "target is then the quantised model, whose tokens have the same bits in any batch or tree; docs/int8.md).",
+        description="Precision of the target: float32, bfloat16 (weights are rounded; where our library runs, that is all, and "
+        "elsewhere passes of different widths round differently), or int8 (8-bit weights, by our library alone): docs/precision.md.",
     )
     draft_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Number format of a draft model or head, which no law depends on; auto: bfloat16 where the processor "
-        "multiplies it, half the memory traffic.",
+        description="Number format of a draft model or head, which no law depends on; auto: int8 where our library "
+        "runs, else bfloat16 where the processor multiplies it; a half to a quarter of the memory traffic.",
     )
     device: str | None = Field(default=None, description="Device, for example cpu or cuda; unset: cuda if there is one.")
     num_threads: int | None = Field(default=None, ge=1, description="Threads of the engine; unset: the physical cores.")

@@ -4,7 +4,7 @@ A model in a real worker process with the canary among its slots, and `kill -9` 
 are to tell. Some streams are left early, some are read slowly, and requests that cannot run come in between. Each stream must
 bring the very tokens of an undisturbed engine, tokens told must be tokens counted, and the last worker must fall idle with every
 slot free and sound books. A tiny random model, or with --model one that the server would serve, drafter and all; its texts are
-only then the same for certain if its rows are, in any batch (--dtype int8).
+only then the same for certain if its rows are, in any batch (docs/precision.md).
 """
 
 import argparse

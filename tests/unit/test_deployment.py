@@ -70,6 +70,23 @@ def test_the_image_is_given_every_file_it_copies():
         assert any(fnmatch.fnmatch(source, pattern) for pattern in allowed), source
 
 
+def test_the_image_compiles_the_library_and_leaves_the_compiler_behind():
+    build, image = (ROOT / "Dockerfile").read_text().split("\nFROM ")
+    assert build.index("g++") < build.index("pip install -c constraints.txt -e .")
+    assert "g++" not in image
+    assert "COPY --from=build /app /app" in image
+    assert "**/*.so" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_every_source_of_the_library_is_declared():
+    """setuptools compiles it anew when one of them has changed."""
+    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    sources = {str(path.relative_to(ROOT)) for pattern in ("*.cpp", "*.h") for path in (ROOT / "engine" / "native").glob(pattern)}
+    assert {*extension["sources"], *extension["depends"]} == sources
+    assert "-ffp-contract=off" in extension["extra-compile-args"]
+    assert extension["optional"]
+
+
 def test_the_image_drops_root_and_keeps_weights_in_the_mounted_volume():
     dockerfile = (ROOT / "Dockerfile").read_text()
     cache = re.search(r"LATEBRANCH_CACHE=(\S+)", dockerfile)
