@@ -203,7 +203,8 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
         description="Precision of the target: float32, bfloat16 (weights are rounded; where our library runs, that is all, and "
-        "elsewhere passes of different widths round differently), or int8 (8-bit weights, by our library alone): docs/precision.md.",
+        "elsewhere passes of different widths round differently), or int8 (8-bit weights, by our library alone); "
+        "docs/precision.md.",
     )
     draft_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
