@@ -105,7 +105,7 @@ def _has_same_bits(model: CausalModel, rng: random.Random) -> bool:
 
 
 def _on_a_branch(model: CausalModel, ids: list[int], done: int, slots: list[int], rng: random.Random) -> Segment:
-    """Return the segment of the text's rest as the branch 0, 1, 3, 5 .. of a tree, each node with a sibling that is another token.
+    """Return the segment of the text's rest as the branch 0, 1, 3, 5 .. of a tree; each node's sibling is another token.
 
     root - 1 - 3 - 5 ..
          - 2 - 4   - 6   (2, 4, 6 are children of 0, 1, 3)
