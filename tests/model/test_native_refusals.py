@@ -8,12 +8,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig, PreTrainedModel
 
+from engine.audit.reference import load_reference
+from engine.build import build_engine
+from engine.config import EngineConfig
 from engine.linears import NATIVE, fastest_linears
 from engine.model import adopt, load_model
 from engine.model_check import UnsupportedModel
 from engine.native import library
 from engine.native.decoder import UnknownDecoder, refuse_by_structure
 from engine.testing import tiny_module
+from tests.conformance.folder import served_folder
 from tests.model.native import KNOWN, PRECISIONS, alone, native, needs_library
 from tests.model.passes import CPU
 
@@ -25,6 +29,25 @@ def test_the_library_was_compiled():
     """An optional extension that fails to compile is left out in silence: `make install` builds it."""
     assert library.is_available()
     assert library.library()
+
+
+@needs_library
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_engine_of_the_library_rounds_by_width(precision, tmp_path):
+    folder = served_folder(tmp_path)
+    engine = build_engine(EngineConfig(str(folder), drafter="none", dtype=precision, device="cpu"))
+    assert engine.info.has_same_bits
+    assert not engine.info.rounds_by_width
+    assert load_reference(folder, precision, "cpu").dtype == ("int8" if precision == "int8" else "float32")
+
+
+def test_an_engine_without_it_rounds_by_width_in_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    folder = served_folder(tmp_path)
+    info = build_engine(EngineConfig(str(folder), drafter="none", dtype="bfloat16", device="cpu")).info
+    assert info.rounds_by_width
+    assert not info.has_same_bits
+    assert load_reference(folder, "bfloat16", "cpu").dtype == "bfloat16"
 
 
 def other_family() -> PreTrainedModel:
