@@ -38,19 +38,21 @@ class Judge:
         """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others."""
         contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
         edited_NV = edited_logits(logits_NV, contexts, self._grammars)
-        has_law_N = torch.isfinite(edited_NV.amax(-1))
-        if edited_NV is not logits_NV and not bool(has_law_N.all()):
-            edited_NV = torch.where(has_law_N[:, None], edited_NV, logits_NV)
-        judged: list[Verdict | Unjudged] = [_WAITING if sound else NOT_FINITE for sound in self._sound(forest, logits_NV)]
+        is_sound = has_law = are_sound(logits_NV)
+        if edited_NV is not logits_NV:
+            has_law = are_sound(edited_NV)
+            if not all(has_law):
+                has_law_N1 = torch.tensor(has_law, device=logits_NV.device)[:, None]
+                edited_NV = torch.where(has_law_N1, edited_NV, logits_NV)
+        judged: list[Verdict | Unjudged] = [_WAITING if sound else NOT_FINITE for sound in self._sound(forest, is_sound)]
         for rule in dict.fromkeys(_rule(row) for row in rows):
             indices = [i for i, row in enumerate(rows) if _rule(row) == rule and judged[i] is _WAITING]
             for index, verdict in self._by_rule(rule, indices, rows, forest, edited_NV):
                 judged[index] = verdict
-        return _unless_lawless(judged, forest, has_law_N.tolist())
+        return _unless_lawless(judged, forest, has_law)
 
-    def _sound(self, forest: Forest, logits_NV: Tensor) -> list[bool]:
-        """Return for each tree whether all its logits are."""
-        is_sound = are_sound(logits_NV)
+    def _sound(self, forest: Forest, is_sound: Sequence[bool]) -> list[bool]:
+        """Return for each tree whether all its nodes' logits are."""
         return [all(is_sound[first:end]) for first, end in zip(forest.offsets, forest.offsets[1:])]
 
     def _by_rule(

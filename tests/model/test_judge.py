@@ -73,22 +73,22 @@ def test_rows_in_any_mixture_get_the_verdict_they_get_alone(kinds, broken):
 class Indifferent(Judge):
     """Never looks whether logits are finite."""
 
-    def _sound(self, forest, logits_NV):
+    def _sound(self, forest, is_sound):
         return [True] * len(forest.trees)
 
 
 class BrokenTogether(Judge):
     """One broken tree spoils all."""
 
-    def _sound(self, forest, logits_NV):
-        return [all(super()._sound(forest, logits_NV))] * len(forest.trees)
+    def _sound(self, forest, is_sound):
+        return [all(super()._sound(forest, is_sound))] * len(forest.trees)
 
 
 class FirstRootsOnly(Judge):
     """Looks at the root of each tree and not at the rest of it."""
 
-    def _sound(self, forest, logits_NV):
-        return torch.isfinite(logits_NV[list(forest.offsets[:-1])].amax(-1)).tolist()
+    def _sound(self, forest, is_sound):
+        return [is_sound[offset] for offset in forest.offsets[:-1]]
 
 
 class SamplingOfTheFirst(Judge):
