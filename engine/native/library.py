@@ -18,7 +18,6 @@ class Linear(Structure):
         ("weight", c_void_p),
         ("scale", c_void_p),
         ("bias", c_void_p),
-        ("factors", c_void_p),
         ("num_inputs", c_int64),
         ("num_outputs", c_int64),
         ("format", c_int32),

@@ -30,7 +30,6 @@ struct Linear {
   const void* weight;
   const float* scale;    // int8: of each output
   const float* bias;     // or null
-  const float* factors;  // int8: what each input is multiplied with first, or null
   int64_t in, out;
   int32_t format;
 
@@ -72,7 +71,7 @@ struct Inputs {
     __m512 largest = _mm512_setzero_ps();
     __mmask16 broken = 0;
     for (int64_t i = 0; i < n; i += kLanes) {
-      const __m512 v = smoothed(x, linear.factors, i, n);
+      const __m512 v = _mm512_maskz_loadu_ps(lanes_left(n - i), x + i);
       largest = _mm512_max_ps(largest, _mm512_andnot_ps(sign, v));
       broken |= _mm512_fpclass_ps_mask(v, 0x99);  // NaN or infinite
     }
@@ -81,7 +80,7 @@ struct Inputs {
     __m512i high_sum = _mm512_setzero_si512(), low_sum = high_sum;
     int8_t *high = bytes.data() + 2 * t * padded, *low = high + padded;
     for (int64_t i = 0; i < n; i += kLanes) {
-      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(smoothed(x, linear.factors, i, n), steps));
+      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(lanes_left(n - i), x + i), steps));
       const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
       const __m512i l = _mm512_sub_epi32(q, _mm512_slli_epi32(h, 7));
       high_sum = _mm512_add_epi32(high_sum, h), low_sum = _mm512_add_epi32(low_sum, l);
@@ -93,12 +92,6 @@ struct Inputs {
     sum_hi[t] = 128 * _mm512_reduce_add_epi32(high_sum), sum_lo[t] = 128 * _mm512_reduce_add_epi32(low_sum);
   }
 
- private:
-  static __m512 smoothed(const float* x, const float* factors, int64_t i, int64_t n) {
-    const __mmask16 m = lanes_left(n - i);
-    const __m512 v = _mm512_maskz_loadu_ps(m, x + i);
-    return factors ? _mm512_mul_ps(v, _mm512_maskz_loadu_ps(m, factors + i)) : v;
-  }
 };
 
 // Sums stay in registers only where every loop over them is unrolled.
@@ -201,7 +194,12 @@ inline void tile_int8(const Linear& l, const Inputs& in, int64_t t, const char* 
 template <int R>
 inline void rows_by_block(const Linear& l, const Inputs& in, int64_t t, const char* block, float* y) {
   if (l.format == kFloat32) return tile_float32<R, 4>(l, in, t, block, 0, y);
-  if (l.format == kBFloat16) return tile_bfloat16<R, 4>(l, in, t, block, 0, y);
+  if constexpr (R <= 4) {
+    if (l.format == kBFloat16) return tile_bfloat16<R, 4>(l, in, t, block, 0, y);
+  } else if (l.format == kBFloat16) {
+    tile_bfloat16<R, 2>(l, in, t, block, 0, y), tile_bfloat16<R, 2>(l, in, t, block, 2, y);
+    return;
+  }
   if constexpr (R <= 3) {
     tile_int8<R, 4>(l, in, t, block, 0, y);
   } else {

@@ -22,21 +22,17 @@ _MULTIPLE = {"float32": 1, "bfloat16": 2, "int8": 64}  # to which inputs are pad
 
 
 class NativeLinear(nn.Module):
-    """A linear layer of the library. CPU, inference only.
+    """A linear layer of the library. CPU, inference only. Float weights that bfloat16 can hold are stored in it."""
 
-    `smoothing_I`, in int8: by what inputs are divided and weights multiplied before both are rounded.
-    """
-
-    def __init__(self, linear: nn.Linear, precision: str, smoothing_I: Float[Tensor, " I"] | None = None) -> None:
+    def __init__(self, linear: nn.Linear, precision: str) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._precision = precision
         weight_OI = linear.weight.detach().float()
         self._bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
-        self._scale_O = self._factors_I = None
+        self._scale_O = None
+        if precision == "float32" and torch.equal(weight_OI.bfloat16().float(), weight_OI):
+            precision = "bfloat16"  # the same numbers in half the bytes: products and sums are the same to the bit
         if precision == "int8":
-            if smoothing_I is not None:
-                weight_OI, self._factors_I = weight_OI * smoothing_I, 1.0 / smoothing_I
             signed_OI, self._scale_O = quantised_weight(weight_OI)
             stored_OI = (signed_OI.to(torch.int16) + _ZERO).to(torch.uint8)
         else:
@@ -46,7 +42,6 @@ class NativeLinear(nn.Module):
             self._packed.data_ptr(),
             _address(self._scale_O),
             _address(self._bias),
-            _address(self._factors_I),
             self.in_features,
             self.out_features,
             FORMATS[precision],
@@ -57,7 +52,7 @@ class NativeLinear(nn.Module):
         weight_OI = unpacked(self._packed)[: self.out_features, : self.in_features].float()
         if self._scale_O is not None:
             weight_OI = (weight_OI - _ZERO) * self._scale_O[:, None]
-        return weight_OI if self._factors_I is None else weight_OI * self._factors_I
+        return weight_OI
 
     def forward(self, x: Float[Tensor, "... I"]) -> Float[Tensor, "... O"]:
         """Return x W^T + b."""
