@@ -10,6 +10,7 @@ import torch
 from engine.blocks import Block
 from engine.config import SchedulerConfig
 from engine.engine import Engine
+from engine.kv_cache import KVCache
 from engine.linears import NATIVE
 from engine.model import adopt
 from engine.native import library
@@ -155,6 +156,31 @@ def test_what_a_bad_pass_left_of_a_prompt_goes_with_its_request(monkeypatch):
     assert after_a_bad_pass() == own_greedy_text("llama", PREFIX, 12)
     monkeypatch.setattr("engine.prefix_cache.Block", partial(Block, is_proven=True))
     assert after_a_bad_pass() == []
+
+
+def test_what_lies_before_a_window_is_looked_at_too(monkeypatch):
+    """A block is proven by laws that look at it. A layer with a window does: what lies before weighs zero, and NaN stays NaN.
+
+    Should an attention ever leave it unread, no token would be another: it would only be found later.
+    """
+
+    def with_a_bad_first_block() -> tuple[FinishReason | None, list[int]]:
+        engine = tiny_engine(model("gemma3"), config=ROOMY)
+        assert engine.target.model.module.model.layers[2].self_attn.sliding_window < len(PREFIX) - 16
+        engine.add(greedy("1", PREFIX))
+        engine.step()
+        (sequence,) = engine._scheduler._running
+        with torch.inference_mode():
+            engine.target.cache._keys[2][sequence.slots[:16]] = float("nan")
+        outcome = run(engine, []).outcomes["1"]
+        return outcome.finish, outcome.ids
+
+    assert with_a_bad_first_block() == (FinishReason.ERROR, [])
+    gather = KVCache.gather
+    monkeypatch.setattr(KVCache, "gather", lambda *asked: tuple(map(torch.nan_to_num, gather(*asked))))
+    finish, ids = with_a_bad_first_block()
+    assert finish is FinishReason.LENGTH
+    assert ids == own_greedy_text("gemma3", PREFIX, 12)[-len(ids) :]
 
 
 def test_who_shares_what_is_being_fed_goes_on_without_who_fed_it():

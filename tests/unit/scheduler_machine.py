@@ -1,7 +1,7 @@
-"""Random work for a scheduler: submit, step, abort, preempt; caches are simulated.
+"""Random work for a scheduler: submit, step, abort, preempt, passes that go wrong; caches are simulated.
 
 A slot's content is the whole text up to its token and the salt of whoever wrote it, so a wrongly kept or shared slot and a lying
-length are seen.
+length are seen. What a bad pass writes is bad, and so is what comes of reading it; a law that looks at it is none.
 """
 
 import random
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.blocks import Block
 from engine.config import SchedulerConfig
 from engine.plan import Feeding, Row, StepPlan
 from engine.scheduler import RowResult, Scheduler
@@ -28,6 +29,13 @@ class SimulatedCache:
     """What a model would have cached: for each slot the salt and the text that ends in its token."""
 
     texts: dict[int, tuple[str, Text]] = field(default_factory=dict)
+    bad: set[int] = field(default_factory=set)
+
+    def judge(self, slots, start: int, is_good: bool) -> bool:
+        """Note whether what a pass wrote from `start` on is good, which what it read must be too; return it."""
+        is_good = is_good and self.bad.isdisjoint(slots[:start])
+        (self.bad.difference_update if is_good else self.bad.update)(slots[start:])
+        return is_good
 
     def write(self, slots, start: int, text: Text, end: int, salt: str) -> None:
         for position in range(start, end):
@@ -72,12 +80,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 4),
         feeding=st.sampled_from(Feeding),
         block_tokens=st.sampled_from([0, 1, 2, 2, 3]),
+        share_bad=st.sampled_from([0.0, 0.0, 0.3]),
     )
-    def start(self, num_slots, max_step_tokens, max_running, feeding, block_tokens):
+    def start(self, num_slots, max_step_tokens, max_running, feeding, block_tokens, share_bad):
         config = SchedulerConfig(
             max_running=max_running, max_step_tokens=max_step_tokens, num_slots=num_slots, prefix_block_tokens=block_tokens
         )
-        self.config, self.feeding = config, feeding
+        self.config, self.feeding, self.share_bad = config, feeding, share_bad
         self.scheduler = self.scheduler_class(config, feeding)
         self.target, self.draft = SimulatedCache(), SimulatedCache()
         self.alive: dict[str, Request] = {}
@@ -171,8 +180,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_row(row, text, owner)
         self.target.write(row.slots, row.context_len, text, row.end, owner)
         self.draft.write(row.slots, row.draft_len, text, row.draft_len + len(row.draft_ids), owner)
+        is_good = self.target.judge(row.slots, row.context_len, is_good=rng.random() >= self.share_bad)
         if not row.is_decoding:
             self.scheduler.commit_chunk(row)
+            return
+        if not is_good:
+            self.scheduler.fail(row.request_id)
+            self.end(row.request_id, FinishReason.ERROR)
+            assert all(block.slots[0] not in row.slots for block in self.found()), "found although its law was none"
             return
         tree = random_tree(rng, text[-1], row.expansion)
         fed = random_fed(rng, tree) if not row.expansion.is_plain else set()
@@ -229,12 +244,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended[request_id] = reason
         del self.alive[request_id]
 
+    def found(self) -> list[Block]:
+        """Return the blocks that others can find."""
+        return list(self.scheduler._prefixes._by_key.values())
+
     @invariant()
     def books_balance(self):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
             assert self.scheduler.has_work == bool(self.alive)
             assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
+            bad = [block for block in self.found() if not self.target.bad.isdisjoint(block.slots)]
+            assert all(block.num_users for block in bad), "kept although it is bad"
 
     def teardown(self):
         """Every request ends, at no less than one token of the oldest a step."""

@@ -89,6 +89,17 @@ class KeepsWhatNobodyProved(PrefixCache):
         return freed
 
 
+class ProvesWhatIsFed(PrefixCache):
+    def publish(self, sequence):
+        super().publish(sequence)
+        self.prove(sequence)
+
+
+class ForgetsNothing(PrefixCache):
+    def forget(self, sequence):
+        pass
+
+
 class BelievesThatAllIsDrafted(PrefixCache):
     def publish(self, sequence):
         super().publish(sequence)
@@ -218,6 +229,8 @@ def test_scheduler_kills(mutant):
         AdoptsInTheMiddle,
         FreesWhatOthersUse,
         KeepsWhatNobodyProved,
+        ProvesWhatIsFed,
+        ForgetsNothing,
         BelievesThatAllIsDrafted,
         SkipsWhatIsScored,
     ],
