@@ -10,10 +10,8 @@ import torch
 from engine.blocks import Block
 from engine.config import SchedulerConfig
 from engine.engine import Engine
-from engine.kv_cache import KVCache
 from engine.linears import NATIVE
-from engine.model import adopt
-from engine.native import library
+from engine.model import CausalModel, adopt
 from engine.policy import FixedExpansion
 from engine.prefix_cache import PrefixCache
 from engine.testing import tiny_engine, tiny_module
@@ -21,6 +19,7 @@ from engine.tree import Expansion
 from engine.types import ErrorCode, FinishReason
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.heads import head_engine, random_head
+from tests.model.native import native, needs_library
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
 
 CPU = torch.device("cpu")
@@ -67,7 +66,7 @@ def test_a_cache_that_forgets_what_stands_before_a_block_is_seen(monkeypatch):
         test_greedy_text_is_that_of_generate_twice_over("none", ROOMY)
 
 
-@pytest.mark.skipif(not library.is_available(), reason="needs the library and a processor with AVX-512 VNNI")
+@needs_library
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 def test_seeded_text_is_the_same_to_the_bit_warm_and_cold(precision):
     """The log-probabilities too: what is cached has the bits of what would be computed."""
@@ -158,29 +157,31 @@ def test_what_a_bad_pass_left_of_a_prompt_goes_with_its_request(monkeypatch):
     assert after_a_bad_pass() == []
 
 
-def test_what_lies_before_a_window_is_looked_at_too(monkeypatch):
-    """A block is proven by laws that look at it. A layer with a window does: what lies before weighs zero, and NaN stays NaN.
+def fates_with_a_bad_first_block(target: CausalModel) -> list[list[int] | ErrorCode | None]:
+    """Return how three requests end, their texts or why not: the first block of all goes bad once the first has read it.
 
-    Should an attention ever leave it unread, no token would be another: it would only be found later.
+    From then on it lies before the window of the layer that is bad there, for the first; the others read it.
     """
+    engine, num_seen = tiny_engine(target, config=ROOMY), 20
+    engine.add(greedy("1", PREFIX))
+    told = [token_id for event in engine.step().events for token_id in event.token_ids]
+    (sequence,) = engine._scheduler._running
+    with torch.inference_mode():
+        engine.target.cache._keys[2][sequence.slots[:16]] = float("nan")
+    outcomes = [run(engine, []).outcomes["1"], *(run(engine, [greedy(name, PREFIX[:num_seen])]).outcomes[name] for name in "23")]
+    outcomes[0].ids[:0] = told
+    return [one.ids if one.finish is FinishReason.LENGTH else one.events[-1].error_code for one in outcomes]
 
-    def with_a_bad_first_block() -> tuple[FinishReason | None, list[int]]:
-        engine = tiny_engine(model("gemma3"), config=ROOMY)
-        assert engine.target.model.module.model.layers[2].self_attn.sliding_window < len(PREFIX) - 16
-        engine.add(greedy("1", PREFIX))
-        engine.step()
-        (sequence,) = engine._scheduler._running
-        with torch.inference_mode():
-            engine.target.cache._keys[2][sequence.slots[:16]] = float("nan")
-        outcome = run(engine, []).outcomes["1"]
-        return outcome.finish, outcome.ids
 
-    assert with_a_bad_first_block() == (FinishReason.ERROR, [])
-    gather = KVCache.gather
-    monkeypatch.setattr(KVCache, "gather", lambda *asked: tuple(map(torch.nan_to_num, gather(*asked))))
-    finish, ids = with_a_bad_first_block()
-    assert finish is FinishReason.LENGTH
-    assert ids == own_greedy_text("gemma3", PREFIX, 12)[-len(ids) :]
+@pytest.mark.parametrize("is_native", [False, pytest.param(True, marks=needs_library)])
+def test_what_is_bad_before_a_window_changes_no_token(is_native, monkeypatch):
+    """Transformers' layers read it all the same, with weight zero, and NaN stays NaN; our library's do not, and who does ends."""
+    target = native("gemma3") if is_native else model("gemma3")
+    texts = [own_greedy_text("gemma3", prompt, 12) for prompt in (PREFIX, PREFIX[:20], PREFIX[:20])]
+    expected = [ErrorCode.LOGITS_NOT_FINITE if number == is_native else text for number, text in enumerate(texts)]
+    assert fates_with_a_bad_first_block(target) == expected
+    monkeypatch.setattr(PrefixCache, "forget", lambda cache, sequence: None)
+    assert fates_with_a_bad_first_block(target)[-1] is ErrorCode.LOGITS_NOT_FINITE
 
 
 def test_who_shares_what_is_being_fed_goes_on_without_who_fed_it():
