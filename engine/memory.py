@@ -24,6 +24,7 @@ from engine.weights import WeightsError, resolve
 GB = 1e9
 _LAW_BYTES = 4 * 4  # a node's logits, edited logits, law and draft law, float32
 _SCORE_BYTES = 3 * 4  # a score and what is made of it, in one layer at a time
+_PACKED_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # a weight, in our library
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -64,28 +65,43 @@ class Memory:
 def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) -> MemoryNeed:
     """Return what an engine needs; `draft_dtype` is its drafter's precision. Raises WeightsError.
 
-    Weights are counted as they are loaded, and may take less once they are packed.
+    Weights are counted as they are loaded or as they are kept, whichever is more.
     """
     target, num_slots = configuration_of(config.model), config.scheduler.num_slots
     weights, draft_weights = weights_dtype(config.dtype), weights_dtype(draft_dtype)
     is_native = fastest_linears(device) == NATIVE
     kept, draft_kept = (torch.float32, torch.float32) if is_native else (weights, draft_weights)
     return MemoryNeed(
-        weights=num_parameters(resolve(config.model).folder) * weights.itemsize,
-        draft_weights=_draft_parameters(config) * draft_weights.itemsize,
+        weights=_model_bytes(config.model, config.dtype, is_native),
+        draft_weights=_draft_bytes(config, draft_dtype, is_native),
         cache=num_slots * cache_bytes_per_token(target, kept),
         draft_cache=num_slots * _draft_bytes_per_token(config, draft_kept),
         step=_step_bytes(config, target),
     )
 
 
-def _draft_parameters(config: EngineConfig) -> int:
-    """Return how many numbers the drafter's weights are; a file that cannot be read has none, and is refused by its reader."""
-    count = 0 if config.draft_model is None else num_parameters(resolve(config.draft_model).folder)
+def _model_bytes(reference: str, precision: str, is_native: bool) -> int:
+    """Return what a model's weights take.
+
+    Our library keeps embeddings in float32, and beside them the output head that is tied to them.
+    """
+    count = num_parameters(resolve(reference).folder)
+    loaded = count * weights_dtype(precision).itemsize
+    if not is_native:
+        return loaded
+    text = configuration_of(reference).get_text_config()
+    embeddings = text.vocab_size * text.hidden_size
+    packed = count if text.tie_word_embeddings else count - embeddings
+    return max(loaded, packed * _PACKED_BYTES[precision] + embeddings * torch.float32.itemsize)
+
+
+def _draft_bytes(config: EngineConfig, precision: str, is_native: bool) -> int:
+    """Return what the drafter's weights take; a file that cannot be read has none, and is refused by its reader."""
+    size = 0 if config.draft_model is None else _model_bytes(config.draft_model, precision, is_native)
     for file in filter(None, (config.head, config.lens)):
         with suppress(OSError, SafetensorError):
-            count += parameters_in(Path(file))
-    return count
+            size += parameters_in(Path(file)) * weights_dtype(precision).itemsize
+    return size
 
 
 def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype) -> int:

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine import build, memory
 from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.memory import Memory, memory_need, num_parameters, shortage
+from engine.native import library
+from engine.testing import tiny_module
 from engine.tree import Expansion
 from tests.conformance.folder import served_folder
 
@@ -28,8 +31,35 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 def test_weights_and_caches_are_what_is_held(config):
     need = memory_need(config, "float32", CPU)
     engine = build_engine(config)
+    assert not engine.target.model.module.config.tie_word_embeddings
     assert need.weights == need.draft_weights == num_parameters(Path(config.model)) * 4
     assert need.cache == need.draft_cache == engine.target.cache.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_tied", "bytes_of_others", "bytes_of_head"),
+    [
+        ("float32", True, 4, 4),
+        ("float32", False, 4, 0),
+        ("bfloat16", True, 2, 2),
+        ("bfloat16", False, 2, 0),
+    ],
+)
+def test_the_library_keeps_embeddings_and_beside_them_a_tied_head(
+    precision, is_tied, bytes_of_others, bytes_of_head, tmp_path, monkeypatch
+):
+    """Embeddings are float32; in int8 more is needed to load a model than to keep it."""
+    config = LlamaConfig(**{**tiny_module().config.to_dict(), "tie_word_embeddings": is_tied})
+    module = AutoModelForCausalLM.from_config(config)
+    module.save_pretrained(folder := served_folder(tmp_path))
+    embeddings, count = 61 * 32, module.num_parameters()
+    asked = EngineConfig(str(folder), drafter="none", dtype=precision)
+    monkeypatch.setattr(library, "is_available", lambda: True)
+    kept = (count - embeddings) * bytes_of_others + embeddings * (4 + bytes_of_head)
+    assert memory_need(asked, "float32", CPU).weights == kept
+    assert memory_need(replace(asked, dtype="int8"), "float32", CPU).weights == count * 4
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    assert memory_need(asked, "float32", CPU).weights == count * bytes_of_others
 
 
 def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path):
