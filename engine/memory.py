@@ -90,7 +90,7 @@ def _model_bytes(reference: str, precision: str, is_native: bool) -> int:
     if not is_native:
         return loaded
     text = configuration_of(reference).get_text_config()
-    embeddings = text.vocab_size * text.hidden_size
+    embeddings = int(text.vocab_size * text.hidden_size)
     packed = count if text.tie_word_embeddings else count - embeddings
     return max(loaded, packed * _PACKED_BYTES[precision] + embeddings * torch.float32.itemsize)
 
