@@ -27,6 +27,7 @@ from tests.model.tiny import model, own_module
 
 pytestmark = needs_library
 TEXT = [(7 * place + 3) % 61 for place in range(200)]
+WIDE = {"hidden_size": 160, "intermediate_size": 320, "head_dim": 32}
 ODD_SIZES = [  # no whole number of vectors, of blocks of outputs, or of heads that are read together
     {"hidden_size": 37, "intermediate_size": 43},
     {"num_attention_heads": 6, "head_dim": 10, "vocab_size": 131},
@@ -160,8 +161,7 @@ def test_the_audit_s_reference_has_the_same_bits():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_threads_change_no_bit(precision, monkeypatch):
     """Passes wide enough that threads are in the same phase at once, and narrow ones that leave some without a task."""
-    wide = {"hidden_size": 160, "intermediate_size": 320, "head_dim": 32}
-    target = adopt(tiny_module("gemma3", **wide), CPU, NATIVE, precision)
+    target = adopt(tiny_module("gemma3", **WIDE), CPU, NATIVE, precision)
 
     def logits_of(num_threads: int, num_tokens: int) -> torch.Tensor:
         monkeypatch.setattr(library, "_taken", num_threads)
@@ -173,17 +173,18 @@ def test_threads_change_no_bit(precision, monkeypatch):
 
 
 def test_passes_side_by_side_have_their_own_rows(monkeypatch):
-    """Of one model and of two; one pass at a time has the helpers."""
-    monkeypatch.setattr(library, "_taken", 3)
-    texts = [TEXT[place : place + 40] for place in range(6)]
-    models = [native("llama"), native("gemma3", "int8")]
+    """Of one model and of two, each long enough to meet the others; one at a time has the helpers."""
+    monkeypatch.setattr(library, "_taken", 2)
+    models = [adopt(tiny_module(family, **WIDE), CPU, NATIVE, "int8") for family in ("llama", "gemma3")]
 
     def logits_of(place: int) -> torch.Tensor:
-        return alone(models[place % 2], texts[place])
+        num_tokens = 200 - place
+        return models[place % 2].forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
 
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(logits_of, range(6)))
-    assert all(torch.equal(found[place], logits_of(place)) for place in range(6))
+    expected = [logits_of(place) for place in range(12)]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(logits_of, [*range(12)] * 3))
+    assert all(torch.equal(one, right) for one, right in zip(found, expected * 3, strict=True))
 
 
 # who watches
