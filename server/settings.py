@@ -206,7 +206,7 @@ class Settings(BaseSettings):
         "elsewhere passes of different widths round differently), or int8 (8-bit weights, by our library alone); "
         "docs/precision.md.",
     )
-    draft_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    draft_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         default="auto",
         description="Number format of a draft model or head, which no law depends on; auto: int8 where our library "
         "runs, else bfloat16 where the processor multiplies it; a half to a quarter of the memory traffic.",

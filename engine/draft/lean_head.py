@@ -72,7 +72,7 @@ class LeanHead(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape = head.shape
-        self._embeddings_VD = embeddings_VD
+        self._embeddings_VD = embeddings_VD.detach()  # no parameter of this module, or it is cast with it
         self.dtype = dtype  # of activations
         self.attention_dtype = torch.float32 if device.type == "cpu" else dtype
         self.fuse = _map(head.fuse.weight * math.sqrt(shape.target_width))

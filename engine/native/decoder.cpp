@@ -260,6 +260,11 @@ class LentScratch {
 
 extern "C" {
 
+// Sizes of what Python lays out, so that it can see whether it was compiled from another version of it.
+void latebranch_sizes(int64_t* sizes) {
+  sizes[0] = sizeof(Linear), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Decoder), sizes[3] = sizeof(Pass);
+}
+
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
   LentScratch scratch;
   Run run(*decoder, *pass, *scratch, num_threads);

@@ -125,16 +125,16 @@ class _Rotations:
     def __init__(self, embedding: Any, kind: str | None) -> None:
         self.kind = kind
         self._embedding, self._is_by_kind = embedding, kind is not None
-        self._cosines_PK = self._sines_PK = torch.empty(0, 0)
+        self._tables: Tables = (torch.empty(0, 0), torch.empty(0, 0))
 
     def tables(self, end: int) -> Tables:
         """Return both for positions below `end` at least. A position's numbers are the same in tables of any length."""
-        if end > len(self._cosines_PK):
+        if end > len(self._tables[0]):
             positions_1P = torch.arange(max(_FIRST_POSITIONS, 1 << (end - 1).bit_length()))[None]
             options = {"layer_type": self.kind} if self._is_by_kind else {}
             cosines, sines = self._embedding(torch.empty(0), positions_1P, **options)
-            self._cosines_PK, self._sines_PK = cosines[0].contiguous(), sines[0].contiguous()
-        return self._cosines_PK, self._sines_PK
+            self._tables = cosines[0].contiguous(), sines[0].contiguous()
+        return self._tables
 
 
 def refuse_by_structure(module: Any) -> None:

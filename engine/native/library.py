@@ -83,6 +83,10 @@ def library() -> ctypes.CDLL:
     if spec is None or spec.origin is None:
         raise OSError(f"{_MODULE} was not compiled")
     loaded = ctypes.CDLL(spec.origin)
+    sizes = (c_int64 * 4)()
+    loaded.latebranch_sizes(sizes)
+    if list(sizes) != [ctypes.sizeof(one) for one in (Linear, Layer, Decoder, Pass)]:
+        raise OSError(f"{spec.origin} was compiled from another version: install the package again")
     loaded.latebranch_decode.argtypes = [POINTER(Decoder), POINTER(Pass), c_int]
     loaded.latebranch_decode.restype = None
     loaded.latebranch_linear.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int]
