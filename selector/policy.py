@@ -24,6 +24,7 @@ from selector.probing import Probes
 _logger = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is
+_PRICED_ALWAYS, _PRICED_EVERY = 512, 3  # first steps that all teach prices; of later ones every third, and probes
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
 _CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is written off
@@ -78,6 +79,7 @@ class AdaptiveExpansion:
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
         self._standing = _Standing({}, Choice(()), 0)
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
+        self._num_priced = 0
         self._is_exact: dict[str, NDArray[np.bool_]] = {}
         self._has_failed = False
 
@@ -174,7 +176,10 @@ class AdaptiveExpansion:
     def observe(self, feedback: StepFeedback) -> None:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought."""
         if feedback.outcomes and not feedback.has_prefill:
-            self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
+            self._num_priced += 1
+            is_new = self._num_priced <= _PRICED_ALWAYS or self._probe_s is not None
+            if is_new or self._num_priced % _PRICED_EVERY == 0:
+                self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
             self._model_share.observe(feedback)
             if self._probe_s is not None:
                 self._probes.settle(feedback.draft_s + feedback.rest_s - self._probe_s)
