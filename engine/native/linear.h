@@ -3,8 +3,8 @@
 // Weights lie in blocks of 64 outputs, so that a block is one stream through memory. Each output of each row is one sum over the
 // inputs in their order, however many rows there are: a row's result does not depend on its neighbours.
 //
-//   float32   [block][input][64]
-//   bfloat16  [block][input / 2][64][2]    widened to float32 as they are read
+//   float32   [block][input][64]           inputs padded to 2, so that it reads the rows that bfloat16 does
+//   bfloat16  [block][input / 2][64][2]    inputs padded to 2; widened to float32 as they are read
 //   int8      [block][input / 4][64][4]    unsigned: a weight + 128, with a scale for each output; inputs padded to 64
 //
 // In int8 a row is rounded to 15 bits by its own largest magnitude and cut in two bytes, q = 128 hi + lo; both are multiplied with
@@ -35,8 +35,8 @@ struct Linear {
 
   bool exists() const { return weight != nullptr; }
   int64_t num_blocks() const { return (out + kBlock - 1) / kBlock; }
-  int64_t group() const { return format == kInt8 ? 64 : format == kBFloat16 ? 2 : 1; }
-  int64_t padded_in() const { return (in + group() - 1) / group() * group(); }
+  int64_t multiple() const { return format == kInt8 ? 64 : 2; }
+  int64_t padded_in() const { return (in + multiple() - 1) / multiple() * multiple(); }
   int64_t block_bytes() const { return padded_in() * kBlock * (format == kInt8 ? 1 : format == kBFloat16 ? 2 : 4); }
 };
 
@@ -44,7 +44,7 @@ struct Linear {
 struct Inputs {
   std::vector<float> values;  // float32 and bfloat16 [T, padded]
   std::vector<int8_t> bytes;  // int8 [T, 2, padded]: hi, then lo
-  std::vector<float> scale;    // int8 [T]
+  std::vector<float> scale;   // int8 [T]
   std::vector<int32_t> sum_hi, sum_lo;  // int8 [T]: 128 times the sum of a row, which unsigned weights add
 
   void reserve(int64_t rows, const Linear& linear) {
@@ -91,7 +91,6 @@ struct Inputs {
     scale[t] = broken ? std::numeric_limits<float>::quiet_NaN() : range / kLargest;
     sum_hi[t] = 128 * _mm512_reduce_add_epi32(high_sum), sum_lo[t] = 128 * _mm512_reduce_add_epi32(low_sum);
   }
-
 };
 
 // Sums stay in registers only where every loop over them is unrolled.
@@ -109,7 +108,7 @@ inline void add_dots(__m512i& sums, __m512i unsigned_bytes, __m512i signed_bytes
 // R rows by C vectors of 16 outputs of one block, from vector `column` on, into y [R][64].
 template <int R, int C>
 inline void tile_float32(const Linear& l, const Inputs& in, int64_t t, const char* block, int column, float* y) {
-  const int64_t n = l.in;
+  const int64_t n = l.padded_in();
   const float* w = (const float*)block + column * kLanes;
   const float* x = in.values.data() + t * n;
   __m512 sum[R][C];

@@ -18,7 +18,7 @@ _LEAST = 1e-30  # scale of an output whose weights are 0
 _LARGEST = 127.0
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _GROUP = {"float32": 1, "bfloat16": 2, "int8": 4}  # inputs of an output that lie side by side
-_MULTIPLE = {"float32": 1, "bfloat16": 2, "int8": 64}  # to which inputs are padded
+_MULTIPLE = {"float32": 2, "bfloat16": 2, "int8": 64}  # to which inputs are padded
 
 
 class NativeLinear(nn.Module):

@@ -9,6 +9,7 @@ from torch import nn
 
 from engine import linears
 from engine.linears import NATIVE, prepare_linears, weight_of
+from engine.model import adopt
 from engine.native.linear import NativeLinear, packed, unpacked
 from engine.testing import tiny_module
 from tests.model.native import PRECISIONS, needs_library
@@ -148,3 +149,12 @@ def test_a_broken_layer_does_not_pass(precision, monkeypatch):
     with pytest.raises(ValueError, match=f"in {precision} a layer of 32 inputs differs"):
         prepare_linears(tiny_module("llama"), NATIVE, precision)
     assert set(linears._LIKE) == set(PRECISIONS)
+
+
+def test_layers_that_read_the_same_rows_may_be_stored_in_two_formats():
+    """Of float32 layers those whose weights bfloat16 can hold are: queries may be, and keys beside them not."""
+    module = tiny_module("llama", hidden_size=33, num_attention_heads=3, num_key_value_heads=1)
+    attention = module.model.layers[0].self_attn
+    attention.q_proj.weight.data = attention.q_proj.weight.bfloat16().float()
+    model = adopt(module, torch.device("cpu"), NATIVE)
+    assert [layer.self_attn.q_proj.structure.format for layer in model.module.model.layers] == [1, 0, 0]
