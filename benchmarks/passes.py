@@ -10,7 +10,6 @@ median over rounds with its quartiles, and what a wider pass costs over one toke
 import argparse
 import json
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,11 +18,10 @@ import torch
 
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
+from benchmarks.precision import timed_pass
 from engine.kv_cache import KVCache
 from engine.model import CausalModel, load_model
-from engine.packing import pack
 from engine.progress_bar import progress_bar
-from engine.segments import chain_segment
 from engine.weights import resolve
 
 _CPU = torch.device("cpu")
@@ -105,15 +103,8 @@ def _figures(seconds: dict[tuple[str, int], list[float]], contenders: Sequence[s
 
 
 def _seconds(model: CausalModel, cache: KVCache, done: int, num_tokens: int) -> float:
-    """Return the seconds of a pass over some tokens after `done` others, the better of two."""
-    ids = [(97 * place + 11) % model.vocab_size for place in range(num_tokens)]
-    batch = pack([chain_segment(ids, done, range(done + num_tokens))], _CPU)
-    rows, taken = torch.arange(num_tokens), []
-    for _ in range(2):
-        start = time.perf_counter()
-        model.forward(batch, cache, rows)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    """Return the seconds of a pass, the better of two."""
+    return min(timed_pass(model, cache, done, num_tokens) for _ in range(2))
 
 
 if __name__ == "__main__":

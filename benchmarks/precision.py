@@ -116,7 +116,7 @@ def _speeds(name: str, widths: list[int], repeats: int) -> list[Speed]:
     models = {precision: load_model(folder, precision, _CPU, fastest_linears(_CPU)) for precision in _PRECISIONS}
     caches = {precision: KVCache(_CONTEXT + max(widths, default=1), _CPU) for precision in _PRECISIONS}
     for precision, model in models.items():
-        _timed(model, caches[precision], 0, _CONTEXT)
+        timed_pass(model, caches[precision], 0, _CONTEXT)
     return [
         speed
         for width in widths
@@ -124,7 +124,7 @@ def _speeds(name: str, widths: list[int], repeats: int) -> list[Speed]:
             name,
             width,
             [
-                {precision: _timed(model, caches[precision], _CONTEXT, width) for precision, model in models.items()}
+                {precision: timed_pass(model, caches[precision], _CONTEXT, width) for precision, model in models.items()}
                 for _ in progress_bar(range(repeats + 1), what=f"{name}, {width} tokens", total=repeats + 1, unit="round")
             ][1:],
         )
@@ -140,7 +140,7 @@ def _ratios(name: str, width: int, repeats: list[dict[str, float]]) -> list[Spee
     return found
 
 
-def _timed(model: CausalModel, cache: KVCache, done: int, num_tokens: int) -> float:
+def timed_pass(model: CausalModel, cache: KVCache, done: int, num_tokens: int) -> float:
     """Return the seconds of a pass over some tokens after `done` others, with all their logits."""
     ids = [(97 * place + 11) % model.vocab_size for place in range(num_tokens)]
     batch = pack([chain_segment(ids, done, range(done + num_tokens))], _CPU)

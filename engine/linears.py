@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from engine.native import library
@@ -41,26 +42,8 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def _plain(_: nn.Module) -> None:
-    """Leave the layers as they are."""
-
-
-def _packed(model: nn.Module) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child))
-
-
 _LIKE = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 0.1}  # relative error of an output
 _SAMPLE_ROWS = 4
-
-
-def _native(model: nn.Module, precision: str) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, _checked(child, NativeLinear(child, precision), precision))
 
 
 @torch.inference_mode()
@@ -74,7 +57,18 @@ def _checked(linear: nn.Linear, native: NativeLinear, precision: str) -> NativeL
     return native
 
 
-_KINDS: dict[str, Callable[[nn.Module], None]] = {"plain": _plain, "packed": _packed}
+_KINDS: dict[str, Callable[[nn.Linear, str], nn.Module]] = {
+    "plain": lambda linear, _: linear,
+    "packed": lambda linear, _: PackedLinear(linear),
+    NATIVE: lambda linear, precision: _checked(linear, NativeLinear(linear, precision), precision),
+}
+
+
+def linear_of(weight: Float[Tensor, "O I"]) -> nn.Linear:
+    """Return a linear layer of this very weight, without a bias."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return linear
 
 
 def weight_of(linear: nn.Module) -> Tensor:
@@ -85,20 +79,23 @@ def weight_of(linear: nn.Module) -> Tensor:
     return linear.weight
 
 
-def prepare_linears(model: nn.Module, kind: str, precision: str | None = None) -> None:
+def prepare_linears(model: nn.Module, kind: str, precision: str = "float32") -> None:
     """Replace the model's linear layers in place; `precision` is for native ones. Raise ValueError for an unknown kind."""
-    if kind == NATIVE and precision is not None:
-        _native(model, precision)
-        return
     if kind not in _KINDS:
         raise ValueError(f"unknown linear kind {kind!r}; known: {', '.join(_KINDS)}")
-    _KINDS[kind](model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, _KINDS[kind](child, precision))
 
 
 def fastest_linears(device: torch.device) -> str:
     """Return the kind of linear layers that is fastest on a device."""
-    if device.type == "cpu" and library.is_available():
-        return NATIVE
+    return NATIVE if device.type == "cpu" and library.is_available() else torch_linears(device)
+
+
+def torch_linears(device: torch.device) -> str:
+    """Return the kind that is fastest without our library."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return "packed" if device.type == "cpu" and has_onednn else "plain"
 

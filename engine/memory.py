@@ -24,7 +24,6 @@ from engine.weights import WeightsError, resolve
 GB = 1e9
 _LAW_BYTES = 4 * 4  # a node's logits, edited logits, law and draft law, float32
 _SCORE_BYTES = 3 * 4  # a score and what is made of it, in one layer at a time
-_PACKED_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # a weight, in our library
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -92,7 +91,8 @@ def _model_bytes(reference: str, precision: str, is_native: bool) -> int:
     text = configuration_of(reference).get_text_config()
     embeddings = int(text.vocab_size * text.hidden_size)
     packed = count if text.tie_word_embeddings else count - embeddings
-    return max(loaded, packed * _PACKED_BYTES[precision] + embeddings * torch.float32.itemsize)
+    kept = packed * int(getattr(torch, precision).itemsize) + embeddings * torch.float32.itemsize
+    return max(loaded, kept)
 
 
 def _draft_bytes(config: EngineConfig, precision: str, is_native: bool) -> int:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import NAME, AttentionContext
 from engine.kv_cache import KVCache
-from engine.linears import NATIVE, fastest_linears, prepare_linears
+from engine.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
 from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_by_configuration, require_equal, require_same_bits
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
 from engine.packing import PackedBatch
@@ -107,7 +107,7 @@ def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> 
             if dtype == INT8:
                 raise UnsupportedModel(f"int8: {error}") from error
             _logger.info("%s; transformers runs it", error)
-            return adopt(module, device, "packed")
+            return adopt(module, device, torch_linears(device))
     if dtype == INT8:
         raise UnsupportedModel(f"int8 needs our library and a processor with AVX-512 VNNI, which {device} has not")
     return adopt(module, device, linears)

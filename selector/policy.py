@@ -24,7 +24,7 @@ from selector.probing import Probes
 _logger = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is
-_MOST_DOUBLED = 1  # times that this is doubled, once for each choice before in a row in which nobody drafts
+_AFTER_PLAIN = 2  # times as long after one that plain decoding is best
 _PRICED_ALWAYS, _PRICED_EVERY = 512, 3  # first steps that all teach prices; of later ones every third, and probes
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
@@ -80,7 +80,7 @@ class AdaptiveExpansion:
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
         self._standing = _Standing({}, Choice(()), 0)
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
-        self._num_priced = self._num_plain_choices = 0
+        self._num_priced = 0
         self._is_exact: dict[str, NDArray[np.bool_]] = {}
         self._has_failed = False
 
@@ -118,11 +118,11 @@ class AdaptiveExpansion:
         plain = allocator.plain()
         if not np.isfinite(plain.rate):
             return self._without_numbers(views)
-        num_settled = self._settled_steps << min(_MOST_DOUBLED, self._num_plain_choices) if _all_decode(views) else 0
+        was_plain = self._standing.choice.reason is Reason.PLAIN_IS_BEST
+        num_settled = self._settled_steps * (_AFTER_PLAIN if was_plain else 1) if _all_decode(views) else 0
         self._probes.save(plain.seconds, 1 + num_settled)
         best = self._clearly_better(batch, allocator, allocator.best(plain))
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
-        self._num_plain_choices = self._num_plain_choices + 1 if reason is Reason.PLAIN_IS_BEST else 0
         choice = self._choice(batch, allocator, best, plain, reason, views)
         places = dict.fromkeys((view.request_id for view in views), 0)
         places.update((one.request_id, int(place)) for one, place in zip(batch.views, best.places_B, strict=True))

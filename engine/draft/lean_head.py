@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.attention import AttentionContext, cached_attention
-from engine.draft.head import DraftHead, HeadLayer, HeadShape
+from engine.by_position import ByPosition
+from engine.draft.head import DraftHead, HeadLayer
 from engine.kv_cache import KVCache
-from engine.linears import prepare_linears
+from engine.linears import linear_of, prepare_linears
 from engine.packing import PackedBatch, Segment, pack
 from engine.transfer import integers
 
@@ -33,9 +34,9 @@ class LeanLayer(nn.Module):
         self._head_size, self._norm_eps, self._reads_tokens = shape.head_size, shape.norm_eps, layer.token_norm is not None
         norms = [layer.state_norm] if layer.token_norm is None else [layer.token_norm, layer.state_norm]
         self.qkv = _after_norm(layer.qkv.weight, torch.cat([norm.weight for norm in norms]), shape.width)
-        self.output = _map(layer.output.weight)
+        self.output = linear_of(layer.output.weight)
         self.gate_up = _after_norm(layer.gate_up.weight, layer.mlp_norm.weight, shape.width)
-        self.down = _map(layer.down.weight)
+        self.down = linear_of(layer.down.weight)
 
     def projected(
         self, state_TW: Float[Tensor, "T W"], token_TW: Float[Tensor, "T W"], rotation_TR: Float[Tensor, "T R"]
@@ -75,14 +76,14 @@ class LeanHead(nn.Module):
         self._embeddings_VD = embeddings_VD.detach()  # no parameter of this module, or it is cast with it
         self.dtype = dtype  # of activations
         self.attention_dtype = torch.float32 if device.type == "cpu" else dtype
-        self.fuse = _map(head.fuse.weight * math.sqrt(shape.target_width))
-        self.token = _map(head.token.weight)
+        self.fuse = linear_of(head.fuse.weight * math.sqrt(shape.target_width))
+        self.token = linear_of(head.token.weight)
         self.layers = nn.ModuleList(LeanLayer(layer) for layer in head.decoder)
         output_MW = rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32)
         self.output = _after_norm(output_MW, head.last_norm.weight, shape.width)
         self.to(device, dtype)
         prepare_linears(self, linears)
-        self._rotations = _Rotations(shape, device)
+        self._rotations = ByPosition(self._rotated, device)
 
     @property
     def decoder(self) -> list[LeanLayer]:
@@ -99,7 +100,12 @@ class LeanHead(nn.Module):
 
     def rotation(self, positions_T: Int[Tensor, " T"], end: int) -> Float[Tensor, "T R"]:
         """Return cosines and signed sines of positions below `end`, float32."""
-        return self._rotations.at(positions_T, end)
+        return self._rotations.below(end).index_select(0, positions_T)
+
+    def _rotated(self, positions_N: Int[Tensor, " N"]) -> Float[Tensor, "N R"]:
+        cos_N1K, sin_N1K = self.shape.rotary(positions_N)
+        first, second = sin_N1K[:, 0].chunk(2, dim=-1)
+        return torch.cat([cos_N1K[:, 0], -first, second], dim=-1)
 
     def proposed(
         self,
@@ -139,21 +145,6 @@ class LeanHead(nn.Module):
         return self.output(_unit(state_TW, self.shape.norm_eps)).float()  # type: ignore[no-any-return]
 
 
-class _Rotations:
-    """A table of rotations by position, as long as it was needed to be."""
-
-    def __init__(self, shape: HeadShape, device: torch.device) -> None:
-        self._shape, self._device = shape, device
-        self._table_NR = torch.empty(0)
-
-    def at(self, positions_T: Int[Tensor, " T"], end: int) -> Float[Tensor, "T R"]:
-        if end > len(self._table_NR):
-            cos_N1K, sin_N1K = self._shape.rotary(torch.arange(1 << (end - 1).bit_length(), device=self._device))
-            first, second = sin_N1K[:, 0].chunk(2, dim=-1)
-            self._table_NR = torch.cat([cos_N1K[:, 0], -first, second], dim=-1)
-        return self._table_NR.index_select(0, positions_T)
-
-
 def _unit(x: Float[Tensor, "*T W"], eps: float) -> Float[Tensor, "*T W"]:
     """Return rms_norm(x) / sqrt(W), its weight aside: the rest is in the map that follows."""
     squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
@@ -161,10 +152,4 @@ def _unit(x: Float[Tensor, "*T W"], eps: float) -> Float[Tensor, "*T W"]:
 
 
 def _after_norm(weight: Tensor, norm_weight: Tensor, width: int) -> nn.Linear:
-    return _map(weight * (norm_weight * math.sqrt(width)).to(weight.device))
-
-
-def _map(weight: Float[Tensor, "O I"]) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return linear
+    return linear_of(weight * (norm_weight * math.sqrt(width)).to(weight.device))

@@ -21,7 +21,7 @@ _MOST_TRUST = 0.99
 
 
 @dataclass(frozen=True)
-class Entries:
+class _Entries:
     """The tokens of some cached laws: of law `law[i]`, the one in column `column[i]`, with probability `odds[i]`."""
 
     law: list[int]
@@ -30,7 +30,7 @@ class Entries:
     token_id: list[int]
 
     @classmethod
-    def of(cls, laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None) -> "Entries":
+    def of(cls, laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None) -> "_Entries":
         """Return them; every token is one of the vocabulary."""
         flat = [(index, token_id, odds) for index, law in enumerate(laws) for token_id, odds in law.odds.items()]
         token_ids = [token_id for _, token_id, _ in flat]
@@ -40,24 +40,27 @@ class Entries:
 
 def vocabulary_of(laws: Sequence[CachedLaw], size: int, device: torch.device) -> TrimmedVocabulary:
     """Return the laws' tokens, ascending."""
-    said = sorted({token_id for law in laws for token_id in law.odds})
-    return TrimmedVocabulary(torch.tensor(said, dtype=torch.int64, device=device), size)
+    return TrimmedVocabulary(torch.tensor(_said(laws), dtype=torch.int64, device=device), size)
 
 
 def with_tokens_of(laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None) -> TrimmedVocabulary | None:
     """Return a model's vocabulary with the tokens of laws that it does not know, ascending, behind its own. None: all tokens."""
     if vocab is None:
         return None
-    said = sorted({token_id for law in laws for token_id in law.odds})
+    said = _said(laws)
     unknown = [token_id for token_id, column in zip(said, vocab.columns(said), strict=True) if column < 0]
     return vocab.extended(unknown) if unknown else vocab
+
+
+def _said(laws: Sequence[CachedLaw]) -> list[int]:
+    return sorted({token_id for law in laws for token_id in law.odds})
 
 
 def put_cached(
     logits_PM: Float[Tensor, "P M"], rows: Sequence[int], laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None
 ) -> None:
     """Write laws, as log-probabilities, into rows in which nothing is possible yet."""
-    entries = Entries.of(laws, vocab)
+    entries = _Entries.of(laws, vocab)
     logits_PM[[rows[law] for law in entries.law], entries.column] = torch.tensor(entries.odds, device=logits_PM.device).log()
 
 
@@ -65,7 +68,7 @@ def put_mixed(
     logits_PM: Float[Tensor, "P M"], rows: Sequence[int], laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None
 ) -> list[dict[int, DraftSource]]:
     """Mix laws into rows that hold a model's logits; return of each which tokens are rather the cache's now."""
-    entries, device = Entries.of(laws, vocab), logits_PM.device
+    entries, device = _Entries.of(laws, vocab), logits_PM.device
     log_law = logits_PM[rows].log_softmax(-1)
     trust = log_law.mul(2.0).exp_().sum(-1).clamp_(max=_MOST_TRUST)
     chance = torch.tensor([law.chance for law in laws], dtype=torch.float32, device=device)

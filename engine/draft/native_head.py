@@ -4,23 +4,23 @@ Shape key: T packed tokens, P tokens asked about, V vocabulary, M head vocabular
 width.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
+from engine.by_position import ByPosition
 from engine.draft.head import DraftHead, HeadLayer
 from engine.kv_cache import KVCache
+from engine.linears import linear_of
 from engine.native import library
 from engine.native.linear import NativeLinear
 from engine.native.passes import Runner, Tables
 from engine.packing import PackedBatch, Segment
 from engine.transfer import integers
-
-_FIRST_POSITIONS = 1024
 
 
 class NativeHead:
@@ -36,7 +36,7 @@ class NativeHead:
         self._kept: list[object] = []  # what the structure points at
         self._fuse = NativeLinear(head.fuse, precision)
         layers = (library.Layer * shape.num_layers)(*(self._layer(layer) for layer in head.decoder))
-        output = _linear(rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32))
+        output = linear_of(rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32))
         self._runner = Runner(
             library.Decoder(
                 num_layers=shape.num_layers,
@@ -58,14 +58,12 @@ class NativeHead:
             )
         )
         self._kept.append(layers)
-        self._tables: Tables = (torch.empty(0, 0), torch.empty(0, 0))
+        self._rotations = ByPosition(self._rotated)
 
     def features(self, states_TFD: Float[Tensor, "T F D"]) -> Float[Tensor, "T W"]:
         """Fuse the target's states after the feature layers into one feature a token."""
-        squares: Tensor = torch.linalg.vector_norm(states_TFD, dim=-1, keepdim=True).square_()
-        width = states_TFD.shape[-1]
-        scaled = states_TFD * squares.add_(self._shape.norm_eps * width).rsqrt_().mul_(math.sqrt(width))
-        return self._fuse(scaled.flatten(-2))  # type: ignore[no-any-return]
+        normed = functional.rms_norm(states_TFD, (states_TFD.shape[-1],), eps=self._shape.norm_eps)
+        return self._fuse(normed.flatten(-2))  # type: ignore[no-any-return]
 
     def proposed(
         self,
@@ -83,15 +81,12 @@ class NativeHead:
         del asked  # all are run whole: one layer more or less is nothing beside the target's pass
         last = self._shape.num_layers - 1
         places_P = integers(places, states_TW.device)
-        output = self._runner.run(fed, cache, [self._rotations(end)], places_P, [last], states_TW)
+        output = self._runner.run(fed, cache, [self._rotations.below(end)], places_P, [last], states_TW)
         return output.after[last].index_select(0, places_P), output.logits_NM
 
-    def _rotations(self, end: int) -> Tables:
-        if end > len(self._tables[0]):
-            positions = torch.arange(max(_FIRST_POSITIONS, 1 << (end - 1).bit_length()))
-            cosines, sines = self._shape.rotary(positions)
-            self._tables = cosines[:, 0].contiguous(), sines[:, 0].contiguous()
-        return self._tables
+    def _rotated(self, positions_N: Int[Tensor, " N"]) -> Tables:
+        cosines, sines = self._shape.rotary(positions_N)
+        return cosines[:, 0].contiguous(), sines[:, 0].contiguous()
 
     def _layer(self, layer: HeadLayer) -> library.Layer:
         shape = layer.shape
@@ -121,10 +116,4 @@ class NativeHead:
 def _parts(weight: Float[Tensor, "O I"], **sizes: int) -> dict[str, nn.Linear]:
     """Return the rows of a fused layer by what they make."""
     bounds = pairwise(accumulate(sizes.values(), initial=0))
-    return {name: _linear(weight[first:end]) for name, (first, end) in zip(sizes, bounds, strict=True)}
-
-
-def _linear(weight: Float[Tensor, "O I"]) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return linear
+    return {name: linear_of(weight[first:end]) for name, (first, end) in zip(sizes, bounds, strict=True)}

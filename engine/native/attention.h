@@ -67,11 +67,6 @@ class Attention {
  private:
   static constexpr int64_t kTogether = 4;  // heads that read a key or value together
 
-  template <typename T>
-  static void grow(std::vector<T>& room, int64_t size) {
-    if ((int64_t)room.size() < size) room.resize(size);
-  }
-
   static __mmask16 seen_mask(const Segments& segments, const Heads& heads, int64_t s, int64_t token, int64_t position, int64_t k,
                              int64_t num_context, int64_t num_keys) {
     if (k + kLanes <= num_context && (!heads.window || position - k < heads.window)) return 0xFFFF;

@@ -60,10 +60,6 @@ struct Scratch {
   std::vector<Attention> attention;  // of each thread
 };
 
-void grow(std::vector<float>& room, int64_t size) {
-  if ((int64_t)room.size() < size) room.resize(size);
-}
-
 class Run {
  public:
   Run(const Decoder& decoder, const Pass& pass, Scratch& scratch, int num_threads) : d_(decoder), p_(pass), s_(scratch) {
@@ -116,10 +112,7 @@ class Run {
       rms_norm(s_.x.data() + p_.rows[n] * d_.width, d_.last_norm, d_.eps, d_.width, state);
       s_.inputs.set(n, state, d_.head);
     });
-    worker.each(num_panels(p_.num_rows) * d_.head.num_blocks(), [&](int64_t task) {
-      const int64_t blocks = d_.head.num_blocks();
-      linear_task(d_.head, s_.inputs, p_.num_rows, task / blocks, task % blocks, p_.logits, d_.head.out, false);
-    });
+    all_outputs(worker, d_.head, s_.inputs, p_.num_rows, p_.logits, false);
   }
 
  private:
@@ -137,10 +130,7 @@ class Run {
 
   void begin_head(Worker& worker) {
     worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, d_.embeddings + p_.token_ids[t] * d_.embedding_width, d_.token); });
-    const int64_t blocks = d_.token.num_blocks();
-    worker.each(num_panels(p_.num_tokens) * blocks, [&](int64_t task) {
-      linear_task(d_.token, s_.inputs, p_.num_tokens, task / blocks, task % blocks, s_.branch.data(), d_.width, false);
-    });
+    all_outputs(worker, d_.token, s_.inputs, p_.num_tokens, s_.branch.data(), false);
     worker.each(p_.num_tokens, [&](int64_t t) {
       const float *norm = d_.layers[0].attention_norm, *given = p_.given + t * d_.width;
       float* normed = s_.normed[worker.id].data();
@@ -159,11 +149,7 @@ class Run {
 
   // x += layer(inputs); if a norm comes between, its input is left in `branch`.
   void add(Worker& worker, const Linear& linear, const float* norm) {
-    const int64_t blocks = linear.num_blocks();
-    worker.each(num_panels(p_.num_tokens) * blocks, [&](int64_t task) {
-      float* to = norm ? s_.branch.data() : s_.x.data();
-      linear_task(linear, s_.inputs, p_.num_tokens, task / blocks, task % blocks, to, d_.width, !norm);
-    });
+    all_outputs(worker, linear, s_.inputs, p_.num_tokens, norm ? s_.branch.data() : s_.x.data(), !norm);
   }
 
   void add_normed(Worker& worker, int64_t t, const float* norm) {
@@ -278,10 +264,7 @@ void latebranch_linear(const Linear* linear, const float* x, int64_t num_rows, f
   inputs.reserve(num_rows, *linear);
   Pool::shared().run(num_threads, [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t t) { inputs.set(t, x + t * linear->in, *linear); });
-    const int64_t blocks = linear->num_blocks();
-    worker.each(num_panels(num_rows) * blocks, [&](int64_t task) {
-      linear_task(*linear, inputs, num_rows, task / blocks, task % blocks, y, linear->out, false);
-    });
+    all_outputs(worker, *linear, inputs, num_rows, y, false);
   });
 }
 
@@ -304,6 +287,7 @@ void latebranch_choose(const float* laws, int64_t vocab_size, const int64_t* row
     worker.each(count, [&](int64_t i) { choose(laws + rows[i] * vocab_size, vocab_size, keys[i], scores + i, chosen + i); });
   });
 }
+
 // Of each row of logits [P, M], what is written into row p of columns, scores and odds [P, most]. `keys` null: without noise.
 void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns, const float* inverse_temperatures, const uint64_t* keys,
                      const int64_t* tokens, int64_t most, int64_t* columns, double* scores, float* odds, float* collisions, int64_t* counts,

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from engine.by_position import ByPosition
 from engine.kv_cache import KVCache
 from engine.native import library
 from engine.native.passes import Output, Runner, Tables
@@ -28,7 +29,6 @@ _NORMS = {  # what is added to the weight
 _ACTIVATIONS = {"SiLU": library.SILU, "SiLUActivation": library.SILU, "GELUTanh": library.GELU_TANH}
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # of positions alone, whatever the longest text is
 _PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
-_FIRST_POSITIONS = 1024
 
 
 class UnknownDecoder(ValueError):
@@ -42,13 +42,16 @@ class _Watcher:
 
 
 class NativeDecoder:
-    """Runs passes of a model whose linear layers are the library's. Stateless between passes, but for who watches them."""
+    """Runs passes of a model whose linear layers are the library's, and that `refuse_by_structure` lets pass.
+
+    Stateless between passes, but for who watches them.
+    """
 
     def __init__(self, module: Any) -> None:
         config, inner = module.config.get_text_config(), module.model
-        refuse_by_structure(module)
         self._module = module  # keeps what the structures point at, with `_tensors`
-        self._rotations = [_Rotations(inner.rotary_emb, kind) for kind in _rotation_kinds(config, inner)]
+        self._kinds = _rotation_kinds(config, inner)
+        self._rotations = [_rotations(inner.rotary_emb, kind) for kind in self._kinds]
         self._tensors: list[Tensor] = []
         attention = inner.layers[0].self_attn
         layers = [self._layer(config, layer) for layer in inner.layers]
@@ -87,7 +90,7 @@ class NativeDecoder:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
         end = int(batch.position_ids_1T.max()) + 1
         wanted = {index for watcher in self._watchers for index in watcher.indices}
-        output = self._runner.run(batch, cache, [one.tables(end) for one in self._rotations], logit_rows_N, wanted)
+        output = self._runner.run(batch, cache, [one.below(end) for one in self._rotations], logit_rows_N, wanted)
         for watcher in self._watchers:
             watcher.tell(output)
         return output.logits_NM
@@ -97,7 +100,6 @@ class NativeDecoder:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         linears = (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
-        kinds = [rotation.kind for rotation in self._rotations]
         kind = getattr(attention, "layer_type", None)
         return library.Layer(
             **{name: linear.structure for name, linear in zip(_PROJECTIONS, linears, strict=True)},
@@ -108,7 +110,7 @@ class NativeDecoder:
             query_norm=self._norm(getattr(attention, "q_norm", None)),
             key_norm=self._norm(getattr(attention, "k_norm", None)),
             window=_window(config, attention) or 0,
-            rotation=kinds.index(kind) if kind in kinds else 0,
+            rotation=self._kinds.index(kind) if kind in self._kinds else 0,
         )
 
     def _norm(self, norm: Any) -> int | None:
@@ -119,22 +121,15 @@ class NativeDecoder:
         return self._tensors[-1].data_ptr()
 
 
-class _Rotations:
-    """Cosines and sines of a kind of layer by position, from the model's own embedding; as many as were needed so far."""
+def _rotations(embedding: Any, kind: str | None) -> ByPosition[Tables]:
+    """Return the cosines and sines of a kind of layer, from the model's own embedding."""
+    options = {} if kind is None else {"layer_type": kind}
 
-    def __init__(self, embedding: Any, kind: str | None) -> None:
-        self.kind = kind
-        self._embedding, self._is_by_kind = embedding, kind is not None
-        self._tables: Tables = (torch.empty(0, 0), torch.empty(0, 0))
+    def make(positions_P: Int[Tensor, " P"]) -> Tables:
+        cosines, sines = embedding(torch.empty(0), positions_P[None], **options)
+        return cosines[0].contiguous(), sines[0].contiguous()
 
-    def tables(self, end: int) -> Tables:
-        """Return both for positions below `end` at least. A position's numbers are the same in tables of any length."""
-        if end > len(self._tables[0]):
-            positions_1P = torch.arange(max(_FIRST_POSITIONS, 1 << (end - 1).bit_length()))[None]
-            options = {"layer_type": self.kind} if self._is_by_kind else {}
-            cosines, sines = self._embedding(torch.empty(0), positions_1P, **options)
-            self._tables = cosines[0].contiguous(), sines[0].contiguous()
-        return self._tables
+    return ByPosition(make)
 
 
 def refuse_by_structure(module: Any) -> None:

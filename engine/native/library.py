@@ -1,9 +1,11 @@
 """The compiled part: finds it, and declares what it takes. Structures mirror those of linear.h, attention.h and decoder.cpp."""
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.util import find_spec
+from typing import TypeAlias
 
 import torch
 
@@ -119,6 +121,9 @@ def num_threads() -> int:
     return _taken or torch.get_num_threads()
 
 
-def pointers(addresses: list[int]) -> "ctypes.Array[c_void_p]":
+Pointers: TypeAlias = "ctypes.Array[c_void_p]"
+
+
+def pointers(addresses: Sequence[int]) -> Pointers:
     """Return an array of pointers."""
     return (c_void_p * len(addresses))(*addresses)

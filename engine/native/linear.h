@@ -340,4 +340,10 @@ inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t
   });
 }
 
+// y [T, out], all outputs of a layer: one phase of a team.
+inline void all_outputs(Worker& worker, const Linear& l, const Inputs& in, int64_t rows, float* y, bool is_added) {
+  const int64_t blocks = l.num_blocks();
+  worker.each(num_panels(rows) * blocks, [&](int64_t task) { linear_task(l, in, rows, task / blocks, task % blocks, y, l.out, is_added); });
+}
+
 }  // namespace latebranch

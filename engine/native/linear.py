@@ -16,9 +16,11 @@ _BLOCK = 64  # outputs
 _ZERO = 128  # of unsigned weights
 _LEAST = 1e-30  # scale of an output whose weights are 0
 _LARGEST = 127.0
-FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
-_GROUP = {"float32": 1, "bfloat16": 2, "int8": 4}  # inputs of an output that lie side by side
-_MULTIPLE = {"float32": 2, "bfloat16": 2, "int8": 64}  # to which inputs are padded
+_LAYOUTS = {  # the library's number of a format, inputs of an output that lie side by side, and to what inputs are padded
+    "float32": (0, 1, 2),
+    "bfloat16": (1, 2, 2),
+    "int8": (2, 4, 64),
+}
 
 
 class NativeLinear(nn.Module):
@@ -37,14 +39,15 @@ class NativeLinear(nn.Module):
             stored_OI = (signed_OI.to(torch.int16) + _ZERO).to(torch.uint8)
         else:
             stored_OI = weight_OI.to(getattr(torch, precision))
-        self._packed = packed(stored_OI, _GROUP[precision], _MULTIPLE[precision])
+        number, group, multiple = _LAYOUTS[precision]
+        self._packed = packed(stored_OI, group, multiple)
         self.structure = library.Linear(
             self._packed.data_ptr(),
             _address(self._scale_O),
             _address(self._bias),
             self.in_features,
             self.out_features,
-            FORMATS[precision],
+            number,
         )
 
     def dense_weight(self) -> Float[Tensor, "O I"]:

@@ -8,10 +8,17 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 namespace latebranch {
 
 constexpr int64_t kLanes = 16;
+
+// Make room for so many; what is there may be anything.
+template <typename T>
+void grow(std::vector<T>& room, int64_t size) {
+  if ((int64_t)room.size() < size) room.resize(size);
+}
 
 inline __mmask16 lanes_left(int64_t count) { return count >= kLanes ? 0xFFFF : (__mmask16)((1u << count) - 1); }
 

@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -37,6 +38,7 @@ class Runner:
 
     def __init__(self, structure: library.Decoder) -> None:
         self._structure = structure
+        self._pools: WeakKeyDictionary[KVCache, tuple[library.Pointers, library.Pointers]] = WeakKeyDictionary()
 
     def run(
         self,
@@ -49,7 +51,7 @@ class Runner:
     ) -> Output:
         """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states."""
         shape, flat, num_rows = self._structure, batch.flat, len(rows_N)
-        pools = [cache.pools(layer, shape.num_kv_heads, shape.head_size) for layer in range(shape.num_layers)]
+        keys, values = self._pools_of(cache)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
         output = Output(torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width), after)
         pass_ = library.Pass(
@@ -67,8 +69,8 @@ class Runner:
             key_slots=_place(flat.key_slots),
             tail_positions=_place(flat.tail_positions),
             seen=_place(flat.seen),
-            keys=library.pointers([keys.data_ptr() for keys, _ in pools]),
-            values=library.pointers([values.data_ptr() for _, values in pools]),
+            keys=keys,
+            values=values,
             cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
             sines=library.pointers([sines.data_ptr() for _, sines in rotations]),
             rows=rows_N.data_ptr(),
@@ -79,6 +81,15 @@ class Runner:
         library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
         cache.check_read(flat.key_slots)
         return output
+
+    def _pools_of(self, cache: KVCache) -> tuple[library.Pointers, library.Pointers]:
+        """Return where a cache's keys and values lie, by layer: once they are made they stay there."""
+        if cache not in self._pools:
+            shape = self._structure
+            pools = [cache.pools(layer, shape.num_kv_heads, shape.head_size) for layer in range(shape.num_layers)]
+            keys, values = zip(*((keys.data_ptr(), values.data_ptr()) for keys, values in pools), strict=True)
+            self._pools[cache] = library.pointers(keys), library.pointers(values)
+        return self._pools[cache]
 
 
 def _place(array: NDArray[Any]) -> int:

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from engine import noise
 from engine.keys import Stream, stream_key, uniform
-from engine.native import library
 from engine.native import noise as native
 from engine.noise import gumbels, uniforms
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.model.native import needs_library
 from tests.splitmix import key_of_first_bits
 
-needs_library = pytest.mark.skipif(not library.is_available(), reason="needs the compiled library")
 key_lists = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4)
 
 
