@@ -37,7 +37,11 @@ class StateTap:
 
     def latest(self) -> Float[Tensor, "T F D"]:
         """Return the states of the latest pass, in the model's precision."""
-        return torch.stack([self._states[count] for count in self._layers], dim=1)
+        return torch.stack(self.parts(), dim=1)
+
+    def parts(self) -> list[Float[Tensor, "T D"]]:
+        """Return the same, each layer's by itself."""
+        return [self._states[count] for count in self._layers]
 
     def close(self) -> None:
         """Stop reading."""

@@ -74,7 +74,7 @@ class Works:
         return cls(**dict(zip(names, table.T, strict=True)))
 
 
-def rest_features(works: Works) -> Array:
+def rest_features(works: Works | StepWork) -> Array:
     """Return float64 [C, F] of the part that is not drafting, in the order of REST_PRICES."""
     tokens_C = np.atleast_1d(np.asarray(works.num_tokens, dtype=np.float64))
     features_CF = np.empty((len(tokens_C), NUM_REST))
@@ -88,7 +88,7 @@ def rest_features(works: Works) -> Array:
     return features_CF
 
 
-def draft_features(works: Works) -> Array:
+def draft_features(works: Works | StepWork) -> Array:
     """Return float64 [C, F] of drafting, in the order of DRAFT_PRICES."""
     passes_C = np.atleast_1d(np.asarray(works.num_passes, dtype=np.float64))
     features_CF = np.empty((len(passes_C), len(DRAFT_PRICES)))
@@ -153,15 +153,19 @@ class CostModel:
 
     def observe(self, work: StepWork, seconds: StageSeconds) -> None:
         """Learn from a step that ran."""
-        works = Works.of([work])
         if not self._has_scale and seconds.rest_s > 0.0:
-            self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(works)[0])
+            self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(Works.of([work]))[0])
             self._has_scale = True
-        self._covariance_KK += (1.0 - _FORGETTING) * (self._prior_KK - self._covariance_KK)
-        self._correct("rest", slice(0, NUM_REST), rest_features(works)[0], seconds.rest_s)
+        self._forget(1.0 - _FORGETTING)
+        self._correct("rest", slice(0, NUM_REST), rest_features(work)[0], seconds.rest_s)
         if work.num_passes or work.num_rounds:
-            self._correct("draft", slice(NUM_REST, None), draft_features(works)[0], seconds.draft_s)
+            self._correct("draft", slice(NUM_REST, None), draft_features(work)[0], seconds.draft_s)
         self._prices_K = self._prior_K * np.maximum(1.0 + self._error_K, _LEAST_FACTOR)
+
+    def _forget(self, share: float) -> None:
+        """Become as unsure as the prior, by that share."""
+        self._covariance_KK *= 1.0 - share
+        self._covariance_KK += share * self._prior_KK
 
     def _correct(self, name: str, part: slice, features_F: Array, seen_s: float) -> None:
         """Move the prices of a part towards what would have predicted the seconds seen; errors are relative to the prior's."""
@@ -179,7 +183,7 @@ class CostModel:
         is_clipped = abs(surprise) > bound
         if is_clipped and self._was_clipped[name]:
             # Back towards the prior and no farther: what is not seen would become unsure without bound.
-            self._covariance_KK += _FORGOTTEN * (self._prior_KK - self._covariance_KK)
+            self._forget(_FORGOTTEN)
         self._was_clipped[name] = is_clipped
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))

@@ -8,6 +8,7 @@ towards the depth above. Shape key: B sequences, M entries of the menu, D depths
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import exp
 from typing import Protocol
 
 import numpy as np
@@ -211,7 +212,7 @@ class CountedAcceptance:
         nodes_BM[:, self._sized] = self._sizes_S * np.minimum(fill_BS, 1.0)
         passes_BM[:, self._sized] = self._depths_S * np.minimum(reach_BS, 1.0)
 
-    def _sized_tokens(self, log_odds_B: Array, ratio_BS: Array | float = 1.0) -> Array:
+    def _sized_tokens(self, log_odds_B: Array, ratio_BS: Array) -> Array:
         """Return what trees of their own shape bring: at most their depth and the extra token, no less than smaller ones."""
         place_B = np.minimum(1.0 / (1.0 + np.exp(-log_odds_B)), _GRID[-1]) / (_GRID[1] - _GRID[0])
         low_B = np.minimum(place_B.astype(np.int64), len(_GRID) - 2)
@@ -287,28 +288,30 @@ class CountedAcceptance:
         """
         if not outcomes:
             return
-        seats_N = np.array([self._seats[one.request_id] for one in outcomes])
-        accepted_N, nodes_N, rounds_N = np.array(
-            [(one.accepted_depth, one.num_nodes, one.drafted_depth) for one in outcomes], dtype=np.float64
-        ).T
-        sizes_N, depths_N = np.array(
-            [(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes], dtype=np.float64
-        ).T
-        places = [self._among(one.expansion.num_draft_tokens, one.expansion.max_depth) for one in outcomes]
-        expected_N = _interpolated(self._sized_tokens(group.log_odds + self._log_odds[seats_N]), places) - 1.0
-        self._log_odds[seats_N] += _OWN_STEP * _surprise(accepted_N, expected_N)
-        of_new_N = _interpolated(self._sized_tokens(np.array([group.log_odds])), places) - 1.0
+        surprises = []
+        for one in outcomes:
+            seat, size, depth = self._seats[one.request_id], one.expansion.num_draft_tokens, one.expansion.max_depth
+            place, own = self._among(size, depth), float(self._log_odds[seat])
+            expected = self._usual_tokens(place, group.log_odds + own) - 1.0
+            self._log_odds[seat] = own + _OWN_STEP * _surprise(one.accepted_depth, expected)
+            surprises.append(_surprise(one.accepted_depth, self._usual_tokens(place, group.log_odds) - 1.0))
+            nearest = self._sized[place.nearest]
+            group.entries[:, nearest] += (one.accepted_depth, expected)
+            group.fill[:, nearest] += (one.num_nodes / size, 1.0)
+            group.reach[:, nearest] += (min(1.0, one.drafted_depth / depth), 1.0)
         step = 1.0 - (1.0 - _GROUP_STEP) ** len(outcomes)
-        surprise = float(_surprise(accepted_N, of_new_N).mean())
-        group.log_odds = min(6.0, max(-6.0, group.log_odds + step * surprise))
-        nearest_N = self._sized[[one.nearest for one in places]]
-        for sums, came_N, whole_N in (
-            (group.entries, accepted_N, expected_N),
-            (group.fill, nodes_N / sizes_N, np.ones(len(outcomes))),
-            (group.reach, np.minimum(1.0, rounds_N / depths_N), np.ones(len(outcomes))),
-        ):
-            np.add.at(sums[0], nearest_N, came_N)
-            np.add.at(sums[1], nearest_N, whole_N)
+        group.log_odds = min(6.0, max(-6.0, group.log_odds + step * sum(surprises) / len(surprises)))
+
+    def _usual_tokens(self, place: "_Neighbours", log_odds: float) -> float:
+        """Return what a tree brings by its acceptance alone, between its neighbours in size and two points of the grid."""
+        point, part = divmod(min(1.0 / (1.0 + exp(-log_odds)), _GRID[-1]) / (_GRID[1] - _GRID[0]), 1.0)
+        left = min(int(point), len(_GRID) - 2)
+        part += point - left
+        below, above = (
+            (1.0 - part) * self._table_SG.item(one, left) + part * self._table_SG.item(one, left + 1)
+            for one in (place.low, place.high)
+        )
+        return float(below + place.share * (above - below))
 
     def _among(self, size: int, depth: int) -> "_Neighbours":
         """Return where a tree that finds its own shape lies among those of like depth.
@@ -361,14 +364,7 @@ class _Neighbours:
     nearest: int
 
 
-def _interpolated(tokens_NS: Array, places: Sequence[_Neighbours]) -> Array:
-    """Return what each row's tree brings, [N]; a single row of tokens is everybody's."""
-    rows_N, share_N = np.arange(len(places)) % len(tokens_NS), np.array([one.share for one in places])
-    low_N, high_N = tokens_NS[rows_N, [one.low for one in places]], tokens_NS[rows_N, [one.high for one in places]]
-    return np.asarray(low_N + share_N * (high_N - low_N))
-
-
-def _surprise(came: Array, expected: Array) -> Array:
+def _surprise(came: float, expected: float) -> float:
     """Return how far what came is from what was expected, beside that."""
     return (came - expected) / (1.0 + expected)
 

@@ -23,9 +23,9 @@ from selector.probing import Probes
 
 _logger = logging.getLogger(__name__)
 
-_SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is
-_AFTER_PLAIN = 2  # times as long after one that plain decoding is best
-_PRICED_ALWAYS, _PRICED_EVERY = 512, 3  # first steps that all teach prices; of later ones every third, and probes
+_SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
+_MOST_SETTLED, _MOST_SETTLED_PLAIN = 8, 32  # and no longer, where somebody drafts and where nobody does
+_PRICED_ALWAYS, _PRICED_EVERY = 128, 4  # first steps that all teach prices; of later ones every third, and probes
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
 _CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is written off
@@ -56,6 +56,7 @@ class _Standing:
     places: dict[str, int]
     choice: Choice
     num_steps: int
+    num_settled: int = 0
     feed_s: float = 0.0
     num_unfed: int = 0
 
@@ -118,15 +119,15 @@ class AdaptiveExpansion:
         plain = allocator.plain()
         if not np.isfinite(plain.rate):
             return self._without_numbers(views)
-        was_plain = self._standing.choice.reason is Reason.PLAIN_IS_BEST
-        num_settled = self._settled_steps * (_AFTER_PLAIN if was_plain else 1) if _all_decode(views) else 0
-        self._probes.save(plain.seconds, 1 + num_settled)
         best = self._clearly_better(batch, allocator, allocator.best(plain))
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, allocator, best, plain, reason, views)
         places = dict.fromkeys((view.request_id for view in views), 0)
         places.update((one.request_id, int(place)) for one, place in zip(batch.views, best.places_B, strict=True))
-        self._standing = _Standing(places, choice, num_settled, self._feed_s, _num_unfed(views, choice.expansions))
+        num_settled = self._num_settled(places, reason) if _all_decode(views) else 0
+        self._probes.save(plain.seconds, 1 + num_settled)
+        unfed = _num_unfed(views, choice.expansions)
+        self._standing = _Standing(places, choice, num_settled, num_settled, self._feed_s, unfed)
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
             return self._choice(batch, allocator, plain, plain, Reason.PROBE, views)
@@ -136,6 +137,14 @@ class AdaptiveExpansion:
         choice = self._choice(batch, allocator, probing, plain, Reason.PROBE, views)
         self._probe_s = choice.step_s
         return choice
+
+    def _num_settled(self, places: dict[str, int], reason: Reason) -> int:
+        """Return for how many steps a choice stands: longer each time that thinking again has led to the same."""
+        last = self._standing
+        if last.choice.reason is not reason or any(last.places.get(name, 0) != place for name, place in places.items()):
+            return self._settled_steps
+        most = _MOST_SETTLED_PLAIN if reason is Reason.PLAIN_IS_BEST else _MOST_SETTLED
+        return max(self._settled_steps, min(most, 2 * last.num_settled))
 
     @property
     def _feed_s(self) -> float:
@@ -185,8 +194,15 @@ class AdaptiveExpansion:
             self._model_share.observe(feedback)
             if self._probe_s is not None:
                 self._probes.settle(feedback.draft_s + feedback.rest_s - self._probe_s)
+                self._hear(feedback)
         self._estimator.observe(feedback.outcomes)
         self._probes.observe(feedback.outcomes)
+
+    def _hear(self, feedback: StepFeedback) -> None:
+        """Think again soon, and more often, where a probe was worth something after all."""
+        if self._standing.choice.reason is Reason.PLAIN_IS_BEST and any(one.accepted_depth for one in feedback.outcomes):
+            num_steps = min(self._settled_steps, self._standing.num_steps)
+            self._standing = replace(self._standing, num_steps=num_steps, num_settled=0)
 
     def _batch(self, views: Sequence[SequenceView]) -> _Batch:
         """Tell the sequences that leave the choice to the policy from those whose request has made it.

@@ -59,6 +59,8 @@ def grow(
     grammars: GrammarMasks | None = None,
 ) -> Growth:
     """Feed the drafter what it lacks and grow every decoding row's tree to its expansion; rows with a grammar need `grammars`."""
+    if all(row.expansion.is_plain for row in rows if row.is_decoding):
+        return _nothing_grown(drafter, rows, vocab_size, device)
     calibrations = calibrations or Calibrations()
     strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
     return grow_by(strategies, drafter, rows, vocab_size, device, grammars)
@@ -94,6 +96,13 @@ def grow_by(
                 passes += proposal.passes
     of_trees = tuple(rounds[id(strategy.tree)] for strategy in strategies)
     return replace(_growth(strategies, laws, vocab_size, device, of_trees), num_rounds=num_rounds, passes=passes)
+
+
+def _nothing_grown(drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
+    """Feed the drafter what it lacks and return roots alone."""
+    feeding = [row for row in rows if row.draft_ids]
+    passes = drafter.feed(feeding, []).passes if feeding else ModelPasses()
+    return replace(plain_growth(rows, vocab_size, device), passes=passes)
 
 
 def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:

@@ -95,7 +95,7 @@ class HeadDrafter:
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
         """Keep the features of a pass of the target, fused at once."""
         with torch.inference_mode():
-            self._pool.write(write_slots_T, self._head.features(self._tap.latest()))
+            self._pool.write(write_slots_T, self._head.features(self._tap.parts()))
 
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
         """Return what tokens read that come after those in these slots, where the target has been."""

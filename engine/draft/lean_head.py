@@ -90,9 +90,9 @@ class LeanHead(nn.Module):
         """The decoder layers, first to last."""
         return list(self.layers)  # type: ignore[arg-type]
 
-    def features(self, states_TFD: Float[Tensor, "T F D"]) -> Float[Tensor, "T W"]:
+    def features(self, states: Sequence[Float[Tensor, "T D"]]) -> Float[Tensor, "T W"]:
         """Fuse the target's states after the feature layers into one feature a token."""
-        return self.fuse(_unit(states_TFD, self.shape.norm_eps).flatten(-2).to(self.dtype))  # type: ignore[no-any-return]
+        return self.fuse(_unit(torch.stack(tuple(states), dim=1), self.shape.norm_eps).flatten(-2).to(self.dtype))  # type: ignore[no-any-return]
 
     def tokens(self, embeddings_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T W"]:
         """Narrow the target's embeddings."""

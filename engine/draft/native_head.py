@@ -4,13 +4,13 @@ Shape key: T packed tokens, P tokens asked about, V vocabulary, M head vocabular
 width.
 """
 
+import ctypes
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional
 
 from engine.by_position import ByPosition
 from engine.draft.head import DraftHead, HeadLayer
@@ -60,10 +60,19 @@ class NativeHead:
         self._kept.append(layers)
         self._rotations = ByPosition(self._rotated)
 
-    def features(self, states_TFD: Float[Tensor, "T F D"]) -> Float[Tensor, "T W"]:
+    def features(self, states: Sequence[Float[Tensor, "T D"]]) -> Float[Tensor, "T W"]:
         """Fuse the target's states after the feature layers into one feature a token."""
-        normed = functional.rms_norm(states_TFD, (states_TFD.shape[-1],), eps=self._shape.norm_eps)
-        return self._fuse(normed.flatten(-2))  # type: ignore[no-any-return]
+        shape, num_tokens = self._shape, len(states[0])
+        states = [state.float().contiguous() for state in states]
+        features_TW = torch.empty(num_tokens, shape.width)
+        library.library().latebranch_fuse(
+            ctypes.byref(self._fuse.structure),
+            library.pointers([state.data_ptr() for state in states]),
+            *(len(states), shape.target_width, shape.norm_eps, num_tokens),
+            features_TW.data_ptr(),
+            library.num_threads(),
+        )
+        return features_TW
 
     def proposed(
         self,

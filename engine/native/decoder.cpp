@@ -268,6 +268,24 @@ void latebranch_linear(const Linear* linear, const float* x, int64_t num_rows, f
   });
 }
 
+// y [T, out] = layer of the states side by side, each [T, width] and scaled to a mean square of 1
+void latebranch_fuse(const Linear* linear, const float* const* states, int64_t num_states, int64_t width, float eps, int64_t num_rows, float* y,
+                     int num_threads) {
+  LentScratch scratch;
+  Scratch& s = *scratch;
+  s.inputs.reserve(num_rows, *linear);
+  s.normed.resize(std::max<size_t>(s.normed.size(), num_threads));
+  for (auto& room : s.normed) grow(room, linear->in);
+  Pool::shared().run(num_threads, [&](Worker& worker) {
+    float* normed = s.normed[worker.id].data();
+    worker.each(num_rows, [&](int64_t t) {
+      for (int64_t i = 0; i < num_states; i++) rms_norm(states[i] + t * width, nullptr, eps, width, normed + i * width);
+      s.inputs.set(t, normed, *linear);
+    });
+    all_outputs(worker, *linear, s.inputs, num_rows, y, false);
+  });
+}
+
 // out [K, count]: Gumbel noise of the first draws of each key, or of those `ids` names
 void latebranch_gumbels(const uint64_t* keys, int64_t num_keys, const int64_t* ids, int64_t count, double* out, int num_threads) {
   constexpr int64_t kTogether = 4096;

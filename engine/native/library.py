@@ -93,6 +93,8 @@ def library() -> ctypes.CDLL:
     loaded.latebranch_decode.restype = None
     loaded.latebranch_linear.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_linear.restype = None
+    loaded.latebranch_fuse.argtypes = [POINTER(Linear), POINTER(c_void_p), c_int64, c_int64, c_float, c_int64, c_void_p, c_int]
+    loaded.latebranch_fuse.restype = None
     loaded.latebranch_gumbels.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_gumbels.restype = None
     loaded.latebranch_choose.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]

@@ -48,7 +48,7 @@ inline __m512 gelu_tanh(__m512 x) {
   return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
-// out = x / sqrt(mean(x^2) + eps) * weight
+// out = x / sqrt(mean(x^2) + eps) * weight (null: 1)
 inline void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
   __m512 squares = _mm512_setzero_ps();
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -59,7 +59,7 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t n, 
   for (int64_t i = 0; i < n; i += kLanes) {
     const __mmask16 m = lanes_left(n - i);
     const __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, x + i), _mm512_set1_ps(inverse));
-    _mm512_mask_storeu_ps(out + i, m, _mm512_mul_ps(v, _mm512_maskz_loadu_ps(m, weight + i)));
+    _mm512_mask_storeu_ps(out + i, m, weight ? _mm512_mul_ps(v, _mm512_maskz_loadu_ps(m, weight + i)) : v);
   }
 }
 

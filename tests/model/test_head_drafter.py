@@ -124,7 +124,7 @@ def drafted_keys_are_kept(scheduler, row, result):
 def nothing_is_told_of_nodes(drafter, write_slots_T):
     """Only a row's first token has its feature kept; of short steps that is the root."""
     with torch.inference_mode():
-        drafter._pool.write(write_slots_T[:1], drafter._head.features(drafter._tap.latest())[:1])
+        drafter._pool.write(write_slots_T[:1], drafter._head.features(drafter._tap.parts())[:1])
 
 
 def roots_are_proposed_for_at_once(scheduler, sequence, wish):

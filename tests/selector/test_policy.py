@@ -373,20 +373,29 @@ def test_a_prompt_is_fed_before_anything_is_drafted_and_foretold_of():
     assert len(after.foretold) == 60
 
 
+def drafted_share_beside_barred_ones() -> float:
+    """Return in what share of steps a text drafts that is worth it after its hundredth token, with five that may not.
+
+    Those that may draft nothing are for ever overdue. Over four texts, 600 steps each.
+    """
+    drafted = 0
+    for seed in range(4):
+        barred = [Text(flat(0.9), speculation=Speculation(max_nodes=0)) for _ in range(5)]
+        other = Text(lambda depth, num_generated: 0.0 if num_generated < 100 else 0.9)
+        ran = run(adaptive(USUAL), USUAL, [*barred, other], 600, seed=seed)
+        assert {choice[0] for choice in ran.choices} == {PLAIN}
+        drafted += sum(not choice[-1].is_plain for choice in ran.choices)
+    return drafted / (4 * 600)
+
+
 def test_those_that_can_only_be_plain_do_not_stand_in_the_way_of_probes():
-    """Those that may draft nothing are for ever overdue."""
-    barred = [Text(flat(0.9), speculation=Speculation(max_nodes=0)) for _ in range(5)]
-    other = Text(lambda depth, num_generated: 0.0 if num_generated < 100 else 0.9)
-    ran = run(adaptive(USUAL), USUAL, [*barred, other], 600)
-    assert {choice[0] for choice in ran.choices} == {PLAIN}
-    assert sum(not choice[-1].is_plain for choice in ran.choices[-100:]) > 80
+    assert drafted_share_beside_barred_ones() > 0.45
 
 
 def test_asked_all_the_same_they_would(monkeypatch):
     due = Probes.due
     monkeypatch.setattr(Probes, "due", lambda self, views, is_plain, can_probe: due(self, views, is_plain, [True] * len(views)))
-    with pytest.raises(AssertionError):
-        test_those_that_can_only_be_plain_do_not_stand_in_the_way_of_probes()
+    assert drafted_share_beside_barred_ones() < 0.45
 
 
 TOLD = {
