@@ -5,8 +5,8 @@ was emitted are read here too: the target's own, before any edit. Shape key: N n
 """
 
 import logging
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.forest import Forest
 from engine.grammar_masks import GrammarMasks
+from engine.likeliest import Likeliest, likeliest
 from engine.logit_edits import edited_logits
 from engine.plan import LawContext, Row
 from engine.sampling import warped_laws
@@ -38,16 +39,20 @@ class Judge:
         """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others."""
         contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
         edited_NV = edited_logits(logits_NV, contexts, self._grammars)
-        is_sound = has_law = are_sound(logits_NV)
+        best = likeliest(logits_NV)
+        is_sound = has_law = [one.is_sound for one in best]
         if edited_NV is not logits_NV:
-            has_law = are_sound(edited_NV)
+            edited = likeliest(edited_NV)
+            has_law = [one.is_sound for one in edited]
+            best = [new if new.is_sound else old for new, old in zip(edited, best, strict=True)]
             if not all(has_law):
                 has_law_N1 = torch.tensor(has_law, device=logits_NV.device)[:, None]
                 edited_NV = torch.where(has_law_N1, edited_NV, logits_NV)
+        seen = _Seen(edited_NV, best)
         judged: list[Verdict | Unjudged] = [_WAITING if sound else NOT_FINITE for sound in self._sound(forest, is_sound)]
         for rule in dict.fromkeys(_rule(row) for row in rows):
             indices = [i for i, row in enumerate(rows) if _rule(row) == rule and judged[i] is _WAITING]
-            for index, verdict in self._by_rule(rule, indices, rows, forest, edited_NV):
+            for index, verdict in self._by_rule(rule, indices, rows, forest, seen):
                 judged[index] = verdict
         return _unless_lawless(judged, forest, has_law)
 
@@ -56,33 +61,38 @@ class Judge:
         return [all(is_sound[first:end]) for first, end in zip(forest.offsets, forest.offsets[1:])]
 
     def _by_rule(
-        self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, logits_NV: Tensor
+        self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, seen: "_Seen"
     ) -> list[tuple[int, Verdict | Unjudged]]:
         """Return (index, verdict) for each row of a rule; trees whose laws make no sense are set aside, the rest judged."""
         if not indices:
             return []
         try:
-            return list(zip(indices, self._verdicts(rule, indices, rows, forest, logits_NV), strict=True))
+            return list(zip(indices, self._verdicts(rule, indices, rows, forest, seen), strict=True))
         except LawError as error:
             refused = [indices[tree] for tree in error.trees]
             _logger.error("verifier %s: %s", rule, error)
             rest = [index for index in indices if index not in refused]
-            judged = self._by_rule(rule, rest, rows, forest, logits_NV)
+            judged = self._by_rule(rule, rest, rows, forest, seen)
             failed = Unjudged(f"verification failed: {error.reason}", ErrorCode.VERIFICATION_FAILED)
             return [*judged, *((index, failed) for index in refused)]
 
-    def _verdicts(
-        self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, logits_NV: Tensor
-    ) -> list[Verdict]:
+    def _verdicts(self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, seen: "_Seen") -> list[Verdict]:
         part = forest.subset(indices)
         nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
-        part_NV = logits_NV if len(nodes) == len(logits_NV) else logits_NV[torch.tensor(nodes, device=logits_NV.device)]
         if rule == _GREEDY:
-            return judge_greedy(part.trees, _likeliest(part_NV))
+            return judge_greedy(part.trees, [seen.best[node].token_id for node in nodes])
         sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
         if rule not in self._verifiers:
             self._verifiers[rule] = create_verifier(rule)
-        return self._verifiers[rule].judge(part, warped_laws(part_NV, sampling), [rows[i].key for i in indices])
+        return self._verifiers[rule].judge(part, warped_laws(seen.logits_NV, sampling, nodes), [rows[i].key for i in indices])
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The target's logits at every node, as requests edit them, and the likeliest token of each."""
+
+    logits_NV: Tensor
+    best: Sequence[Likeliest]
 
 
 _GREEDY = "greedy"
@@ -111,20 +121,8 @@ def _contexts(row: Row, tree: TokenTree) -> list[LawContext]:
     return [row.law_context(tuple(tree.token_ids[v] for v in tree.path(node)[1:])) for node in range(tree.num_nodes)]
 
 
-def _likeliest(logits_NV: Float[Tensor, "N V"]) -> list[int]:
-    """Return each row's arg max, the first of several: on a processor by numpy, in a tenth of torch's time."""
-    if logits_NV.device.type == "cpu" and logits_NV.dtype == torch.float32:
-        return logits_NV.numpy().argmax(-1).tolist()  # type: ignore[no-any-return]
-    return logits_NV.argmax(-1).tolist()
-
-
 def _rule(row: Row) -> str:
     return _GREEDY if row.sampling.is_greedy else row.verifier
-
-
-def are_sound(logits_NV: Float[Tensor, "N V"]) -> list[bool]:
-    """Return for each row whether no logit is NaN and the maximum not infinite (-inf is a masked token and sound)."""
-    return [math.isfinite(maximum) for maximum in logits_NV.amax(-1).tolist()]
 
 
 def logprobs_of(

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.judge import are_sound, logprobs_of
+from engine.judge import logprobs_of
+from engine.likeliest import are_sound
 from engine.plan import Row, StepPlan
 from engine.tree import TokenTree
 from engine.types import TokenEvent, TokenLogprobs

@@ -2,7 +2,7 @@
 
 The order is transformers' (edits, temperature, top-k, top-p, min-p, typical-p), so that our law is `generate`'s. Tokens of equal
 probability are kept or dropped together: a law is a function of its own logits, never of the order in which a sort leaves ties.
-Shape key: N rows, V vocabulary, C candidates.
+Shape key: N rows, R of them asked for, V vocabulary, C candidates.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.logit_edits import edited_logits
+from engine.native import laws as native
 from engine.plan import LawContext
 from engine.sampling_limits import MIN_TEMPERATURE
 from engine.transfer import column, integers
@@ -26,18 +27,27 @@ def processed_laws(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContex
     return warped_laws(edited_logits(logits_NV, contexts), [context.sampling for context in contexts])
 
 
-def warped_laws(logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams]) -> Float[Tensor, "N V"]:
-    """Return the laws of logits that are edited already: temperature and truncation alone."""
-    temperatures = [max(params.temperature, MIN_TEMPERATURE) for params in sampling]
-    if any(temperature != 1.0 for temperature in temperatures):
-        logits_NV = logits_NV / column(temperatures, logits_NV)
-    laws_NV = torch.softmax(logits_NV, dim=-1)
+def warped_laws(
+    logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams], rows: Sequence[int] | None = None
+) -> Float[Tensor, "R V"]:
+    """Return the laws of logits that are edited already, all or those of some rows: temperature and truncation alone."""
+    laws_RV = _tempered(logits_NV, [max(params.temperature, MIN_TEMPERATURE) for params in sampling], rows)
     for is_asked_for, cut in ((_truncates, _truncated), (_is_typical, _typical)):
-        rows = [row for row, params in enumerate(sampling) if is_asked_for(params)]
-        if rows:
-            index = integers(rows, logits_NV.device)
-            laws_NV[index] = cut(laws_NV[index], [sampling[row] for row in rows])
-    return laws_NV
+        affected = [row for row, params in enumerate(sampling) if is_asked_for(params)]
+        if affected:
+            index = integers(affected, logits_NV.device)
+            laws_RV[index] = cut(laws_RV[index], [sampling[row] for row in affected])
+    return laws_RV
+
+
+def _tempered(logits_NV: Tensor, temperatures: Sequence[float], rows: Sequence[int] | None) -> Float[Tensor, "R V"]:
+    """Return softmax(logits / temperature) of all rows or some."""
+    if native.can_read(logits_NV):
+        return native.laws(logits_NV, range(len(logits_NV)) if rows is None else rows, temperatures)
+    logits_RV = logits_NV if rows is None else logits_NV[integers(rows, logits_NV.device)]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits_RV = logits_RV / column(temperatures, logits_RV)
+    return torch.softmax(logits_RV, dim=-1)
 
 
 def ranking_params(sampling: SamplingParams) -> SamplingParams:

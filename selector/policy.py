@@ -32,6 +32,7 @@ _CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is
 _CHEAP_FEEDING = 0.01  # of a plain step's seconds, for which drafters are kept up with sequences that are plain
 _FEEDING_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
 _MOST_TRIED = 3  # sequences that are due for a probe, of which the first that can be paid is asked
+_ABOUT_AS_GOOD = 0.9  # times plain decoding's rate, that a probe's step is news
 _CLEARLY_BETTER = 1.01  # times the rate of the last choice, before it is given up
 
 
@@ -82,6 +83,7 @@ class AdaptiveExpansion:
         self._standing = _Standing({}, Choice(()), 0)
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
+        self._plain_rate = 0.0  # foretold when last chosen
         self._is_exact: dict[str, NDArray[np.bool_]] = {}
         self._has_failed = False
 
@@ -126,6 +128,7 @@ class AdaptiveExpansion:
         places.update((one.request_id, int(place)) for one, place in zip(batch.views, best.places_B, strict=True))
         num_settled = self._num_settled(places, reason) if _all_decode(views) else 0
         self._probes.save(plain.seconds, 1 + num_settled)
+        self._plain_rate = plain.rate
         unfed = _num_unfed(views, choice.expansions)
         self._standing = _Standing(places, choice, num_settled, num_settled, self._feed_s, unfed)
         if self._num_since_plain >= self._plain_every:
@@ -199,8 +202,10 @@ class AdaptiveExpansion:
         self._probes.observe(feedback.outcomes)
 
     def _hear(self, feedback: StepFeedback) -> None:
-        """Think again soon, and more often, where a probe was worth something after all."""
-        if self._standing.choice.reason is Reason.PLAIN_IS_BEST and any(one.accepted_depth for one in feedback.outcomes):
+        """Think again soon, and more often, where a probe was about as good as plain decoding."""
+        tokens = sum(1 + one.accepted_depth for one in feedback.outcomes)
+        is_good = tokens > _ABOUT_AS_GOOD * self._plain_rate * (feedback.draft_s + feedback.rest_s)
+        if self._standing.choice.reason is Reason.PLAIN_IS_BEST and is_good:
             num_steps = min(self._settled_steps, self._standing.num_steps)
             self._standing = replace(self._standing, num_steps=num_steps, num_settled=0)
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "laws.h"
 #include "linear.h"
 #include "noise.h"
 #include "numbers.h"
@@ -295,6 +296,21 @@ void latebranch_gumbels(const uint64_t* keys, int64_t num_keys, const int64_t* i
       const int64_t key = task / parts, begin = task % parts * kTogether;
       gumbel_noise(keys[key], ids, begin, std::min(count, begin + kTogether), out + key * count);
     });
+  });
+}
+
+// The largest of each row of logits [N, V] and its token.
+void latebranch_likeliest(const float* logits, int64_t num_rows, int64_t vocab_size, float* values, int64_t* tokens, int num_threads) {
+  Pool::shared().run(num_threads, [&](Worker& worker) {
+    worker.each(num_rows, [&](int64_t n) { likeliest(logits + n * vocab_size, vocab_size, values + n, tokens + n); });
+  });
+}
+
+// laws [count, V] = softmax(logits x inverse temperature) of each of `rows` of logits [N, V]
+void latebranch_laws(const float* logits, int64_t vocab_size, const int64_t* rows, const float* inverse_temperatures, int64_t count, float* laws,
+                     int num_threads) {
+  Pool::shared().run(num_threads, [&](Worker& worker) {
+    worker.each(count, [&](int64_t i) { law(logits + rows[i] * vocab_size, vocab_size, inverse_temperatures[i], laws + i * vocab_size); });
   });
 }
 

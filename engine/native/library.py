@@ -97,6 +97,10 @@ def library() -> ctypes.CDLL:
     loaded.latebranch_fuse.restype = None
     loaded.latebranch_gumbels.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_gumbels.restype = None
+    loaded.latebranch_likeliest.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int]
+    loaded.latebranch_likeliest.restype = None
+    loaded.latebranch_laws.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int]
+    loaded.latebranch_laws.restype = None
     loaded.latebranch_choose.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]
     loaded.latebranch_choose.restype = None
     loaded.latebranch_rank.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 5, c_int]

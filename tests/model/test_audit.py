@@ -221,13 +221,13 @@ def test_a_rule_of_ratios_on_chosen_children_is_found(monkeypatch):
     assert not is_lawful(report())
 
 
-def one_too_many(logits_NV, sampling):
-    return warped_laws(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling])
+def one_too_many(logits_NV, sampling, rows):
+    return warped_laws(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling], rows)
 
 
-def one_too_few(logits_NV, sampling):
+def one_too_few(logits_NV, sampling, rows):
     """Cut the nucleus before the token that completes it."""
-    laws_NV = warped_laws(logits_NV, sampling)
+    laws_NV = warped_laws(logits_NV, sampling, rows)
     least_N1 = laws_NV.masked_fill(laws_NV <= 0, 2.0).amin(-1, keepdim=True)
     cut_NV = torch.where((laws_NV > least_N1) | (laws_NV == laws_NV.amax(-1, keepdim=True)), laws_NV, 0.0)
     return cut_NV / cut_NV.sum(-1, keepdim=True)

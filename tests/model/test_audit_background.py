@@ -176,9 +176,9 @@ def test_drafts_that_are_believed_are_found(monkeypatch, caplog):
     assert sum("do not have the target's law" in record.message for record in caplog.records) == 1
 
 
-def one_token_more(logits_NV, sampling):
+def one_token_more(logits_NV, sampling, rows):
     """Keep one token more than top-k allows."""
-    return warped_laws(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling])
+    return warped_laws(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling], rows)
 
 
 @pytest.mark.usefixtures("numbered_secrets")

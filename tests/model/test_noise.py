@@ -82,10 +82,12 @@ def test_the_comparison_kills(mutant):
 
 @needs_library
 def test_the_library_chooses_the_best_perturbed_token():
-    keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(40)]
-    laws_NV = torch.softmax(torch.randn(41, 977, generator=torch.Generator().manual_seed(0)) * 4.0, -1)
+    """Flat laws and peaked ones: most tokens are passed over without a logarithm, those that could be best are not."""
+    keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(400)]
+    sharpness_N1 = torch.linspace(0.0, 6.0, 401)[:, None]
+    laws_NV = torch.softmax(torch.randn(401, 977, generator=torch.Generator().manual_seed(0)) * sharpness_N1, -1)
     laws_NV[:, 100:300] = 0.0
-    rows = list(range(40, 0, -1))
+    rows = list(range(400, 0, -1))
     best = (laws_NV[rows].log() - torch.log(-torch.log(uniforms(keys, 977)))).max(-1)
     found = native.choices(laws_NV, rows, keys)
     assert [token_id for _, token_id in found] == best.indices.tolist()

@@ -1,0 +1,41 @@
+"""Rows of logits by the library: the likeliest tokens, and the laws that temperatures make of them.
+
+Shape key: N rows, V vocabulary, R chosen rows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.native import library
+
+
+def can_read(logits_NV: Tensor) -> bool:
+    """Return whether the library runs where these logits are, and in their format."""
+    return logits_NV.device.type == "cpu" and logits_NV.dtype == torch.float32 and library.is_available()
+
+
+def likeliest(logits_NV: Float[Tensor, "N V"]) -> list[tuple[float, int]]:
+    """Return each row's largest logit, NaN if there is any in the row, and the first token that has it."""
+    logits_NV, num_rows = logits_NV.contiguous(), len(logits_NV)
+    values_N, tokens_N = np.empty(num_rows, dtype=np.float32), np.empty(num_rows, dtype=np.int64)
+    library.library().latebranch_likeliest(
+        *(logits_NV.data_ptr(), num_rows, logits_NV.shape[1]),
+        *(values_N.ctypes.data, tokens_N.ctypes.data, library.num_threads()),
+    )
+    return list(zip(values_N.tolist(), tokens_N.tolist(), strict=True))
+
+
+def laws(logits_NV: Float[Tensor, "N V"], rows: Sequence[int], temperatures: Sequence[float]) -> Float[Tensor, "R V"]:
+    """Return softmax(logits / temperature) of each of `rows`."""
+    logits_NV, rows_R = logits_NV.contiguous(), np.array(rows, dtype=np.int64)
+    inverse_R = 1.0 / np.array(temperatures, dtype=np.float32)
+    laws_RV = torch.empty(len(rows), logits_NV.shape[1])
+    library.library().latebranch_laws(
+        *(logits_NV.data_ptr(), logits_NV.shape[1], rows_R.ctypes.data, inverse_R.ctypes.data, len(rows)),
+        *(laws_RV.data_ptr(), library.num_threads()),
+    )
+    return laws_RV

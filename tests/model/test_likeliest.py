@@ -1,0 +1,86 @@
+"""The likeliest tokens and the laws of rows of logits: the library's beside numpy's and torch's."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.likeliest import Likeliest, likeliest
+from engine.native import laws as native
+from tests.model.native import needs_library
+
+ODD = (float("-inf"), float("inf"), float("nan"), 0.0, -0.0)
+
+
+@st.composite
+def rows_of_logits(draw: st.DrawFn) -> torch.Tensor:
+    """Return rows of few different numbers, so that the largest is often there twice, some of them none."""
+    num_rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 70))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    rows = torch.randint(-4, 5, (num_rows, width), generator=generator).float() / draw(st.sampled_from([1.0, 3.0]))
+    for value, row, place in draw(
+        st.lists(st.tuples(st.sampled_from(ODD), st.integers(0, num_rows - 1), st.integers(0, width - 1)), max_size=4)
+    ):
+        rows[row, place] = value
+    return rows
+
+
+def by_numpy(rows: torch.Tensor) -> list[tuple[bool, int]]:
+    """Return whether each row is sound and, if it is, its arg max."""
+    tops = rows.numpy().max(-1)
+    return [(math.isfinite(top), int(row.argmax()) if math.isfinite(top) else -1) for top, row in zip(tops, rows.numpy())]
+
+
+def told(found: list[Likeliest]) -> list[tuple[bool, int]]:
+    return [(one.is_sound, one.token_id if one.is_sound else -1) for one in found]
+
+
+@given(rows_of_logits())
+def test_the_first_of_the_largest_is_found_and_what_is_no_number(rows):
+    assert told(likeliest(rows)) == by_numpy(rows)
+
+
+def last_of_equals(rows):
+    reversed_ = native.likeliest(rows.flip(-1))
+    return [(value, rows.shape[1] - 1 - token_id) for value, token_id in reversed_]
+
+
+def blind_to_nan(rows):
+    return native.likeliest(rows.nan_to_num(nan=-1e9, posinf=math.inf, neginf=-math.inf))
+
+
+@needs_library
+@pytest.mark.parametrize("mutant", [last_of_equals, blind_to_nan])
+def test_the_comparison_kills(mutant, monkeypatch):
+    cases = [torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([[1.0, math.nan, 0.0]])]
+    assert all(told(likeliest(rows)) == by_numpy(rows) for rows in cases)
+    assert not all(told([Likeliest(*one) for one in mutant(rows)]) == by_numpy(rows) for rows in cases)
+
+
+@needs_library
+@given(st.integers(1, 70), st.floats(0.05, 4.0), st.integers(0, 2**20))
+def test_the_library_s_laws_are_softmax(width, temperature, seed):
+    logits_NV = torch.randn(3, width, generator=torch.Generator().manual_seed(seed)) * 10.0
+    logits_NV[0, : width // 2] = -math.inf
+    expected_NV = (logits_NV.double() / temperature).softmax(-1)
+    rows = [2, 0, 0, 1]
+    laws_RV = native.laws(logits_NV, rows, [temperature] * 4)
+    np.testing.assert_allclose(laws_RV.double(), expected_NV[rows], rtol=2e-4, atol=1e-7)
+    np.testing.assert_allclose(laws_RV.double().sum(-1), 1.0, atol=1e-5)
+    assert (laws_RV[1][: width // 2] == 0.0).all()
+
+
+@needs_library
+def test_a_row_s_law_has_the_same_bits_beside_others():
+    logits_NV = torch.randn(9, 5003, generator=torch.Generator().manual_seed(1)) * 5.0
+    together_RV = native.laws(logits_NV, range(9), [0.7] * 9)
+    assert all(torch.equal(native.laws(logits_NV[row : row + 1], [0], [0.7])[0], together_RV[row]) for row in range(9))
+
+
+@needs_library
+def test_a_row_that_is_no_law_is_told_by_its_numbers():
+    logits_NV = torch.tensor([[math.nan, 1.0, 2.0], [-math.inf] * 3])
+    assert native.laws(logits_NV, [0, 1], [1.0, 1.0]).isnan().all()
