@@ -70,7 +70,13 @@ class Pass(Structure):
 
 def is_available() -> bool:
     """Return whether the library was compiled when the package was installed and the processor has what it needs."""
-    return find_spec(_MODULE) is not None and has_vnni()
+    return is_compiled() and has_vnni()
+
+
+@cache
+def is_compiled() -> bool:
+    """Return whether the library lies beside this package."""
+    return find_spec(_MODULE) is not None
 
 
 def has_vnni() -> bool:
