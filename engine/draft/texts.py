@@ -71,6 +71,13 @@ class _Trees(NamedTuple):
                 yield _Told(TextSource.RECENT, match)
 
 
+class _Said(NamedTuple):
+    """What all sources said of the token at a position."""
+
+    position: int
+    told: tuple[_Told, ...]
+
+
 @dataclass(slots=True)
 class _Followed:
     """A living request: its text, which only grows, and what is indexed of it and of its prediction.
@@ -84,6 +91,7 @@ class _Followed:
     prompt: TextIndex | None
     output: ContextTree
     num_known: int
+    said: "_Said | None" = None
 
     def trees(self, recent: tuple[ContextTree, ...]) -> _Trees:
         """Return what the request may draft from now."""
@@ -144,12 +152,18 @@ class TextCache:
         trees = self._trees_of(one)
         for position in range(one.num_known, len(one.history)):
             token_id = one.history[position]
-            context = one.history[max(0, position - MAX_CONTEXT) : position]
-            for told in trees.told(context, self._min_tokens):
+            for told in self._said_at(one, trees, position):
                 self._agreement.observe(told.source, told.match, token_id)
             if one.prompt is not None:
                 one.output.append(token_id)
-        one.num_known = len(one.history)
+        one.num_known, one.said = len(one.history), None
+
+    def _said_at(self, one: _Followed, trees: _Trees, position: int) -> tuple[_Told, ...]:
+        """Return what the sources say of a position; of the last that was asked about, what they said then."""
+        if one.said is None or one.said.position != position:
+            context = one.history[max(0, position - MAX_CONTEXT) : position]
+            one.said = _Said(position, tuple(trees.told(context, self._min_tokens)))
+        return one.said.told
 
     def _trees_of(self, one: _Followed) -> _Trees:
         return one.trees(self._recent.trees_of(one.request.tenant))
@@ -159,14 +173,12 @@ class TextCache:
 
         A row whose request was not begun here (in tests and tools) has its own text alone, read afresh each time.
         """
-        one = self._followed.get(row.request_id)
+        one, context = self._followed.get(row.request_id), row.law_context(tuple(path_ids))
         if one is not None:
-            trees = self._trees_of(one)
-        elif self.has_own_texts:
-            trees = _Trees(own=(_tree_of(row.history),))
-        else:
+            return self._law(self._told(one, context), context)
+        if not self.has_own_texts:
             return None
-        return self._law(trees, row.law_context(tuple(path_ids)))
+        return self._law(tuple(_Trees(own=(_tree_of(row.history),)).told(_end_of(context), self._min_tokens)), context)
 
     def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
         """Return how many tokens after a request's text are foretold so surely that they should be drafted as one chain.
@@ -178,21 +190,33 @@ class TextCache:
         chance = 1.0
         while one is not None and len(path_ids) < most_tokens:
             context = LawContext(one.request.sampling, one.history, len(one.request.prompt_ids), path_ids)
-            law = self._law(self._trees_of(one), context)
+            told = self._told(one, context)
+            if not any(self._agreement.chance(*said) >= SURE for said in told):
+                break
+            law = self._law(told, context)
             if law is None or not law.is_sure or (chance := chance * law.chance) < least_chance:
                 break
             path_ids += (max(law.odds, key=lambda token_id: law.odds[token_id]),)
         return len(path_ids)
 
-    def _law(self, trees: _Trees, context: LawContext) -> CachedLaw | None:
-        text = [*context.history[-MAX_CONTEXT:], *context.path_ids]
-        told = [(*one, self._agreement.chance(*one)) for one in trees.told(text, self._min_tokens)]
+    def _told(self, one: _Followed, context: LawContext) -> tuple[_Told, ...]:
+        """Return what the sources say of the token after a request's text and a path."""
+        trees = self._trees_of(one)
+        if not context.path_ids:
+            return self._said_at(one, trees, len(one.history))
+        return tuple(trees.told(_end_of(context), self._min_tokens))
+
+    def _law(self, told: tuple[_Told, ...], context: LawContext) -> CachedLaw | None:
         if not told:
             return None
-        law = _mixture(told)
+        law = _mixture([(*one, self._agreement.chance(*one)) for one in told])
         num_generated = len(context.history) - context.num_prompt_tokens + len(context.path_ids)
         is_sure = law.chance >= SURE and not may_hinder(context.sampling, law.odds, num_generated)
         return replace(law, is_sure=is_sure)
+
+
+def _end_of(context: LawContext) -> list[int]:
+    return [*context.history[-MAX_CONTEXT:], *context.path_ids]
 
 
 def _tree_of(token_ids: Sequence[int]) -> ContextTree:
