@@ -119,33 +119,36 @@ class Allocator:
         found = [plain, Allocation(places_CB[best], float(tokens_C[best]), float(seconds_C[best]))]
         if num_rows > 1:
             depths = {min(1, num_depths - 1), best % num_depths}
-            ways = [self._switched(places_CB[best], to_B) for depth in sorted(depths) for to_B in chosen_PDB[:, depth]]
-            found.append(self._best_of(np.concatenate([*ways, self._switched(places_CB[best], plain.places_B)])))
+            goals = [*(to_B for depth in sorted(depths) for to_B in chosen_PDB[:, depth]), plain.places_B]
+            different = {to_B.tobytes(): to_B for to_B in goals}
+            found.append(self._best_of(np.concatenate([self._switched(places_CB[best], to_B) for to_B in different.values()])))
         return max(found, key=lambda one: one.rate)
 
     def _by_price(self, plain: Allocation) -> NDArray[np.int64]:
         """Return what each sequence takes at each price and within each number of passes, [P, D, B]."""
-        surplus_PBM = self._estimates.tokens.astype(np.float32) - np.float32(plain.rate) * self._seconds_added()
+        open_M = np.flatnonzero(self._is_allowed_BM.any(0))
+        last_of_depth = np.flatnonzero(np.diff(self._menu.depths[open_M], append=np.inf))
+        surplus_PBM = self._estimates.tokens[:, open_M].astype(np.float32) - np.float32(plain.rate) * self._seconds_added(open_M)
         best_PBM = np.maximum.accumulate(surplus_PBM, axis=2)
         is_new = np.ones(best_PBM.shape, dtype=np.bool_)
         np.greater(best_PBM[..., 1:], best_PBM[..., :-1], out=is_new[..., 1:])
-        places_PBM = np.maximum.accumulate(is_new * np.arange(len(self._menu), dtype=np.int16), axis=2)
-        return places_PBM[:, :, self._menu.last_of_depth].transpose(0, 2, 1).astype(np.int64)
+        places_PBM = np.maximum.accumulate(is_new * np.arange(len(open_M), dtype=np.int16), axis=2)
+        return open_M[places_PBM[:, :, last_of_depth].transpose(0, 2, 1)]
 
-    def _seconds_added(self) -> NDArray[np.float32]:
-        """Return the seconds that each entry adds to the step, but for the passes, at each price of a token, [P, B, M].
+    def _seconds_added(self, open_M: Places) -> NDArray[np.float32]:
+        """Return the seconds that entries add to the step, but for the passes, at each price of a token, [P, B, M].
 
         T(N) bends, and how far the batch will go along it is what is sought: prices run from less than the next token's to more
         than the dearest within reach (a second is worth more in a batch that speculates than in the plain one).
         """
-        load, nodes_BM = self._load, self._estimates.nodes
+        load, nodes_BM = self._load, self._estimates.nodes[:, open_M]
         start, reach = float(load.base.num_tokens), _AHEAD * len(self._rows)
         marginals = self._costs.marginals(start)
         ends = (marginals.token_s, *(self._costs.marginals(start + reach * part).token_s for part in (0.25, 0.5, 1.0)))
         prices_P = np.geomspace(0.6 * min(ends), 3.0 * max(ends), _NUM_PRICES, dtype=np.float32)
         else_B = marginals.drawn_s * load.draws_B + marginals.score_s * load.context_B
-        else_BM = nodes_BM * else_B[:, None] + self._fed_BM * marginals.draft_token_s
-        else_BM = np.where(self._is_allowed_BM, else_BM, np.inf).astype(np.float32)
+        else_BM = nodes_BM * else_B[:, None] + self._fed_BM[:, open_M] * marginals.draft_token_s
+        else_BM = np.where(self._is_allowed_BM[:, open_M], else_BM, np.inf).astype(np.float32)
         return (prices_P[:, None, None] * nodes_BM.astype(np.float32) + else_BM).astype(np.float32, copy=False)
 
     def _switched(self, from_B: Places, to_B: Places) -> Places:

@@ -154,26 +154,18 @@ class CountedAcceptance:
         """Return the expectations for the sequences."""
         seats = [self._seat(view) for view in views]
         self._leave(views)
-        groups = [self._groups[self._kind_of_seat[seat]] for seat in seats]
-        one = groups[0] if all(group is groups[0] for group in groups) else None
-        laws_2BD = one.laws[:, None] if one else np.stack([group.laws for group in groups], axis=1)
-        pooled_2B = np.array([group.pooled for group in ([one] if one else groups)]).T
-        counts = self._counts[seats]
-        accept_BD, offer_BD = _shrunk(counts, laws_2BD, pooled_2B)
+        kinds = [self._kind_of_seat[seat] for seat in seats]
+        places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+        groups, group_B = [self._groups[kind] for kind in places], np.array([places[kind] for kind in kinds])
+        laws_2BD = np.stack([group.laws for group in groups], axis=1)[:, group_B]
+        pooled_2B = np.array([group.pooled for group in groups]).T[:, group_B]
+        accept_BD, offer_BD = _shrunk(self._counts[seats], laws_2BD, pooled_2B)
         self._accept[seats] = accept_BD
-        forks_BK = self._per_branch(groups, one, "forks")
-        merged_BK = self._per_branch(groups, one, "merged")
-        tokens_BM = self._tokens(accept_BD, forks_BK)
-        nodes_BM, passes_BM = self._nodes(offer_BD, merged_BK)
+        tokens_BM = self._tokens(accept_BD, _ratios([group.forks for group in groups])[group_B])
+        nodes_BM, passes_BM = self._nodes(offer_BD, _ratios([group.merged for group in groups])[group_B])
         if len(self._sized):
-            self._fill_sized(seats, groups, one, tokens_BM, nodes_BM, passes_BM)
+            self._fill_sized(seats, groups, group_B, tokens_BM, nodes_BM, passes_BM)
         return Estimates(tokens_BM, nodes_BM, passes_BM)
-
-    @staticmethod
-    def _per_branch(groups: Sequence[_Group], one: _Group | None, name: str) -> Array:
-        """Return what branches bring beside what was expected of them, [B or 1, K]."""
-        sums = [getattr(group, name) for group in ([one] if one else groups)]
-        return np.stack([seen / expected for seen, expected in sums])
 
     def _tokens(self, accept_BD: Array, forks_BK: Array) -> Array:
         """Return expected tokens: the trunk's reach, and what lies behind the fork times what branches add to its chance."""
@@ -199,14 +191,19 @@ class CountedAcceptance:
         return nodes_BM, passes_BM
 
     def _fill_sized(
-        self, seats: list[int], groups: list[_Group], one: _Group | None, tokens_BM: Array, nodes_BM: Array, passes_BM: Array
+        self,
+        seats: list[int],
+        groups: list[_Group],
+        group_B: NDArray[np.int64],
+        tokens_BM: Array,
+        nodes_BM: Array,
+        passes_BM: Array,
     ) -> None:
         """Write the columns of trees that find their own shape."""
-        told = [one] if one else groups
-        log_odds_B = self._log_odds[seats] + np.array([group.log_odds for group in told])
+        log_odds_B = self._log_odds[seats] + np.array([group.log_odds for group in groups])[group_B]
         ratio_BS, fill_BS, reach_BS = (
-            np.stack([sums[0, self._sized] / sums[1, self._sized] for sums in by_group])
-            for by_group in zip(*((group.entries, group.fill, group.reach) for group in told), strict=True)
+            _ratios(sums)[:, self._sized][group_B]
+            for sums in zip(*((group.entries, group.fill, group.reach) for group in groups), strict=True)
         )
         tokens_BM[:, self._sized] = self._sized_tokens(log_odds_B, ratio_BS)
         nodes_BM[:, self._sized] = self._sizes_S * np.minimum(fill_BS, 1.0)
@@ -339,7 +336,8 @@ class CountedAcceptance:
             if not self._free:
                 self._make_room(2 * len(self._seats))
             seat = self._seats[view.request_id] = self._free.pop()
-        self._groups.setdefault(kind, _Group(self._num_depths, self._menu))
+        if kind not in self._groups:
+            self._groups[kind] = _Group(self._num_depths, self._menu)
         self._kind_of_seat[seat] = kind
         self._counts[seat] = 0.0
         self._log_odds[seat] = 0.0
@@ -362,6 +360,11 @@ class _Neighbours:
     high: int
     share: float
     nearest: int
+
+
+def _ratios(sums: Sequence[Array]) -> Array:
+    """Return what was seen beside what was expected, a row for each pair of sums."""
+    return np.stack([seen / expected for seen, expected in sums])
 
 
 def _surprise(came: float, expected: float) -> float:

@@ -53,11 +53,6 @@ class Menu:
         return np.array([fed_share(entry) for entry in self.entries])
 
     @cached_property
-    def last_of_depth(self) -> NDArray[np.int64]:
-        """Index of the last entry of each depth there is, ascending: the menu up to it is the menu of that many passes."""
-        return np.array([i for i in range(len(self)) if i + 1 == len(self) or self.depths[i + 1] > self.depths[i]])
-
-    @cached_property
     def tells_most(self) -> NDArray[np.bool_]:
         """Which entries say most of acceptance, bool [M]: chains, a trial at each depth; trees of their own shape all do."""
         return np.array([not one.is_plain and (one.branches == 1 or not one.is_delayed) for one in self.entries])

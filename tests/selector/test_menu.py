@@ -20,7 +20,6 @@ def test_every_entry_is_exact_and_ordered_by_depth(expansion, verifier):
     assert list(menu.depths) == sorted(menu.depths)
     if is_exact(expansion.kind, verifier):
         assert all(is_exact(one.kind, verifier) for one in menu.entries[1:])
-    assert [menu.entries[place].max_depth for place in menu.last_of_depth] == sorted(set(menu.depths.tolist()))
 
 
 @given(SHAPES)
