@@ -1,8 +1,8 @@
 """A distilled draft head at work: fed a step behind the target's features, asked for a level of every tree at a time.
 
-Features lie in a pool of one row a slot beside the target's cache, written at every pass of the target: whoever keeps a slot
-keeps its feature. A drafted node's own state lies in its slot until the target has been there, so that a token always reads what
-the slot of the token before it holds:
+Features lie in a pool of one row a slot beside the target's cache, and are made of every pass of the target before anybody reads
+one: whoever keeps a slot keeps its feature. A drafted node's own state lies in its slot until the target has been there, so that
+a token always reads what the slot of the token before it holds:
 
     slot         [ .. x5   | x6 = root | n1  n2 ]       x6 and the nodes are not cached by the target yet
     pool row     [ .. true | state     | state  ]       x6 reads x5's row, n1 reads x6's, n1's children read n1's
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -33,6 +34,34 @@ from engine.plan import Feeding, Row
 from engine.segments import chain_segment
 from engine.taps import StateTap
 from engine.transfer import integers
+
+_MOST_LATE = 256  # tokens whose features may wait: some megabytes of the target's states
+
+
+class LateFeatures:
+    """States of passes whose features nobody has asked for yet: a few tokens cost about as much to fuse as many."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._passes: list[tuple[Tensor, list[Tensor]]] = []
+
+    def add(self, slots_T: Int[Tensor, " T"], states: list[Float[Tensor, "T D"]]) -> None:
+        """Keep what a pass has left in its slots."""
+        self.num_tokens += len(slots_T)
+        self._passes.append((slots_T, states))
+
+    def take(self) -> tuple[Int[Tensor, " T"], list[Float[Tensor, "T D"]]]:
+        """Return and forget all there is, of each slot what came last."""
+        slots_T = torch.cat([slots_T for slots_T, _ in self._passes])
+        states = [torch.cat(of_layer) for of_layer in zip(*(states for _, states in self._passes), strict=True)]
+        self._passes.clear()
+        self.num_tokens = 0
+        newest_first = slots_T.flip(0).numpy()
+        kept, places = np.unique(newest_first, return_index=True)
+        if len(kept) < len(slots_T):
+            places_K = torch.from_numpy(len(slots_T) - 1 - places)
+            return slots_T[places_K], [states_TD[places_K] for states_TD in states]
+        return slots_T, states
 
 
 class FeaturePool:
@@ -83,6 +112,7 @@ class HeadDrafter:
         rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
         precision = precision or str(target.module.dtype).removeprefix("torch.")
         self._head: NativeHead | LeanHead
+        self._late, self._most_late = LateFeatures(), _MOST_LATE if linears == NATIVE else 0
         if linears == NATIVE:
             self._head = NativeHead(head, rows_MD, embeddings_VD, precision)
         else:
@@ -93,12 +123,21 @@ class HeadDrafter:
         self._tap = StateTap(target, head.shape.feature_layers)
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
-        """Keep the features of a pass of the target, fused at once."""
-        with torch.inference_mode():
-            self._pool.write(write_slots_T, self._head.features(self._tap.parts()))
+        """Keep what the features of a pass of the target are made of; the library's states are nobody else's, and can wait."""
+        self._late.add(write_slots_T, self._tap.parts())
+        if self._late.num_tokens > self._most_late:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Write the features that are missing."""
+        if self._late.num_tokens:
+            with torch.inference_mode():
+                slots_T, states = self._late.take()
+                self._pool.write(slots_T, self._head.features(states))
 
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
         """Return what tokens read that come after those in these slots, where the target has been."""
+        self._catch_up()
         return self._pool.at(integers(slots, self._device))
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
@@ -128,7 +167,7 @@ class HeadDrafter:
         `places` says which they are, `asked` has their own segments where they are not all.
         """
         with torch.inference_mode():
-            before_TW = self._pool.at(integers(fed.before, self._device))
+            before_TW = self.features_at(fed.before)
             states_PW, logits_PM = self._head.proposed(before_TW, fed.batch, asked, places, fed.end, self._cache)
             slots_P = fed.batch.write_slots_T.index_select(0, integers(places, self._device))
             self._pool.write(slots_P, states_PW)

@@ -15,9 +15,9 @@ from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.combined import CombinedDrafter
 from engine.draft.drafter import FrontierNode, Proposal
-from engine.draft.growth import grow
+from engine.draft.growth import Growth, grow
 from engine.draft.head import DraftHead
-from engine.draft.head_drafter import FeaturePool, HeadDrafter
+from engine.draft.head_drafter import FeaturePool, HeadDrafter, LateFeatures
 from engine.draft.lean_head import LeanHead
 from engine.draft.native_head import NativeHead
 from engine.draft.texts import TextCache
@@ -25,10 +25,10 @@ from engine.engine import Engine
 from engine.linears import NATIVE, PackedLinear
 from engine.model import adopt
 from engine.plan import Feeding, StepPlan
-from engine.policy import FixedExpansion
+from engine.policy import Choice, FixedExpansion
 from engine.scheduler import Scheduler
 from engine.testing import tiny_engine, tiny_model, tiny_module
-from engine.tree import Expansion, TokenTree, parse_expansion
+from engine.tree import PLAIN, Expansion, TokenTree, parse_expansion
 from engine.types import DraftSource, FinishReason
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, head_logits, learnt_head, random_head, true_features
@@ -300,3 +300,54 @@ def configured(folder: Path, head: str) -> EngineConfig:
     tiny_module().save_pretrained(folder / "model")
     (folder / "model" / "tokenizer.json").write_text("{}")  # nobody reads it
     return EngineConfig(str(folder / "model"), drafter="head", head=str(folder / head), scheduler=CROWDED)
+
+
+def test_of_a_slot_written_twice_the_latest_states_are_kept():
+    late = LateFeatures()
+    for slots, value in (([3, 5], 1.0), ([5, 7], 2.0), ([3], 3.0)):
+        late.add(torch.tensor(slots), [torch.full((len(slots), 2), value), torch.full((len(slots), 2), -value)])
+    slots_T, (first_TD, second_TD) = late.take()
+    assert dict(zip(slots_T.tolist(), first_TD[:, 0].tolist(), strict=True)) == {3: 3.0, 5: 2.0, 7: 2.0}
+    assert torch.equal(second_TD, -first_TD)
+    assert late.num_tokens == 0
+
+
+class SeldomDrafts(RandomExpansion):
+    """A policy that drafts in two steps of five."""
+
+    def choose(self, views):
+        choice = super().choose(views)
+        return choice if self._rng.random() < 0.4 else Choice((PLAIN,) * len(views))
+
+
+def drafts_of_the_library() -> list[tuple[int, ...]]:
+    """Return the tokens of each tree that is grown in a crowded run."""
+    engine = head_engine(learnt_head(), adopt(tiny_module("llama"), CPU, NATIVE), SeldomDrafts(0), CROWDED, NATIVE)
+    grow_trees = engine._grow
+    drafts: list[tuple[int, ...]] = []
+
+    def listened(plan: StepPlan) -> Growth:
+        growth = grow_trees(plan)
+        drafts.extend(tree.token_ids for tree in growth.forest.trees if tree.num_nodes > 1)
+        return growth
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_grow", listened)
+        run(engine, mixed_requests(max_tokens=30))
+    assert len(drafts) > 30
+    return drafts
+
+
+@needs_library
+def test_features_may_wait_for_whoever_reads_them(monkeypatch):
+    """Slots are given to others while features wait, and what is proposed is the same as if none had waited."""
+    waited = drafts_of_the_library()
+    monkeypatch.setattr("engine.draft.head_drafter._MOST_LATE", 0)
+    assert drafts_of_the_library() == waited
+
+
+@needs_library
+def test_features_that_are_lost_while_they_wait_are_missed(monkeypatch):
+    waited = drafts_of_the_library()
+    monkeypatch.setattr(HeadDrafter, "_catch_up", lambda self: None)
+    assert drafts_of_the_library() != waited
