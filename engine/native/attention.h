@@ -45,6 +45,7 @@ class Attention {
       __mmask16 any = 0;
       for (int64_t t = 0; t < tokens; t++) any |= masks_[t] = seen_mask(segments, heads, s, begin + t, positions[begin + t], k, num_context, num_keys);
       if (!any) continue;
+      for (int64_t i = k + kLanes; i < std::min(num_keys, k + 2 * kLanes); i++) fetch_row(keys + h * size + slots[i] * stride, size);
       transpose(keys + h * size, stride, slots + k, std::min(kLanes, num_keys - k), size);
       for (int64_t t = 0; t < tokens; t++) {
         if (!masks_[t]) continue;
@@ -66,6 +67,11 @@ class Attention {
 
  private:
   static constexpr int64_t kTogether = 4;  // heads that read a key or value together
+  static constexpr int64_t kAhead = 16;    // values that are fetched before their turn: slots lie anywhere
+
+  static void fetch_row(const float* row, int64_t size) {
+    for (int64_t d = 0; d < size; d += kLanes) _mm_prefetch((const char*)(row + d), _MM_HINT_T0);
+  }
 
   static __mmask16 seen_mask(const Segments& segments, const Heads& heads, int64_t s, int64_t token, int64_t position, int64_t k,
                              int64_t num_context, int64_t num_keys) {
@@ -176,6 +182,7 @@ class Attention {
         for (int v = 0; v < kVectors; v++) sum[g][v] = _mm512_setzero_ps();
       for (int64_t i = 0; i < count; i++) {
         const float* from = values + slots[i] * stride + d;
+        if (!d && i + kAhead < count) fetch_row(values + slots[i + kAhead] * stride, size);
         for (int v = 0; v < kVectors; v++) {
           const __m512 value = _mm512_maskz_loadu_ps(m[v], from + v * kLanes);
           for (int g = 0; g < N; g++) sum[g][v] = _mm512_fmadd_ps(value, _mm512_set1_ps(weights[g * width_ + i]), sum[g][v]);
