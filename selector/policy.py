@@ -24,7 +24,7 @@ from selector.probing import Probes
 _logger = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
-_MOST_SETTLED, _MOST_SETTLED_PLAIN = 8, 32  # and no longer, where somebody drafts and where nobody does
+_MOST_SETTLED, _MOST_SETTLED_PLAIN = 16, 32  # and no longer, where somebody drafts and where nobody does
 _PRICED_ALWAYS, _PRICED_EVERY = 128, 4  # first steps that all teach prices; of later ones every third, and probes
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
