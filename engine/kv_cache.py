@@ -52,13 +52,15 @@ class KVCache:
         rows, length = slots_BL.shape
         return keys.view(rows, length, *keys.shape[1:]), values.view(rows, length, *values.shape[1:])
 
-    def pools(self, layer: int, num_heads: int, head_size: int) -> tuple[Float[Tensor, "S H K"], Float[Tensor, "S H K"]]:
-        """Return a layer's keys and values of every slot, float32, for whoever reads and writes them where they lie.
+    def pools(
+        self, layer: int, num_heads: int, head_size: int, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "S H K"], Float[Tensor, "S H K"]]:
+        """Return a layer's keys and values of every slot, for whoever reads and writes them where they lie.
 
         What it has read it tells `check_read`.
         """
         if layer not in self._keys:
-            example = torch.empty(0, num_heads, head_size, device=self._device)
+            example = torch.empty(0, num_heads, head_size, dtype=dtype, device=self._device)
             with torch.inference_mode():
                 self._make(layer, example, example)
         return self._keys[layer], self._values[layer]

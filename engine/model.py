@@ -132,7 +132,7 @@ def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain",
             raise UnsupportedModel(str(error)) from error
         expected_NV = own_logits(model, ids)
         model.restore_attention()
-        model.native = NativeDecoder(module)
+        model.native = NativeDecoder(module, precision)
         require_equal(model, ids, expected_NV, _TOLERANCE[precision])
         require_same_bits(model, ids)
     else:

@@ -55,7 +55,8 @@ class NativeHead:
                 layers=layers,
                 head=self._linear(output),
                 token=self._linear(head.token),
-            )
+            ),
+            precision,
         )
         self._kept.append(layers)
         self._rotations = ByPosition(self._rotated)

@@ -2,6 +2,7 @@
 //
 // A query's keys are taken in the order of the text: its context, then those of the segment's own tokens it sees. Scores are packed
 // without gaps before anything is summed, so a node of a tree adds the same numbers in the same order as plain decoding does.
+// What is cached is float32 or float16 (`Cached`); everything computed is float32.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -30,8 +31,9 @@ struct Heads {
 class Attention {
  public:
   // Tokens [begin, end) of segment s, all query heads of key-value head h. `queries` [T, row] are rotated; `out` [T, num_query * size].
+  template <typename Cached>
   void run(const Segments& segments, const Heads& heads, int64_t s, int64_t h, int64_t begin, int64_t end, const int64_t* positions,
-           const float* keys, const float* values, const float* queries, int64_t row, float* out) {
+           const Cached* keys, const Cached* values, const float* queries, int64_t row, float* out) {
     const int64_t size = heads.size, shared = heads.num_query / heads.num_kv, tokens = end - begin;
     const int64_t* slots = segments.key_slots + segments.first_key[s];
     const int64_t num_keys = segments.first_key[s + 1] - segments.first_key[s];
@@ -69,8 +71,9 @@ class Attention {
   static constexpr int64_t kTogether = 4;  // heads that read a key or value together
   static constexpr int64_t kAhead = 16;    // values that are fetched before their turn: slots lie anywhere
 
-  static void fetch_row(const float* row, int64_t size) {
-    for (int64_t d = 0; d < size; d += kLanes) _mm_prefetch((const char*)(row + d), _MM_HINT_T0);
+  template <typename Cached>
+  static void fetch_row(const Cached* row, int64_t size) {
+    for (int64_t d = 0; d < size; d += 64 / sizeof(Cached)) _mm_prefetch((const char*)(row + d), _MM_HINT_T0);
   }
 
   static __mmask16 seen_mask(const Segments& segments, const Heads& heads, int64_t s, int64_t token, int64_t position, int64_t k,
@@ -90,11 +93,12 @@ class Attention {
   }
 
   // block_ [size, 16]: number d of 16 keys side by side.
-  void transpose(const float* keys, int64_t stride, const int64_t* slots, int64_t count, int64_t size) {
+  template <typename Cached>
+  void transpose(const Cached* keys, int64_t stride, const int64_t* slots, int64_t count, int64_t size) {
     for (int64_t d = 0; d < size; d += kLanes) {
       const __mmask16 m = lanes_left(size - d);
       __m512 r[16], u[16];
-      for (int64_t i = 0; i < kLanes; i++) r[i] = _mm512_maskz_loadu_ps(m, keys + slots[std::min(i, count - 1)] * stride + d);
+      for (int64_t i = 0; i < kLanes; i++) r[i] = load_floats(m, keys + slots[std::min(i, count - 1)] * stride + d);
       for (int i = 0; i < 16; i += 2) u[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), u[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
       for (int i = 0; i < 16; i += 4) {
         const __m512d a = _mm512_castps_pd(u[i]), b = _mm512_castps_pd(u[i + 1]), c = _mm512_castps_pd(u[i + 2]), e = _mm512_castps_pd(u[i + 3]);
@@ -171,8 +175,8 @@ class Attention {
     }
   }
 
-  template <int N>
-  void gather_heads(const float* values, int64_t stride, const int64_t* slots, int64_t count, const float* weights, int64_t size, float* out) const {
+  template <int N, typename Cached>
+  void gather_heads(const Cached* values, int64_t stride, const int64_t* slots, int64_t count, const float* weights, int64_t size, float* out) const {
     constexpr int kVectors = 4;
     for (int64_t d = 0; d < size; d += kVectors * kLanes) {
       __m512 sum[N][kVectors];
@@ -181,10 +185,10 @@ class Attention {
       for (int g = 0; g < N; g++)
         for (int v = 0; v < kVectors; v++) sum[g][v] = _mm512_setzero_ps();
       for (int64_t i = 0; i < count; i++) {
-        const float* from = values + slots[i] * stride + d;
+        const Cached* from = values + slots[i] * stride + d;
         if (!d && i + kAhead < count) fetch_row(values + slots[i + kAhead] * stride, size);
         for (int v = 0; v < kVectors; v++) {
-          const __m512 value = _mm512_maskz_loadu_ps(m[v], from + v * kLanes);
+          const __m512 value = load_floats(m[v], from + v * kLanes);
           for (int g = 0; g < N; g++) sum[g][v] = _mm512_fmadd_ps(value, _mm512_set1_ps(weights[g * width_ + i]), sum[g][v]);
         }
       }
@@ -193,7 +197,8 @@ class Attention {
     }
   }
 
-  void gather(const float* values, int64_t stride, const int64_t* slots, int64_t count, const float* weights, int64_t heads, int64_t size,
+  template <typename Cached>
+  void gather(const Cached* values, int64_t stride, const int64_t* slots, int64_t count, const float* weights, int64_t heads, int64_t size,
               float* out) const {
     switch (heads) {
       case 1: gather_heads<1>(values, stride, slots, count, weights, size, out); break;

@@ -46,12 +46,13 @@ struct Pass {
   const int64_t *token_ids, *positions, *write_slots;
   const float* given;  // of a draft head: [T, width]
   Segments segments;
-  float *const *keys, *const *values;            // pools of each layer [S, kv heads, size]
+  void *const *keys, *const *values;             // pools of each layer [S, kv heads, size], float32 or float16
   const float *const *cosines, *const *sines;    // of each rotation [positions, size]
   const int64_t* rows;                           // [num_rows] whose logits are wanted
   float *states;                                 // [num_rows, width]: what the head reads
   float *logits;                                 // [num_rows, V]
   float *const *kept;                            // [num_layers + 1]: states after each layer [T, width], or null; the last: after its norm
+  int64_t is_cached_in_half;
 };
 
 struct Scratch {
@@ -86,7 +87,11 @@ class Run {
     }
     for (int64_t l = 0; l < d_.num_layers; l++) {
       const Layer& layer = d_.layers[l];
-      attend(worker, layer, l);
+      if (p_.is_cached_in_half) {
+        attend(worker, layer, (Half*)p_.keys[l], (Half*)p_.values[l]);
+      } else {
+        attend(worker, layer, (float*)p_.keys[l], (float*)p_.values[l]);
+      }
       const float* after = layer.after_attention_norm;
       add(worker, layer.output, after);
       worker.each(T, [&](int64_t t) {
@@ -159,7 +164,8 @@ class Run {
     add_to(s_.x.data() + t * d_.width, normed, d_.width);
   }
 
-  void attend(Worker& worker, const Layer& layer, int64_t l) {
+  template <typename Cached>
+  void attend(Worker& worker, const Layer& layer, Cached* keys, Cached* values) {
     const Linear* parts[] = {&layer.query, &layer.key, &layer.value};
     const int64_t begins[] = {0, q_width_, q_width_ + kv_width_};
     const int64_t blocks[] = {layer.query.num_blocks(), layer.key.num_blocks(), layer.value.num_blocks()};
@@ -180,14 +186,14 @@ class Run {
         rotate(head, cosines, sines, d_.head_size);
       }
       const int64_t slot = p_.write_slots[t] * kv_width_;
-      std::copy(qkv + q_width_, qkv + q_width_ + kv_width_, p_.keys[l] + slot);
-      std::copy(qkv + q_width_ + kv_width_, qkv + row_, p_.values[l] + slot);
+      store_row(qkv + q_width_, kv_width_, keys + slot);
+      store_row(qkv + q_width_ + kv_width_, kv_width_, values + slot);
     });
     const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, d_.scaling, layer.window};
     worker.each(spans_.size() * d_.num_kv_heads, [&](int64_t task) {
       const Span span = spans_[task / d_.num_kv_heads];
       const int64_t end = std::min(span.token + kTokensTogether, p_.segments.first_token[span.segment + 1]);
-      s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.token, end, p_.positions, p_.keys[l], p_.values[l],
+      s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.token, end, p_.positions, keys, values,
                                   s_.qkv.data(), row_, s_.attended.data());
     });
     worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, s_.attended.data() + t * q_width_, layer.output); });

@@ -47,7 +47,7 @@ class NativeDecoder:
     Stateless between passes, but for who watches them.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, precision: str) -> None:
         config, inner = module.config.get_text_config(), module.model
         self._module = module  # keeps what the structures point at, with `_tensors`
         self._kinds = _rotation_kinds(config, inner)
@@ -73,7 +73,8 @@ class NativeDecoder:
                 last_norm=self._norm(inner.norm),
                 layers=(library.Layer * len(layers))(*layers),
                 head=module.lm_head.structure,
-            )
+            ),
+            precision,
         )
         self._watchers: list[_Watcher] = []
 

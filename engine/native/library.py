@@ -65,6 +65,7 @@ class Pass(Structure):
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         *((name, c_void_p) for name in ("rows", "states", "logits")),
         ("kept", POINTER(c_void_p)),
+        ("is_cached_in_half", c_int64),
     )
 
 

@@ -22,6 +22,28 @@ void grow(std::vector<T>& room, int64_t size) {
 
 inline __mmask16 lanes_left(int64_t count) { return count >= kLanes ? 0xFFFF : (__mmask16)((1u << count) - 1); }
 
+// float16, as caches may hold it.
+struct Half {
+  uint16_t bits;
+};
+
+inline __m512 load_floats(__mmask16 m, const float* from) { return _mm512_maskz_loadu_ps(m, from); }
+inline __m512 load_floats(__mmask16 m, const Half* from) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, from)); }
+inline void store_floats(__mmask16 m, float* to, __m512 v) { _mm512_mask_storeu_ps(to, m, v); }
+
+// Rounded to the nearest, what is beyond its range to the last number in it; what is no number or infinite stays so.
+inline void store_floats(__mmask16 m, Half* to, __m512 v) {
+  const __m512 most = _mm512_set1_ps(65504.0f);
+  const __mmask16 is_number = ~_mm512_fpclass_ps_mask(v, 0x99);
+  v = _mm512_mask_max_ps(v, is_number, _mm512_sub_ps(_mm512_setzero_ps(), most), _mm512_mask_min_ps(v, is_number, most, v));
+  _mm256_mask_storeu_epi16(to, m, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+template <typename Cached>
+inline void store_row(const float* from, int64_t n, Cached* to) {
+  for (int64_t i = 0; i < n; i += kLanes) store_floats(lanes_left(n - i), to + i, _mm512_maskz_loadu_ps(lanes_left(n - i), from + i));
+}
+
 // e^x to within 2 units in the last place; NaN stays NaN, below -104 it is 0.
 inline __m512 exponential(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(89.0f), x));

@@ -33,11 +33,16 @@ class Output:
     after: dict[int, Float[Tensor, "T D"]]
 
 
-class Runner:
-    """Runs passes of one model or draft head. `structure` points at tensors that its maker keeps."""
+def cache_dtype(precision: str) -> torch.dtype:
+    """Return what the library keeps keys and values in: in int8 in float16, whose rounding is far below the weights'."""
+    return torch.float16 if precision == "int8" else torch.float32
 
-    def __init__(self, structure: library.Decoder) -> None:
-        self._structure = structure
+
+class Runner:
+    """Runs passes of one model or draft head in a precision. `structure` points at tensors that its maker keeps."""
+
+    def __init__(self, structure: library.Decoder, precision: str) -> None:
+        self._structure, self._cache_dtype = structure, cache_dtype(precision)
         self._pools: WeakKeyDictionary[KVCache, tuple[library.Pointers, library.Pointers]] = WeakKeyDictionary()
 
     def run(
@@ -77,6 +82,7 @@ class Runner:
             states=output.given_ND.data_ptr(),
             logits=output.logits_NM.data_ptr(),
             kept=library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)]),
+            is_cached_in_half=self._cache_dtype == torch.float16,
         )
         library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
         cache.check_read(flat.key_slots)
@@ -86,7 +92,8 @@ class Runner:
         """Return where a cache's keys and values lie, by layer: once they are made they stay there."""
         if cache not in self._pools:
             shape = self._structure
-            pools = [cache.pools(layer, shape.num_kv_heads, shape.head_size) for layer in range(shape.num_layers)]
+            sizes, dtype = (shape.num_kv_heads, shape.head_size), self._cache_dtype
+            pools = [cache.pools(layer, *sizes, dtype) for layer in range(shape.num_layers)]
             keys, values = zip(*((keys.data_ptr(), values.data_ptr()) for keys, values in pools), strict=True)
             self._pools[cache] = library.pointers(keys), library.pointers(values)
         return self._pools[cache]

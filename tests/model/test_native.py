@@ -4,6 +4,7 @@ import math
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from engine.kv_cache import KVCache
 from engine.linears import NATIVE
 from engine.model import CausalModel, adopt
 from engine.native import library
+from engine.native.passes import cache_dtype
 from engine.packing import PackedBatch, pack
 from engine.segments import chain_segment
 from engine.taps import StateTap
@@ -125,6 +127,25 @@ def texts_of(target, draft, requests):
             num_accepted += event.num_accepted_tokens
     assert (num_accepted > 0) == (draft is not None)
     return texts
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_keys_and_values_take_half_the_room_where_weights_are_rounded_more(precision):
+    cache = KVCache(2, CPU)
+    native("llama", precision).forward(chunk(2), cache, torch.arange(1))
+    (keys, values), dtype = cache.pools(0, 1, 1, torch.float64), torch.float16 if precision == "int8" else torch.float32
+    assert {keys.dtype, values.dtype} == {cache_dtype(precision)} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("size", "kept"), [(1e3, 1e3), (1e7, 65504.0), (-1e7, -65504.0), (math.inf, math.inf), (math.nan, math.nan)]
+)
+def test_values_beyond_float16_are_its_largest_and_what_is_no_number_stays_none(size, kept):
+    target, cache = adopt(tiny_module("qwen2"), CPU, NATIVE, "int8"), KVCache(2, CPU)
+    target.module.model.layers[0].self_attn.v_proj._bias[3] = size
+    target.forward(chunk(2), cache, torch.arange(2))
+    _, values = cache.gather(0, torch.tensor([[0, 1]]))
+    np.testing.assert_allclose(values.flatten(2)[0, :, 3].float(), [kept, kept], rtol=1e-2)
 
 
 def test_a_pass_may_ask_for_no_logits():
