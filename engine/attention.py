@@ -76,10 +76,10 @@ def cached_attention(
 ) -> Float[Tensor, "T HGV"]:
     """Attend to what the cache holds for a layer: every packed token's output, in packed order."""
     padded, cache = context.batch.padded, context.cache
-    outputs = [
-        group_attention(query_THGK, *cache.gather(layer, group.key_slots_BL), group, scaling, window, softcap)
-        for group in padded.groups
-    ]
+    outputs = []
+    for group in padded.groups:
+        keys, values = (gathered.to(query_THGK.dtype) for gathered in cache.gather(layer, group.key_slots_BL))
+        outputs.append(group_attention(query_THGK, keys, values, group, scaling, window, softcap))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if padded.is_identity else out.index_select(0, padded.unpad_T)
 

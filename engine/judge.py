@@ -81,10 +81,11 @@ class Judge:
         nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
         if rule == _GREEDY:
             return judge_greedy(part.trees, [seen.best[node].token_id for node in nodes])
+        some = None if len(nodes) == len(seen.logits_NV) else nodes
         sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
         if rule not in self._verifiers:
             self._verifiers[rule] = create_verifier(rule)
-        return self._verifiers[rule].judge(part, warped_laws(seen.logits_NV, sampling, nodes), [rows[i].key for i in indices])
+        return self._verifiers[rule].judge(part, warped_laws(seen.logits_NV, sampling, some), [rows[i].key for i in indices])
 
 
 @dataclass(frozen=True)

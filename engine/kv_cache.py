@@ -15,11 +15,15 @@ from engine.canary import Canary, NoCanary
 class KVCache:
     """Pools [S, H, K] of keys and values for each layer, made when a layer first writes (its shape is known then).
 
+    What is written is rounded to `dtype`; without one pools are as what is written first.
     Owns the tensors. Which slot belongs to whom is the scheduler's business; whoever doubts it has a canary watch.
     """
 
-    def __init__(self, num_slots: int, device: torch.device, canary: Canary | None = None) -> None:
+    def __init__(
+        self, num_slots: int, device: torch.device, canary: Canary | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         self.num_slots = num_slots
+        self._dtype = dtype
         self.canary = canary or NoCanary()
         self._device = device
         self._keys: dict[int, Tensor] = {}
@@ -41,8 +45,8 @@ class KVCache:
         """Store the keys and values of T tokens."""
         if layer not in self._keys:
             self._make(layer, keys_THK, values_THK)
-        self._keys[layer].index_copy_(0, slots_T, keys_THK)
-        self._values[layer].index_copy_(0, slots_T, values_THK)
+        for pool, written in ((self._keys[layer], keys_THK), (self._values[layer], values_THK)):
+            pool.index_copy_(0, slots_T, written.to(pool.dtype))
 
     def gather(self, layer: int, slots_BL: Int[Tensor, "B L"]) -> tuple[Float[Tensor, "B L H K"], Float[Tensor, "B L H V"]]:
         """Return the keys and the values at the slots."""
@@ -55,7 +59,7 @@ class KVCache:
     def pools(
         self, layer: int, num_heads: int, head_size: int, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "S H K"], Float[Tensor, "S H K"]]:
-        """Return a layer's keys and values of every slot, for whoever reads and writes them where they lie.
+        """Return a layer's keys and values of every slot, of that dtype, for whoever reads and writes them where they lie.
 
         What it has read it tells `check_read`.
         """
@@ -63,6 +67,8 @@ class KVCache:
             example = torch.empty(0, num_heads, head_size, dtype=dtype, device=self._device)
             with torch.inference_mode():
                 self._make(layer, example, example)
+        if self._keys[layer].dtype != dtype:
+            raise ValueError(f"the cache holds {self._keys[layer].dtype}, not {dtype}")
         return self._keys[layer], self._values[layer]
 
     def check_read(self, slots: NDArray[np.int64]) -> None:
@@ -76,6 +82,6 @@ class KVCache:
 
     def _pool(self, example: Tensor) -> Tensor:
         # Not zeroed: every slot is written before it is gathered, and zeroing would touch gigabytes that may never be used.
-        pool = torch.empty((self.num_slots, *example.shape[1:]), dtype=example.dtype, device=self._device)
+        pool = torch.empty((self.num_slots, *example.shape[1:]), dtype=self._dtype or example.dtype, device=self._device)
         self.canary.watch(pool)
         return pool

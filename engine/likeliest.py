@@ -34,7 +34,9 @@ def likeliest(logits_NV: Float[Tensor, "N V"]) -> list[Likeliest]:
 
 def are_sound(logits_NV: Float[Tensor, "N V"]) -> list[bool]:
     """Return for each row whether it is."""
-    return [one.is_sound for one in likeliest(logits_NV)]
+    if native.can_read(logits_NV):
+        return [one.is_sound for one in likeliest(logits_NV)]
+    return [math.isfinite(top) for top in logits_NV.amax(-1).tolist()]
 
 
 def _first(logits_NV: Float[Tensor, "N V"]) -> list[int]:

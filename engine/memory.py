@@ -70,12 +70,12 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
     target, num_slots = configuration_of(config.model), config.scheduler.num_slots
     weights, draft_weights = weights_dtype(config.dtype), weights_dtype(draft_dtype)
     is_native = fastest_linears(device) == NATIVE
-    kept, draft_kept = (cache_dtype(config.dtype), cache_dtype(draft_dtype)) if is_native else (weights, draft_weights)
+    kept, draft_kept = (cache_dtype(config.dtype), torch.float32) if is_native else (weights, draft_weights)
     return MemoryNeed(
         weights=_model_bytes(config.model, config.dtype, is_native),
         draft_weights=_draft_bytes(config, draft_dtype, is_native),
         cache=num_slots * cache_bytes_per_token(target, kept),
-        draft_cache=num_slots * _draft_bytes_per_token(config, draft_kept, is_native),
+        draft_cache=num_slots * _draft_bytes_per_token(config, draft_kept, cache_dtype(draft_dtype) if is_native else None),
         step=_step_bytes(config, target),
     )
 
@@ -105,10 +105,11 @@ def _draft_bytes(config: EngineConfig, precision: str, is_native: bool) -> int:
     return size
 
 
-def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, is_native: bool) -> int:
+def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, native: torch.dtype | None) -> int:
     """Return what a drafter keeps of a token: keys and values of its own, and a head the target's feature.
 
-    A head that torch runs keeps features in its precision and all else in float32, one that our library runs the reverse.
+    `dtype` is a draft model's, which our library may not know. A head that torch runs keeps features in it and all else in
+    float32 (on a GPU that is more than it needs); one that our library runs keeps features in float32, and keys in `native`.
     """
     if config.draft_model is not None:
         return cache_bytes_per_token(configuration_of(config.draft_model), dtype)
@@ -116,7 +117,7 @@ def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, is_native: 
         with suppress(OSError, SafetensorError, ValueError):
             shape = head_shape(Path(config.head))
             keys = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size
-            of_keys, of_features = (dtype, torch.float32) if is_native else (torch.float32, dtype)
+            of_keys, of_features = (native, torch.float32) if native else (torch.float32, dtype)
             return keys * of_keys.itemsize + shape.width * of_features.itemsize
     return 0
 

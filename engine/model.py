@@ -53,6 +53,11 @@ class CausalModel:
         return end_tokens(self.module.generation_config.eos_token_id, self.module.config.get_text_config().eos_token_id)
 
     @property
+    def cache_dtype(self) -> torch.dtype | None:
+        """What its keys and values are kept in; None: in what they are computed in."""
+        return None if self.native is None else self.native.cache_dtype
+
+    @property
     def has_same_bits(self) -> bool:
         """Whether a row's logits have the same bits in any pass."""
         return self.native is not None

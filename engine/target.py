@@ -33,7 +33,7 @@ class Target:
 
     def __init__(self, model: CausalModel, num_slots: int, canary: Canary | None = None) -> None:
         self.model = model
-        self.cache = KVCache(num_slots, model.device, canary)
+        self.cache = KVCache(num_slots, model.device, canary, model.cache_dtype)
         self._observers: list[PassObserver] = []
 
     def report_to(self, observer: PassObserver) -> None:

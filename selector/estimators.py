@@ -59,7 +59,7 @@ _RATIO_TRIALS, _RATIO_MEMORY = 30.0, 0.998  # seen over expected: what a ratio o
 _EDGE = 1e-3
 _MAX_BRANCHES = 16
 _GRID = np.linspace(0.0, 0.99, 34)  # of acceptance, between which trees of their own shape are interpolated
-_OWN_STEP, _GROUP_STEP, _OWN_RETURN = 0.3, 0.05, 0.98  # of the log-odds of such trees
+_OWN_STEP, _GROUP_STEP, _OWN_RETURN = 0.15, 0.05, 0.98  # of the log-odds of such trees
 
 # Rows of the counts of one sequence or kind, each by depth.
 _ACCEPTED, _TRIED, _OFFERED, _ASKED = range(4)

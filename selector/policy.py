@@ -25,7 +25,8 @@ _logger = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
 _MOST_SETTLED, _MOST_SETTLED_PLAIN = 16, 32  # and no longer, where somebody drafts and where nobody does
-_PRICED_ALWAYS, _PRICED_EVERY = 128, 4  # first steps that all teach prices; of later ones every third, and probes
+_PRICED_ALWAYS = 128  # first steps that all teach prices; of later ones probes do, and one of so many:
+_PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 16  # of those in which somebody drafts, and in which nobody does
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
 _CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is written off
@@ -33,6 +34,9 @@ _CHEAP_FEEDING = 0.01  # of a plain step's seconds, for which drafters are kept 
 _FEEDING_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
 _MOST_TRIED = 3  # sequences that are due for a probe, of which the first that can be paid is asked
 _ABOUT_AS_GOOD = 0.9  # times plain decoding's rate, that a probe's step is news
+_PAYS = (
+    1.15  # times what their seconds are worth, that trees must bring: the best of many estimates is rarely as good as it looks
+)
 _CLEARLY_BETTER = 1.01  # times the rate of the last choice, before it is given up
 
 
@@ -50,13 +54,12 @@ class _Batch:
 class _Standing:
     """A choice that stands for some steps: the place of each sequence, and what was expected of the batch.
 
-    The choice's seconds are those of its first step; `feed_s` are seconds of a token that a drafter must be fed before it drafts,
-    of which there were `num_unfed`.
+    It stands for `num_settled` steps. The choice's seconds are those of its first step; `feed_s` are seconds of a token that a
+    drafter must be fed before it drafts, of which there were `num_unfed`.
     """
 
     places: dict[str, int]
     choice: Choice
-    num_steps: int
     num_settled: int = 0
     feed_s: float = 0.0
     num_unfed: int = 0
@@ -80,10 +83,11 @@ class AdaptiveExpansion:
         self._probes = Probes()
         self._model_share = ModelShare()
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
-        self._standing = _Standing({}, Choice(()), 0)
+        self._standing = _Standing({}, Choice(()))
+        self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
-        self._plain_rate = 0.0  # foretold when last chosen
+        self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
         self._is_exact: dict[str, NDArray[np.bool_]] = {}
         self._has_failed = False
 
@@ -100,9 +104,13 @@ class AdaptiveExpansion:
         last = self._standing
         num_new = sum(view.request_id not in last.places for view in views)
         num_changed = num_new + len(last.places) - (len(views) - num_new)
-        if not last.num_steps or num_changed * 4 > len(views):
+        if not self._num_standing or num_changed * 4 > len(views):
             return None
-        self._standing = replace(last, num_steps=last.num_steps - 1)
+        self._probes.save(self._plain_s)
+        # Who came in between is plain, and not for long.
+        self._num_standing = (min(self._num_standing, self._settled_steps) if num_new else self._num_standing) - 1
+        if not num_changed and last.choice.reason is Reason.PLAIN_IS_BEST:
+            return last.choice
         places = (last.places.get(view.request_id, 0) for view in views)
         expansions = tuple(self._menu.entries[place] for place in places)
         if num_changed or last.choice.step_s is None:
@@ -121,16 +129,17 @@ class AdaptiveExpansion:
         plain = allocator.plain()
         if not np.isfinite(plain.rate):
             return self._without_numbers(views)
-        best = self._clearly_better(batch, allocator, allocator.best(plain))
+        best = allocator.best(plain)
+        best = self._clearly_better(batch, allocator, best if _pays(best, plain) else plain)
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, allocator, best, plain, reason, views)
         places = dict.fromkeys((view.request_id for view in views), 0)
         places.update((one.request_id, int(place)) for one, place in zip(batch.views, best.places_B, strict=True))
         num_settled = self._num_settled(places, reason) if _all_decode(views) else 0
-        self._probes.save(plain.seconds, 1 + num_settled)
-        self._plain_rate = plain.rate
+        self._plain_s, self._plain_rate = plain.seconds, plain.rate
+        self._probes.save(plain.seconds)
         unfed = _num_unfed(views, choice.expansions)
-        self._standing = _Standing(places, choice, num_settled, num_settled, self._feed_s, unfed)
+        self._standing, self._num_standing = _Standing(places, choice, num_settled, self._feed_s, unfed), num_settled
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
             return self._choice(batch, allocator, plain, plain, Reason.PROBE, views)
@@ -192,7 +201,8 @@ class AdaptiveExpansion:
         if feedback.outcomes and not feedback.has_prefill:
             self._num_priced += 1
             is_new = self._num_priced <= _PRICED_ALWAYS or self._probe_s is not None
-            if is_new or self._num_priced % _PRICED_EVERY == 0:
+            every = _PRICED_EVERY if feedback.work.num_rounds else _PRICED_EVERY_PLAIN
+            if is_new or self._num_priced % every == 0:
                 self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
             self._model_share.observe(feedback)
             if self._probe_s is not None:
@@ -206,8 +216,8 @@ class AdaptiveExpansion:
         tokens = sum(1 + one.accepted_depth for one in feedback.outcomes)
         is_good = tokens > _ABOUT_AS_GOOD * self._plain_rate * (feedback.draft_s + feedback.rest_s)
         if self._standing.choice.reason is Reason.PLAIN_IS_BEST and is_good:
-            num_steps = min(self._settled_steps, self._standing.num_steps)
-            self._standing = replace(self._standing, num_steps=num_steps, num_settled=0)
+            self._num_standing = min(self._settled_steps, self._num_standing)
+            self._standing = replace(self._standing, num_settled=0)
 
     def _batch(self, views: Sequence[SequenceView]) -> _Batch:
         """Tell the sequences that leave the choice to the policy from those whose request has made it.
@@ -319,6 +329,11 @@ class AdaptiveExpansion:
             _logger.error("what to expect of a step is not a finite number; %s is drafted instead", self._fallback)
             self._has_failed = True
         return Choice((self._fallback,) * len(views), Reason.FALLBACK)
+
+
+def _pays(best: Allocation, plain: Allocation) -> bool:
+    """Return whether an allocation brings clearly more tokens than plain decoding would in the seconds that it takes longer."""
+    return best.tokens - plain.tokens > _PAYS * plain.rate * (best.seconds - plain.seconds)
 
 
 def _catch_up(view: SequenceView) -> float:

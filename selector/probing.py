@@ -41,10 +41,10 @@ class Probes:
         self._patience: dict[str, _Patience] = {}
         self._asked: set[str] = set()
 
-    def save(self, step_s: float, num_steps: int) -> None:
-        """Put the share of some steps into the account."""
+    def save(self, step_s: float) -> None:
+        """Put the share of a step into the account."""
         self._most_s = _MOST_SAVED_STEPS * step_s
-        self._saved_s = min(self._saved_s + _SHARE * step_s * num_steps, self._most_s)
+        self._saved_s = min(self._saved_s + _SHARE * step_s, self._most_s)
 
     def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool], can_probe: Sequence[bool]) -> list[int]:
         """Return the sequences that are due, the most overdue first, and only such as that one: all plain, or none.

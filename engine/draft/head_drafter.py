@@ -47,11 +47,15 @@ class LateFeatures:
 
     def add(self, slots_T: Int[Tensor, " T"], states: list[Float[Tensor, "T D"]]) -> None:
         """Keep what a pass has left in its slots."""
-        self.num_tokens += len(slots_T)
-        self._passes.append((slots_T, states))
+        if len(slots_T):
+            self.num_tokens += len(slots_T)
+            self._passes.append((slots_T, states))
 
     def take(self) -> tuple[Int[Tensor, " T"], list[Float[Tensor, "T D"]]]:
-        """Return and forget all there is, of each slot what came last."""
+        """Return and forget all there is, of each slot what came last. What is of many passes is on a processor."""
+        if len(self._passes) == 1:
+            self.num_tokens = 0
+            return self._passes.pop()
         slots_T = torch.cat([slots_T for slots_T, _ in self._passes])
         states = [torch.cat(of_layer) for of_layer in zip(*(states for _, states in self._passes), strict=True)]
         self._passes.clear()
@@ -112,12 +116,13 @@ class HeadDrafter:
         rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
         precision = precision or str(target.module.dtype).removeprefix("torch.")
         self._head: NativeHead | LeanHead
-        self._late, self._most_late = LateFeatures(), _MOST_LATE if linears == NATIVE else 0
+        canary = canary or NoCanary()
+        can_wait = linears == NATIVE and isinstance(canary, NoCanary)  # which sees a slot that is free at once, and no later
+        self._late, self._most_late = LateFeatures(), _MOST_LATE if can_wait else 0
         if linears == NATIVE:
             self._head = NativeHead(head, rows_MD, embeddings_VD, precision)
         else:
             self._head = LeanHead(head, rows_MD, embeddings_VD, getattr(torch, precision), self._device, linears)
-        canary = canary or NoCanary()
         self._cache = KVCache(num_slots, self._device, canary)
         self._pool = FeaturePool(num_slots, head.shape.width, self._head.dtype, self._device, canary)
         self._tap = StateTap(target, head.shape.feature_layers)

@@ -91,7 +91,7 @@ class _Followed:
     prompt: TextIndex | None
     output: ContextTree
     num_known: int
-    said: "_Said | None" = None
+    said: _Said | None = None
 
     def trees(self, recent: tuple[ContextTree, ...]) -> _Trees:
         """Return what the request may draft from now."""

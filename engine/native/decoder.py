@@ -78,6 +78,11 @@ class NativeDecoder:
         )
         self._watchers: list[_Watcher] = []
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """What keys and values are kept in."""
+        return self._runner.cache_dtype
+
     def watch(self, indices: Iterable[int], tell: Callable[[Output], None]) -> Callable[[], None]:
         """Tell of later passes' states: i < depth are those after layer i, depth those after the last norm.
 

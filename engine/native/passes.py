@@ -42,7 +42,7 @@ class Runner:
     """Runs passes of one model or draft head in a precision. `structure` points at tensors that its maker keeps."""
 
     def __init__(self, structure: library.Decoder, precision: str) -> None:
-        self._structure, self._cache_dtype = structure, cache_dtype(precision)
+        self._structure, self.cache_dtype = structure, cache_dtype(precision)
         self._pools: WeakKeyDictionary[KVCache, tuple[library.Pointers, library.Pointers]] = WeakKeyDictionary()
 
     def run(
@@ -82,7 +82,7 @@ class Runner:
             states=output.given_ND.data_ptr(),
             logits=output.logits_NM.data_ptr(),
             kept=library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)]),
-            is_cached_in_half=self._cache_dtype == torch.float16,
+            is_cached_in_half=self.cache_dtype == torch.float16,
         )
         library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
         cache.check_read(flat.key_slots)
@@ -92,7 +92,7 @@ class Runner:
         """Return where a cache's keys and values lie, by layer: once they are made they stay there."""
         if cache not in self._pools:
             shape = self._structure
-            sizes, dtype = (shape.num_kv_heads, shape.head_size), self._cache_dtype
+            sizes, dtype = (shape.num_kv_heads, shape.head_size), self.cache_dtype
             pools = [cache.pools(layer, *sizes, dtype) for layer in range(shape.num_layers)]
             keys, values = zip(*((keys.data_ptr(), values.data_ptr()) for keys, values in pools), strict=True)
             self._pools[cache] = library.pointers(keys), library.pointers(values)

@@ -9,13 +9,16 @@ from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.early_exit import Lens, early_exit_drafter
 from engine.draft.growth import grow
 from engine.kv_cache import KVCache
+from engine.linears import NATIVE
+from engine.model import adopt
 from engine.packing import pack
 from engine.plan import Feeding
 from engine.segments import chain_segment
-from engine.testing import tiny_engine
+from engine.testing import tiny_engine, tiny_module
 from engine.tree import ROOT, Expansion
 from engine.types import DraftSource
 from tests.model.driving import greedy, run, sampled
+from tests.model.native import needs_library
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
 from tests.model.test_kv_cache import EXACT, RandomExpansion, cache_error
@@ -110,6 +113,27 @@ def test_early_exit_changes_no_text_and_keeps_the_shared_cache_right():
     for row in range(2):
         assert session.outcomes[str(row)].ids == own_greedy_text("llama", prompts[row], 12)
     assert session.outcomes["2"].ids == run(tiny_engine(model("llama")), requests[2:]).outcomes["2"].ids
+
+
+@needs_library
+@pytest.mark.parametrize("prompt", [[7], [5, 12, 19, 26, 33]])
+def test_early_exit_shares_the_cache_of_a_target_that_rounds_keys(prompt):
+    """Whoever writes first: of a prompt of one token that is the drafter."""
+    target = adopt(tiny_module("llama"), CPU, NATIVE, "int8")
+    engine = tiny_engine(target, CachedDrafter(61, CPU), RandomExpansion(1))
+    engine._drafter = early_exit_drafter(target, engine._target.cache, random_lens())
+    requests = [greedy("a", prompt), sampled("b", prompt, seed=3)]
+    found, plain = run(engine, requests), run(tiny_engine(target), requests)
+    assert {name: one.ids for name, one in found.outcomes.items()} == {name: one.ids for name, one in plain.outcomes.items()}
+    assert sum(stats.num_draft_tokens for stats in found.stats)
+    assert engine._target.cache.gather(0, torch.tensor([[0]]))[0].dtype == torch.float16
+
+
+def test_a_cache_is_not_read_as_what_it_does_not_hold():
+    cache = KVCache(2, CPU)
+    cache.write(0, torch.tensor([0]), torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+    with pytest.raises(ValueError, match=r"float32, not torch\.float16"):
+        cache.pools(0, 2, 4, torch.float16)
 
 
 def test_a_lens_survives_its_file(tmp_path):

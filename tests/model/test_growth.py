@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.draft import children
-from engine.draft.growth import grow, plain_growth
+from engine.draft.calibration import Calibrations
+from engine.draft.growth import grow, grow_by, plain_growth, strategy_of
 from engine.draft.model import ModelDrafter
 from engine.draft.strategies import num_draws
 from engine.keys import Stream, stream_key
@@ -255,3 +256,15 @@ def test_a_batch_of_chunks_grows_nothing_but_feeds():
     pair("llama")[1].forward(pack([chain_segment((5, 6, 7, 8), 0, range(4))], CPU), fresh, torch.tensor([0]))
     where = torch.arange(4)[None]
     assert torch.allclose(drafter._cache.gather(1, where)[0], fresh.gather(1, where)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_where_nobody_drafts_the_drafter_is_fed_and_roots_are_what_strategies_would_grow(is_traced):
+    rows = [replace(decoding_row((5, 9, 33), Expansion(0, 1, 0)), is_traced=is_traced), decoding_row((4,), Expansion(0, 1, 0))]
+    strategies = [strategy_of(row, Calibrations().of(row)) for row in rows]
+    grown, expected = grow(model_drafter(), rows, 61, CPU), grow_by(strategies, model_drafter(), rows, 61, CPU)
+    assert grown.passes == expected.passes
+    assert grown.passes.num_fed
+    assert torch.equal(grown.forest.draft_laws_RV, expected.forest.draft_laws_RV)
+    assert replace(grown.forest, draft_laws_RV=expected.forest.draft_laws_RV) == expected.forest
+    assert replace(grown, forest=expected.forest) == expected

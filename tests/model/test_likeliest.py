@@ -5,11 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.likeliest import Likeliest, likeliest
+from engine.likeliest import Likeliest, are_sound, likeliest
 from engine.native import laws as native
+from engine.sampling import warped_laws
+from engine.types import SamplingParams
 from tests.model.native import needs_library
 
 ODD = (float("-inf"), float("inf"), float("nan"), 0.0, -0.0)
@@ -84,3 +86,44 @@ def test_a_row_s_law_has_the_same_bits_beside_others():
 def test_a_row_that_is_no_law_is_told_by_its_numbers():
     logits_NV = torch.tensor([[math.nan, 1.0, 2.0], [-math.inf] * 3])
     assert native.laws(logits_NV, [0, 1], [1.0, 1.0]).isnan().all()
+
+
+@needs_library
+def test_a_law_of_a_whole_vocabulary_is_as_near():
+    """Sums run over 3,072 vectors."""
+    logits_NV = torch.randn(3, 49152, generator=torch.Generator().manual_seed(2)) * torch.tensor([[0.0], [3.0], [9.0]])
+    laws_RV = native.laws(logits_NV, range(3), [1.0, 0.7, 1.3]).double()
+    expected_NV = (logits_NV.double() / torch.tensor([[1.0], [0.7], [1.3]])).softmax(-1)
+    assert (laws_RV - expected_NV).abs().sum(-1).max() < 1e-5
+    np.testing.assert_allclose(laws_RV.sum(-1), 1.0, atol=1e-5)
+
+
+@pytest.fixture
+def _by_torch(monkeypatch):
+    monkeypatch.setattr(native, "can_read", lambda logits_NV: False)
+
+
+@pytest.mark.usefixtures("_by_torch")
+@given(rows_of_logits())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_torch_finds_the_same(rows):
+    assert told(likeliest(rows)) == by_numpy(rows)
+    assert are_sound(rows) == [is_sound for is_sound, _ in by_numpy(rows)]
+
+
+LAWS = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=2.0)]
+
+
+def is_of_rows(laws_of) -> bool:
+    logits_NV = torch.randn(5, 23, generator=torch.Generator().manual_seed(3)) * 4.0
+    return torch.allclose(laws_of(logits_NV, LAWS, [4, 0, 2]), warped_laws(logits_NV[[4, 0, 2]], LAWS), atol=1e-6)
+
+
+def test_laws_of_some_rows_are_theirs():
+    assert is_of_rows(warped_laws)
+    assert not is_of_rows(lambda logits_NV, sampling, rows: warped_laws(logits_NV, sampling, range(len(rows))))
+
+
+@pytest.mark.usefixtures("_by_torch")
+def test_by_torch_too():
+    test_laws_of_some_rows_are_theirs()

@@ -17,6 +17,7 @@ from engine.native import library
 from engine.testing import tiny_module
 from engine.tree import Expansion
 from tests.conformance.folder import served_folder
+from tests.model.native import needs_library
 
 CPU = torch.device("cpu")
 
@@ -111,3 +112,10 @@ def test_a_container_has_no_more_than_its_limit(tmp_path: Path, monkeypatch):
     assert memory.memory_of(CPU) == Memory(1000, 1000)
     limit.write_text("max\n")
     assert memory.memory_of(CPU).total == whole.total
+
+
+@needs_library
+def test_in_int8_keys_and_values_take_half(config):
+    config = replace(config, drafter="none", draft_model=None, dtype="int8")
+    assert memory_need(config, "int8", CPU).cache == build_engine(config).target.cache.num_bytes
+    assert memory_need(config, "int8", CPU).cache * 2 == memory_need(replace(config, dtype="float32"), "float32", CPU).cache

@@ -199,3 +199,15 @@ def test_the_next_sequence_knows_that_a_drafter_is_never_right():
         best = menu.entries[int(estimator.estimate([view]).tokens.argmax())]
         estimator.observe([DraftOutcome("r", best, best.max_nodes, best.max_depth, 0)])
     assert estimator.estimate([Text(flat(0.0)).view("another")]).tokens.max() < 1.5
+
+
+def test_one_tree_is_foretold_as_all_of_them_are():
+    """By its acceptance alone, at any log-odds: what is learnt from is what was expected."""
+    menu = menu_of(Expansion(0, 3, 6, "noise_aware", 32), "coupled")
+    estimator = CountedAcceptance(menu)
+    for log_odds in (-9.0, -1.3, 0.0, 0.4, 2.2, 9.0):
+        told_1S = estimator._sized_tokens(np.array([log_odds]), np.ones((1, len(estimator._sized))))
+        for column, place in enumerate(estimator._sized):
+            entry = menu.entries[place]
+            one = estimator._usual_tokens(estimator._among(entry.num_draft_tokens, entry.max_depth), log_odds)
+            assert one == pytest.approx(told_1S[0, column], rel=1e-9), entry

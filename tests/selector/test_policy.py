@@ -14,12 +14,12 @@ import pytest
 from engine.policy import DraftOutcome, Reason
 from engine.tree import FREE_GROWTH, PLAIN, Expansion
 from engine.types import Speculation
-from selector.allocation import Allocator
+from selector.allocation import Allocation, Allocator
 from selector.cost import DRAFT_PRICES, KNOTS, CostModel
 from selector.estimators import CountedAcceptance, Estimates
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
-from selector.policy import AdaptiveExpansion
+from selector.policy import AdaptiveExpansion, _pays
 from selector.probing import Probes
 from tests.selector.machine import Machine, Ran, Text, fixed_rate, flat, run
 
@@ -257,13 +257,13 @@ def test_probing_never_spends_more_than_its_share():
     probes = Probes()
     spent_s, step_s, num_probes = 0.0, 0.01, 0
     for step in range(5000):
-        probes.save(step_s, 1)
+        probes.save(step_s)
         one = Text(flat(0.0), num_generated=step).view("r")
         if probes.due([one], [True], [True]) and probes.saved_s >= 0.006:
             probes.pay([one], 0.006)
             spent_s, num_probes = spent_s + 0.006, num_probes + 1
-    assert num_probes > 10
-    assert spent_s <= (0.01 * 5000 + 2.0) * step_s
+    assert num_probes > 5
+    assert spent_s <= (0.005 * 5000 + 2.0) * step_s
 
 
 def test_a_probe_that_found_no_room_says_nothing():
@@ -271,7 +271,7 @@ def test_a_probe_that_found_no_room_says_nothing():
     intervals = []
     for expansion in (PLAIN, Expansion(4, 1, 0)):
         probes, view = Probes(), Text(flat(0.0)).view("r")
-        probes.save(1.0, 1)
+        probes.save(1.0)
         probes.due([view], [True], [True])
         probes.pay([view], 0.1)
         before = probes._patience["r"].interval
@@ -283,7 +283,7 @@ def test_a_probe_that_found_no_room_says_nothing():
 def test_a_probe_pays_what_its_step_took():
     """On credit once the account is full, and less or more than was foretold when that was wrong."""
     probes, view = Probes(), Text(flat(0.0)).view("r")
-    probes.save(1.0, 1)
+    probes.save(1.0)
     is_full = [probes.is_full]
     probes.due([view], [True], [True])
     probes.pay([view], 50.0)
@@ -339,9 +339,10 @@ class FeedsForNothing(Allocator):
 def rate_far_behind() -> float:
     """Return the rate beside plain decoding's of useless drafts by a drafter that is fed as slowly as the target."""
     policy, texts = adaptive(SLOW_FEED), [Text(flat(0.0), context=900, num_unfed=900)]
-    run(policy, SLOW_FEED, texts, 50)
+    while Reason.PROBE not in run(policy, SLOW_FEED, texts, 10).reasons:
+        pass
     texts[0].num_unfed = 900
-    return run(policy, SLOW_FEED, texts, 150, seed=1).rate / fixed_rate(SLOW_FEED, texts, PLAIN)
+    return run(policy, SLOW_FEED, texts, 300, seed=1).rate / fixed_rate(SLOW_FEED, texts, PLAIN)
 
 
 def test_what_a_drafter_is_behind_is_paid_for_by_the_probe_that_feeds_it():
@@ -389,13 +390,13 @@ def drafted_share_beside_barred_ones() -> float:
 
 
 def test_those_that_can_only_be_plain_do_not_stand_in_the_way_of_probes():
-    assert drafted_share_beside_barred_ones() > 0.45
+    assert drafted_share_beside_barred_ones() > 0.3
 
 
 def test_asked_all_the_same_they_would(monkeypatch):
     due = Probes.due
     monkeypatch.setattr(Probes, "due", lambda self, views, is_plain, can_probe: due(self, views, is_plain, [True] * len(views)))
-    assert drafted_share_beside_barred_ones() < 0.45
+    assert drafted_share_beside_barred_ones() < 0.1
 
 
 TOLD = {
@@ -417,10 +418,88 @@ def foretold_share(name: str) -> float:
 
 @pytest.mark.parametrize("name", TOLD)
 def test_seconds_foretold_are_those_taken(name):
-    """In the sum over steps, probes and what drafters are behind included; one percent of the times taught is five-fold."""
-    assert foretold_share(name) == pytest.approx(1.0, abs=0.06)
+    """In the sum over steps, probes and what drafters are behind included; one percent of the times taught is five-fold.
+
+    Where a drafter says something or nothing, less is foretold: what is expected of rounds is not what comes of each.
+    """
+    assert foretold_share(name) == pytest.approx(1.0, abs=0.1 if name == "often silent" else 0.06)
 
 
 def test_passes_that_cached_text_spares_would_be_foretold(monkeypatch):
     monkeypatch.setattr(ModelShare, "share", 1.0)
     assert foretold_share("cached") > 1.06
+
+
+class Thinks(AdaptiveExpansion):
+    """Notes in which steps a choice is thought over."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.num_steps, self.thought = 0, list[int]()
+
+    def choose(self, views):
+        self.num_steps += 1
+        return super().choose(views)
+
+    def _chosen(self, views):
+        self.thought.append(self.num_steps)
+        return super()._chosen(views)
+
+    def gaps(self) -> list[int]:
+        return [later - earlier for earlier, later in zip(self.thought, self.thought[1:], strict=False)]
+
+
+class NeverStandsLonger(Thinks):
+    def _num_settled(self, places, reason):
+        return self._settled_steps
+
+
+class NeverHears(Thinks):
+    def _hear(self, feedback):
+        pass
+
+
+def thinking(kind: type[Thinks], machine: Machine, chance: float, num_steps: int = 400) -> list[int]:
+    """Return after how many steps each choice was thought over again, once things have settled."""
+    policy, texts = kind(MENU, CountedAcceptance(MENU), profiled(machine), CHAIN), texts_of(chance, 1)
+    run(policy, machine, texts, num_steps)
+    return policy.gaps()
+
+
+def test_a_choice_that_is_confirmed_stands_twice_as_long():
+    assert list(dict.fromkeys(thinking(Thinks, DEAR, 0.0))) == [5, 9, 17, 33]
+    assert max(thinking(Thinks, CHEAP, 1.0)) == 17
+    assert max(thinking(NeverStandsLonger, DEAR, 0.0)) == 5
+
+
+def steps_until_it_drafts(kind: type[Thinks]) -> int:
+    """Return after how many steps a text is drafted for again that has become worth it, in the mean."""
+    waited = []
+    for seed in range(6):
+        text = Text(lambda depth, num_generated: 0.0 if num_generated < 200 else 0.9, context=100)
+        policy = kind(MENU, CountedAcceptance(MENU), profiled(USUAL), CHAIN)
+        while text.num_generated < 200:
+            run(policy, USUAL, [text], 1, seed=seed)
+        ran = run(policy, USUAL, [text], 600, seed=seed)
+        waited.append(next(step for step in range(600) if all(not one[0].is_plain for one in ran.choices[step : step + 3])))
+    return sum(waited) // len(waited)
+
+
+def test_a_probe_that_was_about_as_good_has_the_choice_thought_over_soon():
+    assert steps_until_it_drafts(Thinks) < 0.8 * steps_until_it_drafts(NeverHears)
+
+
+def test_who_comes_in_between_is_not_plain_for_long():
+    policy, texts = adaptive(USUAL), texts_of(0.9, 8)
+    run(policy, USUAL, texts, 200)
+    late = [Text(flat(0.9), context=100, name=f"late {index}") for index in range(2)]
+    ran = run(policy, USUAL, [*texts, *late], 12, seed=1)
+    assert any(not choice[-1].is_plain for choice in ran.choices[:6])
+
+
+def test_trees_must_bring_more_than_their_seconds_are_worth():
+    plain = Allocation(np.zeros(1, dtype=np.int64), 2.0, 1.0)
+    tree = Allocation(np.ones(1, dtype=np.int64), 3.0, 1.4)  # 0.4 seconds more, worth 0.8 tokens
+    assert _pays(tree, plain)
+    assert not _pays(replace(tree, tokens=2.9), plain)
+    assert not _pays(replace(tree, tokens=2.0), plain)

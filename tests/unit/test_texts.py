@@ -264,3 +264,38 @@ def test_agreement_is_learnt_before_the_token_is_known():
     history += range(10, 60)
     law(cache, history)
     assert not cache._agreement._rates
+
+
+def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
+    """Return what a text that repeats itself has taught; `is_asked` has somebody ask for its law and its runs in each step."""
+    cache = TextCache(min_tokens=1)
+    history = begun(cache)
+    for token_id in (8, 9, 5, 6, 7, 8, 9, 9, 5, 6, 7, 7, 8, 9, 5):
+        history.append(token_id)
+        cache.advance(["r"])
+        if is_asked:
+            cache.law_after(row_of("r", history), ())
+            cache.run("r", 4, 0.5)
+    return cache._agreement._rates
+
+
+def test_what_was_said_in_a_step_is_what_the_next_one_learns_from():
+    assert rates_of_a_text(is_asked=True) == rates_of_a_text(is_asked=False) != {}
+
+
+def test_what_was_said_of_another_position_would_teach_something_else(monkeypatch):
+    said_at = TextCache._said_at
+    monkeypatch.setattr(
+        TextCache,
+        "_said_at",
+        lambda self, one, trees, position: one.said.told if one.said else said_at(self, one, trees, position),
+    )
+    follow = TextCache._follow
+
+    def follow_and_remember(self, one):
+        said = one.said
+        follow(self, one)
+        one.said = said
+
+    monkeypatch.setattr(TextCache, "_follow", follow_and_remember)
+    assert rates_of_a_text(is_asked=True) != rates_of_a_text(is_asked=False)
