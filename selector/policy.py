@@ -34,9 +34,9 @@ _CHEAP_FEEDING = 0.01  # of a plain step's seconds, for which drafters are kept 
 _FEEDING_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
 _MOST_TRIED = 3  # sequences that are due for a probe, of which the first that can be paid is asked
 _ABOUT_AS_GOOD = 0.9  # times plain decoding's rate, that a probe's step is news
-_PAYS = (
-    1.15  # times what their seconds are worth, that trees must bring: the best of many estimates is rarely as good as it looks
-)
+# Times what their seconds are worth, that trees must bring, and that those of the last choice must: the best of many estimates is
+# rarely as good as it looks.
+_PAYS, _GOES_ON_PAYING = 1.15, 1.0
 _CLEARLY_BETTER = 1.01  # times the rate of the last choice, before it is given up
 
 
@@ -109,7 +109,7 @@ class AdaptiveExpansion:
         self._probes.save(self._plain_s)
         # Who came in between is plain, and not for long.
         self._num_standing = (min(self._num_standing, self._settled_steps) if num_new else self._num_standing) - 1
-        if not num_changed and last.choice.reason is Reason.PLAIN_IS_BEST:
+        if not num_changed and not last.num_unfed and last.choice.reason is Reason.PLAIN_IS_BEST:
             return last.choice
         places = (last.places.get(view.request_id, 0) for view in views)
         expansions = tuple(self._menu.entries[place] for place in places)
@@ -130,7 +130,8 @@ class AdaptiveExpansion:
         if not np.isfinite(plain.rate):
             return self._without_numbers(views)
         best = allocator.best(plain)
-        best = self._clearly_better(batch, allocator, best if _pays(best, plain) else plain)
+        best = self._clearly_better(batch, allocator, best if _pays(best, plain, _PAYS) else plain)
+        best = best if _pays(best, plain, _GOES_ON_PAYING) else plain
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, allocator, best, plain, reason, views)
         places = dict.fromkeys((view.request_id for view in views), 0)
@@ -331,9 +332,9 @@ class AdaptiveExpansion:
         return Choice((self._fallback,) * len(views), Reason.FALLBACK)
 
 
-def _pays(best: Allocation, plain: Allocation) -> bool:
-    """Return whether an allocation brings clearly more tokens than plain decoding would in the seconds that it takes longer."""
-    return best.tokens - plain.tokens > _PAYS * plain.rate * (best.seconds - plain.seconds)
+def _pays(best: Allocation, plain: Allocation, margin: float) -> bool:
+    """Return whether an allocation brings that many times the tokens that plain decoding would in the seconds it takes longer."""
+    return best.tokens - plain.tokens > margin * plain.rate * (best.seconds - plain.seconds)
 
 
 def _catch_up(view: SequenceView) -> float:

@@ -500,6 +500,6 @@ def test_who_comes_in_between_is_not_plain_for_long():
 def test_trees_must_bring_more_than_their_seconds_are_worth():
     plain = Allocation(np.zeros(1, dtype=np.int64), 2.0, 1.0)
     tree = Allocation(np.ones(1, dtype=np.int64), 3.0, 1.4)  # 0.4 seconds more, worth 0.8 tokens
-    assert _pays(tree, plain)
-    assert not _pays(replace(tree, tokens=2.9), plain)
-    assert not _pays(replace(tree, tokens=2.0), plain)
+    assert _pays(tree, plain, 1.15)
+    assert not _pays(replace(tree, tokens=2.9), plain, 1.15)
+    assert not _pays(replace(tree, tokens=2.0), plain, 1.0)
