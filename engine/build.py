@@ -91,6 +91,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         verifier=config.verifier,
         policy=config.policy,
         has_same_bits=model.has_same_bits,
+        cache_dtype=None if model.cache_dtype is None else str(model.cache_dtype).removeprefix("torch."),
     )
     measured = CachedDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, CachedDrafter) else own_drafter
     _warm_up(info, config, target, _with_texts(measured, config, model))

@@ -46,7 +46,7 @@ class KVCache:
         if layer not in self._keys:
             self._make(layer, keys_THK, values_THK)
         for pool, written in ((self._keys[layer], keys_THK), (self._values[layer], values_THK)):
-            pool.index_copy_(0, slots_T, written.to(pool.dtype))
+            pool.index_copy_(0, slots_T, _rounded(written, pool.dtype))
 
     def gather(self, layer: int, slots_BL: Int[Tensor, "B L"]) -> tuple[Float[Tensor, "B L H K"], Float[Tensor, "B L H V"]]:
         """Return the keys and the values at the slots."""
@@ -85,3 +85,11 @@ class KVCache:
         pool = torch.empty((self.num_slots, *example.shape[1:]), dtype=self._dtype or example.dtype, device=self._device)
         self.canary.watch(pool)
         return pool
+
+
+def _rounded(written: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers in a format; what is too large for float16 becomes its largest, as our library has it."""
+    if dtype == torch.float16 != written.dtype:
+        most = torch.finfo(dtype).max
+        written = torch.where(written.isfinite(), written.clamp(-most, most), written)
+    return written.to(dtype)

@@ -283,6 +283,7 @@ class ModelInfo:
     verifier: str
     policy: str
     has_same_bits: bool = False  # of a row's logits, in passes of any width
+    cache_dtype: str | None = None  # of keys and values, where it is not `dtype`
 
     @property
     def rounds_by_width(self) -> bool:

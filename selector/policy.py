@@ -33,10 +33,10 @@ _CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is
 _CHEAP_FEEDING = 0.01  # of a plain step's seconds, for which drafters are kept up with sequences that are plain
 _FEEDING_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
 _MOST_TRIED = 3  # sequences that are due for a probe, of which the first that can be paid is asked
-_ABOUT_AS_GOOD = 0.9  # times plain decoding's rate, that a probe's step is news
-# Times what their seconds are worth, that trees must bring, and that those of the last choice must: the best of many estimates is
+_IS_NEWS = 0.7  # times what its seconds are worth, from which on what a probe brought is: they feed a drafter that was behind too
+# Times what their seconds are worth, that trees must bring, and must go on to bring once they do: the best of many estimates is
 # rarely as good as it looks.
-_PAYS, _GOES_ON_PAYING = 1.15, 1.0
+_PAYS, _GOES_ON_PAYING = 1.1, 1.0
 _CLEARLY_BETTER = 1.01  # times the rate of the last choice, before it is given up
 
 
@@ -83,6 +83,7 @@ class AdaptiveExpansion:
         self._probes = Probes()
         self._model_share = ModelShare()
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
+        self._is_plain_probe = False  # whether the step under way is plain so that it may be measured
         self._standing = _Standing({}, Choice(()))
         self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
@@ -93,7 +94,7 @@ class AdaptiveExpansion:
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second, or nearly so, and what is expected of them."""
-        self._probe_s = None
+        self._probe_s, self._is_plain_probe = None, False
         choice = self._stood(views) or self._chosen(views)
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
@@ -109,11 +110,11 @@ class AdaptiveExpansion:
         self._probes.save(self._plain_s)
         # Who came in between is plain, and not for long.
         self._num_standing = (min(self._num_standing, self._settled_steps) if num_new else self._num_standing) - 1
-        if not num_changed and not last.num_unfed and last.choice.reason is Reason.PLAIN_IS_BEST:
+        if not num_changed and not last.num_unfed and _all_decode(views) and last.choice.reason is Reason.PLAIN_IS_BEST:
             return last.choice
         places = (last.places.get(view.request_id, 0) for view in views)
         expansions = tuple(self._menu.entries[place] for place in places)
-        if num_changed or last.choice.step_s is None:
+        if num_changed or last.choice.step_s is None or not _all_decode(views):
             return replace(last.choice, expansions=expansions, speedup=1.0, step_s=None)
         num_unfed = _num_unfed(views, expansions)
         return replace(last.choice, expansions=expansions, step_s=last.choice.step_s + last.feed_s * (num_unfed - last.num_unfed))
@@ -130,7 +131,8 @@ class AdaptiveExpansion:
         if not np.isfinite(plain.rate):
             return self._without_numbers(views)
         best = allocator.best(plain)
-        best = self._clearly_better(batch, allocator, best if _pays(best, plain, _PAYS) else plain)
+        margin = _GOES_ON_PAYING if self._standing.choice.reason is Reason.SPECULATION_PAYS else _PAYS
+        best = self._clearly_better(batch, allocator, best if _pays(best, plain, margin) else plain)
         best = best if _pays(best, plain, _GOES_ON_PAYING) else plain
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, allocator, best, plain, reason, views)
@@ -143,6 +145,7 @@ class AdaptiveExpansion:
         self._standing, self._num_standing = _Standing(places, choice, num_settled, self._feed_s, unfed), num_settled
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
+            self._is_plain_probe = True
             return self._choice(batch, allocator, plain, plain, Reason.PROBE, views)
         probing = self._probe(batch, allocator, best)
         if probing is None:
@@ -201,7 +204,7 @@ class AdaptiveExpansion:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought."""
         if feedback.outcomes and not feedback.has_prefill:
             self._num_priced += 1
-            is_new = self._num_priced <= _PRICED_ALWAYS or self._probe_s is not None
+            is_new = self._num_priced <= _PRICED_ALWAYS or self._is_plain_probe or self._probe_s is not None
             every = _PRICED_EVERY if feedback.work.num_rounds else _PRICED_EVERY_PLAIN
             if is_new or self._num_priced % every == 0:
                 self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
@@ -213,9 +216,10 @@ class AdaptiveExpansion:
         self._probes.observe(feedback.outcomes)
 
     def _hear(self, feedback: StepFeedback) -> None:
-        """Think again soon, and more often, where a probe was about as good as plain decoding."""
-        tokens = sum(1 + one.accepted_depth for one in feedback.outcomes)
-        is_good = tokens > _ABOUT_AS_GOOD * self._plain_rate * (feedback.draft_s + feedback.rest_s)
+        """Think again soon, and more often, where a probe brought most of what its seconds are worth."""
+        tokens = sum(one.accepted_depth for one in feedback.outcomes if self._probes.has_asked(one.request_id))
+        longer_s = feedback.draft_s + feedback.rest_s - self._plain_s
+        is_good = tokens > _IS_NEWS * self._plain_rate * max(0.0, longer_s)
         if self._standing.choice.reason is Reason.PLAIN_IS_BEST and is_good:
             self._num_standing = min(self._settled_steps, self._num_standing)
             self._standing = replace(self._standing, num_settled=0)

@@ -66,6 +66,10 @@ class Probes:
         order = [index for _, index in sorted(found)]
         return [index for index in order if is_plain[index] == is_plain[order[0]]]
 
+    def has_asked(self, request_id: str) -> bool:
+        """Return whether the probe under way is a sequence's."""
+        return request_id in self._asked
+
     @property
     def saved_s(self) -> float:
         """Seconds that a probe may lose."""

@@ -93,7 +93,7 @@ class StepMetrics:
         if self._has_info:
             return
         self._has_info = True
-        cache = {"block_size": "1", "num_gpu_blocks": str(model.num_slots), "cache_dtype": model.dtype}
+        cache = {"block_size": "1", "num_gpu_blocks": str(model.num_slots), "cache_dtype": model.cache_dtype or model.dtype}
         self._families.info("vllm:cache_config_info", "The key-value cache; a block is one slot, a slot one token.", cache)
         speculation = {"drafter": model.drafter, "verifier": model.verifier, "policy": model.policy}
         engine = {"device": model.device, "dtype": model.dtype, **speculation}
