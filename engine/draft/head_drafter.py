@@ -53,15 +53,12 @@ class LateFeatures:
 
     def take(self) -> tuple[Int[Tensor, " T"], list[Float[Tensor, "T D"]]]:
         """Return and forget all there is, of each slot what came last. What is of many passes is on a processor."""
-        if len(self._passes) == 1:
-            self.num_tokens = 0
-            return self._passes.pop()
-        slots_T = torch.cat([slots_T for slots_T, _ in self._passes])
-        states = [torch.cat(of_layer) for of_layer in zip(*(states for _, states in self._passes), strict=True)]
-        self._passes.clear()
-        self.num_tokens = 0
-        newest_first = slots_T.flip(0).numpy()
-        kept, places = np.unique(newest_first, return_index=True)
+        passes, self._passes, self.num_tokens = self._passes, [], 0
+        if len(passes) == 1:
+            return passes[0]
+        slots_T = torch.cat([slots_T for slots_T, _ in passes])
+        states = [torch.cat(of_layer) for of_layer in zip(*(states for _, states in passes), strict=True)]
+        kept, places = np.unique(slots_T.flip(0).numpy(), return_index=True)  # newest first
         if len(kept) < len(slots_T):
             places_K = torch.from_numpy(len(slots_T) - 1 - places)
             return slots_T[places_K], [states_TD[places_K] for states_TD in states]
