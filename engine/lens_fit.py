@@ -13,11 +13,12 @@ from torch import Tensor
 from engine.draft.early_exit import Lens, truncated
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
+from engine.orders import Order
 from engine.packing import pack
 from engine.progress_bar import progress_bar
 from engine.segments import chain_segment
 from engine.taps import StateTap
-from engine.writing import Order, write
+from engine.writing import write
 
 _BATCH = 64  # texts written at a time
 _RIDGE = 1e-3  # of the mean square of a state's entries

@@ -15,9 +15,11 @@ from server.bench_prompts import read_prompts
 from server.chat_ids import chat_ids
 
 if TYPE_CHECKING:
+    from engine.draft.head import DraftHead, HeadShape
     from engine.model import CausalModel
 
 _NOT_RECORDED = {"handler", "command", "threads", "device"}
+_SIZES = {"width", "intermediate", "head_layers", "feature_layers", "vocab"}  # of a new head
 _PROMPTS = Path(__file__).parent.parent / "configs" / "drafters" / "prompts.yaml"
 
 
@@ -36,12 +38,15 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument("--num-prompts", type=int, default=1536, help="texts to write")
     train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
     train.add_argument("--batch", type=int, default=192, help="texts written at a time")
+    train.add_argument("--begin-with", type=Path, help="a head to go on with, on more texts: its sizes and its vocabulary stay")
     train.add_argument("--width", type=int, default=576, help="inner width of the head")
     train.add_argument("--intermediate", type=int, default=2304, help="width of its feed-forward layer")
     train.add_argument("--head-layers", type=int, default=1, help="its decoder layers")
     train.add_argument("--feature-layers", type=_numbers, help="counts of target layers whose output it reads; default thirds")
     train.add_argument("--vocab", type=int, default=8192, help="tokens it can propose: the target's likeliest")
     train.add_argument("--epochs", type=int, default=16)
+    train.add_argument("--rate", type=float, default=0.01, help="highest learning rate of matrices, by Muon")
+    train.add_argument("--tokens-per-update", type=int, default=2000)
     train.add_argument("--refusal-weight", type=float, default=0.0, help="share of the refused mass in the loss at the end")
     train.add_argument("--seed", type=int, default=1)
     train.set_defaults(handler=_train)
@@ -88,16 +93,27 @@ def _train(parsed: argparse.Namespace) -> int:
         model = _load(parsed, folder)
         require_plain_output(model)
         depth = len(model.module.model.layers)
-        layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)
-        shape = shape_for(model, parsed.width, parsed.head_layers, parsed.intermediate, layers)
         target = fingerprint(folder).as_text()
+        notes: dict[str, object] = {"target": parsed.target, "command": _command(parsed), RECIPE_KEY: target}
+        untrained: HeadShape | DraftHead
+        if parsed.begin_with:
+            untrained, notes["began_with"] = _trained_before(parsed.begin_with, target)
+            layers = untrained.shape.feature_layers
+        else:
+            layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)
+            untrained = shape_for(model, parsed.width, parsed.head_layers, parsed.intermediate, layers)
         corpus = Corpus(parsed.work / "texts")
         corpus.bind(_made_with(parsed, target, layers))
         collect(corpus, model, layers, prompts, max_tokens=parsed.max_tokens, seed=parsed.seed * 1_000_000, batch=parsed.batch)
         texts = (text for text in corpus.texts() if text.index < len(prompts))
-        plan = TrainingPlan(num_epochs=parsed.epochs, refusal_weight=parsed.refusal_weight, seed=parsed.seed)
-        notes = {"target": parsed.target, "command": _command(parsed), RECIPE_KEY: target}
-        distilled = distil(model, texts, shape, parsed.vocab, plan, parsed.work / "checkpoint.pt", notes)
+        plan = TrainingPlan(
+            num_epochs=parsed.epochs,
+            tokens_per_update=parsed.tokens_per_update,
+            matrix_rate=parsed.rate,
+            refusal_weight=parsed.refusal_weight,
+            seed=parsed.seed,
+        )
+        distilled = distil(model, texts, untrained, parsed.vocab, plan, parsed.work / "checkpoint.pt", notes)
     except (WeightsError, OSError, ValueError) as error:
         sys.stderr.write(f"latebranch drafter train: {error}\n")
         return 1
@@ -106,6 +122,16 @@ def _train(parsed: argparse.Namespace) -> int:
     _plot(distilled.curve, parsed.out.with_suffix(".png"))
     sys.stdout.write(json.dumps(distilled.recipe) + "\n")
     return 0
+
+
+def _trained_before(path: Path, target: str) -> "tuple[DraftHead, dict[str, object]]":
+    """Load a head of the same target to go on with, and its recipe; raise ValueError if it is of another."""
+    from engine.draft.head import DraftHead
+
+    head, recipe = DraftHead.load(path)
+    if recipe.get(RECIPE_KEY) != target:
+        raise ValueError(f"{path} was made for other weights than these; it cannot be gone on with")
+    return head, recipe
 
 
 def _made_with(parsed: argparse.Namespace, target: str, layers: Sequence[int]) -> dict[str, str]:
@@ -160,10 +186,9 @@ def _as_chats(folder: Path, messages: Sequence[str]) -> list[tuple[int, ...]]:
 
 def _command(parsed: argparse.Namespace) -> str:
     """Return the command line that makes this head again, every setting spelt out."""
-    settings = {
-        name: value for name, value in vars(parsed).items() if name not in _NOT_RECORDED and value not in (None, {}, _PROMPTS)
-    }
-    settings |= {"work": parsed.work.name, "out": parsed.out.name}
+    left_out = _NOT_RECORDED | (_SIZES if parsed.begin_with else set())
+    settings = {name: value for name, value in vars(parsed).items() if name not in left_out and value not in (None, {}, _PROMPTS)}
+    settings |= {name: path.name for name, path in settings.items() if isinstance(path, Path)}
     return " ".join(
         ["latebranch drafter train", *(f"--{name.replace('_', '-')} {_as_text(settings[name])}" for name in settings)]
     )

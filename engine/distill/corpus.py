@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.model import CausalModel
+from engine.orders import Order
 from engine.progress_bar import progress_bar
-from engine.writing import Order, write
+from engine.writing import write
 
 TEMPERATURES = (0.7, 1.0, 0.0, 0.7, 1.0, 0.7)  # of the texts, in turn
 

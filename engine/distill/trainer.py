@@ -6,6 +6,7 @@ Shape key: B texts, T positions, C chains a text, N positions that count, F feat
 import json
 import math
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,7 +82,8 @@ class Trainer:
     ) -> None:
         self.head, self.plan = head, plan
         self.curve: list[dict[str, float]] = []
-        self._embeddings_VD, self._rows_MD = embeddings_VD, rows_MD.bfloat16()
+        self._dtype = fastest_dtype(rows_MD.device)
+        self._embeddings_VD, self._rows_MD = embeddings_VD, rows_MD.to(self._dtype)
         self._checkpoint = checkpoint
         matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
         norms = [parameter for parameter in head.parameters() if parameter.dim() == 1]
@@ -138,13 +140,13 @@ class Trainer:
         """Add one pass's gradient; return its loss and, at step 0, the overlap with the target over the head's vocabulary."""
         plan, device = self.plan, self._rows_MD.device
         batch = batched(texts, device)
-        laws_NM = teacher_laws(batch.states_BTFD[batch.counts_BT][:, -1], self._rows_MD)
+        laws_NM = teacher_laws(batch.states_BTFD[batch.counts_BT][:, -1].to(self._dtype), self._rows_MD)
         law_of_BT = batch.counts_BT.flatten().cumsum(0).view_as(batch.counts_BT) - 1
         starts_BC, is_start_BC = sampled_starts(batch.counts_BT, plan.chain_share, plan.num_steps, generator)
         weight = plan.refusal_weight * progress
         total = torch.zeros((), device=device)
         overlap = 0.0
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
             embeddings = self._embeddings_VD[batch.ids_BT]
             for step, state in enumerate(chain_states(self.head, batch.states_BTFD, embeddings, starts_BC, plan.num_steps)):
                 predicted = self.head.predicted(state)
@@ -154,7 +156,7 @@ class Trainer:
                 else:
                     rows = torch.arange(len(starts_BC), device=device)[:, None]
                     kept, laws = predicted[is_start_BC], laws_NM[law_of_BT[rows, starts_BC + step][is_start_BC]]
-                total = total + distillation_loss(kept.bfloat16(), laws, self._rows_MD, weight)
+                total = total + distillation_loss(kept.to(self._dtype), laws, self._rows_MD, weight)
         loss = total / plan.num_steps
         (loss * share).backward()  # type: ignore[no-untyped-call]
         return float(loss.detach()), overlap
@@ -186,6 +188,27 @@ class Trainer:
             optimiser.load_state_dict(saved)
         self.curve = state["curve"]
         return int(state["done"])
+
+
+def fastest_dtype(device: torch.device) -> torch.dtype:
+    """Return the format in which a device multiplies matrices faster, bfloat16 or float32, by trying both.
+
+    Processors without matrix units may take twice as long in bfloat16.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16
+
+    def seconds(dtype: torch.dtype) -> float:
+        x = torch.ones(512, 1024, dtype=dtype)
+        x @ x.T
+        tries = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            x @ x.T
+            tries.append(time.perf_counter() - begin)
+        return min(tries)
+
+    return min((torch.bfloat16, torch.float32), key=seconds)
 
 
 def sampled_starts(

@@ -9,6 +9,7 @@ import yaml
 from engine.build import build_engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.head import DraftHead
+from engine.testing import tiny_module
 from engine.tree import Expansion
 from engine.types import Request, SamplingParams
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
@@ -75,6 +76,28 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
     assert "were made with another" in capsys.readouterr().err
     assert main(["drafter", "train", "--target", str(target), *SMALL, "--num-prompts", "40", "--width", "100", *other]) == 1
     assert "multiple of 192" in capsys.readouterr().err
+
+
+def test_training_goes_on_with_a_head(made, tmp_path, capsys):
+    target, work = made
+    first, first_recipe = DraftHead.load(work / "head.safetensors")
+    (tmp_path / "texts").symlink_to(work / "texts")
+    out = tmp_path / "more.safetensors"
+    files = ["--prompt-grammar", str(work / "grammar.yaml"), "--work", str(tmp_path), "--out", str(out)]
+    more = ["--num-prompts", "40", "--weights", "a=2", "--epochs", "1", "--rate", "0.002"]
+    begin = ["--begin-with", str(work / "head.safetensors")]
+    assert main(["drafter", "train", "--target", str(target), *SMALL, *more, *begin, *files]) == 0
+    head, recipe = DraftHead.load(out)
+    assert head.shape == first.shape
+    assert head.vocab_M.equal(first.vocab_M)
+    assert recipe["began_with"] == first_recipe
+    assert "--begin-with head.safetensors" in str(recipe["command"])
+    assert "--width" not in str(recipe["command"])
+    moved = (head.widen.weight - first.widen.weight).norm() / first.widen.weight.norm()
+    assert 0.0 < moved < 1.0, "it must move, from where the first ended"
+    other = model_folder(tmp_path / "other", tiny_module("llama", seed=5))
+    assert main(["drafter", "train", "--target", str(other), *SMALL, *more, *begin, *files]) == 1
+    assert "made for other weights" in capsys.readouterr().err
 
 
 def test_it_drafts_for_its_target_and_changes_no_text(made):

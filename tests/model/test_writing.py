@@ -1,12 +1,16 @@
 """Texts written many at a time: each is what the target alone would write, whoever else is in its batch and whoever leaves it."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from engine.model import CausalModel
+from engine.orders import Order, Written, drawn
 from engine.testing import FAMILIES, tiny_model, tiny_module
-from engine.writing import Order, Written, drawn, write
+from engine.writing import write
+from tests.model.native import KNOWN, native, needs_library
 
 LAYERS = (1, 3)
 PROMPTS = [tuple(range(5, 5 + length)) for length in (3, 9, 1, 14, 6, 2, 11, 4)]
@@ -21,13 +25,19 @@ def orders(temperature: float) -> dict[int, Order]:
     }
 
 
-def written(temperature: float, family: str = "llama", batch: int = 8) -> dict[int, Written]:
-    return {text.name: text for text in write(tiny_model(family), orders(temperature), batch, LAYERS)}
+def written(model: CausalModel, temperature: float, batch: int = 8) -> dict[int, Written]:
+    return {text.name: text for text in write(model, orders(temperature), batch, LAYERS)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_texts_are_those_of_generate(family: str) -> None:
-    texts, module = written(0.0, family), tiny_module(family)
+IN_COLUMNS = [pytest.param(tiny_model, family, id=family) for family in FAMILIES]
+IN_LANES = [pytest.param(native, family, id=f"{family}-native", marks=needs_library) for family in KNOWN]
+both_ways = pytest.mark.parametrize("model_of", [tiny_model, pytest.param(native, marks=needs_library)])
+
+
+@pytest.mark.parametrize("batch", [3, 8])
+@pytest.mark.parametrize(("model_of", "family"), [*IN_COLUMNS, *IN_LANES])
+def test_greedy_texts_are_those_of_generate(model_of: Callable[[str], CausalModel], family: str, batch: int) -> None:
+    texts, module = written(model_of(family), 0.0, batch), tiny_module(family)
     assert len(texts) == len(PROMPTS)
     for index, order in orders(0.0).items():
         ids = torch.tensor([order.prompt_ids])
@@ -36,15 +46,17 @@ def test_greedy_texts_are_those_of_generate(family: str) -> None:
         assert texts[index].num_prompt == len(order.prompt_ids)
 
 
-def test_states_are_the_models_own() -> None:
-    for text in written(1.0).values():
+@both_ways
+def test_states_are_the_models_own(model_of: Callable[[str], CausalModel]) -> None:
+    for text in written(model_of("llama"), 1.0).values():
         out = tiny_module()(input_ids=torch.tensor([text.ids[:-1]]), output_hidden_states=True)
         own = torch.stack([out.hidden_states[1][0], out.hidden_states[-1][0]], dim=1)
         assert torch.allclose(text.states_TFD.float(), own, rtol=0.01, atol=0.01)  # they are kept in bfloat16
 
 
-def test_company_does_not_matter() -> None:
-    alone, together = written(1.0, batch=1), written(1.0)
+@both_ways
+def test_company_does_not_matter(model_of: Callable[[str], CausalModel]) -> None:
+    alone, together = (written(model_of("llama"), 1.0, batch) for batch in (1, 8))
     assert {name: text.ids for name, text in alone.items()} == {name: text.ids for name, text in together.items()}
     assert len({tuple(text.ids[text.num_prompt :][:4]) for text in together.values()}) > 4, "all draw alike"
 
