@@ -4,9 +4,10 @@ Knows what a policy may see (SequenceView), what it says (Choice) and what it le
 weighs tokens against seconds is the selector's and implements the same Protocol; the engine never imports it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -151,15 +152,32 @@ class PassSize:
         return self.num_rows * self.num_nodes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepFeedback:
-    """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device."""
+    """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
 
-    work: StepWork
-    outcomes: tuple[DraftOutcome, ...]
+    `has_drafted` says whether any row was to grow a tree. What it ran and brought takes time to tell, and is told when asked for.
+    """
+
     draft_s: float
     rest_s: float
     has_prefill: bool
+    has_drafted: bool
+    tell: Callable[[], tuple[StepWork, tuple[DraftOutcome, ...]]]
+
+    @cached_property
+    def _told(self) -> tuple[StepWork, tuple[DraftOutcome, ...]]:
+        return self.tell()
+
+    @property
+    def work(self) -> StepWork:
+        """What it ran."""
+        return self._told[0]
+
+    @property
+    def outcomes(self) -> tuple[DraftOutcome, ...]:
+        """What became of its decoding rows."""
+        return self._told[1]
 
 
 class ExpansionPolicy(Protocol):

@@ -88,13 +88,13 @@ class StepRecord:
 
 def feedback_of(record: StepRecord) -> StepFeedback:
     """Return what a policy may learn, before it has learnt: what the step cost without the policy."""
-    laps = record.laps
+    laps, rows = record.laps, record.plan.rows
     return StepFeedback(
-        work=_work_of(record),
-        outcomes=tuple(_draft_outcome(outcome) for outcome in record.outcomes),
         draft_s=laps["draft"],
         rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
-        has_prefill=any(len(row.certain_ids) > 1 for row in record.plan.rows),
+        has_prefill=any(len(row.certain_ids) > 1 for row in rows),
+        has_drafted=any(not row.expansion.is_plain for row in rows),
+        tell=lambda: (_work_of(record), tuple(_draft_outcome(outcome) for outcome in record.outcomes)),
     )
 
 

@@ -202,18 +202,20 @@ class AdaptiveExpansion:
 
     def observe(self, feedback: StepFeedback) -> None:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought."""
-        if feedback.outcomes and not feedback.has_prefill:
+        if not feedback.has_prefill:
             self._num_priced += 1
             is_new = self._num_priced <= _PRICED_ALWAYS or self._is_plain_probe or self._probe_s is not None
-            every = _PRICED_EVERY if feedback.work.num_rounds else _PRICED_EVERY_PLAIN
-            if is_new or self._num_priced % every == 0:
+            every = _PRICED_EVERY if feedback.has_drafted else _PRICED_EVERY_PLAIN
+            if (is_new or self._num_priced % every == 0) and feedback.outcomes:
                 self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
-            self._model_share.observe(feedback)
+            if feedback.has_drafted:
+                self._model_share.observe(feedback)
             if self._probe_s is not None:
                 self._probes.settle(feedback.draft_s + feedback.rest_s - self._probe_s)
                 self._hear(feedback)
-        self._estimator.observe(feedback.outcomes)
-        self._probes.observe(feedback.outcomes)
+        if feedback.has_drafted:
+            self._estimator.observe(feedback.outcomes)
+        self._probes.observe(feedback.outcomes if feedback.has_drafted else ())
 
     def _hear(self, feedback: StepFeedback) -> None:
         """Think again soon, and more often, where a probe brought most of what its seconds are worth."""

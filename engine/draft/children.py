@@ -45,19 +45,46 @@ def offers_of(
     logits_PM: Float[Tensor, "P M"],
     laws: list[Tensor],
     vocab: TrimmedVocabulary | None = None,
-) -> list[Offer]:
+) -> list[Offer | None]:
     """Return an offer for each node; where children are draws, their laws [P, V] are appended to `laws` and noted in the tree.
 
-    The logits, of the tokens of `vocab` or of all, are edited already (engine.logit_edits); every row has a token that can come.
+    The logits, of the tokens of `vocab` or of all, are edited already (engine.logit_edits). None: they make no law.
     A tree's offers do not depend on the trees beside it.
     """
-    offers: dict[int, Offer] = {}
-    for kind in dict.fromkeys(node.tree.row.draw_kind for node in asked):
-        indices = [i for i, node in enumerate(asked) if node.tree.row.draw_kind is kind]
+    kinds = [node.tree.row.draw_kind for node in asked]
+    if len(set(kinds)) == 1:
+        return _offered(kinds[0], asked, logits_PM, laws, vocab)
+    offers: dict[int, Offer | None] = {}
+    for kind in dict.fromkeys(kinds):
+        indices = [i for i, one in enumerate(kinds) if one is kind]
         part = [asked[i] for i in indices]
-        part_PM = logits_PM if len(part) == len(asked) else logits_PM[torch.tensor(indices, device=logits_PM.device)]
-        offers.update(zip(indices, _RULES[kind](part, part_PM, laws, vocab), strict=True))
+        part_PM = logits_PM[torch.tensor(indices, device=logits_PM.device)]
+        offers.update(zip(indices, _offered(kind, part, part_PM, laws, vocab), strict=True))
     return [offers[i] for i in range(len(asked))]
+
+
+def _offered(
+    kind: TreeKind,
+    asked: Sequence[FrontierNode],
+    logits_PM: Float[Tensor, "P M"],
+    laws: list[Tensor],
+    vocab: TrimmedVocabulary | None,
+) -> list[Offer | None]:
+    """Return what nodes of one kind are offered."""
+    if kind in _RANKED and native.can_choose(logits_PM.device):
+        sampling = [node.tree.row.sampling for node in asked]
+        sampling = sampling if kind is TreeKind.SHARED_NOISE else [*map(ranking_params, sampling)]
+        if not any(map(truncates, sampling)):  # laws of a temperature alone
+            return _ranked_at_once(asked, logits_PM, sampling, kind is TreeKind.SHARED_NOISE, vocab)
+    sound = [row for row, is_sound in enumerate(torch.isfinite(logits_PM.amax(-1)).tolist()) if is_sound]
+    if len(sound) == len(asked):
+        return [*_RULES[kind](asked, logits_PM, laws, vocab)]
+    offers: list[Offer | None] = [None] * len(asked)
+    if sound:
+        part_PM = logits_PM[torch.tensor(sound, device=logits_PM.device)]
+        for row, offer in zip(sound, _RULES[kind]([asked[row] for row in sound], part_PM, laws, vocab), strict=True):
+            offers[row] = offer
+    return offers
 
 
 def _drawn_iid(
@@ -125,8 +152,6 @@ def _ranked(
     """Return the likeliest tokens: nothing is drawn."""
     del laws
     sampling = [ranking_params(node.tree.row.sampling) for node in asked]
-    if _can_rank(logits_PM, sampling):
-        return _ranked_at_once(asked, logits_PM, sampling, None, vocab)
     laws_PM = warped_laws(logits_PM, sampling)
     known_K = _known(laws_PM)
     best = _best(asked, known_K, laws_PM.index_select(-1, known_K), laws_PM, vocab)
@@ -138,41 +163,42 @@ def _ranked_with_noise(
 ) -> list[Offer]:
     """Return the best tokens by log q plus the Gumbel noise of the position itself: the noise that will decide the token."""
     del laws
-    sampling = [node.tree.row.sampling for node in asked]
-    keys = [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in asked]
-    if _can_rank(logits_PM, sampling):
-        return _ranked_at_once(asked, logits_PM, sampling, keys, vocab)
-    laws_PM = warped_laws(logits_PM, sampling)
+    laws_PM = warped_laws(logits_PM, [node.tree.row.sampling for node in asked])
     known_K = _known(laws_PM)
     known_ids_K, vocab_size = (known_K, laws_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
-    noise_PK = gumbels(keys, vocab_size, laws_PM.device, known_ids_K)
+    noise_PK = gumbels(_noise_keys(asked), vocab_size, laws_PM.device, known_ids_K)
     best = _best(asked, known_K, laws_PM.index_select(-1, known_K).double().log() + noise_PK, laws_PM, vocab)
     offers = zip(best.offers, best.scores, strict=True)
     return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]
 
 
-def _can_rank(logits_PM: Float[Tensor, "P M"], sampling: Sequence[SamplingParams]) -> bool:
-    """Return whether the library ranks these: laws of a temperature alone."""
-    return native.can_choose(logits_PM.device) and not any(truncates(params) for params in sampling)
+def _noise_keys(asked: Sequence[FrontierNode]) -> list[int]:
+    """Return what names the noise of the position after each node."""
+    return [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in asked]
 
 
 def _ranked_at_once(
     asked: Sequence[FrontierNode],
     logits_PM: Float[Tensor, "P M"],
     sampling: Sequence[SamplingParams],
-    keys: Sequence[int] | None,
+    is_noisy: bool,
     vocab: TrimmedVocabulary | None,
-) -> list[Offer]:
+) -> list[Offer | None]:
     """Return what the library ranks best."""
     most = max(node.num_draws for node in asked)
     temperatures = [max(params.temperature, MIN_TEMPERATURE) for params in sampling]
     ids_M = None if vocab is None else vocab.ids_M
-    offers = []
-    for node, best in zip(asked, native.rankings(logits_PM, temperatures, most, keys, ids_M), strict=True):
-        columns = best.columns[: node.num_draws]
-        ids = columns if ids_M is None else ids_M[columns].tolist()
-        offers.append(Offer(tuple(ids), tuple(best.odds[: len(ids)]), tuple(best.scores[: len(ids)]), best.collision))
-    return offers
+    ranked = native.rankings(logits_PM, temperatures, most, _noise_keys(asked) if is_noisy else None, ids_M)
+    return [_of_best(best, node.num_draws) for node, best in zip(asked, ranked, strict=True)]
+
+
+def _of_best(best: native.Best, num_draws: int) -> Offer | None:
+    if not best.token_ids:
+        return None
+    ids, odds, scores = best.token_ids, best.odds, best.scores
+    if num_draws < len(ids):
+        ids, odds, scores = ids[:num_draws], odds[:num_draws], scores[:num_draws]
+    return Offer(ids, odds, scores, best.collision)
 
 
 _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], TrimmedVocabulary | None], list[Offer]]] = {
@@ -183,6 +209,9 @@ _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], T
     TreeKind.DETERMINISTIC: _ranked,
     TreeKind.SHARED_NOISE: _ranked_with_noise,
 }
+
+
+_RANKED = {TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE}
 
 
 class _Best(NamedTuple):

@@ -178,15 +178,12 @@ def _answers(
     if any(asked.tree.row.sampling.edits_logits for asked in answered):
         contexts = [asked.law_context for asked in answered]
         logits_PM, vocab = edited_logits(proposal.logits_PV, contexts, grammars), None
-    sound = [row for row, is_sound in enumerate(torch.isfinite(logits_PM.amax(-1)).tolist()) if is_sound]
-    if not sound:
-        return []
-    if len(sound) < len(answered):
-        logits_PM = logits_PM[torch.tensor(sound, device=logits_PM.device)]
-    asked_nodes = [answered[i] for i in sound]
-    for index in (proposal.indices[i] for i in sound):
-        _note(frontier[index], proposal, index)
-    return list(zip(asked_nodes, offers_of(asked_nodes, logits_PM, laws, vocab), strict=True))
+    answers = []
+    for index, asked, offer in zip(proposal.indices, answered, offers_of(answered, logits_PM, laws, vocab), strict=True):
+        if offer is not None:
+            _note(asked, proposal, index)
+            answers.append((asked, offer))
+    return answers
 
 
 def _note(asked: FrontierNode, proposal: Proposal, index: int) -> None:

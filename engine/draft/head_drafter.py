@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.canary import Canary, NoCanary
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
+from engine.draft.feature_pool import FeaturePool
 from engine.draft.head import DraftHead, HeadShape
 from engine.draft.lean_head import LeanHead
 from engine.draft.native_head import NativeHead
@@ -33,7 +34,6 @@ from engine.packing import PackedBatch, Segment, pack
 from engine.plan import Feeding, Row
 from engine.segments import chain_segment
 from engine.taps import StateTap
-from engine.transfer import integers
 
 _MOST_LATE = 256  # tokens whose features may wait: some megabytes of the target's states
 
@@ -63,27 +63,6 @@ class LateFeatures:
             places_K = torch.from_numpy(len(slots_T) - 1 - places)
             return slots_T[places_K], [states_TD[places_K] for states_TD in states]
         return slots_T, states
-
-
-class FeaturePool:
-    """A feature, or what stands in for it, for each slot. `before_all` names the row of zeros that position 0 reads."""
-
-    def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device, canary: Canary) -> None:
-        self.before_all = num_slots
-        self._canary = canary
-        self._pool_SW = torch.empty(num_slots + 1, width, dtype=dtype, device=device)
-        canary.watch(self._pool_SW[: self.before_all])
-        self._pool_SW[self.before_all] = 0.0
-
-    def write(self, slots_T: Int[Tensor, " T"], features_TW: Float[Tensor, "T W"]) -> None:
-        """Store the features of T tokens."""
-        self._pool_SW.index_copy_(0, slots_T, features_TW)
-
-    def at(self, slots_T: Int[Tensor, " T"]) -> Float[Tensor, "T W"]:
-        """Return what the slots hold."""
-        features_TW = self._pool_SW.index_select(0, slots_T)
-        self._canary.check("features", slots_T, features_TW)
-        return features_TW
 
 
 class HeadDrafter:
@@ -140,7 +119,7 @@ class HeadDrafter:
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
         """Return what tokens read that come after those in these slots, where the target has been."""
         self._catch_up()
-        return self._pool.at(integers(slots, self._device))
+        return self._pool.at(slots)
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens by the target's features; propose at the roots."""
@@ -168,13 +147,11 @@ class HeadDrafter:
 
         `places` says which they are, `asked` has their own segments where they are not all.
         """
+        self._catch_up()
         with torch.inference_mode():
-            before_TW = self.features_at(fed.before)
-            states_PW, logits_PM = self._head.proposed(before_TW, fed.batch, asked, places, fed.end, self._cache)
-            slots_P = fed.batch.write_slots_T.index_select(0, integers(places, self._device))
-            self._pool.write(slots_P, states_PW)
-            passes = ModelPasses(1, fed.batch.num_tokens)
-            return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
+            logits_PM = self._head.proposed(self._pool, fed.before, fed.batch, asked, places, fed.end, self._cache)
+        passes = ModelPasses(1, fed.batch.num_tokens)
+        return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,20 @@ import ctypes
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from engine.by_position import ByPosition
+from engine.draft.feature_pool import FeaturePool
 from engine.draft.head import DraftHead, HeadLayer
 from engine.kv_cache import KVCache
 from engine.linears import linear_of
 from engine.native import library
 from engine.native.linear import NativeLinear
-from engine.native.passes import Runner, Tables
+from engine.native.passes import Given, Runner, Tables
 from engine.packing import PackedBatch, Segment
-from engine.transfer import integers
 
 
 class NativeHead:
@@ -77,22 +78,22 @@ class NativeHead:
 
     def proposed(
         self,
-        states_TW: Float[Tensor, "T W"],
+        pool: FeaturePool,
+        before: Sequence[int],
         fed: PackedBatch,
         asked: Sequence[Segment] | None,
         places: Sequence[int],
         end: int,
         cache: KVCache,
-    ) -> tuple[Float[Tensor, "P W"], Float[Tensor, "P M"]]:
-        """Feed tokens, each by the state before it; return the states and logits of those asked about.
+    ) -> Float[Tensor, "P M"]:
+        """Feed tokens, each by the state in the slot before it; return logits of those asked about, their states in their slots.
 
         `places` says where they are among the fed. Positions are below `end`.
         """
         del asked  # all are run whole: one layer more or less is nothing beside the target's pass
-        last = self._shape.num_layers - 1
-        places_P = integers(places, states_TW.device)
-        output = self._runner.run(fed, cache, [self._rotations.below(end)], places_P, [last], states_TW)
-        return output.after[last].index_select(0, places_P), output.logits_NM
+        given = Given(pool.lent(before), np.array(before, dtype=np.int64))
+        places_P = torch.from_numpy(np.array(places, dtype=np.int64))
+        return self._runner.run(fed, cache, [self._rotations.below(end)], places_P, given=given).logits_NM
 
     def _rotated(self, positions_N: Int[Tensor, " N"]) -> Tables:
         cosines, sines = self._shape.rotary(positions_N)

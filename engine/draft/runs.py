@@ -53,7 +53,7 @@ class RunningPolicy:
 
     def observe(self, feedback: StepFeedback) -> None:
         """Let the policy learn from its own trees, and from rows that had no room for a chain and ran plain."""
-        own = tuple(one for one in feedback.outcomes if one.request_id not in self._running or one.expansion.is_plain)
-        if len(own) < len(feedback.outcomes):
-            feedback = replace(feedback, outcomes=own)
+        if self._running:
+            own = tuple(one for one in feedback.outcomes if one.request_id not in self._running or one.expansion.is_plain)
+            feedback = replace(feedback, tell=lambda work=feedback.work: (work, own))  # type: ignore[misc]
         self._policy.observe(feedback)

@@ -44,7 +44,8 @@ struct Decoder {
 struct Pass {
   int64_t num_tokens, num_rows;
   const int64_t *token_ids, *positions, *write_slots;
-  const float* given;  // of a draft head: [T, width]
+  float* pool;           // of a draft head, a state a slot [S, width]: a token is given that of its slot in `before`, and what
+  const int64_t* before;  // the last layer makes of the tokens whose logits are wanted is put in their own slots. [T]
   Segments segments;
   void *const *keys, *const *values;             // pools of each layer [S, kv heads, size], float32 or float16
   const float *const *cosines, *const *sines;    // of each rotation [positions, size]
@@ -115,7 +116,9 @@ class Run {
     }
     worker.each(p_.num_rows, [&](int64_t n) {
       float* state = p_.states + n * d_.width;
-      rms_norm(s_.x.data() + p_.rows[n] * d_.width, d_.last_norm, d_.eps, d_.width, state);
+      const float* x = s_.x.data() + p_.rows[n] * d_.width;
+      if (p_.pool) std::copy(x, x + d_.width, p_.pool + p_.write_slots[p_.rows[n]] * d_.width);
+      rms_norm(x, d_.last_norm, d_.eps, d_.width, state);
       s_.inputs.set(n, state, d_.head);
     });
     all_outputs(worker, d_.head, s_.inputs, p_.num_rows, p_.logits, false);
@@ -138,7 +141,7 @@ class Run {
     worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, d_.embeddings + p_.token_ids[t] * d_.embedding_width, d_.token); });
     all_outputs(worker, d_.token, s_.inputs, p_.num_tokens, s_.branch.data(), false);
     worker.each(p_.num_tokens, [&](int64_t t) {
-      const float *norm = d_.layers[0].attention_norm, *given = p_.given + t * d_.width;
+      const float *norm = d_.layers[0].attention_norm, *given = p_.pool + p_.before[t] * d_.width;
       float* normed = s_.normed[worker.id].data();
       rms_norm(s_.branch.data() + t * d_.width, norm, d_.eps, d_.width, normed);
       rms_norm(given, norm + d_.width, d_.eps, d_.width, normed + d_.width);
@@ -328,13 +331,15 @@ void latebranch_choose(const float* laws, int64_t vocab_size, const int64_t* row
   });
 }
 
-// Of each row of logits [P, M], what is written into row p of columns, scores and odds [P, most]. `keys` null: without noise.
+// Of each row of logits [P, M] the best tokens and how many they are [P, most + 1], their scores [P, most], their odds and the
+// collision [P, most + 1]. `keys` null: without noise.
 void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns, const float* inverse_temperatures, const uint64_t* keys,
-                     const int64_t* tokens, int64_t most, int64_t* columns, double* scores, float* odds, float* collisions, int64_t* counts,
-                     int num_threads) {
+                     const int64_t* tokens, int64_t most, int64_t* best, double* scores, float* odds, int num_threads) {
   Pool::shared().run(num_threads, [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t p) {
-      const Ranked out{columns + p * most, scores + p * most, odds + p * most, collisions + p, counts + p};
+      int64_t* row = best + p * (most + 1);
+      float* shares = odds + p * (most + 1);
+      const Ranked out{row, scores + p * most, shares, shares + most, row + most};
       rank(logits + p * num_columns, num_columns, inverse_temperatures[p], keys, keys ? keys[p] : 0, tokens, most, out);
     });
   });

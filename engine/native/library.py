@@ -58,7 +58,7 @@ class Pass(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "num_rows")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "write_slots", "given")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "write_slots", "pool", "before")),
         ("num_segments", c_int64),
         *((name, c_void_p) for name in ("first_token", "first_key", "first_tail", "first_seen")),
         *((name, c_void_p) for name in ("key_slots", "tail_positions", "seen")),
@@ -110,7 +110,7 @@ def library() -> ctypes.CDLL:
     loaded.latebranch_laws.restype = None
     loaded.latebranch_choose.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]
     loaded.latebranch_choose.restype = None
-    loaded.latebranch_rank.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 5, c_int]
+    loaded.latebranch_rank.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int]
     loaded.latebranch_rank.restype = None
     return loaded
 

@@ -51,16 +51,16 @@ def choices(laws_NV: Float[Tensor, "N V"], rows: Sequence[int], keys: Sequence[i
     return list(zip(scores.tolist(), chosen.tolist(), strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Best:
-    """The best tokens of one draft law, best first: their columns, (perturbed) log-probabilities and probabilities.
+    """The best tokens of one draft law, best first, their (perturbed) log-probabilities and probabilities.
 
-    `collision` is the sum of squares of the whole law.
+    `collision` is the sum of squares of the whole law; NaN where the logits make none.
     """
 
-    columns: list[int]
-    scores: list[float]
-    odds: list[float]
+    token_ids: tuple[int, ...]
+    scores: tuple[float, ...]
+    odds: tuple[float, ...]
     collision: float
 
 
@@ -79,9 +79,9 @@ def rankings(
     logits_PM, most = logits_PM.contiguous(), min(most, num_columns)
     inverse_P = 1.0 / np.array(temperatures, dtype=np.float32)
     keys_P = None if keys is None else np.array(keys, dtype=np.uint64)
-    columns, scores = np.empty((num_rows, most), dtype=np.int64), np.empty((num_rows, most))
-    odds, collisions = np.empty((num_rows, most), dtype=np.float32), np.empty(num_rows, dtype=np.float32)
-    counts = np.empty(num_rows, dtype=np.int64)
+    # Beside the tokens how many there are, beside their odds the collision.
+    ids, scores = np.empty((num_rows, most + 1), dtype=np.int64), np.empty((num_rows, most))
+    odds = np.empty((num_rows, most + 1), dtype=np.float32)
     library.library().latebranch_rank(
         logits_PM.data_ptr(),
         num_rows,
@@ -90,12 +90,12 @@ def rankings(
         None if keys_P is None else keys_P.ctypes.data,
         None if ids_M is None else ids_M.data_ptr(),
         most,
-        columns.ctypes.data,
+        ids.ctypes.data,
         scores.ctypes.data,
         odds.ctypes.data,
-        collisions.ctypes.data,
-        counts.ctypes.data,
         library.num_threads(),
     )
-    rows = zip(columns.tolist(), scores.tolist(), odds.tolist(), collisions.tolist(), counts.tolist(), strict=True)
-    return [Best(ids[:count], values[:count], shares[:count], one) for ids, values, shares, one, count in rows]
+    found = []
+    for (*tokens, count), values, (*shares, collision) in zip(ids.tolist(), scores.tolist(), odds.tolist(), strict=True):
+        found.append(Best(tuple(tokens[:count]), tuple(values[:count]), tuple(shares[:count]), collision))
+    return found

@@ -1,6 +1,6 @@
 """A pass of the library over packed segments: where everything lies, for one call.
 
-Shape key: T packed tokens, N rows of logits, M their columns, D width, P positions, K head size.
+Shape key: T packed tokens, S slots, N rows of logits, M their columns, D width, P positions, K head size.
 """
 
 import ctypes
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
@@ -33,6 +34,14 @@ class Output:
     after: dict[int, Float[Tensor, "T D"]]
 
 
+@dataclass(frozen=True)
+class Given:
+    """States by slot, float32, and the slot whose state each packed token is given."""
+
+    pool_SD: Float[Tensor, "S D"]
+    before_T: NDArray[np.int64]
+
+
 def cache_dtype(precision: str) -> torch.dtype:
     """Return what the library keeps keys and values in: in int8 in float16, whose rounding is far below the weights'."""
     return torch.float16 if precision == "int8" else torch.float32
@@ -52,9 +61,12 @@ class Runner:
         rotations: Sequence[Tables],
         rows_N: Int[Tensor, " N"],
         kept: Iterable[int] = (),
-        given_TD: Float[Tensor, "T D"] | None = None,
+        given: Given | None = None,
     ) -> Output:
-        """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states."""
+        """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states.
+
+        A draft head is `given` states, and leaves those of the chosen tokens in their slots.
+        """
         shape, flat, num_rows = self._structure, batch.flat, len(rows_N)
         keys, values = self._pools_of(cache)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
@@ -65,7 +77,8 @@ class Runner:
             token_ids=batch.input_ids_1T.data_ptr(),
             positions=batch.position_ids_1T.data_ptr(),
             write_slots=batch.write_slots_T.data_ptr(),
-            given=None if given_TD is None else given_TD.data_ptr(),
+            pool=None if given is None else given.pool_SD.data_ptr(),
+            before=None if given is None else _place(given.before_T),
             num_segments=len(batch.segments),
             first_token=_place(flat.first_token),
             first_key=_place(flat.first_key),

@@ -10,26 +10,41 @@
 namespace latebranch {
 
 struct Ranked {
-  int64_t* columns;  // [most], best first
+  int64_t* tokens;   // [most], best first
   double* scores;    // [most]
   float* odds;       // [most]: q
   float* collision;  // the sum of q^2
   int64_t* count;    // how many of `most` are there: tokens that can come
 };
 
-// `logits` [count]; `tokens` names what each column is, for its noise, or is null where they are in order.
+// `logits` [count]; `tokens` names what each column is, or is null where they are in order. Logits that make no law (a NaN, an
+// infinity, nothing but -infinity) have a collision of NaN and no best tokens.
+//
+// Noise is -log(-log u), no more than -log(1 - u): most draws need no logarithm, those whose q / (1 - u) is below the least of the
+// best so far.
 inline void rank(const float* logits, int64_t count, float inverse_temperature, bool has_noise, uint64_t key, const int64_t* tokens,
                  int64_t most, const Ranked& out) {
   const __m512 inverse = _mm512_set1_ps(inverse_temperature), least = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   __m512 largest = least;
-  for (int64_t i = 0; i < count; i += kLanes)
-    largest = _mm512_max_ps(largest, _mm512_mul_ps(inverse, _mm512_mask_loadu_ps(least, lanes_left(count - i), logits + i)));
+  __mmask16 broken = 0;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const __m512 x = _mm512_mask_loadu_ps(least, lanes_left(count - i), logits + i);
+    broken |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    largest = _mm512_max_ps(largest, _mm512_mul_ps(inverse, x));
+  }
   const float top = _mm512_reduce_max_ps(largest);
+  if (broken || !std::isfinite(top)) {
+    *out.collision = std::numeric_limits<float>::quiet_NaN(), *out.count = 0;
+    return;
+  }
+  thread_local std::vector<float> shares;  // of the likeliest token's probability
+  grow(shares, count + kLanes);
   __m512 sum = _mm512_setzero_ps(), squares = sum;
   for (int64_t i = 0; i < count; i += kLanes) {
     const __mmask16 m = lanes_left(count - i);
     const __m512 e = _mm512_maskz_mov_ps(
         m, exponential(_mm512_sub_ps(_mm512_mul_ps(inverse, _mm512_maskz_loadu_ps(m, logits + i)), _mm512_set1_ps(top))));
+    _mm512_storeu_ps(shares.data() + i, e);
     sum = _mm512_add_ps(sum, e), squares = _mm512_fmadd_ps(e, e, squares);
   }
   const float total = _mm512_reduce_add_ps(sum);
@@ -40,6 +55,7 @@ inline void rank(const float* logits, int64_t count, float inverse_temperature, 
   std::vector<Entry> best;
   best.reserve(most);
   double threshold = -std::numeric_limits<double>::infinity();
+  __m512d enough = _mm512_setzero_pd();  // e to the threshold over the likeliest token's share, all but what rounding may take
   for (int64_t i = 0; i < count; i += kDoubles) {
     const __mmask8 m = (__mmask8)lanes_left(count - i);
     const __m256 x = _mm256_mul_ps(_mm512_castps512_ps256(inverse), _mm256_maskz_loadu_ps(m, logits + i));
@@ -48,7 +64,10 @@ inline void rank(const float* logits, int64_t count, float inverse_temperature, 
     if (!can_come) continue;
     if (has_noise) {
       const __m512i draws = tokens ? _mm512_maskz_loadu_epi64(m, tokens + i) : _mm512_add_epi64(ascending(), _mm512_set1_epi64(i));
-      score = _mm512_sub_pd(score, logarithm(exponential_noise(key, draws)));
+      const __m512d u = uniform_noise(key, draws), share = _mm512_cvtps_pd(_mm256_loadu_ps(shares.data() + i));
+      const __m512d wanted = _mm512_mul_pd(enough, _mm512_sub_pd(_mm512_set1_pd(1.0), u));
+      if (!(can_come & _mm512_cmp_pd_mask(share, wanted, _CMP_GE_OQ))) continue;
+      score = _mm512_sub_pd(score, logarithm(exponential_of(u)));
     }
     __mmask8 is_better = can_come;
     if ((int64_t)best.size() == most) is_better &= _mm512_cmp_pd_mask(score, _mm512_set1_pd(threshold), _CMP_GT_OQ);
@@ -67,13 +86,14 @@ inline void rank(const float* logits, int64_t count, float inverse_temperature, 
       }
       std::push_heap(best.begin(), best.end(), std::greater<>());
       threshold = best.front().first;
+      if (has_noise && (int64_t)best.size() == most) enough = _mm512_set1_pd(std::exp(threshold - (double)top) * (1.0 - 1e-5));
     }
   }
   std::sort(best.begin(), best.end(), std::greater<>());
   *out.count = (int64_t)best.size();
   for (size_t rank = 0; rank < best.size(); rank++) {
     const int64_t column = -best[rank].second;
-    out.columns[rank] = column, out.scores[rank] = best[rank].first - normal;
+    out.tokens[rank] = tokens ? tokens[column] : column, out.scores[rank] = best[rank].first - normal;
     out.odds[rank] = (float)std::exp((double)(logits[column] * inverse_temperature) - normal);
   }
 }

@@ -15,9 +15,10 @@ from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.combined import CombinedDrafter
 from engine.draft.drafter import FrontierNode, Proposal
+from engine.draft.feature_pool import FeaturePool
 from engine.draft.growth import Growth, grow
 from engine.draft.head import DraftHead
-from engine.draft.head_drafter import FeaturePool, HeadDrafter, LateFeatures
+from engine.draft.head_drafter import HeadDrafter, LateFeatures
 from engine.draft.lean_head import LeanHead
 from engine.draft.native_head import NativeHead
 from engine.draft.texts import TextCache
@@ -155,7 +156,7 @@ def feature_error(engine: Engine) -> float:
     for sequence in engine._scheduler._by_id.values():
         if sequence.slots:
             ids_BT = torch.tensor([sequence.token_ids[: sequence.target_len]])
-            kept = drafter._pool.at(torch.tensor(sequence.slots))
+            kept = drafter._pool.at(sequence.slots)
             errors.append(float((kept - true_features(learnt_head(), own_module("llama"), ids_BT)[0]).abs().max()))
         assert sequence.draft_len <= sequence.target_len
     return max(errors)

@@ -142,12 +142,12 @@ def test_gumbel_law_kills(mutant):
     assert arg_max_z(mutant) > FAILS_ABOVE
 
 
-def ranked(logits_PM, temperatures, keys, ids_M, most=9):
+def ranked(logits_PM, temperatures, keys, ids_M, most=9, vocab_size=400):
     """What the library ranks, by torch: columns and scores, best first, and the law."""
     laws_PM = torch.softmax(logits_PM / torch.tensor(temperatures)[:, None], -1)
     scores_PM = laws_PM.double().log()
     if keys is not None:
-        scores_PM = scores_PM - torch.log(-torch.log(uniforms(keys, 400)))[:, ids_M]
+        scores_PM = scores_PM - torch.log(-torch.log(uniforms(keys, vocab_size)))[:, ids_M]
     return laws_PM, scores_PM.topk(most, -1)
 
 
@@ -163,15 +163,39 @@ def test_the_library_ranks_the_best_tokens(is_noisy):
     keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(6)] if is_noisy else None
     laws_PM, best = ranked(logits_PM, temperatures, keys, ids_M)
     found = native.rankings(logits_PM, temperatures, 9, keys, ids_M)
-    assert [len(one.columns) for one in found] == [9, 2, 9, 9, 9, 9]
+    assert [len(one.token_ids) for one in found] == [9, 2, 9, 9, 9, 9]
     for row, one in enumerate(found):
-        assert one.columns == best.indices[row, : len(one.columns)].tolist()
-        assert one.scores == pytest.approx(best.values[row, : len(one.columns)].tolist(), abs=1e-5)
-        assert one.odds == pytest.approx(laws_PM[row, one.columns].tolist(), rel=1e-5)
+        columns = best.indices[row, : len(one.token_ids)]
+        assert one.token_ids == tuple(ids_M[columns].tolist())
+        assert one.scores == pytest.approx(best.values[row, : len(one.token_ids)].tolist(), abs=1e-5)
+        assert one.odds == pytest.approx(laws_PM[row, columns].tolist(), rel=1e-5)
         assert one.collision == pytest.approx(float(laws_PM[row].square().sum()), rel=1e-5)
+
+
+@needs_library
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
+def test_no_draw_that_noise_lifts_is_missed(spread):
+    """Draws whose noise cannot lift them among the best are passed over: of flat laws nearly all are still looked at."""
+    logits_PM = torch.randn(8, 3000, generator=torch.Generator().manual_seed(3)) * spread
+    keys = [stream_key(seed, 7, Stream.TOKEN) for seed in range(8)]
+    for most in (1, 8, 64):
+        _, best = ranked(logits_PM, [1.0] * 8, keys, torch.arange(3000), most, 3000)
+        found = native.rankings(logits_PM, [1.0] * 8, most, keys, None)
+        assert [one.token_ids for one in found] == [tuple(row) for row in best.indices.tolist()]
+
+
+@needs_library
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_logits_that_make_no_law_have_no_best_tokens(broken):
+    logits_PM = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    logits_PM[0, 33], logits_PM[1] = broken, -math.inf
+    for keys in (None, [5, 6, 7]):
+        found = native.rankings(logits_PM, [1.0] * 3, 4, keys, None)
+        assert [len(one.token_ids) for one in found] == [0, 0, 4]
+        assert [math.isnan(one.collision) for one in found] == [True, True, False]
 
 
 @needs_library
 def test_of_equals_the_first_ranks_first():
     found = native.rankings(torch.zeros(1, 40), [1.0], 11, None, None)
-    assert found[0].columns == list(range(11))
+    assert found[0].token_ids == tuple(range(11))

@@ -14,6 +14,16 @@ from engine.types import SamplingParams, Speculation
 _CHUNK = 128  # tokens of a prompt fed in a step
 _MOST_BEHIND = 64  # tokens that a drafter falls behind a plain sequence
 
+
+def feedback(
+    work: StepWork, outcomes: Sequence[DraftOutcome], draft_s: float, rest_s: float, has_prefill: bool = False
+) -> StepFeedback:
+    """Return what a policy is told of a step."""
+    told = work, tuple(outcomes)
+    has_drafted = any(not one.expansion.is_plain for one in outcomes)
+    return StepFeedback(draft_s, rest_s, has_prefill, has_drafted, lambda: told)
+
+
 Chances = Callable[[int, int], float]  # (depth from 1, tokens generated): a drafted token is accepted, given that its parent was
 
 
@@ -159,7 +169,7 @@ def run(policy: ExpansionPolicy, machine: Machine, texts: Sequence[Text], num_st
         if choice.step_s is not None:
             ran.foretold.append((choice.step_s, draft_s + rest_s))
         blurred = machine.blurred(draft_s, chance), machine.blurred(rest_s, chance)
-        policy.observe(StepFeedback(work, tuple(step.outcomes), *blurred, has_prefill=step.has_prefill))
+        policy.observe(feedback(work, tuple(step.outcomes), *blurred, has_prefill=step.has_prefill))
     return ran
 
 

@@ -5,12 +5,13 @@ import pytest
 from engine.policy import DraftOutcome, StepFeedback, StepWork
 from engine.tree import Expansion
 from selector.model_share import ModelShare
+from tests.selector.machine import feedback
 
 OUTCOME = DraftOutcome("r", Expansion(4, 1, 0), 4, 4, 2)
 
 
 def step(num_passes: int, num_rounds: int, num_rows: int = 1) -> StepFeedback:
-    return StepFeedback(StepWork(num_rows, 5, 5, 9, 45, num_passes, 5, num_rounds), (OUTCOME,), 0.1, 0.2, has_prefill=False)
+    return feedback(StepWork(num_rows, 5, 5, 9, 45, num_passes, 5, num_rounds), (OUTCOME,), 0.1, 0.2)
 
 
 def test_rounds_without_a_pass_are_counted():

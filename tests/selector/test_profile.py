@@ -13,6 +13,7 @@ from selector import profile as profiles
 from selector.build import profiled_costs
 from selector.cost import CostModel
 from selector.profile import Profile, grid, measure
+from tests.selector.machine import feedback
 
 LIMITS = SchedulerConfig(num_slots=4096, max_model_len=1024, max_step_tokens=256)
 SIZES = grid(LIMITS)
@@ -61,7 +62,7 @@ class PaperBench:
             num_tokens, num_keys = num_rows * (1 + length), num_rows * num_prompt
             work = StepWork(num_rows, num_tokens, 0, num_keys, num_tokens * num_keys, passes, num_rows * passes, length)
             outcomes = (DraftOutcome("r", expansion, length, length, 0),) * num_rows
-            steps.append(StepFeedback(work, outcomes, self.draft_s(length, place // 3), 1.0, has_prefill=False))
+            steps.append(feedback(work, outcomes, self.draft_s(length, place // 3), 1.0))
         self.num_steps += len(steps)
         return steps
 

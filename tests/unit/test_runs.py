@@ -9,6 +9,7 @@ from engine.draft.texts import TextCache
 from engine.policy import Choice, DraftOutcome, FixedExpansion, SequenceView, StepFeedback, StepWork
 from engine.tree import PLAIN, Expansion, GrowthPrices
 from engine.types import SamplingParams, Speculation
+from tests.selector.machine import feedback
 
 TREE = Expansion(2, 2, 3)
 
@@ -83,13 +84,13 @@ def test_who_chose_for_himself_is_left_alone_and_what_came_of_it_is_not_a_chains
     policy = RunningPolicy(inner, Sure({"own": 16}))
     choice = policy.choose([view("own", **speculation)])
     assert (choice.expansions, choice.step_s) == ((TREE,), 0.5)
-    feedback = feedback_of(DraftOutcome("own", speculation.get("expansion", TREE), 3, 3, 1))
-    policy.observe(feedback)
-    assert inner.told == [feedback]
+    own = DraftOutcome("own", speculation.get("expansion", TREE), 3, 3, 1)
+    policy.observe(feedback_of(own))
+    assert [one.outcomes for one in inner.told] == [(own,)]
 
 
 def feedback_of(*outcomes: DraftOutcome) -> StepFeedback:
-    return StepFeedback(StepWork(2, 26, 26, 100, 1000, 5, 9, 16), outcomes, 0.1, 0.2, has_prefill=False)
+    return feedback(StepWork(2, 26, 26, 100, 1000, 5, 9, 16), outcomes, 0.1, 0.2)
 
 
 def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room():
@@ -99,7 +100,7 @@ def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room()
     run, cut = DraftOutcome("run", Expansion(16, 1, 0), 16, 16, 16), DraftOutcome("cut", Expansion(3, 1, 0), 3, 3, 3)
     none, tree = DraftOutcome("none", PLAIN, 0, 0, 0), DraftOutcome("tree", TREE, 8, 5, 2)
     policy.observe(feedback_of(run, cut, none, tree))
-    assert inner.told == [feedback_of(none, tree)]
+    assert inner.told[0].outcomes == (none, tree)
     policy.choose([view("tree")])
     policy.observe(feedback_of(tree))
-    assert inner.told[1] == feedback_of(tree)
+    assert inner.told[1].outcomes == (tree,)

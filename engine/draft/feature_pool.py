@@ -1,0 +1,38 @@
+"""What a draft head reads of the target, by slot. Shape key: T tokens, S slots, W inner width of the head."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from engine.canary import Canary, NoCanary
+from engine.transfer import integers
+
+
+class FeaturePool:
+    """A feature, or what stands in for it, for each slot. `before_all` names the row of zeros that position 0 reads."""
+
+    def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device, canary: Canary) -> None:
+        self.before_all = num_slots
+        self._canary = canary
+        self._pool_SW = torch.empty(num_slots + 1, width, dtype=dtype, device=device)
+        canary.watch(self._pool_SW[: self.before_all])
+        self._pool_SW[self.before_all] = 0.0
+
+    def write(self, slots_T: Int[Tensor, " T"], features_TW: Float[Tensor, "T W"]) -> None:
+        """Store the features of T tokens."""
+        self._pool_SW.index_copy_(0, slots_T, features_TW)
+
+    def at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
+        """Return what the slots hold."""
+        slots_T = integers(slots, self._pool_SW.device)
+        features_TW = self._pool_SW.index_select(0, slots_T)
+        self._canary.check("features", slots_T, features_TW)
+        return features_TW
+
+    def lent(self, slots: Sequence[int]) -> Float[Tensor, "S W"]:
+        """Return the rows of all slots, for whoever reads these and writes where they lie."""
+        if not isinstance(self._canary, NoCanary):
+            self.at(slots)
+        return self._pool_SW
