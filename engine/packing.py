@@ -133,7 +133,7 @@ class PackedBatch:
             first_seen=_ends(segment.num_tokens * num for segment, num in zip(self.segments, num_tails, strict=True)),
             key_slots=_flat(segment.key_slots for segment in self.segments),
             tail_positions=_flat(segment.tail_positions for segment in self.segments),
-            seen=np.concatenate([segment.tail_visible_TW.ravel() for segment in self.segments]).view(np.uint8),
+            seen=np.concatenate([segment.tail_visible_TW for segment in self.segments], axis=None).view(np.uint8),
         )
 
 

@@ -11,6 +11,9 @@ import numpy as np
 from engine.packing import Segment
 from engine.tree import TokenTree
 
+_ROOT_ALONE = TokenTree.single(0)  # whose token is the chain's last
+_SEES_ITSELF = np.ones((1, 1), dtype=np.bool_)
+
 
 class GrowingNodes(Protocol):
     """A tree as far as it has grown: what is known of each node, and which have keys."""
@@ -26,7 +29,7 @@ class GrowingNodes(Protocol):
 
 def chain_segment(token_ids: Sequence[int], context_len: int, slots: Sequence[int]) -> Segment:
     """Return the segment that feeds `token_ids` after `context_len` cached tokens; `slots` covers both."""
-    return tree_segment(token_ids, TokenTree.single(token_ids[-1]), context_len, slots)
+    return tree_segment(token_ids, _ROOT_ALONE, context_len, slots)
 
 
 def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, slots: Sequence[int]) -> Segment:
@@ -36,6 +39,9 @@ def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, 
         chain      [ tril     0   ]
         nodes      [ ones  ancestors ]      (the root is the chain's last and the tree's first: one row)
     """
+    if len(certain_ids) == tree.num_nodes == 1:
+        end = context_len + 1
+        return Segment(certain_ids, (context_len,), slots[context_len:end], slots[:end], _SEES_ITSELF, (context_len,))
     num_chain, num_tail = len(certain_ids), len(certain_ids) + tree.num_nodes - 1
     visible_WW = np.tri(num_tail, dtype=np.bool_)
     visible_WW[num_chain - 1 :, num_chain - 1 :] = tree.ancestors_NN
