@@ -152,7 +152,7 @@ class PassSize:
         return self.num_rows * self.num_nodes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepFeedback:
     """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
 

@@ -39,6 +39,7 @@ def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, 
         chain      [ tril     0   ]
         nodes      [ ones  ancestors ]      (the root is the chain's last and the tree's first: one row)
     """
+    assert certain_ids
     if len(certain_ids) == tree.num_nodes == 1:
         end = context_len + 1
         return Segment(certain_ids, (context_len,), slots[context_len:end], slots[:end], _SEES_ITSELF, (context_len,))

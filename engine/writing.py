@@ -14,6 +14,10 @@ def write(model: CausalModel, orders: Mapping[int, Order], batch: int, layers: S
 
     The model must not run anything else before the last text is taken.
     """
+    if batch < 1:
+        raise ValueError(f"{batch} texts cannot be written at a time")
+    if not orders:
+        return
     rows = [Row(name, order) for name, order in orders.items()]
     tap = StateTap(model, layers) if layers else None
     try:

@@ -39,8 +39,8 @@ class Estimator(Protocol):
     """Tells what each expansion would bring, and learns from what it brought: the seam between texts and seconds.
 
     Whatever tells this can stand behind the policy (counts, a network), made for one menu. It is asked every few steps, about
-    sequences that may be new or still be feeding their prompts, and told of every step with trees, of which it may know some not
-    at all. A number that is not finite, or an error, costs the step its choice and nothing else.
+    sequences that may be new or still be feeding their prompts, and told of every step with trees, in which may be some
+    that it was never asked about. A number that is not finite, or an error, costs the step its choice and nothing else.
     """
 
     def estimate(self, views: Sequence[SequenceView]) -> Estimates:

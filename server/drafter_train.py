@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 from engine.weights import WeightsError, resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
 from server.bench_prompts import read_prompts
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from engine.model import CausalModel
 
 _NOT_RECORDED = {"handler", "command", "threads", "device"}
-_SIZES = {"width", "intermediate", "head_layers", "feature_layers", "vocab"}  # of a new head
+_SIZES = {"width": 576, "intermediate": 2304, "head_layers": 1, "vocab": 8192}  # of a new head
+_PASS = 2000  # tokens
 _PROMPTS = Path(__file__).parent.parent / "configs" / "drafters" / "prompts.yaml"
 
 
@@ -39,14 +42,22 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
     train.add_argument("--batch", type=int, default=192, help="texts written at a time")
     train.add_argument("--begin-with", type=Path, help="a head to go on with, on more texts: its sizes and its vocabulary stay")
-    train.add_argument("--width", type=int, default=576, help="inner width of the head")
-    train.add_argument("--intermediate", type=int, default=2304, help="width of its feed-forward layer")
-    train.add_argument("--head-layers", type=int, default=1, help="its decoder layers")
+    train.add_argument("--width", type=int, help="inner width of the head; default 576")
+    train.add_argument("--intermediate", type=int, help="width of its feed-forward layer; default 2304")
+    train.add_argument("--head-layers", type=int, help="its decoder layers; default 1")
     train.add_argument("--feature-layers", type=_numbers, help="counts of target layers whose output it reads; default thirds")
-    train.add_argument("--vocab", type=int, default=8192, help="tokens it can propose: the target's likeliest")
+    train.add_argument("--vocab", type=int, help="tokens it can propose: the target's likeliest; default 8192")
     train.add_argument("--epochs", type=int, default=16)
     train.add_argument("--rate", type=float, default=0.01, help="highest learning rate of matrices, by Muon")
-    train.add_argument("--tokens-per-update", type=int, default=2000)
+    train.add_argument(
+        "--tokens-per-update",
+        type=int,
+        default=_PASS,
+        help=f"more than {_PASS} add up passes of {_PASS}",
+    )
+    train.add_argument(
+        "--precision", choices=("float32", "bfloat16"), help="what training multiplies in; default float32 without matrix units"
+    )
     train.add_argument("--refusal-weight", type=float, default=0.0, help="share of the refused mass in the loss at the end")
     train.add_argument("--seed", type=int, default=1)
     train.set_defaults(handler=_train)
@@ -87,6 +98,7 @@ def _train(parsed: argparse.Namespace) -> int:
     from engine.distill.trainer import TrainingPlan
 
     try:
+        _complete(parsed)
         folder = resolve(parsed.target).folder
         grammar = PromptGrammar.load(parsed.prompt_grammar, parsed.weights)
         prompts = _as_chats(folder, grammar.draw(parsed.num_prompts, parsed.seed))
@@ -95,25 +107,27 @@ def _train(parsed: argparse.Namespace) -> int:
         depth = len(model.module.model.layers)
         target = fingerprint(folder).as_text()
         notes: dict[str, object] = {"target": parsed.target, "command": _command(parsed), RECIPE_KEY: target}
-        untrained: HeadShape | DraftHead
+        begin: HeadShape | DraftHead
         if parsed.begin_with:
-            untrained, notes["began_with"] = _trained_before(parsed.begin_with, target)
-            layers = untrained.shape.feature_layers
+            begin, notes["began_with"] = _trained_before(parsed.begin_with, target)
+            layers = begin.shape.feature_layers
         else:
             layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)
-            untrained = shape_for(model, parsed.width, parsed.head_layers, parsed.intermediate, layers)
+            begin = shape_for(model, parsed.width, parsed.head_layers, parsed.intermediate, layers)
         corpus = Corpus(parsed.work / "texts")
         corpus.bind(_made_with(parsed, target, layers))
         collect(corpus, model, layers, prompts, max_tokens=parsed.max_tokens, seed=parsed.seed * 1_000_000, batch=parsed.batch)
         texts = (text for text in corpus.texts() if text.index < len(prompts))
         plan = TrainingPlan(
             num_epochs=parsed.epochs,
+            precision=parsed.precision,
             tokens_per_update=parsed.tokens_per_update,
+            tokens_per_pass=min(_PASS, parsed.tokens_per_update),
             matrix_rate=parsed.rate,
             refusal_weight=parsed.refusal_weight,
             seed=parsed.seed,
         )
-        distilled = distil(model, texts, untrained, parsed.vocab, plan, parsed.work / "checkpoint.pt", notes)
+        distilled = distil(model, texts, begin, parsed.vocab, plan, parsed.work / "checkpoint.pt", notes)
     except (WeightsError, OSError, ValueError) as error:
         sys.stderr.write(f"latebranch drafter train: {error}\n")
         return 1
@@ -124,11 +138,33 @@ def _train(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _complete(parsed: argparse.Namespace) -> None:
+    """Fill in what was left to us; raise ValueError for settings that would not be kept to."""
+    import torch
+
+    from engine.distill.trainer import usual_precision
+
+    given = [name for name in (*_SIZES, "feature_layers") if getattr(parsed, name) is not None]
+    if parsed.begin_with and given:
+        raise ValueError(f"a head that is gone on with keeps its sizes: leave out --{given[0].replace('_', '-')}")
+    if parsed.tokens_per_update < 1 or (parsed.tokens_per_update > _PASS and parsed.tokens_per_update % _PASS):
+        raise ValueError(f"--tokens-per-update must be up to {_PASS}, or a multiple of it, not {parsed.tokens_per_update}")
+    if parsed.batch < 1:
+        raise ValueError(f"--batch must be at least 1, not {parsed.batch}")
+    if not parsed.begin_with:
+        for name, value in _SIZES.items():
+            setattr(parsed, name, value if getattr(parsed, name) is None else getattr(parsed, name))
+    parsed.precision = parsed.precision or usual_precision(torch.device(parsed.device))
+
+
 def _trained_before(path: Path, target: str) -> "tuple[DraftHead, dict[str, object]]":
     """Load a head of the same target to go on with, and its recipe; raise ValueError if it is of another."""
     from engine.draft.head import DraftHead
 
-    head, recipe = DraftHead.load(path)
+    try:
+        head, recipe = DraftHead.load(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     if recipe.get(RECIPE_KEY) != target:
         raise ValueError(f"{path} was made for other weights than these; it cannot be gone on with")
     return head, recipe
@@ -186,8 +222,9 @@ def _as_chats(folder: Path, messages: Sequence[str]) -> list[tuple[int, ...]]:
 
 def _command(parsed: argparse.Namespace) -> str:
     """Return the command line that makes this head again, every setting spelt out."""
-    left_out = _NOT_RECORDED | (_SIZES if parsed.begin_with else set())
-    settings = {name: value for name, value in vars(parsed).items() if name not in left_out and value not in (None, {}, _PROMPTS)}
+    settings = {
+        name: value for name, value in vars(parsed).items() if name not in _NOT_RECORDED and value not in (None, {}, _PROMPTS)
+    }
     settings |= {name: path.name for name, path in settings.items() if isinstance(path, Path)}
     return " ".join(
         ["latebranch drafter train", *(f"--{name.replace('_', '-')} {_as_text(settings[name])}" for name in settings)]

@@ -50,7 +50,7 @@ def is_held_out(text: Text) -> bool:
 def distil(
     model: CausalModel,
     texts: Iterable[Text],
-    untrained: HeadShape | DraftHead,
+    begin: HeadShape | DraftHead,
     vocab_size: int,
     plan: TrainingPlan,
     checkpoint: Path,
@@ -58,7 +58,7 @@ def distil(
 ) -> Distilled:
     """Train a head on texts of the target's; goes on from `checkpoint` if it exists. Raises NothingToLearn.
 
-    `untrained` is the shape of a new head, of `vocab_size` tokens, or a head to go on with, which keeps its vocabulary.
+    `begin` is the shape of a new head, of `vocab_size` tokens, or a head to go on with: it keeps its vocabulary, and is changed.
     `model` lends embeddings and output head, in its own precision; its layers are not run.
     """
     texts = sorted(texts, key=lambda text: text.index)
@@ -67,9 +67,8 @@ def distil(
     if not learned or not held_out:
         raise NothingToLearn(f"{len(texts)} texts are too few to learn from and to measure on")
     torch.manual_seed(plan.seed)
-    if isinstance(untrained, HeadShape):
-        untrained = DraftHead(untrained, frequent_tokens(model, learned, vocab_size))
-    head = untrained.to(model.device).train().requires_grad_(True)
+    head = DraftHead(begin, frequent_tokens(model, learned, vocab_size)) if isinstance(begin, HeadShape) else begin
+    head = head.to(model.device).train().requires_grad_(True)
     vocab_M = head.vocab_M.long()
     embeddings_VD = model.module.get_input_embeddings().weight
     output_VD = weight_of(model.module.get_output_embeddings())

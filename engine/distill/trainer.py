@@ -3,10 +3,10 @@
 Shape key: B texts, T positions, C chains a text, N positions that count, F feature layers, D target width, M head vocabulary.
 """
 
+import hashlib
 import json
 import math
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,10 +33,12 @@ class OtherCheckpoint(ValueError):
 class TrainingPlan:
     """How a head is trained. `chain_share` of the positions start chains of `num_steps`; `refusal_weight` is reached at the end.
 
+    `precision` is what matrices are multiplied in. An update adds up whole passes, of `tokens_per_pass` at most.
     Matrices are trained by Muon (arXiv 2502.16982), norms by AdamW; both rates rise over `num_warmup` updates and fall to zero.
     """
 
     num_epochs: int = 8
+    precision: str = "float32"
     tokens_per_update: int = 2_000
     tokens_per_pass: int = 2_000
     num_steps: int = 5
@@ -82,7 +84,8 @@ class Trainer:
     ) -> None:
         self.head, self.plan = head, plan
         self.curve: list[dict[str, float]] = []
-        self._dtype = fastest_dtype(rows_MD.device)
+        self._dtype: torch.dtype = getattr(torch, plan.precision)
+        self._begun = _digest(head)
         self._embeddings_VD, self._rows_MD = embeddings_VD, rows_MD.to(self._dtype)
         self._checkpoint = checkpoint
         matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
@@ -95,7 +98,7 @@ class Trainer:
     def run(self, texts: Sequence[Text]) -> None:
         """Train to the end of the plan, from the checkpoint if there is one."""
         updates = self._updates(texts)
-        done = self._resume()
+        done = self._resume(len(updates))
         bar = progress_bar(what="training", total=len(updates), initial=done, unit="update")
         for index in range(done, len(updates)):
             progress = index / len(updates)
@@ -104,7 +107,7 @@ class Trainer:
             bar.set_postfix(loss=f"{self.curve[-1]['loss']:.3f}", overlap=f"{self.curve[-1]['overlap']:.3f}")
             bar.update()
             if (index + 1) % self.plan.checkpoint_every == 0:
-                self._save(index + 1)
+                self._save(index + 1, len(updates))
         bar.close()
 
     def _updates(self, texts: Sequence[Text]) -> list[list[list[int]]]:
@@ -147,7 +150,7 @@ class Trainer:
         total = torch.zeros((), device=device)
         overlap = 0.0
         with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
-            embeddings = self._embeddings_VD[batch.ids_BT]
+            embeddings = self._embeddings_VD[batch.ids_BT].to(self._dtype)
             for step, state in enumerate(chain_states(self.head, batch.states_BTFD, embeddings, starts_BC, plan.num_steps)):
                 predicted = self.head.predicted(state)
                 if step == 0:
@@ -161,9 +164,11 @@ class Trainer:
         (loss * share).backward()  # type: ignore[no-untyped-call]
         return float(loss.detach()), overlap
 
-    def _save(self, done: int) -> None:
+    def _save(self, done: int, num_updates: int) -> None:
         state = {
             "done": done,
+            "begun": self._begun,
+            "num_updates": num_updates,
             "plan": asdict(self.plan),
             "shape": json.dumps(asdict(self.head.shape)),
             "head": self.head.state_dict(),
@@ -174,7 +179,7 @@ class Trainer:
         torch.save(state, partial)
         partial.rename(self._checkpoint)
 
-    def _resume(self) -> int:
+    def _resume(self, num_updates: int) -> int:
         """Load the checkpoint of the same plan, if there is one; return how many updates it has behind it."""
         if not self._checkpoint.exists():
             return 0
@@ -183,6 +188,8 @@ class Trainer:
             raise OtherCheckpoint(f"{self._checkpoint} is of another plan; remove it to begin anew")
         if state["shape"] != json.dumps(asdict(self.head.shape)) or not torch.equal(state["head"]["vocab_M"], self.head.vocab_M):
             raise OtherCheckpoint(f"{self._checkpoint} is of a head of another shape or vocabulary; remove it to begin anew")
+        if (state.get("begun"), state.get("num_updates")) != (self._begun, num_updates):
+            raise OtherCheckpoint(f"{self._checkpoint} began with another head, or is of other texts; remove it to begin anew")
         self.head.load_state_dict(state["head"])
         for (optimiser, _), saved in zip(self._optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
@@ -190,25 +197,9 @@ class Trainer:
         return int(state["done"])
 
 
-def fastest_dtype(device: torch.device) -> torch.dtype:
-    """Return the format in which a device multiplies matrices faster, bfloat16 or float32, by trying both.
-
-    Processors without matrix units may take twice as long in bfloat16.
-    """
-    if device.type != "cpu":
-        return torch.bfloat16
-
-    def seconds(dtype: torch.dtype) -> float:
-        x = torch.ones(512, 1024, dtype=dtype)
-        x @ x.T
-        tries = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            x @ x.T
-            tries.append(time.perf_counter() - begin)
-        return min(tries)
-
-    return min((torch.bfloat16, torch.float32), key=seconds)
+def usual_precision(device: torch.device) -> str:
+    """Return the format in which a device is to multiply: processors without matrix units may be twice as slow in bfloat16."""
+    return "bfloat16" if device.type != "cpu" or torch.cpu._is_amx_tile_supported() else "float32"
 
 
 def sampled_starts(
@@ -241,6 +232,14 @@ def _packed(order: Sequence[int], texts: Sequence[Text], most: int) -> Iterator[
         longest = max(longest, length)
     if group:
         yield group
+
+
+def _digest(head: DraftHead) -> str:
+    """Return what tells a head's weights from another's."""
+    digest = hashlib.sha256()
+    for tensor in head.state_dict().values():
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _overlap(predicted_ND: Tensor, laws_NM: Tensor, rows_MD: Tensor) -> float:

@@ -20,7 +20,7 @@ from engine.kv_cache import KVCache
 from engine.linears import linear_of
 from engine.native import library
 from engine.native.linear import NativeLinear
-from engine.native.passes import Given, Runner, Tables
+from engine.native.passes import Runner, SlotStates, Tables
 from engine.packing import PackedBatch, Segment
 
 
@@ -91,7 +91,7 @@ class NativeHead:
         `places` says where they are among the fed. Positions are below `end`.
         """
         del asked  # all are run whole: one layer more or less is nothing beside the target's pass
-        given = Given(pool.lent(before), np.array(before, dtype=np.int64))
+        given = SlotStates(pool.lent(before), np.array(before, dtype=np.int64))
         places_P = torch.from_numpy(np.array(places, dtype=np.int64))
         return self._runner.run(fed, cache, [self._rotations.below(end)], places_P, given=given).logits_NM
 

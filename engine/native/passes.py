@@ -35,8 +35,8 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Given:
-    """States by slot, float32, and the slot whose state each packed token is given."""
+class SlotStates:
+    """States by slot, float32, read and left where they lie; a packed token is given that of its slot in `before_T`."""
 
     pool_SD: Float[Tensor, "S D"]
     before_T: NDArray[np.int64]
@@ -61,7 +61,7 @@ class Runner:
         rotations: Sequence[Tables],
         rows_N: Int[Tensor, " N"],
         kept: Iterable[int] = (),
-        given: Given | None = None,
+        given: SlotStates | None = None,
     ) -> Output:
         """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states.
 

@@ -86,6 +86,7 @@ inline void rank(const float* logits, int64_t count, float inverse_temperature, 
       }
       std::push_heap(best.begin(), best.end(), std::greater<>());
       threshold = best.front().first;
+      // A share is off by what x - top, a float of up to 87, is rounded by (4e-6) and by the exponential (2e-7).
       if (has_noise && (int64_t)best.size() == most) enough = _mm512_set1_pd(std::exp(threshold - (double)top) * (1.0 - 1e-5));
     }
   }

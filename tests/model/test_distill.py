@@ -1,6 +1,7 @@
 """Distillation: texts are what the target wrote, chains are trained as they are served, the loss has the right gradient."""
 
 import dataclasses
+import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -213,6 +214,27 @@ def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     trained(tmp_path, "a.pt")
     with pytest.raises(ValueError, match="another plan"):
         trained(tmp_path, "a.pt", dataclasses.replace(PLAN, num_epochs=3))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_head_learns_from_a_target_of_any_format(tmp_path: Path, precision: str) -> None:
+    model, head = tiny_model(), tiny_head()
+    model.module.to(torch.bfloat16)
+    embeddings_VD, rows_MD = model.module.get_input_embeddings().weight, model.module.lm_head.weight[head.vocab_M.long()]
+    trainer = Trainer(head, embeddings_VD, rows_MD, dataclasses.replace(PLAN, precision=precision), tmp_path / "a.pt")
+    trainer.run(some_texts())
+    assert all(math.isfinite(point["loss"]) and point["norm"] > 0.0 for point in trainer.curve)
+
+
+def test_a_checkpoint_that_began_with_another_head_or_has_other_texts_is_refused(tmp_path: Path) -> None:
+    """A head to go on with has the sizes and the vocabulary of the first by its nature."""
+    learnt = trained(tmp_path, "a.pt").head
+    model = tiny_model()
+    parts = model.module.get_input_embeddings().weight, model.module.lm_head.weight[learnt.vocab_M.long()]
+    with pytest.raises(ValueError, match="began with another head"):
+        Trainer(learnt, *parts, PLAN, tmp_path / "a.pt").run(some_texts())
+    with pytest.raises(ValueError, match="of other texts"):
+        Trainer(tiny_head(), *parts, PLAN, tmp_path / "a.pt").run(some_texts()[:-4])
 
 
 def test_a_checkpoint_of_another_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import Tensor
 
 from engine.build import build_engine
 from engine.config import EngineConfig, SchedulerConfig
+from engine.distill.trainer import Trainer
 from engine.draft.head import DraftHead
 from engine.testing import tiny_module
 from engine.tree import Expansion
@@ -78,13 +80,21 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
     assert "multiple of 192" in capsys.readouterr().err
 
 
-def test_training_goes_on_with_a_head(made, tmp_path, capsys):
+def test_training_goes_on_with_a_head(made, tmp_path, capsys, monkeypatch):
     target, work = made
     first, first_recipe = DraftHead.load(work / "head.safetensors")
     (tmp_path / "texts").symlink_to(work / "texts")
     out = tmp_path / "more.safetensors"
     files = ["--prompt-grammar", str(work / "grammar.yaml"), "--work", str(tmp_path), "--out", str(out)]
     more = ["--num-prompts", "40", "--weights", "a=2", "--epochs", "1", "--rate", "0.002"]
+    begun: list[Tensor] = []
+    run_training = Trainer.run
+
+    def noted(trainer, texts):
+        begun.append(trainer.head.widen.weight.detach().clone())
+        run_training(trainer, texts)
+
+    monkeypatch.setattr(Trainer, "run", noted)
     begin = ["--begin-with", str(work / "head.safetensors")]
     assert main(["drafter", "train", "--target", str(target), *SMALL, *more, *begin, *files]) == 0
     head, recipe = DraftHead.load(out)
@@ -93,11 +103,18 @@ def test_training_goes_on_with_a_head(made, tmp_path, capsys):
     assert recipe["began_with"] == first_recipe
     assert "--begin-with head.safetensors" in str(recipe["command"])
     assert "--width" not in str(recipe["command"])
-    moved = (head.widen.weight - first.widen.weight).norm() / first.widen.weight.norm()
-    assert 0.0 < moved < 1.0, "it must move, from where the first ended"
+    assert [weight.equal(first.widen.weight) for weight in begun] == [True]
+    assert not head.widen.weight.equal(first.widen.weight)
     other = model_folder(tmp_path / "other", tiny_module("llama", seed=5))
     assert main(["drafter", "train", "--target", str(other), *SMALL, *more, *begin, *files]) == 1
     assert "made for other weights" in capsys.readouterr().err
+    for setting, why in ((["--vocab", "50"], "leave out --vocab"), (["--tokens-per-update", "3000"], "a multiple of it")):
+        assert main(["drafter", "train", "--target", str(target), *SMALL, *more, *begin, *files, *setting]) == 1
+        assert why in capsys.readouterr().err
+    (tmp_path / "no-head").write_text("nothing")
+    begin = ["--begin-with", str(tmp_path / "no-head")]
+    assert main(["drafter", "train", "--target", str(target), *SMALL, *more, *begin, *files]) == 1
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_it_drafts_for_its_target_and_changes_no_text(made):

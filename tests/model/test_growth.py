@@ -240,6 +240,23 @@ def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
     assert torch.isfinite(grown.forest.draft_laws_RV).all()
 
 
+@pytest.mark.parametrize("first_broken", range(4))
+def test_where_kinds_are_mixed_broken_logits_end_their_own_trees(first_broken):
+    """Offers are made kind by kind, and in each for the rows that have a law."""
+    logits = LAWS.log().clone()
+    logits[first_broken, 1] = float("nan")
+    kinds = [(SAMPLED, "traversal"), (SAMPLED, "coupled"), (GREEDY, "coupled"), (SAMPLED, "nss")]
+    rows = [
+        decoding_row((first,), Expansion(0, 2, 1), *kind, seed, f"{seed} {first}")
+        for seed, kind in enumerate(kinds)
+        for first in ((seed + turn) % 4 for turn in range(4))
+    ]
+    grown = grow(TableDrafter(logits), rows, 4, CPU)
+    assert [tree.num_nodes == 1 for tree in grown.forest.trees] == [row.certain_ids == (first_broken,) for row in rows]
+    alone = [grow(TableDrafter(logits), [row], 4, CPU).forest.trees[0] for row in rows]
+    assert list(grown.forest.trees) == alone
+
+
 def test_plain_growth_is_roots_alone():
     grown = plain_growth(rows_of([([5, 6], Expansion(2, 2, 2)), ([9], Expansion(0, 3, 2))], SAMPLED, "traversal", 0), 61, CPU)
     assert grown.forest.trees == (TokenTree.single(6), TokenTree.single(9))

@@ -34,7 +34,7 @@ from engine.types import DraftSource, FinishReason
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, head_logits, learnt_head, random_head, true_features
 from tests.model.mixed import PROMPTS, mixed_requests
-from tests.model.native import needs_library
+from tests.model.native import native, needs_library
 from tests.model.passes import CPU
 from tests.model.rows import decoding_row
 from tests.model.test_kv_cache import RandomExpansion
@@ -89,10 +89,11 @@ class Proposals:
         self.depths[len(context.path_ids)] += 1
 
 
-def proposals_of_a_run(num_layers: int = 1, family: str = "llama") -> Proposals:
+def proposals_of_a_run(num_layers: int = 1, family: str = "llama", linears: str = "plain") -> Proposals:
     """Run rows of every kind together through chunks, random trees and preemption; compare all that is proposed."""
     head = random_head(num_layers)
-    engine = head_engine(head, model(family), RandomExpansion(3), CROWDED)
+    target = native(family) if linears == NATIVE else model(family)
+    engine = head_engine(head, target, RandomExpansion(3), CROWDED, linears)
     proposals = Proposals(drafter_of(engine), head, family)
     session = run(engine, REQUESTS)
     assert all(outcome.finish is FinishReason.LENGTH for outcome in session.outcomes.values())
@@ -101,10 +102,11 @@ def proposals_of_a_run(num_layers: int = 1, family: str = "llama") -> Proposals:
 
 
 @pytest.mark.usefixtures("poisoned_pools")
+@pytest.mark.parametrize("linears", ["plain", pytest.param(NATIVE, marks=needs_library)])
 @pytest.mark.parametrize(("num_layers", "family"), [(1, "llama"), (2, "qwen2"), (1, "gemma3")])
-def test_every_proposal_is_the_nets_own(num_layers, family):
+def test_every_proposal_is_the_nets_own(num_layers, family, linears):
     """Committed tokens read the target's true features, drafted ones the head's own states; in training it is the same."""
-    proposals = proposals_of_a_run(num_layers, family)
+    proposals = proposals_of_a_run(num_layers, family, linears)
     assert proposals.error < EXACT
     assert min(proposals.depths[:4]) >= 10
 

@@ -15,6 +15,8 @@ from engine.config import SchedulerConfig
 from engine.draft import passes
 from engine.draft.head_drafter import HeadDrafter
 from engine.engine import Engine
+from engine.linears import NATIVE
+from engine.model import CausalModel
 from engine.plan import Row
 from engine.scheduler import Scheduler
 from engine.segments import chain_segment
@@ -23,6 +25,7 @@ from engine.testing import tiny_engine
 from tests.model.driving import Session, run
 from tests.model.heads import random_head
 from tests.model.mixed import mixed_requests
+from tests.model.native import native, needs_library
 from tests.model.test_kv_cache import NUM_SLOTS, RandomExpansion
 from tests.model.tiny import model, pair
 
@@ -33,16 +36,20 @@ def with_a_model(has_canary: bool) -> Engine:
     return tiny_engine(*pair("llama"), policy=RandomExpansion(3), config=CROWDED, has_canary=has_canary)
 
 
-def with_a_head(has_canary: bool) -> Engine:
+def with_a_head(has_canary: bool, causal: CausalModel | None = None, linears: str = "plain") -> Engine:
     canary = SlotCanary() if has_canary else None
-    target = Target(model("llama"), NUM_SLOTS, canary)
-    drafter = HeadDrafter("head", random_head(2), target.model, NUM_SLOTS, canary=canary)
+    target = Target(causal or model("llama"), NUM_SLOTS, canary)
+    drafter = HeadDrafter("head", random_head(2), target.model, NUM_SLOTS, linears, canary=canary)
     target.report_to(drafter)
     engine = tiny_engine(target.model, drafter, RandomExpansion(3), config=CROWDED)
     engine._target = target
     if canary is not None:
         engine.watch_slots(canary)
     return engine
+
+
+def with_a_native_head(has_canary: bool) -> Engine:
+    return with_a_head(has_canary, native("llama"), NATIVE)
 
 
 def session_of(engine: Engine) -> Session:
@@ -55,7 +62,7 @@ def undisturbed(make: Callable[[bool], Engine]) -> Session:
     return session_of(make(False))
 
 
-@pytest.mark.parametrize("make", [with_a_model, with_a_head])
+@pytest.mark.parametrize("make", [with_a_model, with_a_head, pytest.param(with_a_native_head, marks=needs_library)])
 def test_a_sound_engine_says_what_it_says_without_a_canary(make: Callable[[bool], Engine]) -> None:
     session = session_of(make(True))
     assert session.texts() == undisturbed(make).texts()

@@ -46,9 +46,10 @@ def test_greedy_texts_are_those_of_generate(model_of: Callable[[str], CausalMode
         assert texts[index].num_prompt == len(order.prompt_ids)
 
 
+@pytest.mark.parametrize("batch", [3, 8])
 @both_ways
-def test_states_are_the_models_own(model_of: Callable[[str], CausalModel]) -> None:
-    for text in written(model_of("llama"), 1.0).values():
+def test_states_are_the_models_own(model_of: Callable[[str], CausalModel], batch: int) -> None:
+    for text in written(model_of("llama"), 1.0, batch).values():
         out = tiny_module()(input_ids=torch.tensor([text.ids[:-1]]), output_hidden_states=True)
         own = torch.stack([out.hidden_states[1][0], out.hidden_states[-1][0]], dim=1)
         assert torch.allclose(text.states_TFD.float(), own, rtol=0.01, atol=0.01)  # they are kept in bfloat16
@@ -59,6 +60,13 @@ def test_company_does_not_matter(model_of: Callable[[str], CausalModel]) -> None
     alone, together = (written(model_of("llama"), 1.0, batch) for batch in (1, 8))
     assert {name: text.ids for name, text in alone.items()} == {name: text.ids for name, text in together.items()}
     assert len({tuple(text.ids[text.num_prompt :][:4]) for text in together.values()}) > 4, "all draw alike"
+
+
+@both_ways
+def test_nothing_is_written_where_nothing_is_ordered(model_of: Callable[[str], CausalModel]) -> None:
+    assert not list(write(model_of("llama"), {}, 8))
+    with pytest.raises(ValueError, match="0 texts"):
+        next(write(model_of("llama"), orders(0.0), 0))
 
 
 def test_draws_follow_the_law() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.policy import DraftOutcome, Reason
+from engine.policy import DraftOutcome, Reason, StepFeedback
 from engine.tree import FREE_GROWTH, PLAIN, Expansion
 from engine.types import Speculation
 from selector.allocation import Allocation, Allocator
@@ -21,7 +21,7 @@ from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
 from selector.policy import AdaptiveExpansion, _pays
 from selector.probing import Probes
-from tests.selector.machine import Machine, Ran, Text, fixed_rate, flat, run
+from tests.selector.machine import Machine, Ran, Text, feedback, fixed_rate, flat, run
 
 CHAIN = Expansion(4, 1, 0)
 NOISY = {"blur": 0.15, "outliers": 0.01}
@@ -495,6 +495,24 @@ def test_who_comes_in_between_is_not_plain_for_long():
     late = [Text(flat(0.9), context=100, name=f"late {index}") for index in range(2)]
     ran = run(policy, USUAL, [*texts, *late], 12, seed=1)
     assert any(not choice[-1].is_plain for choice in ran.choices[:6])
+
+
+def test_plain_steps_are_seldom_asked_what_they_were(monkeypatch):
+    """It takes time to tell, of every step, and says nothing of a drafter."""
+    told: list[StepFeedback] = []
+
+    def listened(*args, **kwargs):
+        told.append(feedback(*args, **kwargs))
+        return told[-1]
+
+    policy, texts = adaptive(DEAR), texts_of(0.0, 4)
+    run(policy, DEAR, texts, 400)
+    monkeypatch.setattr("tests.selector.machine.feedback", listened)
+    run(policy, DEAR, texts, 400)
+    plain = [one for one in told if not one.has_drafted]
+    assert len(plain) > 350
+    assert sum("_told" in vars(one) for one in plain) < len(plain) / 10
+    assert all("_told" in vars(one) for one in told if one.has_drafted)
 
 
 def test_trees_must_bring_more_than_their_seconds_are_worth():
