@@ -19,14 +19,14 @@ from transformers import AttentionInterface
 
 from engine.attention import UnsupportedAttention
 from engine.model import CausalModel
-from engine.orders import Row, Written, next_tokens
+from engine.orders import OpenText, Written, next_tokens
 from engine.taps import StateTap
 
 NAME = "latebranch-columns"
 _DONE_SHARE = 8  # rows that are done leave the batch when one in this many is
 
 
-def write_in_columns(model: CausalModel, rows: Sequence[Row], num_rows: int, tap: StateTap | None) -> Iterator[Written]:
+def write_in_columns(model: CausalModel, rows: Sequence[OpenText], num_rows: int, tap: StateTap | None) -> Iterator[Written]:
     """Yield texts as they are done, `num_rows` of them written together."""
     with _columns_attention(model):
         for first in range(0, len(rows), num_rows):
@@ -36,7 +36,7 @@ def write_in_columns(model: CausalModel, rows: Sequence[Row], num_rows: int, tap
 class _Batch:
     """Texts that are written together; row r of every tensor is that of `rows[r]`."""
 
-    def __init__(self, model: CausalModel, rows: list[Row], tap: StateTap | None) -> None:
+    def __init__(self, model: CausalModel, rows: list[OpenText], tap: StateTap | None) -> None:
         self._model, self._tap, self._rows = model, tap, rows
         width = max(len(row.ids) for row in self._rows)
         begins = [width - len(row.ids) for row in self._rows]

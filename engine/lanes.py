@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
-from engine.orders import Row, Written, next_tokens
+from engine.orders import OpenText, Written, next_tokens
 from engine.packing import pack
 from engine.segments import chain_segment
 from engine.taps import StateTap
@@ -21,7 +21,7 @@ from engine.taps import StateTap
 class _Lane:
     """A text, the slots it is written in, and the states of what has been fed of it."""
 
-    def __init__(self, row: Row, slots: Sequence[int]) -> None:
+    def __init__(self, row: OpenText, slots: Sequence[int]) -> None:
         self.row, self.slots = row, slots
         self.num_fed = 0
         self.states: list[Float[Tensor, "T F D"]] = []
@@ -30,7 +30,7 @@ class _Lane:
         return self.row.written(torch.cat(self.states) if self.states else None)
 
 
-def write_in_lanes(model: CausalModel, rows: Sequence[Row], num_lanes: int, tap: StateTap | None) -> Iterator[Written]:
+def write_in_lanes(model: CausalModel, rows: Sequence[OpenText], num_lanes: int, tap: StateTap | None) -> Iterator[Written]:
     """Yield texts as they are done, `num_lanes` of them written at a time."""
     length = max(len(row.ids) + row.order.max_tokens for row in rows)
     num_lanes = min(num_lanes, len(rows))

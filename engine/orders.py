@@ -34,7 +34,7 @@ class Written:
     states_TFD: Float[Tensor, "T-1 F D"]
 
 
-class Row:
+class OpenText:
     """A text while it is written."""
 
     def __init__(self, name: int, order: Order) -> None:
@@ -64,7 +64,7 @@ class Row:
         return Written(self.name, self.ids, len(self.order.prompt_ids), states_TFD)
 
 
-def next_tokens(logits_BV: Float[Tensor, "B V"], rows: Sequence[Row]) -> list[int]:
+def next_tokens(logits_BV: Float[Tensor, "B V"], rows: Sequence[OpenText]) -> list[int]:
     """Return what each text says next."""
     temperatures = torch.tensor([row.order.temperature for row in rows], device=logits_BV.device)
     uniforms = torch.tensor([row.uniform for row in rows], device=logits_BV.device)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from engine.columns import write_in_columns
 from engine.lanes import write_in_lanes
 from engine.model import CausalModel
-from engine.orders import Order, Row, Written
+from engine.orders import OpenText, Order, Written
 from engine.taps import StateTap
 
 
@@ -18,7 +18,7 @@ def write(model: CausalModel, orders: Mapping[int, Order], batch: int, layers: S
         raise ValueError(f"{batch} texts cannot be written at a time")
     if not orders:
         return
-    rows = [Row(name, order) for name, order in orders.items()]
+    rows = [OpenText(name, order) for name, order in orders.items()]
     tap = StateTap(model, layers) if layers else None
     try:
         yield from (write_in_columns if model.native is None else write_in_lanes)(model, rows, batch, tap)
