@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class Trainer:
         self.head, self.plan = head, plan
         self.curve: list[dict[str, float]] = []
         self._dtype: torch.dtype = getattr(torch, plan.precision)
-        self._begun = _digest(head)
+        self._begun = _digest(head.state_dict().values())
         self._embeddings_VD, self._rows_MD = embeddings_VD, rows_MD.to(self._dtype)
         self._checkpoint = checkpoint
         matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
@@ -98,7 +98,8 @@ class Trainer:
     def run(self, texts: Sequence[Text]) -> None:
         """Train to the end of the plan, from the checkpoint if there is one."""
         updates = self._updates(texts)
-        done = self._resume(len(updates))
+        learnt_from = _digest(text.ids_T for text in texts)
+        done = self._resume(learnt_from)
         bar = progress_bar(what="training", total=len(updates), initial=done, unit="update")
         for index in range(done, len(updates)):
             progress = index / len(updates)
@@ -107,7 +108,7 @@ class Trainer:
             bar.set_postfix(loss=f"{self.curve[-1]['loss']:.3f}", overlap=f"{self.curve[-1]['overlap']:.3f}")
             bar.update()
             if (index + 1) % self.plan.checkpoint_every == 0:
-                self._save(index + 1, len(updates))
+                self._save(index + 1, learnt_from)
         bar.close()
 
     def _updates(self, texts: Sequence[Text]) -> list[list[list[int]]]:
@@ -164,11 +165,11 @@ class Trainer:
         (loss * share).backward()  # type: ignore[no-untyped-call]
         return float(loss.detach()), overlap
 
-    def _save(self, done: int, num_updates: int) -> None:
+    def _save(self, done: int, learnt_from: str) -> None:
         state = {
             "done": done,
             "begun": self._begun,
-            "num_updates": num_updates,
+            "learnt_from": learnt_from,
             "plan": asdict(self.plan),
             "shape": json.dumps(asdict(self.head.shape)),
             "head": self.head.state_dict(),
@@ -179,7 +180,7 @@ class Trainer:
         torch.save(state, partial)
         partial.rename(self._checkpoint)
 
-    def _resume(self, num_updates: int) -> int:
+    def _resume(self, learnt_from: str) -> int:
         """Load the checkpoint of the same plan, if there is one; return how many updates it has behind it."""
         if not self._checkpoint.exists():
             return 0
@@ -188,7 +189,7 @@ class Trainer:
             raise OtherCheckpoint(f"{self._checkpoint} is of another plan; remove it to begin anew")
         if state["shape"] != json.dumps(asdict(self.head.shape)) or not torch.equal(state["head"]["vocab_M"], self.head.vocab_M):
             raise OtherCheckpoint(f"{self._checkpoint} is of a head of another shape or vocabulary; remove it to begin anew")
-        if (state.get("begun"), state.get("num_updates")) != (self._begun, num_updates):
+        if (state.get("begun"), state.get("learnt_from")) != (self._begun, learnt_from):
             raise OtherCheckpoint(f"{self._checkpoint} began with another head, or is of other texts; remove it to begin anew")
         self.head.load_state_dict(state["head"])
         for (optimiser, _), saved in zip(self._optimisers, state["optimisers"], strict=True):
@@ -234,11 +235,11 @@ def _packed(order: Sequence[int], texts: Sequence[Text], most: int) -> Iterator[
         yield group
 
 
-def _digest(head: DraftHead) -> str:
-    """Return what tells a head's weights from another's."""
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """Return what tells tensors from others."""
     digest = hashlib.sha256()
-    for tensor in head.state_dict().values():
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

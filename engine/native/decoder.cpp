@@ -336,7 +336,7 @@ void latebranch_choose(const float* laws, int64_t vocab_size, const int64_t* row
 void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns, const float* inverse_temperatures, const uint64_t* keys,
                      const int64_t* tokens, int64_t most, int64_t* best, double* scores, float* odds, int num_threads) {
   constexpr int64_t kAlone = 1 << 14;  // logits that take less time than another thread takes to wake
-  Pool::shared().run(num_rows * num_columns <= kAlone ? 1 : num_threads, [&](Worker& worker) {
+  Pool::shared().run(num_rows == 1 || num_rows * num_columns <= kAlone ? 1 : num_threads, [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t p) {
       int64_t* row = best + p * (most + 1);
       float* shares = odds + p * (most + 1);
