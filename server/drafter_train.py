@@ -152,8 +152,7 @@ def _complete(parsed: argparse.Namespace) -> None:
     if parsed.batch < 1:
         raise ValueError(f"--batch must be at least 1, not {parsed.batch}")
     if not parsed.begin_with:
-        for name, value in _SIZES.items():
-            setattr(parsed, name, value if getattr(parsed, name) is None else getattr(parsed, name))
+        vars(parsed).update({name: value for name, value in _SIZES.items() if name not in given})
     parsed.precision = parsed.precision or usual_precision(torch.device(parsed.device))
 
 

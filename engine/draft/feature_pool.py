@@ -1,13 +1,24 @@
-"""What a draft head reads of the target, by slot. Shape key: T tokens, S slots, W inner width of the head."""
+"""What a draft head reads of the target, by slot, and what it is fed. Shape key: T tokens, S slots, W inner width of the head."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.canary import Canary, NoCanary
+from engine.packing import PackedBatch
 from engine.transfer import integers
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Packed tokens, for each the slot of the token before it, and a position past all of theirs."""
+
+    batch: PackedBatch
+    before: Sequence[int]
+    end: int
 
 
 class FeaturePool:

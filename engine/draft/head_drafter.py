@@ -12,7 +12,6 @@ Shape key: T packed tokens, P proposals, S slots, D target width, W inner width,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from engine.canary import Canary, NoCanary
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
-from engine.draft.feature_pool import FeaturePool
+from engine.draft.feature_pool import FeaturePool, Fed
 from engine.draft.head import DraftHead, HeadShape
 from engine.draft.lean_head import LeanHead
 from engine.draft.native_head import NativeHead
@@ -30,7 +29,7 @@ from engine.draft.passes import fed_segments, level_segments, places_of_roots
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE, weight_of
 from engine.model import CausalModel
-from engine.packing import PackedBatch, Segment, pack
+from engine.packing import Segment, pack
 from engine.plan import Feeding, Row
 from engine.segments import chain_segment
 from engine.taps import StateTap
@@ -125,7 +124,7 @@ class HeadDrafter:
         """Feed committed tokens by the target's features; propose at the roots."""
         before = [slot for row in rows for slot in self._slots_before(row)]
         batch = pack(fed_segments(rows), self._device)
-        fed = _Fed(batch, before, max(row.draft_len + len(row.draft_ids) for row in rows))
+        fed = Fed(batch, before, max(row.draft_len + len(row.draft_ids) for row in rows))
         places = places_of_roots(rows, roots)
         asked = [chain_segment(root.tree.token_ids[:1], root.position, root.tree.row.slots) for root in roots]
         return self._proposal(fed, None if places == list(range(batch.num_tokens)) else asked, places)
@@ -134,7 +133,7 @@ class HeadDrafter:
         """Feed some nodes of every tree by their parents' states; propose at each."""
         before = [asked.tree.row.slots[asked.tree.row.root_position + asked.tree.parents[asked.node]] for asked in frontier]
         batch = pack(level_segments(frontier), self._device)
-        fed = _Fed(batch, before, 1 + max(asked.position for asked in frontier))
+        fed = Fed(batch, before, 1 + max(asked.position for asked in frontier))
         return self._proposal(fed, None, range(len(frontier)))
 
     def _slots_before(self, row: Row) -> Sequence[int]:
@@ -142,25 +141,16 @@ class HeadDrafter:
         end = row.draft_len + len(row.draft_ids) - 1
         return row.slots[row.draft_len - 1 : end] if row.draft_len else (self._pool.before_all, *row.slots[:end])
 
-    def _proposal(self, fed: "_Fed", asked: Sequence[Segment] | None, places: Sequence[int]) -> Proposal:
+    def _proposal(self, fed: Fed, asked: Sequence[Segment] | None, places: Sequence[int]) -> Proposal:
         """Feed tokens, keep the states of those asked about in their slots, and propose at them.
 
         `places` says which they are, `asked` has their own segments where they are not all.
         """
         self._catch_up()
         with torch.inference_mode():
-            logits_PM = self._head.proposed(self._pool, fed.before, fed.batch, asked, places, fed.end, self._cache)
+            logits_PM = self._head.proposed(self._pool, fed, asked, places, self._cache)
         passes = ModelPasses(1, fed.batch.num_tokens)
         return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
-
-
-@dataclass(frozen=True)
-class _Fed:
-    """Packed tokens, for each the slot of the token before it, and a position past all of theirs."""
-
-    batch: PackedBatch
-    before: Sequence[int]
-    end: int
 
 
 def _require_fit(shape: HeadShape, vocab_M: Tensor, target: CausalModel) -> None:

@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from engine.attention import AttentionContext, cached_attention
 from engine.by_position import ByPosition
-from engine.draft.feature_pool import FeaturePool
+from engine.draft.feature_pool import FeaturePool, Fed
 from engine.draft.head import DraftHead, HeadLayer
 from engine.kv_cache import KVCache
 from engine.linears import linear_of, prepare_linears
-from engine.packing import PackedBatch, Segment, pack
+from engine.packing import Segment, pack
 from engine.transfer import integers
 
 
@@ -111,21 +111,19 @@ class LeanHead(nn.Module):
     def proposed(
         self,
         pool: FeaturePool,
-        before: Sequence[int],
-        fed: PackedBatch,
+        fed: Fed,
         asked: Sequence[Segment] | None,
         places: Sequence[int],
-        end: int,
         cache: KVCache,
     ) -> Float[Tensor, "P M"]:
         """Feed tokens, each by the state in the slot before it; return logits of those asked about, their states in their slots.
 
-        `places` says where they are among the fed, and `asked` is their own segments, or None if they are all. Positions are
-        below `end`. All that is needed of a token not asked about is its keys: the last layer attends for the others.
+        `places` says where they are among the fed, and `asked` is their own segments, or None if they are all.
+        All that is needed of a token not asked about is its keys: the last layer attends for the others.
         """
-        batch, states_TW = fed, pool.at(before)
+        batch, states_TW = fed.batch, pool.at(fed.before)
         tokens_TW = self.tokens(self._embeddings_VD[batch.input_ids_1T[0]])
-        rotation_TR = self.rotation(batch.position_ids_1T[0], end)
+        rotation_TR = self.rotation(batch.position_ids_1T[0], fed.end)
         for index, layer in enumerate(self.decoder):
             query, key, value = (x.to(self.attention_dtype) for x in layer.projected(states_TW, tokens_TW, rotation_TR))
             cache.write(index, batch.write_slots_T, key, value)
@@ -140,7 +138,7 @@ class LeanHead(nn.Module):
                 query_THGK = query.reshape(len(query), key.shape[1], -1, self.shape.head_size)
                 attended = cached_attention(index, query_THGK, AttentionContext(batch, cache), self.shape.head_size**-0.5)
                 states_TW = layer.finished(states_TW, attended.to(states_TW.dtype))
-        pool.write(fed.write_slots_T.index_select(0, integers(places, states_TW.device)), states_TW)
+        pool.write(fed.batch.write_slots_T.index_select(0, integers(places, states_TW.device)), states_TW)
         return self.logits(states_TW)
 
     def logits(self, state_TW: Float[Tensor, "T W"]) -> Float[Tensor, "T M"]:

@@ -8,20 +8,20 @@ import ctypes
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from engine.by_position import ByPosition
-from engine.draft.feature_pool import FeaturePool
+from engine.draft.feature_pool import FeaturePool, Fed
 from engine.draft.head import DraftHead, HeadLayer
 from engine.kv_cache import KVCache
 from engine.linears import linear_of
 from engine.native import library
 from engine.native.linear import NativeLinear
 from engine.native.passes import Runner, SlotStates, Tables
-from engine.packing import PackedBatch, Segment
+from engine.packing import Segment
+from engine.transfer import integers
 
 
 class NativeHead:
@@ -79,21 +79,20 @@ class NativeHead:
     def proposed(
         self,
         pool: FeaturePool,
-        before: Sequence[int],
-        fed: PackedBatch,
+        fed: Fed,
         asked: Sequence[Segment] | None,
         places: Sequence[int],
-        end: int,
         cache: KVCache,
     ) -> Float[Tensor, "P M"]:
         """Feed tokens, each by the state in the slot before it; return logits of those asked about, their states in their slots.
 
-        `places` says where they are among the fed. Positions are below `end`.
+        `places` says where they are among the fed.
         """
         del asked  # all are run whole: one layer more or less is nothing beside the target's pass
-        given = SlotStates(pool.lent(before), np.array(before, dtype=np.int64))
-        places_P = torch.from_numpy(np.array(places, dtype=np.int64))
-        return self._runner.run(fed, cache, [self._rotations.below(end)], places_P, given=given).logits_NM
+        pool_SW = pool.lent(fed.before)
+        before_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.before, places))
+        rotations = [self._rotations.below(fed.end)]
+        return self._runner.run(fed.batch, cache, rotations, places_P, given=SlotStates(pool_SW, before_T)).logits_NM
 
     def _rotated(self, positions_N: Int[Tensor, " N"]) -> Tables:
         cosines, sines = self._shape.rotary(positions_N)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
@@ -39,7 +38,7 @@ class SlotStates:
     """States by slot, float32, read and left where they lie; a packed token is given that of its slot in `before_T`."""
 
     pool_SD: Float[Tensor, "S D"]
-    before_T: NDArray[np.int64]
+    before_T: Int[Tensor, " T"]
 
 
 def cache_dtype(precision: str) -> torch.dtype:
@@ -78,7 +77,7 @@ class Runner:
             positions=batch.position_ids_1T.data_ptr(),
             write_slots=batch.write_slots_T.data_ptr(),
             pool=None if given is None else given.pool_SD.data_ptr(),
-            before=None if given is None else _place(given.before_T),
+            before=None if given is None else given.before_T.data_ptr(),
             num_segments=len(batch.segments),
             first_token=_place(flat.first_token),
             first_key=_place(flat.first_key),
