@@ -114,7 +114,7 @@ def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> 
             _logger.info("%s; transformers runs it", error)
             return adopt(module, device, torch_linears(device))
     if dtype == INT8:
-        raise UnsupportedModel(f"int8 needs our library and a processor with AVX-512 VNNI, which {device} has not")
+        raise UnsupportedModel(f"int8 needs our library and a processor with AVX2, which {device} has not")
     return adopt(module, device, linears)
 
 

@@ -20,7 +20,7 @@ from engine.linears import NATIVE, fastest_linears, multiplies_bfloat16
 from engine.memory import GB, configuration_of, memory_need, memory_of, num_parameters, shortage
 from engine.model import INT8
 from engine.model_check import UnsupportedModel, refuse_by_configuration
-from engine.native.library import has_vnni
+from engine.native import library
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from selector.learnt import misfits
 from selector.menu import menu_for_all
@@ -83,13 +83,14 @@ def _precision(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     on_cpu = device.type == "cpu"
     linears = fastest_linears(device)
     has_bfloat16, is_native = on_cpu and multiplies_bfloat16(), linears == NATIVE
-    instructions = f"; bfloat16 instructions: {_yes(has_bfloat16)}, AVX-512 VNNI: {_yes(has_vnni())}" if on_cpu else ""
+    ours = library.instruction_set() or "not for this processor"
+    instructions = f"; bfloat16 instructions: {_yes(has_bfloat16)}, our library: {ours}" if on_cpu else ""
     text = f"target {config.dtype}, linear layers {linears}{instructions}"
     if is_native:
         yield Finding("precision", Level.OK, f"{text}; rows have the same bits in any batch")
     elif config.dtype == INT8:
-        why = "AVX-512 VNNI" if on_cpu and not has_vnni() else "our library, which was not compiled" if on_cpu else "a processor"
-        yield Finding("precision", Level.REFUSED, f"{text}; int8 needs {why}")
+        why = "our library, which was not compiled" if library.supported() else "a processor with AVX2"
+        yield Finding("precision", Level.REFUSED, f"{text}; int8 needs {why if on_cpu else 'a processor'}")
     elif config.dtype == "bfloat16":
         slow = "" if has_bfloat16 or not on_cpu else "; without these instructions it is slower than float32"
         yield Finding("precision", Level.WARNING, f"{text}; near ties can fall either way{slow}")

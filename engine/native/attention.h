@@ -44,7 +44,7 @@ class Attention {
     const int64_t oldest = heads.window ? std::max<int64_t>(0, *std::min_element(positions + begin, positions + end) - heads.window + 1) : 0;
     const int64_t num_context = num_keys - (segments.first_tail[s + 1] - segments.first_tail[s]);
     for (int64_t k = std::min(oldest, num_context) / kLanes * kLanes; k < num_keys; k += kLanes) {
-      __mmask16 any = 0;
+      Mask any = 0;
       for (int64_t t = 0; t < tokens; t++) any |= masks_[t] = seen_mask(segments, heads, s, begin + t, positions[begin + t], k, num_context, num_keys);
       if (!any) continue;
       for (int64_t i = k + kLanes; i < std::min(num_keys, k + 2 * kLanes); i++) fetch_row(keys + h * size + slots[i] * stride, size);
@@ -53,7 +53,7 @@ class Attention {
         if (!masks_[t]) continue;
         const float* query = queries + (begin + t) * row + h * shared * size;
         score(query, shared, size, heads.scaling, masks_[t], scores_.data() + t * shared * width_ + counts_[t]);
-        remember(slots + k, std::min(kLanes, num_keys - k), masks_[t], seen_slots_.data() + t * width_ + counts_[t]);
+        compress(seen_slots_.data() + t * width_ + counts_[t], masks_[t], slots + k, std::min(kLanes, num_keys - k));
         counts_[t] += __builtin_popcount(masks_[t]);
       }
     }
@@ -76,18 +76,18 @@ class Attention {
     for (int64_t d = 0; d < size; d += 64 / sizeof(Cached)) _mm_prefetch((const char*)(row + d), _MM_HINT_T0);
   }
 
-  static __mmask16 seen_mask(const Segments& segments, const Heads& heads, int64_t s, int64_t token, int64_t position, int64_t k,
+  static Mask seen_mask(const Segments& segments, const Heads& heads, int64_t s, int64_t token, int64_t position, int64_t k,
                              int64_t num_context, int64_t num_keys) {
     if (k + kLanes <= num_context && (!heads.window || position - k < heads.window)) return 0xFFFF;
     const int64_t* tail = segments.tail_positions + segments.first_tail[s];
     const int64_t width = segments.first_tail[s + 1] - segments.first_tail[s];
     const uint8_t* seen = segments.seen + segments.first_seen[s] + (token - segments.first_token[s]) * width;
-    __mmask16 mask = 0;
+    Mask mask = 0;
     for (int64_t i = 0; i < std::min(kLanes, num_keys - k); i++) {
       const int64_t place = k + i - num_context;
       const int64_t key_position = place < 0 ? k + i : tail[place];
       const bool is_near = !heads.window || position - key_position < heads.window;
-      if (is_near && (place < 0 || seen[place])) mask |= (__mmask16)(1u << i);
+      if (is_near && (place < 0 || seen[place])) mask |= (Mask)(1u << i);
     }
     return mask;
   }
@@ -96,42 +96,34 @@ class Attention {
   template <typename Cached>
   void transpose(const Cached* keys, int64_t stride, const int64_t* slots, int64_t count, int64_t size) {
     for (int64_t d = 0; d < size; d += kLanes) {
-      const __mmask16 m = lanes_left(size - d);
-      __m512 r[16], u[16];
-      for (int64_t i = 0; i < kLanes; i++) r[i] = load_floats(m, keys + slots[std::min(i, count - 1)] * stride + d);
-      for (int i = 0; i < 16; i += 2) u[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), u[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-      for (int i = 0; i < 16; i += 4) {
-        const __m512d a = _mm512_castps_pd(u[i]), b = _mm512_castps_pd(u[i + 1]), c = _mm512_castps_pd(u[i + 2]), e = _mm512_castps_pd(u[i + 3]);
-        r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c)), r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
-        r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, e)), r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, e));
-      }
-      for (int i = 0; i < 4; i++) {
-        u[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), u[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
-        u[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88), u[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
-      }
-      for (int i = 0; i < 8; i++) r[i] = _mm512_shuffle_f32x4(u[i], u[i + 8], 0x88), r[i + 8] = _mm512_shuffle_f32x4(u[i], u[i + 8], 0xdd);
-      for (int64_t i = 0; i < std::min(kLanes, size - d); i++) _mm512_storeu_ps(block_.data() + (d + i) * kLanes, r[i]);
+      const Mask m = lanes_left(size - d);
+      Floats r[kLanes];
+      for (int64_t i = 0; i < kLanes; i++) r[i] = load(m, keys + slots[std::min(i, count - 1)] * stride + d);
+      latebranch::transpose(r);
+      for (int64_t i = 0; i < std::min(kLanes, size - d); i++) store(block_.data() + (d + i) * kLanes, r[i]);
     }
   }
 
   template <int N>
-  void score_heads(const float* query, int64_t size, float scaling, __mmask16 mask, float* scores) const {
-    __m512 even[N], odd[N];
-    for (int g = 0; g < N; g++) even[g] = odd[g] = _mm512_setzero_ps();
-    for (int64_t d = 0; d + 1 < size; d += 2) {  // heads have an even number of numbers: halves of them are rotated
-      const __m512 a = _mm512_loadu_ps(block_.data() + d * kLanes), b = _mm512_loadu_ps(block_.data() + (d + 1) * kLanes);
-      for (int g = 0; g < N; g++) {
-        even[g] = _mm512_fmadd_ps(a, _mm512_set1_ps(query[g * size + d]), even[g]);
-        odd[g] = _mm512_fmadd_ps(b, _mm512_set1_ps(query[g * size + d + 1]), odd[g]);
+  void score_heads(const float* query, int64_t size, float scaling, Mask mask, float* scores) const {
+    alignas(64) float sums[N][kLanes];
+    for (int64_t part = 0; part < kLanes; part += kRegister) {
+      Register even[N], odd[N];
+      for (int g = 0; g < N; g++) even[g] = odd[g] = register_of(0.0f);
+      for (int64_t d = 0; d + 1 < size; d += 2) {  // heads have an even number of numbers: halves of them are rotated
+        const float* row = block_.data() + d * kLanes + part;
+        const Register a = load_register(row), b = load_register(row + kLanes);
+        for (int g = 0; g < N; g++) {
+          even[g] = fused(a, register_of(query[g * size + d]), even[g]);
+          odd[g] = fused(b, register_of(query[g * size + d + 1]), odd[g]);
+        }
       }
+      for (int g = 0; g < N; g++) store_register(sums[g] + part, (even[g] + odd[g]) * register_of(scaling));
     }
-    for (int g = 0; g < N; g++) {
-      const __m512 sum = _mm512_mul_ps(_mm512_add_ps(even[g], odd[g]), _mm512_set1_ps(scaling));
-      _mm512_storeu_ps(scores + g * width_, _mm512_maskz_compress_ps(mask, sum));
-    }
+    for (int g = 0; g < N; g++) compress(scores + g * width_, mask, load(sums[g]));
   }
 
-  void score(const float* query, int64_t shared, int64_t size, float scaling, __mmask16 mask, float* scores) const {
+  void score(const float* query, int64_t shared, int64_t size, float scaling, Mask mask, float* scores) const {
     for (int64_t g = 0; g < shared; g += kTogether) {
       const float* q = query + g * size;
       float* to = scores + g * width_;
@@ -144,56 +136,49 @@ class Attention {
     }
   }
 
-  static void remember(const int64_t* slots, int64_t count, __mmask16 mask, int64_t* to) {
-    const __m512i low = _mm512_maskz_loadu_epi64((__mmask8)lanes_left(count), slots);
-    const __m512i high = _mm512_maskz_loadu_epi64((__mmask8)(lanes_left(count) >> 8), slots + 8);
-    _mm512_storeu_si512(to, _mm512_maskz_compress_epi64((__mmask8)mask, low));
-    _mm512_storeu_si512(to + __builtin_popcount(mask & 0xFF), _mm512_maskz_compress_epi64((__mmask8)(mask >> 8), high));
-  }
-
   // Scores to weights that sum to 1.
   static void soften(float* scores, int64_t count) {
-    __m512 largest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    __mmask16 broken = 0;
+    Floats largest = spread(-std::numeric_limits<float>::infinity());
+    Where broken = nowhere();
     for (int64_t i = 0; i < count; i += kLanes) {
-      const __m512 v = _mm512_mask_loadu_ps(largest, lanes_left(count - i), scores + i);
-      broken |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-      largest = _mm512_max_ps(largest, v);
+      const Floats v = load(largest, lanes_left(count - i), scores + i);
+      broken = broken | is_nan(v);
+      largest = larger(largest, v);
     }
-    const float top = broken ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(largest);
-    __m512 sum = _mm512_setzero_ps();
+    const float top = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : most(largest);
+    Floats total = spread(0.0f);
     for (int64_t i = 0; i < count; i += kLanes) {
-      const __mmask16 m = lanes_left(count - i);
-      const __m512 e = _mm512_maskz_mov_ps(m, exponential(_mm512_sub_ps(_mm512_maskz_loadu_ps(m, scores + i), _mm512_set1_ps(top))));
-      _mm512_mask_storeu_ps(scores + i, m, e);
-      sum = _mm512_add_ps(sum, e);
+      const Mask m = lanes_left(count - i);
+      const Floats e = only(m, exponential(load(m, scores + i) - spread(top)));
+      store(scores + i, m, e);
+      total = total + e;
     }
-    const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
+    const Floats share = spread(1.0f / sum(total));
     for (int64_t i = 0; i < count; i += kLanes) {
-      const __mmask16 m = lanes_left(count - i);
-      _mm512_mask_storeu_ps(scores + i, m, _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scores + i), share));
+      const Mask m = lanes_left(count - i);
+      store(scores + i, m, load(m, scores + i) * share);
     }
   }
 
   template <int N, typename Cached>
   void gather_heads(const Cached* values, int64_t stride, const int64_t* slots, int64_t count, const float* weights, int64_t size, float* out) const {
-    constexpr int kVectors = 4;
-    for (int64_t d = 0; d < size; d += kVectors * kLanes) {
-      __m512 sum[N][kVectors];
-      __mmask16 m[kVectors];
-      for (int v = 0; v < kVectors; v++) m[v] = lanes_left(std::max<int64_t>(0, size - d - v * kLanes));
+    constexpr int kRegisters = N * 4 < kNumRegisters ? 4 : 2;  // of a value at a time, so that all sums are in registers
+    for (int64_t d = 0; d < size; d += kRegisters * kRegister) {
+      Register sum[N][kRegisters];
+      Mask m[kRegisters];
+      for (int v = 0; v < kRegisters; v++) m[v] = lanes_left(std::max<int64_t>(0, size - d - v * kRegister));
       for (int g = 0; g < N; g++)
-        for (int v = 0; v < kVectors; v++) sum[g][v] = _mm512_setzero_ps();
+        for (int v = 0; v < kRegisters; v++) sum[g][v] = register_of(0.0f);
       for (int64_t i = 0; i < count; i++) {
         const Cached* from = values + slots[i] * stride + d;
         if (!d && i + kAhead < count) fetch_row(values + slots[i + kAhead] * stride, size);
-        for (int v = 0; v < kVectors; v++) {
-          const __m512 value = load_floats(m[v], from + v * kLanes);
-          for (int g = 0; g < N; g++) sum[g][v] = _mm512_fmadd_ps(value, _mm512_set1_ps(weights[g * width_ + i]), sum[g][v]);
+        for (int v = 0; v < kRegisters; v++) {
+          const Register value = load_register(m[v], from + v * kRegister);
+          for (int g = 0; g < N; g++) sum[g][v] = fused(value, register_of(weights[g * width_ + i]), sum[g][v]);
         }
       }
       for (int g = 0; g < N; g++)
-        for (int v = 0; v < kVectors; v++) _mm512_mask_storeu_ps(out + g * size + d + v * kLanes, m[v], sum[g][v]);
+        for (int v = 0; v < kRegisters; v++) store_register(out + g * size + d + v * kRegister, m[v], sum[g][v]);
     }
   }
 
@@ -211,7 +196,7 @@ class Attention {
   int64_t width_ = 0;  // of a query's scores
   std::vector<float> scores_, block_;
   std::vector<int64_t> seen_slots_, counts_;
-  std::vector<__mmask16> masks_;
+  std::vector<Mask> masks_;
 };
 
 }  // namespace latebranch

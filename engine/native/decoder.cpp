@@ -130,8 +130,8 @@ class Run {
       const float* from = d_.embeddings + p_.token_ids[t] * d_.embedding_width;
       float* x = s_.x.data() + t * d_.width;
       for (int64_t i = 0; i < d_.width; i += kLanes) {
-        const __mmask16 m = lanes_left(d_.width - i);
-        _mm512_mask_storeu_ps(x + i, m, _mm512_mul_ps(_mm512_maskz_loadu_ps(m, from + i), _mm512_set1_ps(d_.embedding_scale)));
+        const Mask m = lanes_left(d_.width - i);
+        store(x + i, m, load(m, from + i) * spread(d_.embedding_scale));
       }
       read(worker, t, d_.layers[0].attention_norm, d_.layers[0].query);
     });
@@ -206,14 +206,14 @@ class Run {
     const int64_t blocks = layer.gate.num_blocks();
     worker.each(num_panels(p_.num_tokens) * blocks, [&](int64_t task) {
       const int64_t b = task % blocks;
-      alignas(64) float gate[2 * kTileTokens * kBlock];
+      float gate[kPartRows * kBlock];
       each_part(layer.gate, p_.num_tokens, task / blocks, [&](const Part& part) {
-        part_outputs(layer.gate, s_.inputs, part, b, [&](int r, int column, __mmask16, __m512 v) {
-          _mm512_store_ps(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
+        part_outputs(layer.gate, s_.inputs, part, b, [&](int r, int column, Mask, Floats v) {
+          store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
         });
         float* hidden = s_.hidden.data() + part.row * d_.inner + b * kBlock;
-        part_outputs(layer.up, s_.inputs, part, b, [&](int r, int column, __mmask16 mask, __m512 v) {
-          _mm512_mask_storeu_ps(hidden + r * d_.inner + column, mask, _mm512_mul_ps(_mm512_load_ps(gate + r * kBlock + column), v));
+        part_outputs(layer.up, s_.inputs, part, b, [&](int r, int column, Mask m, Floats v) {
+          store(hidden + r * d_.inner + column, m, load(gate + r * kBlock + column) * v);
         });
       });
     });

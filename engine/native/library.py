@@ -1,7 +1,7 @@
 """The compiled part: finds it, and declares what it takes. Structures mirror those of linear.h, attention.h and decoder.cpp."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.util import find_spec
@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import torch
 
-_MODULE = "engine.native.kernels"
 SILU, GELU_TANH = 0, 1  # activations
 
 
@@ -69,28 +68,50 @@ class Pass(Structure):
     )
 
 
+# Instruction sets that the library is compiled for, best first.
+INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
+    "AVX-512 VNNI": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported(),
+    "AVX2": lambda: torch.cpu._is_avx2_supported(),
+}
+_MODULES = {"AVX-512 VNNI": "engine.native.kernels_avx512", "AVX2": "engine.native.kernels_avx2"}
+
+
 def is_available() -> bool:
-    """Return whether the library was compiled when the package was installed and the processor has what it needs."""
-    return is_compiled() and has_vnni()
+    """Return whether the library was compiled when the package was installed, for instructions that the processor has."""
+    return instruction_set() is not None
 
 
 @cache
-def is_compiled() -> bool:
-    """Return whether the library lies beside this package."""
-    return find_spec(_MODULE) is not None
+def instruction_set() -> str | None:
+    """Return the best of INSTRUCTION_SETS that the processor has and the library was compiled for, or None."""
+    return next((name for name in supported() if is_compiled(name)), None)
 
 
-def has_vnni() -> bool:
-    """Return whether the processor has AVX-512 with VNNI."""
-    return torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
+def supported() -> list[str]:
+    """Return those of INSTRUCTION_SETS that the processor has, best first."""
+    return [name for name, has in INSTRUCTION_SETS.items() if has()]
 
 
 @cache
+def is_compiled(instructions: str) -> bool:
+    """Return whether the library for these instructions lies beside this package."""
+    return find_spec(_MODULES[instructions]) is not None
+
+
 def library() -> ctypes.CDLL:
-    """Return the library; raise OSError if it is not there."""
-    spec = find_spec(_MODULE)
+    """Return the library for this processor; raise OSError if there is none."""
+    instructions = instruction_set()
+    if instructions is None:
+        raise OSError("the library was not compiled, or not for this processor")
+    return compiled_for(instructions)
+
+
+@cache
+def compiled_for(instructions: str) -> ctypes.CDLL:
+    """Return the library for an instruction set; raise OSError if it is not there."""
+    spec = find_spec(_MODULES[instructions])
     if spec is None or spec.origin is None:
-        raise OSError(f"{_MODULE} was not compiled")
+        raise OSError(f"{_MODULES[instructions]} was not compiled")
     loaded = ctypes.CDLL(spec.origin)
     sizes = (c_int64 * 4)()
     loaded.latebranch_sizes(sizes)

@@ -19,7 +19,7 @@ from tests.model.passes import CPU, SceneRow, node_logits
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 PRECISIONS = ("float32", "bfloat16", "int8")
-needs_library = pytest.mark.skipif(not library.is_available(), reason="needs the library and a processor with AVX-512 VNNI")
+needs_library = pytest.mark.skipif(not library.is_available(), reason="needs the library and a processor with AVX2")
 
 
 @cache

@@ -68,19 +68,18 @@ def test_what_prevents_serving_is_refused(folder, capsys, flags, part, monkeypat
 
 def test_int8_needs_its_instructions(folder, capsys, monkeypatch):
     for has_them in (True, False):
-        monkeypatch.setattr(library, "has_vnni", lambda has_them=has_them: has_them)
-        monkeypatch.setattr(doctor, "has_vnni", lambda has_them=has_them: has_them)
-        monkeypatch.setattr(library, "is_compiled", lambda: True)
+        monkeypatch.setattr(library, "supported", lambda has_them=has_them: ["AVX2"] if has_them else [])
+        monkeypatch.setattr(library, "instruction_set", lambda has_them=has_them: "AVX2" if has_them else None)
         status, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu")
         assert (status == 0) is has_them
         (finding,) = (finding for finding in report["findings"] if finding["part"] == "precision")
         assert finding["level"] == ("ok" if has_them else "refused")
-        assert ("int8 needs AVX-512 VNNI" in finding["text"]) is not has_them
+        assert ("int8 needs a processor with AVX2" in finding["text"]) is not has_them
 
 
 def test_int8_needs_our_library(folder, capsys, monkeypatch):
-    monkeypatch.setattr(library, "is_compiled", lambda: False)
-    monkeypatch.setattr(doctor, "has_vnni", lambda: True)
+    monkeypatch.setattr(library, "supported", lambda: ["AVX2"])
+    monkeypatch.setattr(library, "instruction_set", lambda: None)
     status, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu")
     assert status == 1
     assert "our library, which was not compiled" in json.dumps(report["findings"])

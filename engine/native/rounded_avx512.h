@@ -1,0 +1,156 @@
+// int8 layers by AVX-512 VNNI: a row is cut in two bytes, q = 128 hi + lo; both are multiplied with the weights in 32-bit integers,
+// exactly: few rows by vpdpbusd, more by the tiles of AMX where a processor has them.
+#pragma once
+#include <vector>
+
+#include "numbers.h"
+#include "tiles.h"
+
+namespace latebranch {
+
+constexpr int kVectorRows = 6;
+constexpr int kTileTokens = 8;   // of AMX: 16 rows of bytes, two a token
+constexpr int kFewestTiled = 4;  // rows below which vectors are as fast
+constexpr bool kMayTile = true;
+constexpr int kPartRows = 2 * kTileTokens;  // at most
+
+// Vectors that a pass over a block takes of its columns, of so many rows: as many as leave every sum in a register.
+constexpr int float32_columns(int) { return 4; }
+constexpr int bfloat16_columns(int rows) { return rows <= 4 ? 4 : 2; }
+constexpr int int8_columns(int rows) { return rows <= 3 ? 4 : 2; }
+
+// Rows rounded to 15 bits, as integers of -127 * 128 to 127 * 128.
+struct RoundedRows {
+  std::vector<int8_t> bytes;            // [T, 2, padded]: hi, then lo
+  std::vector<int32_t> sum_hi, sum_lo;  // [T]: 128 times the sum of a row, which unsigned weights add
+
+  void reserve(int64_t rows, int64_t padded) {
+    grow(bytes, 2 * (rows + 2 * kTileTokens) * padded);  // tiles read beyond the last row
+    grow(sum_hi, rows), grow(sum_lo, rows);
+  }
+
+  // Row t: x [n] times `steps`, rounded.
+  void set(int64_t t, const float* x, int64_t n, int64_t padded, float steps) {
+    __m512i high_sum = _mm512_setzero_si512(), low_sum = high_sum;
+    int8_t *high = bytes.data() + 2 * t * padded, *low = high + padded;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const __m512i q = _mm512_cvtps_epi32(load(lanes_left(n - i), x + i) * spread(steps));
+      const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
+      const __m512i l = _mm512_sub_epi32(q, _mm512_slli_epi32(h, 7));
+      high_sum = _mm512_add_epi32(high_sum, h), low_sum = _mm512_add_epi32(low_sum, l);
+      _mm512_mask_cvtepi32_storeu_epi8(high + i, lanes_left(n - i), h);
+      _mm512_mask_cvtepi32_storeu_epi8(low + i, lanes_left(n - i), l);
+    }
+    std::fill(high + n, high + padded, 0), std::fill(low + n, low + padded, 0);
+    sum_hi[t] = 128 * _mm512_reduce_add_epi32(high_sum), sum_lo[t] = 128 * _mm512_reduce_add_epi32(low_sum);
+  }
+
+  // 128 hi + lo of sums for row t, without what unsigned weights add.
+  Floats joined(int64_t t, __m512i high, __m512i low) const {
+    const __m512 h = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_set1_epi32(sum_hi[t])));
+    const __m512 l = _mm512_cvtepi32_ps(_mm512_sub_epi32(low, _mm512_set1_epi32(sum_lo[t])));
+    return fused(h, spread(128.0f), l);
+  }
+};
+
+// sums += products of 4 unsigned by 4 signed bytes. Not the intrinsic: GCC 12 copies its sums between registers, and out of them.
+inline void add_dots(__m512i& sums, __m512i unsigned_bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
+
+// R rows of n inputs by C vectors of 16 outputs of one block, from vector `column` on, into y [R][64].
+template <int R, int C>
+inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* block, int column, float* y) {
+  const char* w = block + column * 64;
+  const int8_t *hi = in.bytes.data() + 2 * t * n, *lo = hi + n;
+  __m512i high[R][C], low[R][C];
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) high[r][c] = low[r][c] = _mm512_setzero_si512();
+  for (int64_t k = 0; k < n; k += 4) {
+    __m512i weights[C];
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+      weights[c] = _mm512_load_si512(w + k * kBlock + c * 64);
+      fetch(w + k * kBlock + c * 64 + kAhead);
+    }
+    LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+      int32_t four_high, four_low;
+      std::memcpy(&four_high, hi + 2 * r * n + k, 4), std::memcpy(&four_low, lo + 2 * r * n + k, 4);
+      const __m512i h = _mm512_set1_epi32(four_high), o = _mm512_set1_epi32(four_low);
+      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+        add_dots(high[r][c], weights[c], h);
+        add_dots(low[r][c], weights[c], o);
+      }
+    }
+  }
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) store(y + r * kBlock + (column + c) * kLanes, in.joined(t + r, high[r][c], low[r][c]));
+}
+
+// By tiles, for layers in int8
+
+inline bool is_tiled(const Linear& l, int64_t rows) { return l.format == kInt8 && rows >= kFewestTiled && has_tiles(); }
+
+// Tiles of 16 rows of bytes by 64 inputs, and of 64 inputs by 16 outputs: 8 rows by 64 outputs, or 16 by 32, where each tile of
+// weights that is loaded is used twice.
+template <typename Put>
+inline void part_by_tiles(const Linear& l, const RoundedRows& in, const float* scales, const Part& part, int64_t b, const Put& put) {
+  const int64_t n = l.padded_in();
+  const int8_t* x = in.bytes.data() + 2 * part.row * n;
+  const char* block = (const char*)l.weight + b * l.block_bytes();
+  const bool is_wide = part.columns == kBlock;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < n; k += 64) {
+    const char* w = block + k * kBlock + part.column * 4;
+    _tile_loadd(4, x + k, n);
+    _tile_loadd(5, w, 256);
+    _tile_dpbsud(0, 4, 5);
+    _tile_loadd(6, w + 64, 256);
+    _tile_dpbsud(1, 4, 6);
+    if (is_wide) {
+      _tile_loadd(5, w + 128, 256);
+      _tile_dpbsud(2, 4, 5);
+      _tile_loadd(6, w + 192, 256);
+      _tile_dpbsud(3, 4, 6);
+    } else {
+      _tile_loadd(7, x + 2 * kTileTokens * n + k, n);
+      _tile_dpbsud(2, 7, 5);
+      _tile_dpbsud(3, 7, 6);
+    }
+    if (part.is_first)
+      for (int64_t i = 0; i < 64 * kBlock; i += 64) fetch(w + i + kAhead);
+  }
+  alignas(64) int32_t sums[4][2 * kTileTokens][kLanes];
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
+  _tile_stored(2, sums[2], 64);
+  _tile_stored(3, sums[3], 64);
+  for (int c = 0; c < part.columns / kLanes; c++) {
+    const int column = part.column + c * (int)kLanes;
+    const Outputs outputs(l, b * kBlock + column);
+    for (int r = 0; r < part.rows; r++) {
+      const auto& tile = sums[is_wide ? c : c + 2 * (r / kTileTokens)];
+      const __m512i high = _mm512_load_si512(tile[2 * (r % kTileTokens)]), low = _mm512_load_si512(tile[2 * (r % kTileTokens) + 1]);
+      const int64_t t = part.row + r;
+      put(r, column, outputs.mask, outputs.of_int8(in.joined(t, high, low), scales[t]));
+    }
+  }
+}
+
+// Rows that would leave a tile nearly empty are by themselves.
+template <typename Use>
+inline void each_tiled_part(int64_t begin, int64_t end, const Use& use) {
+  begin_tiles();
+  for (int64_t t = begin; t < end;) {
+    const int64_t left = end - t;
+    const bool is_one_tile = left < kTileTokens + kFewestTiled;
+    const int rows = (int)std::min<int64_t>(left, is_one_tile ? kTileTokens : 2 * kTileTokens), columns = is_one_tile ? kBlock : kBlock / 2;
+    for (int column = 0; column < kBlock; column += columns) use(Part{t, rows, column, columns, t == begin && !column});
+    t += rows;
+  }
+  _tile_release();
+}
+
+}  // namespace latebranch
