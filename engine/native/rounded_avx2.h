@@ -14,8 +14,8 @@ constexpr int kPartRows = kVectorRows;  // at most
 
 // Registers that a pass over a block takes of its columns, of so many rows: as many as leave every sum in a register.
 constexpr int float32_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
-constexpr int bfloat16_columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows <= 5 ? 2 : 1; }
-constexpr int int8_columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
+constexpr int bfloat16_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+constexpr int int8_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
 
 // Rows rounded to 15 bits, as integers of -127 * 128 to 127 * 128.
 struct RoundedRows {
