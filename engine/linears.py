@@ -7,6 +7,7 @@ int8; a row's result then has the same bits whatever is beside it.
 
 import platform
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -57,9 +58,19 @@ def _checked(linear: nn.Linear, native: NativeLinear, precision: str) -> NativeL
     return native
 
 
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN takes weights of this format on this processor: in bfloat16 it may say so and then refuse."""
+    try:
+        PackedLinear(nn.Linear(16, 16, dtype=dtype))(torch.zeros(1, 16, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
 _KINDS: dict[str, Callable[[nn.Linear, str], nn.Module]] = {
     "plain": lambda linear, _: linear,
-    "packed": lambda linear, _: PackedLinear(linear),
+    "packed": lambda linear, _: PackedLinear(linear) if _packs(linear.weight.dtype) else linear,
     NATIVE: lambda linear, precision: _checked(linear, NativeLinear(linear, precision), precision),
 }
 

@@ -17,7 +17,6 @@ from engine.types import Request, SamplingParams
 from engine.weights import WeightsCache, load_presets
 from selector.menu import menu_of
 from selector.net import NetShape, Objective, SelectorNet
-from server import doctor
 from server.cli import main
 from tests.conformance.folder import served_folder
 

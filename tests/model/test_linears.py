@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine import linears
 from engine.linears import NATIVE, PackedLinear, fastest_linears, fastest_precision, prepare_linears
 from engine.native import library
 from engine.testing import FAMILIES, tiny_module
@@ -54,8 +55,21 @@ def test_unknown_kinds_are_refused():
 def test_a_lone_bfloat16_row_is_multiplied_like_others(num_rows):
     linear = nn.Linear(48, 40).bfloat16().requires_grad_(False)
     x = torch.randn(num_rows, 1, 48).bfloat16()
-    assert PackedLinear(linear)(x).shape == (num_rows, 1, 40)
-    assert torch.allclose(PackedLinear(linear)(x).float(), linear(x).float(), atol=2e-2)
+    expected = linear(x)
+    holder = nn.Sequential(linear)
+    prepare_linears(holder, "packed")
+    assert holder(x).shape == (num_rows, 1, 40)
+    assert torch.allclose(holder(x).float(), expected.float(), atol=2e-2)
+
+
+@needs_onednn
+@pytest.mark.parametrize("takes_it", [True, False])
+def test_a_format_that_onednn_refuses_is_left_to_torch(monkeypatch, takes_it):
+    """As bfloat16 is by processors with AVX2 alone, whatever it says of itself."""
+    monkeypatch.setattr(linears, "_packs", lambda dtype: takes_it)
+    module = tiny_module("llama")
+    prepare_linears(module, "packed")
+    assert any(isinstance(part, PackedLinear) for part in module.modules()) is takes_it
 
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")

@@ -15,7 +15,7 @@ from engine.testing import tiny_module
 from tests.model.native import PRECISIONS, needs_library
 
 pytestmark = needs_library
-SHAPES = [(1, 1), (37, 43), (48, 40), (64, 64), (65, 129), (130, 63), (256, 200)]  # inputs, outputs
+SHAPES = [(1, 1), (37, 43), (48, 40), (64, 64), (65, 129), (130, 63), (256, 200), (1100, 70)]  # inputs, outputs
 
 
 @cache
@@ -107,6 +107,16 @@ def test_rows_of_zeros_and_of_great_numbers_are_rows(precision):
         assert torch.allclose(found[0], linear.bias)
         assert torch.isfinite(found).all()
         assert torch.allclose(found[2:], linear.bias.expand(2, -1), atol=1e-6)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 6, 16])
+def test_sums_of_the_largest_integers_are_exact(num_rows, sign):
+    """Every weight and every input as large as they get: 4096 products of 127 and 127 x 128 are beyond 32 bits."""
+    linear = nn.Linear(4096, 64, bias=False)
+    linear.weight.data.fill_(sign)
+    found = NativeLinear(linear.requires_grad_(False), "int8")(torch.ones(num_rows, 4096))
+    assert torch.allclose(found, torch.full((num_rows, 64), sign * 4096), rtol=1e-6)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -1,0 +1,76 @@
+"""One library for several sets of instructions: the best that is there is loaded, and all of them compute the same."""
+
+import pytest
+import torch
+
+from engine.native import laws, library, noise
+from tests.model.native import PRECISIONS, native
+from tests.model.passes import node_logits
+from tests.model.test_attention import ragged_scene
+from tests.model.test_native_linear import layer, rows
+
+BUILDS = [name for name in library.supported() if library.is_compiled(name)]
+several = pytest.mark.skipif(len(BUILDS) < 2, reason="needs a processor that runs two of the libraries")
+LOGITS = torch.randn(5, 1003, generator=torch.Generator().manual_seed(7)) * 4.0
+
+
+@pytest.mark.parametrize(
+    ("supported", "compiled", "best"),
+    [
+        (["AVX-512 VNNI", "AVX2"], ["AVX-512 VNNI", "AVX2"], "AVX-512 VNNI"),
+        (["AVX-512 VNNI", "AVX2"], ["AVX2"], "AVX2"),
+        (["AVX2"], ["AVX-512 VNNI", "AVX2"], "AVX2"),
+        (["AVX-512 VNNI", "AVX2"], [], None),
+        ([], ["AVX-512 VNNI", "AVX2"], None),
+    ],
+)
+def test_the_best_that_is_there_is_loaded(monkeypatch, supported, compiled, best):
+    sets = {name: lambda name=name: name in supported for name in library.INSTRUCTION_SETS}
+    monkeypatch.setattr(library, "INSTRUCTION_SETS", sets)
+    monkeypatch.setattr(library, "is_compiled", compiled.__contains__)
+    monkeypatch.setattr(library, "instruction_set", library.instruction_set.__wrapped__)  # not what was found for this processor
+    assert library.instruction_set() == best
+    assert library.is_available() == (best is not None)
+    if best is None:
+        with pytest.raises(OSError, match="not compiled, or not for this processor"):
+            library.library()
+
+
+def of_each_build(monkeypatch, compute):
+    """Return what a function computes by each of the libraries."""
+    found = []
+    for build in BUILDS:
+        monkeypatch.setattr(library, "library", lambda build=build: library.compiled_for(build))
+        found.append(compute())
+    return found
+
+
+@several
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_layers_are_the_same(monkeypatch, precision):
+    for num_rows in (1, 2, 3, 4, 5, 6, 16, 97):
+        x = rows(num_rows, 1100)
+        one, other = of_each_build(monkeypatch, lambda x=x: layer(precision, 1100, 70)[1](x))
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5 * one.abs().max()), num_rows
+
+
+@several
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_passes_are_the_same(monkeypatch, precision):
+    one, other = of_each_build(monkeypatch, lambda: torch.cat(node_logits(native("gemma3", precision), ragged_scene())))
+    assert torch.allclose(one, other, atol=1e-2 if precision == "int8" else 1e-4)
+
+
+@several
+def test_laws_noise_and_rankings_are_the_same(monkeypatch):
+    temperatures, keys = [0.3, 0.7, 1.0, 1.5, 2.0], [3, 1 << 63, 5, 7, 11]
+    one, other = of_each_build(monkeypatch, lambda: laws.laws(LOGITS, range(5), temperatures))
+    assert torch.allclose(one, other, rtol=1e-6, atol=0.0)
+    assert len({tuple(found) for found in of_each_build(monkeypatch, lambda: laws.likeliest(LOGITS))}) == 1
+    first, second = of_each_build(monkeypatch, lambda: noise.gumbels(keys, 1003))
+    assert torch.allclose(first, second, rtol=1e-12)
+    chosen = of_each_build(monkeypatch, lambda: [token for _, token in noise.choices(one, range(5), keys)])
+    assert chosen[0] == chosen[1]
+    for keys_or_none in (keys, None):
+        ranked = of_each_build(monkeypatch, lambda given=keys_or_none: noise.rankings(LOGITS, temperatures, 9, given, None))
+        assert [best.token_ids for best in ranked[0]] == [best.token_ids for best in ranked[1]]
