@@ -58,11 +58,13 @@ inline void store_register(float* to, Mask m, Register v) {
   }
 }
 
-// Pairs of bfloat16 side by side, as floats.
-inline void load_pairs(const char* from, Register& even, Register& odd) {
-  const __m256i pairs = _mm256_loadu_si256((const __m256i*)from);
-  even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-  odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xFFFF0000)));
+// sum += a b. Not the intrinsic: GCC 12 copies its sums between registers, and out of them.
+inline void add_product(Register& sum, Register a, Register b) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
+
+// The even ones of bfloat16s side by side, and the odd ones, as floats.
+inline Register load_even(const char* from) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)from), 16)); }
+inline Register load_odd(const char* from) {
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i*)from), _mm256_set1_epi32((int)0xFFFF0000)));
 }
 
 // Floats

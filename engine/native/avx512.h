@@ -85,11 +85,12 @@ inline Register load_register(Mask m, const float* from) { return load(m, from);
 inline Register load_register(Mask m, const Half* from) { return load(m, from); }
 inline void store_register(float* to, Mask m, Register v) { store(to, m, v); }
 
-// Pairs of bfloat16 side by side, as floats.
-inline void load_pairs(const char* from, Register& even, Register& odd) {
-  const __m512i pairs = _mm512_loadu_si512(from);
-  even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-  odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000)));
+inline void add_product(Register& sum, Register a, Register b) { sum = fused(a, b, sum); }
+
+// The even ones of bfloat16s side by side, and the odd ones, as floats.
+inline Register load_even(const char* from) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(from), 16)); }
+inline Register load_odd(const char* from) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32((int)0xFFFF0000)));
 }
 
 // Doubles

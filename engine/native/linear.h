@@ -133,7 +133,7 @@ inline void tile_float32(const Linear& l, const Inputs& in, int64_t t, const cha
     }
     LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
       const Register v = register_of(x[r * n + k]);
-      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = fused(weights[c], v, sum[r][c]);
+      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) add_product(sum[r][c], weights[c], v);
     }
   }
   LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
@@ -149,14 +149,18 @@ inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const ch
   LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
     LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = register_of(0.0f);
   for (int64_t k = 0; k < n; k += 2) {
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
-      const char* from = w + k * kBlock * 2 + c * kRegister * 4;
-      Register even, odd;
-      load_pairs(from, even, odd);
-      if (is_line(c)) fetch(from + kAhead);
+    const char* pairs = w + k * kBlock * 2;
+    // One input after the other, and each for all columns: fewer registers are in use than with both.
+    LATEBRANCH_UNROLL for (int odd = 0; odd < 2; odd++) {
+      Register weights[C];
+      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+        const char* from = pairs + c * kRegister * 4;
+        weights[c] = odd ? load_odd(from) : load_even(from);
+        if (!odd && is_line(c)) fetch(from + kAhead);
+      }
       LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-        sum[r][c] = fused(even, register_of(x[r * n + k]), sum[r][c]);
-        sum[r][c] = fused(odd, register_of(x[r * n + k + 1]), sum[r][c]);
+        const Register v = register_of(x[r * n + k + odd]);
+        LATEBRANCH_UNROLL for (int c = 0; c < C; c++) add_product(sum[r][c], weights[c], v);
       }
     }
   }

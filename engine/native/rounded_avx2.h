@@ -14,7 +14,7 @@ constexpr int kPartRows = kVectorRows;  // at most
 
 // Registers that a pass over a block takes of its columns, of so many rows: as many as leave every sum in a register.
 constexpr int float32_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
-constexpr int bfloat16_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+constexpr int bfloat16_columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
 
 // Rows rounded to 15 bits, as integers of -127 * 128 to 127 * 128.
@@ -59,7 +59,7 @@ inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* b
     for (int64_t k = begin; k < end; k += 4) {
       LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
         const __m256i four = _mm256_load_si256((const __m256i*)(w + k * kBlock + c * 32));
-        if (c % 2 == 0) fetch(w + k * kBlock + c * 32 + kAhead);
+        if (is_line(c)) fetch(w + k * kBlock + c * 32 + kAhead);
         const __m256i even = _mm256_and_si256(four, _mm256_set1_epi16(0xFF)), odd = _mm256_srli_epi16(four, 8);
         LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
           int32_t two_even, two_odd;
