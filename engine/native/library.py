@@ -73,7 +73,8 @@ INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
     "AVX-512 VNNI": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported(),
     "AVX2": lambda: torch.cpu._is_avx2_supported(),
 }
-_MODULES = {"AVX-512 VNNI": "engine.native.kernels_avx512", "AVX2": "engine.native.kernels_avx2"}
+# Where each of them lies.
+MODULES = {"AVX-512 VNNI": "engine.native.kernels_avx512", "AVX2": "engine.native.kernels_avx2"}
 
 
 def is_available() -> bool:
@@ -95,7 +96,7 @@ def supported() -> list[str]:
 @cache
 def is_compiled(instructions: str) -> bool:
     """Return whether the library for these instructions lies beside this package."""
-    return find_spec(_MODULES[instructions]) is not None
+    return find_spec(MODULES[instructions]) is not None
 
 
 def library() -> ctypes.CDLL:
@@ -109,9 +110,9 @@ def library() -> ctypes.CDLL:
 @cache
 def compiled_for(instructions: str) -> ctypes.CDLL:
     """Return the library for an instruction set; raise OSError if it is not there."""
-    spec = find_spec(_MODULES[instructions])
+    spec = find_spec(MODULES[instructions])
     if spec is None or spec.origin is None:
-        raise OSError(f"{_MODULES[instructions]} was not compiled")
+        raise OSError(f"{MODULES[instructions]} was not compiled")
     loaded = ctypes.CDLL(spec.origin)
     sizes = (c_int64 * 4)()
     loaded.latebranch_sizes(sizes)

@@ -9,6 +9,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from engine.native import library
 from server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -80,11 +81,13 @@ def test_the_image_compiles_the_library_and_leaves_the_compiler_behind():
 
 def test_every_source_of_the_library_is_declared():
     """setuptools compiles it anew when one of them has changed."""
-    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    extensions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
     sources = {str(path.relative_to(ROOT)) for pattern in ("*.cpp", "*.h") for path in (ROOT / "engine" / "native").glob(pattern)}
-    assert {*extension["sources"], *extension["depends"]} == sources
-    assert "-ffp-contract=off" in extension["extra-compile-args"]
-    assert extension["optional"]
+    assert {extension["name"] for extension in extensions} == set(library.MODULES.values())
+    for extension in extensions:
+        assert {*extension["sources"], *extension["depends"]} == sources
+        assert "-ffp-contract=off" in extension["extra-compile-args"]
+        assert extension["optional"]
 
 
 def test_the_image_drops_root_and_keeps_weights_in_the_mounted_volume():
