@@ -9,7 +9,7 @@ switched one by one, those first that gain most for a node, and the best number 
 Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +76,8 @@ class Allocator:
 
     def plain(self) -> Allocation:
         """Return plain decoding of every sequence."""
-        return self.of(np.zeros(len(self._rows), dtype=np.int64))
+        tokens = self._load.base_tokens + float(self._estimates.tokens[:, 0].sum())
+        return Allocation(np.zeros(len(self._rows), dtype=np.int64), tokens, float(self._costs.step_s(self._load.base)[0]))
 
     def of(self, places_B: Places) -> Allocation:
         """Return a given choice with what is expected of it."""
@@ -91,9 +92,9 @@ class Allocator:
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
         more = self._costs.marginals(float(load.base.num_tokens) + num_nodes)
         node_s = more.token_s + more.drawn_s * float(load.draws_B.mean()) + more.score_s * float(load.context_B.mean())
-        one_pass = replace(load.base, num_passes=load.model_share, num_rounds=1.0, num_draft_tokens=0.0)
-        pass_s = float(self._costs.draft_s(one_pass)[0]) / max(1, int(np.count_nonzero(chosen.places_B)))
-        return GrowthPrices(node_s * chosen.rate, (pass_s + load.model_share * more.draft_token_s) * chosen.rate)
+        level_s = self._costs.prices["round"] + load.model_share * self._costs.pass_s(float(load.base.num_keys))
+        level_s /= max(1, int(np.count_nonzero(chosen.places_B)))
+        return GrowthPrices(node_s * chosen.rate, (level_s + load.model_share * more.draft_token_s) * chosen.rate)
 
     def losses(self, chosen: Allocation, indices: list[int], entries: Places) -> tuple[list[Allocation], Array]:
         """Return the choice with each of the entries for some sequences, and the seconds that each loses; no entry is plain.
@@ -126,29 +127,28 @@ class Allocator:
 
     def _by_price(self, plain: Allocation) -> NDArray[np.int64]:
         """Return what each sequence takes at each price and within each number of passes, [P, D, B]."""
-        open_M = np.flatnonzero(self._is_allowed_BM.any(0))
-        last_of_depth = np.flatnonzero(np.diff(self._menu.depths[open_M], append=np.inf))
-        surplus_PBM = self._estimates.tokens[:, open_M].astype(np.float32) - np.float32(plain.rate) * self._seconds_added(open_M)
+        surplus_PBM = self._estimates.tokens.astype(np.float32) - np.float32(plain.rate) * self._seconds_added()
         best_PBM = np.maximum.accumulate(surplus_PBM, axis=2)
         is_new = np.ones(best_PBM.shape, dtype=np.bool_)
         np.greater(best_PBM[..., 1:], best_PBM[..., :-1], out=is_new[..., 1:])
-        places_PBM = np.maximum.accumulate(is_new * np.arange(len(open_M), dtype=np.int16), axis=2)
-        return open_M[places_PBM[:, :, last_of_depth].transpose(0, 2, 1)]
+        places_PBM = np.maximum.accumulate(is_new * np.arange(len(self._menu), dtype=np.int16), axis=2)
+        return places_PBM[:, :, self._menu.last_of_depth].transpose(0, 2, 1).astype(np.int64)
 
-    def _seconds_added(self, open_M: Places) -> NDArray[np.float32]:
+    def _seconds_added(self) -> NDArray[np.float32]:
         """Return the seconds that entries add to the step, but for the passes, at each price of a token, [P, B, M].
 
         T(N) bends, and how far the batch will go along it is what is sought: prices run from less than the next token's to more
         than the dearest within reach (a second is worth more in a batch that speculates than in the plain one).
         """
-        load, nodes_BM = self._load, self._estimates.nodes[:, open_M]
+        load, nodes_BM = self._load, self._estimates.nodes
         start, reach = float(load.base.num_tokens), _AHEAD * len(self._rows)
         marginals = self._costs.marginals(start)
         ends = (marginals.token_s, *(self._costs.marginals(start + reach * part).token_s for part in (0.25, 0.5, 1.0)))
-        prices_P = np.geomspace(0.6 * min(ends), 3.0 * max(ends), _NUM_PRICES, dtype=np.float32)
+        least, growth = 0.6 * min(ends), (5.0 * max(ends) / min(ends)) ** (1.0 / (_NUM_PRICES - 1))
+        prices_P = np.array([least * growth**step for step in range(_NUM_PRICES)], dtype=np.float32)
         else_B = marginals.drawn_s * load.draws_B + marginals.score_s * load.context_B
-        else_BM = nodes_BM * else_B[:, None] + self._fed_BM[:, open_M] * marginals.draft_token_s
-        else_BM = np.where(self._is_allowed_BM[:, open_M], else_BM, np.inf).astype(np.float32)
+        else_BM = nodes_BM * else_B[:, None] + self._fed_BM * marginals.draft_token_s
+        else_BM = np.where(self._is_allowed_BM, else_BM, np.inf).astype(np.float32)
         return (prices_P[:, None, None] * nodes_BM.astype(np.float32) + else_BM).astype(np.float32, copy=False)
 
     def _switched(self, from_B: Places, to_B: Places) -> Places:
@@ -194,5 +194,5 @@ class Allocator:
         step ends with the tree that goes on longest.
         """
         more_C = np.maximum(self._menu.depths[places_CB].max(1) - 1.0, 0.0)
-        goes_on_CB = np.clip((passes_CB - 1.0) / np.maximum(more_C, 1.0)[:, None], 0.0, 1.0)
-        return np.asarray(passes_CB.max(1).clip(max=1.0) + more_C * (1.0 - np.prod(1.0 - goes_on_CB, axis=1)))
+        goes_on_CB = np.minimum(np.maximum((passes_CB - 1.0) / np.maximum(more_C, 1.0)[:, None], 0.0), 1.0)
+        return np.asarray(np.minimum(passes_CB.max(1), 1.0) + more_C * (1.0 - (1.0 - goes_on_CB).prod(1)))

@@ -16,6 +16,7 @@ Shape key: K prices, F features of one part, C candidates.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,13 +125,20 @@ class CostModel:
         self._error_K = np.zeros(num_prices)
         self._prior_KK = np.full((num_prices, num_prices), _COMMON_VARIANCE) + _OWN_VARIANCE * np.eye(num_prices)
         self._covariance_KK = self._prior_KK.copy()
-        self._prices_K = self._prior_K.copy()
+        self._set_prices(self._prior_K.copy())
         self._was_clipped = {"rest": False, "draft": False}
 
     @property
     def prices(self) -> dict[str, float]:
         """Seconds by name, as learnt so far."""
-        return dict(zip((*REST_PRICES, *DRAFT_PRICES), self._prices_K.tolist(), strict=True))
+        return self._by_name
+
+    def _set_prices(self, prices_K: Array) -> None:
+        """Take these prices, with T(N) at its knots and beyond them."""
+        self._by_name = dict(zip((*REST_PRICES, *DRAFT_PRICES), prices_K.tolist(), strict=True))
+        slopes_F = prices_K[1 : 1 + len(KNOTS)]
+        self._slopes = slopes_F.tolist()
+        self._curve = np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS[:-1]))
 
     def step_s(self, works: Works) -> Array:
         """Return the predicted seconds of each candidate, float64 [C]."""
@@ -138,17 +146,28 @@ class CostModel:
 
     def draft_s(self, works: Works) -> Array:
         """Return the predicted seconds of drafting, float64 [C]."""
-        return draft_features(works) @ self._prices_K[NUM_REST:]
+        pass_s = self.prices["pass"] + works.num_keys * (self.prices["pass_key"] / _KEYS)
+        fed_s = works.num_draft_tokens * self.prices["draft_token"]
+        seconds = works.num_rounds * self.prices["round"] + works.num_passes * pass_s + fed_s
+        return np.atleast_1d(np.asarray(seconds, dtype=np.float64))
+
+    def pass_s(self, num_keys: float) -> float:
+        """Return the predicted seconds of a pass of the model that drafts, what is fed in it aside."""
+        return self.prices["pass"] + num_keys * (self.prices["pass_key"] / _KEYS)
 
     def rest_s(self, works: Works) -> Array:
         """Return the predicted seconds of all but drafting, float64 [C]."""
-        return rest_features(works) @ self._prices_K[:NUM_REST]
+        prices, tokens = self._by_name, works.num_tokens
+        context_s = works.num_keys * (prices["key"] / _KEYS) + works.num_scores * (prices["score"] / _KEYS)
+        rows_s = works.num_rows * prices["row"] + works.num_drawn * prices["drawn"]
+        tokens_s = np.interp(tokens, _KNOTS, self._curve) + np.maximum(tokens - _KNOTS[-1], 0.0) * self._slopes[-1]
+        return np.atleast_1d(np.asarray(prices["step"] + tokens_s + rows_s + context_s, dtype=np.float64))
 
     def marginals(self, num_tokens: float) -> Marginals:
         """Return what one more of each thing costs in a step of that many packed tokens."""
-        segments_2F = np.clip(np.array([[num_tokens], [num_tokens + 1.0]]) - _KNOTS, 0.0, _WIDTHS)
-        token_s = float((segments_2F[1] - segments_2F[0]) @ self._prices_K[1 : 1 + len(KNOTS)])
-        prices = self.prices
+        prices, token_s = self._by_name, 0.0
+        for begin, end, slope in zip(KNOTS, (*KNOTS[1:], inf), self._slopes, strict=True):
+            token_s += slope * max(0.0, min(num_tokens + 1.0, end) - max(num_tokens, begin))
         return Marginals(token_s, prices["drawn"], prices["score"] / _KEYS, prices["draft_token"])
 
     def observe(self, work: StepWork, seconds: StageSeconds) -> None:
@@ -160,7 +179,7 @@ class CostModel:
         self._correct("rest", slice(0, NUM_REST), rest_features(work)[0], seconds.rest_s)
         if work.num_passes or work.num_rounds:
             self._correct("draft", slice(NUM_REST, None), draft_features(work)[0], seconds.draft_s)
-        self._prices_K = self._prior_K * np.maximum(1.0 + self._error_K, _LEAST_FACTOR)
+        self._set_prices(self._prior_K * np.maximum(1.0 + self._error_K, _LEAST_FACTOR))
 
     def _forget(self, share: float) -> None:
         """Become as unsure as the prior, by that share."""

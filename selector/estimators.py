@@ -7,6 +7,7 @@ towards the depth above. Shape key: B sequences, M entries of the menu, D depths
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from math import exp
 from typing import Protocol
@@ -43,8 +44,8 @@ class Estimator(Protocol):
     that it was never asked about. A number that is not finite, or an error, costs the step its choice and nothing else.
     """
 
-    def estimate(self, views: Sequence[SequenceView]) -> Estimates:
-        """Return the expectations for the sequences, in order, over the menu that the estimator was made for."""
+    def estimate(self, views: Sequence[SequenceView], menu: Menu | None = None) -> Estimates:
+        """Return the expectations for the sequences, in order, over a part of the estimator's menu, or all of it."""
         ...
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
@@ -87,10 +88,12 @@ class _Group:
         self.reach = np.full((2, len(menu)), _RATIO_TRIALS)
         self.log_odds = 0.0
         self._laws: Array | None = None
+        self._sized: dict[_Part, tuple[Array, Array, Array]] = {}
 
     def forget(self) -> None:
         self.counts *= _GROUP_MEMORY
         self._laws = None
+        self._sized.clear()
         for ratio in (self.forks, self.merged, self.entries, self.fill, self.reach):
             ratio += (1.0 - _RATIO_MEMORY) * (_RATIO_TRIALS - ratio)
 
@@ -100,6 +103,15 @@ class _Group:
         hits, trials, offers, asks = self.counts.sum(1).tolist()
         accepted = (hits + _GROUP_TRIALS * _START_ACCEPTANCE) / (trials + _GROUP_TRIALS)
         return min(accepted, 1.0 - _EDGE), min((offers + _GROUP_TRIALS) / (asks + _GROUP_TRIALS), 1.0 - _EDGE)
+
+    def sized(self, part: "_Part") -> tuple[Array, Array, Array]:
+        """Of a part's trees that find their own shape what came over what was expected, nodes and levels, [S] each."""
+        if part not in self._sized:
+            ratio_S, fill_S, reach_S = (
+                one[0, part.places_S] / one[1, part.places_S] for one in (self.entries, self.fill, self.reach)
+            )
+            self._sized[part] = ratio_S, part.sizes_S * np.minimum(fill_S, 1.0), part.depths_S * np.minimum(reach_S, 1.0)
+        return self._sized[part]
 
     @property
     def laws(self) -> Array:
@@ -121,13 +133,13 @@ class CountedAcceptance:
     def __init__(self, menu: Menu) -> None:
         self._menu = menu
         self._num_depths = max(1, int(menu.depths.max()))
-        self._shape = _shape_of(menu)
         self._sized = np.array([place for place, entry in enumerate(menu.entries) if not entry.is_delayed], dtype=np.int64)
         self._table_SG = np.array([[best_tokens(menu.entries[place], float(a)) for a in _GRID] for place in self._sized])
         self._sizes_S, self._depths_S = menu.num_nodes[self._sized], menu.depths[self._sized]
         # By depth, smallest first.
         self._alike = {int(depth): np.flatnonzero(self._depths_S == depth) for depth in np.unique(self._depths_S)}
         self._known_sizes: dict[tuple[int, int], _Neighbours] = {}
+        self._parts: dict[Menu, _Part] = {}
         self._groups: dict[str, _Group] = {}
         self._seats: dict[str, int] = {}
         self._free: list[int] = []
@@ -150,75 +162,39 @@ class CountedAcceptance:
         self._log_odds = np.concatenate([self._log_odds, np.zeros(more)])
         self._kind_of_seat += [""] * more
 
-    def estimate(self, views: Sequence[SequenceView]) -> Estimates:
+    def estimate(self, views: Sequence[SequenceView], menu: Menu | None = None) -> Estimates:
         """Return the expectations for the sequences."""
+        part = self._part(menu or self._menu)
         seats = [self._seat(view) for view in views]
         self._leave(views)
         kinds = [self._kind_of_seat[seat] for seat in seats]
         places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
         groups, group_B = [self._groups[kind] for kind in places], np.array([places[kind] for kind in kinds])
-        laws_2BD = np.stack([group.laws for group in groups], axis=1)[:, group_B]
-        pooled_2B = np.array([group.pooled for group in groups]).T[:, group_B]
-        accept_BD, offer_BD = _shrunk(self._counts[seats], laws_2BD, pooled_2B)
-        self._accept[seats] = accept_BD
-        tokens_BM = self._tokens(accept_BD, _ratios([group.forks for group in groups])[group_B])
-        nodes_BM, passes_BM = self._nodes(offer_BD, _ratios([group.merged for group in groups])[group_B])
-        if len(self._sized):
-            self._fill_sized(seats, groups, group_B, tokens_BM, nodes_BM, passes_BM)
+        if part.has_delayed:
+            laws_2BD = np.stack([group.laws for group in groups], axis=1)[:, group_B]
+            pooled_2B = np.array([group.pooled for group in groups]).T[:, group_B]
+            accept_BD, offer_BD = _shrunk(self._counts[seats], laws_2BD, pooled_2B)
+            self._accept[seats] = accept_BD
+            tokens_BM = _tokens(part, accept_BD, _ratios([group.forks for group in groups])[group_B])
+            nodes_BM, passes_BM = _nodes(part, offer_BD, _ratios([group.merged for group in groups])[group_B])
+        else:
+            size = (len(seats), len(part.trunk_M))
+            tokens_BM, nodes_BM, passes_BM = np.ones(size), np.zeros(size), np.zeros(size)
+        if len(part.columns_S):
+            log_odds_B = self._log_odds[seats] + np.array([group.log_odds for group in groups])[group_B]
+            ratio_GS, nodes_GS, passes_GS = (
+                np.stack(rows) for rows in zip(*(group.sized(part) for group in groups), strict=True)
+            )
+            tokens_BM[:, part.columns_S] = _sized_tokens(part, log_odds_B, ratio_GS[group_B])
+            nodes_BM[:, part.columns_S] = nodes_GS[group_B]
+            passes_BM[:, part.columns_S] = passes_GS[group_B]
         return Estimates(tokens_BM, nodes_BM, passes_BM)
 
-    def _tokens(self, accept_BD: Array, forks_BK: Array) -> Array:
-        """Return expected tokens: the trunk's reach, and what lies behind the fork times what branches add to its chance."""
-        reach_BD = np.concatenate([np.ones((len(accept_BD), 1)), np.cumprod(accept_BD, axis=1)], axis=1)
-        up_to_BD = np.cumsum(reach_BD, axis=1)
-        shape = self._shape
-        trunk_BM = up_to_BD[:, shape.trunk_M]
-        behind_BM = up_to_BD[:, shape.end_M] - trunk_BM
-        if shape.is_forked:
-            single_BM = accept_BD[:, shape.fork_M]
-            chance_BM = forks_BK[:, shape.branches_M] * (1.0 - (1.0 - single_BM) ** shape.branches_M)
-            behind_BM = behind_BM * np.clip(chance_BM, single_BM, 1.0) / single_BM
-        return np.asarray(trunk_BM + behind_BM)
-
-    def _nodes(self, offer_BD: Array, merged_BK: Array) -> tuple[Array, Array]:
-        """Return expected nodes and draft passes: a level is drafted if the one above it was and the drafter goes on."""
-        alive_BD = np.concatenate([np.zeros((len(offer_BD), 1)), np.cumprod(offer_BD, axis=1)], axis=1)
-        up_to_BD = np.cumsum(alive_BD, axis=1)
-        shape = self._shape
-        trunk_BM = up_to_BD[:, shape.trunk_M]
-        nodes_BM = trunk_BM + (up_to_BD[:, shape.end_M] - trunk_BM) * shape.branches_M * merged_BK[:, shape.branches_M]
-        passes_BM = np.where(shape.end_M > 0, 1.0 + up_to_BD[:, np.maximum(shape.end_M - 1, 0)], 0.0)
-        return nodes_BM, passes_BM
-
-    def _fill_sized(
-        self,
-        seats: list[int],
-        groups: list[_Group],
-        group_B: NDArray[np.int64],
-        tokens_BM: Array,
-        nodes_BM: Array,
-        passes_BM: Array,
-    ) -> None:
-        """Write the columns of trees that find their own shape."""
-        log_odds_B = self._log_odds[seats] + np.array([group.log_odds for group in groups])[group_B]
-        ratio_BS, fill_BS, reach_BS = (
-            _ratios(sums)[:, self._sized][group_B]
-            for sums in zip(*((group.entries, group.fill, group.reach) for group in groups), strict=True)
-        )
-        tokens_BM[:, self._sized] = self._sized_tokens(log_odds_B, ratio_BS)
-        nodes_BM[:, self._sized] = self._sizes_S * np.minimum(fill_BS, 1.0)
-        passes_BM[:, self._sized] = self._depths_S * np.minimum(reach_BS, 1.0)
-
-    def _sized_tokens(self, log_odds_B: Array, ratio_BS: Array) -> Array:
-        """Return what trees of their own shape bring: at most their depth and the extra token, no less than smaller ones."""
-        place_B = np.minimum(1.0 / (1.0 + np.exp(-log_odds_B)), _GRID[-1]) / (_GRID[1] - _GRID[0])
-        low_B = np.minimum(place_B.astype(np.int64), len(_GRID) - 2)
-        low_SB, high_SB = self._table_SG[:, low_B], self._table_SG[:, low_B + 1]
-        between_BS = (low_SB + (place_B - low_B) * (high_SB - low_SB)).T
-        tokens_BS = np.minimum(1.0 + (between_BS - 1.0) * ratio_BS, 1.0 + self._depths_S)
-        for alike in self._alike.values():
-            tokens_BS[:, alike] = np.maximum.accumulate(tokens_BS[:, alike], axis=1)
-        return np.asarray(tokens_BS)
+    def _part(self, menu: Menu) -> "_Part":
+        """Return what is known of the trees of a part of the menu."""
+        if menu not in self._parts:
+            self._parts[menu] = _part_of(menu, self._menu, self._table_SG, self._sized)
+        return self._parts[menu]
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from trees; a row that was plain says nothing."""
@@ -392,29 +368,90 @@ def _shrunk(counts_B4D: Array, laws_2BD: Array, pooled_2B: Array) -> Array:
     return ratios_D2B.transpose(1, 2, 0)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Indices of each entry into depths: where its trunk ends, where it ends, the depth behind the fork, how many branches."""
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Of each entry of a menu that delays its branches: where its trunk ends, where it ends, the depth behind the fork, branches.
+
+    Trees that find their own shape, S of them, are plain there and have columns of their own: their places in this menu and in
+    the estimator's, what they bring by acceptance, sizes and depths, and which of them are alike in depth, smallest first.
+    """
 
     trunk_M: NDArray[np.int64]
     end_M: NDArray[np.int64]
     fork_M: NDArray[np.int64]
     branches_M: NDArray[np.int64]
+    columns_S: NDArray[np.int64]
+    places_S: NDArray[np.int64]
+    table_SG: Array
+    sizes_S: NDArray[np.int64]
+    depths_S: NDArray[np.int64]
+    alike: tuple[NDArray[np.int64], ...]
 
-    @property
+    @cached_property
+    def has_delayed(self) -> bool:
+        """Whether there is one beside plain decoding."""
+        return bool((self.end_M > 0).any())
+
+    @cached_property
     def is_forked(self) -> bool:
+        """Whether any of them branches."""
         return bool((self.branches_M > 1).any())
 
 
-def _shape_of(menu: Menu) -> _Shape:
+def _part_of(menu: Menu, whole: Menu, table_SG: Array, sized: NDArray[np.int64]) -> _Part:
+    """Return what is known of `menu`, a part of `whole`, whose trees of their own shape (at `sized`) bring `table_SG`."""
     delayed = [entry if entry.is_delayed else Expansion(0, 1, 0) for entry in menu.entries]
-    last = max(1, int(menu.depths.max())) - 1
-    return _Shape(
+    last = max(1, int(whole.depths.max())) - 1
+    columns = np.array([place for place, entry in enumerate(menu.entries) if not entry.is_delayed], dtype=np.int64)
+    places = np.array([whole.index[menu.entries[place]] for place in columns], dtype=np.int64)
+    depths = menu.depths[columns]
+    return _Part(
         trunk_M=np.array([entry.trunk for entry in delayed]),
         end_M=np.array([entry.max_depth for entry in delayed]),
         fork_M=np.array([min(entry.trunk, last) for entry in delayed]),
         branches_M=np.array([entry.branches for entry in delayed]),
+        columns_S=columns,
+        places_S=places,
+        table_SG=table_SG[np.searchsorted(sized, places)],
+        sizes_S=menu.num_nodes[columns],
+        depths_S=depths,
+        alike=tuple(np.flatnonzero(depths == depth) for depth in np.unique(depths)),
     )
+
+
+def _tokens(part: _Part, accept_BD: Array, forks_BK: Array) -> Array:
+    """Return expected tokens: the trunk's reach, and what lies behind the fork times what branches add to its chance."""
+    reach_BD = np.concatenate([np.ones((len(accept_BD), 1)), np.cumprod(accept_BD, axis=1)], axis=1)
+    up_to_BD = np.cumsum(reach_BD, axis=1)
+    trunk_BM = up_to_BD[:, part.trunk_M]
+    behind_BM = up_to_BD[:, part.end_M] - trunk_BM
+    if part.is_forked:
+        single_BM = accept_BD[:, part.fork_M]
+        chance_BM = forks_BK[:, part.branches_M] * (1.0 - (1.0 - single_BM) ** part.branches_M)
+        behind_BM = behind_BM * np.clip(chance_BM, single_BM, 1.0) / single_BM
+    return np.asarray(trunk_BM + behind_BM)
+
+
+def _nodes(part: _Part, offer_BD: Array, merged_BK: Array) -> tuple[Array, Array]:
+    """Return expected nodes and draft passes: a level is drafted if the one above it was and the drafter goes on."""
+    alive_BD = np.concatenate([np.zeros((len(offer_BD), 1)), np.cumprod(offer_BD, axis=1)], axis=1)
+    up_to_BD = np.cumsum(alive_BD, axis=1)
+    trunk_BM = up_to_BD[:, part.trunk_M]
+    nodes_BM = trunk_BM + (up_to_BD[:, part.end_M] - trunk_BM) * part.branches_M * merged_BK[:, part.branches_M]
+    passes_BM = np.where(part.end_M > 0, 1.0 + up_to_BD[:, np.maximum(part.end_M - 1, 0)], 0.0)
+    return nodes_BM, passes_BM
+
+
+def _sized_tokens(part: _Part, log_odds_B: Array, ratio_BS: Array) -> Array:
+    """Return what trees of their own shape bring: at most their depth and the extra token, no less than smaller ones."""
+    place_B = np.minimum(1.0 / (1.0 + np.exp(-log_odds_B)), _GRID[-1]) / (_GRID[1] - _GRID[0])
+    low_B = np.minimum(place_B.astype(np.int64), len(_GRID) - 2)
+    low_SB, high_SB = part.table_SG[:, low_B], part.table_SG[:, low_B + 1]
+    between_BS = (low_SB + (place_B - low_B) * (high_SB - low_SB)).T
+    tokens_BS = np.minimum(1.0 + (between_BS - 1.0) * ratio_BS, 1.0 + part.depths_S)
+    for alike in part.alike:
+        tokens_BS[:, alike] = np.maximum.accumulate(tokens_BS[:, alike], axis=1)
+    return np.asarray(tokens_BS)
 
 
 def best_tokens(expansion: Expansion, acceptance: float) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.policy import DraftOutcome, RootFacts, RootSource, SequenceView
 from selector.estimators import Array, CountedAcceptance, Estimates
@@ -45,7 +46,8 @@ class NetEstimator:
             raise ValueError("; ".join(found))
         self._net = net
         both = menu_with([*net.menu.entries, *menu.entries])
-        self._places = np.array([both.index[entry] for entry in menu.entries])
+        self._menu, self._both = menu, both
+        self._places: dict[Menu, NDArray[np.int64]] = {}
         self._known = np.array([both.index[entry] for entry in net.menu.entries])
         self._counting = CountedAcceptance(both)
         self._rules = {rule: place for place, rule in enumerate(net.shape.rules)}
@@ -53,10 +55,15 @@ class NetEstimator:
         self._has_failed = False
         roots.watch()
 
-    def estimate(self, views: Sequence[SequenceView]) -> Estimates:
+    def estimate(self, views: Sequence[SequenceView], menu: Menu | None = None) -> Estimates:
         """Return the network's expectations for sequences whose roots are known and whose rule it has seen, else counted ones."""
+        menu = menu or self._menu
+        if not any(entry.is_delayed and not entry.is_plain for entry in menu.entries):
+            return self._counting.estimate(views, menu)
+        if menu not in self._places:
+            self._places[menu] = np.array([self._both.index[entry] for entry in menu.entries])
         counted = self._counting.estimate(views)
-        tokens_BM, places = counted.tokens, self._places
+        tokens_BM, places = counted.tokens, self._places[menu]
         asked = [row for row, view in enumerate(views) if rule_of(view) in self._rules][:_MOST_READ]
         facts = self._roots.facts([views[row].request_id for row in asked])
         if facts.is_known_B.any():

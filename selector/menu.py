@@ -37,6 +37,18 @@ class Menu:
     def __len__(self) -> int:
         return len(self.entries)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.entries)
+
+    @cached_property
+    def last_of_depth(self) -> NDArray[np.int64]:
+        """Place of the last entry of each depth, int64 [D]."""
+        return np.flatnonzero(np.diff(self.depths, append=self.depths[-1] + 1))
+
     @cached_property
     def depths(self) -> NDArray[np.int64]:
         """Levels of each entry, int64 [M]: draft passes of the whole batch."""

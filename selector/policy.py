@@ -5,8 +5,9 @@ Stays with the last choice unless another is clearly better; probes when plain d
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,24 +42,33 @@ _CLEARLY_BETTER = 1.01  # times the rate of the last choice, before it is given 
 
 
 @dataclass(frozen=True)
+class _Open:
+    """What sequences of some verifiers may have: that part of the menu, and which of it each verifier is exact on."""
+
+    menu: Menu
+    is_exact: dict[str, NDArray[np.bool_]]
+
+
+@dataclass(frozen=True)
 class _Batch:
-    """The views of a step: those the policy may choose for, by place, and what the others run."""
+    """The views of a step: those the policy may choose for, by place, the menu that is open to them, and what the others run."""
 
     free: tuple[int, ...]
     views: tuple[SequenceView, ...]
+    menu: Menu
     is_allowed_BM: NDArray[np.bool_]
     load: BatchLoad
 
 
 @dataclass(frozen=True)
 class _Standing:
-    """A choice that stands for some steps: the place of each sequence, and what was expected of the batch.
+    """A choice that stands for some steps: the tree of each sequence, and what was expected of the batch.
 
     It stands for `num_settled` steps. The choice's seconds are those of its first step; `feed_s` are seconds of a token that a
     drafter must be fed before it drafts, of which there were `num_unfed`.
     """
 
-    places: dict[str, int]
+    trees: dict[str, Expansion]
     choice: Choice
     num_settled: int = 0
     feed_s: float = 0.0
@@ -89,7 +99,7 @@ class AdaptiveExpansion:
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
         self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
-        self._is_exact: dict[str, NDArray[np.bool_]] = {}
+        self._open: dict[frozenset[str], _Open] = {}
         self._has_failed = False
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
@@ -103,8 +113,8 @@ class AdaptiveExpansion:
     def _stood(self, views: Sequence[SequenceView]) -> Choice | None:
         """Return the last choice while it stands: for a few steps, in which few sequences came or went; who came is plain."""
         last = self._standing
-        num_new = sum(view.request_id not in last.places for view in views)
-        num_changed = num_new + len(last.places) - (len(views) - num_new)
+        num_new = sum(view.request_id not in last.trees for view in views)
+        num_changed = num_new + len(last.trees) - (len(views) - num_new)
         if not self._num_standing or num_changed * 4 > len(views):
             return None
         self._probes.save(self._plain_s)
@@ -112,8 +122,7 @@ class AdaptiveExpansion:
         self._num_standing = (min(self._num_standing, self._settled_steps) if num_new else self._num_standing) - 1
         if not num_changed and not last.num_unfed and _all_decode(views) and last.choice.reason is Reason.PLAIN_IS_BEST:
             return last.choice
-        places = (last.places.get(view.request_id, 0) for view in views)
-        expansions = tuple(self._menu.entries[place] for place in places)
+        expansions = tuple(last.trees.get(view.request_id, PLAIN) for view in views)
         if num_changed or last.choice.step_s is None or not _all_decode(views):
             return replace(last.choice, expansions=expansions, speedup=1.0, step_s=None)
         num_unfed = _num_unfed(views, expansions)
@@ -123,10 +132,10 @@ class AdaptiveExpansion:
         if not any(_is_free(view) for view in views):
             return Choice((PLAIN,) * len(views))
         batch = self._batch(views)
-        estimates = self._estimator.estimate(batch.views)
-        if not all(np.isfinite(part).all() for part in (estimates.tokens, estimates.nodes, estimates.passes)):
+        estimates = self._estimator.estimate(batch.views, batch.menu)
+        if not np.isfinite(estimates.tokens.sum() + estimates.nodes.sum() + estimates.passes.sum()):
             return self._without_numbers(views)
-        allocator = Allocator(self._menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
+        allocator = Allocator(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
         plain = allocator.plain()
         if not np.isfinite(plain.rate):
             return self._without_numbers(views)
@@ -136,13 +145,14 @@ class AdaptiveExpansion:
         best = best if _pays(best, plain, _GOES_ON_PAYING) else plain
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, allocator, best, plain, reason, views)
-        places = dict.fromkeys((view.request_id for view in views), 0)
-        places.update((one.request_id, int(place)) for one, place in zip(batch.views, best.places_B, strict=True))
-        num_settled = self._num_settled(places, reason) if _all_decode(views) else 0
+        trees = dict.fromkeys((view.request_id for view in views), PLAIN)
+        chosen = zip(batch.views, best.places_B.tolist(), strict=True)
+        trees.update((one.request_id, batch.menu.entries[place]) for one, place in chosen)
+        num_settled = self._num_settled(trees, reason) if _all_decode(views) else 0
         self._plain_s, self._plain_rate = plain.seconds, plain.rate
         self._probes.save(plain.seconds)
         unfed = _num_unfed(views, choice.expansions)
-        self._standing, self._num_standing = _Standing(places, choice, num_settled, self._feed_s, unfed), num_settled
+        self._standing, self._num_standing = _Standing(trees, choice, num_settled, self._feed_s, unfed), num_settled
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
             self._is_plain_probe = True
@@ -154,10 +164,10 @@ class AdaptiveExpansion:
         self._probe_s = choice.step_s
         return choice
 
-    def _num_settled(self, places: dict[str, int], reason: Reason) -> int:
+    def _num_settled(self, trees: dict[str, Expansion], reason: Reason) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same."""
         last = self._standing
-        if last.choice.reason is not reason or any(last.places.get(name, 0) != place for name, place in places.items()):
+        if last.choice.reason is not reason or any(last.trees.get(name, PLAIN) != tree for name, tree in trees.items()):
             return self._settled_steps
         most = _MOST_SETTLED_PLAIN if reason is Reason.PLAIN_IS_BEST else _MOST_SETTLED
         return max(self._settled_steps, min(most, 2 * last.num_settled))
@@ -183,7 +193,7 @@ class AdaptiveExpansion:
         """
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, chosen.places_B.tolist(), strict=True):
-            expansions[index] = self._menu.entries[place]
+            expansions[index] = batch.menu.entries[place]
         charged = sum(_catch_up(one) for one in _drafting(views, expansions))
         step_s = chosen.seconds + self._feed_s * (_num_unfed(views, expansions) - charged)
         return Choice(
@@ -197,8 +207,8 @@ class AdaptiveExpansion:
 
     def _is_feeding_cheap(self, load: BatchLoad, plain: Allocation) -> bool:
         """Return whether keeping drafters up with plain sequences costs next to nothing: a token of each, and seldom a pass."""
-        feeding = replace(load.base, num_draft_tokens=load.base.num_rows, num_passes=1.0 / _FEEDING_STEPS, num_rounds=0.0)
-        return float(self._costs.draft_s(feeding)[0]) <= _CHEAP_FEEDING * plain.seconds
+        fed_s = float(load.base.num_rows) * self._costs.prices["draft_token"]
+        return fed_s + self._costs.pass_s(float(load.base.num_keys)) / _FEEDING_STEPS <= _CHEAP_FEEDING * plain.seconds
 
     def observe(self, feedback: StepFeedback) -> None:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought."""
@@ -258,37 +268,40 @@ class AdaptiveExpansion:
             draws_B=np.array([not one.sampling.is_greedy for one in chosen_for], dtype=np.float64),
             model_share=share,
         )
-        return _Batch(free, chosen_for, self._allowed(chosen_for), load)
+        menu, is_allowed_BM = self._allowed(chosen_for)
+        return _Batch(free, chosen_for, menu, is_allowed_BM, load)
 
-    def _allowed(self, views: Sequence[SequenceView]) -> NDArray[np.bool_]:
-        """Return which entries each sequence may have, [B, M]: exact, within its bound on nodes, no longer than what remains."""
-        bounds = [one.speculation.max_nodes for one in views]
-        most_nodes_B = np.array([np.inf if bound is None else bound for bound in bounds])
-        num_remaining_B = np.array([max(1, one.num_remaining) for one in views])
-        allowed_BM = np.array([self._exact_for("coupled" if one.sampling.is_greedy else one.verifier) for one in views])
-        is_prompt_B = np.array([one.num_uncached > 1 for one in views])
-        allowed_BM &= ~is_prompt_B[:, None] | (self._menu.num_nodes == 0)
-        allowed_BM &= self._menu.num_nodes <= most_nodes_B[:, None]
-        allowed_BM &= self._menu.depths < num_remaining_B[:, None]
-        return allowed_BM
+    def _allowed(self, views: Sequence[SequenceView]) -> tuple[Menu, NDArray[np.bool_]]:
+        """Return the menu that is open to any of the sequences, and which of it each may have, [B, M].
 
-    def _exact_for(self, verifier: str) -> NDArray[np.bool_]:
-        """Return what a verifier is exact on, if that can be trees that find their own shape then those alone.
-
-        The coupled rule stands for all rows that rank their tokens, greedy ones too.
+        That is what its verifier is exact on, within its bound on nodes, no longer than what remains of its text. The coupled
+        rule stands for all rows that rank their tokens, greedy ones too.
         """
-        if verifier not in self._is_exact:
-            is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in self._menu.entries])
-            is_own_M = np.array([one.is_plain or not one.is_delayed for one in self._menu.entries])
-            own_M = is_exact_M & is_own_M
-            self._is_exact[verifier] = own_M if own_M.sum() > 1 else is_exact_M
-        return self._is_exact[verifier]
+        verifiers = ["coupled" if one.sampling.is_greedy else one.verifier for one in views]
+        names = frozenset(verifiers)
+        if names not in self._open:
+            self._open[names] = _open_to(names, self._menu)
+        menu, is_exact_by = self._open[names].menu, self._open[names].is_exact
+        bounds = [one.speculation.max_nodes for one in views]
+        # A sequence whose prompt is being fed has no tree; one that ends with the next token neither.
+        most_nodes_B = [
+            0 if one.num_uncached > 1 else bound if bound is not None else inf for one, bound in zip(views, bounds, strict=True)
+        ]
+        allowed_BM = menu.num_nodes <= np.array(most_nodes_B)[:, None]
+        allowed_BM &= menu.depths < np.array([max(1, one.num_remaining) for one in views])[:, None]
+        if len(names) > 1:
+            allowed_BM &= np.stack([is_exact_by[name] for name in verifiers])
+        return menu, allowed_BM
 
     def _clearly_better(self, batch: _Batch, allocator: Allocator, best: Allocation) -> Allocation:
         """Return the best allocation, or the last choice if it is still allowed and about as good."""
-        last_B = np.array([self._standing.places.get(one.request_id, -1) for one in batch.views])
+        index, trees = batch.menu.index, self._standing.trees
+        last_B = np.array([index.get(trees[one.request_id], -1) if one.request_id in trees else -1 for one in batch.views])
         is_kept_B = (last_B >= 0) & batch.is_allowed_BM[np.arange(len(last_B)), last_B]
-        kept = allocator.of(np.where(is_kept_B, last_B, best.places_B))
+        kept_B = np.where(is_kept_B, last_B, best.places_B)
+        if (kept_B == best.places_B).all():
+            return best
+        kept = allocator.of(kept_B)
         return kept if best.rate < kept.rate * _CLEARLY_BETTER else best
 
     def _probe(self, batch: _Batch, allocator: Allocator, chosen: Allocation) -> Allocation | None:
@@ -298,7 +311,7 @@ class AdaptiveExpansion:
         be asked on credit, that whose drafter is least behind: else what looks too dear would never be seen again.
         """
         places_B = chosen.places_B
-        is_open_BM = batch.is_allowed_BM & np.where(places_B[:, None] > 0, self._menu.tells_most, self._menu.num_nodes > 0)
+        is_open_BM = batch.is_allowed_BM & np.where(places_B[:, None] > 0, batch.menu.tells_most, batch.menu.num_nodes > 0)
         is_open_BM[np.arange(len(places_B)), places_B] = False
         due = self._probes.due(batch.views, (places_B == 0).tolist(), [bool(is_open_M.any()) for is_open_M in is_open_BM])
         together = [due] if len(due) > 1 else []
@@ -336,6 +349,22 @@ class AdaptiveExpansion:
             _logger.error("what to expect of a step is not a finite number; %s is drafted instead", self._fallback)
             self._has_failed = True
         return Choice((self._fallback,) * len(views), Reason.FALLBACK)
+
+
+def _open_to(verifiers: Iterable[str], menu: Menu) -> _Open:
+    """Return what of a menu is open to sequences of these verifiers."""
+    exact = {verifier: _exact_on(verifier, menu) for verifier in verifiers}
+    is_open_M = np.logical_or.reduce(list(exact.values()))
+    entries = tuple(entry for entry, is_open in zip(menu.entries, is_open_M.tolist(), strict=True) if is_open)
+    return _Open(Menu(entries), {verifier: is_exact_M[is_open_M] for verifier, is_exact_M in exact.items()})
+
+
+def _exact_on(verifier: str, menu: Menu) -> NDArray[np.bool_]:
+    """Return what of a menu a verifier is exact on, [M]: if there are trees that find their own shape, those alone."""
+    is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in menu.entries])
+    is_own_M = np.array([one.is_plain or not one.is_delayed for one in menu.entries])
+    own_M = is_exact_M & is_own_M
+    return own_M if own_M.sum() > 1 else is_exact_M
 
 
 def _pays(best: Allocation, plain: Allocation, margin: float) -> bool:

@@ -89,6 +89,13 @@ def test_passes_are_paid_once():
     assert few.best(few.plain()).places_B.any() == (best_of_all(few, 4) > few.plain().rate)
 
 
+def test_plain_decoding_is_every_place_s_first():
+    one = allocator([0.2, 0.9], costs((0.1,), 0.1))
+    plain, first = one.plain(), one.of(np.zeros(2, dtype=np.int64))
+    assert plain.places_B.tolist() == [0, 0]
+    assert (plain.tokens, plain.seconds) == pytest.approx((first.tokens, first.seconds))
+
+
 @pytest.mark.parametrize("price", [1e-4, 0.05, 0.5])
 def test_dearer_tokens_never_buy_more(price):
     cheap, dear = allocator([0.6, 0.8], costs((price,), 0.01)), allocator([0.6, 0.8], costs((2 * price,), 0.01))

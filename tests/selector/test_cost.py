@@ -138,6 +138,16 @@ def test_many_candidates_cost_what_each_costs_alone():
     assert costs.step_s(Works.of(ones)).tolist() == pytest.approx([predicted(costs, one) for one in ones])
 
 
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=4), st.integers(0, 9), st.integers(0, 5000))
+def test_what_is_foretold_is_what_is_learnt_from(tokens, passes, keys):
+    """Seconds are prices times the features that prices are learnt by, on T(N)'s bends, between them and beyond the last."""
+    costs = taught(CostModel())
+    works = Works.of([work(one, passes, 3, keys) for one in tokens])
+    prices = np.array(list(costs.prices.values()))
+    assert costs.rest_s(works) == pytest.approx(rest_features(works) @ prices[: cost.NUM_REST])
+    assert np.broadcast_to(costs.draft_s(works), len(tokens)) == pytest.approx(draft_features(works) @ prices[cost.NUM_REST :])
+
+
 def test_marginals_are_differences():
     costs = taught(CostModel())
 

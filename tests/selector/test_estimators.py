@@ -8,8 +8,8 @@ import pytest
 
 from engine.policy import DraftOutcome
 from engine.tree import PLAIN, Expansion
-from selector.estimators import CountedAcceptance, best_tokens, kind_of
-from selector.menu import Menu, menu_of
+from selector.estimators import CountedAcceptance, _sized_tokens, best_tokens, kind_of
+from selector.menu import Menu, menu_for_all, menu_of
 from tests.selector.machine import Chances, Text, flat
 
 MENU = menu_of(Expansion(4, 1, 0), "traversal", Expansion(4, 3, 4))
@@ -103,6 +103,27 @@ def test_the_seats_of_those_that_are_gone_are_given_away():
         estimator.observe([DraftOutcome(view.request_id, Expansion(1, 1, 0), 1, 1, 1)])
     assert len(estimator._seats) <= 16
     assert len(estimator._counts) <= 32
+
+
+ALL = menu_for_all(Expansion(4, 1, 0), "traversal")
+
+
+@pytest.mark.parametrize("has_delayed", [False, True])
+def test_a_part_of_the_menu_has_the_whole_s_numbers(has_delayed):
+    """With trees of both kinds behind it; what was asked of a part before something was learnt is not what it says after."""
+    tried = [entry for entry in ALL.entries if entry.num_draft_tokens in (3, 8)]
+    part = Menu(tuple(one for one in ALL.entries[::2] if has_delayed or one.is_plain or not one.is_delayed))
+    places = [ALL.index[entry] for entry in part.entries]
+    estimator, text = CountedAcceptance(ALL), Text(flat(0.7))
+    chance = random.Random(0)
+    for expansion in tried:
+        views = [text.view("r"), Text(flat(0.7), temperature=0.0).view("other")]
+        whole, some = estimator.estimate(views), estimator.estimate(views, part)
+        for name in ("tokens", "nodes", "passes"):
+            assert getattr(some, name) == pytest.approx(getattr(whole, name)[:, places]), (expansion, name)
+        nodes, drafted, accepted = text.draft(expansion, chance)
+        estimator.observe([DraftOutcome("r", expansion, nodes, drafted, accepted)])
+        text.num_generated += accepted + 1
 
 
 def test_outcomes_of_strangers_and_of_plain_rows_say_nothing():
@@ -206,7 +227,7 @@ def test_one_tree_is_foretold_as_all_of_them_are():
     menu = menu_of(Expansion(0, 3, 6, "noise_aware", 32), "coupled")
     estimator = CountedAcceptance(menu)
     for log_odds in (-9.0, -1.3, 0.0, 0.4, 2.2, 9.0):
-        told_1S = estimator._sized_tokens(np.array([log_odds]), np.ones((1, len(estimator._sized))))
+        told_1S = _sized_tokens(estimator._part(menu), np.array([log_odds]), np.ones((1, len(estimator._sized))))
         for column, place in enumerate(estimator._sized):
             entry = menu.entries[place]
             one = estimator._usual_tokens(estimator._among(entry.num_draft_tokens, entry.max_depth), log_odds)

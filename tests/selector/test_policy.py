@@ -79,6 +79,17 @@ def test_rows_that_rank_take_trees_of_their_own_shape_and_those_that_draw_the_fa
     assert drawn <= {"delayed", "delayed_distinct"}
 
 
+def test_an_id_that_comes_again_under_another_rule_has_what_that_may_have():
+    policy = adaptive(CHEAP, menu_for_all(CHAIN, "traversal"))
+    ranks, draws = Text(flat(0.9), temperature=0.0), Text(flat(0.9))
+    run(policy, CHEAP, [ranks], 30)
+    (last,) = policy.choose([ranks.view("0")]).expansions
+    assert not last.is_delayed
+    policy._num_standing = 0  # it thinks again
+    (now,) = policy.choose([draws.view("0")]).expansions
+    assert now.is_delayed
+
+
 def late_share(policy: AdaptiveExpansion) -> float:
     """Return the rate beside plain decoding's of a useless drafter, after a warm-up of 50 steps."""
     texts = texts_of(0.0, 1)
@@ -205,8 +216,8 @@ class Nonsense:
         self._counted = CountedAcceptance(menu)
         self._value = value
 
-    def estimate(self, views):
-        good = self._counted.estimate(views)
+    def estimate(self, views, menu=None):
+        good = self._counted.estimate(views, menu)
         tokens = good.tokens.copy()
         tokens[0, 1] = self._value
         return Estimates(tokens, good.nodes, good.passes)
