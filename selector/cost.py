@@ -80,7 +80,7 @@ def rest_features(works: Works | StepWork) -> Array:
     tokens_C = np.atleast_1d(np.asarray(works.num_tokens, dtype=np.float64))
     features_CF = np.empty((len(tokens_C), NUM_REST))
     features_CF[:, 0] = 1.0
-    features_CF[:, 1:-4] = np.clip(tokens_C[:, None] - _KNOTS, 0.0, _WIDTHS)
+    features_CF[:, 1:-4] = np.minimum(np.maximum(tokens_C[:, None] - _KNOTS, 0.0), _WIDTHS)
     features_CF[:, -4] = works.num_rows
     features_CF[:, -3] = works.num_drawn
     features_CF[:, -2] = works.num_keys
@@ -206,7 +206,7 @@ class CostModel:
         self._was_clipped[name] = is_clipped
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))
-        self._covariance_KK -= np.outer(gain_K, towards_K)
+        self._covariance_KK -= gain_K[:, None] * towards_K
 
 
 def fitted_prices(features_CF: Array, seconds_C: Array, generic: Sequence[float]) -> list[float]:

@@ -81,11 +81,9 @@ class _Group:
     def __init__(self, num_depths: int, menu: Menu) -> None:
         self.counts = np.zeros((_NUM_COUNTS, num_depths))
         # Of K branches, and of each entry: what was seen over what was expected, as two sums.
-        self.forks = np.full((2, _MAX_BRANCHES + 1), _RATIO_TRIALS)
-        self.merged = np.full((2, _MAX_BRANCHES + 1), _RATIO_TRIALS)
-        self.entries = np.full((2, len(menu)), _RATIO_TRIALS)
-        self.fill = np.full((2, len(menu)), _RATIO_TRIALS)
-        self.reach = np.full((2, len(menu)), _RATIO_TRIALS)
+        widths = [_MAX_BRANCHES + 1] * 2 + [len(menu)] * 3
+        self._ratios = np.full((2, sum(widths)), _RATIO_TRIALS)
+        self.forks, self.merged, self.entries, self.fill, self.reach = np.split(self._ratios, np.cumsum(widths)[:-1], axis=1)
         self.log_odds = 0.0
         self._laws: Array | None = None
         self._sized: dict[_Part, tuple[Array, Array, Array]] = {}
@@ -94,8 +92,8 @@ class _Group:
         self.counts *= _GROUP_MEMORY
         self._laws = None
         self._sized.clear()
-        for ratio in (self.forks, self.merged, self.entries, self.fill, self.reach):
-            ratio += (1.0 - _RATIO_MEMORY) * (_RATIO_TRIALS - ratio)
+        self._ratios *= _RATIO_MEMORY
+        self._ratios += (1.0 - _RATIO_MEMORY) * _RATIO_TRIALS
 
     @property
     def pooled(self) -> tuple[float, float]:
@@ -205,9 +203,6 @@ class CountedAcceptance:
             by_group.setdefault(id(group), (group, []))[1].append(outcome)
         for group, of_group in by_group.values():
             group.forget()
-            seats = [self._seats[one.request_id] for one in of_group]
-            self._counts[seats] *= _OWN_MEMORY
-            self._log_odds[seats] *= _OWN_RETURN
             for outcome in of_group:
                 if outcome.expansion.is_delayed:
                     self._count(self._seats[outcome.request_id], group, outcome)
@@ -234,6 +229,7 @@ class CountedAcceptance:
             if wished:
                 below = outcome.num_nodes - min(drafted, fork)
                 group.merged[:, branches] += (below / branches, wished / branches)
+        self._counts[seat] *= _OWN_MEMORY
         self._counts[seat] += hits
         group.counts += hits
 
@@ -264,7 +260,7 @@ class CountedAcceptance:
         surprises = []
         for one in outcomes:
             seat, size, depth = self._seats[one.request_id], one.expansion.num_draft_tokens, one.expansion.max_depth
-            place, own = self._among(size, depth), float(self._log_odds[seat])
+            place, own = self._among(size, depth), _OWN_RETURN * float(self._log_odds[seat])
             expected = self._usual_tokens(place, group.log_odds + own) - 1.0
             self._log_odds[seat] = own + _OWN_STEP * _surprise(one.accepted_depth, expected)
             surprises.append(_surprise(one.accepted_depth, self._usual_tokens(place, group.log_odds) - 1.0))
