@@ -58,14 +58,14 @@ def test_layers_are_the_same(monkeypatch, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_passes_are_the_same(monkeypatch, precision):
     one, other = of_each_build(monkeypatch, lambda: torch.cat(node_logits(native("gemma3", precision), ragged_scene())))
-    assert torch.allclose(one, other, atol=1e-2 if precision == "int8" else 1e-4)
+    assert torch.allclose(one, other, atol=0.05 if precision == "int8" else 1e-4)
 
 
 @several
 def test_laws_noise_and_rankings_are_the_same(monkeypatch):
     temperatures, keys = [0.3, 0.7, 1.0, 1.5, 2.0], [3, 1 << 63, 5, 7, 11]
     one, other = of_each_build(monkeypatch, lambda: laws.laws(LOGITS, range(5), temperatures))
-    assert torch.allclose(one, other, rtol=1e-6, atol=0.0)
+    assert torch.allclose(one, other, rtol=1e-5, atol=0.0)
     assert len({tuple(found) for found in of_each_build(monkeypatch, lambda: laws.likeliest(LOGITS))}) == 1
     first, second = of_each_build(monkeypatch, lambda: noise.gumbels(keys, 1003))
     assert torch.allclose(first, second, rtol=1e-12)
