@@ -92,7 +92,7 @@ class Allocator:
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
         more = self._costs.marginals(float(load.base.num_tokens) + num_nodes)
         node_s = more.token_s + more.drawn_s * float(load.draws_B.mean()) + more.score_s * float(load.context_B.mean())
-        level_s = self._costs.prices["round"] + load.model_share * self._costs.pass_s(float(load.base.num_keys))
+        level_s = self._costs.prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
         level_s /= max(1, int(np.count_nonzero(chosen.places_B)))
         return GrowthPrices(node_s * chosen.rate, (level_s + load.model_share * more.draft_token_s) * chosen.rate)
 

@@ -146,12 +146,11 @@ class CostModel:
 
     def draft_s(self, works: Works) -> Array:
         """Return the predicted seconds of drafting, float64 [C]."""
-        pass_s = self.prices["pass"] + works.num_keys * (self.prices["pass_key"] / _KEYS)
-        fed_s = works.num_draft_tokens * self.prices["draft_token"]
-        seconds = works.num_rounds * self.prices["round"] + works.num_passes * pass_s + fed_s
+        rounds_s = works.num_rounds * self.prices["round"] + works.num_passes * self.pass_s(works.num_keys)
+        seconds = rounds_s + works.num_draft_tokens * self.prices["draft_token"]
         return np.atleast_1d(np.asarray(seconds, dtype=np.float64))
 
-    def pass_s(self, num_keys: float) -> float:
+    def pass_s(self, num_keys: Array | float) -> Array | float:
         """Return the predicted seconds of a pass of the model that drafts, what is fed in it aside."""
         return self.prices["pass"] + num_keys * (self.prices["pass_key"] / _KEYS)
 

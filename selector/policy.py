@@ -5,7 +5,7 @@ Stays with the last choice unless another is clearly better; probes when plain d
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -39,14 +39,6 @@ _IS_NEWS = 0.7  # times what its seconds are worth, from which on what a probe b
 # rarely as good as it looks.
 _PAYS, _GOES_ON_PAYING = 1.1, 1.0
 _CLEARLY_BETTER = 1.01  # times the rate of the last choice, before it is given up
-
-
-@dataclass(frozen=True)
-class _Open:
-    """What sequences of some verifiers may have: that part of the menu, and which of it each verifier is exact on."""
-
-    menu: Menu
-    is_exact: dict[str, NDArray[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,8 @@ class AdaptiveExpansion:
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
         self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
-        self._open: dict[frozenset[str], _Open] = {}
+        self._is_exact: dict[str, NDArray[np.bool_]] = {}
+        self._menus: dict[str, Menu] = {}
         self._has_failed = False
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
@@ -208,7 +201,7 @@ class AdaptiveExpansion:
     def _is_feeding_cheap(self, load: BatchLoad, plain: Allocation) -> bool:
         """Return whether keeping drafters up with plain sequences costs next to nothing: a token of each, and seldom a pass."""
         fed_s = float(load.base.num_rows) * self._costs.prices["draft_token"]
-        return fed_s + self._costs.pass_s(float(load.base.num_keys)) / _FEEDING_STEPS <= _CHEAP_FEEDING * plain.seconds
+        return fed_s + float(self._costs.pass_s(load.base.num_keys)) / _FEEDING_STEPS <= _CHEAP_FEEDING * plain.seconds
 
     def observe(self, feedback: StepFeedback) -> None:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought."""
@@ -272,26 +265,37 @@ class AdaptiveExpansion:
         return _Batch(free, chosen_for, menu, is_allowed_BM, load)
 
     def _allowed(self, views: Sequence[SequenceView]) -> tuple[Menu, NDArray[np.bool_]]:
-        """Return the menu that is open to any of the sequences, and which of it each may have, [B, M].
+        """Return the menu that is open to the sequences, and which of it each may have, [B, M].
 
-        That is what its verifier is exact on, within its bound on nodes, no longer than what remains of its text. The coupled
-        rule stands for all rows that rank their tokens, greedy ones too.
+        That is what its verifier is exact on, within its bound on nodes, no longer than what remains of its text; none while its
+        prompt is fed. The coupled rule stands for all rows that rank their tokens, greedy ones too.
         """
         verifiers = ["coupled" if one.sampling.is_greedy else one.verifier for one in views]
-        names = frozenset(verifiers)
-        if names not in self._open:
-            self._open[names] = _open_to(names, self._menu)
-        menu, is_exact_by = self._open[names].menu, self._open[names].is_exact
-        bounds = [one.speculation.max_nodes for one in views]
-        # A sequence whose prompt is being fed has no tree; one that ends with the next token neither.
-        most_nodes_B = [
-            0 if one.num_uncached > 1 else bound if bound is not None else inf for one, bound in zip(views, bounds, strict=True)
-        ]
+        are_alike = len(set(verifiers)) == 1
+        menu = self._menu_for(verifiers[0]) if are_alike else self._menu
+        bounds = [0 if one.num_uncached > 1 else one.speculation.max_nodes for one in views]
+        most_nodes_B = [inf if bound is None else bound for bound in bounds]
         allowed_BM = menu.num_nodes <= np.array(most_nodes_B)[:, None]
         allowed_BM &= menu.depths < np.array([max(1, one.num_remaining) for one in views])[:, None]
-        if len(names) > 1:
-            allowed_BM &= np.stack([is_exact_by[name] for name in verifiers])
+        if not are_alike:
+            allowed_BM &= np.stack([self._exact_for(verifier) for verifier in verifiers])
         return menu, allowed_BM
+
+    def _menu_for(self, verifier: str) -> Menu:
+        """Return that part of the menu which a verifier's sequences may have."""
+        if verifier not in self._menus:
+            rows = zip(self._menu.entries, self._exact_for(verifier).tolist(), strict=True)
+            self._menus[verifier] = Menu(tuple(entry for entry, is_open in rows if is_open))
+        return self._menus[verifier]
+
+    def _exact_for(self, verifier: str) -> NDArray[np.bool_]:
+        """Return what of the menu a verifier is exact on, [M]: if there are trees that find their own shape, those alone."""
+        if verifier not in self._is_exact:
+            is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in self._menu.entries])
+            is_own_M = np.array([one.is_plain or not one.is_delayed for one in self._menu.entries])
+            own_M = is_exact_M & is_own_M
+            self._is_exact[verifier] = own_M if own_M.sum() > 1 else is_exact_M
+        return self._is_exact[verifier]
 
     def _clearly_better(self, batch: _Batch, allocator: Allocator, best: Allocation) -> Allocation:
         """Return the best allocation, or the last choice if it is still allowed and about as good."""
@@ -349,22 +353,6 @@ class AdaptiveExpansion:
             _logger.error("what to expect of a step is not a finite number; %s is drafted instead", self._fallback)
             self._has_failed = True
         return Choice((self._fallback,) * len(views), Reason.FALLBACK)
-
-
-def _open_to(verifiers: Iterable[str], menu: Menu) -> _Open:
-    """Return what of a menu is open to sequences of these verifiers."""
-    exact = {verifier: _exact_on(verifier, menu) for verifier in verifiers}
-    is_open_M = np.logical_or.reduce(list(exact.values()))
-    entries = tuple(entry for entry, is_open in zip(menu.entries, is_open_M.tolist(), strict=True) if is_open)
-    return _Open(Menu(entries), {verifier: is_exact_M[is_open_M] for verifier, is_exact_M in exact.items()})
-
-
-def _exact_on(verifier: str, menu: Menu) -> NDArray[np.bool_]:
-    """Return what of a menu a verifier is exact on, [M]: if there are trees that find their own shape, those alone."""
-    is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in menu.entries])
-    is_own_M = np.array([one.is_plain or not one.is_delayed for one in menu.entries])
-    own_M = is_exact_M & is_own_M
-    return own_M if own_M.sum() > 1 else is_exact_M
 
 
 def _pays(best: Allocation, plain: Allocation, margin: float) -> bool:
