@@ -1,8 +1,8 @@
 """How the models' linear layers are computed: the seam for prepacked and quantised weights.
 
 `plain` leaves them to torch. `packed` reorders float weights once into the blocked layout oneDNN multiplies fastest on a CPU;
-the function computed is the same up to rounding. `native` gives them to our own library (engine.native) in float32, bfloat16 or
-int8; a row's result then has the same bits whatever is beside it.
+the function computed is the same up to rounding. Weights of a format that oneDNN refuses there are left to torch. `native` gives
+them to our own library (engine.native) in float32, bfloat16 or int8; a row's result then has the same bits whatever is beside it.
 """
 
 import platform
@@ -62,7 +62,7 @@ def _checked(linear: nn.Linear, native: NativeLinear, precision: str) -> NativeL
 def _packs(dtype: torch.dtype) -> bool:
     """Return whether oneDNN takes weights of this format on this processor: in bfloat16 it may say so and then refuse."""
     try:
-        PackedLinear(nn.Linear(16, 16, dtype=dtype))(torch.zeros(1, 16, dtype=dtype))
+        PackedLinear(linear_of(torch.zeros(16, 16, dtype=dtype)))(torch.zeros(1, 16, dtype=dtype))
     except RuntimeError:
         return False
     return True

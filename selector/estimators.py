@@ -2,7 +2,8 @@
 
 An Estimator knows nothing of seconds. The one here counts: per depth, how often a drafted token was accepted given that its
 parent was, each sequence's own counts shrunk towards those of all sequences of its kind (temperature and verifier), and those
-towards the depth above. Shape key: B sequences, M entries of the menu, D depths, K branches, G points of a grid.
+towards the depth above. Shape key: B sequences, M entries of the menu, D depths, K branches, S entries that find their own shape,
+G points of a grid, or groups.
 """
 
 from collections.abc import Sequence
@@ -312,6 +313,7 @@ class CountedAcceptance:
             self._groups[kind] = _Group(self._num_depths, self._menu)
         self._kind_of_seat[seat] = kind
         self._counts[seat] = 0.0
+        self._accept[seat] = _START_ACCEPTANCE
         self._log_odds[seat] = 0.0
         return seat
 

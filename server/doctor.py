@@ -83,7 +83,7 @@ def _precision(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     on_cpu = device.type == "cpu"
     linears = fastest_linears(device)
     has_bfloat16, is_native = on_cpu and multiplies_bfloat16(), linears == NATIVE
-    ours = library.instruction_set() or "not for this processor"
+    ours = library.instruction_set() or ("not compiled" if library.supported() else "not for this processor")
     instructions = f"; bfloat16 instructions: {_yes(has_bfloat16)}, our library: {ours}" if on_cpu else ""
     text = f"target {config.dtype}, linear layers {linears}{instructions}"
     if is_native:

@@ -94,7 +94,7 @@ inline Floats nearest(Floats v) {
   return {_mm256_round_ps(v.low, kNearest), _mm256_round_ps(v.high, kNearest)};
 }
 
-// In two steps of half the power: both are normal numbers, and what is below them is rounded once. n is -300 to 300, or NaN where v is.
+// In two steps of half the power: both are normal numbers, and what is below them is rounded once. n is -252 to 254, or NaN where v is.
 inline __m256 times_power_of_2(__m256 v, __m256 n) {
   const __m256i power = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(power, 1), rest = _mm256_sub_epi32(power, half);
   const auto to_the = [](__m256i k) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(k, _mm256_set1_epi32(127)), 23)); };

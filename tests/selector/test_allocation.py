@@ -1,5 +1,6 @@
 """Marginal allocation: near the best of all allocations where all can be tried, and never below plain decoding."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -101,6 +102,13 @@ def test_dearer_tokens_never_buy_more(price):
     cheap, dear = allocator([0.6, 0.8], costs((price,), 0.01)), allocator([0.6, 0.8], costs((2 * price,), 0.01))
     spent = [MENU.num_nodes[one.best(one.plain()).places_B].sum() for one in (cheap, dear)]
     assert spent[0] >= spent[1]
+
+
+def test_a_level_costs_the_pass_of_those_rounds_that_have_one():
+    one = allocator([0.9, 0.9], costs((0.1,), 0.4))
+    both = one.of(np.array([1, 1]))
+    one._load = replace(one._load, model_share=0.25)
+    assert one.prices(both).level == pytest.approx(0.25 * 0.4 * both.rate / 2, rel=1e-4)
 
 
 def test_prices_are_what_a_node_and_a_level_cost_in_tokens_and_a_level_is_paid_together():
