@@ -14,7 +14,7 @@ another it is the filter that is wrong, as after a profile that was disturbed, a
 Shape key: K prices, F features of one part, C candidates.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 
@@ -129,7 +129,7 @@ class CostModel:
         self._was_clipped = {"rest": False, "draft": False}
 
     @property
-    def prices(self) -> dict[str, float]:
+    def prices(self) -> Mapping[str, float]:
         """Seconds by name, as learnt so far."""
         return self._by_name
 

@@ -132,13 +132,10 @@ class CountedAcceptance:
     def __init__(self, menu: Menu) -> None:
         self._menu = menu
         self._num_depths = max(1, int(menu.depths.max()))
-        self._sized = np.array([place for place, entry in enumerate(menu.entries) if not entry.is_delayed], dtype=np.int64)
-        self._table_SG = np.array([[best_tokens(menu.entries[place], float(a)) for a in _GRID] for place in self._sized])
-        self._sizes_S, self._depths_S = menu.num_nodes[self._sized], menu.depths[self._sized]
-        # By depth, smallest first.
-        self._alike = {int(depth): np.flatnonzero(self._depths_S == depth) for depth in np.unique(self._depths_S)}
+        table_SG = np.array([[best_tokens(entry, float(a)) for a in _GRID] for entry in menu.entries if not entry.is_delayed])
+        self._whole = _part_of(menu, menu, table_SG)
+        self._parts = {menu: self._whole}
         self._known_sizes: dict[tuple[int, int], _Neighbours] = {}
-        self._parts: dict[Menu, _Part] = {}
         self._groups: dict[str, _Group] = {}
         self._seats: dict[str, int] = {}
         self._free: list[int] = []
@@ -192,7 +189,7 @@ class CountedAcceptance:
     def _part(self, menu: Menu) -> "_Part":
         """Return what is known of the trees of a part of the menu."""
         if menu not in self._parts:
-            self._parts[menu] = _part_of(menu, self._menu, self._table_SG, self._sized)
+            self._parts[menu] = _part_of(menu, self._menu, self._whole.table_SG)
         return self._parts[menu]
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
@@ -207,7 +204,7 @@ class CountedAcceptance:
             for outcome in of_group:
                 if outcome.expansion.is_delayed:
                     self._count(self._seats[outcome.request_id], group, outcome)
-            if len(self._sized):
+            if len(self._whole.places_S):
                 self._tilt(group, [one for one in of_group if not one.expansion.is_delayed])
 
     def _group_of(self, outcome: DraftOutcome) -> _Group:
@@ -265,7 +262,7 @@ class CountedAcceptance:
             expected = self._usual_tokens(place, group.log_odds + own) - 1.0
             self._log_odds[seat] = own + _OWN_STEP * _surprise(one.accepted_depth, expected)
             surprises.append(_surprise(one.accepted_depth, self._usual_tokens(place, group.log_odds) - 1.0))
-            nearest = self._sized[place.nearest]
+            nearest = self._whole.places_S[place.nearest]
             group.entries[:, nearest] += (one.accepted_depth, expected)
             group.fill[:, nearest] += (one.num_nodes / size, 1.0)
             group.reach[:, nearest] += (min(1.0, one.drafted_depth / depth), 1.0)
@@ -278,7 +275,7 @@ class CountedAcceptance:
         left = min(int(point), len(_GRID) - 2)
         part += point - left
         below, above = (
-            (1.0 - part) * self._table_SG.item(one, left) + part * self._table_SG.item(one, left + 1)
+            (1.0 - part) * self._whole.table_SG.item(one, left) + part * self._whole.table_SG.item(one, left + 1)
             for one in (place.low, place.high)
         )
         return float(below + place.share * (above - below))
@@ -289,8 +286,9 @@ class CountedAcceptance:
         One of a size between the menu's (there was no room for more) is foretold from its neighbours, and counts for the nearest.
         """
         if (size, depth) not in self._known_sizes:
-            alike = self._alike[min(self._alike, key=lambda known: abs(known - depth))]
-            sizes = self._sizes_S[alike]
+            whole = self._whole
+            alike = min(whole.alike, key=lambda known: abs(int(whole.depths_S[known[0]]) - depth))
+            sizes = whole.sizes_S[alike]
             above = int(np.searchsorted(sizes, size).clip(0, len(sizes) - 1))
             below = max(above - 1, 0) if sizes[above] > size else above
             width = sizes[above] - sizes[below]
@@ -396,11 +394,14 @@ class _Part:
         return bool((self.branches_M > 1).any())
 
 
-def _part_of(menu: Menu, whole: Menu, table_SG: Array, sized: NDArray[np.int64]) -> _Part:
-    """Return what is known of `menu`, a part of `whole`, whose trees of their own shape (at `sized`) bring `table_SG`."""
+def _part_of(menu: Menu, whole: Menu, table_SG: Array) -> _Part:
+    """Return what is known of `menu`, a part of `whole`, whose trees of their own shape bring `table_SG`, in their order."""
     delayed = [entry if entry.is_delayed else Expansion(0, 1, 0) for entry in menu.entries]
     last = max(1, int(whole.depths.max())) - 1
-    columns = np.array([place for place, entry in enumerate(menu.entries) if not entry.is_delayed], dtype=np.int64)
+    columns, sized = (
+        np.array([place for place, entry in enumerate(one.entries) if not entry.is_delayed], dtype=np.int64)
+        for one in (menu, whole)
+    )
     places = np.array([whole.index[menu.entries[place]] for place in columns], dtype=np.int64)
     depths = menu.depths[columns]
     return _Part(

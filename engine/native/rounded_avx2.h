@@ -51,7 +51,7 @@ inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* b
   constexpr int64_t kFits = 512;
   const char* w = block + column * 32;
   const int16_t* x = in.values.data() + t * n;
-  alignas(32) double sums[R][C][8] = {};
+  alignas(32) double sums[R][C * 8] = {};
   for (int64_t begin = 0; begin < n; begin += kFits) {
     const int64_t end = std::min(n, begin + kFits);
     __m256i some[R][C];
@@ -73,15 +73,16 @@ inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* b
     LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
       LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
         const __m256d low = _mm256_cvtepi32_pd(_mm256_castsi256_si128(some[r][c])), high = _mm256_cvtepi32_pd(_mm256_extracti128_si256(some[r][c], 1));
-        _mm256_store_pd(sums[r][c], _mm256_add_pd(_mm256_load_pd(sums[r][c]), low));
-        _mm256_store_pd(sums[r][c] + 4, _mm256_add_pd(_mm256_load_pd(sums[r][c] + 4), high));
+        double* so_far = sums[r] + c * 8;
+        _mm256_store_pd(so_far, _mm256_add_pd(_mm256_load_pd(so_far), low));
+        _mm256_store_pd(so_far + 4, _mm256_add_pd(_mm256_load_pd(so_far + 4), high));
       }
     }
   }
   for (int r = 0; r < R; r++) {
     const __m256d added = _mm256_set1_pd(in.sum[t + r]);
     for (int c = 0; c < 2 * C; c++)
-      _mm_storeu_ps(y + r * kBlock + column * 8 + c * 4, _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_load_pd(sums[r][0] + c * 4), added)));
+      _mm_storeu_ps(y + r * kBlock + column * 8 + c * 4, _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_load_pd(sums[r] + c * 4), added)));
   }
 }
 

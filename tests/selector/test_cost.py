@@ -145,7 +145,7 @@ def test_what_is_foretold_is_what_is_learnt_from(tokens, passes, keys):
     works = Works.of([work(one, passes, 3, keys) for one in tokens])
     prices = np.array(list(costs.prices.values()))
     assert costs.rest_s(works) == pytest.approx(rest_features(works) @ prices[: cost.NUM_REST])
-    assert np.broadcast_to(costs.draft_s(works), len(tokens)) == pytest.approx(draft_features(works) @ prices[cost.NUM_REST :])
+    assert costs.draft_s(works) == pytest.approx(draft_features(works) @ prices[cost.NUM_REST :])
 
 
 def test_marginals_are_differences():

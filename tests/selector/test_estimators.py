@@ -227,8 +227,8 @@ def test_one_tree_is_foretold_as_all_of_them_are():
     menu = menu_of(Expansion(0, 3, 6, "noise_aware", 32), "coupled")
     estimator = CountedAcceptance(menu)
     for log_odds in (-9.0, -1.3, 0.0, 0.4, 2.2, 9.0):
-        told_1S = _sized_tokens(estimator._part(menu), np.array([log_odds]), np.ones((1, len(estimator._sized))))
-        for column, place in enumerate(estimator._sized):
+        told_1S = _sized_tokens(estimator._part(menu), np.array([log_odds]), np.ones((1, len(estimator._whole.places_S))))
+        for column, place in enumerate(estimator._whole.places_S):
             entry = menu.entries[place]
             one = estimator._usual_tokens(estimator._among(entry.num_draft_tokens, entry.max_depth), log_odds)
             assert one == pytest.approx(told_1S[0, column], rel=1e-9), entry
