@@ -55,6 +55,8 @@ class Anteroom:
 
     def leave(self, patience_s: float = 0.0) -> list[Admission]:
         """Return those that are ready, in the order in which they came; wait up to `patience_s` for one if there is none."""
+        if not self._waiting:
+            return []
         wait([future for _, future in self._waiting.values()], patience_s, return_when="FIRST_COMPLETED")
         ready = [(request, future) for request, future in self._waiting.values() if future.done()]
         for request, _ in ready:

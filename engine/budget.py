@@ -25,6 +25,8 @@ class Share:
 
 def fair_shares(wants: Sequence[int], total: int) -> list[int]:
     """Return integers below `wants` that sum to at most `total`: small wants are met whole, the others get equal parts."""
+    if sum(wants) <= total:
+        return [*wants]
     shares = [0] * len(wants)
     left = max(0, total)
     for rank, index in enumerate(sorted(range(len(wants)), key=lambda i: wants[i])):

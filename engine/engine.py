@@ -26,7 +26,7 @@ from engine.judge import NOT_FINITE, Judge, logprobs_of
 from engine.pairs import verifier_for
 from engine.plan import Feeding, Row, StepPlan
 from engine.policy import ExpansionPolicy
-from engine.prompt_scores import scored_by, scores_of, with_scores
+from engine.prompt_scores import NO_SCORES, scored_by, scores_of, with_scores
 from engine.refusal import refused, require_runnable
 from engine.roots import Ending, RootReader
 from engine.scheduler import RowResult, Scheduler
@@ -162,8 +162,10 @@ class Engine:
         places = [place for one in scored for place in one.places]
         logits_NV = self._target.forward(plan, growth.forest.trees, places)
         self._watch.note(plan, growth.forest.trees)
-        logits_NV, logits_SV = logits_NV[: growth.forest.num_nodes], logits_NV[growth.forest.num_nodes :]
-        prompts = scores_of(scored, logits_SV)
+        prompts = NO_SCORES
+        if scored:
+            logits_NV, logits_SV = logits_NV.tensor_split([growth.forest.num_nodes])
+            prompts = scores_of(scored, logits_SV)
         watch.lap("verify")
         # 4. Judge every tree.
         verdicts = self._judge.judge(plan.decoding, growth.forest, logits_NV)

@@ -37,11 +37,12 @@ class Judge:
 
     def judge(self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]) -> list[Verdict | Unjudged]:
         """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others."""
-        contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
-        edited_NV = edited_logits(logits_NV, contexts, self._grammars)
         best = likeliest(logits_NV)
         is_sound = has_law = [one.is_sound for one in best]
-        if edited_NV is not logits_NV:
+        edited_NV = logits_NV
+        if any(row.sampling.edits_logits for row in rows):
+            contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
+            edited_NV = edited_logits(logits_NV, contexts, self._grammars)
             edited = likeliest(edited_NV)
             has_law = [one.is_sound for one in edited]
             best = [new if new.is_sound else old for new, old in zip(edited, best, strict=True)]

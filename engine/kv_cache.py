@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine import huge_pages
 from engine.canary import Canary, NoCanary
 
 
@@ -82,7 +83,9 @@ class KVCache:
 
     def _pool(self, example: Tensor) -> Tensor:
         # Not zeroed: every slot is written before it is gathered, and zeroing would touch gigabytes that may never be used.
-        pool = torch.empty((self.num_slots, *example.shape[1:]), dtype=self._dtype or example.dtype, device=self._device)
+        shape, dtype = (self.num_slots, *example.shape[1:]), self._dtype or example.dtype
+        is_host = self._device.type == "cpu"
+        pool = huge_pages.empty(shape, dtype) if is_host else torch.empty(shape, dtype=dtype, device=self._device)
         self.canary.watch(pool)
         return pool
 

@@ -68,9 +68,9 @@ class CausalModel:
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
+        if self.native is not None:
+            return self.native.forward(batch, cache, logit_rows_N)
         with torch.inference_mode():
-            if self.native is not None:
-                return self.native.forward(batch, cache, logit_rows_N)
             out = self.module(
                 input_ids=batch.input_ids_1T,
                 position_ids=batch.position_ids_1T,

@@ -7,7 +7,7 @@ attention is a few batched products. Shape key: T query tokens, L keys, W tail k
     keys of a segment   [ earlier context: seen by every query | tail: seen as tail_visible_TW says ]
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, islice
@@ -91,12 +91,12 @@ class Padded:
 
 @dataclass(frozen=True)
 class Flat:
-    """Segments end to end, in the host's memory: int64, `seen` uint8. Each `first_` says where a segment's begin, and the end."""
+    """Segments end to end, in the host's memory.
 
-    first_token: NDArray[np.int64]
-    first_key: NDArray[np.int64]
-    first_tail: NDArray[np.int64]
-    first_seen: NDArray[np.int64]
+    `table` holds where each segment's packed tokens, keys, tail keys and entries of `seen` begin, and their ends, [4, B + 1].
+    """
+
+    table: NDArray[np.int64]
     key_slots: NDArray[np.int64]
     tail_positions: NDArray[np.int64]
     seen: NDArray[np.uint8]
@@ -104,36 +104,63 @@ class Flat:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """What one forward needs, on the device; what its attention needs is made in the form that is asked for."""
+    """What one forward needs. What it runs on and its attention need is made in the form that is asked for.
 
-    input_ids_1T: Int[Tensor, "1 T"]
-    position_ids_1T: Int[Tensor, "1 T"]
-    write_slots_T: Int[Tensor, " T"]
+    `tokens_3T` are token ids, positions and the slots to write, in the host's memory; `starts` has the first packed token of each
+    segment, and the end.
+    """
+
+    tokens_3T: Int[NDArray[np.int64], "3 T"]
     starts: tuple[int, ...]
     segments: tuple[Segment, ...]
+    device: torch.device
 
     @property
     def num_tokens(self) -> int:
         """Packed tokens, T."""
-        return int(self.input_ids_1T.shape[1])
+        return self.starts[-1]
+
+    @property
+    def end(self) -> int:
+        """A position past all of theirs."""
+        return int(self.tokens_3T[1].max()) + 1
+
+    @cached_property
+    def _on_device(self) -> list[Tensor]:
+        return arrays([*self.tokens_3T], self.device)
+
+    @property
+    def input_ids_1T(self) -> Int[Tensor, "1 T"]:
+        """Token ids, on the device."""
+        return self._on_device[0][None]
+
+    @property
+    def position_ids_1T(self) -> Int[Tensor, "1 T"]:
+        """Positions, on the device."""
+        return self._on_device[1][None]
+
+    @property
+    def write_slots_T(self) -> Int[Tensor, " T"]:
+        """Slots to write, on the device."""
+        return self._on_device[2]
 
     @cached_property
     def padded(self) -> Padded:
         """The segments as padded groups."""
-        return _padded(self.segments, self.starts, self.write_slots_T.device)
+        return _padded(self.segments, self.starts, self.device)
 
     @cached_property
     def flat(self) -> Flat:
         """The segments end to end."""
-        num_tails = [len(segment.tail_positions) for segment in self.segments]
+        segments = self.segments
+        num_keys, num_tails = [segment.num_keys for segment in segments], [len(segment.tail_positions) for segment in segments]
+        num_seen = [segment.num_tokens * num for segment, num in zip(segments, num_tails, strict=True)]
+        table = [self.starts, *([*accumulate(counts, initial=0)] for counts in (num_keys, num_tails, num_seen))]
         return Flat(
-            first_token=np.array(self.starts, dtype=np.int64),
-            first_key=_ends(segment.num_keys for segment in self.segments),
-            first_tail=_ends(num_tails),
-            first_seen=_ends(segment.num_tokens * num for segment, num in zip(self.segments, num_tails, strict=True)),
-            key_slots=_flat(segment.key_slots for segment in self.segments),
-            tail_positions=_flat(segment.tail_positions for segment in self.segments),
-            seen=np.concatenate([segment.tail_visible_TW for segment in self.segments], axis=None).view(np.uint8),
+            table=np.array(table, dtype=np.int64),
+            key_slots=np.concatenate([np.asarray(segment.key_slots, dtype=np.int64) for segment in segments]),
+            tail_positions=np.array([*chain.from_iterable(segment.tail_positions for segment in segments)], dtype=np.int64),
+            seen=np.concatenate([segment.tail_visible_TW for segment in segments], axis=None).view(np.uint8),
         )
 
 
@@ -191,13 +218,13 @@ def _unpadding(segments: Sequence[Segment], starts: Sequence[int], groups: Seque
 
 
 def pack(segments: Sequence[Segment], device: torch.device) -> PackedBatch:
-    """Pack segments in their order into one batch on `device`. `starts` has the first packed token of each, and the end."""
-    starts = [0]
+    """Pack segments in their order into one batch for `device`."""
+    starts = tuple(accumulate((segment.num_tokens for segment in segments), initial=0))
+    rows: list[list[int]] = [[], [], []]
     for segment in segments:
-        starts.append(starts[-1] + segment.num_tokens)
-    flat = [_flat(s.token_ids for s in segments), _flat(s.positions for s in segments), _flat(s.write_slots for s in segments)]
-    input_ids_T, position_ids_T, write_slots_T = arrays(flat, device)
-    return PackedBatch(input_ids_T[None], position_ids_T[None], write_slots_T, tuple(starts), tuple(segments))
+        for row, numbers in zip(rows, (segment.token_ids, segment.positions, segment.write_slots), strict=True):
+            row.extend(numbers)
+    return PackedBatch(np.array(rows, dtype=np.int64), starts, tuple(segments), device)
 
 
 def _padded(segments: Sequence[Segment], starts: Sequence[int], device: torch.device) -> Padded:
@@ -213,12 +240,3 @@ def _padded(segments: Sequence[Segment], starts: Sequence[int], device: torch.de
         return Group(token_index_BT, key_slots_BL, visible_BTL, query_positions_BT, key_positions_BL)
 
     return Padded(tuple(group(visible) for _, visible in tables), unpad_T, bool((unpad == np.arange(len(unpad))).all()))
-
-
-def _ends(counts: Iterable[int]) -> NDArray[np.int64]:
-    """Return where each begins that lie end to end, and the end."""
-    return np.array([*accumulate(counts, initial=0)], dtype=np.int64)
-
-
-def _flat(lists: Iterable[Sequence[int]]) -> NDArray[np.int64]:
-    return np.array([*chain.from_iterable(lists)], dtype=np.int64)

@@ -52,7 +52,7 @@ class Row:
     draft_len: int
     draft_ids: tuple[int, ...]
     expansion: Expansion
-    slots: tuple[int, ...]
+    slots: Sequence[int]
     sampling: SamplingParams
     verifier: str
     seed: int

@@ -49,6 +49,9 @@ class PromptScores(NamedTuple):
     broken: frozenset[str]
 
 
+NO_SCORES = PromptScores({}, frozenset())
+
+
 def scores_of(scored: Sequence[Scored], logits_SV: Float[Tensor, "S V"]) -> PromptScores:
     """Return the log-probabilities by request; `logits_SV` are those at all the places, in order."""
     scores: dict[str, tuple[TokenLogprobs, ...]] = {}

@@ -5,6 +5,7 @@ starts it anew later (its text does not change: randomness is keyed by position)
 """
 
 import logging
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class Scheduler:
         under_way: set[BlockKey] = set()
         for sequence in self._running:
             key = self._prefixes.wanted(sequence)
-            if key is None or key not in under_way or sequence.own_slots:
+            if key is None or key not in under_way or sequence.has_own_slots:
                 yield sequence
             if key is not None:
                 under_way.add(key)
@@ -252,7 +253,7 @@ class Scheduler:
             draft_len=sequence.draft_len,
             draft_ids=tuple(draft_ids),
             expansion=expansion,
-            slots=tuple(sequence.slots),
+            slots=sequence.slots[:],
             sampling=sequence.request.sampling,
             verifier=sequence.verifier,
             seed=sequence.seed,
@@ -306,7 +307,7 @@ class Scheduler:
     def commit_chunk(self, row: Row) -> None:
         """Record that a chunk of a prompt is cached by the target, and by the drafter if it was fed."""
         sequence = self._by_id[row.request_id]
-        self._keep(sequence, row.end, [])
+        self._keep(sequence, row.end, array("q"))
         sequence.draft_len = row.end if self._feeding is Feeding.TARGET_CACHE else row.draft_len + len(row.draft_ids)
         self._prefixes.publish(sequence)
 
@@ -326,7 +327,7 @@ class Scheduler:
         sequence.token_ids.extend(new_ids)
         self._waiting.charge(sequence, len(new_ids))
         path = result.path[: num_accepted + 1]  # an end may cut it
-        self._keep(sequence, row.root_position, [row.slots[row.root_position + node] for node in path])
+        self._keep(sequence, row.root_position, array("q", [row.slots[row.root_position + node] for node in path]))
         sequence.draft_len = self._draft_len_after(row, result)
         self._prefixes.publish(sequence)
         self._prefixes.prove(sequence)
@@ -345,7 +346,7 @@ class Scheduler:
             return row.draft_len
         return row.root_position + result.drafted_len
 
-    def _keep(self, sequence: Sequence, num_kept: int, path_slots: list[int]) -> None:
+    def _keep(self, sequence: Sequence, num_kept: int, path_slots: "array[int]") -> None:
         """Make the table its first `num_kept` slots and then `path_slots`; free what falls out."""
         kept = set(path_slots)
         self.pool.free([slot for slot in sequence.slots[num_kept:] if slot not in kept])

@@ -3,6 +3,7 @@
 One rule for all: node v of a tree lies at logical position root_position + v, and its text position is root_position + depth(v).
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -65,6 +66,8 @@ def level_segment(nodes: Sequence[int], tree: GrowingNodes, root_position: int, 
     Only slots that hold keys are gathered: a node that has never been fed has none.
     """
     tail = sorted(tree.fed.union(nodes))
+    key_slots = array("q", slots[:root_position])
+    key_slots.extend(slots[root_position + node] for node in tail)
     place = {node: index for index, node in enumerate(tail)}
     visible_TW = np.zeros((len(nodes), len(tail)), dtype=np.bool_)
     for query, node in enumerate(nodes):
@@ -73,7 +76,7 @@ def level_segment(nodes: Sequence[int], tree: GrowingNodes, root_position: int, 
         token_ids=[tree.token_ids[node] for node in nodes],
         positions=[root_position + tree.depths[node] for node in nodes],
         write_slots=[slots[root_position + node] for node in nodes],
-        key_slots=[*slots[:root_position], *(slots[root_position + node] for node in tail)],
+        key_slots=key_slots,
         tail_visible_TW=visible_TW,
         tail_positions=[root_position + tree.depths[node] for node in tail],
     )

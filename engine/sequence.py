@@ -4,6 +4,7 @@ Knows integers only. The scheduler owns every Sequence; others see SequenceView 
 """
 
 import time
+from array import array
 
 from engine.blocks import Block
 from engine.policy import SequenceView
@@ -28,7 +29,7 @@ class Sequence:
         self.seed = seed
         self.verifier = verifier
         self.token_ids: list[int] = [*request.prompt_ids, *request.progress.token_ids]
-        self.slots: list[int] = []
+        self.slots = array("q")
         self.blocks: list[Block] = []  # whose slots the first ones are; the prefix cache's
         self.num_marked = 0  # blocks that are known to be drafted
         self.salt = request.cache_salt
@@ -69,9 +70,14 @@ class Sequence:
         return len(self.blocks) * len(self.blocks[0].slots) if self.blocks else 0
 
     @property
-    def own_slots(self) -> list[int]:
+    def own_slots(self) -> "array[int]":
         """The slots that are the sequence's alone."""
         return self.slots[self.num_shared :]
+
+    @property
+    def has_own_slots(self) -> bool:
+        """Whether there are any."""
+        return len(self.slots) > self.num_shared
 
     @property
     def reads_prefixes(self) -> bool:
@@ -130,7 +136,7 @@ class Sequence:
 
     def forget_caches(self) -> None:
         """Remember nothing cached: the sequence is fed anew when it is next run."""
-        self.slots, self.blocks, self.num_marked, self.draft_len = [], [], 0, 0
+        self.slots, self.blocks, self.num_marked, self.draft_len = array("q"), [], 0, 0
 
 
 def _num_told_of(request: Request) -> int:

@@ -124,7 +124,11 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
     """Return the step's numbers; gauges are the scheduler's state after it."""
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
-    foretold = [outcome for outcome in record.outcomes if outcome.expected_tokens is not None]
+    rows = [(outcome.expected_tokens, outcome.accepted_depth + 1) for outcome in record.outcomes]
+    foretold = [(expected, came) for expected, came in rows if expected is not None]
+    expansions: Counter[str] = Counter()
+    for expansion, count in Counter(outcome.row.expansion for outcome in record.outcomes).items():
+        expansions[expansion.label] += count
     laps = record.laps
     return StepStats(
         step=record.plan.step,
@@ -143,12 +147,12 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         num_target_tokens=record.num_target_tokens,
         num_preemptions=record.plan.num_preempted,
         accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
-        expansions=dict(Counter(outcome.row.expansion.label for outcome in record.outcomes)),
+        expansions=dict(expansions),
         drafted_by_source=dict(Counter(source.value for outcome in drafted for source in outcome.sources)),
         accepted_by_source=dict(Counter(source.value for outcome in drafted for source in outcome.accepted_sources)),
         num_expected_rows=len(foretold),
-        expected_tokens=sum(outcome.expected_tokens or 0.0 for outcome in foretold),
-        num_realised_tokens=sum(outcome.accepted_depth + 1 for outcome in foretold),
+        expected_tokens=sum(expected for expected, _ in foretold),
+        num_realised_tokens=sum(came for _, came in foretold),
         draft_s=laps["draft"],
         verify_s=laps["verify"],
         judge_s=laps["judge"],

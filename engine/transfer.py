@@ -14,12 +14,12 @@ from torch import Tensor
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
     """Return int64 numbers on the device."""
-    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+    return _brought(torch.from_numpy(np.array(values, dtype=np.int64)), device)
 
 
 def floats(values: Sequence[float], device: torch.device) -> Tensor:
     """Return float64 numbers on the device."""
-    return torch.from_numpy(np.array(values, dtype=np.float64)).to(device)
+    return _brought(torch.from_numpy(np.array(values, dtype=np.float64)), device)
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -35,6 +35,13 @@ def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
 
 def arrays(values: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
     """Return arrays of integers on the device."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in values]
     together = torch.from_numpy(np.concatenate([array.ravel() for array in values])).to(device)
     parts = together.split_with_sizes([array.size for array in values])
     return [part.view(array.shape) for part, array in zip(parts, values, strict=True)]
+
+
+def _brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host's on the device; where that is the host there is nothing to ask torch."""
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -192,6 +192,8 @@ class TokenTree:
     draws: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        if self.parents == (-1,) and self.draws == ((),) and len(self.token_ids) == 1:
+            return  # a root alone, of which most trees of a busy server are
         if not len(self.parents) == len(self.token_ids) == len(self.draws) >= 1:
             raise ValueError("parents, token_ids and draws must have one entry for each node, and a root")
         if self.parents[ROOT] != -1 or any(not 0 <= p < v for v, p in enumerate(self.parents) if v != ROOT):

@@ -66,6 +66,11 @@ class Probes:
         order = [index for _, index in sorted(found)]
         return [index for index in order if is_plain[index] == is_plain[order[0]]]
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether a probe is under way."""
+        return bool(self._asked)
+
     def has_asked(self, request_id: str) -> bool:
         """Return whether the probe under way is a sequence's."""
         return request_id in self._asked

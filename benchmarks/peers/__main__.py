@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="compare with other engines")
     commands = parser.add_subparsers(dest="command", required=True)
     setup = commands.add_parser("setup", help="install peers, each in an environment of its own")
-    setup.add_argument("peers", nargs="*", choices=PEERS, default=PEERS, metavar="PEER", help=f"of {', '.join(PEERS)}; else all")
+    setup.add_argument("peers", nargs="*", choices=PEERS, metavar="PEER", help=f"of {', '.join(PEERS)}; by default all")
     run = commands.add_parser("run", help="measure, one JSON line for each contender and block, appended to a file")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of settings: our model and policy")
     run.add_argument("--draft", metavar="MODEL", help="draft model of peers; by default the configured one, if there is one")
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _setup(args: argparse.Namespace) -> None:
-    for peer in args.peers:
+    for peer in args.peers or PEERS:
         set_up(peer)
         print(f"{peer}: {', '.join(PINS[peer])}")
 

@@ -7,6 +7,7 @@ Shape key: N rows of logits, V vocabulary of the target.
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -32,6 +33,7 @@ class RepaddedModel:
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """As CausalModel.forward. A text can hold ids that only the target has rows for: the last row is read for them."""
         num_rows = self._model.vocab_size
-        known = replace(batch, input_ids_1T=batch.input_ids_1T.clamp(max=num_rows - 1))
+        ids_T, *places = batch.tokens_3T
+        known = replace(batch, tokens_3T=np.stack([np.minimum(ids_T, num_rows - 1), *places]))
         logits = self._model.forward(known, cache, logit_rows_N)
         return functional.pad(logits, (0, self._vocab_size - num_rows), value=-torch.inf)  # fewer than 0 rows are cut off

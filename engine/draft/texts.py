@@ -19,6 +19,7 @@ from engine.types import DraftSource, Request
 
 SURE = 0.8  # chance of a cached law from which on no model is asked
 MOST_INDEXED = 512  # tokens of all texts that are indexed in a step: milliseconds, and no slower than prompts are fed
+_FOLLOWED_TOGETHER = 4  # tokens of a text that nobody drafts from: following it costs less so than token by token
 _NOTHING = RecentLimits()
 
 
@@ -82,7 +83,8 @@ class _Said(NamedTuple):
 class _Followed:
     """A living request: its text, which only grows, and what is indexed of it and of its prediction.
 
-    `output` is nobody else's and follows the text token by token; `prompt` and `prediction` come in their turns.
+    `output` is nobody else's and follows the text; `prompt` and `prediction` come in their turns. Who `is_asked` about is followed
+    token by token, others some tokens at a time.
     """
 
     request: Request
@@ -92,6 +94,12 @@ class _Followed:
     output: ContextTree
     num_known: int
     said: _Said | None = None
+    is_asked: bool = True
+
+    @property
+    def num_unknown(self) -> int:
+        """Tokens of its text that have not been followed."""
+        return len(self.history) - self.num_known
 
     def trees(self, recent: tuple[ContextTree, ...]) -> _Trees:
         """Return what the request may draft from now."""
@@ -143,7 +151,8 @@ class TextCache:
     def advance(self, running: Iterable[str]) -> None:
         """Learn what was committed of these requests since, and index a bounded number of tokens of what waits."""
         for request_id in running:
-            if (one := self._followed.get(request_id)) is not None:
+            one = self._followed.get(request_id)
+            if one is not None and (one.is_asked or one.num_unknown >= _FOLLOWED_TOGETHER):
                 self._follow(one)
         self._indexer.advance(MOST_INDEXED)
 
@@ -156,7 +165,7 @@ class TextCache:
                 self._agreement.observe(told.source, told.match, token_id)
             if one.prompt is not None:
                 one.output.append(token_id)
-        one.num_known, one.said = len(one.history), None
+        one.num_known, one.said, one.is_asked = len(one.history), None, False
 
     def _said_at(self, one: _Followed, trees: _Trees, position: int) -> tuple[_Told, ...]:
         """Return what the sources say of a position; of the last that was asked about, what they said then."""
@@ -175,6 +184,7 @@ class TextCache:
         """
         one, context = self._followed.get(row.request_id), row.law_context(tuple(path_ids))
         if one is not None:
+            one.is_asked = True
             return self._law(self._told(one, context), context)
         if not self.has_own_texts:
             return None
@@ -183,12 +193,15 @@ class TextCache:
     def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
         """Return how many tokens after a request's text are foretold so surely that they should be drafted as one chain.
 
-        Each of them surely after those before it, and all of them together with `least_chance` at least.
+        Each of them surely after those before it, and all of them together with `least_chance` at least. Of a text that is not
+        followed token by token this is told when some tokens have come together.
         """
         one = self._followed.get(request_id)
+        if one is None or one.num_unknown:
+            return 0
         path_ids: tuple[int, ...] = ()
         chance = 1.0
-        while one is not None and len(path_ids) < most_tokens:
+        while len(path_ids) < most_tokens:
             context = LawContext(one.request.sampling, one.history, len(one.request.prompt_ids), path_ids)
             told = self._told(one, context)
             if not any(self._agreement.chance(*said) >= SURE for said in told):
@@ -197,6 +210,7 @@ class TextCache:
             if law is None or not law.is_sure or (chance := chance * law.chance) < least_chance:
                 break
             path_ids += (max(law.odds, key=lambda token_id: law.odds[token_id]),)
+        one.is_asked = bool(path_ids)
         return len(path_ids)
 
     def _told(self, one: _Followed, context: LawContext) -> tuple[_Told, ...]:

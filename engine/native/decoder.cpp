@@ -173,10 +173,18 @@ class Run {
     const int64_t begins[] = {0, q_width_, q_width_ + kv_width_};
     const int64_t blocks[] = {layer.query.num_blocks(), layer.key.num_blocks(), layer.value.num_blocks()};
     const int64_t all = blocks[0] + blocks[1] + blocks[2];
-    worker.each(num_panels(p_.num_tokens) * all, [&](int64_t task) {
-      int64_t b = task % all, part = 0;
+    const auto place = [&](int64_t b) {
+      int64_t part = 0;
       while (b >= blocks[part]) b -= blocks[part++];
-      linear_task(*parts[part], s_.inputs, p_.num_tokens, task / all, b, s_.qkv.data() + begins[part], row_, false);
+      return std::pair(part, b);
+    };
+    worker.each_run(num_panels(p_.num_tokens) * all, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; task++) {
+        const auto [part, b] = place(task % all);
+        const auto [next_part, next] = place((task + 1) % all);
+        linear_task(*parts[part], s_.inputs, p_.num_tokens, task / all, b, task + 1 < end ? parts[next_part]->block(next) : nullptr,
+                    s_.qkv.data() + begins[part], row_, false);
+      }
     });
     worker.each(p_.num_tokens, [&](int64_t t) {
       float* qkv = s_.qkv.data() + t * row_;
@@ -204,17 +212,21 @@ class Run {
 
   void gate(Worker& worker, const Layer& layer) {
     const int64_t blocks = layer.gate.num_blocks();
-    worker.each(num_panels(p_.num_tokens) * blocks, [&](int64_t task) {
-      const int64_t b = task % blocks;
-      float gate[kPartRows * kBlock];
-      each_part(layer.gate, p_.num_tokens, task / blocks, [&](const Part& part) {
-        part_outputs(layer.gate, s_.inputs, part, b, [&](int r, int column, Mask, Floats v) {
-          store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
-        });
-        float* hidden = s_.hidden.data() + part.row * d_.inner + b * kBlock;
-        part_outputs(layer.up, s_.inputs, part, b, [&](int r, int column, Mask m, Floats v) {
-          store(hidden + r * d_.inner + column, m, load(gate + r * kBlock + column) * v);
-        });
+    worker.each_run(num_panels(p_.num_tokens) * blocks, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; task++)
+        gate_task(layer, task / blocks, task % blocks, task + 1 < end ? layer.gate.block((task + 1) % blocks) : nullptr);
+    });
+  }
+
+  void gate_task(const Layer& layer, int64_t panel, int64_t b, const char* next) {
+    float gate[kPartRows * kBlock];
+    each_part(layer.gate, p_.num_tokens, panel, [&](const Part& part) {
+      part_outputs(layer.gate, s_.inputs, part, b, layer.up.block(b), [&](int r, int column, Mask, Floats v) {
+        store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
+      });
+      float* hidden = s_.hidden.data() + part.row * d_.inner + b * kBlock;
+      part_outputs(layer.up, s_.inputs, part, b, next, [&](int r, int column, Mask m, Floats v) {
+        store(hidden + r * d_.inner + column, m, load(gate + r * kBlock + column) * v);
       });
     });
   }
@@ -251,6 +263,9 @@ class LentScratch {
  private:
   std::unique_ptr<Scratch> scratch_;
 };
+
+// Threads for rows that are a task each: nobody is woken who would find none.
+int threads_for(int64_t num_rows, int num_threads) { return (int)std::min<int64_t>(num_rows, num_threads); }
 
 }  // namespace
 
@@ -310,7 +325,7 @@ void latebranch_gumbels(const uint64_t* keys, int64_t num_keys, const int64_t* i
 
 // The largest of each row of logits [N, V] and its token.
 void latebranch_likeliest(const float* logits, int64_t num_rows, int64_t vocab_size, float* values, int64_t* tokens, int num_threads) {
-  Pool::shared().run(num_threads, [&](Worker& worker) {
+  Pool::shared().run(threads_for(num_rows, num_threads), [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t n) { likeliest(logits + n * vocab_size, vocab_size, values + n, tokens + n); });
   });
 }
@@ -318,7 +333,7 @@ void latebranch_likeliest(const float* logits, int64_t num_rows, int64_t vocab_s
 // laws [count, V] = softmax(logits x inverse temperature) of each of `rows` of logits [N, V]
 void latebranch_laws(const float* logits, int64_t vocab_size, const int64_t* rows, const float* inverse_temperatures, int64_t count, float* laws,
                      int num_threads) {
-  Pool::shared().run(num_threads, [&](Worker& worker) {
+  Pool::shared().run(threads_for(count, num_threads), [&](Worker& worker) {
     worker.each(count, [&](int64_t i) { law(logits + rows[i] * vocab_size, vocab_size, inverse_temperatures[i], laws + i * vocab_size); });
   });
 }
@@ -326,7 +341,7 @@ void latebranch_laws(const float* logits, int64_t vocab_size, const int64_t* row
 // Of each of `rows` of laws [N, V], the token of largest log p + noise, and that number.
 void latebranch_choose(const float* laws, int64_t vocab_size, const int64_t* rows, const uint64_t* keys, int64_t count, double* scores,
                        int64_t* chosen, int num_threads) {
-  Pool::shared().run(num_threads, [&](Worker& worker) {
+  Pool::shared().run(threads_for(count, num_threads), [&](Worker& worker) {
     worker.each(count, [&](int64_t i) { choose(laws + rows[i] * vocab_size, vocab_size, keys[i], scores + i, chosen + i); });
   });
 }

@@ -94,9 +94,8 @@ class NativeDecoder:
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
-        end = int(batch.position_ids_1T.max()) + 1
         wanted = {index for watcher in self._watchers for index in watcher.indices}
-        output = self._runner.run(batch, cache, [one.below(end) for one in self._rotations], logit_rows_N, wanted)
+        output = self._runner.run(batch, cache, [one.below(batch.end) for one in self._rotations], logit_rows_N, wanted)
         for watcher in self._watchers:
             watcher.tell(output)
         return output.logits_NM

@@ -24,7 +24,7 @@ def likeliest(logits_NV: Float[Tensor, "N V"]) -> list[tuple[float, int]]:
     values_N, tokens_N = np.empty(num_rows, dtype=np.float32), np.empty(num_rows, dtype=np.int64)
     library.library().latebranch_likeliest(
         *(logits_NV.data_ptr(), num_rows, logits_NV.shape[1]),
-        *(values_N.ctypes.data, tokens_N.ctypes.data, library.num_threads()),
+        *(library.address(values_N), library.address(tokens_N), library.num_threads()),
     )
     return list(zip(values_N.tolist(), tokens_N.tolist(), strict=True))
 
@@ -35,7 +35,7 @@ def laws(logits_NV: Float[Tensor, "N V"], rows: Sequence[int], temperatures: Seq
     inverse_R = 1.0 / np.array(temperatures, dtype=np.float32)
     laws_RV = torch.empty(len(rows), logits_NV.shape[1])
     library.library().latebranch_laws(
-        *(logits_NV.data_ptr(), logits_NV.shape[1], rows_R.ctypes.data, inverse_R.ctypes.data, len(rows)),
+        *(logits_NV.data_ptr(), logits_NV.shape[1], library.address(rows_R), library.address(inverse_R), len(rows)),
         *(laws_RV.data_ptr(), library.num_threads()),
     )
     return laws_RV

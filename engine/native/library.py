@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.util import find_spec
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
 
@@ -154,6 +155,11 @@ def take_threads(count: int | None) -> None:
 def num_threads() -> int:
     """Return with how many threads passes are run."""
     return _taken or torch.get_num_threads()
+
+
+def address(array: NDArray[Any]) -> int:
+    """Return where an array's numbers begin; they must lie side by side."""
+    return int(array.__array_interface__["data"][0])
 
 
 Pointers: TypeAlias = "ctypes.Array[c_void_p]"

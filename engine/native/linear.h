@@ -36,14 +36,16 @@ struct Linear {
   int64_t num_blocks() const { return (out + kBlock - 1) / kBlock; }
   int64_t multiple() const { return format == kInt8 ? 64 : 2; }
   int64_t padded_in() const { return (in + multiple() - 1) / multiple() * multiple(); }
+  const char* block(int64_t b) const { return (const char*)weight + b * block_bytes(); }
   int64_t block_bytes() const { return padded_in() * kBlock * (format == kInt8 ? 1 : format == kBFloat16 ? 2 : 4); }
 };
 
-// What is computed together: some rows, and some outputs of one block. `is_first` of those that read these weights in a panel.
+// What is computed together: some rows, and some outputs of one block. `is_first` of those that read these weights in a panel,
+// `is_last` of them.
 struct Part {
   int64_t row;
   int rows, column, columns;
-  bool is_first;
+  bool is_first, is_last;
 };
 
 // What becomes of sums of an int8 layer, and what is added to all: 16 outputs of one block.
@@ -62,12 +64,26 @@ struct Outputs {
 // Sums stay in registers only where every loop over them is unrolled.
 #define LATEBRANCH_UNROLL _Pragma("GCC unroll 8")
 
-constexpr int64_t kAhead = 4096;  // bytes a stream of weights is fetched ahead of its use
-
-// Whether column c of registers begins a line of memory.
-constexpr bool is_line(int c) { return c * kRegister % kLanes == 0; }
+constexpr int64_t kLine = 64, kWidth = 256;  // bytes of memory that come together, and of a block that all columns read at a time
+constexpr int64_t kAhead = 4096;             // bytes that weights are fetched ahead of the only pass over them
+constexpr int64_t kStretch = 64;             // widths of a block, at most, that stay near while all rows pass
 
 inline void fetch(const void* address) { _mm_prefetch((const char*)address, _MM_HINT_T0); }
+
+// A stretch of a block: widths [begin, end). While it is computed with, what is read next is fetched, a little at every width.
+struct Stretch {
+  int64_t begin, end;
+  const char* next;
+  int64_t step;  // bytes
+
+  // Fetch some lines: as many as a width has in the only pass over a stretch, two of those of several.
+  template <bool kOnly>
+  void fetch_some() {
+    fetch(next), fetch(next + kLine);
+    if (kOnly) fetch(next + 2 * kLine), fetch(next + 3 * kLine);
+    next += step;
+  }
+};
 
 }  // namespace latebranch
 
@@ -115,22 +131,19 @@ struct Inputs {
   }
 };
 
-// R rows by C registers of outputs of one block, from register `column` on, into y [R][64].
+// R rows by C registers of outputs of a stretch, from register `column` on, added to y [R][64].
 template <int R, int C>
-inline void tile_float32(const Linear& l, const Inputs& in, int64_t t, const char* block, int column, float* y) {
+inline void tile_float32(const Linear& l, const Inputs& in, int64_t t, const char* block, int column, Stretch& stretch, float* y) {
   const int64_t n = l.padded_in();
   const float* w = (const float*)block + column * kRegister;
   const float* x = in.values.data() + t * n;
   Register sum[R][C];
   LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = register_of(0.0f);
-  for (int64_t k = 0; k < n; k++) {
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = load_register(y + r * kBlock + (column + c) * kRegister);
+  for (int64_t k = stretch.begin; k < stretch.end; k++) {
     Register weights[C];
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
-      const float* from = w + k * kBlock + c * kRegister;
-      weights[c] = load_register(from);
-      if (is_line(c)) fetch((const char*)from + kAhead);
-    }
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) weights[c] = load_register(w + k * kBlock + c * kRegister);
+    stretch.fetch_some<C * kRegister == kBlock>();
     LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
       const Register v = register_of(x[r * n + k]);
       LATEBRANCH_UNROLL for (int c = 0; c < C; c++) add_product(sum[r][c], weights[c], v);
@@ -141,22 +154,22 @@ inline void tile_float32(const Linear& l, const Inputs& in, int64_t t, const cha
 }
 
 template <int R, int C>
-inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const char* block, int column, float* y) {
+inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const char* block, int column, Stretch& stretch, float* y) {
   const int64_t n = l.padded_in();
   const char* w = block + column * kRegister * 4;
   const float* x = in.values.data() + t * n;
   Register sum[R][C];
   LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = register_of(0.0f);
-  for (int64_t k = 0; k < n; k += 2) {
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = load_register(y + r * kBlock + (column + c) * kRegister);
+  for (int64_t k = 2 * stretch.begin; k < 2 * stretch.end; k += 2) {
     const char* pairs = w + k * kBlock * 2;
+    stretch.fetch_some<C * kRegister == kBlock>();
     // One input after the other, and each for all columns: fewer registers are in use than with both.
     LATEBRANCH_UNROLL for (int odd = 0; odd < 2; odd++) {
       Register weights[C];
       LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
         const char* from = pairs + c * kRegister * 4;
         weights[c] = odd ? load_odd(from) : load_even(from);
-        if (!odd && is_line(c)) fetch(from + kAhead);
       }
       LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
         const Register v = register_of(x[r * n + k + odd]);
@@ -168,38 +181,72 @@ inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const ch
     LATEBRANCH_UNROLL for (int c = 0; c < C; c++) store_register(y + r * kBlock + (column + c) * kRegister, sum[r][c]);
 }
 
-// As many passes over the block as keep all sums of so many rows in registers.
+// Passes over a block that keep all sums of so many rows in registers.
+inline int num_passes(const Linear& l, int rows) {
+  constexpr int kColumns = kBlock / kRegister;
+  const auto columns = [&](int some) {
+    return l.format == kFloat32 ? float32_columns(some) : l.format == kBFloat16 ? bfloat16_columns(some) : int8_columns(some);
+  };
+  const int rest = rows % kVectorRows;
+  return rows / kVectorRows * (kColumns / columns(kVectorRows)) + (rest ? kColumns / columns(rest) : 0);
+}
+
 template <int R>
-inline void rows_by_block(const Linear& l, const Inputs& in, int64_t t, const char* block, float* y) {
+inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const char* block, Stretch& stretch, float* y, WholeSums* whole) {
   constexpr int kColumns = kBlock / kRegister, kFloats = float32_columns(R), kPairs = bfloat16_columns(R), kBytes = int8_columns(R);
   if (l.format == kFloat32) {
-    for (int c = 0; c < kColumns; c += kFloats) tile_float32<R, kFloats>(l, in, t, block, c, y);
+    for (int c = 0; c < kColumns; c += kFloats) tile_float32<R, kFloats>(l, in, t, block, c, stretch, y);
   } else if (l.format == kBFloat16) {
-    for (int c = 0; c < kColumns; c += kPairs) tile_bfloat16<R, kPairs>(l, in, t, block, c, y);
+    for (int c = 0; c < kColumns; c += kPairs) tile_bfloat16<R, kPairs>(l, in, t, block, c, stretch, y);
   } else {
-    for (int c = 0; c < kColumns; c += kBytes) tile_int8<R, kBytes>(in.rounded, l.padded_in(), t, block, c, y);
+    for (int c = 0; c < kColumns; c += kBytes) tile_int8<R, kBytes>(in.rounded, l.padded_in(), t, block, c, stretch, whole);
   }
 }
 
-inline void rows_by_vectors(const Linear& l, const Inputs& in, int64_t t, int rows, const char* block, float* y) {
-  switch (rows) {
-    case 1: return rows_by_block<1>(l, in, t, block, y);
-    case 2: return rows_by_block<2>(l, in, t, block, y);
-    case 3: return rows_by_block<3>(l, in, t, block, y);
-    case 4: return rows_by_block<4>(l, in, t, block, y);
-    case 5: return rows_by_block<5>(l, in, t, block, y);
-    default: return rows_by_block<6>(l, in, t, block, y);
+// Sums of a part's rows and one block into y [rows][64]. A stretch of the block is read from memory while the one before it is
+// computed with, by all passes evenly; `next` is what this thread reads after the block, if that is known.
+inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part, const char* block, const char* next, float* y) {
+  WholeSums whole[kPartRows];
+  const int64_t num_widths = l.block_bytes() / kWidth, num_stretches = (num_widths + kStretch - 1) / kStretch;
+  const int passes = num_passes(l, part.rows);
+  if (l.format == kInt8) {
+    std::memset(whole, 0, part.rows * sizeof(WholeSums));
+  } else {
+    std::memset(y, 0, part.rows * kBlock * sizeof(float));
   }
+  for (int64_t s = 0; s < num_stretches; s++) {
+    Stretch stretch{s * num_widths / num_stretches, (s + 1) * num_widths / num_stretches, block, 0};
+    const bool is_end = s + 1 == num_stretches;
+    if (passes == 1) {
+      stretch.next = block + stretch.begin * kWidth + kAhead, stretch.step = kWidth;
+    } else if (is_end ? part.is_last && next : part.is_first) {
+      stretch.next = is_end ? next : block + stretch.end * kWidth, stretch.step = kWidth / passes;
+    }
+    for (int r = 0; r < part.rows; r += kVectorRows) {
+      const int64_t t = part.row + r;
+      float* some = y + r * kBlock;
+      switch (std::min(kVectorRows, part.rows - r)) {
+        case 1: rows_by_stretch<1>(l, in, t, block, stretch, some, whole + r); break;
+        case 2: rows_by_stretch<2>(l, in, t, block, stretch, some, whole + r); break;
+        case 3: rows_by_stretch<3>(l, in, t, block, stretch, some, whole + r); break;
+        case 4: rows_by_stretch<4>(l, in, t, block, stretch, some, whole + r); break;
+        case 5: rows_by_stretch<5>(l, in, t, block, stretch, some, whole + r); break;
+        default: rows_by_stretch<6>(l, in, t, block, stretch, some, whole + r);
+      }
+    }
+  }
+  if (l.format == kInt8)
+    for (int r = 0; r < part.rows; r++) in.rounded.joined(part.row + r, whole[r], y + r * kBlock);
 }
 
 // Call put(row of the part, output of the block, mask, 16 outputs), scales and biases included.
 template <typename Put>
-inline void part_outputs(const Linear& l, const Inputs& in, const Part& part, int64_t b, const Put& put) {
+inline void part_outputs(const Linear& l, const Inputs& in, const Part& part, int64_t b, const char* next, const Put& put) {
   if constexpr (kMayTile) {
     if (is_tiled(l, part.rows)) return part_by_tiles(l, in.rounded, in.scale.data(), part, b, put);
   }
-  alignas(64) float y[kVectorRows * kBlock];
-  rows_by_vectors(l, in, part.row, part.rows, (const char*)l.weight + b * l.block_bytes(), y);
+  alignas(64) float y[kPartRows * kBlock];
+  rows_by_vectors(l, in, part, l.block(b), next, y);
   for (int column = 0; column < kBlock; column += kLanes) {
     const Outputs outputs(l, b * kBlock + column);
     for (int r = 0; r < part.rows; r++) {
@@ -216,16 +263,18 @@ inline void each_part(const Linear& l, int64_t num_rows, int64_t panel, const Us
   if constexpr (kMayTile) {
     if (is_tiled(l, end - begin)) return each_tiled_part(begin, end, use);
   }
-  for (int64_t t = begin; t < end; t += kVectorRows) use(Part{t, (int)std::min<int64_t>(kVectorRows, end - t), 0, kBlock, t == begin});
+  for (int64_t t = begin; t < end; t += kPartRows)
+    use(Part{t, (int)std::min<int64_t>(kPartRows, end - t), 0, kBlock, t == begin, t + kPartRows >= end});
 }
 
 inline int64_t num_panels(int64_t rows) { return (rows + kPanel - 1) / kPanel; }
 
 // y [T, stride], the outputs of one layer from `y` on; adds to what is there if `is_added`.
-inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t panel, int64_t b, float* y, int64_t stride, bool is_added) {
+inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t panel, int64_t b, const char* next, float* y, int64_t stride,
+                        bool is_added) {
   each_part(l, rows, panel, [&](const Part& part) {
     float* block = y + part.row * stride + b * kBlock;
-    part_outputs(l, in, part, b, [&](int r, int column, Mask m, Floats v) {
+    part_outputs(l, in, part, b, next, [&](int r, int column, Mask m, Floats v) {
       float* to = block + r * stride + column;
       store(to, m, is_added ? load(m, to) + v : v);
     });
@@ -235,7 +284,12 @@ inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t
 // y [T, out], all outputs of a layer: one phase of a team.
 inline void all_outputs(Worker& worker, const Linear& l, const Inputs& in, int64_t rows, float* y, bool is_added) {
   const int64_t blocks = l.num_blocks();
-  worker.each(num_panels(rows) * blocks, [&](int64_t task) { linear_task(l, in, rows, task / blocks, task % blocks, y, l.out, is_added); });
+  worker.each_run(num_panels(rows) * blocks, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; task++) {
+      const int64_t b = task % blocks;
+      linear_task(l, in, rows, task / blocks, b, task + 1 < end ? l.block((b + 1) % blocks) : nullptr, y, l.out, is_added);
+    }
+  });
 }
 
 }  // namespace latebranch

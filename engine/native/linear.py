@@ -10,6 +10,7 @@ from jaxtyping import Float, Int8
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine import huge_pages
 from engine.native import library
 
 _BLOCK = 64  # outputs
@@ -40,7 +41,7 @@ class NativeLinear(nn.Module):
         else:
             stored_OI = weight_OI.to(getattr(torch, precision))
         number, group, multiple = _LAYOUTS[precision]
-        self._packed = packed(stored_OI, group, multiple)
+        self._packed = huge_pages.copied(packed(stored_OI, group, multiple))
         self.structure = library.Linear(
             self._packed.data_ptr(),
             _address(self._scale_O),

@@ -24,7 +24,7 @@ def gumbels(keys: Sequence[int], vocab_size: int, ids_M: Int[Tensor, " M"] | Non
     count = vocab_size if ids_M is None else len(ids_M)
     noise, keys_K = torch.empty((len(keys), count), dtype=torch.float64), np.array(keys, dtype=np.uint64)
     library.library().latebranch_gumbels(
-        keys_K.ctypes.data,
+        library.address(keys_K),
         len(keys),
         None if ids_M is None else ids_M.data_ptr(),
         count,
@@ -41,11 +41,11 @@ def choices(laws_NV: Float[Tensor, "N V"], rows: Sequence[int], keys: Sequence[i
     library.library().latebranch_choose(
         laws_NV.data_ptr(),
         laws_NV.shape[1],
-        rows_K.ctypes.data,
-        keys_K.ctypes.data,
+        library.address(rows_K),
+        library.address(keys_K),
         len(rows),
-        scores.ctypes.data,
-        chosen.ctypes.data,
+        library.address(scores),
+        library.address(chosen),
         library.num_threads(),
     )
     return list(zip(scores.tolist(), chosen.tolist(), strict=True))
@@ -86,13 +86,13 @@ def rankings(
         logits_PM.data_ptr(),
         num_rows,
         num_columns,
-        inverse_P.ctypes.data,
-        None if keys_P is None else keys_P.ctypes.data,
+        library.address(inverse_P),
+        None if keys_P is None else library.address(keys_P),
         None if ids_M is None else ids_M.data_ptr(),
         most,
-        ids.ctypes.data,
-        scores.ctypes.data,
-        odds.ctypes.data,
+        library.address(ids),
+        library.address(scores),
+        library.address(odds),
         library.num_threads(),
     )
     found = []

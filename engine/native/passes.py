@@ -6,12 +6,10 @@ Shape key: T packed tokens, S slots, N rows of logits, M their columns, D width,
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv_cache import KVCache
@@ -70,22 +68,24 @@ class Runner:
         keys, values = self._pools_of(cache)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
         output = Output(torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width), after)
+        tokens, row = library.address(batch.tokens_3T), 8 * batch.num_tokens
+        table, column = library.address(flat.table), 8 * len(batch.starts)
         pass_ = library.Pass(
             num_tokens=batch.num_tokens,
             num_rows=num_rows,
-            token_ids=batch.input_ids_1T.data_ptr(),
-            positions=batch.position_ids_1T.data_ptr(),
-            write_slots=batch.write_slots_T.data_ptr(),
+            token_ids=tokens,
+            positions=tokens + row,
+            write_slots=tokens + 2 * row,
             pool=None if given is None else given.pool_SD.data_ptr(),
             before=None if given is None else given.before_T.data_ptr(),
             num_segments=len(batch.segments),
-            first_token=_place(flat.first_token),
-            first_key=_place(flat.first_key),
-            first_tail=_place(flat.first_tail),
-            first_seen=_place(flat.first_seen),
-            key_slots=_place(flat.key_slots),
-            tail_positions=_place(flat.tail_positions),
-            seen=_place(flat.seen),
+            first_token=table,
+            first_key=table + column,
+            first_tail=table + 2 * column,
+            first_seen=table + 3 * column,
+            key_slots=library.address(flat.key_slots),
+            tail_positions=library.address(flat.tail_positions),
+            seen=library.address(flat.seen),
             keys=keys,
             values=values,
             cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
@@ -109,7 +109,3 @@ class Runner:
             keys, values = zip(*((keys.data_ptr(), values.data_ptr()) for keys, values in pools), strict=True)
             self._pools[cache] = library.pointers(keys), library.pointers(values)
         return self._pools[cache]
-
-
-def _place(array: NDArray[Any]) -> int:
-    return int(array.ctypes.data)

@@ -1,6 +1,7 @@
 // int8 layers by AVX2: a row stays whole, in 16 bits, and is multiplied with weights widened to as many by vpmaddwd.
 //
-// Sums of 512 inputs fit in 32 bits (512 x 255 x 127 x 128 < 2^31); those go on in doubles, which hold them exactly.
+// Sums of 512 inputs fit in 32 bits (512 x 255 x 127 x 128 < 2^31), and so those of a stretch; they go on in doubles, which hold them
+// exactly.
 #pragma once
 #include <vector>
 
@@ -10,13 +11,18 @@ namespace latebranch {
 
 constexpr int kVectorRows = 6;
 constexpr bool kMayTile = false;
-constexpr int kPartRows = kVectorRows;  // at most
+constexpr int kPartRows = 4 * kVectorRows;  // at most
 
 // Registers that a pass over a block takes of its columns, of so many rows: of float32 and bfloat16 as many as leave every sum in a
 // register, of int8 as measured.
 constexpr int float32_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 constexpr int bfloat16_columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
+
+// Sums of products of a row and a block.
+struct WholeSums {
+  alignas(64) double all[kBlock];
+};
 
 // Rows rounded to 15 bits, as integers of -127 * 128 to 127 * 128.
 struct RoundedRows {
@@ -43,46 +49,43 @@ struct RoundedRows {
     for (const int32_t lane : lanes) whole += lane;
     sum[t] = 128 * whole;
   }
+
+  // y [64] = what sums for row t come to, without what unsigned weights add.
+  void joined(int64_t t, const WholeSums& sums, float* y) const {
+    const __m256d added = _mm256_set1_pd(sum[t]);
+    for (int c = 0; c < kBlock; c += 4) _mm_storeu_ps(y + c, _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_load_pd(sums.all + c), added)));
+  }
 };
 
-// R rows of n inputs by C registers of 8 outputs of one block, from register `column` on, into y [R][64].
+// R rows of n inputs by C registers of 8 outputs of a stretch, from register `column` on, added to sums [R].
 template <int R, int C>
-inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* block, int column, float* y) {
-  constexpr int64_t kFits = 512;
+inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* block, int column, Stretch& stretch, WholeSums* sums) {
+  static_assert(4 * kStretch <= 512);  // inputs whose sums fit in 32 bits
   const char* w = block + column * 32;
   const int16_t* x = in.values.data() + t * n;
-  alignas(32) double sums[R][C * 8] = {};
-  for (int64_t begin = 0; begin < n; begin += kFits) {
-    const int64_t end = std::min(n, begin + kFits);
-    __m256i some[R][C];
-    LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
-      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) some[r][c] = _mm256_setzero_si256();
-    for (int64_t k = begin; k < end; k += 4) {
-      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
-        const __m256i four = _mm256_load_si256((const __m256i*)(w + k * kBlock + c * 32));
-        if (is_line(c)) fetch(w + k * kBlock + c * 32 + kAhead);
-        const __m256i even = _mm256_and_si256(four, _mm256_set1_epi16(0xFF)), odd = _mm256_srli_epi16(four, 8);
-        LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-          int32_t two_even, two_odd;
-          std::memcpy(&two_even, x + r * n + k, 4), std::memcpy(&two_odd, x + r * n + k + 2, 4);
-          some[r][c] = _mm256_add_epi32(some[r][c], _mm256_madd_epi16(even, _mm256_set1_epi32(two_even)));
-          some[r][c] = _mm256_add_epi32(some[r][c], _mm256_madd_epi16(odd, _mm256_set1_epi32(two_odd)));
-        }
-      }
-    }
-    LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
-        const __m256d low = _mm256_cvtepi32_pd(_mm256_castsi256_si128(some[r][c])), high = _mm256_cvtepi32_pd(_mm256_extracti128_si256(some[r][c], 1));
-        double* so_far = sums[r] + c * 8;
-        _mm256_store_pd(so_far, _mm256_add_pd(_mm256_load_pd(so_far), low));
-        _mm256_store_pd(so_far + 4, _mm256_add_pd(_mm256_load_pd(so_far + 4), high));
+  __m256i some[R][C];
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) some[r][c] = _mm256_setzero_si256();
+  for (int64_t k = 4 * stretch.begin; k < 4 * stretch.end; k += 4) {
+    stretch.fetch_some<C * kRegister == kBlock>();
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+      const __m256i four = _mm256_load_si256((const __m256i*)(w + k * kBlock + c * 32));
+      const __m256i even = _mm256_and_si256(four, _mm256_set1_epi16(0xFF)), odd = _mm256_srli_epi16(four, 8);
+      LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+        int32_t two_even, two_odd;
+        std::memcpy(&two_even, x + r * n + k, 4), std::memcpy(&two_odd, x + r * n + k + 2, 4);
+        some[r][c] = _mm256_add_epi32(some[r][c], _mm256_madd_epi16(even, _mm256_set1_epi32(two_even)));
+        some[r][c] = _mm256_add_epi32(some[r][c], _mm256_madd_epi16(odd, _mm256_set1_epi32(two_odd)));
       }
     }
   }
-  for (int r = 0; r < R; r++) {
-    const __m256d added = _mm256_set1_pd(in.sum[t + r]);
-    for (int c = 0; c < 2 * C; c++)
-      _mm_storeu_ps(y + r * kBlock + column * 8 + c * 4, _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_load_pd(sums[r] + c * 4), added)));
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+      const __m256d low = _mm256_cvtepi32_pd(_mm256_castsi256_si128(some[r][c])), high = _mm256_cvtepi32_pd(_mm256_extracti128_si256(some[r][c], 1));
+      double* so_far = sums[r].all + (column + c) * 8;
+      _mm256_store_pd(so_far, _mm256_add_pd(_mm256_load_pd(so_far), low));
+      _mm256_store_pd(so_far + 4, _mm256_add_pd(_mm256_load_pd(so_far + 4), high));
+    }
   }
 }
 

@@ -11,13 +11,20 @@ namespace latebranch {
 constexpr int kVectorRows = 6;
 constexpr int kTileTokens = 8;   // of AMX: 16 rows of bytes, two a token
 constexpr int kFewestTiled = 4;  // rows below which vectors are as fast
+constexpr int64_t kTilesAhead = 4096;  // bytes that weights are fetched before tiles take them
 constexpr bool kMayTile = true;
-constexpr int kPartRows = 2 * kTileTokens;  // at most
+constexpr int kPartRows = 4 * kVectorRows;  // at most
+static_assert(kPartRows >= 2 * kTileTokens);
 
 // Vectors that a pass over a block takes of its columns, of so many rows: as many as leave every sum in a register.
 constexpr int float32_columns(int) { return 4; }
 constexpr int bfloat16_columns(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows <= 3 ? 4 : 2; }
+
+// Sums of products of a row and a block, of its two bytes.
+struct WholeSums {
+  alignas(64) int32_t high[kBlock], low[kBlock];
+};
 
 // Rows rounded to 15 bits, as integers of -127 * 128 to 127 * 128.
 struct RoundedRows {
@@ -45,6 +52,11 @@ struct RoundedRows {
     sum_hi[t] = 128 * _mm512_reduce_add_epi32(high_sum), sum_lo[t] = 128 * _mm512_reduce_add_epi32(low_sum);
   }
 
+  // y [64] = what sums for row t come to.
+  void joined(int64_t t, const WholeSums& sums, float* y) const {
+    for (int c = 0; c < kBlock; c += kLanes) store(y + c, joined(t, _mm512_load_si512(sums.high + c), _mm512_load_si512(sums.low + c)));
+  }
+
   // 128 hi + lo of sums for row t, without what unsigned weights add.
   Floats joined(int64_t t, __m512i high, __m512i low) const {
     const __m512 h = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_set1_epi32(sum_hi[t])));
@@ -58,20 +70,21 @@ inline void add_dots(__m512i& sums, __m512i unsigned_bytes, __m512i signed_bytes
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
 
-// R rows of n inputs by C vectors of 16 outputs of one block, from vector `column` on, into y [R][64].
+// R rows of n inputs by C vectors of 16 outputs of a stretch, from vector `column` on, added to sums [R].
 template <int R, int C>
-inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* block, int column, float* y) {
+inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* block, int column, Stretch& stretch, WholeSums* sums) {
   const char* w = block + column * 64;
   const int8_t *hi = in.bytes.data() + 2 * t * n, *lo = hi + n;
   __m512i high[R][C], low[R][C];
   LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) high[r][c] = low[r][c] = _mm512_setzero_si512();
-  for (int64_t k = 0; k < n; k += 4) {
-    __m512i weights[C];
     LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
-      weights[c] = _mm512_load_si512(w + k * kBlock + c * 64);
-      fetch(w + k * kBlock + c * 64 + kAhead);
+      high[r][c] = _mm512_load_si512(sums[r].high + (column + c) * kLanes);
+      low[r][c] = _mm512_load_si512(sums[r].low + (column + c) * kLanes);
     }
+  for (int64_t k = 4 * stretch.begin; k < 4 * stretch.end; k += 4) {
+    __m512i weights[C];
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) weights[c] = _mm512_load_si512(w + k * kBlock + c * 64);
+    stretch.fetch_some<C * kLanes == kBlock>();
     LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
       int32_t four_high, four_low;
       std::memcpy(&four_high, hi + 2 * r * n + k, 4), std::memcpy(&four_low, lo + 2 * r * n + k, 4);
@@ -83,7 +96,10 @@ inline void tile_int8(const RoundedRows& in, int64_t n, int64_t t, const char* b
     }
   }
   LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) store(y + r * kBlock + (column + c) * kLanes, in.joined(t + r, high[r][c], low[r][c]));
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+      _mm512_store_si512(sums[r].high + (column + c) * kLanes, high[r][c]);
+      _mm512_store_si512(sums[r].low + (column + c) * kLanes, low[r][c]);
+    }
 }
 
 // By tiles, for layers in int8
@@ -120,7 +136,7 @@ inline void part_by_tiles(const Linear& l, const RoundedRows& in, const float* s
       _tile_dpbsud(3, 7, 6);
     }
     if (part.is_first)
-      for (int64_t i = 0; i < 64 * kBlock; i += 64) fetch(w + i + kAhead);
+      for (int64_t i = 0; i < 64 * kBlock; i += kLine) fetch(w + i + kTilesAhead);
   }
   alignas(64) int32_t sums[4][2 * kTileTokens][kLanes];
   _tile_stored(0, sums[0], 64);
@@ -147,7 +163,7 @@ inline void each_tiled_part(int64_t begin, int64_t end, const Use& use) {
     const int64_t left = end - t;
     const bool is_one_tile = left < kTileTokens + kFewestTiled;
     const int rows = (int)std::min<int64_t>(left, is_one_tile ? kTileTokens : 2 * kTileTokens), columns = is_one_tile ? kBlock : kBlock / 2;
-    for (int column = 0; column < kBlock; column += columns) use(Part{t, rows, column, columns, t == begin && !column});
+    for (int column = 0; column < kBlock; column += columns) use(Part{t, rows, column, columns, t == begin && !column, t + rows >= end && column + columns == kBlock});
     t += rows;
   }
   _tile_release();

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -17,6 +18,9 @@
 namespace latebranch {
 
 struct Team {
+  explicit Team(int num_threads) : num_threads(num_threads) {}
+
+  const int num_threads;
   alignas(64) std::atomic<uint64_t> claim{0};  // phase << 32 | next task
   alignas(64) std::atomic<uint32_t> done{0};
 };
@@ -26,19 +30,37 @@ class Worker {
  public:
   Worker(Team* team, int id) : id(id), team_(team) {}
 
+  const int id;  // below the number of threads asked for
+
+  // A phase of tasks that are claimed one by one.
   template <typename Task>
   void each(uint32_t count, const Task& task) {
-    if (!team_) {
-      for (uint32_t i = 0; i < count; i++) task(i);
-      return;
-    }
+    each_run(count, [](uint32_t) { return 1u; }, [&](uint32_t begin, uint32_t end) {
+      for (uint32_t i = begin; i < end; i++) task(i);
+    });
+  }
+
+  // A phase of tasks of which neighbours are better done by one thread: long runs first, single ones at the end.
+  template <typename Tasks>
+  void each_run(uint32_t count, const Tasks& tasks) {
+    const uint32_t share = team_ ? 3 * team_->num_threads / 2 : 1;
+    each_run(count, [share](uint32_t left) { return std::max(1u, left / share); }, tasks);
+  }
+
+ private:
+  // Call tasks(begin, end) of runs; length(left) says how many of those that are left are claimed together.
+  template <typename Length, typename Tasks>
+  void each_run(uint32_t count, const Length& length, const Tasks& tasks) {
     if (!count) return;
+    if (!team_) return tasks(0, count);
     const uint32_t phase = phase_++;
     for (uint64_t claim = team_->claim.load(std::memory_order_acquire);;) {
-      if ((uint32_t)(claim >> 32) != phase || (uint32_t)claim >= count) break;
-      if (!team_->claim.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel)) continue;
-      task((uint32_t)claim);
-      if (team_->done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
+      const uint32_t begin = (uint32_t)claim;
+      if ((uint32_t)(claim >> 32) != phase || begin >= count) break;
+      const uint32_t run = length(count - begin);
+      if (!team_->claim.compare_exchange_weak(claim, claim + run, std::memory_order_acq_rel)) continue;
+      tasks(begin, begin + run);
+      if (team_->done.fetch_add(run, std::memory_order_acq_rel) + run == count) {
         team_->done.store(0, std::memory_order_relaxed);
         team_->claim.store((uint64_t)(phase + 1) << 32, std::memory_order_release);
       }
@@ -50,9 +72,6 @@ class Worker {
     }
   }
 
-  const int id;  // below the number of threads asked for
-
- private:
   static constexpr int kPatience = 20000;  // spins; some hundred microseconds
   Team* team_;
   uint32_t phase_ = 0;
@@ -70,7 +89,7 @@ class Pool {
       body(alone);
       return;
     }
-    Team team;
+    Team team(num_threads);
     {
       std::lock_guard<std::mutex> hold(mutex_);
       while ((int)threads_.size() < num_threads - 1) threads_.emplace_back([this, id = (int)threads_.size() + 1] { help(id); });

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -143,7 +144,8 @@ def slots_of_the_other_row(batch):
 
 
 def written_elsewhere(batch):
-    return replace(batch, write_slots_T=batch.write_slots_T.flip(0))
+    ids_T, positions_T, slots_T = batch.tokens_3T
+    return replace(batch, tokens_3T=np.stack([ids_T, positions_T, slots_T[::-1]]))
 
 
 @pytest.mark.parametrize("mutant", [padding_keys_seen, in_order_of_size, slots_of_the_other_row, written_elsewhere])

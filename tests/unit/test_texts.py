@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -276,7 +277,43 @@ def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
         if is_asked:
             cache.law_after(row_of("r", history), ())
             cache.run("r", 4, 0.5)
+    cache.law_after(row_of("r", history), ())  # whoever asks is followed to the end
+    cache.advance(["r"])
     return cache._agreement._rates
+
+
+def steps_that_follow(is_asked: bool) -> list[int]:
+    """Return after how many tokens each a text of 13 was followed."""
+    cache = TextCache()
+    history = begun(cache)
+    followed = []
+    for token_id in range(13):
+        history.append(token_id)
+        cache.advance(["r"])
+        followed.append(cache._followed["r"].num_unknown == 0)
+        if is_asked:
+            cache.law_after(row_of("r", history), ())
+    ends = [place for place, is_followed in enumerate(followed) if is_followed]
+    return [end - begin for begin, end in pairwise([-1, *ends])]
+
+
+def test_a_text_that_nobody_drafts_from_is_followed_some_tokens_at_a_time():
+    assert steps_that_follow(is_asked=True) == [1] * 13
+    assert steps_that_follow(is_asked=False) == [1, 4, 4, 4]  # who begins may draft at once
+
+
+def test_a_run_is_told_once_its_text_is_followed_and_then_token_by_token():
+    cache = TextCache()
+    history = begun(cache)
+    runs = []
+    for token_id in PROMPT * 20:
+        history.append(token_id)
+        cache.advance(["r"])
+        is_followed = not cache._followed["r"].num_unknown
+        runs.append(cache.run("r", 4, 0.5))
+        assert is_followed or not runs[-1]
+    first = next(place for place, length in enumerate(runs) if length)
+    assert all(runs[first:])
 
 
 def test_what_was_said_in_a_step_is_what_the_next_one_learns_from():
