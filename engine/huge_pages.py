@@ -1,4 +1,4 @@
-"""Memory of the host in huge pages, for what passes read from end to end: one page of 2 MiB is looked up where 512 small ones were.
+"""Memory of the host in huge pages, for what passes read from end to end: one of 2 MiB is looked up where 512 small ones were.
 
 Linux gives them to memory that asks (transparent huge pages; `/sys/kernel/mm/transparent_hugepage/enabled` must not say `never`)
 and small pages where it has none left. What is written nowhere takes no memory.

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from math import exp
 from typing import Protocol
 
 import numpy as np
@@ -60,8 +59,11 @@ _GROUP_MEMORY, _OWN_MEMORY = 0.998, 0.98  # what a count keeps of itself at each
 _RATIO_TRIALS, _RATIO_MEMORY = 30.0, 0.998  # seen over expected: what a ratio of 1 weighs, how slowly it returns there
 _EDGE = 1e-3
 _MAX_BRANCHES = 16
-_GRID = np.linspace(0.0, 0.99, 34)  # of acceptance, between which trees of their own shape are interpolated
-_OWN_STEP, _GROUP_STEP, _OWN_RETURN = 0.15, 0.05, 0.98  # of the log-odds of such trees
+_GRID = np.linspace(0.0, 0.99, 34)  # of acceptance, of which trees of their own shape have one
+_STAYS = 0.97  # chance that a sequence's acceptance is what it was a tree ago; else it is any that its kind has
+_FROM_ONE = 0.02  # of what is believed of a kind, that comes from each tree of one of its sequences
+_UNEXPLAINED = 0.1  # chance that a path ends anywhere, whatever the acceptance
+_WEIGHT = 0.7  # of a path, in paths: one step's is like the next one's, and texts are not of one acceptance throughout
 
 # Rows of the counts of one sequence or kind, each by depth.
 _ACCEPTED, _TRIED, _OFFERED, _ASKED = range(4)
@@ -85,7 +87,7 @@ class _Group:
         widths = [_MAX_BRANCHES + 1] * 2 + [len(menu)] * 3
         self._ratios = np.full((2, sum(widths)), _RATIO_TRIALS)
         self.forks, self.merged, self.entries, self.fill, self.reach = np.split(self._ratios, np.cumsum(widths)[:-1], axis=1)
-        self.log_odds = 0.0
+        self.belief_G = _normed(_GRID * (1.0 - _GRID) + _EDGE)
         self._laws: Array | None = None
         self._sized: dict[_Part, tuple[Array, Array, Array]] = {}
 
@@ -132,8 +134,10 @@ class CountedAcceptance:
     def __init__(self, menu: Menu) -> None:
         self._menu = menu
         self._num_depths = max(1, int(menu.depths.max()))
-        table_SG = np.array([[best_tokens(entry, float(a)) for a in _GRID] for entry in menu.entries if not entry.is_delayed])
+        sized = [entry for entry in menu.entries if not entry.is_delayed]
+        table_SG = np.array([[best_tokens(entry, float(a)) for a in _GRID] for entry in sized])
         self._whole = _part_of(menu, menu, table_SG)
+        self._endings = [_endings(menu.entries[place]) for place in self._whole.places_S]
         self._parts = {menu: self._whole}
         self._known_sizes: dict[tuple[int, int], _Neighbours] = {}
         self._groups: dict[str, _Group] = {}
@@ -149,13 +153,13 @@ class CountedAcceptance:
         if not old:
             self._counts = np.zeros((num_seats, _NUM_COUNTS, depths))
             self._accept = np.full((num_seats, depths), _START_ACCEPTANCE)
-            self._log_odds = np.zeros(num_seats)
+            self._beliefs = np.zeros((num_seats, len(_GRID)))
             self._kind_of_seat = [""] * num_seats
             return
         more = num_seats - old
         self._counts = np.concatenate([self._counts, np.zeros((more, _NUM_COUNTS, depths))])
         self._accept = np.concatenate([self._accept, np.full((more, depths), _START_ACCEPTANCE)])
-        self._log_odds = np.concatenate([self._log_odds, np.zeros(more)])
+        self._beliefs = np.concatenate([self._beliefs, np.zeros((more, len(_GRID)))])
         self._kind_of_seat += [""] * more
 
     def estimate(self, views: Sequence[SequenceView], menu: Menu | None = None) -> Estimates:
@@ -177,11 +181,10 @@ class CountedAcceptance:
             size = (len(seats), len(part.trunk_M))
             tokens_BM, nodes_BM, passes_BM = np.ones(size), np.zeros(size), np.zeros(size)
         if len(part.columns_S):
-            log_odds_B = self._log_odds[seats] + np.array([group.log_odds for group in groups])[group_B]
             ratio_GS, nodes_GS, passes_GS = (
                 np.stack(rows) for rows in zip(*(group.sized(part) for group in groups), strict=True)
             )
-            tokens_BM[:, part.columns_S] = _sized_tokens(part, log_odds_B, ratio_GS[group_B])
+            tokens_BM[:, part.columns_S] = _sized_tokens(part, self._beliefs[seats], ratio_GS[group_B])
             nodes_BM[:, part.columns_S] = nodes_GS[group_B]
             passes_BM[:, part.columns_S] = passes_GS[group_B]
         return Estimates(tokens_BM, nodes_BM, passes_BM)
@@ -205,7 +208,7 @@ class CountedAcceptance:
                 if outcome.expansion.is_delayed:
                     self._count(self._seats[outcome.request_id], group, outcome)
             if len(self._whole.places_S):
-                self._tilt(group, [one for one in of_group if not one.expansion.is_delayed])
+                self._learn_shapes(group, [one for one in of_group if not one.expansion.is_delayed])
 
     def _group_of(self, outcome: DraftOutcome) -> _Group:
         return self._groups[self._kind_of_seat[self._seats[outcome.request_id]]]
@@ -245,40 +248,32 @@ class CountedAcceptance:
         part = branches * single * (1.0 - single) ** (branches - 1) / of_any
         return part, part
 
-    def _tilt(self, group: _Group, outcomes: Sequence[DraftOutcome]) -> None:
-        """Move the log-odds of trees that found their own shapes towards what explains their tokens.
+    def _learn_shapes(self, group: _Group, outcomes: Sequence[DraftOutcome]) -> None:
+        """Learn from trees that found their own shapes: what acceptance explains how far their paths came.
 
-        What a tree left out, because it cost more than it would have brought, counts as refused: what is foretold is what a wish
-        brings at the prices of the hour. The ratios of sizes are left aside: if they took the blame for a drafter that is never
-        right, every size would have to be refuted by itself. A kind's log-odds are judged without the sequences' own, so that the
-        next sequence begins where the last ones ended.
+        A sequence's acceptance is believed by how likely each makes its outcomes, the oldest forgotten: a chance is left that it
+        has become another. A kind's is what its sequences' are, and what the next one begins with. What a tree left out, because
+        it cost more than it would have brought, counts as refused: what is foretold is what a wish brings at the prices of the
+        hour. The ratios of sizes are left aside: if they took the blame for a drafter that is never right, every size would have
+        to be refuted by itself.
         """
-        if not outcomes:
-            return
-        surprises = []
         for one in outcomes:
             seat, size, depth = self._seats[one.request_id], one.expansion.num_draft_tokens, one.expansion.max_depth
-            place, own = self._among(size, depth), _OWN_RETURN * float(self._log_odds[seat])
-            expected = self._usual_tokens(place, group.log_odds + own) - 1.0
-            self._log_odds[seat] = own + _OWN_STEP * _surprise(one.accepted_depth, expected)
-            surprises.append(_surprise(one.accepted_depth, self._usual_tokens(place, group.log_odds) - 1.0))
+            place, belief_G = self._among(size, depth), self._beliefs[seat]
+            expected = float(belief_G @ self._usual_tokens(place)) - 1.0
+            endings_DG = self._endings[place.nearest]
+            explained_G = endings_DG[min(one.accepted_depth, len(endings_DG) - 1)]
+            self._beliefs[seat] = _normed((_STAYS * belief_G + (1.0 - _STAYS) * group.belief_G) * explained_G)
+            group.belief_G = (1.0 - _FROM_ONE) * group.belief_G + _FROM_ONE * self._beliefs[seat]
             nearest = self._whole.places_S[place.nearest]
             group.entries[:, nearest] += (one.accepted_depth, expected)
             group.fill[:, nearest] += (one.num_nodes / size, 1.0)
             group.reach[:, nearest] += (min(1.0, one.drafted_depth / depth), 1.0)
-        step = 1.0 - (1.0 - _GROUP_STEP) ** len(outcomes)
-        group.log_odds = min(6.0, max(-6.0, group.log_odds + step * sum(surprises) / len(surprises)))
 
-    def _usual_tokens(self, place: "_Neighbours", log_odds: float) -> float:
-        """Return what a tree brings by its acceptance alone, between its neighbours in size and two points of the grid."""
-        point, part = divmod(min(1.0 / (1.0 + exp(-log_odds)), _GRID[-1]) / (_GRID[1] - _GRID[0]), 1.0)
-        left = min(int(point), len(_GRID) - 2)
-        part += point - left
-        below, above = (
-            (1.0 - part) * self._whole.table_SG.item(one, left) + part * self._whole.table_SG.item(one, left + 1)
-            for one in (place.low, place.high)
-        )
-        return float(below + place.share * (above - below))
+    def _usual_tokens(self, place: "_Neighbours") -> Array:
+        """Return what a tree brings by its acceptance alone, between its neighbours in size, [G]."""
+        below_G, above_G = self._whole.table_SG[place.low], self._whole.table_SG[place.high]
+        return np.asarray(below_G + place.share * (above_G - below_G))
 
     def _among(self, size: int, depth: int) -> "_Neighbours":
         """Return where a tree that finds its own shape lies among those of like depth.
@@ -312,7 +307,7 @@ class CountedAcceptance:
         self._kind_of_seat[seat] = kind
         self._counts[seat] = 0.0
         self._accept[seat] = _START_ACCEPTANCE
-        self._log_odds[seat] = 0.0
+        self._beliefs[seat] = self._groups[kind].belief_G
         return seat
 
     def _leave(self, views: Sequence[SequenceView]) -> None:
@@ -337,11 +332,6 @@ class _Neighbours:
 def _ratios(sums: Sequence[Array]) -> Array:
     """Return what was seen beside what was expected, a row for each pair of sums."""
     return np.stack([seen / expected for seen, expected in sums])
-
-
-def _surprise(came: float, expected: float) -> float:
-    """Return how far what came is from what was expected, beside that."""
-    return (came - expected) / (1.0 + expected)
 
 
 def _shrunk(counts_B4D: Array, laws_2BD: Array, pooled_2B: Array) -> Array:
@@ -441,31 +431,43 @@ def _nodes(part: _Part, offer_BD: Array, merged_BK: Array) -> tuple[Array, Array
     return nodes_BM, passes_BM
 
 
-def _sized_tokens(part: _Part, log_odds_B: Array, ratio_BS: Array) -> Array:
+def _sized_tokens(part: _Part, beliefs_BG: Array, ratio_BS: Array) -> Array:
     """Return what trees of their own shape bring: at most their depth and the extra token, no less than smaller ones."""
-    place_B = np.minimum(1.0 / (1.0 + np.exp(-log_odds_B)), _GRID[-1]) / (_GRID[1] - _GRID[0])
-    low_B = np.minimum(place_B.astype(np.int64), len(_GRID) - 2)
-    low_SB, high_SB = part.table_SG[:, low_B], part.table_SG[:, low_B + 1]
-    between_BS = (low_SB + (place_B - low_B) * (high_SB - low_SB)).T
-    tokens_BS = np.minimum(1.0 + (between_BS - 1.0) * ratio_BS, 1.0 + part.depths_S)
+    tokens_BS = np.minimum(1.0 + (beliefs_BG @ part.table_SG.T - 1.0) * ratio_BS, 1.0 + part.depths_S)
     for alike in part.alike:
         tokens_BS[:, alike] = np.maximum.accumulate(tokens_BS[:, alike], axis=1)
     return np.asarray(tokens_BS)
 
 
+def _normed(weights_G: Array) -> Array:
+    return np.asarray(weights_G / weights_G.sum())
+
+
 def best_tokens(expansion: Expansion, acceptance: float) -> float:
-    """Return the expected tokens of the best tree of that size, if every node is accepted with one chance given its parent.
+    """Return the expected tokens of the best tree of that size, if every node is accepted with one chance given its parent."""
+    return 1.0 + sum(_best_reach(expansion, acceptance))
+
+
+def _best_reach(expansion: Expansion, acceptance: float) -> list[float]:
+    """Return the chances that such a tree's path comes to each depth below the root.
 
     Places are filled most valuable first, a sibling's after its elder's.
     """
-    places, expected = [(-acceptance, 1, 0)], 1.0  # (-chance to be accepted, depth, rank)
+    places, reach = [(-acceptance, 1, 0)], [0.0] * expansion.max_depth  # (-chance to be accepted, depth, rank)
     for _ in range(expansion.max_nodes):
         if not places:
             break
         value, depth, rank = heappop(places)
-        expected -= value
-        if depth < expansion.depth:
+        reach[depth - 1] -= value
+        if depth < expansion.max_depth:
             heappush(places, (value * acceptance, depth + 1, 0))
         if rank + 1 < expansion.branches:
             heappush(places, (value * (1.0 - acceptance), depth, rank + 1))
-    return expected
+    return reach
+
+
+def _endings(expansion: Expansion) -> Array:
+    """Return how likely each acceptance of the grid makes it that the path of such a tree ends at each depth, [D + 1, G]."""
+    reach_GD = np.array([[1.0, *_best_reach(expansion, float(acceptance)), 0.0] for acceptance in _GRID])
+    ends_DG = (reach_GD[:, :-1] - reach_GD[:, 1:]).T
+    return np.asarray(((1.0 - _UNEXPLAINED) * ends_DG + _UNEXPLAINED / len(ends_DG)) ** _WEIGHT)

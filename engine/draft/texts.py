@@ -83,8 +83,8 @@ class _Said(NamedTuple):
 class _Followed:
     """A living request: its text, which only grows, and what is indexed of it and of its prediction.
 
-    `output` is nobody else's and follows the text; `prompt` and `prediction` come in their turns. Who `is_asked` about is followed
-    token by token, others some tokens at a time.
+    `output` is nobody else's and follows the text; `prompt` and `prediction` come in their turns. Who `is_asked` about is
+    followed token by token, others some tokens at a time.
     """
 
     request: Request

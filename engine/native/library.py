@@ -1,10 +1,12 @@
 """The compiled part: finds it, and declares what it takes. Structures mirror those of linear.h, attention.h and decoder.cpp."""
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -98,6 +100,12 @@ def supported() -> list[str]:
 def is_compiled(instructions: str) -> bool:
     """Return whether the library for these instructions lies beside this package."""
     return find_spec(MODULES[instructions]) is not None
+
+
+@cache
+def digest() -> str:
+    """Return what tells this library from another version; raise OSError if there is none."""
+    return hashlib.sha256(Path(library()._name).read_bytes()).hexdigest()
 
 
 def library() -> ctypes.CDLL:

@@ -1,6 +1,7 @@
 """The caches: what is written is read, and after any steps they hold what feeding the committed tokens would have written."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ class RandomExpansion:
         pass
 
 
-def cache_error(model: CausalModel | RepaddedModel, cache: KVCache, token_ids: list[int], slots: list[int]) -> float:
+def cache_error(model: CausalModel | RepaddedModel, cache: KVCache, token_ids: list[int], slots: Sequence[int]) -> float:
     """Return how far the cache at the slots is from that of feeding the tokens in one chain."""
     if not slots:
         return 0.0

@@ -1,7 +1,7 @@
 """The canary: sound engines never touch it, and each way of reading a slot that is not the row's own is named."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -73,7 +73,7 @@ _ROW, _KEEP, _FREE, _ALLOCATE = Scheduler._row, Scheduler._keep, SlotPool.free, 
 _TABLES, _CHAIN = packing._tables, chain_segment
 
 
-def shifted(slots: tuple[int, ...], count: int) -> tuple[int, ...]:
+def shifted(slots: Sequence[int], count: int) -> tuple[int, ...]:
     return (*slots[1:count], *slots[: min(count, 1)], *slots[count:])
 
 

@@ -2,13 +2,14 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 
 from engine.policy import DraftOutcome
 from engine.tree import PLAIN, Expansion
-from selector.estimators import CountedAcceptance, _sized_tokens, best_tokens, kind_of
+from selector.estimators import CountedAcceptance, _best_reach, _sized_tokens, best_tokens, kind_of
 from selector.menu import Menu, menu_for_all, menu_of
 from tests.selector.machine import Chances, Text, flat
 
@@ -133,17 +134,29 @@ def test_outcomes_of_strangers_and_of_plain_rows_say_nothing():
     assert np.array_equal(estimator.estimate([text.view("r")]).tokens, before)
 
 
+def path_of_best_tree(expansion: Expansion, chance: float, seed: random.Random) -> int:
+    """Return how deep such a tree's path came, if each node is accepted with that chance given its parent."""
+    drawn, depth = seed.random(), 0
+    while depth < expansion.max_depth and drawn < reach_of_best_tree(expansion, chance)[depth]:
+        depth += 1
+    return depth
+
+
+@cache
+def reach_of_best_tree(expansion: Expansion, chance: float) -> tuple[float, ...]:
+    """Return the chance of each depth below the root: what a level more adds to the tokens of the tree cut off there."""
+    return tuple(_best_reach(expansion, chance))
+
+
 @pytest.mark.parametrize("chance", [0.1, 0.6, 0.9])
 def test_trees_of_their_own_shape_are_foretold_from_one_size(chance):
     largest = Expansion(0, 3, 6, "heap", 16)
     menu = menu_of(largest, "traversal", largest)
     estimator, view, seed = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r"), random.Random(0)
     tried = replace(largest, max_nodes=8)
-    mean = best_tokens(tried, chance) - 1.0
     for _ in range(600):
         estimator.estimate([view])
-        accepted = min(tried.max_depth, int(mean) + (seed.random() < mean - int(mean)))
-        estimator.observe([DraftOutcome("r", tried, 8, tried.max_depth, accepted)])
+        estimator.observe([DraftOutcome("r", tried, 8, tried.max_depth, path_of_best_tree(tried, chance, seed))])
     tokens = estimator.estimate([view]).tokens[0]
     for depth in set(menu.depths.tolist()):
         assert (np.diff(tokens[menu.depths == depth]) >= -1e-9).all()
@@ -195,8 +208,8 @@ def test_kinds_tell_laws_apart():
 
 
 class CountsWhatWasLeftAlone(CountedAcceptance):
-    def _tilt(self, group, outcomes):
-        super()._tilt(group, [one for one in outcomes if one.num_nodes])
+    def _learn_shapes(self, group, outcomes):
+        super()._learn_shapes(group, [one for one in outcomes if one.num_nodes])
 
 
 @pytest.mark.parametrize(("estimator_type", "expected"), [(CountedAcceptance, 1.4), (CountsWhatWasLeftAlone, 1.8)])
@@ -222,13 +235,56 @@ def test_the_next_sequence_knows_that_a_drafter_is_never_right():
     assert estimator.estimate([Text(flat(0.0)).view("another")]).tokens.max() < 1.5
 
 
+def tokens_of_deep_trees(paths: list[int]) -> list[float]:
+    """Return what a deep tree was expected to bring after each of these paths through a tree of two levels."""
+    shallow, deep = Expansion(0, 4, 2, "noise_aware", 6), Expansion(0, 4, 8, "noise_aware", 16)
+    menu = menu_of(deep, "coupled")
+    estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
+    told = []
+    for path in paths:
+        told.append(float(estimator.estimate([view]).tokens[0, menu.index[deep]]))
+        estimator.observe([DraftOutcome("r", shallow, 6, 2, path)])
+    return told
+
+
+def test_short_paths_that_always_come_whole_soon_speak_for_deep_trees():
+    """What is seen is cut off at two; a mean of what came would not go beyond 2.5."""
+    told = tokens_of_deep_trees([2] * 12)
+    assert told[0] < 3.5 < told[6]
+    assert told[11] > 4.0
+    assert tokens_of_deep_trees([0] * 12)[11] < 1.8
+
+
+def test_a_new_sequence_is_believed_to_be_any_of_its_kind_and_told_apart_in_a_few_trees():
+    """Half of the sequences before it were copied, half were not: the mean of both is right for neither."""
+    tree = Expansion(0, 4, 4, "noise_aware", 8)
+    menu = menu_of(tree, "coupled")
+    estimator = CountedAcceptance(menu)
+    for number in range(60):
+        view = Text(flat(0.0), num_generated=5).view(f"r{number}")
+        for _ in range(12):
+            estimator.estimate([view])
+            estimator.observe([DraftOutcome(view.request_id, tree, 8, 4, 4 * (number % 2))])
+
+    def told_after(paths: list[int], name: str) -> float:
+        view = Text(flat(0.0), num_generated=5).view(name)
+        for path in paths:
+            estimator.estimate([view])
+            estimator.observe([DraftOutcome(name, tree, 8, 4, path)])
+        return float(estimator.estimate([view]).tokens[0, menu.index[tree]])
+
+    assert 2.0 < told_after([], "unknown") < 4.0
+    assert told_after([4, 4, 4], "copied") > 4.3
+    assert told_after([0, 0, 0], "not copied") < 1.7
+
+
 def test_one_tree_is_foretold_as_all_of_them_are():
-    """By its acceptance alone, at any log-odds: what is learnt from is what was expected."""
+    """By its acceptance alone, whatever that is: what is learnt from is what was expected."""
     menu = menu_of(Expansion(0, 3, 6, "noise_aware", 32), "coupled")
     estimator = CountedAcceptance(menu)
-    for log_odds in (-9.0, -1.3, 0.0, 0.4, 2.2, 9.0):
-        told_1S = _sized_tokens(estimator._part(menu), np.array([log_odds]), np.ones((1, len(estimator._whole.places_S))))
+    for belief_G in np.eye(34)[[0, 7, 17, 30, 33]]:
+        told_1S = _sized_tokens(estimator._part(menu), belief_G[None], np.ones((1, len(estimator._whole.places_S))))
         for column, place in enumerate(estimator._whole.places_S):
             entry = menu.entries[place]
-            one = estimator._usual_tokens(estimator._among(entry.num_draft_tokens, entry.max_depth), log_odds)
+            one = belief_G @ estimator._usual_tokens(estimator._among(entry.num_draft_tokens, entry.max_depth))
             assert one == pytest.approx(told_1S[0, column], rel=1e-9), entry

@@ -21,7 +21,7 @@ from tests.unit.scheduler_machine import SchedulerMachine
 class AbortKeepsSlots(Scheduler):
     def remove(self, request_id):
         if request_id in self._by_id:
-            self._by_id[request_id].slots = []
+            del self._by_id[request_id].slots[:]
         return super().remove(request_id)
 
 

@@ -1,5 +1,7 @@
 """One request's state: where its output ends, and what it holds."""
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,9 +87,9 @@ def test_counts_and_caches():
     one = sequence(max_tokens=5)
     assert (one.num_tokens, one.num_generated, one.num_remaining, one.target_len, one.num_uncached) == (3, 0, 5, 0, 3)
     one.token_ids.extend([7, 8])
-    one.slots, one.draft_len = [10, 11, 12, 13], 2
+    one.slots, one.draft_len = array("q", [10, 11, 12, 13]), 2
     assert (one.num_tokens, one.num_generated, one.num_remaining, one.target_len, one.num_uncached) == (5, 2, 3, 4, 1)
-    assert one.own_slots == [10, 11, 12, 13]
+    assert [*one.own_slots] == [10, 11, 12, 13]
     one.forget_caches()
     assert (one.target_len, one.draft_len, one.num_uncached, one.num_generated) == (0, 0, 5, 2)
 
@@ -95,7 +97,7 @@ def test_counts_and_caches():
 def test_a_view_says_what_a_policy_may_see():
     one = sequence(max_tokens=5)
     one.token_ids.extend([7, 8])
-    one.slots, one.draft_len = [10, 11, 12, 13], 2
+    one.slots, one.draft_len = array("q", [10, 11, 12, 13]), 2
     view = one.view()
     assert (view.request_id, view.num_committed, view.num_generated, view.num_remaining) == ("r", 5, 2, 3)
     assert (view.num_uncached, view.num_unfed, view.verifier) == (1, 3, "traversal")

@@ -1,0 +1,71 @@
+"""Memory in huge pages: laid out as asked, apart from each other's, kept as long as it is used, and asked for of the system."""
+
+import gc
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import huge_pages
+
+needs_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages to ask for")
+shapes = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)
+dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int64])
+
+
+@given(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=8))
+def test_tensors_are_as_asked_and_do_not_touch(asked):
+    tensors = [huge_pages.empty(*one) for one in asked]
+    for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, asked, strict=True)):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 64 == 0 or not tensor.numel()
+        tensor.fill_(number)
+    for number, tensor in enumerate(tensors):
+        assert (tensor == number).all()
+
+
+def test_a_copy_is_the_same_and_its_own():
+    one = torch.arange(3000, dtype=torch.int64).view(30, 100)
+    copy = huge_pages.copied(one)
+    assert torch.equal(copy, one)
+    copy.zero_()
+    assert one.sum() > 0
+
+
+def flags_at(address: int) -> list[str]:
+    """Return what the kernel notes of the map that holds an address."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and ":" not in first:
+            begin, end = (int(number, 16) for number in first.split("-"))
+            is_here = begin <= address < end
+        elif is_here and first == "VmFlags:":
+            return rest.split()
+    return []
+
+
+@needs_linux
+@pytest.mark.parametrize("num_bytes", [1000, 100 << 20])
+def test_the_system_is_asked(num_bytes):
+    tensor = huge_pages.empty((num_bytes,), torch.uint8)
+    assert "hg" in flags_at(tensor.data_ptr())
+    assert "hg" not in flags_at(torch.empty(num_bytes, dtype=torch.uint8).data_ptr())
+
+
+@needs_linux
+def test_what_fills_a_room_begins_a_page_and_goes_with_its_tensor():
+    tensor = huge_pages.empty((100 << 20,), torch.uint8)
+    address = tensor.data_ptr()
+    assert address % (2 << 20) == 0
+    part = tensor[5:6]
+    del tensor
+    gc.collect()
+    assert "hg" in flags_at(part.data_ptr())
+    del part
+    gc.collect()
+    assert "hg" not in flags_at(address)
