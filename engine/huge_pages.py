@@ -6,6 +6,8 @@ and small pages where it has none left. What is written nowhere takes no memory.
 
 import math
 import mmap
+import threading
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -19,25 +21,29 @@ class _Rooms:
     """Gives away parts of a room, one after the other; a room is freed with the last tensor that lies in it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # models may be loaded side by side
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def part(self, num_bytes: int) -> Tensor:
         """Return bytes of a room, of one of its own if they fill it."""
         if num_bytes >= _ROOM_BYTES:
-            return _mapped(num_bytes)[:num_bytes]
+            return _mapped(num_bytes)
         num_taken = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        if num_taken > len(self._room):
-            self._room = _mapped(_ROOM_BYTES)
-        taken, self._room = self._room[:num_bytes], self._room[num_taken:]
+        with self._lock, torch.inference_mode(False):
+            if num_taken > len(self._room):
+                self._room = _mapped(_ROOM_BYTES)
+            taken, self._room = self._room[:num_bytes], self._room[num_taken:]
         return taken
 
 
 def _mapped(num_bytes: int) -> Tensor:
-    """Return fresh bytes that begin a huge page."""
+    """Return fresh bytes that begin a huge page, and may be written wherever other tensors may be."""
     memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map
-    return whole[-whole.data_ptr() % _PAGE_BYTES :][:num_bytes]
+    with suppress(OSError):  # a kernel that was built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    with torch.inference_mode(False):
+        whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map
+        return whole[-whole.data_ptr() % _PAGE_BYTES :][:num_bytes]
 
 
 _rooms = _Rooms()
@@ -47,7 +53,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor of the host's, in huge pages if it can be; what it holds is not told."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    return _rooms.part(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    with torch.inference_mode(False):  # a part of a room that others write to outside of it
+        return _rooms.part(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def copied(tensor: Tensor) -> Tensor:

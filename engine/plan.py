@@ -37,11 +37,12 @@ class Row:
     `certain_ids` are committed tokens the target has not cached: positions [context_len, context_len + len(certain_ids)).
     If `is_decoding` their last is the root, and a tree may grow from it; else this is a chunk of a prompt still to be fed.
     `slots` maps the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots: node v of
-    the tree lies at position root_position + v, whatever its depth. `draft_ids` are the committed tokens the drafter is to be
-    fed this step, from position `draft_len` on; the root is the last of them if a tree is to grow. `num_new_prompt_tokens` of
-    the certain ones are prompt tokens fed for the first time (not again after a preemption). `history` is the whole
-    committed text, a read-only view, of which the first `num_prompt_tokens` are the prompt. Of a row that `is_traced` all is kept
-    that a trace tells. A tree that knows what its nodes are worth leaves out those that cost more, at `prices`.
+    the tree lies at position root_position + v, whatever its depth; it is the row's own copy, and nobody writes to it.
+    `draft_ids` are the committed tokens the drafter is to be fed this step, from position `draft_len` on; the root is the last of
+    them if a tree is to grow. `num_new_prompt_tokens` of the certain ones are prompt tokens fed for the first time (not again
+    after a preemption). `history` is the whole committed text, a read-only view, of which the first `num_prompt_tokens` are the
+    prompt. Of a row that `is_traced` all is kept that a trace tells. A tree that knows what its nodes are worth leaves out those
+    that cost more, at `prices`.
     """
 
     request_id: str

@@ -45,7 +45,7 @@ def scored_by(plan: StepPlan, trees: Sequence[TokenTree]) -> list[Scored]:
 class PromptScores(NamedTuple):
     """What a step tells of prompts, by request, and the requests whose laws are none: their logits are not finite."""
 
-    told: dict[str, tuple[TokenLogprobs, ...]]
+    told: Mapping[str, tuple[TokenLogprobs, ...]]
     broken: frozenset[str]
 
 

@@ -124,9 +124,9 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
     """Return the step's numbers; gauges are the scheduler's state after it."""
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
-    rows = [(outcome.expected_tokens, outcome.accepted_depth + 1) for outcome in record.outcomes]
-    foretold = [(expected, came) for expected, came in rows if expected is not None]
-    expansions: Counter[str] = Counter()
+    tokens = [(outcome.expected_tokens, outcome.accepted_depth + 1) for outcome in record.outcomes]
+    foretold = [(expected, came) for expected, came in tokens if expected is not None]
+    expansions: Counter[str] = Counter()  # by label, which takes longer to write than an expansion to count
     for expansion, count in Counter(outcome.row.expansion for outcome in record.outcomes).items():
         expansions[expansion.label] += count
     laps = record.laps

@@ -2,8 +2,8 @@
 
 An Estimator knows nothing of seconds. The one here counts: per depth, how often a drafted token was accepted given that its
 parent was, each sequence's own counts shrunk towards those of all sequences of its kind (temperature and verifier), and those
-towards the depth above. Shape key: B sequences, M entries of the menu, D depths, K branches, S entries that find their own shape,
-G points of a grid, or groups.
+towards the depth above. Of trees that find their own shape it believes an acceptance, by how far their paths came. Shape key: B
+sequences, M entries of the menu, D depths, K branches, S entries that find their own shape, G points of a grid, or groups.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,12 @@ _MAX_BRANCHES = 16
 _GRID = np.linspace(0.0, 0.99, 34)  # of acceptance, of which trees of their own shape have one
 _STAYS = 0.97  # chance that a sequence's acceptance is what it was a tree ago; else it is any that its kind has
 _FROM_ONE = 0.02  # of what is believed of a kind, that comes from each tree of one of its sequences
+_UNLIKE_ALL = 0.05  # chance that a sequence is like none of its kind before it: nothing is ruled out by what never came
 _UNEXPLAINED = 0.1  # chance that a path ends anywhere, whatever the acceptance
 _WEIGHT = 0.7  # of a path, in paths: one step's is like the next one's, and texts are not of one acceptance throughout
+
+_START_G = _GRID * (1.0 - _GRID) + _EDGE  # belief before anything is known
+_START_G /= _START_G.sum()
 
 # Rows of the counts of one sequence or kind, each by depth.
 _ACCEPTED, _TRIED, _OFFERED, _ASKED = range(4)
@@ -87,7 +91,7 @@ class _Group:
         widths = [_MAX_BRANCHES + 1] * 2 + [len(menu)] * 3
         self._ratios = np.full((2, sum(widths)), _RATIO_TRIALS)
         self.forks, self.merged, self.entries, self.fill, self.reach = np.split(self._ratios, np.cumsum(widths)[:-1], axis=1)
-        self.belief_G = _normed(_GRID * (1.0 - _GRID) + _EDGE)
+        self.belief_G = _START_G
         self._laws: Array | None = None
         self._sized: dict[_Part, tuple[Array, Array, Array]] = {}
 
@@ -134,10 +138,10 @@ class CountedAcceptance:
     def __init__(self, menu: Menu) -> None:
         self._menu = menu
         self._num_depths = max(1, int(menu.depths.max()))
-        sized = [entry for entry in menu.entries if not entry.is_delayed]
-        table_SG = np.array([[best_tokens(entry, float(a)) for a in _GRID] for entry in sized])
+        reach = [_reach(entry) for entry in menu.entries if not entry.is_delayed]
+        table_SG = np.array([1.0 + reach_DG.sum(0) for reach_DG in reach])
         self._whole = _part_of(menu, menu, table_SG)
-        self._endings = [_endings(menu.entries[place]) for place in self._whole.places_S]
+        self._endings = [_endings(reach_DG) for reach_DG in reach]
         self._parts = {menu: self._whole}
         self._known_sizes: dict[tuple[int, int], _Neighbours] = {}
         self._groups: dict[str, _Group] = {}
@@ -252,11 +256,12 @@ class CountedAcceptance:
         """Learn from trees that found their own shapes: what acceptance explains how far their paths came.
 
         A sequence's acceptance is believed by how likely each makes its outcomes, the oldest forgotten: a chance is left that it
-        has become another. A kind's is what its sequences' are, and what the next one begins with. What a tree left out, because
-        it cost more than it would have brought, counts as refused: what is foretold is what a wish brings at the prices of the
-        hour. The ratios of sizes are left aside: if they took the blame for a drafter that is never right, every size would have
-        to be refuted by itself.
+        has become another. A kind's is what its sequences' lately are, and what the next one begins with. What a tree left out,
+        because it cost more than it would have brought, counts as refused: what is foretold is what a wish brings at the prices
+        of the hour. The ratios of sizes are left aside: if they took the blame for a drafter that is never right, every size
+        would have to be refuted by itself.
         """
+        believed = []
         for one in outcomes:
             seat, size, depth = self._seats[one.request_id], one.expansion.num_draft_tokens, one.expansion.max_depth
             place, belief_G = self._among(size, depth), self._beliefs[seat]
@@ -264,11 +269,15 @@ class CountedAcceptance:
             endings_DG = self._endings[place.nearest]
             explained_G = endings_DG[min(one.accepted_depth, len(endings_DG) - 1)]
             self._beliefs[seat] = _normed((_STAYS * belief_G + (1.0 - _STAYS) * group.belief_G) * explained_G)
-            group.belief_G = (1.0 - _FROM_ONE) * group.belief_G + _FROM_ONE * self._beliefs[seat]
+            believed.append(self._beliefs[seat])
             nearest = self._whole.places_S[place.nearest]
             group.entries[:, nearest] += (one.accepted_depth, expected)
             group.fill[:, nearest] += (one.num_nodes / size, 1.0)
             group.reach[:, nearest] += (min(1.0, one.drafted_depth / depth), 1.0)
+        if believed:
+            stays = (1.0 - _FROM_ONE) ** len(believed)
+            found_G = (1.0 - _UNLIKE_ALL) * np.mean(believed, axis=0) + _UNLIKE_ALL * _START_G
+            group.belief_G = stays * group.belief_G + (1.0 - stays) * found_G
 
     def _usual_tokens(self, place: "_Neighbours") -> Array:
         """Return what a tree brings by its acceptance alone, between its neighbours in size, [G]."""
@@ -466,8 +475,14 @@ def _best_reach(expansion: Expansion, acceptance: float) -> list[float]:
     return reach
 
 
-def _endings(expansion: Expansion) -> Array:
-    """Return how likely each acceptance of the grid makes it that the path of such a tree ends at each depth, [D + 1, G]."""
-    reach_GD = np.array([[1.0, *_best_reach(expansion, float(acceptance)), 0.0] for acceptance in _GRID])
-    ends_DG = (reach_GD[:, :-1] - reach_GD[:, 1:]).T
+def _reach(expansion: Expansion) -> Array:
+    """Return those chances at each acceptance of the grid, [D, G]."""
+    return np.array([_best_reach(expansion, float(acceptance)) for acceptance in _GRID]).T
+
+
+def _endings(reach_DG: Array) -> Array:
+    """Return how likely each acceptance makes it that a path of that reach ends at each depth, the root's first, [D + 1, G]."""
+    alive_DG = np.pad(reach_DG, ((1, 1), (0, 0)), constant_values=0.0)
+    alive_DG[0] = 1.0
+    ends_DG = alive_DG[:-1] - alive_DG[1:]
     return np.asarray(((1.0 - _UNEXPLAINED) * ends_DG + _UNEXPLAINED / len(ends_DG)) ** _WEIGHT)

@@ -90,7 +90,8 @@ class AdaptiveExpansion:
         self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
-        self._unlearnt: list[StepFeedback] = []  # of steps since the last choice
+        self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each teaches prices
+        self._has_failed_to_learn = False
         self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
         self._is_exact: dict[str, NDArray[np.bool_]] = {}
         self._menus: dict[str, Menu] = {}
@@ -210,36 +211,46 @@ class AdaptiveExpansion:
     def observe(self, feedback: StepFeedback) -> None:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought.
 
-        Of a step whose choice stands that can wait for the next choice, which is the first to need it: many steps at once are
-        learnt from in a third of the time, since what that takes has left the processor's caches after each of them.
+        Of a step that was no probe that can wait for the next choice, which is the first to need it: what learning takes has left
+        the processor's caches after each step, and is brought there once for several.
         """
         is_probe = self._probe_s is not None or self._is_plain_probe or self._probes.is_asking
+        is_priced = self._prices_are_due(feedback, is_probe)
+        if is_priced or feedback.has_drafted:
+            told = feedback.work, feedback.outcomes
+            self._unlearnt.append((replace(feedback, tell=lambda: told), is_priced))  # without what the step was made of
         if not is_probe:
-            self._unlearnt.append(feedback)
             return
         self._learn_unlearnt()
-        self._learn(feedback, is_probe)
         if self._probe_s is not None and not feedback.has_prefill:
             self._probes.settle(feedback.draft_s + feedback.rest_s - self._probe_s)
             self._hear(feedback)
         self._probes.observe(feedback.outcomes if feedback.has_drafted else ())
 
     def _learn_unlearnt(self) -> None:
-        """Learn from the steps since the last choice."""
-        for feedback in self._unlearnt:
-            self._learn(feedback)
-        self._unlearnt.clear()
+        """Learn from the steps since the last choice. A lesson that fails is lost, and costs no choice."""
+        lessons, self._unlearnt = self._unlearnt, []
+        for feedback, is_priced in lessons:
+            try:
+                self._learn(feedback, is_priced)
+            except Exception:
+                _logger.log(logging.DEBUG if self._has_failed_to_learn else logging.ERROR, "a step taught nothing", exc_info=True)
+                self._has_failed_to_learn = True
 
-    def _learn(self, feedback: StepFeedback, is_probe: bool = False) -> None:
-        if not feedback.has_prefill:
-            self._num_priced += 1
-            is_new = self._num_priced <= _PRICED_ALWAYS or is_probe
-            every = _PRICED_EVERY if feedback.has_drafted else _PRICED_EVERY_PLAIN
-            if (is_new or self._num_priced % every == 0) and feedback.outcomes:
-                self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
-            if feedback.has_drafted:
-                self._model_share.observe(feedback)
+    def _prices_are_due(self, feedback: StepFeedback, is_probe: bool) -> bool:
+        """Return whether a step is one of those that teach prices."""
+        if feedback.has_prefill:
+            return False
+        self._num_priced += 1
+        every = _PRICED_EVERY if feedback.has_drafted else _PRICED_EVERY_PLAIN
+        return self._num_priced <= _PRICED_ALWAYS or is_probe or self._num_priced % every == 0
+
+    def _learn(self, feedback: StepFeedback, is_priced: bool) -> None:
+        if is_priced and feedback.outcomes:
+            self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
         if feedback.has_drafted:
+            if not feedback.has_prefill:
+                self._model_share.observe(feedback)
             self._estimator.observe(feedback.outcomes)
 
     def _hear(self, feedback: StepFeedback) -> None:

@@ -1,8 +1,9 @@
 """The texts a request may draft from: its own, its prediction, and what was said lately to its tenant. Nothing else, ever.
 
 Each is in a ContextTree, as far as it is indexed; the law after a text is the mixture of what followed its longest known end in
-each, weighted by how well such matches agreed with what came. Weights and laws depend on committed tokens, on the path and on
-how many steps there were, never on a draw from them. Knows token ids and requests' lives, neither token trees nor tensors.
+each, weighted by how well such matches agreed with what came. Weights and laws depend on committed tokens, on the path, on how
+many steps there were and in which of them somebody asked, never on a draw from them. Knows token ids and requests' lives, neither
+token trees nor tensors.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -180,6 +181,9 @@ class TextCache:
     def law_after(self, row: Row, path_ids: Sequence[int]) -> CachedLaw | None:
         """Return the law after a row's text and these drafted tokens; None where nothing is known of it.
 
+        Of a text that nobody asked about for a while its last tokens are not followed yet: they are known as what stands before
+        the next one, and not as what came after others.
+
         A row whose request was not begun here (in tests and tools) has its own text alone, read afresh each time.
         """
         one, context = self._followed.get(row.request_id), row.law_context(tuple(path_ids))
@@ -210,7 +214,7 @@ class TextCache:
             if law is None or not law.is_sure or (chance := chance * law.chance) < least_chance:
                 break
             path_ids += (max(law.odds, key=lambda token_id: law.odds[token_id]),)
-        one.is_asked = bool(path_ids)
+        one.is_asked |= bool(path_ids)
         return len(path_ids)
 
     def _told(self, one: _Followed, context: LawContext) -> tuple[_Told, ...]:

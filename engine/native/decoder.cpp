@@ -221,11 +221,11 @@ class Run {
   void gate_task(const Layer& layer, int64_t panel, int64_t b, const char* next) {
     float gate[kPartRows * kBlock];
     each_part(layer.gate, p_.num_tokens, panel, [&](const Part& part) {
-      part_outputs(layer.gate, s_.inputs, part, b, layer.up.block(b), [&](int r, int column, Mask, Floats v) {
+      part_outputs(layer.gate, s_.inputs, part, b, part.is_first ? layer.up.block(b) : nullptr, [&](int r, int column, Mask, Floats v) {
         store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
       });
       float* hidden = s_.hidden.data() + part.row * d_.inner + b * kBlock;
-      part_outputs(layer.up, s_.inputs, part, b, next, [&](int r, int column, Mask m, Floats v) {
+      part_outputs(layer.up, s_.inputs, part, b, part.is_last ? next : nullptr, [&](int r, int column, Mask m, Floats v) {
         store(hidden + r * d_.inner + column, m, load(gate + r * kBlock + column) * v);
       });
     });

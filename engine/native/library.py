@@ -105,7 +105,11 @@ def is_compiled(instructions: str) -> bool:
 @cache
 def digest() -> str:
     """Return what tells this library from another version; raise OSError if there is none."""
-    return hashlib.sha256(Path(library()._name).read_bytes()).hexdigest()
+    instructions = instruction_set()
+    spec = find_spec(MODULES[instructions]) if instructions else None
+    if spec is None or spec.origin is None:
+        raise OSError("the library was not compiled, or not for this processor")
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 
 def library() -> ctypes.CDLL:

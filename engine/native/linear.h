@@ -70,17 +70,18 @@ constexpr int64_t kStretch = 64;             // widths of a block, at most, that
 
 inline void fetch(const void* address) { _mm_prefetch((const char*)address, _MM_HINT_T0); }
 
-// A stretch of a block: widths [begin, end). While it is computed with, what is read next is fetched, a little at every width.
+// A stretch of a block: widths [begin, end). While it is computed with, what is read next is fetched, a little at every width of
+// every pass. Where nothing is to be fetched a line that is near is (`step` 0): that takes less than to ask.
 struct Stretch {
   int64_t begin, end;
   const char* next;
   int64_t step;  // bytes
 
-  // Fetch some lines: as many as a width has in the only pass over a stretch, two of those of several.
-  template <bool kOnly>
+  // Fetch two lines, four in a pass over all columns, which may be the only one: no less than a step.
+  template <bool kAllColumns>
   void fetch_some() {
     fetch(next), fetch(next + kLine);
-    if (kOnly) fetch(next + 2 * kLine), fetch(next + 3 * kLine);
+    if (kAllColumns) fetch(next + 2 * kLine), fetch(next + 3 * kLine);
     next += step;
   }
 };
@@ -204,7 +205,7 @@ inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const 
 }
 
 // Sums of a part's rows and one block into y [rows][64]. A stretch of the block is read from memory while the one before it is
-// computed with, by all passes evenly; `next` is what this thread reads after the block, if that is known.
+// computed with, by all passes evenly; `next` is what this thread reads from memory after these rows, or null.
 inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part, const char* block, const char* next, float* y) {
   WholeSums whole[kPartRows];
   const int64_t num_widths = l.block_bytes() / kWidth, num_stretches = (num_widths + kStretch - 1) / kStretch;
@@ -217,9 +218,9 @@ inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part,
   for (int64_t s = 0; s < num_stretches; s++) {
     Stretch stretch{s * num_widths / num_stretches, (s + 1) * num_widths / num_stretches, block, 0};
     const bool is_end = s + 1 == num_stretches;
-    if (passes == 1) {
+    if (part.is_first && passes == 1) {
       stretch.next = block + stretch.begin * kWidth + kAhead, stretch.step = kWidth;
-    } else if (is_end ? part.is_last && next : part.is_first) {
+    } else if (is_end ? next != nullptr : part.is_first) {
       stretch.next = is_end ? next : block + stretch.end * kWidth, stretch.step = kWidth / passes;
     }
     for (int r = 0; r < part.rows; r += kVectorRows) {
@@ -274,7 +275,7 @@ inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t
                         bool is_added) {
   each_part(l, rows, panel, [&](const Part& part) {
     float* block = y + part.row * stride + b * kBlock;
-    part_outputs(l, in, part, b, next, [&](int r, int column, Mask m, Floats v) {
+    part_outputs(l, in, part, b, part.is_last ? next : nullptr, [&](int r, int column, Mask m, Floats v) {
       float* to = block + r * stride + column;
       store(to, m, is_added ? load(m, to) + v : v);
     });

@@ -11,7 +11,6 @@ namespace latebranch {
 constexpr int kVectorRows = 6;
 constexpr int kTileTokens = 8;   // of AMX: 16 rows of bytes, two a token
 constexpr int kFewestTiled = 4;  // rows below which vectors are as fast
-constexpr int64_t kTilesAhead = 4096;  // bytes that weights are fetched before tiles take them
 constexpr bool kMayTile = true;
 constexpr int kPartRows = 4 * kVectorRows;  // at most
 static_assert(kPartRows >= 2 * kTileTokens);
@@ -136,7 +135,7 @@ inline void part_by_tiles(const Linear& l, const RoundedRows& in, const float* s
       _tile_dpbsud(3, 7, 6);
     }
     if (part.is_first)
-      for (int64_t i = 0; i < 64 * kBlock; i += kLine) fetch(w + i + kTilesAhead);
+      for (int64_t i = 0; i < 64 * kBlock; i += kLine) fetch(w + i + kAhead);
   }
   alignas(64) int32_t sums[4][2 * kTileTokens][kLanes];
   _tile_stored(0, sums[0], 64);
@@ -163,7 +162,7 @@ inline void each_tiled_part(int64_t begin, int64_t end, const Use& use) {
     const int64_t left = end - t;
     const bool is_one_tile = left < kTileTokens + kFewestTiled;
     const int rows = (int)std::min<int64_t>(left, is_one_tile ? kTileTokens : 2 * kTileTokens), columns = is_one_tile ? kBlock : kBlock / 2;
-    for (int column = 0; column < kBlock; column += columns) use(Part{t, rows, column, columns, t == begin && !column, t + rows >= end && column + columns == kBlock});
+    for (int column = 0; column < kBlock; column += columns) use(Part{t, rows, column, columns, t == begin && !column, t + rows >= end});
     t += rows;
   }
   _tile_release();

@@ -1,7 +1,8 @@
 // Threads that go through a pass together, phase by phase.
 //
-// A phase is a number of tasks that any thread may claim; the next begins when all are done. Who comes late finds phases over
-// and skips them: a thread that the system has put aside holds up nobody, unless it was put aside inside a task.
+// A phase is a number of tasks that any thread may claim, one or a run of neighbours; the next begins when all are done. Who comes
+// late finds phases over and skips them: a thread that the system has put aside holds up nobody, unless it was put aside with a
+// claim of its own, of which the first in a phase are the longest.
 #pragma once
 #include <immintrin.h>
 #include <sched.h>

@@ -49,6 +49,24 @@ def flags_at(address: int) -> list[str]:
     return []
 
 
+def test_a_room_that_was_made_in_inference_may_be_written_outside_of_it():
+    with torch.inference_mode():
+        huge_pages.empty((huge_pages._ROOM_BYTES - 64,), torch.uint8).zero_()
+        pool = huge_pages.empty((3, 5), torch.float32)
+    for tensor in (pool, huge_pages.empty((3, 5), torch.float32)):
+        assert not tensor.is_inference()
+        tensor.copy_(torch.ones(3, 5))
+
+
+def test_a_kernel_that_knows_no_huge_pages_gives_small_ones(monkeypatch):
+    class Refusing(mmap.mmap):
+        def madvise(self, option: int) -> None:  # type: ignore[override]
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Refusing)
+    assert huge_pages.empty((100 << 20,), torch.uint8)[-1] == 0
+
+
 @needs_linux
 @pytest.mark.parametrize("num_bytes", [1000, 100 << 20])
 def test_the_system_is_asked(num_bytes):

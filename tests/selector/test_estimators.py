@@ -3,13 +3,14 @@
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
 
 from engine.policy import DraftOutcome
 from engine.tree import PLAIN, Expansion
-from selector.estimators import CountedAcceptance, _best_reach, _sized_tokens, best_tokens, kind_of
+from selector.estimators import _GRID, CountedAcceptance, _sized_tokens, best_tokens, kind_of
 from selector.menu import Menu, menu_for_all, menu_of
 from tests.selector.machine import Chances, Text, flat
 
@@ -134,18 +135,24 @@ def test_outcomes_of_strangers_and_of_plain_rows_say_nothing():
     assert np.array_equal(estimator.estimate([text.view("r")]).tokens, before)
 
 
-def path_of_best_tree(expansion: Expansion, chance: float, seed: random.Random) -> int:
-    """Return how deep such a tree's path came, if each node is accepted with that chance given its parent."""
-    drawn, depth = seed.random(), 0
-    while depth < expansion.max_depth and drawn < reach_of_best_tree(expansion, chance)[depth]:
-        depth += 1
-    return depth
-
-
 @cache
-def reach_of_best_tree(expansion: Expansion, chance: float) -> tuple[float, ...]:
-    """Return the chance of each depth below the root: what a level more adds to the tokens of the tree cut off there."""
-    return tuple(_best_reach(expansion, chance))
+def best_tree(expansion: Expansion, chance: float) -> frozenset[tuple[int, ...]]:
+    """Return the nodes of the best tree of that size, each by its ranks from the root on, if all are accepted with one chance."""
+    ranks = range(expansion.branches)
+    paths = [path for depth in range(1, expansion.max_depth + 1) for path in product(ranks, repeat=depth)]
+    values = {path: chance ** len(path) * (1.0 - chance) ** sum(path) for path in paths}
+    return frozenset(sorted(paths, key=lambda path: (-round(values[path], 12), len(path), path))[: expansion.max_nodes])
+
+
+def path_of_best_tree(expansion: Expansion, chance: float, seed: random.Random) -> int:
+    """Return how deep such a tree's path comes: the first child that is accepted, and on from there."""
+    nodes, path = best_tree(expansion, chance), ()
+    while True:
+        children = (child for rank in range(expansion.branches) if (child := (*path, rank)) in nodes)
+        accepted = next((child for child in children if seed.random() < chance), None)
+        if accepted is None:
+            return len(path)
+        path = accepted
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.6, 0.9])
@@ -278,11 +285,43 @@ def test_a_new_sequence_is_believed_to_be_any_of_its_kind_and_told_apart_in_a_fe
     assert told_after([0, 0, 0], "not copied") < 1.7
 
 
+@pytest.mark.parametrize(("usual", "other"), [(0, 4), (4, 0)])
+def test_what_never_came_for_long_is_not_ruled_out(usual, other):
+    """5,000 trees of one regime, and then a sequence of the other is told apart in a few."""
+    tree = Expansion(0, 4, 4, "noise_aware", 8)
+    menu = menu_of(tree, "coupled")
+    estimator = CountedAcceptance(menu)
+
+    def told_after(name: str, paths: list[int]) -> float:
+        view = Text(flat(0.0), num_generated=5).view(name)
+        for path in paths:
+            estimator.estimate([view])
+            estimator.observe([DraftOutcome(name, tree, 8, 4, path)])
+        return float(estimator.estimate([view]).tokens[0, menu.index[tree]])
+
+    for number in range(100):
+        told_after(f"r{number}", [usual] * 50)
+    assert abs(told_after("another", [other] * 5) - (1 + other)) < 1.3
+
+
+def test_a_kind_learns_the_same_from_sequences_in_any_order():
+    tree = Expansion(0, 4, 4, "noise_aware", 8)
+    menu = menu_of(tree, "coupled")
+    told = []
+    for names in (["a", "b"], ["b", "a"]):
+        estimator, views = CountedAcceptance(menu), [Text(flat(0.0), num_generated=5).view(name) for name in "ab"]
+        for _ in range(20):
+            estimator.estimate(views)
+            estimator.observe([DraftOutcome(name, tree, 8, 4, 4 if name == "a" else 0) for name in names])
+        told.append(estimator.estimate(views).tokens)
+    assert told[0] == pytest.approx(told[1], rel=1e-12)
+
+
 def test_one_tree_is_foretold_as_all_of_them_are():
     """By its acceptance alone, whatever that is: what is learnt from is what was expected."""
     menu = menu_of(Expansion(0, 3, 6, "noise_aware", 32), "coupled")
     estimator = CountedAcceptance(menu)
-    for belief_G in np.eye(34)[[0, 7, 17, 30, 33]]:
+    for belief_G in (*np.eye(len(_GRID))[[0, 7, 17, 30, -1]], np.full(len(_GRID), 1 / len(_GRID))):
         told_1S = _sized_tokens(estimator._part(menu), belief_G[None], np.ones((1, len(estimator._whole.places_S))))
         for column, place in enumerate(estimator._whole.places_S):
             entry = menu.entries[place]

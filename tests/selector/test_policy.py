@@ -532,3 +532,51 @@ def test_trees_must_bring_more_than_their_seconds_are_worth():
     assert _pays(tree, plain, 1.15)
     assert not _pays(replace(tree, tokens=2.9), plain, 1.15)
     assert not _pays(replace(tree, tokens=2.0), plain, 1.0)
+
+
+class LearnsAtOnce(AdaptiveExpansion):
+    """As if every step were followed by a choice."""
+
+    def observe(self, feedback):
+        super().observe(feedback)
+        self._learn_unlearnt()
+
+
+class ForgetsWhatWaits(AdaptiveExpansion):
+    def _learn_unlearnt(self):
+        self._unlearnt.clear()
+
+
+def ran_by(kind: type[AdaptiveExpansion], num_texts: int) -> Ran:
+    """Return 400 steps in which speculation pays for a while."""
+    texts = [Text(lambda depth, num_generated: 0.8 if num_generated < 300 else 0.02) for _ in range(num_texts)]
+    return run(adaptive(USUAL, kind=kind), USUAL, texts, 400)
+
+
+@pytest.mark.parametrize("num_texts", [1, 6])
+def test_what_is_learnt_late_is_learnt_before_it_is_needed(num_texts):
+    ran = ran_by(AdaptiveExpansion, num_texts)
+    assert {*ran.reasons} >= {Reason.SPECULATION_PAYS, Reason.PLAIN_IS_BEST, Reason.PROBE}
+    assert ran == ran_by(LearnsAtOnce, num_texts) != ran_by(ForgetsWhatWaits, num_texts)
+
+
+class FailsNowAndThen(CountedAcceptance):
+    """Every fifth lesson fails."""
+
+    num_asked = num_learnt = 0
+
+    def observe(self, outcomes):
+        self.num_asked += 1
+        if self.num_asked % 5 == 0:
+            raise RuntimeError("no")
+        self.num_learnt += 1
+        super().observe(outcomes)
+
+
+def test_a_lesson_that_fails_costs_that_lesson_and_no_choice(caplog):
+    estimator = FailsNowAndThen(MENU)
+    policy = AdaptiveExpansion(MENU, estimator, profiled(USUAL), CHAIN)
+    ran = run(policy, USUAL, texts_of(0.8, 2), 200)
+    assert ran.rate > 1.2 * fixed_rate(USUAL, texts_of(0.8, 2), PLAIN)
+    assert estimator.num_learnt >= 4 * (estimator.num_asked // 5) > 0
+    assert [one.message for one in caplog.records if one.levelname == "ERROR"] == ["a step taught nothing"]
