@@ -63,7 +63,7 @@ def test_a_kernel_that_knows_no_huge_pages_gives_small_ones(monkeypatch):
         def madvise(self, option: int) -> None:  # type: ignore[override]
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(huge_pages.mmap, "mmap", Refusing)
+    monkeypatch.setattr(mmap, "mmap", Refusing)
     assert huge_pages.empty((100 << 20,), torch.uint8)[-1] == 0
 
 

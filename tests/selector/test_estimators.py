@@ -146,7 +146,7 @@ def best_tree(expansion: Expansion, chance: float) -> frozenset[tuple[int, ...]]
 
 def path_of_best_tree(expansion: Expansion, chance: float, seed: random.Random) -> int:
     """Return how deep such a tree's path comes: the first child that is accepted, and on from there."""
-    nodes, path = best_tree(expansion, chance), ()
+    nodes, path = best_tree(expansion, chance), tuple[int, ...]()
     while True:
         children = (child for rank in range(expansion.branches) if (child := (*path, rank)) in nodes)
         accepted = next((child for child in children if seed.random() < chance), None)

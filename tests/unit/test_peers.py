@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers import __main__ as peers_main
 from benchmarks.peers import contenders, measure, setup, stable
 from benchmarks.peers.contenders import Contender, Subject, contenders_of, those_ready
 from benchmarks.peers.jobs import Answer, Answers, Job, JobFailed
 from benchmarks.peers.measure import MIXED, Design, Measurement, blocks_of
 from benchmarks.peers.processes import Launch, PeerDied
 from benchmarks.peers.report import report
+from benchmarks.peers.setup import PEERS
 from benchmarks.peers.stable import Stable
 from engine.tree import parse_expansion
 from engine.weights.references import LocalWeights
@@ -322,3 +324,12 @@ def test_greedy_texts_are_compared_with_the_reference_of_their_round(rows: Any):
     )
     assert found["latebranch.float32.plain"][5] == "3 of 4"
     assert found["llama.cpp"][5] == "–"
+
+
+def test_setup_installs_those_that_are_named_or_all(monkeypatch):
+    installed: list[str] = []
+    monkeypatch.setattr(peers_main, "set_up", installed.append)
+    for words in ([], ["openvino"]):
+        monkeypatch.setattr("sys.argv", ["peers", "setup", *words])
+        peers_main.main()
+    assert installed == [*PEERS, "openvino"]
