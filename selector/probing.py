@@ -18,7 +18,7 @@ from engine.policy import DraftOutcome, SequenceView
 
 _SHARE = 0.005  # of all seconds, spent on probes at most
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 8, 64  # tokens of a sequence between its probes while it is plain
-_PACE = 24  # the same while it drafts
+_PACE = 64  # the same while it drafts
 _MOST_SAVED_STEPS = 2.0  # more is not saved up: a long quiet time does not buy a burst of probes
 
 
