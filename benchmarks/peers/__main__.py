@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="compare with other engines")
     commands = parser.add_subparsers(dest="command", required=True)
     setup = commands.add_parser("setup", help="install peers, each in an environment of its own")
-    setup.add_argument("peers", nargs="*", choices=PEERS, metavar="PEER", help=f"of {', '.join(PEERS)}; by default all")
+    setup.add_argument("peers", nargs="*", type=_peer, metavar="PEER", help=f"of {', '.join(PEERS)}; by default all")
     run = commands.add_parser("run", help="measure, one JSON line for each contender and block, appended to a file")
     run.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of settings: our model and policy")
     run.add_argument("--draft", metavar="MODEL", help="draft model of peers; by default the configured one, if there is one")
@@ -70,6 +70,13 @@ def _parser() -> argparse.ArgumentParser:
             help="processors of others above which a measurement counts as disturbed",
         )
     return parser
+
+
+def _peer(name: str) -> str:
+    """Return the name of a peer: `choices` of a list that may be empty would refuse the empty one."""
+    if name not in PEERS:
+        raise argparse.ArgumentTypeError(f"there is no {name!r}")
+    return name
 
 
 def _setup(args: argparse.Namespace) -> None:

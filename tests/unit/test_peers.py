@@ -333,3 +333,6 @@ def test_setup_installs_those_that_are_named_or_all(monkeypatch):
         monkeypatch.setattr("sys.argv", ["peers", "setup", *words])
         peers_main.main()
     assert installed == [*PEERS, "openvino"]
+    monkeypatch.setattr("sys.argv", ["peers", "setup", "openvino", "another"])
+    with pytest.raises(SystemExit):
+        peers_main.main()
