@@ -8,8 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from engine import huge_pages
+from engine.kv_cache import KVCache
+from engine.native.linear import NativeLinear
+from tests.model.native import needs_library
 
 needs_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages to ask for")
 shapes = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)
@@ -87,3 +91,15 @@ def test_what_fills_a_room_begins_a_page_and_goes_with_its_tensor():
     del part
     gc.collect()
     assert "hg" not in flags_at(address)
+
+
+@needs_linux
+def test_caches_lie_in_them():
+    keys, values = KVCache(1000, torch.device("cpu")).pools(0, 2, 64, torch.float32)
+    assert all("hg" in flags_at(pool.data_ptr()) for pool in (keys, values))
+
+
+@needs_linux
+@needs_library
+def test_weights_lie_in_them():
+    assert "hg" in flags_at(NativeLinear(nn.Linear(64, 64).requires_grad_(False), "int8").structure.weight)

@@ -285,6 +285,13 @@ def test_a_new_sequence_is_believed_to_be_any_of_its_kind_and_told_apart_in_a_fe
     assert told_after([0, 0, 0], "not copied") < 1.7
 
 
+def test_a_sequence_that_changes_is_believed_to():
+    """After 200 trees that came whole, 12 of which nothing came weigh more than those."""
+    told = tokens_of_deep_trees([2] * 200 + [0] * 13)
+    assert told[200] > 5.0
+    assert told[-1] < 2.5
+
+
 @pytest.mark.parametrize(("usual", "other"), [(0, 4), (4, 0)])
 def test_what_never_came_for_long_is_not_ruled_out(usual, other):
     """5,000 trees of one regime, and then a sequence of the other is told apart in a few."""

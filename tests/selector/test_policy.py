@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.policy import DraftOutcome, Reason, StepFeedback
+from engine.policy import DraftOutcome, Reason, StepFeedback, StepWork
 from engine.tree import FREE_GROWTH, PLAIN, Expansion
 from engine.types import Speculation
 from selector.allocation import Allocation, Allocator
@@ -580,3 +580,15 @@ def test_a_lesson_that_fails_costs_that_lesson_and_no_choice(caplog):
     assert ran.rate > 1.2 * fixed_rate(USUAL, texts_of(0.8, 2), PLAIN)
     assert estimator.num_learnt >= 4 * (estimator.num_asked // 5) > 0
     assert [one.message for one in caplog.records if one.levelname == "ERROR"] == ["a step taught nothing"]
+
+
+def test_a_probe_beside_a_prompt_is_over_with_its_step():
+    """Of such a step no seconds were foretold."""
+    policy = adaptive(USUAL)
+    policy.choose([Text(flat(0.5)).view("r")])
+    policy._probes.pay([], 0.0)
+    policy._probes._asked.add("r")
+    policy._probe_s, policy._is_plain_probe = None, False
+    work = StepWork(1, 1, 0, 10, 10, 0, 0, 0)
+    policy.observe(feedback(work, (), 0.0, 0.01, has_prefill=True))
+    assert not policy._probes.is_asking
