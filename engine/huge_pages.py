@@ -29,7 +29,7 @@ class _Rooms:
         if num_bytes >= _ROOM_BYTES:
             return _mapped(num_bytes)
         num_taken = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        with self._lock, torch.inference_mode(False):
+        with self._lock:
             if num_taken > len(self._room):
                 self._room = _mapped(_ROOM_BYTES)
             taken, self._room = self._room[:num_bytes], self._room[num_taken:]
@@ -37,13 +37,12 @@ class _Rooms:
 
 
 def _mapped(num_bytes: int) -> Tensor:
-    """Return fresh bytes that begin a huge page, and may be written wherever other tensors may be."""
+    """Return fresh bytes that begin a huge page."""
     memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel that was built without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    with torch.inference_mode(False):
-        whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map
-        return whole[-whole.data_ptr() % _PAGE_BYTES :][:num_bytes]
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map
+    return whole[-whole.data_ptr() % _PAGE_BYTES :][:num_bytes]
 
 
 _rooms = _Rooms()
@@ -53,7 +52,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor of the host's, in huge pages if it can be; what it holds is not told."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    with torch.inference_mode(False):  # a part of a room that others write to outside of it
+    with torch.inference_mode(False):  # a room is for whoever comes next too, who may write to it outside of inference
         return _rooms.part(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 

@@ -50,6 +50,7 @@ def check_flat(batch: PackedBatch, packed: list[Segment]) -> None:
     assert batch.write_slots_T.tolist() == [slot for segment in packed for slot in segment.write_slots]
     assert batch.starts == tuple(sum(segment.num_tokens for segment in packed[:i]) for i in range(len(packed) + 1))
     assert batch.num_tokens == batch.starts[-1]
+    assert batch.end == 1 + max(position for segment in packed for position in segment.positions)
 
 
 def check_order(batch: PackedBatch) -> None:

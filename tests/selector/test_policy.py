@@ -591,4 +591,4 @@ def test_a_probe_beside_a_prompt_is_over_with_its_step():
     policy._probe_s, policy._is_plain_probe = None, False
     work = StepWork(1, 1, 0, 10, 10, 0, 0, 0)
     policy.observe(feedback(work, (), 0.0, 0.01, has_prefill=True))
-    assert not policy._probes.is_asking
+    assert not policy._probes.has_asked("r")
