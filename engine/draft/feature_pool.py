@@ -14,11 +14,10 @@ from engine.transfer import integers
 
 @dataclass(frozen=True)
 class Fed:
-    """Packed tokens, for each the slot of the token before it, and a position past all of theirs."""
+    """Packed tokens, and for each the slot of the token before it."""
 
     batch: PackedBatch
     before: Sequence[int]
-    end: int
 
 
 class FeaturePool:

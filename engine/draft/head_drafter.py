@@ -124,7 +124,7 @@ class HeadDrafter:
         """Feed committed tokens by the target's features; propose at the roots."""
         before = [slot for row in rows for slot in self._slots_before(row)]
         batch = pack(fed_segments(rows), self._device)
-        fed = Fed(batch, before, max(row.draft_len + len(row.draft_ids) for row in rows))
+        fed = Fed(batch, before)
         places = places_of_roots(rows, roots)
         asked = [chain_segment(root.tree.token_ids[:1], root.position, root.tree.row.slots) for root in roots]
         return self._proposal(fed, None if places == list(range(batch.num_tokens)) else asked, places)
@@ -133,7 +133,7 @@ class HeadDrafter:
         """Feed some nodes of every tree by their parents' states; propose at each."""
         before = [asked.tree.row.slots[asked.tree.row.root_position + asked.tree.parents[asked.node]] for asked in frontier]
         batch = pack(level_segments(frontier), self._device)
-        fed = Fed(batch, before, 1 + max(asked.position for asked in frontier))
+        fed = Fed(batch, before)
         return self._proposal(fed, None, range(len(frontier)))
 
     def _slots_before(self, row: Row) -> Sequence[int]:

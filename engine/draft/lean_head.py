@@ -123,7 +123,7 @@ class LeanHead(nn.Module):
         """
         batch, states_TW = fed.batch, pool.at(fed.before)
         tokens_TW = self.tokens(self._embeddings_VD[batch.input_ids_1T[0]])
-        rotation_TR = self.rotation(batch.position_ids_1T[0], fed.end)
+        rotation_TR = self.rotation(batch.position_ids_1T[0], batch.end)
         for index, layer in enumerate(self.decoder):
             query, key, value = (x.to(self.attention_dtype) for x in layer.projected(states_TW, tokens_TW, rotation_TR))
             cache.write(index, batch.write_slots_T, key, value)

@@ -91,7 +91,7 @@ class NativeHead:
         del asked  # all are run whole: one layer more or less is nothing beside the target's pass
         pool_SW = pool.lent(fed.before)
         before_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.before, places))
-        rotations = [self._rotations.below(fed.end)]
+        rotations = [self._rotations.below(fed.batch.end)]
         return self._runner.run(fed.batch, cache, rotations, places_P, given=SlotStates(pool_SW, before_T)).logits_NM
 
     def _rotated(self, positions_N: Int[Tensor, " N"]) -> Tables:
