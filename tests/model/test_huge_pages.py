@@ -15,7 +15,8 @@ from engine.kv_cache import KVCache
 from engine.native.linear import NativeLinear
 from tests.model.native import needs_library
 
-needs_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages to ask for")
+has_them = Path("/sys/kernel/mm/transparent_hugepage").exists()
+needs_them = pytest.mark.skipif(not has_them, reason="the kernel was built without transparent huge pages")
 shapes = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int64])
 
@@ -71,7 +72,7 @@ def test_a_kernel_that_knows_no_huge_pages_gives_small_ones(monkeypatch):
     assert huge_pages.empty((100 << 20,), torch.uint8)[-1] == 0
 
 
-@needs_linux
+@needs_them
 @pytest.mark.parametrize("num_bytes", [1000, 100 << 20])
 def test_the_system_is_asked(num_bytes):
     tensor = huge_pages.empty((num_bytes,), torch.uint8)
@@ -79,7 +80,7 @@ def test_the_system_is_asked(num_bytes):
     assert "hg" not in flags_at(torch.empty(num_bytes, dtype=torch.uint8).data_ptr())
 
 
-@needs_linux
+@needs_them
 def test_what_fills_a_room_begins_a_page_and_goes_with_its_tensor():
     tensor = huge_pages.empty((100 << 20,), torch.uint8)
     address = tensor.data_ptr()
@@ -93,13 +94,13 @@ def test_what_fills_a_room_begins_a_page_and_goes_with_its_tensor():
     assert "hg" not in flags_at(address)
 
 
-@needs_linux
+@needs_them
 def test_caches_lie_in_them():
     keys, values = KVCache(1000, torch.device("cpu")).pools(0, 2, 64, torch.float32)
     assert all("hg" in flags_at(pool.data_ptr()) for pool in (keys, values))
 
 
-@needs_linux
+@needs_them
 @needs_library
 def test_weights_lie_in_them():
     assert "hg" in flags_at(NativeLinear(nn.Linear(64, 64).requires_grad_(False), "int8").structure.weight)
