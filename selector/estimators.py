@@ -452,15 +452,10 @@ def _normed(weights_G: Array) -> Array:
     return np.asarray(weights_G / weights_G.sum())
 
 
-def best_tokens(expansion: Expansion, acceptance: float) -> float:
-    """Return the expected tokens of the best tree of that size, if every node is accepted with one chance given its parent."""
-    return 1.0 + sum(_best_reach(expansion, acceptance))
+def best_reach(expansion: Expansion, acceptance: float) -> list[float]:
+    """Return the chances that a path through the best tree of that size comes to each depth below the root.
 
-
-def _best_reach(expansion: Expansion, acceptance: float) -> list[float]:
-    """Return the chances that such a tree's path comes to each depth below the root.
-
-    Places are filled most valuable first, a sibling's after its elder's.
+    Every node is accepted with one chance given its parent. Places are filled most valuable first, a sibling's after its elder's.
     """
     places, reach = [(-acceptance, 1, 0)], [0.0] * expansion.max_depth  # (-chance to be accepted, depth, rank)
     for _ in range(expansion.max_nodes):
@@ -477,7 +472,7 @@ def _best_reach(expansion: Expansion, acceptance: float) -> list[float]:
 
 def _reach(expansion: Expansion) -> Array:
     """Return those chances at each acceptance of the grid, [D, G]."""
-    return np.array([_best_reach(expansion, float(acceptance)) for acceptance in _GRID]).T
+    return np.array([best_reach(expansion, float(acceptance)) for acceptance in _GRID]).T
 
 
 def _endings(reach_DG: Array) -> Array:

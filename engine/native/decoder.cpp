@@ -178,13 +178,13 @@ class Run {
       while (b >= blocks[part]) b -= blocks[part++];
       return std::pair(part, b);
     };
-    worker.each_run(num_panels(p_.num_tokens) * all, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; task++) {
-        const auto [part, b] = place(task % all);
-        const auto [next_part, next] = place((task + 1) % all);
-        linear_task(*parts[part], s_.inputs, p_.num_tokens, task / all, b, task + 1 < end ? parts[next_part]->block(next) : nullptr,
-                    s_.qkv.data() + begins[part], row_, false);
-      }
+    const auto weights = [&](int64_t b) {
+      const auto [part, own] = place(b);
+      return parts[part]->block(own);
+    };
+    each_block(worker, p_.num_tokens, all, [&](int64_t panel, int64_t b, int64_t next) {
+      const auto [part, own] = place(b);
+      linear_task(*parts[part], s_.inputs, p_.num_tokens, panel, own, next < 0 ? nullptr : weights(next), s_.qkv.data() + begins[part], row_, false);
     });
     worker.each(p_.num_tokens, [&](int64_t t) {
       float* qkv = s_.qkv.data() + t * row_;
@@ -211,10 +211,8 @@ class Run {
   }
 
   void gate(Worker& worker, const Layer& layer) {
-    const int64_t blocks = layer.gate.num_blocks();
-    worker.each_run(num_panels(p_.num_tokens) * blocks, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; task++)
-        gate_task(layer, task / blocks, task % blocks, task + 1 < end ? layer.gate.block((task + 1) % blocks) : nullptr);
+    each_block(worker, p_.num_tokens, layer.gate.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
+      gate_task(layer, panel, b, next < 0 ? nullptr : layer.gate.block(next));
     });
   }
 

@@ -102,35 +102,40 @@ def is_compiled(instructions: str) -> bool:
     return find_spec(MODULES[instructions]) is not None
 
 
+def library() -> ctypes.CDLL:
+    """Return the library for this processor; raise OSError if there is none."""
+    return compiled_for(_best())
+
+
 @cache
 def digest() -> str:
     """Return what tells this library from another version; raise OSError if there is none."""
-    instructions = instruction_set()
-    spec = find_spec(MODULES[instructions]) if instructions else None
-    if spec is None or spec.origin is None:
-        raise OSError("the library was not compiled, or not for this processor")
-    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    return hashlib.sha256(_file_of(_best()).read_bytes()).hexdigest()
 
 
-def library() -> ctypes.CDLL:
-    """Return the library for this processor; raise OSError if there is none."""
+def _best() -> str:
     instructions = instruction_set()
     if instructions is None:
         raise OSError("the library was not compiled, or not for this processor")
-    return compiled_for(instructions)
+    return instructions
+
+
+def _file_of(instructions: str) -> Path:
+    spec = find_spec(MODULES[instructions])
+    if spec is None or spec.origin is None:
+        raise OSError(f"{MODULES[instructions]} was not compiled")
+    return Path(spec.origin)
 
 
 @cache
 def compiled_for(instructions: str) -> ctypes.CDLL:
     """Return the library for an instruction set; raise OSError if it is not there."""
-    spec = find_spec(MODULES[instructions])
-    if spec is None or spec.origin is None:
-        raise OSError(f"{MODULES[instructions]} was not compiled")
-    loaded = ctypes.CDLL(spec.origin)
+    file = _file_of(instructions)
+    loaded = ctypes.CDLL(str(file))
     sizes = (c_int64 * 4)()
     loaded.latebranch_sizes(sizes)
     if list(sizes) != [ctypes.sizeof(one) for one in (Linear, Layer, Decoder, Pass)]:
-        raise OSError(f"{spec.origin} was compiled from another version: install the package again")
+        raise OSError(f"{file} was compiled from another version: install the package again")
     loaded.latebranch_decode.argtypes = [POINTER(Decoder), POINTER(Pass), c_int]
     loaded.latebranch_decode.restype = None
     loaded.latebranch_linear.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int]

@@ -282,14 +282,19 @@ inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t
   });
 }
 
+// One phase of a team: call use(panel, block, next) for all panels and blocks. `next` is the block that this thread takes after it,
+// or -1 where that is not known.
+template <typename Use>
+inline void each_block(Worker& worker, int64_t rows, int64_t blocks, const Use& use) {
+  worker.each_run(num_panels(rows) * blocks, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; task++) use(task / blocks, task % blocks, task + 1 < end ? (task + 1) % blocks : -1);
+  });
+}
+
 // y [T, out], all outputs of a layer: one phase of a team.
 inline void all_outputs(Worker& worker, const Linear& l, const Inputs& in, int64_t rows, float* y, bool is_added) {
-  const int64_t blocks = l.num_blocks();
-  worker.each_run(num_panels(rows) * blocks, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; task++) {
-      const int64_t b = task % blocks;
-      linear_task(l, in, rows, task / blocks, b, task + 1 < end ? l.block((b + 1) % blocks) : nullptr, y, l.out, is_added);
-    }
+  each_block(worker, rows, l.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
+    linear_task(l, in, rows, panel, b, next < 0 ? nullptr : l.block(next), y, l.out, is_added);
   });
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.policy import DraftOutcome
 from engine.tree import PLAIN, Expansion
-from selector.estimators import _GRID, CountedAcceptance, _sized_tokens, best_tokens, kind_of
+from selector.estimators import _GRID, CountedAcceptance, _sized_tokens, best_reach, kind_of
 from selector.menu import Menu, menu_for_all, menu_of
 from tests.selector.machine import Chances, Text, flat
 
@@ -133,6 +133,10 @@ def test_outcomes_of_strangers_and_of_plain_rows_say_nothing():
     before = estimator.estimate([text.view("r")]).tokens
     estimator.observe([DraftOutcome("stranger", Expansion(4, 1, 0), 4, 4, 4), DraftOutcome("r", PLAIN, 0, 0, 0)])
     assert np.array_equal(estimator.estimate([text.view("r")]).tokens, before)
+
+
+def best_tokens(expansion: Expansion, chance: float) -> float:
+    return 1.0 + sum(best_reach(expansion, chance))
 
 
 @cache
@@ -262,27 +266,27 @@ def test_short_paths_that_always_come_whole_soon_speak_for_deep_trees():
     assert tokens_of_deep_trees([0] * 12)[11] < 1.8
 
 
+FOUR_DEEP = Expansion(0, 4, 4, "noise_aware", 8)
+OF_FOUR_DEEP = menu_of(FOUR_DEEP, "coupled")
+
+
+def told_after(estimator: CountedAcceptance, name: str, paths: list[int]) -> float:
+    """Return what a tree of four levels is expected to bring a sequence after these paths through such trees."""
+    view = Text(flat(0.0), num_generated=5).view(name)
+    for path in paths:
+        estimator.estimate([view])
+        estimator.observe([DraftOutcome(name, FOUR_DEEP, 8, 4, path)])
+    return float(estimator.estimate([view]).tokens[0, OF_FOUR_DEEP.index[FOUR_DEEP]])
+
+
 def test_a_new_sequence_is_believed_to_be_any_of_its_kind_and_told_apart_in_a_few_trees():
     """Half of the sequences before it were copied, half were not: the mean of both is right for neither."""
-    tree = Expansion(0, 4, 4, "noise_aware", 8)
-    menu = menu_of(tree, "coupled")
-    estimator = CountedAcceptance(menu)
+    estimator = CountedAcceptance(OF_FOUR_DEEP)
     for number in range(60):
-        view = Text(flat(0.0), num_generated=5).view(f"r{number}")
-        for _ in range(12):
-            estimator.estimate([view])
-            estimator.observe([DraftOutcome(view.request_id, tree, 8, 4, 4 * (number % 2))])
-
-    def told_after(paths: list[int], name: str) -> float:
-        view = Text(flat(0.0), num_generated=5).view(name)
-        for path in paths:
-            estimator.estimate([view])
-            estimator.observe([DraftOutcome(name, tree, 8, 4, path)])
-        return float(estimator.estimate([view]).tokens[0, menu.index[tree]])
-
-    assert 2.0 < told_after([], "unknown") < 4.0
-    assert told_after([4, 4, 4], "copied") > 4.3
-    assert told_after([0, 0, 0], "not copied") < 1.7
+        told_after(estimator, f"r{number}", [4 * (number % 2)] * 12)
+    assert 2.0 < told_after(estimator, "unknown", []) < 4.0
+    assert told_after(estimator, "copied", [4, 4, 4]) > 4.3
+    assert told_after(estimator, "not copied", [0, 0, 0]) < 1.7
 
 
 def test_a_sequence_that_changes_is_believed_to():
@@ -295,31 +299,19 @@ def test_a_sequence_that_changes_is_believed_to():
 @pytest.mark.parametrize(("usual", "other"), [(0, 4), (4, 0)])
 def test_what_never_came_for_long_is_not_ruled_out(usual, other):
     """5,000 trees of one regime, and then a sequence of the other is told apart in a few."""
-    tree = Expansion(0, 4, 4, "noise_aware", 8)
-    menu = menu_of(tree, "coupled")
-    estimator = CountedAcceptance(menu)
-
-    def told_after(name: str, paths: list[int]) -> float:
-        view = Text(flat(0.0), num_generated=5).view(name)
-        for path in paths:
-            estimator.estimate([view])
-            estimator.observe([DraftOutcome(name, tree, 8, 4, path)])
-        return float(estimator.estimate([view]).tokens[0, menu.index[tree]])
-
+    estimator = CountedAcceptance(OF_FOUR_DEEP)
     for number in range(100):
-        told_after(f"r{number}", [usual] * 50)
-    assert abs(told_after("another", [other] * 5) - (1 + other)) < 1.3
+        told_after(estimator, f"r{number}", [usual] * 50)
+    assert abs(told_after(estimator, "another", [other] * 5) - (1 + other)) < 1.3
 
 
 def test_a_kind_learns_the_same_from_sequences_in_any_order():
-    tree = Expansion(0, 4, 4, "noise_aware", 8)
-    menu = menu_of(tree, "coupled")
     told = []
     for names in (["a", "b"], ["b", "a"]):
-        estimator, views = CountedAcceptance(menu), [Text(flat(0.0), num_generated=5).view(name) for name in "ab"]
+        estimator, views = CountedAcceptance(OF_FOUR_DEEP), [Text(flat(0.0), num_generated=5).view(name) for name in "ab"]
         for _ in range(20):
             estimator.estimate(views)
-            estimator.observe([DraftOutcome(name, tree, 8, 4, 4 if name == "a" else 0) for name in names])
+            estimator.observe([DraftOutcome(name, FOUR_DEEP, 8, 4, 4 if name == "a" else 0) for name in names])
         told.append(estimator.estimate(views).tokens)
     assert told[0] == pytest.approx(told[1], rel=1e-12)
 
