@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from engine.draft.drafter import FrontierNode, Proposal
-from engine.draft.mixture import put_cached, vocabulary_of
+from engine.draft.mixture import mixtures, vocabulary_of
 from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Feeding, Row
 from engine.types import Request
@@ -55,9 +55,8 @@ class CachedDrafter(FollowsTexts):
         laws = {index: law for index, asked in enumerate(frontier) if (law := law_at(self.texts, asked)) is not None}
         known = [*laws.values()]
         vocab = vocabulary_of(known, self._vocab_size, self._device)
-        logits_PM = torch.full((len(laws), len(vocab.ids_M)), float("-inf"), device=self._device)
-        put_cached(logits_PM, range(len(laws)), known, vocab)
-        return Proposal(tuple(laws), logits_PM, origins={index: law.origins for index, law in laws.items()}, vocab=vocab)
+        logits_PM, origins = mixtures(None, [None] * len(known), known, vocab, self._vocab_size, self._device)
+        return Proposal(tuple(laws), logits_PM, origins=dict(zip(laws, origins, strict=True)), vocab=vocab)
 
 
 def law_at(texts: TextCache, asked: FrontierNode) -> CachedLaw | None:

@@ -13,7 +13,7 @@ import torch
 
 from engine.draft.cached import FollowsTexts, law_at
 from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
-from engine.draft.mixture import put_cached, put_mixed, vocabulary_of, with_tokens_of
+from engine.draft.mixture import mixtures, vocabulary_of, with_tokens_of
 from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Feeding, Row
 from engine.tree import ROOT
@@ -117,23 +117,15 @@ class CombinedDrafter(FollowsTexts):
         if answers is not None and not known and tuple(rows) == answers.indices:
             return answers
         indices = sorted({*known, *rows})
-        place = {index: at for at, index in enumerate(indices)}
-        alone = {index: law for index, law in known.items() if index not in rows}
-        both = {index: law for index, law in known.items() if index in rows}
         if answers is None:
             vocab: TrimmedVocabulary | None = vocabulary_of([*known.values()], self._vocab_size, self._device)
         else:
             vocab = with_tokens_of([*known.values()], answers.vocab)
-        num_columns = self._vocab_size if vocab is None else len(vocab.ids_M)
-        logits_PM = torch.full((len(indices), num_columns), float("-inf"), device=self._device)
-        origins: dict[int, Origins] = {index: law.origins for index, law in alone.items()}
-        put_cached(logits_PM, [place[index] for index in alone], [*alone.values()], vocab)
-        if answers is not None and rows:
-            model_PM = answers.logits_PM[[*rows.values()]]
-            logits_PM[[place[index] for index in rows], : model_PM.shape[1]] = model_PM
-            of_both = put_mixed(logits_PM, [place[index] for index in both], [*both.values()], vocab)
-            origins.update(zip(both, of_both, strict=True))
-        return Proposal(tuple(indices), logits_PM, frozenset(unfed), origins, _passes_of(answers), vocab)
+        said = None if answers is None else answers.logits_PM
+        told, answered = [laws[index] for index in indices], [rows.get(index) for index in indices]
+        logits_PM, origins = mixtures(said, answered, told, vocab, self._vocab_size, self._device)
+        of_index = {index: own for index, own in zip(indices, origins, strict=True) if own}
+        return Proposal(tuple(indices), logits_PM, frozenset(unfed), of_index, _passes_of(answers), vocab)
 
 
 def _is_sure(law: CachedLaw | None) -> bool:

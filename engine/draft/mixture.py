@@ -3,7 +3,7 @@
 A mixture q = w q_cached + (1 - w) q_model is a law like any other; w is fixed by the two laws before anything is drawn from it.
 Each side weighs as much as its odds to foretell the token: the cache's as they were observed, the model's (if it knows how sure
 it is) by the chance that two draws from its law agree.
-Shape key: P proposals, M tokens that the model or a law knows.
+Shape key: R rows of the model, K tokens it knows, P proposals, M tokens that the model or a law knows.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.draft.drafter import TrimmedVocabulary
 from engine.draft.texts import CachedLaw
+from engine.native import mixture as native
 from engine.types import DraftSource
 
 _MOST_TRUST = 0.99
@@ -56,7 +57,54 @@ def _said(laws: Sequence[CachedLaw]) -> list[int]:
     return sorted({token_id for law in laws for token_id in law.odds})
 
 
-def put_cached(
+def mixtures(
+    model_RK: Float[Tensor, "R K"] | None,
+    rows: Sequence[int | None],
+    laws: Sequence[CachedLaw | None],
+    vocab: TrimmedVocabulary | None,
+    vocab_size: int,
+    device: torch.device,
+) -> tuple[Float[Tensor, "P M"], list[dict[int, DraftSource]]]:
+    """Return logits of what the model, the cache or both say, and of each row which tokens are rather the cache's.
+
+    `rows[p]` is the model's of proposal p, None where it said nothing; `laws[p]` is the cache's. The columns are the tokens of
+    `vocab`, the model's own first, or all there are. On a processor our library mixes.
+    """
+    num_columns = vocab_size if vocab is None else len(vocab.ids_M)
+    if native.can_mix(device):
+        told = [_UNTOLD if law is None else _foretold(law, vocab) for law in laws]
+        logits_PM, is_rather_cached = native.mixed(model_RK, rows, told, num_columns)
+        return logits_PM, [_origins(*one) for one in zip(laws, is_rather_cached, strict=True)]
+    logits_PM = torch.full((len(rows), num_columns), float("-inf"), device=device)
+    places = [place for place, row in enumerate(rows) if row is not None]
+    if model_RK is not None and places:
+        logits_PM[places, : model_RK.shape[1]] = model_RK[[row for row in rows if row is not None]]
+    known = {place: law for place, law in enumerate(laws) if law is not None}
+    alone = {place: law for place, law in known.items() if rows[place] is None}
+    both = {place: law for place, law in known.items() if rows[place] is not None}
+    _put_cached(logits_PM, [*alone], [*alone.values()], vocab)
+    origins = {place: law.origins for place, law in alone.items()}
+    origins.update(zip(both, _put_mixed(logits_PM, [*both], [*both.values()], vocab), strict=True))
+    return logits_PM, [origins.get(place, {}) for place in range(len(rows))]
+
+
+_UNTOLD = native.Foretold((), (), 0.0)
+
+
+def _foretold(law: CachedLaw, vocab: TrimmedVocabulary | None) -> native.Foretold:
+    columns = [*law.odds] if vocab is None else vocab.columns(law.odds)
+    return native.Foretold(columns, [*law.odds.values()], law.chance)
+
+
+def _origins(law: CachedLaw | None, is_rather_cached: Sequence[bool]) -> dict[int, DraftSource]:
+    if law is None:
+        return {}
+    return {
+        token_id: law.source_of(token_id) for token_id, is_rather in zip(law.odds, is_rather_cached, strict=True) if is_rather
+    }
+
+
+def _put_cached(
     logits_PM: Float[Tensor, "P M"], rows: Sequence[int], laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None
 ) -> None:
     """Write laws, as log-probabilities, into rows in which nothing is possible yet."""
@@ -64,7 +112,7 @@ def put_cached(
     logits_PM[[rows[law] for law in entries.law], entries.column] = torch.tensor(entries.odds, device=logits_PM.device).log()
 
 
-def put_mixed(
+def _put_mixed(
     logits_PM: Float[Tensor, "P M"], rows: Sequence[int], laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None
 ) -> list[dict[int, DraftSource]]:
     """Mix laws into rows that hold a model's logits; return of each which tokens are rather the cache's now."""

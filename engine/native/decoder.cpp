@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "laws.h"
 #include "linear.h"
+#include "mixture.h"
 #include "noise.h"
 #include "numbers.h"
 #include "ranking.h"
@@ -357,5 +358,16 @@ void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns,
       rank(logits + p * num_columns, num_columns, inverse_temperatures[p], keys, keys ? keys[p] : 0, tokens, most, out);
     });
   });
+}
+
+// Logits [P, num_columns] of what a model says, of what cached text foretells, and of mixtures (mixture.h). `rows` [P]: which of
+// `model` [_, num_known] is a proposal's, or -1; `firsts` [P + 1]: where its foretold tokens begin.
+void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, int64_t num_rows, const int64_t* firsts, const int64_t* columns,
+                    const float* odds, const float* chances, int64_t num_columns, float* logits, uint8_t* is_rather_cached) {
+  for (int64_t p = 0; p < num_rows; p++) {
+    const int64_t first = firsts[p];
+    const Cached cached{columns + first, odds + first, firsts[p + 1] - first, chances[p]};
+    mixed(rows[p] < 0 ? nullptr : model + rows[p] * num_known, num_known, num_columns, cached, logits + p * num_columns, is_rather_cached + first);
+  }
 }
 }

@@ -152,6 +152,8 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_choose.restype = None
     loaded.latebranch_rank.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int]
     loaded.latebranch_rank.restype = None
+    loaded.latebranch_mix.argtypes = [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p]
+    loaded.latebranch_mix.restype = None
     return loaded
 
 

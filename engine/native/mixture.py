@@ -1,0 +1,58 @@
+"""Cached text beside a model's logits by the library: the function of engine.draft.mixture.
+
+Shape key: R rows of a model, K tokens it knows, P proposals, M tokens known, E tokens that cached text foretells.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.native import library
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What cached text says of one token: columns and probabilities, and how far it is trusted; without columns nothing."""
+
+    columns: Sequence[int]
+    odds: Sequence[float]
+    chance: float
+
+
+def can_mix(device: torch.device) -> bool:
+    """Return whether the library runs where the logits are."""
+    return device.type == "cpu" and library.is_available()
+
+
+def mixed(
+    model_RK: Float[Tensor, "R K"] | None, rows: Sequence[int | None], foretold: Sequence[Foretold], num_columns: int
+) -> tuple[Float[Tensor, "P M"], list[list[bool]]]:
+    """Return logits of the mixtures, and of each foretold token whether more of it is cached text's.
+
+    `rows[p]` is the model's of proposal p, None where it was not asked: there what is foretold is the law. Of others it changes
+    the odds of the foretold tokens alone. A model's own columns are the first.
+    """
+    num_proposals, num_known = len(rows), 0
+    if model_RK is not None:
+        model_RK, num_known = model_RK.contiguous(), model_RK.shape[1]
+    firsts = [*accumulate((len(one.columns) for one in foretold), initial=0)]
+    # Rows, firsts and columns lie in one array, odds and chances in another.
+    places = np.array(
+        [-1 if row is None else row for row in rows] + firsts + [*chain.from_iterable(one.columns for one in foretold)]
+    )
+    odds = np.array([*chain.from_iterable(one.odds for one in foretold), *(one.chance for one in foretold)], dtype=np.float32)
+    is_rather_cached = np.zeros(firsts[-1], dtype=np.uint8)
+    logits_PM = torch.empty(num_proposals, num_columns)
+    begin, row, share = library.address(places), 8 * num_proposals, library.address(odds)
+    library.library().latebranch_mix(
+        *(None if model_RK is None else model_RK.data_ptr(), num_known, begin, num_proposals),
+        *(begin + row, begin + 2 * row + 8, share, share + 4 * firsts[-1]),
+        *(num_columns, logits_PM.data_ptr(), library.address(is_rather_cached)),
+    )
+    flags = is_rather_cached.astype(np.bool_).tolist()
+    return logits_PM, [flags[first:end] for first, end in pairwise(firsts)]
