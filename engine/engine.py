@@ -18,7 +18,8 @@ from engine.canary import SlotCanary
 from engine.config import SchedulerConfig
 from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, RequestFollower
-from engine.draft.growth import Growth, grow, learn, plain_growth
+from engine.draft.grown import Growth, plain_growth
+from engine.draft.growth import grow, learn
 from engine.forcing import TeacherForcing
 from engine.grammar_masks import GrammarMasks
 from engine.grammars import CompiledGrammars, no_grammars

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
-from engine.draft.growth import Growth, grow, grow_by
+from engine.draft.grown import Growth
+from engine.draft.growth import grow, grow_by
 from engine.draft.nested import Nested, Truncation
 from engine.engine import Engine
 from engine.forest import Forest

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.draft.growth import Growth
+from engine.draft.grown import Growth
 from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import edited_logits
 from engine.plan import Row

@@ -14,6 +14,7 @@ import torch
 from engine.draft.cached import FollowsTexts, law_at
 from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.mixture import mixtures, vocabulary_of, with_tokens_of
+from engine.draft.ranked import GrowsRanked, RankedGrower
 from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Feeding, Row
 from engine.tree import ROOT
@@ -42,6 +43,11 @@ class CombinedDrafter(FollowsTexts):
         self._model = model
         self._vocab_size = vocab_size
         self._device = device
+
+    def ranked_grower(self) -> RankedGrower | None:
+        """Return what grows ranked trees of the model's and of cached text."""
+        own = self._model.ranked_grower() if isinstance(self._model, GrowsRanked) else None
+        return None if own is None else replace(own, texts=self.texts)
 
     @property
     def _can_catch_up(self) -> bool:

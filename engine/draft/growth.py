@@ -7,8 +7,7 @@ R kept laws.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold,
 from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer, offers_of
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses, Proposal
+from engine.draft.grown import Growth, plain_growth, sources_of, told_by_path
+from engine.draft.ranked import GrowsRanked, can_rank, grow_ranked
 from engine.draft.strategies import Delayed, Static, Strategy
 from engine.draft.topology import best_topology
 from engine.forest import Forest
@@ -25,29 +26,7 @@ from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import edited_logits
 from engine.plan import Row
 from engine.tree import TokenTree, TreeKind
-from engine.types import DraftSource
 from engine.verify.verdict import Unjudged, Verdict
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Growth:
-    """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
-
-    `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside; `draft_probs[b]` has its draft
-    probability if the row is traced. Tree b took `rounds[b]` rounds to grow, all together `num_rounds`, in which the drafter ran
-    `passes` of a model.
-    """
-
-    forest: Forest
-    fed: tuple[frozenset[int], ...]
-    offers: tuple[dict[int, Offer], ...]
-    sources: tuple[tuple[DraftSource, ...], ...]
-    draft_probs: tuple[tuple[float, ...], ...]
-    rounds: tuple[int, ...]
-    num_rounds: int = 0
-    passes: ModelPasses = ModelPasses()
 
 
 def grow(
@@ -62,6 +41,9 @@ def grow(
     if all(row.expansion.is_plain for row in rows if row.is_decoding):
         return _nothing_grown(drafter, rows, vocab_size, device)
     calibrations = calibrations or Calibrations()
+    grower = drafter.ranked_grower() if isinstance(drafter, GrowsRanked) and can_rank(rows) else None
+    if grower is not None:
+        return grow_ranked(grower, rows, calibrations, vocab_size, device)
     strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
     return grow_by(strategies, drafter, rows, vocab_size, device, grammars)
 
@@ -103,14 +85,6 @@ def _nothing_grown(drafter: Drafter, rows: Sequence[Row], vocab_size: int, devic
     feeding = [row for row in rows if row.draft_ids]
     passes = drafter.feed(feeding, []).passes if feeding else ModelPasses()
     return replace(plain_growth(rows, vocab_size, device), passes=passes)
-
-
-def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
-    """Return roots alone: the step of an engine without a drafter."""
-    trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
-    forest = Forest(trees, torch.empty((0, vocab_size), device=device), tuple((None,) for _ in trees))
-    nothing: tuple[tuple[()], ...] = tuple(() for _ in trees)
-    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), nothing, nothing, (0,) * len(trees))
 
 
 def strategy_of(row: Row, calibration: Calibration) -> Strategy:
@@ -194,21 +168,6 @@ def _note(asked: FrontierNode, proposal: Proposal, index: int) -> None:
         asked.tree.origins[asked.law_context.path_ids] = proposal.origins[index]
 
 
-def sources_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]]) -> tuple[DraftSource, ...]:
-    """Return what proposed each node's token, the root aside."""
-    return _told_by_path(tree, origins, DraftSource.MODEL) if origins else (DraftSource.MODEL,) * (tree.num_nodes - 1)
-
-
-def _told_by_path(tree: TokenTree, told: Mapping[tuple[int, ...], Mapping[int, T]], otherwise: T) -> tuple[T, ...]:
-    """Return what is told of each node's token after the drafted tokens before it, the root aside."""
-    path_ids: list[tuple[int, ...]] = [()]
-    values = []
-    for parent, token_id in zip(tree.parents[1:], tree.token_ids[1:], strict=True):
-        values.append(told.get(path_ids[parent], {}).get(token_id, otherwise))
-        path_ids.append((*path_ids[parent], token_id))
-    return tuple(values)
-
-
 def _growth(
     strategies: Sequence[Strategy], laws: Sequence[Tensor], vocab_size: int, device: torch.device, rounds: tuple[int, ...]
 ) -> Growth:
@@ -227,7 +186,7 @@ def _growth(
 
 def _draft_probs(tree: TokenTree, growing: GrowingTree) -> tuple[float, ...]:
     """Return each node's draft probability where the row is traced; of other rows nothing was kept."""
-    return _told_by_path(tree, growing.odds, math.nan) if growing.row.is_traced else ()
+    return told_by_path(tree, growing.odds, math.nan) if growing.row.is_traced else ()
 
 
 def _gathered(laws: Sequence[Tensor], used: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ Shape key: T packed tokens, P proposals, S slots, D target width, W inner width,
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,11 @@ from engine.draft.head import DraftHead, HeadShape
 from engine.draft.lean_head import LeanHead
 from engine.draft.native_head import NativeHead
 from engine.draft.passes import fed_segments, level_segments, places_of_roots
+from engine.draft.ranked import RankedGrower
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE, weight_of
 from engine.model import CausalModel
+from engine.native.growth import Growing, RankedRow
 from engine.packing import Segment, pack
 from engine.plan import Feeding, Row
 from engine.segments import chain_segment
@@ -92,7 +95,8 @@ class HeadDrafter:
         precision = precision or str(target.module.dtype).removeprefix("torch.")
         self._head: NativeHead | LeanHead
         canary = canary or NoCanary()
-        can_wait = linears == NATIVE and isinstance(canary, NoCanary)  # which sees a slot that is free at once, and no later
+        self._has_canary = not isinstance(canary, NoCanary)
+        can_wait = linears == NATIVE and not self._has_canary  # which sees a slot that is free at once, and no later
         self._late, self._most_late = LateFeatures(), _MOST_LATE if can_wait else 0
         if linears == NATIVE:
             self._head = NativeHead(head, rows_MD, embeddings_VD, precision)
@@ -135,6 +139,18 @@ class HeadDrafter:
         batch = pack(level_segments(frontier), self._device)
         fed = Fed(batch, before)
         return self._proposal(fed, None, range(len(frontier)))
+
+    def ranked_grower(self) -> RankedGrower | None:
+        """Return what grows ranked trees, if the library runs the head; a canary is shown what each pass reads, one by one."""
+        return None if self._has_canary or not isinstance(self._head, NativeHead) else RankedGrower(self._begin, self._vocab)
+
+    def _begin(self, rows: Sequence[Row], ranked: Sequence[RankedRow], roots: Sequence[str]) -> Growing:
+        assert isinstance(self._head, NativeHead)
+        self._catch_up()
+        feeding = [row for row in rows if row.draft_ids]
+        ends = dict(zip((row.request_id for row in feeding), accumulate(len(row.draft_ids) for row in feeding), strict=True))
+        fed = Fed(pack(fed_segments(feeding), self._device), [slot for row in feeding for slot in self._slots_before(row)])
+        return self._head.growing(self._pool, fed, ranked, [ends[root] - 1 for root in roots], self._cache, self._vocab.ids_M)
 
     def _slots_before(self, row: Row) -> Sequence[int]:
         """Return the slots that the row's committed tokens read."""

@@ -6,7 +6,7 @@ it is) by the chance that two draws from its law agree.
 Shape key: R rows of the model, K tokens it knows, P proposals, M tokens that the model or a law knows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class _Entries:
         """Return them; every token is one of the vocabulary."""
         flat = [(index, token_id, odds) for index, law in enumerate(laws) for token_id, odds in law.odds.items()]
         token_ids = [token_id for _, token_id, _ in flat]
-        columns = token_ids if vocab is None else vocab.columns(token_ids)
+        columns = _columns(token_ids, vocab)
         return cls([index for index, _, _ in flat], columns, [odds for _, _, odds in flat], token_ids)
 
 
@@ -51,6 +51,10 @@ def with_tokens_of(laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None) -
     said = _said(laws)
     unknown = [token_id for token_id, column in zip(said, vocab.columns(said), strict=True) if column < 0]
     return vocab.extended(unknown) if unknown else vocab
+
+
+def _columns(token_ids: Iterable[int], vocab: TrimmedVocabulary | None) -> list[int]:
+    return [*token_ids] if vocab is None else vocab.columns(token_ids)
 
 
 def _said(laws: Sequence[CachedLaw]) -> list[int]:
@@ -72,9 +76,9 @@ def mixtures(
     """
     num_columns = vocab_size if vocab is None else len(vocab.ids_M)
     if native.can_mix(device):
-        told = [_UNTOLD if law is None else _foretold(law, vocab) for law in laws]
-        logits_PM, is_rather_cached = native.mixed(model_RK, rows, told, num_columns)
-        return logits_PM, [_origins(*one) for one in zip(laws, is_rather_cached, strict=True)]
+        told = [UNTOLD if law is None else foretold(law, _columns(law.odds, vocab)) for law in laws]
+        logits_PM, flags = native.mixed(model_RK, rows, told, num_columns)
+        return logits_PM, [{} if law is None else rather_cached(law, own) for law, own in zip(laws, flags, strict=True)]
     logits_PM = torch.full((len(rows), num_columns), float("-inf"), device=device)
     places = [place for place, row in enumerate(rows) if row is not None]
     if model_RK is not None and places:
@@ -88,17 +92,16 @@ def mixtures(
     return logits_PM, [origins.get(place, {}) for place in range(len(rows))]
 
 
-_UNTOLD = native.Foretold((), (), 0.0)
+UNTOLD = native.Foretold((), (), 0.0)
 
 
-def _foretold(law: CachedLaw, vocab: TrimmedVocabulary | None) -> native.Foretold:
-    columns = [*law.odds] if vocab is None else vocab.columns(law.odds)
+def foretold(law: CachedLaw, columns: Sequence[int]) -> native.Foretold:
+    """Return what a law says of the tokens in those columns, which are its own in order."""
     return native.Foretold(columns, [*law.odds.values()], law.chance)
 
 
-def _origins(law: CachedLaw | None, is_rather_cached: Sequence[bool]) -> dict[int, DraftSource]:
-    if law is None:
-        return {}
+def rather_cached(law: CachedLaw, is_rather_cached: Sequence[bool]) -> dict[int, DraftSource]:
+    """Return what those of a law's tokens are of which more is the cache's."""
     return {
         token_id: law.source_of(token_id) for token_id, is_rather in zip(law.odds, is_rather_cached, strict=True) if is_rather
     }

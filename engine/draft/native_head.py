@@ -18,6 +18,7 @@ from engine.draft.head import DraftHead, HeadLayer
 from engine.kv_cache import KVCache
 from engine.linears import linear_of
 from engine.native import library
+from engine.native.growth import Growing, RankedRow
 from engine.native.linear import NativeLinear
 from engine.native.passes import Runner, SlotStates, Tables
 from engine.packing import Segment
@@ -93,6 +94,22 @@ class NativeHead:
         before_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.before, places))
         rotations = [self._rotations.below(fed.batch.end)]
         return self._runner.run(fed.batch, cache, rotations, places_P, given=SlotStates(pool_SW, before_T)).logits_NM
+
+    def growing(
+        self,
+        pool: FeaturePool,
+        fed: Fed,
+        rows: Sequence[RankedRow],
+        roots: Sequence[int],
+        cache: KVCache,
+        vocab_M: Int[Tensor, " M"],
+    ) -> Growing:
+        """Return the rows' trees as they begin to grow: the first round feeds tokens, of which some are `roots`."""
+        given = SlotStates(pool.lent(fed.before), integers(fed.before, torch.device("cpu")))
+        end = max(fed.batch.end, *(row.root_position + row.depth + 1 for row in rows))
+        rotations = [self._rotations.below(end)]
+        first = self._runner.pass_over(fed.batch, cache, rotations, given)
+        return Growing(self._runner.structure, vocab_M, rows, first, roots, keeps=(fed, given, rotations))
 
     def _rotated(self, positions_N: Int[Tensor, " N"]) -> Tables:
         cosines, sines = self._shape.rotary(positions_N)

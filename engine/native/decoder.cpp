@@ -1,267 +1,17 @@
-// One pass of a decoder over packed tokens, and what Python calls. Pointers belong to the caller, who keeps what they point at.
+// What Python calls. Pointers belong to the caller, who keeps what they point at.
 #include <algorithm>
-#include <memory>
-#include <mutex>
-#include <vector>
 
-#include "attention.h"
+#include "growth.h"
 #include "laws.h"
-#include "linear.h"
 #include "mixture.h"
 #include "noise.h"
-#include "numbers.h"
+#include "pass.h"
 #include "ranking.h"
 #include "team.h"
 
 using namespace latebranch;
 
 namespace {
-
-constexpr int64_t kTokensTogether = 16;  // of a segment, that read a block of keys together
-
-struct Layer {
-  Linear query, key, value, output, gate, up, down;
-  const float *attention_norm, *after_attention_norm, *mlp_norm, *after_mlp_norm;  // the second and the last or null
-  const float *query_norm, *key_norm;                                             // or null
-  int64_t window;                                                                 // 0: none
-  int64_t rotation;                                                               // which of a pass's rotations
-};
-
-enum Activation : int64_t { kSiLU = 0, kGeluTanh = 1 };
-
-// A model, or a draft head: that is given a state for each token, which its first layer reads beside the token's embedding, each
-// normed by itself. `attention_norm` of that layer has the token's weights first.
-struct Decoder {
-  int64_t num_layers, width, num_heads, num_kv_heads, head_size, inner, activation;
-  int64_t embedding_width;  // of `embeddings`; a model's own width
-  float eps, scaling, embedding_scale;
-  const float* embeddings;  // [V, embedding_width]
-  const float* last_norm;
-  const Layer* layers;
-  Linear head;
-  Linear token;  // of a draft head: embedding_width to width
-};
-
-struct Pass {
-  int64_t num_tokens, num_rows;
-  const int64_t *token_ids, *positions, *write_slots;
-  float* pool;           // of a draft head, a state a slot [S, width]: a token is given that of its slot in `before`, and what
-  const int64_t* before;  // the last layer makes of the tokens whose logits are wanted is put in their own slots. [T]
-  Segments segments;
-  void *const *keys, *const *values;             // pools of each layer [S, kv heads, size], float32 or float16
-  const float *const *cosines, *const *sines;    // of each rotation [positions, size]
-  const int64_t* rows;                           // [num_rows] whose logits are wanted
-  float *states;                                 // [num_rows, width]: what the head reads
-  float *logits;                                 // [num_rows, V]
-  float *const *kept;                            // [num_layers + 1]: states after each layer [T, width], or null; the last: after its norm
-  int64_t is_cached_in_half;
-};
-
-struct Scratch {
-  std::vector<float> x, qkv, attended, hidden, branch;
-  std::vector<std::vector<float>> normed;  // of each thread
-  Inputs inputs;
-  std::vector<Attention> attention;  // of each thread
-};
-
-class Run {
- public:
-  Run(const Decoder& decoder, const Pass& pass, Scratch& scratch, int num_threads) : d_(decoder), p_(pass), s_(scratch) {
-    const int64_t T = p_.num_tokens;
-    kv_width_ = d_.num_kv_heads * d_.head_size, q_width_ = d_.num_heads * d_.head_size, row_ = q_width_ + 2 * kv_width_;
-    grow(s_.x, T * d_.width), grow(s_.qkv, T * row_), grow(s_.attended, T * q_width_), grow(s_.hidden, T * d_.inner), grow(s_.branch, T * d_.width);
-    s_.normed.resize(std::max<size_t>(s_.normed.size(), num_threads)), s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
-    for (auto& room : s_.normed) grow(room, 2 * d_.width);
-    if (d_.token.exists()) s_.inputs.reserve(T, d_.token);
-    for (int64_t l = 0; l < d_.num_layers; l++)
-      for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(T, *one);
-    s_.inputs.reserve(p_.num_rows, d_.head);
-    for (int64_t s = 0; s < p_.segments.count; s++)
-      for (int64_t t = p_.segments.first_token[s]; t < p_.segments.first_token[s + 1]; t += kTokensTogether) spans_.push_back({s, t});
-  }
-
-  void work(Worker& worker) {
-    const int64_t T = p_.num_tokens;
-    if (d_.token.exists()) {
-      begin_head(worker);
-    } else {
-      begin_model(worker);
-    }
-    for (int64_t l = 0; l < d_.num_layers; l++) {
-      const Layer& layer = d_.layers[l];
-      if (p_.is_cached_in_half) {
-        attend(worker, layer, (Half*)p_.keys[l], (Half*)p_.values[l]);
-      } else {
-        attend(worker, layer, (float*)p_.keys[l], (float*)p_.values[l]);
-      }
-      const float* after = layer.after_attention_norm;
-      add(worker, layer.output, after);
-      worker.each(T, [&](int64_t t) {
-        if (after) add_normed(worker, t, after);
-        read(worker, t, layer.mlp_norm, layer.gate);
-      });
-      gate(worker, layer);
-      worker.each(T, [&](int64_t t) { s_.inputs.set(t, s_.hidden.data() + t * d_.inner, layer.down); });
-      add(worker, layer.down, layer.after_mlp_norm);
-      const bool is_last = l + 1 == d_.num_layers;
-      worker.each(T, [&](int64_t t) {
-        if (layer.after_mlp_norm) add_normed(worker, t, layer.after_mlp_norm);
-        const float* x = s_.x.data() + t * d_.width;
-        if (p_.kept[l]) std::copy(x, x + d_.width, p_.kept[l] + t * d_.width);
-        if (!is_last) {
-          read(worker, t, d_.layers[l + 1].attention_norm, d_.layers[l + 1].query);
-        } else if (p_.kept[l + 1]) {
-          rms_norm(x, d_.last_norm, d_.eps, d_.width, p_.kept[l + 1] + t * d_.width);
-        }
-      });
-    }
-    worker.each(p_.num_rows, [&](int64_t n) {
-      float* state = p_.states + n * d_.width;
-      const float* x = s_.x.data() + p_.rows[n] * d_.width;
-      if (p_.pool) std::copy(x, x + d_.width, p_.pool + p_.write_slots[p_.rows[n]] * d_.width);
-      rms_norm(x, d_.last_norm, d_.eps, d_.width, state);
-      s_.inputs.set(n, state, d_.head);
-    });
-    all_outputs(worker, d_.head, s_.inputs, p_.num_rows, p_.logits, false);
-  }
-
- private:
-  void begin_model(Worker& worker) {
-    worker.each(p_.num_tokens, [&](int64_t t) {
-      const float* from = d_.embeddings + p_.token_ids[t] * d_.embedding_width;
-      float* x = s_.x.data() + t * d_.width;
-      for (int64_t i = 0; i < d_.width; i += kLanes) {
-        const Mask m = lanes_left(d_.width - i);
-        store(x + i, m, load(m, from + i) * spread(d_.embedding_scale));
-      }
-      read(worker, t, d_.layers[0].attention_norm, d_.layers[0].query);
-    });
-  }
-
-  void begin_head(Worker& worker) {
-    worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, d_.embeddings + p_.token_ids[t] * d_.embedding_width, d_.token); });
-    all_outputs(worker, d_.token, s_.inputs, p_.num_tokens, s_.branch.data(), false);
-    worker.each(p_.num_tokens, [&](int64_t t) {
-      const float *norm = d_.layers[0].attention_norm, *given = p_.pool + p_.before[t] * d_.width;
-      float* normed = s_.normed[worker.id].data();
-      rms_norm(s_.branch.data() + t * d_.width, norm, d_.eps, d_.width, normed);
-      rms_norm(given, norm + d_.width, d_.eps, d_.width, normed + d_.width);
-      std::copy(given, given + d_.width, s_.x.data() + t * d_.width);
-      s_.inputs.set(t, normed, d_.layers[0].query);
-    });
-  }
-
-  void read(Worker& worker, int64_t t, const float* norm, const Linear& linear) {
-    float* normed = s_.normed[worker.id].data();
-    rms_norm(s_.x.data() + t * d_.width, norm, d_.eps, d_.width, normed);
-    s_.inputs.set(t, normed, linear);
-  }
-
-  // x += layer(inputs); if a norm comes between, its input is left in `branch`.
-  void add(Worker& worker, const Linear& linear, const float* norm) {
-    all_outputs(worker, linear, s_.inputs, p_.num_tokens, norm ? s_.branch.data() : s_.x.data(), !norm);
-  }
-
-  void add_normed(Worker& worker, int64_t t, const float* norm) {
-    float* normed = s_.normed[worker.id].data();
-    rms_norm(s_.branch.data() + t * d_.width, norm, d_.eps, d_.width, normed);
-    add_to(s_.x.data() + t * d_.width, normed, d_.width);
-  }
-
-  template <typename Cached>
-  void attend(Worker& worker, const Layer& layer, Cached* keys, Cached* values) {
-    const Linear* parts[] = {&layer.query, &layer.key, &layer.value};
-    const int64_t begins[] = {0, q_width_, q_width_ + kv_width_};
-    const int64_t blocks[] = {layer.query.num_blocks(), layer.key.num_blocks(), layer.value.num_blocks()};
-    const int64_t all = blocks[0] + blocks[1] + blocks[2];
-    const auto place = [&](int64_t b) {
-      int64_t part = 0;
-      while (b >= blocks[part]) b -= blocks[part++];
-      return std::pair(part, b);
-    };
-    const auto weights = [&](int64_t b) {
-      const auto [part, own] = place(b);
-      return parts[part]->block(own);
-    };
-    each_block(worker, p_.num_tokens, all, [&](int64_t panel, int64_t b, int64_t next) {
-      const auto [part, own] = place(b);
-      linear_task(*parts[part], s_.inputs, p_.num_tokens, panel, own, next < 0 ? nullptr : weights(next), s_.qkv.data() + begins[part], row_, false);
-    });
-    worker.each(p_.num_tokens, [&](int64_t t) {
-      float* qkv = s_.qkv.data() + t * row_;
-      const int64_t turn = p_.positions[t] * d_.head_size;
-      const float *cosines = p_.cosines[layer.rotation] + turn, *sines = p_.sines[layer.rotation] + turn;
-      for (int64_t h = 0; h < d_.num_heads + d_.num_kv_heads; h++) {
-        float* head = qkv + h * d_.head_size;
-        const float* norm = h < d_.num_heads ? layer.query_norm : layer.key_norm;
-        if (norm) rms_norm(head, norm, d_.eps, d_.head_size, head);
-        rotate(head, cosines, sines, d_.head_size);
-      }
-      const int64_t slot = p_.write_slots[t] * kv_width_;
-      store_row(qkv + q_width_, kv_width_, keys + slot);
-      store_row(qkv + q_width_ + kv_width_, kv_width_, values + slot);
-    });
-    const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, d_.scaling, layer.window};
-    worker.each(spans_.size() * d_.num_kv_heads, [&](int64_t task) {
-      const Span span = spans_[task / d_.num_kv_heads];
-      const int64_t end = std::min(span.token + kTokensTogether, p_.segments.first_token[span.segment + 1]);
-      s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.token, end, p_.positions, keys, values,
-                                  s_.qkv.data(), row_, s_.attended.data());
-    });
-    worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, s_.attended.data() + t * q_width_, layer.output); });
-  }
-
-  void gate(Worker& worker, const Layer& layer) {
-    each_block(worker, p_.num_tokens, layer.gate.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
-      gate_task(layer, panel, b, next < 0 ? nullptr : layer.gate.block(next));
-    });
-  }
-
-  void gate_task(const Layer& layer, int64_t panel, int64_t b, const char* next) {
-    float gate[kPartRows * kBlock];
-    each_part(layer.gate, p_.num_tokens, panel, [&](const Part& part) {
-      part_outputs(layer.gate, s_.inputs, part, b, part.is_first ? layer.up.block(b) : nullptr, [&](int r, int column, Mask, Floats v) {
-        store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
-      });
-      float* hidden = s_.hidden.data() + part.row * d_.inner + b * kBlock;
-      part_outputs(layer.up, s_.inputs, part, b, part.is_last ? next : nullptr, [&](int r, int column, Mask m, Floats v) {
-        store(hidden + r * d_.inner + column, m, load(gate + r * kBlock + column) * v);
-      });
-    });
-  }
-
-  struct Span {
-    int64_t segment, token;
-  };
-
-  const Decoder& d_;
-  const Pass& p_;
-  Scratch& s_;
-  int64_t kv_width_, q_width_, row_;
-  std::vector<Span> spans_;
-};
-
-// Scratch is lent to one pass at a time; passes side by side (a draft model's, an audit's) get one each.
-std::mutex scratch_mutex;
-std::vector<std::unique_ptr<Scratch>> scratch_free;
-
-class LentScratch {
- public:
-  LentScratch() {
-    std::lock_guard<std::mutex> hold(scratch_mutex);
-    if (scratch_free.empty()) scratch_free.push_back(std::make_unique<Scratch>());
-    scratch_ = std::move(scratch_free.back());
-    scratch_free.pop_back();
-  }
-  ~LentScratch() {
-    std::lock_guard<std::mutex> hold(scratch_mutex);
-    scratch_free.push_back(std::move(scratch_));
-  }
-  Scratch& operator*() { return *scratch_; }
-
- private:
-  std::unique_ptr<Scratch> scratch_;
-};
 
 // Threads for rows that are a task each: nobody is woken who would find none.
 int threads_for(int64_t num_rows, int num_threads) { return (int)std::min<int64_t>(num_rows, num_threads); }
@@ -273,6 +23,7 @@ extern "C" {
 // Sizes of what Python lays out, so that it can see whether it was compiled from another version of it.
 void latebranch_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Linear), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Decoder), sizes[3] = sizeof(Pass);
+  sizes[4] = sizeof(GrowingRow), sizes[5] = sizeof(Told);
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
@@ -370,4 +121,40 @@ void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, 
     mixed(rows[p] < 0 ? nullptr : model + rows[p] * num_known, num_known, num_columns, cached, logits + p * num_columns, is_rather_cached + first);
   }
 }
+
+// Trees of rows that rank (growth.h): begin, rounds until nothing is asked, the trees, the end. `asks` [4, most] are the nodes of the
+// next round: their trees, numbers, parents and tokens; what returns is how many they are.
+Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const GrowingRow* rows, int64_t num_rows) {
+  return new Growing(*head, tokens, rows, num_rows);
+}
+
+int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pass, const int64_t* roots, int64_t* asks, int64_t most,
+                              int64_t* num_fed, int num_threads) {
+  *num_fed = growing->round(*told, *pass, roots, num_threads);
+  int64_t i = 0;
+  for (const Ask& ask : growing->asks()) {
+    const auto& node = growing->trees()[ask.tree].nodes()[ask.node];
+    asks[i] = ask.tree, asks[most + i] = ask.node, asks[2 * most + i] = node.parent, asks[3 * most + i] = node.token;
+    i++;
+  }
+  return i;
+}
+
+// `counts` [trees] nodes of each tree; of all nodes, tree after tree, [5, most]: parents, tokens, places of what they were offered
+// (-1: nothing), whether they keep their slots, and, of each tree but for the last place, its nodes behind the root by age.
+void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, int64_t most) {
+  int64_t first = 0;
+  for (const RankedTree& tree : growing->trees()) {
+    int64_t* of = nodes + first;
+    first += *counts++ = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most);
+  }
+}
+
+// What a place was offered: tokens and how many they are [kScores + 1], scores [kScores].
+void latebranch_offers(const Growing* growing, int64_t* tokens, double* scores) {
+  std::copy(growing->offered_tokens().begin(), growing->offered_tokens().end(), tokens);
+  std::copy(growing->offered_scores().begin(), growing->offered_scores().end(), scores);
+}
+
+void latebranch_end_growth(Growing* growing) { delete growing; }
 }

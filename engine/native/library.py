@@ -1,9 +1,9 @@
-"""The compiled part: finds it, and declares what it takes. Structures mirror those of linear.h, attention.h and decoder.cpp."""
+"""The compiled part: finds it, and declares what it takes. Structures mirror those of linear.h, pass.h and growth.h."""
 
 import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +71,29 @@ class Pass(Structure):
     )
 
 
+class GrowingRow(Structure):
+    """A row whose tree is to grow."""
+
+    _fields_ = (
+        ("root_position", c_int64),
+        ("slots", c_void_p),
+        *((name, c_int64) for name in ("max_nodes", "depth", "branches")),
+        ("seed", c_uint64),
+        ("has_noise", c_int64),
+        *((name, c_double) for name in ("node_price", "level_price", "scale", "temperature")),
+    )
+
+
+class Told(Structure):
+    """What cached text foretells at nodes."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("firsts", "columns", "odds", "chances", "is_sure", "unknown")),
+        ("num_unknown", c_int64),
+        ("is_rather_cached", c_void_p),
+    )
+
+
 # Instruction sets that the library is compiled for, best first.
 INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
     "AVX-512 VNNI": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported(),
@@ -132,9 +155,10 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     """Return the library for an instruction set; raise OSError if it is not there."""
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
-    sizes = (c_int64 * 4)()
+    mirrored = (Linear, Layer, Decoder, Pass, GrowingRow, Told)
+    sizes = (c_int64 * len(mirrored))()
     loaded.latebranch_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(one) for one in (Linear, Layer, Decoder, Pass)]:
+    if list(sizes) != [ctypes.sizeof(one) for one in mirrored]:
         raise OSError(f"{file} was compiled from another version: install the package again")
     loaded.latebranch_decode.argtypes = [POINTER(Decoder), POINTER(Pass), c_int]
     loaded.latebranch_decode.restype = None
@@ -154,6 +178,16 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_rank.restype = None
     loaded.latebranch_mix.argtypes = [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p]
     loaded.latebranch_mix.restype = None
+    loaded.latebranch_grow.argtypes = [POINTER(Decoder), c_void_p, POINTER(GrowingRow), c_int64]
+    loaded.latebranch_grow.restype = c_void_p
+    loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_void_p, c_int64, c_void_p, c_int]
+    loaded.latebranch_grow_round.restype = c_int64
+    loaded.latebranch_grown.argtypes = [c_void_p, c_void_p, c_void_p, c_int64]
+    loaded.latebranch_grown.restype = None
+    loaded.latebranch_offers.argtypes = [c_void_p, c_void_p, c_void_p]
+    loaded.latebranch_offers.restype = None
+    loaded.latebranch_end_growth.argtypes = [c_void_p]
+    loaded.latebranch_end_growth.restype = None
     return loaded
 
 

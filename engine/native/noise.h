@@ -34,6 +34,17 @@ inline Doubles uniform_noise(uint64_t key, Integers draws) {
   return (doubles_of(shifted_right64<12>(bits)) + spread(0.5)) * spread(0x1p-52);
 }
 
+// engine/keys.py's key of the noise that decides the token at a position.
+inline uint64_t token_key(uint64_t seed, int64_t position) {
+  constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
+  const auto mix = [](uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+  };
+  return mix(mix(mix(seed + kGolden) + (uint64_t)position * kGolden) + kGolden);
+}
+
 // -log u: exponential noise.
 inline Doubles exponential_of(Doubles u) { return spread(0.0) - logarithm(u); }
 

@@ -48,7 +48,7 @@ class Runner:
     """Runs passes of one model or draft head in a precision. `structure` points at tensors that its maker keeps."""
 
     def __init__(self, structure: library.Decoder, precision: str) -> None:
-        self._structure, self.cache_dtype = structure, cache_dtype(precision)
+        self.structure, self.cache_dtype = structure, cache_dtype(precision)
         self._pools: WeakKeyDictionary[KVCache, tuple[library.Pointers, library.Pointers]] = WeakKeyDictionary()
 
     def run(
@@ -64,15 +64,27 @@ class Runner:
 
         A draft head is `given` states, and leaves those of the chosen tokens in their slots.
         """
-        shape, flat, num_rows = self._structure, batch.flat, len(rows_N)
-        keys, values = self._pools_of(cache)
+        shape, num_rows = self.structure, len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
         output = Output(torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width), after)
+        pass_ = self.pass_over(batch, cache, rotations, given)
+        pass_.num_rows, pass_.rows = num_rows, rows_N.data_ptr()
+        pass_.states, pass_.logits = output.given_ND.data_ptr(), output.logits_NM.data_ptr()
+        pass_.kept = library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)])
+        library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
+        cache.check_read(batch.flat.key_slots)
+        return output
+
+    def pass_over(
+        self, batch: PackedBatch, cache: KVCache, rotations: Sequence[Tables], given: SlotStates | None = None
+    ) -> library.Pass:
+        """Return what a pass over the packed tokens needs, but for what is wanted of it. It points into what it is made of."""
+        flat = batch.flat
+        keys, values = self._pools_of(cache)
         tokens, row = library.address(batch.tokens_3T), 8 * batch.num_tokens
         table, column = library.address(flat.table), 8 * len(batch.starts)
-        pass_ = library.Pass(
+        return library.Pass(
             num_tokens=batch.num_tokens,
-            num_rows=num_rows,
             token_ids=tokens,
             positions=tokens + row,
             write_slots=tokens + 2 * row,
@@ -90,20 +102,14 @@ class Runner:
             values=values,
             cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
             sines=library.pointers([sines.data_ptr() for _, sines in rotations]),
-            rows=rows_N.data_ptr(),
-            states=output.given_ND.data_ptr(),
-            logits=output.logits_NM.data_ptr(),
-            kept=library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)]),
+            kept=library.pointers([0] * (self.structure.num_layers + 1)),
             is_cached_in_half=self.cache_dtype == torch.float16,
         )
-        library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
-        cache.check_read(flat.key_slots)
-        return output
 
     def _pools_of(self, cache: KVCache) -> tuple[library.Pointers, library.Pointers]:
         """Return where a cache's keys and values lie, by layer: once they are made they stay there."""
         if cache not in self._pools:
-            shape = self._structure
+            shape = self.structure
             sizes, dtype = (shape.num_kv_heads, shape.head_size), self.cache_dtype
             pools = [cache.pools(layer, *sizes, dtype) for layer in range(shape.num_layers)]
             keys, values = zip(*((keys.data_ptr(), values.data_ptr()) for keys, values in pools), strict=True)

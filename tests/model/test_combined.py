@@ -13,7 +13,8 @@ from engine.draft import texts as texts_module
 from engine.draft.cached import CachedDrafter
 from engine.draft.combined import CombinedDrafter
 from engine.draft.drafter import Drafter, FrontierNode, Proposal
-from engine.draft.growth import Growth, grow
+from engine.draft.grown import Growth
+from engine.draft.growth import grow
 from engine.draft.model import ModelDrafter
 from engine.draft.recent_texts import RecentLimits
 from engine.draft.texts import SURE, CachedLaw, TextCache

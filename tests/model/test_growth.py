@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from engine.draft import children
 from engine.draft.calibration import Calibrations
-from engine.draft.growth import grow, grow_by, plain_growth, strategy_of
+from engine.draft.grown import plain_growth
+from engine.draft.growth import grow, grow_by, strategy_of
 from engine.draft.model import ModelDrafter
 from engine.draft.strategies import num_draws
 from engine.keys import Stream, stream_key

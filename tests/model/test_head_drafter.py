@@ -16,7 +16,8 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.combined import CombinedDrafter
 from engine.draft.drafter import FrontierNode, Proposal
 from engine.draft.feature_pool import FeaturePool
-from engine.draft.growth import Growth, grow
+from engine.draft.grown import Growth
+from engine.draft.growth import grow
 from engine.draft.head import DraftHead
 from engine.draft.head_drafter import HeadDrafter, LateFeatures
 from engine.draft.lean_head import LeanHead

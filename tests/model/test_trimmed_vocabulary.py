@@ -8,7 +8,8 @@ from torch import Tensor
 
 from engine.draft import children
 from engine.draft.drafter import Proposal, TrimmedVocabulary
-from engine.draft.growth import Growth, grow
+from engine.draft.grown import Growth
+from engine.draft.growth import grow
 from engine.tree import parse_expansion
 from engine.types import SamplingParams
 from tests.model.passes import CPU

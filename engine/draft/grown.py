@@ -1,0 +1,61 @@
+"""What growing the trees of a step leaves: the trees, and all that is to be known of how they grew.
+
+Shape key: V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from engine.draft.children import Offer
+from engine.draft.drafter import ModelPasses
+from engine.forest import Forest
+from engine.plan import Row
+from engine.tree import TokenTree
+from engine.types import DraftSource
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
+
+    `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside; `draft_probs[b]` has its draft
+    probability if the row is traced. Tree b took `rounds[b]` rounds to grow, all together `num_rounds`, in which the drafter ran
+    `passes` of a model.
+    """
+
+    forest: Forest
+    fed: tuple[frozenset[int], ...]
+    offers: tuple[Mapping[int, Offer], ...]
+    sources: tuple[tuple[DraftSource, ...], ...]
+    draft_probs: tuple[tuple[float, ...], ...]
+    rounds: tuple[int, ...]
+    num_rounds: int = 0
+    passes: ModelPasses = ModelPasses()
+
+
+def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
+    """Return roots alone: the step of an engine without a drafter."""
+    trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
+    forest = Forest(trees, torch.empty((0, vocab_size), device=device), tuple((None,) for _ in trees))
+    nothing: tuple[tuple[()], ...] = tuple(() for _ in trees)
+    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), nothing, nothing, (0,) * len(trees))
+
+
+def sources_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]]) -> tuple[DraftSource, ...]:
+    """Return what proposed each node's token, the root aside."""
+    return told_by_path(tree, origins, DraftSource.MODEL) if origins else (DraftSource.MODEL,) * (tree.num_nodes - 1)
+
+
+def told_by_path(tree: TokenTree, told: Mapping[tuple[int, ...], Mapping[int, T]], otherwise: T) -> tuple[T, ...]:
+    """Return what is told of each node's token after the drafted tokens before it, the root aside."""
+    path_ids: list[tuple[int, ...]] = [()]
+    values = []
+    for parent, token_id in zip(tree.parents[1:], tree.token_ids[1:], strict=True):
+        values.append(told.get(path_ids[parent], {}).get(token_id, otherwise))
+        path_ids.append((*path_ids[parent], token_id))
+    return tuple(values)

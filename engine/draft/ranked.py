@@ -1,0 +1,196 @@
+"""Trees of rows that rank, all rounds of them grown by the library: what engine.draft.best_first grows, in a call a round.
+
+Between two rounds nothing is asked but what cached text foretells. Serves noise-aware trees of rows whose laws are a
+temperature's alone, for a head that the library runs; all else grows round by round in engine.draft.growth.
+Shape key: V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from engine.draft.calibration import Calibrations
+from engine.draft.children import Offer
+from engine.draft.drafter import ModelPasses, TrimmedVocabulary
+from engine.draft.grown import Growth, sources_of
+from engine.draft.mixture import UNTOLD, foretold, rather_cached
+from engine.draft.texts import CachedLaw, TextCache
+from engine.forest import Forest
+from engine.native.growth import Growing, Offers, RankedRow, RankedTree
+from engine.plan import Row
+from engine.sampling import ranking_params, truncates
+from engine.sampling_limits import MIN_TEMPERATURE
+from engine.tree import ROOT, TokenTree, TreeKind
+from engine.types import DraftSource
+
+
+@dataclass(frozen=True)
+class RankedGrower:
+    """What grows ranked trees for a drafter: a model that knows `vocab`, and the texts that are drafted from beside it.
+
+    `begin` takes the rows to be fed and, of those whose trees are to grow, what the library must know and their requests.
+    """
+
+    begin: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], Growing]
+    vocab: TrimmedVocabulary
+    texts: TextCache | None = None
+
+
+@runtime_checkable
+class GrowsRanked(Protocol):
+    """A drafter whose library may grow ranked trees."""
+
+    def ranked_grower(self) -> RankedGrower | None:
+        """Return what does so; None where nothing does."""
+        ...
+
+
+def can_rank(rows: Sequence[Row]) -> bool:
+    """Return whether all trees of a step are such ones."""
+    return all(_can_rank(row) for row in rows if row.is_decoding and not row.expansion.is_plain)
+
+
+def _can_rank(row: Row) -> bool:
+    is_ranked = row.expansion.tree == "noise_aware" and row.draw_kind in _RANKED
+    return is_ranked and not (row.is_traced or row.sampling.edits_logits or truncates(ranking_params(row.sampling)))
+
+
+_RANKED = (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
+
+
+class _Texts:
+    """What cached text says of one step's nodes. Keeps the path to each node, and which of its tokens the cache proposed."""
+
+    def __init__(self, texts: TextCache | None, vocab: TrimmedVocabulary, rows: Sequence[Row]) -> None:
+        self._texts, self._vocab, self._rows = texts, vocab, rows
+        self._paths: list[dict[int, tuple[int, ...]]] = [{ROOT: ()} for _ in rows]
+        self.origins: list[dict[tuple[int, ...], Mapping[int, DraftSource]]] = [{} for _ in rows]
+
+    def answer(self, growing: Growing) -> int:
+        """Answer a round's nodes; return how many tokens were fed."""
+        asks, unknown = growing.asks, list[int]()
+        if self._texts is None:
+            return growing.round([UNTOLD] * len(asks), [False] * len(asks), unknown)[1]
+        paths = [self._path(*ask) for ask in asks]
+        laws = [self._texts.law_after(self._rows[ask.tree], path) for ask, path in zip(asks, paths, strict=True)]
+        told = [UNTOLD if law is None else foretold(law, self._columns(law, unknown)) for law in laws]
+        flags, num_fed = growing.round(told, [law is not None and law.is_sure for law in laws], unknown)
+        for ask, path, law, of_law in zip(asks, paths, laws, flags, strict=True):
+            if law is not None:
+                self.origins[ask.tree][path] = rather_cached(law, of_law)
+        return num_fed
+
+    def _path(self, tree: int, node: int, parent: int, token_id: int) -> tuple[int, ...]:
+        paths = self._paths[tree]
+        if node != ROOT:
+            paths[node] = (*paths[parent], token_id)
+        return paths[node]
+
+    def _columns(self, law: CachedLaw, unknown: list[int]) -> list[int]:
+        """Return the columns of a law's tokens; those that the model does not know come behind the others, once each."""
+        columns, num_known = self._vocab.columns(law.odds), len(self._vocab.ids_M)
+        for place, token_id in enumerate(law.odds):
+            if columns[place] < 0:
+                if token_id not in unknown:
+                    unknown.append(token_id)
+                columns[place] = num_known + unknown.index(token_id)
+        return columns
+
+
+def grow_ranked(
+    grower: RankedGrower, rows: Sequence[Row], calibrations: Calibrations, vocab_size: int, device: torch.device
+) -> Growth:
+    """Feed the drafter what it lacks and grow every decoding row's tree to its expansion."""
+    drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
+    ranked = [_ranked(row, calibrations.of(row).agreement.scale) for row in drafting]
+    texts = _Texts(grower.texts, grower.vocab, drafting)
+    rounds, num_rounds, passes = [0] * len(drafting), 0, ModelPasses()
+    with grower.begin(rows, ranked, [row.request_id for row in drafting]) as growing:
+        while growing.asks:
+            num_rounds += 1
+            for tree in {ask.tree for ask in growing.asks}:
+                rounds[tree] += 1
+            if num_fed := texts.answer(growing):
+                passes += ModelPasses(1, num_fed)
+        trees, offers = growing.finish()
+    grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
+    of_rows = [_Grown.single(row) if row.expansion.is_plain else _grown(*next(grown), offers) for row in rows if row.is_decoding]
+    return Growth(
+        forest=Forest(
+            tuple(one.tree for one in of_rows),
+            torch.empty((0, vocab_size), device=device),
+            tuple((None,) * one.tree.num_nodes for one in of_rows),
+        ),
+        fed=tuple(one.fed for one in of_rows),
+        offers=tuple(one.offers for one in of_rows),
+        sources=tuple(one.sources for one in of_rows),
+        draft_probs=((),) * len(of_rows),
+        rounds=tuple(one.num_rounds for one in of_rows),
+        num_rounds=num_rounds,
+        passes=passes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    tree: TokenTree
+    fed: frozenset[int] = frozenset()
+    offers: Mapping[int, Offer] = field(default_factory=dict)
+    sources: tuple[DraftSource, ...] = ()
+    num_rounds: int = 0
+
+    @classmethod
+    def single(cls, row: Row) -> "_Grown":
+        return cls(TokenTree.single(row.certain_ids[-1]))
+
+
+def _grown(
+    row: Row, ranked: RankedTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]], num_rounds: int, offers: Offers
+) -> _Grown:
+    draws: list[list[int]] = [[] for _ in ranked.parents]
+    for node in ranked.by_age:
+        draws[ranked.parents[node]].append(node)
+    tree = TokenTree(ranked.parents, (row.certain_ids[-1], *ranked.token_ids[1:]), tuple(map(tuple, draws)))
+    fed = frozenset(node for node, keeps in enumerate(ranked.keeps_slot) if keeps)
+    return _Grown(tree, fed, _Offers(offers, ranked.offers), sources_of(tree, origins), num_rounds)
+
+
+class _Offers(Mapping[int, Offer]):
+    """What the nodes of a tree were offered: most of it nobody reads."""
+
+    def __init__(self, offers: Offers, places: Sequence[int]) -> None:
+        self._offers, self._places = offers, places
+
+    def __getitem__(self, node: int) -> Offer:
+        """Return what a node was offered."""
+        if self._places[node] < 0:
+            raise KeyError(node)
+        best = self._offers.at(self._places[node])
+        return Offer(best.token_ids, (), best.scores)
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the nodes that were offered something."""
+        return (node for node, place in enumerate(self._places) if place >= 0)
+
+    def __len__(self) -> int:
+        """Return how many they are."""
+        return sum(place >= 0 for place in self._places)
+
+
+def _ranked(row: Row, scale: float) -> RankedRow:
+    expansion = row.expansion
+    return RankedRow(
+        root_position=row.root_position,
+        slots=row.slots,
+        max_nodes=expansion.max_nodes,
+        depth=expansion.depth,
+        branches=expansion.branches,
+        seed=row.seed,
+        has_noise=row.draw_kind is TreeKind.SHARED_NOISE,
+        node_price=row.prices.node,
+        level_price=row.prices.level,
+        scale=scale,
+        temperature=max(ranking_params(row.sampling).temperature, MIN_TEMPERATURE),
+    )

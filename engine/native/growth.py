@@ -1,0 +1,193 @@
+"""Trees of rows that rank, grown by the library for a draft head that it runs: a call a round.
+
+Shape key: M tokens that the head knows, T packed tokens.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.native import library
+from engine.native.mixture import Foretold
+
+_MAX_SCORES = 64  # kScores of growth.h
+
+
+@dataclass(frozen=True, slots=True)
+class RankedRow:
+    """A row whose tree is to grow: where it lies, how large the tree may become, what ranks its nodes and what they cost.
+
+    `slots` are by position, up to the last that a node may have. `scale` is the AgreementScale's.
+    """
+
+    root_position: int
+    slots: Sequence[int]
+    max_nodes: int
+    depth: int
+    branches: int
+    seed: int
+    has_noise: bool
+    node_price: float
+    level_price: float
+    scale: float
+    temperature: float
+
+
+class Ask(NamedTuple):
+    """A node that the next round asks about, and its token; the root's is not told."""
+
+    tree: int
+    node: int
+    parent: int
+    token_id: int
+
+
+class Offered(NamedTuple):
+    """The best tokens of a node's law, best first, with their scores."""
+
+    token_ids: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Offers:
+    """What nodes were offered, by place."""
+
+    tokens: NDArray[np.int64]
+    scores: NDArray[np.float64]
+
+    def at(self, place: int) -> Offered:
+        """Return one."""
+        *token_ids, count = self.tokens[place].tolist()
+        return Offered(tuple(token_ids[:count]), tuple(self.scores[place, :count].tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class RankedTree:
+    """A tree as it has grown; node 0 is the root. `by_age` are the others in the order in which they were offered.
+
+    `offers` are the places of what nodes were offered, -1 where that was nothing; who `keeps_slot` was fed under its number.
+    """
+
+    parents: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    offers: tuple[int, ...]
+    keeps_slot: tuple[int, ...]
+    by_age: tuple[int, ...]
+
+
+class Growing:
+    """The trees of a step, a context: `round` until nothing is asked, then `finish`.
+
+    `first` is the pass over committed tokens, whose pools and tables later rounds use too; it `keeps` what it points at. `roots`
+    are the places of the trees' roots among its tokens.
+    """
+
+    def __init__(
+        self,
+        head: library.Decoder,
+        vocab_M: Int[Tensor, " M"],
+        rows: Sequence[RankedRow],
+        first: library.Pass,
+        roots: Sequence[int],
+        keeps: object,
+    ) -> None:
+        self._rows, self._pass = rows, first
+        slots = [row.slots if isinstance(row.slots, array) else array("q", row.slots) for row in rows]
+        self._kept = (head, vocab_M, slots, keeps)
+        self._roots: NDArray[np.int64] | None = np.array(roots, dtype=np.int64)
+        self._library = library.library()
+        structures = (library.GrowingRow * len(rows))(
+            *(_structure(row, own.buffer_info()[0]) for row, own in zip(rows, slots, strict=True))
+        )
+        self._most_asks = sum(max(1, min(row.branches, row.max_nodes)) for row in rows)
+        self._handle = self._library.latebranch_grow(ctypes.byref(head), vocab_M.data_ptr(), structures, len(rows))
+        self._num_offers = 0
+        self.asks = [Ask(tree, 0, -1, -1) for tree in range(len(rows))]
+
+    def __enter__(self) -> "Growing":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the library forget it."""
+        self._library.latebranch_end_growth(self._handle)
+
+    def round(self, told: Sequence[Foretold], is_sure: Sequence[bool], unknown: Sequence[int]) -> tuple[list[list[bool]], int]:
+        """Answer the nodes of `asks`, which become those of the next round; return how that went.
+
+        What cached text foretells there is `told`; columns from M on are of `unknown` tokens. Where it `is_sure` the head is not
+        asked. Of each foretold token is returned whether more of its chance is the cache's, and of all how many tokens were fed.
+        """
+        firsts = [*accumulate((len(one.columns) for one in told), initial=0)]
+        columns = chain.from_iterable(one.columns for one in told)
+        places = np.array([*firsts, *columns, *unknown], dtype=np.int64)
+        odds = np.array([*chain.from_iterable(one.odds for one in told), *(one.chance for one in told)], dtype=np.float32)
+        flags = np.array([*is_sure, *(False for _ in range(firsts[-1]))], dtype=np.uint8)
+        begin, share, flag = library.address(places), library.address(odds), library.address(flags)
+        asks = np.empty((4, self._most_asks), dtype=np.int64)
+        num_fed = ctypes.c_int64()
+        structure = library.Told(
+            firsts=begin,
+            columns=begin + 8 * len(firsts),
+            odds=share,
+            chances=share + 4 * firsts[-1],
+            is_sure=flag,
+            unknown=begin + 8 * (len(firsts) + firsts[-1]),
+            num_unknown=len(unknown),
+            is_rather_cached=flag + len(told),
+        )
+        count = self._library.latebranch_grow_round(
+            self._handle,
+            ctypes.byref(structure),
+            ctypes.byref(self._pass),
+            None if self._roots is None else library.address(self._roots),
+            library.address(asks),
+            self._most_asks,
+            ctypes.byref(num_fed),
+            library.num_threads(),
+        )
+        self._roots = None
+        self._num_offers += len(told)
+        self.asks = [Ask(*one) for one in asks[:, :count].T.tolist()]
+        is_rather_cached = flags[len(told) :].astype(np.bool_).tolist()
+        return [is_rather_cached[first:end] for first, end in pairwise(firsts)], num_fed.value
+
+    def finish(self) -> tuple[list[RankedTree], Offers]:
+        """Return the trees, and what their nodes were offered."""
+        most = sum(1 + row.max_nodes for row in self._rows)
+        counts, nodes = np.empty(len(self._rows), dtype=np.int64), np.empty((5, most), dtype=np.int64)
+        self._library.latebranch_grown(self._handle, library.address(counts), library.address(nodes), most)
+        trees = []
+        for first, end in pairwise(accumulate(counts.tolist(), initial=0)):
+            parents, token_ids, offers, keeps_slot, by_age = map(tuple, nodes[:, first:end].tolist())
+            trees.append(RankedTree(parents, token_ids, offers, keeps_slot, by_age[:-1]))
+        tokens = np.empty((self._num_offers, _MAX_SCORES + 1), dtype=np.int64)
+        scores = np.empty((self._num_offers, _MAX_SCORES), dtype=np.float64)
+        self._library.latebranch_offers(self._handle, library.address(tokens), library.address(scores))
+        return trees, Offers(tokens, scores)
+
+
+def _structure(row: RankedRow, slots: int) -> library.GrowingRow:
+    """Return a row for the library; its slots lie at that address."""
+    return library.GrowingRow(
+        root_position=row.root_position,
+        slots=slots,
+        max_nodes=row.max_nodes,
+        depth=row.depth,
+        branches=row.branches,
+        seed=row.seed & (1 << 64) - 1,
+        has_noise=row.has_noise,
+        node_price=row.node_price,
+        level_price=row.level_price,
+        scale=row.scale,
+        temperature=row.temperature,
+    )
