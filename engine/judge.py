@@ -16,11 +16,13 @@ from engine.forest import Forest
 from engine.grammar_masks import GrammarMasks
 from engine.likeliest import Likeliest, likeliest
 from engine.logit_edits import edited_logits
+from engine.native import laws as native
 from engine.plan import LawContext, Row
-from engine.sampling import warped_laws
+from engine.sampling import truncates, warped_laws
+from engine.sampling_limits import MIN_TEMPERATURE
 from engine.tree import TokenTree
 from engine.types import ErrorCode, TokenLogprobs
-from engine.verify.coupled import judge_greedy
+from engine.verify.coupled import judge_by_library, judge_greedy
 from engine.verify.errors import LawError
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Unjudged, Verdict, Verifier
@@ -82,6 +84,9 @@ class Judge:
         nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
         if rule == _GREEDY:
             return judge_greedy(part.trees, [seen.best[node].token_id for node in nodes])
+        if rule == "coupled" and native.can_read(seen.logits_NV) and not any(truncates(rows[i].sampling) for i in indices):
+            temperatures = [max(rows[i].sampling.temperature, MIN_TEMPERATURE) for i in indices]
+            return judge_by_library(part.trees, seen.logits_NV, nodes, temperatures, [rows[i].key for i in indices])
         some = None if len(nodes) == len(seen.logits_NV) else nodes
         sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
         if rule not in self._verifiers:

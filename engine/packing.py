@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,10 +159,14 @@ class PackedBatch:
         table = [self.starts, *([*accumulate(counts, initial=0)] for counts in (num_keys, num_tails, num_seen))]
         return Flat(
             table=np.array(table, dtype=np.int64),
-            key_slots=np.concatenate([np.asarray(segment.key_slots, dtype=np.int64) for segment in segments]),
+            key_slots=_joined([np.asarray(segment.key_slots, dtype=np.int64) for segment in segments]),
             tail_positions=np.array([*chain.from_iterable(segment.tail_positions for segment in segments)], dtype=np.int64),
-            seen=np.concatenate([segment.tail_visible_TW for segment in segments], axis=None).view(np.uint8),
+            seen=_joined([segment.tail_visible_TW.view(np.uint8).ravel() for segment in segments]),
         )
+
+
+def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _grouped(segments: Sequence[Segment]) -> list[list[int]]:

@@ -45,8 +45,10 @@ def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, 
         end = context_len + 1
         return Segment(certain_ids, (context_len,), slots[context_len:end], slots[:end], _SEES_ITSELF, (context_len,))
     num_chain, num_tail = len(certain_ids), len(certain_ids) + tree.num_nodes - 1
-    visible_WW = np.tri(num_tail, dtype=np.bool_)
-    visible_WW[num_chain - 1 :, num_chain - 1 :] = tree.ancestors_NN
+    visible_WW = tree.ancestors_NN
+    if num_chain > 1:
+        visible_WW = np.tri(num_tail, dtype=np.bool_)
+        visible_WW[num_chain - 1 :, num_chain - 1 :] = tree.ancestors_NN
     root = context_len + num_chain - 1
     positions = [*range(context_len, root), *(root + depth for depth in tree.depths)]
     end = context_len + num_tail

@@ -253,10 +253,11 @@ class TokenTree:
     @cached_property
     def ancestors_NN(self) -> NDArray[np.bool_]:
         """Mask [N, N]: entry (v, w) says whether w is v or an ancestor of v."""
-        mask_NN = np.eye(self.num_nodes, dtype=np.bool_)
-        for node in range(1, self.num_nodes):
-            mask_NN[node] |= mask_NN[self.parents[node]]
-        return mask_NN
+        rows: list[bytearray] = []
+        for node, parent in enumerate(self.parents):
+            rows.append(bytearray(self.num_nodes) if parent < 0 else rows[parent][:])
+            rows[node][node] = 1
+        return np.frombuffer(bytearray().join(rows), dtype=np.bool_).reshape(self.num_nodes, self.num_nodes)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the nodes from the root to `node`, both included."""

@@ -77,22 +77,26 @@ class OddsAcceptance:
         return min(rank, self._NUM_RANKS - 1), int(np.searchsorted(self._EDGES, odds))
 
 
+_FITTED_TOGETHER = 16  # of a scale's observations
+
+
 class AgreementScale:
     """How the target's perturbed scores scatter around the drafter's: one scale, fitted while it serves.
 
     At a position with noise g the drafter scores s = log q + g, the target log p + g. If their difference log p - log q were
     independent Gumbel noise of scale b at every token, the target's best token would be drawn from softmax(s / b): a wide gap of
-    the best two scores then means certain agreement. b is the one of a grid with the largest likelihood of what came out. Of a
-    greedy row, without noise, the scores are log q, and b says how much likelier its best tokens are than the drafter believes.
+    the best two scores then means certain agreement. b, `scale`, is the one of a grid with the largest likelihood of what came
+    out. Of a greedy row, without noise, the scores are log q, and b says how much likelier its best tokens are than the drafter
+    believes.
     """
 
     def __init__(self, start: float = 0.5, weight: float = 20.0) -> None:
         self._scales_G = np.geomspace(0.05, 4.0, 24)
         self._fit_G = -weight * np.log(self._scales_G / start) ** 2
+        self._seen: list[tuple[Sequence[float], int]] = []  # since the last fit: scores, and the place of what was taken
+        self.scale = self._likeliest()
 
-    @property
-    def scale(self) -> float:
-        """The fitted scale."""
+    def _likeliest(self) -> float:
         return float(self._scales_G[self._fit_G.argmax()])
 
     def chances(self, scores: Sequence[float]) -> NDArray[np.float64]:
@@ -102,11 +106,24 @@ class AgreementScale:
         return np.asarray(weights_S / weights_S.sum())
 
     def observe(self, scores: Sequence[float], rank: int | None) -> None:
-        """Learn that the target took the token of this rank, or (None) one that is not among the best."""
-        scaled_GS = np.asarray(scores)[None, :] / self._scales_G[:, None]
-        shifted_GS = scaled_GS - scaled_GS[:, :1]
-        taken_G = shifted_GS[:, len(scores) - 1 if rank is None else rank]
-        self._fit_G = _MEMORY * self._fit_G + taken_G - np.log(np.exp(shifted_GS).sum(-1))
+        """Learn that the target took the token of this rank, or (None) one that is not among the best.
+
+        The fit is made anew when some have come together: one or many take as long.
+        """
+        self._seen.append((scores, len(scores) - 1 if rank is None else rank))
+        if len(self._seen) == _FITTED_TOGETHER:
+            self._fit()
+
+    def _fit(self) -> None:
+        seen, self._seen = self._seen, []
+        scores_NS = np.full((len(seen), max(len(scores) for scores, _ in seen)), -np.inf)
+        for row_S, (scores, _) in zip(scores_NS, seen, strict=True):
+            row_S[: len(scores)] = scores
+        shifted_GNS = (scores_NS - scores_NS[:, :1]) / self._scales_G[:, None, None]
+        taken_GN = shifted_GNS[:, np.arange(len(seen)), [place for _, place in seen]] - np.log(np.exp(shifted_GNS).sum(-1))
+        memory_N = _MEMORY ** np.arange(len(seen) - 1, -1, -1)
+        self._fit_G = _MEMORY ** len(seen) * self._fit_G + taken_GN @ memory_N
+        self.scale = self._likeliest()
 
 
 class Calibration:

@@ -117,7 +117,7 @@ class HeadDrafter:
         if self._late.num_tokens:
             with torch.inference_mode():
                 slots_T, states = self._late.take()
-                self._pool.write(slots_T, self._head.features(states))
+                self._head.keep_features(self._pool, slots_T, states)
 
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
         """Return what tokens read that come after those in these slots, where the target has been."""

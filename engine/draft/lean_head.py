@@ -91,9 +91,10 @@ class LeanHead(nn.Module):
         """The decoder layers, first to last."""
         return list(self.layers)  # type: ignore[arg-type]
 
-    def features(self, states: Sequence[Float[Tensor, "T D"]]) -> Float[Tensor, "T W"]:
-        """Fuse the target's states after the feature layers into one feature a token."""
-        return self.fuse(_unit(torch.stack(tuple(states), dim=1), self.shape.norm_eps).flatten(-2).to(self.dtype))  # type: ignore[no-any-return]
+    def keep_features(self, pool: FeaturePool, slots_T: Int[Tensor, " T"], states: Sequence[Float[Tensor, "T D"]]) -> None:
+        """Fuse the target's states after the feature layers into one feature a token, and put it in the token's slot."""
+        states_TFD = torch.stack(tuple(states), dim=1)
+        pool.write(slots_T, self.fuse(_unit(states_TFD, self.shape.norm_eps).flatten(-2).to(self.dtype)))
 
     def tokens(self, embeddings_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T W"]:
         """Narrow the target's embeddings."""

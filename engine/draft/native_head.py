@@ -63,19 +63,15 @@ class NativeHead:
         self._kept.append(layers)
         self._rotations = ByPosition(self._rotated)
 
-    def features(self, states: Sequence[Float[Tensor, "T D"]]) -> Float[Tensor, "T W"]:
-        """Fuse the target's states after the feature layers into one feature a token."""
-        shape, num_tokens = self._shape, len(states[0])
-        states = [state.float().contiguous() for state in states]
-        features_TW = torch.empty(num_tokens, shape.width)
+    def keep_features(self, pool: FeaturePool, slots_T: Int[Tensor, " T"], states: Sequence[Float[Tensor, "T D"]]) -> None:
+        """Fuse the target's states after the feature layers into one feature a token, and put it in the token's slot."""
+        shape, states, pool_SW = self._shape, [state.float().contiguous() for state in states], pool.lent(())
         library.library().latebranch_fuse(
             ctypes.byref(self._fuse.structure),
             library.pointers([state.data_ptr() for state in states]),
-            *(len(states), shape.target_width, shape.norm_eps, num_tokens),
-            features_TW.data_ptr(),
-            library.num_threads(),
+            *(len(states), shape.target_width, shape.norm_eps),
+            *(slots_T.data_ptr(), len(slots_T), pool_SW.data_ptr(), library.num_threads()),
         )
-        return features_TW
 
     def proposed(
         self,

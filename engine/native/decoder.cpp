@@ -8,6 +8,7 @@
 #include "pass.h"
 #include "ranking.h"
 #include "team.h"
+#include "walk.h"
 
 using namespace latebranch;
 
@@ -23,7 +24,7 @@ extern "C" {
 // Sizes of what Python lays out, so that it can see whether it was compiled from another version of it.
 void latebranch_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Linear), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Decoder), sizes[3] = sizeof(Pass);
-  sizes[4] = sizeof(GrowingRow), sizes[5] = sizeof(Told);
+  sizes[4] = sizeof(GrowingRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked);
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
@@ -43,21 +44,26 @@ void latebranch_linear(const Linear* linear, const float* x, int64_t num_rows, f
   });
 }
 
-// y [T, out] = layer of the states side by side, each [T, width] and scaled to a mean square of 1
-void latebranch_fuse(const Linear* linear, const float* const* states, int64_t num_states, int64_t width, float eps, int64_t num_rows, float* y,
-                     int num_threads) {
+// Rows `slots` [T] of pool [_, out] = layer of the states side by side, each [T, width] and scaled to a mean square of 1
+void latebranch_fuse(const Linear* linear, const float* const* states, int64_t num_states, int64_t width, float eps, const int64_t* slots,
+                     int64_t num_rows, float* pool, int num_threads) {
   LentScratch scratch;
   Scratch& s = *scratch;
   s.inputs.reserve(num_rows, *linear);
   s.normed.resize(std::max<size_t>(s.normed.size(), num_threads));
   for (auto& room : s.normed) grow(room, linear->in);
+  grow(s.branch, num_rows * linear->out);
   Pool::shared().run(num_threads, [&](Worker& worker) {
     float* normed = s.normed[worker.id].data();
     worker.each(num_rows, [&](int64_t t) {
       for (int64_t i = 0; i < num_states; i++) rms_norm(states[i] + t * width, nullptr, eps, width, normed + i * width);
       s.inputs.set(t, normed, *linear);
     });
-    all_outputs(worker, *linear, s.inputs, num_rows, y, false);
+    all_outputs(worker, *linear, s.inputs, num_rows, s.branch.data(), false);
+    worker.each(num_rows, [&](int64_t t) {
+      const float* fused = s.branch.data() + t * linear->out;
+      std::copy(fused, fused + linear->out, pool + slots[t] * linear->out);
+    });
   });
 }
 
@@ -93,6 +99,14 @@ void latebranch_choose(const float* laws, int64_t vocab_size, const int64_t* row
                        int64_t* chosen, int num_threads) {
   Pool::shared().run(threads_for(count, num_threads), [&](Worker& worker) {
     worker.each(count, [&](int64_t i) { choose(laws + rows[i] * vocab_size, vocab_size, keys[i], scores + i, chosen + i); });
+  });
+}
+
+// Walks down trees (walk.h): of tree b, nodes [firsts[b], firsts[b + 1]), the path's own numbers go where its nodes are, and its
+// length to lengths[b].
+void latebranch_walk(const float* logits, int64_t vocab_size, const Walked* trees, int64_t num_trees, int num_threads) {
+  Pool::shared().run(threads_for(num_trees, num_threads), [&](Worker& worker) {
+    worker.each(num_trees, [&](int64_t b) { walk(logits, vocab_size, *trees, b); });
   });
 }
 

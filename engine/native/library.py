@@ -1,4 +1,4 @@
-"""The compiled part: finds it, and declares what it takes. Structures mirror those of linear.h, pass.h and growth.h."""
+"""The compiled part: finds it, and declares what it takes. Structures mirror those of linear.h, pass.h, growth.h and walk.h."""
 
 import ctypes
 import hashlib
@@ -94,6 +94,18 @@ class Told(Structure):
     )
 
 
+class Walked(Structure):
+    """Trees to be walked down, and where to."""
+
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("firsts", "rows", "parents", "tokens", "inverse_temperatures", "keys"),
+            *("path", "lengths", "extras"),
+        )
+    )
+
+
 # Instruction sets that the library is compiled for, best first.
 INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
     "AVX-512 VNNI": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported(),
@@ -155,7 +167,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     """Return the library for an instruction set; raise OSError if it is not there."""
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
-    mirrored = (Linear, Layer, Decoder, Pass, GrowingRow, Told)
+    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, GrowingRow, Told, Walked)
     sizes = (c_int64 * len(mirrored))()
     loaded.latebranch_sizes(sizes)
     if list(sizes) != [ctypes.sizeof(one) for one in mirrored]:
@@ -164,7 +176,9 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_decode.restype = None
     loaded.latebranch_linear.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_linear.restype = None
-    loaded.latebranch_fuse.argtypes = [POINTER(Linear), POINTER(c_void_p), c_int64, c_int64, c_float, c_int64, c_void_p, c_int]
+    loaded.latebranch_fuse.argtypes = [
+        *(POINTER(Linear), POINTER(c_void_p), c_int64, c_int64, c_float, c_void_p, c_int64, c_void_p, c_int),
+    ]
     loaded.latebranch_fuse.restype = None
     loaded.latebranch_gumbels.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_gumbels.restype = None
@@ -174,6 +188,8 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_laws.restype = None
     loaded.latebranch_choose.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]
     loaded.latebranch_choose.restype = None
+    loaded.latebranch_walk.argtypes = [c_void_p, c_int64, POINTER(Walked), c_int64, c_int]
+    loaded.latebranch_walk.restype = None
     loaded.latebranch_rank.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int]
     loaded.latebranch_rank.restype = None
     loaded.latebranch_mix.argtypes = [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p]

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.forest import Forest
 from engine.keys import StepKey, Stream, stream_key
 from engine.native import noise as native
+from engine.native.walks import walks as native_walks
 from engine.noise import gumbels
 from engine.tree import ROOT, TokenTree
 from engine.verify.errors import NotFiniteLawError
@@ -110,6 +111,26 @@ class Coupled:
                 for b, choice in zip(trees, choices):
                     walks[b].choose(choice.token_id)
         return [walk.verdict() for walk in walks]
+
+
+def judge_by_library(
+    trees: Sequence[TokenTree],
+    logits_NV: Float[Tensor, "N V"],
+    rows: Sequence[int],
+    temperatures: Sequence[float],
+    keys: Sequence[StepKey],
+) -> list[Verdict]:
+    """Return what Coupled says of laws that temperatures alone make of the `rows` of logits, those of the trees' nodes.
+
+    No law is made but of the visited nodes. Raises NotFiniteLawError as it does.
+    """
+    noise_keys = [
+        [_noise_key(key, depth) for depth in range(max(tree.depths) + 1)] for tree, key in zip(trees, keys, strict=True)
+    ]
+    walks = native_walks(logits_NV, trees, rows, temperatures, noise_keys)
+    if faulty := [b for b, walk in enumerate(walks) if walk is None]:
+        raise NotFiniteLawError(faulty)
+    return [Verdict(*walk) for walk in walks if walk is not None]
 
 
 class _Choice(NamedTuple):

@@ -128,7 +128,7 @@ def drafted_keys_are_kept(scheduler, row, result):
 def nothing_is_told_of_nodes(drafter, write_slots_T):
     """Only a row's first token has its feature kept; of short steps that is the root."""
     with torch.inference_mode():
-        drafter._pool.write(write_slots_T[:1], drafter._head.features(drafter._tap.parts())[:1])
+        drafter._head.keep_features(drafter._pool, write_slots_T[:1], [part[:1] for part in drafter._tap.parts()])
 
 
 def roots_are_proposed_for_at_once(scheduler, sequence, wish):

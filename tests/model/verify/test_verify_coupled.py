@@ -1,6 +1,8 @@
 """Coupled and greedy verification: the text is plain decoding's own, whatever is drafted."""
 
+import math
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,12 +12,15 @@ from hypothesis import strategies as st
 
 from engine.forest import Forest
 from engine.keys import StepKey, Stream, stream_key
+from engine.native import library
 from engine.noise import gumbels
 from engine.tree import TokenTree
 from engine.verify import coupled
-from engine.verify.coupled import Coupled, follow, judge_greedy
+from engine.verify.coupled import Coupled, follow, judge_by_library, judge_greedy
+from engine.verify.errors import NotFiniteLawError
 from engine.verify.verdict import Verdict
 from tests.enumeration import Context, DrawnTree, TinyModel, TreeBuilder, batch_of
+from tests.model.native import needs_library
 
 VOCAB = 4
 NUM_TOKENS = 12
@@ -55,28 +60,78 @@ def emitted(drawn: DrawnTree, verdict: Verdict) -> Context:
     return (*drawn.contexts[verdict.path[-1]], verdict.extra_id)
 
 
-def speculative_text(model: TinyModel, seed: int, rng: random.Random) -> Context:
+Judging = Callable[[Forest, torch.Tensor, list[StepKey]], list[Verdict]]
+
+
+def by_laws(forest: Forest, laws_NV: torch.Tensor, keys: list[StepKey]) -> list[Verdict]:
+    return Coupled().judge(forest, laws_NV, keys)
+
+
+def by_library(forest: Forest, laws_NV: torch.Tensor, keys: list[StepKey]) -> list[Verdict]:
+    """Judge logits of these laws, at a temperature that they are made for; rows lie among others."""
+    rows, temperatures = range(1, 2 * len(laws_NV), 2), [0.5 + b % 3 for b in range(len(forest.trees))]
+    logits_NV = torch.full((2 * len(laws_NV), laws_NV.shape[1]), math.nan)
+    of_tree = torch.tensor([t for t, tree in zip(temperatures, forest.trees) for _ in range(tree.num_nodes)])
+    logits_NV[list(rows)] = laws_NV.float().log() * of_tree[:, None]
+    return judge_by_library(forest.trees, logits_NV, rows, temperatures, keys)
+
+
+WAYS = [by_laws, pytest.param(by_library, marks=needs_library)]
+
+
+def speculative_text(model: TinyModel, seed: int, rng: random.Random, judge: Judging = by_laws) -> Context:
     text: Context = ()
     while len(text) < NUM_TOKENS:
         drawn = any_tree(rng)
         batch = batch_of(After(model, text), [drawn])  # type: ignore[arg-type]
-        text += emitted(drawn, Coupled().judge(batch.forest, batch.target_laws_NV, [StepKey(seed, len(text))])[0])
+        text += emitted(drawn, judge(batch.forest, batch.target_laws_NV, [StepKey(seed, len(text))])[0])
     return text[:NUM_TOKENS]
 
 
+@pytest.mark.parametrize("judge", WAYS)
 @pytest.mark.parametrize("flavour", ["generic", "sparse", "peaked"])
-def test_any_trees_give_the_text_of_plain_decoding(flavour: str) -> None:
+def test_any_trees_give_the_text_of_plain_decoding(flavour: str, judge: Judging) -> None:
     for seed in range(25):
         model = TinyModel(VOCAB, seed, flavour)
-        assert speculative_text(model, seed, random.Random(seed)) == plain_text(model, seed)
+        assert speculative_text(model, seed, random.Random(seed), judge) == plain_text(model, seed)
+
+
+@needs_library
+def test_many_trees_at_once_are_judged_as_by_laws() -> None:
+    rng = random.Random(3)
+    model = TinyModel(VOCAB, 3)
+    batch = batch_of(model, [any_tree(rng) for _ in range(40)])
+    keys = [StepKey(seed, seed % 5) for seed in range(40)]
+    judged = by_library(batch.forest, batch.target_laws_NV, keys)
+    assert judged == by_laws(batch.forest, batch.target_laws_NV, keys)
+    assert len({len(verdict.path) for verdict in judged}) > 2
+
+
+@pytest.mark.parametrize("judge", WAYS)
+def test_a_tree_with_a_law_that_is_none_on_its_path_is_named(judge: Judging) -> None:
+    rng = random.Random(4)
+    batch = batch_of(TinyModel(VOCAB, 4), [any_tree(rng) for _ in range(12)])
+    keys = [StepKey(seed, 1) for seed in range(12)]
+    offsets, deep = (
+        batch.forest.offsets,
+        next(i for i, one in enumerate(by_laws(batch.forest, batch.target_laws_NV, keys)) if len(one.path) > 1),
+    )
+    laws_NV = batch.target_laws_NV.clone()
+    laws_NV[offsets[2]] = math.nan
+    laws_NV[offsets[deep] + by_laws(batch.forest, batch.target_laws_NV, keys)[deep].path[1], 1] = math.nan
+    with pytest.raises(NotFiniteLawError) as raised:
+        judge(batch.forest, laws_NV, keys)
+    assert judge is by_laws or set(raised.value.trees) == {2, deep}
+    assert set(raised.value.trees) <= {2, deep}
 
 
 @pytest.mark.parametrize("shift", [-1, 1, "root"], ids=["early", "late", "one-noise-for-all-depths"])
 def test_noise_of_another_position_is_noticed(shift, monkeypatch: pytest.MonkeyPatch) -> None:
     right = coupled._noise_key
     monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: right(key, 0 if shift == "root" else depth + shift))
-    with pytest.raises(AssertionError):
-        test_any_trees_give_the_text_of_plain_decoding("generic")
+    for judge in (by_laws, by_library) if library.is_available() else (by_laws,):
+        with pytest.raises(AssertionError):
+            test_any_trees_give_the_text_of_plain_decoding("generic", judge)
 
 
 def surprise_of_pairs(model: TinyModel, num_seeds: int) -> float:

@@ -1,0 +1,59 @@
+"""The coupled rule by the library: each tree walked down by the choices of its laws, where a temperature alone makes them.
+
+Shape key: N rows of logits, V vocabulary.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.native import library
+from engine.tree import TokenTree
+
+Walk = tuple[tuple[int, ...], int]  # a path, and the token that follows it
+
+
+def walks(
+    logits_NV: Float[Tensor, "N V"],
+    trees: Sequence[TokenTree],
+    rows: Sequence[int],
+    temperatures: Sequence[float],
+    keys: Sequence[Sequence[int]],
+) -> list[Walk | None]:
+    """Return where each tree's choices lead; None where a law on the way is none.
+
+    `rows` are those of the trees' nodes, tree after tree. A temperature is a tree's, and so are the keys of noise, one a depth.
+    """
+    logits_NV, num_trees = logits_NV.contiguous(), len(trees)
+    firsts = [*accumulate((tree.num_nodes for tree in trees), initial=0)]
+    num_nodes = firsts[-1]
+    parents, tokens = (
+        chain.from_iterable(column) for column in zip(*((one.parents, one.token_ids) for one in trees), strict=True)
+    )
+    numbers = np.array([*firsts, *rows, *parents, *tokens], dtype=np.int64)
+    keys_N = np.zeros(num_nodes, dtype=np.uint64)
+    for first, of_tree in zip(firsts, keys, strict=False):
+        keys_N[first : first + len(of_tree)] = of_tree
+    inverse_temperatures = 1.0 / np.array(temperatures, dtype=np.float32)
+    found = np.empty(num_nodes + 2 * num_trees, dtype=np.int64)
+    begin, written = library.address(numbers), library.address(found)
+    walked = library.Walked(
+        firsts=begin,
+        rows=begin + 8 * (num_trees + 1),
+        parents=begin + 8 * (num_trees + 1 + num_nodes),
+        tokens=begin + 8 * (num_trees + 1 + 2 * num_nodes),
+        keys=library.address(keys_N),
+        inverse_temperatures=library.address(inverse_temperatures),
+        path=written,
+        lengths=written + 8 * num_nodes,
+        extras=written + 8 * (num_nodes + num_trees),
+    )
+    library.library().latebranch_walk(
+        logits_NV.data_ptr(), logits_NV.shape[1], ctypes.byref(walked), num_trees, library.num_threads()
+    )
+    path, ends = found.tolist(), zip(firsts, found[num_nodes:].reshape(2, -1).T.tolist(), strict=False)
+    return [(tuple(path[first : first + length]), extra_id) if length else None for first, (length, extra_id) in ends]
