@@ -7,6 +7,7 @@ was emitted are read here too: the target's own, before any edit. Shape key: N n
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from jaxtyping import Float
@@ -57,7 +58,7 @@ class Judge:
             indices = [i for i, row in enumerate(rows) if _rule(row) == rule and judged[i] is _WAITING]
             for index, verdict in self._by_rule(rule, indices, rows, forest, seen):
                 judged[index] = verdict
-        return _unless_lawless(judged, forest, has_law)
+        return judged if all(has_law) else _unless_lawless(judged, forest, has_law)
 
     def _sound(self, forest: Forest, is_sound: Sequence[bool]) -> list[bool]:
         """Return for each tree whether all its nodes' logits are."""
@@ -80,8 +81,10 @@ class Judge:
             return [*judged, *((index, failed) for index in refused)]
 
     def _verdicts(self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, seen: "_Seen") -> list[Verdict]:
-        part = forest.subset(indices)
-        nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
+        is_whole = len(indices) == len(rows)
+        part = forest if is_whole else forest.subset(indices)
+        ranges = [range(forest.num_nodes)] if is_whole else [range(*forest.offsets[i : i + 2]) for i in indices]
+        nodes = [*chain.from_iterable(ranges)]
         if rule == _GREEDY:
             return judge_greedy(part.trees, [seen.best[node].token_id for node in nodes])
         if rule == "coupled" and native.can_read(seen.logits_NV) and not any(truncates(rows[i].sampling) for i in indices):

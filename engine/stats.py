@@ -2,7 +2,9 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.draft.drafter import ModelPasses
 from engine.plan import Row, StepPlan
@@ -120,6 +122,10 @@ def _work_of(record: StepRecord) -> StepWork:
     )
 
 
+def _counted(sources: Iterable[Iterable[DraftSource]]) -> dict[str, int]:
+    return {source.value: count for source, count in Counter(chain.from_iterable(sources)).items()}
+
+
 def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
     """Return the step's numbers; gauges are the scheduler's state after it."""
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
@@ -148,8 +154,8 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         num_preemptions=record.plan.num_preempted,
         accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
         expansions=dict(expansions),
-        drafted_by_source=dict(Counter(source.value for outcome in drafted for source in outcome.sources)),
-        accepted_by_source=dict(Counter(source.value for outcome in drafted for source in outcome.accepted_sources)),
+        drafted_by_source=_counted(outcome.sources for outcome in drafted),
+        accepted_by_source=_counted(outcome.accepted_sources for outcome in drafted),
         num_expected_rows=len(foretold),
         expected_tokens=sum(expected for expected, _ in foretold),
         num_realised_tokens=sum(came for _, came in foretold),

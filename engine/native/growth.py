@@ -18,8 +18,6 @@ from torch import Tensor
 from engine.native import library
 from engine.native.mixture import Foretold
 
-_MAX_SCORES = 64  # kScores of growth.h
-
 
 @dataclass(frozen=True, slots=True)
 class RankedRow:
@@ -170,8 +168,8 @@ class Growing:
         for first, end in pairwise(accumulate(counts.tolist(), initial=0)):
             parents, token_ids, offers, keeps_slot, by_age = map(tuple, nodes[:, first:end].tolist())
             trees.append(RankedTree(parents, token_ids, offers, keeps_slot, by_age[:-1]))
-        tokens = np.empty((self._num_offers, _MAX_SCORES + 1), dtype=np.int64)
-        scores = np.empty((self._num_offers, _MAX_SCORES), dtype=np.float64)
+        tokens = np.empty((self._num_offers, library.NUM_SCORES + 1), dtype=np.int64)
+        scores = np.empty((self._num_offers, library.NUM_SCORES), dtype=np.float64)
         self._library.latebranch_offers(self._handle, library.address(tokens), library.address(scores))
         return trees, Offers(tokens, scores)
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
+NUM_SCORES = 64  # best tokens of a node that are compared (growth.h)
 
 
 class Linear(Structure):
@@ -168,9 +169,10 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
     mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, GrowingRow, Told, Walked)
-    sizes = (c_int64 * len(mirrored))()
+    expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES]
+    sizes = (c_int64 * len(expected))()
     loaded.latebranch_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(one) for one in mirrored]:
+    if list(sizes) != expected:
         raise OSError(f"{file} was compiled from another version: install the package again")
     loaded.latebranch_decode.argtypes = [POINTER(Decoder), POINTER(Pass), c_int]
     loaded.latebranch_decode.restype = None
