@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.draft import children, growth
+from engine.draft import calibration, children, growth
 from engine.draft.best_first import BestFirst
 from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold
 from engine.draft.calibration import AgreementScale, Calibration, Calibrations, OddsAcceptance, RankAcceptance
@@ -516,6 +516,30 @@ def test_the_scale_is_found_again():
             taken = int((scores + true * rng.gumbel(size=20)).argmax())
             agreement.observe(scores.tolist(), taken)
         assert agreement.scale == pytest.approx(true, rel=0.25)
+
+
+def scale_of(seen) -> float:
+    """Return the likeliest scale by one lesson after the other, each forgetting a little."""
+    scales_G = np.geomspace(0.05, 4.0, 24)
+    fit_G = -20.0 * np.log(scales_G / 0.5) ** 2
+    for scores, place in seen:
+        scaled_GS = np.asarray(scores) / scales_G[:, None]
+        fit_G = calibration._MEMORY * fit_G + scaled_GS[:, place] - np.log(np.exp(scaled_GS).sum(-1))
+    return float(scales_G[fit_G.argmax()])
+
+
+@pytest.mark.parametrize("true", [0.1, 0.3, 1.0])
+def test_lessons_that_come_together_teach_what_they_teach_one_by_one(true):
+    rng = np.random.default_rng(7)
+    agreement, seen = AgreementScale(), []
+    for _ in range(160):
+        scores = np.sort(rng.gumbel(size=rng.integers(1, 9)))[::-1].tolist()  # as many as a law has
+        taken = int((np.array(scores) + true * rng.gumbel(size=len(scores))).argmax())
+        rank = None if taken == len(scores) - 1 else taken  # the last stands for all that are not among the best
+        agreement.observe(scores, rank)
+        seen.append((scores, taken))
+    assert agreement.scale == scale_of(seen)
+    assert agreement.scale != 0.5
 
 
 def test_acceptance_by_odds_is_found_again():

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.native import laws, library, noise
+from engine.native import laws, library, mixture, noise, walks
+from engine.tree import TokenTree
 from tests.model.native import PRECISIONS, native
 from tests.model.passes import node_logits
 from tests.model.test_attention import ragged_scene
@@ -74,3 +75,18 @@ def test_laws_noise_and_rankings_are_the_same(monkeypatch):
     for keys_or_none in (keys, None):
         ranked = of_each_build(monkeypatch, lambda given=keys_or_none: noise.rankings(LOGITS, temperatures, 9, given, None))
         assert ranked[0] == ranked[1]
+
+
+@several
+def test_mixtures_and_walks_are_the_same(monkeypatch):
+    told = [
+        mixture.Foretold((3, 5, 1003), (0.5, 0.25, 0.25), 0.7),
+        mixture.Foretold((), (), 0.0),
+        mixture.Foretold((9,), (1.0,), 0.1),
+    ]
+    (one, first), (other, second) = of_each_build(monkeypatch, lambda: mixture.mixed(LOGITS, [4, 0, None], told, 1004))
+    assert torch.equal(one, other)
+    assert first == second
+    trees = [TokenTree((-1, 0, 0), (1, 2, 3), ((1, 2), (), ())), TokenTree((-1, 0), (1, 7), ((1,), ()))]
+    walked = of_each_build(monkeypatch, lambda: walks.walks(LOGITS, trees, range(5), [0.7, 1.0], [[3, 1 << 63], [5, 7]]))
+    assert walked[0] == walked[1]
