@@ -23,7 +23,7 @@ from engine.sampling import truncates, warped_laws
 from engine.sampling_limits import MIN_TEMPERATURE
 from engine.tree import TokenTree
 from engine.types import ErrorCode, TokenLogprobs
-from engine.verify.coupled import judge_by_library, judge_greedy
+from engine.verify.coupled import Coupled, judge_by_library, judge_greedy
 from engine.verify.errors import LawError
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Unjudged, Verdict, Verifier
@@ -87,7 +87,7 @@ class Judge:
         nodes = [*chain.from_iterable(ranges)]
         if rule == _GREEDY:
             return judge_greedy(part.trees, [seen.best[node].token_id for node in nodes])
-        if rule == "coupled" and native.can_read(seen.logits_NV) and not any(truncates(rows[i].sampling) for i in indices):
+        if rule == Coupled.name and native.can_read(seen.logits_NV) and not any(truncates(rows[i].sampling) for i in indices):
             temperatures = [max(rows[i].sampling.temperature, MIN_TEMPERATURE) for i in indices]
             return judge_by_library(part.trees, seen.logits_NV, nodes, temperatures, [rows[i].key for i in indices])
         some = None if len(nodes) == len(seen.logits_NV) else nodes

@@ -11,10 +11,10 @@ from engine.draft.calibration import AgreementScale
 from engine.draft.children import Offer
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.strategies import Grown
+from engine.native.library import NUM_SCORES
 from engine.tree import FREE_GROWTH, ROOT, TokenTree
 
-_START_OFFERED, _START_CONTINUED = 1.0, 0.6  # of a node's children one is accepted, given that the node is: a prior, in nodes
-_NUM_SCORES = 64  # best perturbed scores of a node that are compared: the rest weighs nothing in their softmax
+START_OFFERED, START_CONTINUED = 1.0, 0.6  # a prior: of so many offers so many have a token that is accepted, given their node is
 
 
 @dataclass(order=True)
@@ -50,7 +50,7 @@ class BestFirst:
         self._num_rounds = 0
         self._least = 1.0 / (self._expansion.max_nodes + 1)
         self._prices = FREE_GROWTH if agreement is None else tree.row.prices
-        self._continued = _START_OFFERED * _START_CONTINUED  # chances that an offer has one that is accepted, added up
+        self._continued = START_CONTINUED  # chances that an offer has one that is accepted, added up
 
     def asks(self) -> list[FrontierNode]:
         """Return the best candidates that would be kept if this were the end and that have not been fed."""
@@ -64,7 +64,7 @@ class BestFirst:
             self._least = min(self._least, unfed[0].value / 2)
         num_slots = self._expansion.max_nodes - (len(self._fed) - 1)
         chosen = [one for one in unfed if one.value > self._least][: min(self._expansion.branches, num_slots)]
-        if sum(one.value for one in chosen) * self._continued / (_START_OFFERED + len(self._offers)) < self._prices.level:
+        if sum(one.value for one in chosen) * self._continued / (START_OFFERED + len(self._offers)) < self._prices.level:
             return []
         for candidate in chosen:
             self._fed[self._add(candidate)] = candidate
@@ -78,7 +78,7 @@ class BestFirst:
         return candidate.node
 
     def _ask(self, node: int) -> FrontierNode:
-        return FrontierNode(self.tree, node, self._expansion.branches if self._agreement is None else _NUM_SCORES)
+        return FrontierNode(self.tree, node, self._expansion.branches if self._agreement is None else NUM_SCORES)
 
     def take(self, node: int, offer: Offer) -> None:
         """Make its children candidates."""

@@ -12,7 +12,6 @@ Shape key: T packed tokens, P proposals, S slots, D target width, W inner width,
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -129,7 +128,7 @@ class HeadDrafter:
         before = [slot for row in rows for slot in self._slots_before(row)]
         batch = pack(fed_segments(rows), self._device)
         fed = Fed(batch, before)
-        places = places_of_roots(rows, roots)
+        places = places_of_roots(rows, [root.tree.row.request_id for root in roots])
         asked = [chain_segment(root.tree.token_ids[:1], root.position, root.tree.row.slots) for root in roots]
         return self._proposal(fed, None if places == list(range(batch.num_tokens)) else asked, places)
 
@@ -144,13 +143,13 @@ class HeadDrafter:
         """Return what grows ranked trees, if the library runs the head; a canary is shown what each pass reads, one by one."""
         return None if self._has_canary or not isinstance(self._head, NativeHead) else RankedGrower(self._begin, self._vocab)
 
-    def _begin(self, rows: Sequence[Row], ranked: Sequence[RankedRow], roots: Sequence[str]) -> Growing:
+    def _begin(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> Growing:
         assert isinstance(self._head, NativeHead)
         self._catch_up()
         feeding = [row for row in rows if row.draft_ids]
-        ends = dict(zip((row.request_id for row in feeding), accumulate(len(row.draft_ids) for row in feeding), strict=True))
         fed = Fed(pack(fed_segments(feeding), self._device), [slot for row in feeding for slot in self._slots_before(row)])
-        return self._head.growing(self._pool, fed, ranked, [ends[root] - 1 for root in roots], self._cache, self._vocab.ids_M)
+        places = places_of_roots(feeding, request_ids)
+        return self._head.growing(self._pool, fed, ranked, places, self._cache, self._vocab.ids_M)
 
     def _slots_before(self, row: Row) -> Sequence[int]:
         """Return the slots that the row's committed tokens read."""

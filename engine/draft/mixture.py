@@ -48,9 +48,14 @@ def with_tokens_of(laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None) -
     """Return a model's vocabulary with the tokens of laws that it does not know, ascending, behind its own. None: all tokens."""
     if vocab is None:
         return None
-    said = _said(laws)
-    unknown = [token_id for token_id, column in zip(said, vocab.columns(said), strict=True) if column < 0]
+    unknown = unknown_of(laws, vocab)
     return vocab.extended(unknown) if unknown else vocab
+
+
+def unknown_of(laws: Sequence[CachedLaw], vocab: TrimmedVocabulary) -> list[int]:
+    """Return the laws' tokens that a vocabulary does not know, ascending."""
+    said = _said(laws)
+    return [token_id for token_id, column in zip(said, vocab.columns(said), strict=True) if column < 0]
 
 
 def _columns(token_ids: Iterable[int], vocab: TrimmedVocabulary | None) -> list[int]:

@@ -27,7 +27,7 @@ class ModelDrafter:
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens; propose at the roots."""
-        return self._propose(fed_segments(rows), places_of_roots(rows, roots))
+        return self._propose(fed_segments(rows), places_of_roots(rows, [root.tree.row.request_id for root in roots]))
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Feed some nodes of every tree; propose at each."""

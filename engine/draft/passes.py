@@ -4,9 +4,7 @@ Slots are the target's: node v of a tree has one slot in both caches, so keeping
 """
 
 from collections.abc import Sequence
-from itertools import groupby
-
-import numpy as np
+from itertools import accumulate, groupby
 
 from engine.draft.drafter import FrontierNode
 from engine.packing import Segment
@@ -19,11 +17,11 @@ def fed_segments(rows: Sequence[Row]) -> list[Segment]:
     return [chain_segment(row.draft_ids, row.draft_len, row.slots) for row in rows]
 
 
-def places_of_roots(rows: Sequence[Row], roots: Sequence[FrontierNode]) -> list[int]:
-    """Return where each root lies among the packed tokens of the rows' segments: at its segment's end."""
-    ends = np.cumsum([len(row.draft_ids) for row in rows]).tolist()
+def places_of_roots(rows: Sequence[Row], request_ids: Sequence[str]) -> list[int]:
+    """Return where the roots of some requests lie among the packed tokens of the rows' segments: at its segment's end."""
+    ends = accumulate(len(row.draft_ids) for row in rows)
     end_of = {row.request_id: end for row, end in zip(rows, ends, strict=True)}
-    return [end_of[root.tree.row.request_id] - 1 for root in roots]
+    return [end_of[request_id] - 1 for request_id in request_ids]
 
 
 def level_segments(frontier: Sequence[FrontierNode]) -> list[Segment]:

@@ -1,8 +1,7 @@
 """Trees of rows that rank, all rounds of them grown by the library: what engine.draft.best_first grows, in a call a round.
 
-Between two rounds nothing is asked but what cached text foretells. Serves noise-aware trees of rows whose laws are a
+Between two rounds nothing is asked but what cached text foretells. Serves noise-aware trees and chains of rows whose laws are a
 temperature's alone, for a head that the library runs; all else grows round by round in engine.draft.growth.
-Shape key: V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,18 +10,19 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from engine.draft.best_first import START_CONTINUED, START_OFFERED
 from engine.draft.calibration import Calibrations
 from engine.draft.children import Offer
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
 from engine.draft.grown import Growth, sources_of
-from engine.draft.mixture import UNTOLD, foretold, rather_cached
+from engine.draft.mixture import UNTOLD, foretold, rather_cached, unknown_of
 from engine.draft.texts import CachedLaw, TextCache
 from engine.forest import Forest
-from engine.native.growth import Growing, Offers, RankedRow, RankedTree
+from engine.native.growth import Growing, GrownTree, Offers, RankedRow
 from engine.plan import Row
 from engine.sampling import ranking_params, truncates
 from engine.sampling_limits import MIN_TEMPERATURE
-from engine.tree import ROOT, TokenTree, TreeKind
+from engine.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
 from engine.types import DraftSource
 
 
@@ -30,7 +30,7 @@ from engine.types import DraftSource
 class RankedGrower:
     """What grows ranked trees for a drafter: a model that knows `vocab`, and the texts that are drafted from beside it.
 
-    `begin` takes the rows to be fed and, of those whose trees are to grow, what the library must know and their requests.
+    `begin` takes the rows to be fed and, of those whose trees are to grow, what the library must know and their request ids.
     """
 
     begin: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], Growing]
@@ -53,7 +53,8 @@ def can_rank(rows: Sequence[Row]) -> bool:
 
 
 def _can_rank(row: Row) -> bool:
-    is_ranked = row.expansion.tree == "noise_aware" and row.draw_kind in _RANKED
+    is_noise_aware = row.expansion.tree == "noise_aware"
+    is_ranked = row.draw_kind in _RANKED and (is_noise_aware or row.expansion.kind is TreeKind.PATH)
     return is_ranked and not (row.is_traced or row.sampling.edits_logits or truncates(ranking_params(row.sampling)))
 
 
@@ -70,12 +71,14 @@ class _Texts:
 
     def answer(self, growing: Growing) -> int:
         """Answer a round's nodes; return how many tokens were fed."""
-        asks, unknown = growing.asks, list[int]()
+        asks = growing.asks
         if self._texts is None:
-            return growing.round([UNTOLD] * len(asks), [False] * len(asks), unknown)[1]
+            return growing.round([UNTOLD] * len(asks), [False] * len(asks), ())[1]
         paths = [self._path(*ask) for ask in asks]
         laws = [self._texts.law_after(self._rows[ask.tree], path) for ask, path in zip(asks, paths, strict=True)]
-        told = [UNTOLD if law is None else foretold(law, self._columns(law, unknown)) for law in laws]
+        unknown = unknown_of([law for law in laws if law is not None], self._vocab)
+        column_of = {token_id: column for column, token_id in enumerate(unknown, len(self._vocab.ids_M))}
+        told = [UNTOLD if law is None else foretold(law, self._columns(law, column_of)) for law in laws]
         flags, num_fed = growing.round(told, [law is not None and law.is_sure for law in laws], unknown)
         for ask, path, law, of_law in zip(asks, paths, laws, flags, strict=True):
             if law is not None:
@@ -88,15 +91,9 @@ class _Texts:
             paths[node] = (*paths[parent], token_id)
         return paths[node]
 
-    def _columns(self, law: CachedLaw, unknown: list[int]) -> list[int]:
-        """Return the columns of a law's tokens; those that the model does not know come behind the others, once each."""
-        columns, num_known = self._vocab.columns(law.odds), len(self._vocab.ids_M)
-        for place, token_id in enumerate(law.odds):
-            if columns[place] < 0:
-                if token_id not in unknown:
-                    unknown.append(token_id)
-                columns[place] = num_known + unknown.index(token_id)
-        return columns
+    def _columns(self, law: CachedLaw, column_of_unknown: Mapping[int, int]) -> list[int]:
+        known = zip(law.odds, self._vocab.columns(law.odds), strict=True)
+        return [column_of_unknown[token_id] if column < 0 else column for token_id, column in known]
 
 
 def grow_ranked(
@@ -110,7 +107,7 @@ def grow_ranked(
     with grower.begin(rows, ranked, [row.request_id for row in drafting]) as growing:
         while growing.asks:
             num_rounds += 1
-            for tree in {ask.tree for ask in growing.asks}:
+            for tree in dict.fromkeys(ask.tree for ask in growing.asks):
                 rounds[tree] += 1
             if num_fed := texts.answer(growing):
                 passes += ModelPasses(1, num_fed)
@@ -147,14 +144,15 @@ class _Grown:
 
 
 def _grown(
-    row: Row, ranked: RankedTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]], num_rounds: int, offers: Offers
+    row: Row, ranked: GrownTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]], num_rounds: int, offers: Offers
 ) -> _Grown:
     draws: list[list[int]] = [[] for _ in ranked.parents]
     for node in ranked.by_age:
         draws[ranked.parents[node]].append(node)
     tree = TokenTree(ranked.parents, (row.certain_ids[-1], *ranked.token_ids[1:]), tuple(map(tuple, draws)))
     fed = frozenset(node for node, keeps in enumerate(ranked.keeps_slot) if keeps)
-    return _Grown(tree, fed, _Offers(offers, ranked.offers), sources_of(tree, origins), num_rounds)
+    of_nodes: Mapping[int, Offer] = {} if row.expansion.is_delayed else _Offers(offers, ranked.offers)  # chains teach nothing
+    return _Grown(tree, fed, of_nodes, sources_of(tree, origins), num_rounds)
 
 
 class _Offers(Mapping[int, Offer]):
@@ -180,17 +178,21 @@ class _Offers(Mapping[int, Offer]):
 
 
 def _ranked(row: Row, scale: float) -> RankedRow:
+    """Return what the library must know of a row. A chain is a tree of one child a node, whatever that costs."""
     expansion = row.expansion
+    prices = FREE_GROWTH if expansion.is_delayed else row.prices
     return RankedRow(
         root_position=row.root_position,
         slots=row.slots,
-        max_nodes=expansion.max_nodes,
-        depth=expansion.depth,
+        max_nodes=expansion.num_draft_tokens,
+        depth=expansion.max_depth if expansion.is_delayed else expansion.depth,
         branches=expansion.branches,
         seed=row.seed,
         has_noise=row.draw_kind is TreeKind.SHARED_NOISE,
-        node_price=row.prices.node,
-        level_price=row.prices.level,
+        node_price=prices.node,
+        level_price=prices.level,
+        offered=START_OFFERED,
+        continued=START_CONTINUED,
         scale=scale,
         temperature=max(ranking_params(row.sampling).temperature, MIN_TEMPERATURE),
     )

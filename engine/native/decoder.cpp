@@ -24,7 +24,7 @@ extern "C" {
 // Sizes of what Python lays out, so that it can see whether it was compiled from another version of it.
 void latebranch_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Linear), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Decoder), sizes[3] = sizeof(Pass);
-  sizes[4] = sizeof(GrowingRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked), sizes[7] = kScores;
+  sizes[4] = sizeof(RankedRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked), sizes[7] = kScores;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
@@ -138,7 +138,7 @@ void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, 
 
 // Trees of rows that rank (growth.h): begin, rounds until nothing is asked, the trees, the end. `asks` [4, most] are the nodes of the
 // next round: their trees, numbers, parents and tokens; what returns is how many they are.
-Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const GrowingRow* rows, int64_t num_rows) {
+Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows) {
   return new Growing(*head, tokens, rows, num_rows);
 }
 

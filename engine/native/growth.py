@@ -1,6 +1,6 @@
 """Trees of rows that rank, grown by the library for a draft head that it runs: a call a round.
 
-Shape key: M tokens that the head knows, T packed tokens.
+Shape key: M tokens that the head knows.
 """
 
 import ctypes
@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -23,7 +23,8 @@ from engine.native.mixture import Foretold
 class RankedRow:
     """A row whose tree is to grow: where it lies, how large the tree may become, what ranks its nodes and what they cost.
 
-    `slots` are by position, up to the last that a node may have. `scale` is the AgreementScale's.
+    `slots` are by position, up to the last that a node may have. `scale` is the AgreementScale's. `offered` and `continued` are a
+    prior: of so many offers so many have a token that is accepted, given that their node is.
     """
 
     root_position: int
@@ -35,6 +36,8 @@ class RankedRow:
     has_noise: bool
     node_price: float
     level_price: float
+    offered: float
+    continued: float
     scale: float
     temperature: float
 
@@ -69,7 +72,7 @@ class Offers:
 
 
 @dataclass(frozen=True, slots=True)
-class RankedTree:
+class GrownTree:
     """A tree as it has grown; node 0 is the root. `by_age` are the others in the order in which they were offered.
 
     `offers` are the places of what nodes were offered, -1 where that was nothing; who `keeps_slot` was fed under its number.
@@ -98,12 +101,16 @@ class Growing:
         roots: Sequence[int],
         keeps: object,
     ) -> None:
+        assert len(roots) == len(rows)
+        assert all(len(row.slots) > row.root_position + row.max_nodes for row in rows), "a node has no slot"
         self._rows, self._pass = rows, first
-        slots = [row.slots if isinstance(row.slots, array) else array("q", row.slots) for row in rows]
+        slots = [
+            row.slots if isinstance(row.slots, array) and row.slots.typecode == "q" else array("q", row.slots) for row in rows
+        ]
         self._kept = (head, vocab_M, slots, keeps)
         self._roots: NDArray[np.int64] | None = np.array(roots, dtype=np.int64)
         self._library = library.library()
-        structures = (library.GrowingRow * len(rows))(
+        structures = (library.RankedRow * len(rows))(
             *(_structure(row, own.buffer_info()[0]) for row, own in zip(rows, slots, strict=True))
         )
         self._most_asks = sum(max(1, min(row.branches, row.max_nodes)) for row in rows)
@@ -125,6 +132,7 @@ class Growing:
         What cached text foretells there is `told`; columns from M on are of `unknown` tokens. Where it `is_sure` the head is not
         asked. Of each foretold token is returned whether more of its chance is the cache's, and of all how many tokens were fed.
         """
+        assert len(told) == len(is_sure) == len(self.asks)
         firsts = [*accumulate((len(one.columns) for one in told), initial=0)]
         columns = chain.from_iterable(one.columns for one in told)
         places = np.array([*firsts, *columns, *unknown], dtype=np.int64)
@@ -159,7 +167,7 @@ class Growing:
         is_rather_cached = flags[len(told) :].astype(np.bool_).tolist()
         return [is_rather_cached[first:end] for first, end in pairwise(firsts)], num_fed.value
 
-    def finish(self) -> tuple[list[RankedTree], Offers]:
+    def finish(self) -> tuple[list[GrownTree], Offers]:
         """Return the trees, and what their nodes were offered."""
         most = sum(1 + row.max_nodes for row in self._rows)
         counts, nodes = np.empty(len(self._rows), dtype=np.int64), np.empty((5, most), dtype=np.int64)
@@ -167,16 +175,20 @@ class Growing:
         trees = []
         for first, end in pairwise(accumulate(counts.tolist(), initial=0)):
             parents, token_ids, offers, keeps_slot, by_age = map(tuple, nodes[:, first:end].tolist())
-            trees.append(RankedTree(parents, token_ids, offers, keeps_slot, by_age[:-1]))
+            trees.append(GrownTree(parents, token_ids, offers, keeps_slot, by_age[:-1]))
         tokens = np.empty((self._num_offers, library.NUM_SCORES + 1), dtype=np.int64)
         scores = np.empty((self._num_offers, library.NUM_SCORES), dtype=np.float64)
         self._library.latebranch_offers(self._handle, library.address(tokens), library.address(scores))
         return trees, Offers(tokens, scores)
 
 
-def _structure(row: RankedRow, slots: int) -> library.GrowingRow:
+def _as_array(slots: Sequence[int]) -> Any:
+    return slots if isinstance(slots, array) and slots.typecode == "q" else array("q", slots)
+
+
+def _structure(row: RankedRow, slots: int) -> library.RankedRow:
     """Return a row for the library; its slots lie at that address."""
-    return library.GrowingRow(
+    return library.RankedRow(
         root_position=row.root_position,
         slots=slots,
         max_nodes=row.max_nodes,
@@ -186,6 +198,8 @@ def _structure(row: RankedRow, slots: int) -> library.GrowingRow:
         has_noise=row.has_noise,
         node_price=row.node_price,
         level_price=row.level_price,
+        offered=row.offered,
+        continued=row.continued,
         scale=row.scale,
         temperature=row.temperature,
     )

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
-NUM_SCORES = 64  # best tokens of a node that are compared (growth.h)
+NUM_SCORES = 64  # best perturbed scores of a node that are compared: the rest weighs nothing in their softmax (ranked_tree.h)
 
 
 class Linear(Structure):
@@ -72,7 +72,7 @@ class Pass(Structure):
     )
 
 
-class GrowingRow(Structure):
+class RankedRow(Structure):
     """A row whose tree is to grow."""
 
     _fields_ = (
@@ -81,7 +81,7 @@ class GrowingRow(Structure):
         *((name, c_int64) for name in ("max_nodes", "depth", "branches")),
         ("seed", c_uint64),
         ("has_noise", c_int64),
-        *((name, c_double) for name in ("node_price", "level_price", "scale", "temperature")),
+        *((name, c_double) for name in ("node_price", "level_price", "offered", "continued", "scale", "temperature")),
     )
 
 
@@ -168,7 +168,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     """Return the library for an instruction set; raise OSError if it is not there."""
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
-    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, GrowingRow, Told, Walked)
+    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked)
     expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES]
     sizes = (c_int64 * len(expected))()
     loaded.latebranch_sizes(sizes)
@@ -196,7 +196,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_rank.restype = None
     loaded.latebranch_mix.argtypes = [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p]
     loaded.latebranch_mix.restype = None
-    loaded.latebranch_grow.argtypes = [POINTER(Decoder), c_void_p, POINTER(GrowingRow), c_int64]
+    loaded.latebranch_grow.argtypes = [POINTER(Decoder), c_void_p, POINTER(RankedRow), c_int64]
     loaded.latebranch_grow.restype = c_void_p
     loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_grow_round.restype = c_int64

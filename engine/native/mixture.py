@@ -1,6 +1,6 @@
 """Cached text beside a model's logits by the library: the function of engine.draft.mixture.
 
-Shape key: R rows of a model, K tokens it knows, P proposals, M tokens known, E tokens that cached text foretells.
+Shape key: R rows of a model, K tokens it knows, P proposals, M tokens known.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,11 @@ def mixed(
     """
     num_proposals, num_known = len(rows), 0
     if model_RK is not None:
+        assert model_RK.dtype == torch.float32
+        assert model_RK.shape[1] <= num_columns
         model_RK, num_known = model_RK.contiguous(), model_RK.shape[1]
+    assert len(foretold) == num_proposals
+    assert all(0 <= column < num_columns for one in foretold for column in one.columns), "a foretold token has no column"
     firsts = [*accumulate((len(one.columns) for one in foretold), initial=0)]
     # Rows, firsts and columns lie in one array, odds and chances in another.
     places = np.array(

@@ -57,6 +57,7 @@ struct Scratch {
   std::vector<std::vector<float>> normed;  // of each thread
   Inputs inputs;
   std::vector<Attention> attention;  // of each thread
+  std::vector<float> logits, states, mixed;  // of a draft head that grows trees
 };
 
 class Run {

@@ -18,7 +18,8 @@ struct Ranked {
 };
 
 // `logits` [count]; `tokens` names what each column is, or is null where they are in order. Logits that make no law (a NaN, an
-// infinity, nothing but -infinity) have a collision of NaN and no best tokens.
+// infinity, nothing but -infinity) have a collision of NaN and no best tokens. Of equals the token of the smallest id wins, whatever
+// its column.
 //
 // Noise is -log(-log u), no more than -log(1 - u): most draws need no logarithm, those whose q / (1 - u) is below the least of the
 // best so far.
@@ -50,7 +51,11 @@ inline void rank(const float* logits, int64_t count, float inverse_temperature, 
   const double normal = (double)top + std::log((double)total);
   *out.collision = sum(squares) / total / total;
   const Doubles lowest = spread((double)top - 87.0);  // below it q is nothing beside the likeliest token's
-  using Entry = std::pair<double, int64_t>;           // score, and the column's negative: of equals the first wins
+  struct Entry {
+    double score;
+    int64_t token, column;
+    bool operator>(const Entry& other) const { return score > other.score || (score == other.score && token < other.token); }
+  };
   std::vector<Entry> best;
   best.reserve(most);
   double threshold = -std::numeric_limits<double>::infinity();
@@ -67,22 +72,22 @@ inline void rank(const float* logits, int64_t count, float inverse_temperature, 
       score = score - logarithm(exponential_of(u));
     }
     Mask is_better = can_come;
-    if ((int64_t)best.size() == most) is_better &= more(score, spread(threshold));
+    if ((int64_t)best.size() == most) is_better &= no_less(score, spread(threshold));
     if (!is_better) continue;
     double scores[kDoubles];
     store(scores, score);
     for (int lane = 0; lane < kDoubles; lane++) {
       if (!(is_better >> lane & 1)) continue;
-      const Entry entry(scores[lane], -(i + lane));
+      const Entry entry{scores[lane], tokens ? tokens[i + lane] : i + lane, i + lane};
       if ((int64_t)best.size() == most) {
-        if (entry < best.front()) continue;
+        if (!(entry > best.front())) continue;
         std::pop_heap(best.begin(), best.end(), std::greater<>());
         best.back() = entry;
       } else {
         best.push_back(entry);
       }
       std::push_heap(best.begin(), best.end(), std::greater<>());
-      threshold = best.front().first;
+      threshold = best.front().score;
       // A share is off by what x - top, a float of up to 87, is rounded by (4e-6) and by the exponential (2e-7).
       if (has_noise && (int64_t)best.size() == most) enough = spread(std::exp(threshold - (double)top) * (1.0 - 1e-5));
     }
@@ -90,9 +95,8 @@ inline void rank(const float* logits, int64_t count, float inverse_temperature, 
   std::sort(best.begin(), best.end(), std::greater<>());
   *out.count = (int64_t)best.size();
   for (size_t rank = 0; rank < best.size(); rank++) {
-    const int64_t column = -best[rank].second;
-    out.tokens[rank] = tokens ? tokens[column] : column, out.scores[rank] = best[rank].first - normal;
-    out.odds[rank] = (float)std::exp((double)(logits[column] * inverse_temperature) - normal);
+    out.tokens[rank] = best[rank].token, out.scores[rank] = best[rank].score - normal;
+    out.odds[rank] = (float)std::exp((double)(logits[best[rank].column] * inverse_temperature) - normal);
   }
 }
 

@@ -6,6 +6,7 @@ Shape key: N rows of logits, V vocabulary.
 import ctypes
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -14,7 +15,12 @@ from torch import Tensor
 from engine.native import library
 from engine.tree import TokenTree
 
-Walk = tuple[tuple[int, ...], int]  # a path, and the token that follows it
+
+class Followed(NamedTuple):
+    """Nodes from the root on, and the token that follows the last."""
+
+    path: tuple[int, ...]
+    extra_id: int
 
 
 def walks(
@@ -23,7 +29,7 @@ def walks(
     rows: Sequence[int],
     temperatures: Sequence[float],
     keys: Sequence[Sequence[int]],
-) -> list[Walk | None]:
+) -> list[Followed | None]:
     """Return where each tree's choices lead; None where a law on the way is none.
 
     `rows` are those of the trees' nodes, tree after tree. A temperature is a tree's, and so are the keys of noise, one a depth.
@@ -31,6 +37,8 @@ def walks(
     logits_NV, num_trees = logits_NV.contiguous(), len(trees)
     firsts = [*accumulate((tree.num_nodes for tree in trees), initial=0)]
     num_nodes = firsts[-1]
+    assert len(rows) == num_nodes
+    assert len(temperatures) == len(keys) == num_trees
     parents, tokens = (
         chain.from_iterable(column) for column in zip(*((one.parents, one.token_ids) for one in trees), strict=True)
     )
@@ -56,4 +64,4 @@ def walks(
         logits_NV.data_ptr(), logits_NV.shape[1], ctypes.byref(walked), num_trees, library.num_threads()
     )
     path, ends = found.tolist(), zip(firsts, found[num_nodes:].reshape(2, -1).T.tolist(), strict=False)
-    return [(tuple(path[first : first + length]), extra_id) if length else None for first, (length, extra_id) in ends]
+    return [Followed(tuple(path[first : first + length]), extra_id) if length else None for first, (length, extra_id) in ends]

@@ -199,3 +199,17 @@ def test_logits_that_make_no_law_have_no_best_tokens(broken):
 def test_of_equals_the_first_ranks_first():
     found = native.rankings(torch.zeros(1, 40), [1.0], 11, None, None)
     assert found[0].token_ids == tuple(range(11))
+
+
+@needs_library
+@pytest.mark.parametrize("keys", [None, [3]])
+def test_of_equals_the_smallest_token_ranks_first_whatever_its_column(keys):
+    """Where cached text alone speaks all scores are ties; columns behind the others hold tokens of any number."""
+    ids_M = torch.tensor([7, 40, 3, 12, 0, 99, 1])
+    found = native.rankings(torch.zeros(1, 7), [1.0], 4, None, ids_M)
+    assert found[0].token_ids == (0, 1, 3, 7)
+    assert sum(found[0].odds) == pytest.approx(4 / 7)
+    if keys is not None:
+        by_noise = native.rankings(torch.zeros(1, 7), [1.0], 4, keys, ids_M)[0]
+        reversed_ = native.rankings(torch.zeros(1, 7), [1.0], 4, keys, ids_M.flip(0).contiguous())[0]
+        assert by_noise.token_ids == reversed_.token_ids

@@ -1,27 +1,34 @@
 """Ranked trees grown by the library are those that grow round by round: the same trees, slots, sources, rounds and lessons."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from engine import engine as stepping
+from engine.canary import SlotCanary
 from engine.config import SchedulerConfig
 from engine.draft import growth, ranked
 from engine.draft.combined import CombinedDrafter
 from engine.draft.grown import Growth
 from engine.draft.head_drafter import HeadDrafter
+from engine.draft.model import ModelDrafter
 from engine.draft.texts import TextCache
 from engine.engine import Engine
+from engine.kv_cache import KVCache
 from engine.linears import NATIVE
+from engine.model import adopt
 from engine.native.growth import Growing
-from engine.policy import Choice, SequenceView, StepFeedback
-from engine.testing import tiny_engine
+from engine.plan import Feeding, Row
+from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
+from engine.testing import tiny_engine, tiny_module
 from engine.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices
-from engine.types import DraftSource, Request, SamplingParams, Speculation
+from engine.types import DraftSource, FinishReason, Request, SamplingParams, Speculation
 from tests.model.driving import greedy, run, sampled
-from tests.model.heads import learnt_head
+from tests.model.heads import learnt_head, random_head
 from tests.model.native import native, needs_library
 from tests.model.passes import CPU
+from tests.model.tiny import pair
 
 pytestmark = needs_library
 
@@ -31,12 +38,13 @@ TREES = [
     Expansion(0, 4, 5, "noise_aware", 9),
     PLAIN,
     Expansion(0, 1, 6, "noise_aware", 6),
+    Expansion(5, 1, 0),
     Expansion(0, 5, 2, "noise_aware", 20),
 ]
 
 
 class Changing:
-    """A policy that gives every sequence another tree at every step, at prices that end some of them early."""
+    """A policy that gives every sequence another tree at every step, or a chain, at prices that end some trees early."""
 
     name = "changing"
 
@@ -52,24 +60,40 @@ class Changing:
         pass
 
 
-def engine_of(with_texts: bool) -> Engine:
+ROOMY = SchedulerConfig(num_slots=2048, max_model_len=256)
+CRAMPED = SchedulerConfig(max_running=6, max_step_tokens=48, num_slots=150, max_model_len=128)
+
+
+def engine_of(
+    with_texts: bool, config: SchedulerConfig = ROOMY, precision: str = "float32", policy: ExpansionPolicy | None = None
+) -> Engine:
     """Return an engine whose library drafts with a head, with cached text beside it."""
-    target, config = native("llama"), SchedulerConfig(num_slots=2048, max_model_len=256)
-    head = HeadDrafter("head", learnt_head(), target, config.num_slots, NATIVE)
+    target = native("llama", precision)
+    head = HeadDrafter("head", learnt_head(), target, config.num_slots, NATIVE, precision)
     drafter = CombinedDrafter(head, TextCache(min_tokens=1), target.vocab_size, CPU) if with_texts else head
-    engine = tiny_engine(target, drafter, Changing(), config=config)
+    engine = tiny_engine(target, drafter, policy or Changing(), config=config)
     engine.target.report_to(head)
     return engine
 
 
 def crowd() -> list[Request]:
-    """Greedy and seeded requests, some of whose texts repeat or are predicted, with tokens that the head does not know."""
+    """Greedy and seeded requests, some of whose texts repeat or are predicted, with tokens that the head does not know.
+
+    Two continue as often with one such token as with another, the smaller one said first or last.
+    """
     predicted = Request(
         *("predicted", tuple(LONG), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), Speculation()),
         prediction_ids=(7, 14, 21, *LONG, 48, 9, 9, 9),
     )
     seeded = [sampled(str(row), LONG[row:] * 2, row, 20, temperature=0.4 + 0.3 * row) for row in range(4)]
-    return [greedy("greedy", LONG * 2, 24), *seeded, predicted, greedy("other", [7, 14, 21, 28, 35] * 6, 24)]
+    tied = [greedy(str(ids), [5, ids[0], 5, ids[1], 5], 8) for ids in ((14, 7), (7, 21), (42, 3))]
+    return [greedy("greedy", LONG * 2, 24), *seeded, predicted, greedy("other", [7, 14, 21, 28, 35] * 6, 24), *tied]
+
+
+def plain_texts() -> dict[str, list[int]]:
+    """Return the crowd's texts without speculation."""
+    plain = [replace(request, speculation=Speculation(is_enabled=False)) for request in crowd()]
+    return run(engine_of(with_texts=False), plain).texts()
 
 
 Compare = Callable[[Growth, Growth], bool]
@@ -87,26 +111,37 @@ def are_same(one: Growth, other: Growth) -> bool:
     )
 
 
-def grown_both_ways(monkeypatch, with_texts: bool) -> list[tuple[Growth, Growth]]:
-    """Run a crowd; return what each step's trees are by the library and round by round, from the same state."""
-    pairs = []
+def grown_both_ways(monkeypatch, engine: Engine) -> list[tuple[Growth, Growth]]:
+    """Run a crowd; return what each step's trees are by the library and round by round, from the same state.
+
+    By turns the one or the other comes last: what it leaves in the slots is what the next step reads.
+    """
+    pairs: list[tuple[Growth, Growth]] = []
+
+    def by_library(*args):
+        return growth.grow(*args)
+
+    def by_rounds(*args):
+        with monkeypatch.context() as patched:
+            patched.setattr(growth, "can_rank", lambda rows: False)
+            return growth.grow(*args)
 
     def both(drafter, rows, *rest):
-        found = growth.grow(drafter, rows, *rest)
-        if any(row.is_decoding and not row.expansion.is_plain for row in rows):
-            with monkeypatch.context() as patched:
-                patched.setattr(growth, "can_rank", lambda rows: False)
-                pairs.append((found, growth.grow(drafter, rows, *rest)))
-        return found
+        if all(row.expansion.is_plain for row in rows if row.is_decoding):
+            return growth.grow(drafter, rows, *rest)
+        ways = (by_library, by_rounds) if len(pairs) % 2 else (by_rounds, by_library)
+        found = {way: way(drafter, rows, *rest) for way in ways}
+        pairs.append((found[by_library], found[by_rounds]))
+        return found[ways[-1]]
 
     monkeypatch.setattr(stepping, "grow", both)
-    run(engine_of(with_texts), crowd())
+    run(engine, crowd())
     return pairs
 
 
 @pytest.mark.parametrize("with_texts", [False, True])
 def test_the_library_grows_the_same_trees(monkeypatch, with_texts):
-    pairs = grown_both_ways(monkeypatch, with_texts)
+    pairs = grown_both_ways(monkeypatch, engine_of(with_texts))
     assert all(are_same(*pair) for pair in pairs)
     trees = [tree for one, _ in pairs for tree in one.forest.trees]
     sources = {source for one, _ in pairs for of_tree in one.sources for source in of_tree}
@@ -121,14 +156,31 @@ def test_the_library_grows_the_same_trees(monkeypatch, with_texts):
         assert any(0 not in one for one in fed), "roots about which the head is not asked"
 
 
+@pytest.mark.parametrize(("config", "precision"), [(CRAMPED, "float32"), (CRAMPED, "int8"), (ROOMY, "int8")])
+def test_trees_are_the_same_in_any_precision_and_room(monkeypatch, config, precision):
+    pairs = grown_both_ways(monkeypatch, engine_of(True, config, precision))
+    assert all(are_same(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("with_texts", [False, True])
+@pytest.mark.parametrize("config", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
+def test_no_text_changes(config, with_texts):
+    session = run(engine_of(with_texts, config), crowd())
+    assert session.texts() == plain_texts()
+    assert any(stats.num_preemptions for stats in session.stats) == (config is CRAMPED)
+    assert sum(stats.num_accepted_tokens for stats in session.stats) > 20
+
+
 def without_noise(row, scale):
-    honest = ranked_row(row, scale)
-    return type(honest)(**{name: getattr(honest, name) for name in honest.__slots__} | {"has_noise": False})
+    return replace(ranked_row(row, scale), has_noise=False)
 
 
 def at_no_price(row, scale):
-    honest = ranked_row(row, scale)
-    return type(honest)(**{name: getattr(honest, name) for name in honest.__slots__} | {"node_price": 0.0, "level_price": 0.0})
+    return replace(ranked_row(row, scale), node_price=0.0, level_price=0.0)
+
+
+def of_another_prior(row, scale):
+    return replace(ranked_row(row, scale), continued=30.0)
 
 
 def of_another_scale(row, scale):
@@ -138,16 +190,17 @@ def of_another_scale(row, scale):
 ranked_row = ranked._ranked
 
 
-@pytest.mark.parametrize("mutant", [without_noise, at_no_price, of_another_scale])
+@pytest.mark.parametrize("mutant", [without_noise, at_no_price, of_another_prior, of_another_scale])
 def test_trees_of_other_rows_are_noticed(monkeypatch, mutant):
     monkeypatch.setattr(ranked, "_ranked", mutant)
-    assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, with_texts=False))
+    assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=False)))
 
 
-def unknown_share_a_column(self, law, unknown):
-    columns = self._vocab.columns(law.odds)
-    unknown[:] = unknown or [token_id for token_id, column in zip(law.odds, columns, strict=True) if column < 0][:1]
-    return [len(self._vocab.ids_M) if column < 0 else column for column in columns]
+def unknown_share_a_column(self, law, column_of_unknown):
+    return honest_columns(self, law, dict.fromkeys(column_of_unknown, len(self._vocab.ids_M)))
+
+
+honest_columns = ranked._Texts._columns
 
 
 def nothing_is_sure(self, told, is_sure, unknown):
@@ -163,24 +216,84 @@ honest_round = Growing.round
 )
 def test_texts_that_are_told_wrongly_are_noticed(monkeypatch, where, name, mutant):
     monkeypatch.setattr(where, name, mutant)
-    assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, with_texts=True))
+    assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 
-def test_rows_that_need_more_than_a_temperature_grow_round_by_round(monkeypatch):
-    """A traced row, an edited one, a truncated one, another tree: each keeps all of its step from the library."""
-    asked: list[object] = []
+OTHERS = {
+    "top_p": sampled("x", LONG, 3, 12, top_p=0.9),
+    "top_k": sampled("x", LONG, 3, 12, top_k=5),
+    "min_p": sampled("x", LONG, 3, 12, min_p=0.1),
+    "typical_p": sampled("x", LONG, 3, 12, typical_p=0.8),
+    "penalty": sampled("x", LONG, 3, 12, repetition_penalty=1.2),
+    "bias": sampled("x", LONG, 3, 12, logit_bias=((9, 2.0),)),
+    "traced": greedy("x", LONG, 12, is_traced=True),
+    "beam": greedy("x", LONG, 12, expansion=Expansion(0, 3, 5, "beam", 8)),
+    "drawn": sampled("x", LONG, 3, 12, verifier="traversal"),
+    "drawn chain": Request("x", tuple(LONG), SamplingParams(seed=3, max_tokens=12), Speculation(verifier="traversal")),
+}
 
-    def noted(*args):
-        asked.append(args)
-        return ranked.grow_ranked(*args)
+
+class Mixed:
+    """A policy that has ranked trees grown for all but one row, which gets what its verifier is exact on."""
+
+    name = "mixed"
+
+    def choose(self, views: Sequence[SequenceView]) -> Choice:
+        drawn = {"traversal": Expansion(2, 1, 0)}
+        return Choice(tuple(drawn.get(view.verifier, TREES[0]) for view in views))
+
+    def observe(self, feedback: StepFeedback) -> None:
+        pass
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_one_row_that_needs_more_keeps_the_step_from_the_library(monkeypatch, other):
+    """A traced row, an edited or truncated one, one that draws: alone and beside rows that rank."""
+    asked: list[Sequence[Row]] = []
+
+    def noted(grower, rows, *rest):
+        asked.append(rows)
+        return ranked.grow_ranked(grower, rows, *rest)
 
     monkeypatch.setattr(growth, "grow_ranked", noted)
-    run(engine_of(with_texts=True), [sampled("a", LONG, 3, 12, top_p=0.9)])
-    run(engine_of(with_texts=True), [sampled("a", LONG, 3, 12, min_p=0.1)])
-    run(engine_of(with_texts=True), [sampled("a", LONG, 3, 12, repetition_penalty=1.2)])
-    traced = greedy("a", LONG, 12, is_traced=True)
-    run(engine_of(with_texts=True), [traced])
-    run(engine_of(with_texts=True), [greedy("a", LONG, 12, expansion=Expansion(0, 3, 5, "beam", 8))])
-    assert not asked
-    run(engine_of(with_texts=True), [greedy("a", LONG, 12)])
-    assert asked
+    for beside in ([], [greedy("a", LONG, 12), sampled("b", LONG[2:], 5, 12)]):
+        session = run(engine_of(with_texts=True, policy=Mixed()), [*beside, other])
+        assert all(outcome.finish is not FinishReason.ERROR for outcome in session.outcomes.values())
+        grown_with_other = [rows for rows in asked if any(row.request_id == "x" and not row.expansion.is_plain for row in rows)]
+        assert not grown_with_other
+    assert asked, "steps that the other has left"
+
+
+def test_nobody_else_has_its_trees_grown_by_the_library():
+    target = native("llama")
+    heads = {
+        "torch": HeadDrafter("head", learnt_head(), target, 64),
+        "watched": HeadDrafter("head", learnt_head(), target, 64, NATIVE, canary=SlotCanary()),
+        "library": HeadDrafter("head", learnt_head(), target, 64, NATIVE),
+    }
+    assert [name for name, head in heads.items() if head.ranked_grower() is not None] == ["library"]
+    both = {name: CombinedDrafter(head, TextCache(), target.vocab_size, CPU) for name, head in heads.items()}
+    assert [name for name, drafter in both.items() if drafter.ranked_grower() is not None] == ["library"]
+    assert CombinedDrafter(model_drafter(), TextCache(), 61, CPU).ranked_grower() is None
+
+
+def model_drafter() -> ModelDrafter:
+    return ModelDrafter("tiny", pair("llama")[1], KVCache(64, CPU), Feeding.OWN_CACHE)
+
+
+def test_more_tokens_than_are_compared(monkeypatch):
+    """A vocabulary of hundreds: the best 64 of a law are kept, and the others are nothing."""
+    target = adopt(tiny_module(vocab_size=300), CPU, NATIVE)
+    head = HeadDrafter("head", random_head(vocab_size=300), target, ROOMY.num_slots, NATIVE)
+    engine = tiny_engine(target, head, Changing(), config=ROOMY)
+    engine.target.report_to(head)
+    pairs = grown_both_ways(monkeypatch, engine)
+    assert all(are_same(*pair) for pair in pairs)
+    assert {len(offer.token_ids) for one, _ in pairs for offers in one.offers for offer in offers.values()} == {64}
+
+
+@pytest.mark.parametrize("seed", [0, 5, -1, 2**63, 2**64 - 1])
+def test_noise_is_that_of_the_position(monkeypatch, seed):
+    """Seeds of all 64 bits name the same noise in the library as in engine.keys."""
+    monkeypatch.setattr("tests.model.test_ranked_growth.crowd", lambda: [sampled("a", LONG, seed, 12, temperature=1.5)])
+    assert all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=False)))
