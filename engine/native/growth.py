@@ -104,9 +104,7 @@ class Growing:
         assert len(roots) == len(rows)
         assert all(len(row.slots) > row.root_position + row.max_nodes for row in rows), "a node has no slot"
         self._rows, self._pass = rows, first
-        slots = [
-            row.slots if isinstance(row.slots, array) and row.slots.typecode == "q" else array("q", row.slots) for row in rows
-        ]
+        slots = [_as_array(row.slots) for row in rows]
         self._kept = (head, vocab_M, slots, keeps)
         self._roots: NDArray[np.int64] | None = np.array(roots, dtype=np.int64)
         self._library = library.library()
