@@ -7,7 +7,6 @@ was emitted are read here too: the target's own, before any edit. Shape key: N n
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from jaxtyping import Float
@@ -81,10 +80,8 @@ class Judge:
             return [*judged, *((index, failed) for index in refused)]
 
     def _verdicts(self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, seen: "_Seen") -> list[Verdict]:
-        is_whole = len(indices) == len(rows)
-        part = forest if is_whole else forest.subset(indices)
-        ranges = [range(forest.num_nodes)] if is_whole else [range(*forest.offsets[i : i + 2]) for i in indices]
-        nodes = [*chain.from_iterable(ranges)]
+        part = forest if len(indices) == len(rows) else forest.subset(indices)
+        nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
         if rule == _GREEDY:
             return judge_greedy(part.trees, [seen.best[node].token_id for node in nodes])
         if rule == Coupled.name and native.can_read(seen.logits_NV) and not any(truncates(rows[i].sampling) for i in indices):

@@ -14,6 +14,7 @@ from engine.plan import Row
 from engine.tree import TokenTree
 
 _MEMORY = 0.999  # weight of a past node for each new one
+_FITTED_TOGETHER = 16  # of a scale's observations
 
 
 class RankAcceptance:
@@ -75,9 +76,6 @@ class OddsAcceptance:
 
     def _place(self, rank: int, odds: float) -> tuple[int, int]:
         return min(rank, self._NUM_RANKS - 1), int(np.searchsorted(self._EDGES, odds))
-
-
-_FITTED_TOGETHER = 16  # of a scale's observations
 
 
 class AgreementScale:

@@ -18,11 +18,8 @@ from engine.draft.ranked import GrowsRanked, RankedGrower
 from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Feeding, Row
 from engine.tree import ROOT
-from engine.types import DraftSource
 
 _MOST_DEFERRED = 128  # committed tokens of all rows that the model may be behind in a step
-
-Origins = dict[int, DraftSource]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.native import library
-from engine.native.mixture import Foretold
+from engine.native.mixture import Foretold, flattened
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +131,8 @@ class Growing:
         asked. Of each foretold token is returned whether more of its chance is the cache's, and of all how many tokens were fed.
         """
         assert len(told) == len(is_sure) == len(self.asks)
-        firsts = [*accumulate((len(one.columns) for one in told), initial=0)]
-        columns = chain.from_iterable(one.columns for one in told)
+        firsts, columns, odds = flattened(told)
         places = np.array([*firsts, *columns, *unknown], dtype=np.int64)
-        odds = np.array([*chain.from_iterable(one.odds for one in told), *(one.chance for one in told)], dtype=np.float32)
         flags = np.array([*is_sure, *(False for _ in range(firsts[-1]))], dtype=np.uint8)
         begin, share, flag = library.address(places), library.address(odds), library.address(flags)
         asks = np.empty((4, self._most_asks), dtype=np.int64)

@@ -10,6 +10,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.native import library
@@ -22,6 +23,14 @@ class Foretold:
     columns: Sequence[int]
     odds: Sequence[float]
     chance: float
+
+
+def flattened(foretold: Sequence[Foretold]) -> tuple[list[int], list[int], NDArray[np.float32]]:
+    """Return where each one's tokens begin, and their end; all columns; and all probabilities with the trusts behind them."""
+    firsts = [*accumulate((len(one.columns) for one in foretold), initial=0)]
+    columns = [*chain.from_iterable(one.columns for one in foretold)]
+    odds = np.array([*chain.from_iterable(one.odds for one in foretold), *(one.chance for one in foretold)], dtype=np.float32)
+    return firsts, columns, odds
 
 
 def can_mix(device: torch.device) -> bool:
@@ -43,13 +52,9 @@ def mixed(
         assert model_RK.shape[1] <= num_columns
         model_RK, num_known = model_RK.contiguous(), model_RK.shape[1]
     assert len(foretold) == num_proposals
-    assert all(0 <= column < num_columns for one in foretold for column in one.columns), "a foretold token has no column"
-    firsts = [*accumulate((len(one.columns) for one in foretold), initial=0)]
-    # Rows, firsts and columns lie in one array, odds and chances in another.
-    places = np.array(
-        [-1 if row is None else row for row in rows] + firsts + [*chain.from_iterable(one.columns for one in foretold)]
-    )
-    odds = np.array([*chain.from_iterable(one.odds for one in foretold), *(one.chance for one in foretold)], dtype=np.float32)
+    firsts, columns, odds = flattened(foretold)
+    assert all(0 <= column < num_columns for column in columns), "a foretold token has no column"
+    places = np.array([*(-1 if row is None else row for row in rows), *firsts, *columns], dtype=np.int64)
     is_rather_cached = np.zeros(firsts[-1], dtype=np.uint8)
     logits_PM = torch.empty(num_proposals, num_columns)
     begin, row, share = library.address(places), 8 * num_proposals, library.address(odds)

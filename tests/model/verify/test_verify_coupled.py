@@ -112,13 +112,11 @@ def test_a_tree_with_a_law_that_is_none_on_its_path_is_named(judge: Judging) -> 
     rng = random.Random(4)
     batch = batch_of(TinyModel(VOCAB, 4), [any_tree(rng) for _ in range(12)])
     keys = [StepKey(seed, 1) for seed in range(12)]
-    offsets, deep = (
-        batch.forest.offsets,
-        next(i for i, one in enumerate(by_laws(batch.forest, batch.target_laws_NV, keys)) if len(one.path) > 1),
-    )
+    offsets, paths = batch.forest.offsets, [one.path for one in by_laws(batch.forest, batch.target_laws_NV, keys)]
+    deep = next(i for i, path in enumerate(paths) if len(path) > 1)
     laws_NV = batch.target_laws_NV.clone()
     laws_NV[offsets[2]] = math.nan
-    laws_NV[offsets[deep] + by_laws(batch.forest, batch.target_laws_NV, keys)[deep].path[1], 1] = math.nan
+    laws_NV[offsets[deep] + paths[deep][1], 1] = math.nan
     with pytest.raises(NotFiniteLawError) as raised:
         judge(batch.forest, laws_NV, keys)
     assert judge is by_laws or set(raised.value.trees) == {2, deep}
