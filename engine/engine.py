@@ -258,7 +258,8 @@ class Engine:
             if emission is None or emission.finish is not None:
                 self._let_go(row.request_id)
             tree, offset = growth.forest.trees[index], growth.forest.offsets[index]
-            outcomes.append(RowOutcome(row, tree, growth.sources[index], growth.rounds[index], offset, verdict, emission))
+            grown = growth.sources[index], growth.worth[index], growth.rounds[index]
+            outcomes.append(RowOutcome(row, tree, *grown, offset, verdict, emission))
         return outcomes
 
     def _end_unjudged(self, request_id: str, why: Unjudged) -> None:

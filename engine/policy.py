@@ -104,10 +104,23 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeChances:
+    """What a noise-aware tree took its nodes to be worth, the root aside: chances to be accepted, and depths from 1.
+
+    `accepted` are the places of those that were, in order.
+    """
+
+    chances: tuple[float, ...]
+    depths: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DraftOutcome:
     """What became of a decoding row: the tree it was to grow, what grew (the root aside), how deep, how deep it was accepted.
 
-    Of a tree that finds its own shape `drafted_depth` is the rounds it took to grow; the last levels it may not have kept.
+    Of a tree that finds its own shape `drafted_depth` is the rounds it took to grow; the last levels it may not have kept. Of a
+    noise-aware one there is more to tell of its `nodes`.
     """
 
     request_id: str
@@ -115,6 +128,7 @@ class DraftOutcome:
     num_nodes: int
     drafted_depth: int
     accepted_depth: int
+    nodes: NodeChances | None = None
 
 
 @dataclass(frozen=True, slots=True)

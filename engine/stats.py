@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from engine.draft.drafter import ModelPasses
+from engine.draft.grown import Worth
 from engine.plan import Row, StepPlan
-from engine.policy import Choice, DraftOutcome, StepFeedback, StepWork
+from engine.policy import Choice, DraftOutcome, NodeChances, StepFeedback, StepWork
 from engine.scheduler import Emission, Scheduler
 from engine.tree import TokenTree
 from engine.types import DraftSource, StepStats
@@ -33,12 +34,14 @@ class Stopwatch:
 class RowOutcome:
     """A decoding row after the step. `offset` is its root among the packed nodes; unjudged rows emit nothing and end.
 
-    `sources` are of the tree's nodes, the root aside; it took `num_rounds` to grow.
+    `sources` are of the tree's nodes, the root aside, and so is what they are `worth`, if it is noise-aware; it took `num_rounds`
+    to grow.
     """
 
     row: Row
     tree: TokenTree
     sources: tuple[DraftSource, ...]
+    worth: Worth | None
     num_rounds: int
     offset: int
     verdict: Verdict | Unjudged
@@ -103,7 +106,11 @@ def feedback_of(record: StepRecord) -> StepFeedback:
 def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     row, tree = outcome.row, outcome.tree
     drafted_depth = max(tree.depths) if row.expansion.is_delayed else outcome.num_rounds
-    return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, drafted_depth, outcome.accepted_depth)
+    nodes = None
+    if outcome.worth is not None:
+        path = outcome.verdict.path[1:] if isinstance(outcome.verdict, Verdict) else ()
+        nodes = NodeChances(outcome.worth.chances, tree.depths[1:], tuple(node - 1 for node in path))
+    return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, drafted_depth, outcome.accepted_depth, nodes)
 
 
 def _work_of(record: StepRecord) -> StepWork:

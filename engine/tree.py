@@ -3,6 +3,7 @@
 Knows parents, depths, orders and ancestor masks. Does not know models, laws or torch.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -62,7 +63,8 @@ class Expansion:
     their shape, so `max_nodes` is 0. Source: Dynamic Delayed Tree Expansion (arXiv 2602.16994), where it is written (K, L1, L2).
 
     The other trees find their own shape: `max_nodes` drafted tokens at most, `depth` levels, `branches` children a node, no
-    trunk. Which is which: docs/verification.md.
+    trunk. A noise-aware one knows what chance a node has to be accepted, and may leave out what has less than `least_chance`.
+    Which is which: docs/verification.md.
     """
 
     trunk: int
@@ -70,6 +72,7 @@ class Expansion:
     depth: int
     tree: TreeName = "delayed"
     max_nodes: int = 0
+    least_chance: float = 0.0
 
     def __post_init__(self) -> None:
         if self.tree not in TREE_NAMES:
@@ -80,6 +83,10 @@ class Expansion:
             raise ValueError(f"the nodes of a {self.tree} tree follow from trunk, branches and depth; max_nodes cannot be given")
         if not self.is_delayed and (self.trunk or self.depth < 1 or self.max_nodes < 1):
             raise ValueError(f"a {self.tree} tree has no trunk and needs depth and max_nodes of at least 1")
+        if not 0.0 <= self.least_chance < 1.0:
+            raise ValueError(f"the least chance of a node is from 0 to below 1, not {self.least_chance}")
+        if self.least_chance and self.tree != "noise_aware":
+            raise ValueError(f"the chances of a {self.tree} tree's nodes are not known, so that none can be the least")
 
     @property
     def is_delayed(self) -> bool:
@@ -134,9 +141,10 @@ class Expansion:
         return self.branches if depth <= self.max_depth else 0
 
     def __str__(self) -> str:
-        """Return what `parse_expansion` reads: `2.2.3` for a delayed tree, else `name.max_nodes.depth.branches`."""
+        """Return what `parse_expansion` reads: `2.2.3` for a delayed tree, else `name.max_nodes.depth.branches@least_chance`."""
         if not self.is_delayed:
-            return f"{self.tree}.{self.max_nodes}.{self.depth}.{self.branches}"
+            least = f"@{self.least_chance}" if self.least_chance else ""
+            return f"{self.tree}.{self.max_nodes}.{self.depth}.{self.branches}{least}"
         shape = f"{self.trunk}.{self.branches}.{self.depth}"
         return shape if self.tree == "delayed" else f"{self.tree}.{shape}"
 
@@ -144,21 +152,24 @@ class Expansion:
 def parse_expansion(text: str) -> Expansion:
     """Return the expansion written `trunk.branches.depth`, `delayed_distinct.trunk.branches.depth` or `tree.max_nodes`.
 
-    The last can go on `.depth.branches`. ValueError says what is wrong.
+    The last can go on `.depth.branches`, and a noise-aware one end on `@least_chance`. ValueError says what is wrong.
     """
-    name, *numbers = text.split(".") if text[:1].isalpha() else ["delayed", *text.split(".")]
+    shape, at, least = text.partition("@")
+    name, *numbers = shape.split(".") if text[:1].isalpha() else ["delayed", *shape.split(".")]
     tree = next((known for known in TREE_NAMES if known == name), None)
     if tree is None:
         raise ValueError(f"the tree of an expansion is one of {', '.join(TREE_NAMES)}, not {name!r}")
     sizes = (3,) if tree in DELAYED_TREES else (1, 2, 3)
     if len(numbers) not in sizes or not all(number.isascii() and number.isdecimal() for number in numbers):
         raise ValueError(f"an expansion is written like 4.1.0 (trunk.branches.depth) or heap.16 (tree.max_nodes), not {text!r}")
+    if at and not (tree == "noise_aware" and re.fullmatch(r"0\.[0-9]{1,6}", least)):
+        raise ValueError(f"only a noise_aware tree may end on its nodes' least chance, written like @0.2, not {text!r}")
     counts = [int(number) for number in numbers]
     if tree in DELAYED_TREES:
         trunk, branches, depth = counts
         return Expansion(trunk, branches, depth, tree)
     max_nodes, depth, branches = [*counts, *(DEFAULT_DEPTH, DEFAULT_BRANCHES)[len(counts) - 1 :]]
-    return Expansion(0, branches, depth, tree, max_nodes)
+    return Expansion(0, branches, depth, tree, max_nodes, float(least or 0.0))
 
 
 PLAIN = Expansion(0, 1, 0)

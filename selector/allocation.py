@@ -70,7 +70,7 @@ class Allocator:
         self._is_allowed_BM = is_allowed_BM
         self._load = load
         self._costs = costs
-        fed_BM = estimates.nodes * menu.fed_share + np.where(menu.depths > 0, load.unfed_B[:, None], 0.0)
+        fed_BM = estimates.fed + np.where(menu.depths > 0, load.unfed_B[:, None], 0.0)
         self._fed_BM = load.model_share * fed_BM
         self._rows = np.arange(len(load.context_B))
 
@@ -83,18 +83,21 @@ class Allocator:
         """Return a given choice with what is expected of it."""
         return self._best_of(places_B[None])
 
-    def prices(self, chosen: Allocation) -> GrowthPrices:
+    def prices(self, chosen: Allocation, num_sharing: int) -> GrowthPrices:
         """Return what a node and a level more cost in a choice's step, in tokens that its seconds would bring.
 
-        A node's is the mean over sequences. A level's is that of one that all who draft take together, and of a token fed in it.
+        A node's is the mean over sequences, and no more than what a tree of the choice admits. A level's is that of one that so many
+        take together, and of a token fed in it.
         """
         load = self._load
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
         more = self._costs.marginals(float(load.base.num_tokens) + num_nodes)
         node_s = more.token_s + more.drawn_s * float(load.draws_B.mean()) + more.score_s * float(load.context_B.mean())
         level_s = self._costs.prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
-        level_s /= max(1, int(np.count_nonzero(chosen.places_B)))
-        return GrowthPrices(node_s * chosen.rate, (level_s + load.model_share * more.draft_token_s) * chosen.rate)
+        level_s = level_s / max(1, num_sharing) + load.model_share * more.draft_token_s
+        admits = self._menu.least_chances[chosen.places_B[chosen.places_B > 0]]
+        node = min(node_s * chosen.rate, float(admits.min(initial=np.inf, where=admits > 0.0)))
+        return GrowthPrices(node, level_s * chosen.rate)
 
     def losses(self, chosen: Allocation, indices: list[int], entries: Places) -> tuple[list[Allocation], Array]:
         """Return the choice with each of the entries for some sequences, and the seconds that each loses; no entry is plain.
@@ -112,6 +115,8 @@ class Allocator:
         """Return the best allocation that is found; never a worse one than plain decoding."""
         if len(self._menu) == 1:
             return plain
+        if len(self._rows) == 1 or self._menu.is_by_chance:
+            return max(plain, self._best_alike(plain), key=lambda one: one.rate)
         chosen_PDB = self._by_price(plain)
         _, num_depths, num_rows = chosen_PDB.shape
         places_CB = chosen_PDB.reshape(-1, num_rows)
@@ -124,6 +129,17 @@ class Allocator:
             different = {to_B.tobytes(): to_B for to_B in goals}
             found.append(self._best_of(np.concatenate([self._switched(places_CB[best], to_B) for to_B in different.values()])))
         return max(found, key=lambda one: one.rate)
+
+    def _best_alike(self, plain: Allocation) -> Allocation:
+        """Return the best allocation of one entry for all that may have it, or for some of them, those first that gain most.
+
+        Where entries differ by the least chance of a node that is all: what a node costs is the same for everybody.
+        """
+        places_MB = self._is_allowed_BM.T * np.arange(len(self._menu))[:, None]
+        alike = self._best_of(places_MB)
+        if len(self._rows) == 1:
+            return alike
+        return self._best_of(self._switched(plain.places_B, alike.places_B))
 
     def _by_price(self, plain: Allocation) -> NDArray[np.int64]:
         """Return what each sequence takes at each price and within each number of passes, [P, D, B]."""

@@ -2,8 +2,9 @@
 
 An Estimator knows nothing of seconds. The one here counts: per depth, how often a drafted token was accepted given that its
 parent was, each sequence's own counts shrunk towards those of all sequences of its kind (temperature and verifier), and those
-towards the depth above. Of trees that find their own shape it believes an acceptance, by how far their paths came. Shape key: B
-sequences, M entries of the menu, D depths, K branches, S entries that find their own shape, G points of a grid, or groups.
+towards the depth above. Of noise-aware trees it keeps what their nodes were worth (selector.worth). Of others that find their own
+shape it believes an acceptance, by how far their paths came. Shape key: B sequences, M entries of the menu, D depths, K branches,
+S entries that find their own shape, W noise-aware ones, G points of a grid, or groups.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from engine.policy import DraftOutcome, SequenceView
 from engine.tree import Expansion
 from engine.types import SamplingParams
 from selector.menu import Menu
+from selector.worth import WorthOfNodes
 
 Array = NDArray[np.float64]
 
@@ -28,12 +30,14 @@ class Estimates:
     """Expectations for each sequence and entry, float64 [B, M].
 
     `tokens` is E[tau + 1], the extra token included; `nodes` the drafted nodes that will be there to verify (a drafter may have
-    nothing to say); `passes` the draft passes they take where no cached text spares the model any.
+    nothing to say), of which `fed` are fed to the drafter; `passes` the draft passes they take where no cached text spares the
+    model any.
     """
 
     tokens: Array
     nodes: Array
     passes: Array
+    fed: Array
 
 
 class Estimator(Protocol):
@@ -59,6 +63,7 @@ _GROUP_MEMORY, _OWN_MEMORY = 0.998, 0.98  # what a count keeps of itself at each
 _RATIO_TRIALS, _RATIO_MEMORY = 30.0, 0.998  # seen over expected: what a ratio of 1 weighs, how slowly it returns there
 _EDGE = 1e-3
 _MAX_BRANCHES = 16
+_MOST_UNTOLD = 256  # noise-aware trees that wait for the next estimate
 _GRID = np.linspace(0.0, 0.99, 34)  # of acceptance, of which trees of their own shape have one
 _STAYS = 0.97  # chance that a sequence's acceptance is what it was a tree ago; else it is any that its kind has
 _FROM_ONE = 0.02  # of what is believed of a kind, that comes from each tree of one of its sequences
@@ -138,7 +143,8 @@ class CountedAcceptance:
     def __init__(self, menu: Menu) -> None:
         self._menu = menu
         self._num_depths = max(1, int(menu.depths.max()))
-        reach = [_reach(entry) for entry in menu.entries if not entry.is_delayed]
+        self._worth = WorthOfNodes([entry for entry in menu.entries if entry.least_chance], 0)
+        reach = [_reach(entry) for entry in menu.entries if _is_sized(entry)]
         table_SG = np.array([1.0 + reach_DG.sum(0) for reach_DG in reach])
         self._whole = _part_of(menu, menu, table_SG)
         self._endings = [_endings(reach_DG) for reach_DG in reach]
@@ -147,12 +153,14 @@ class CountedAcceptance:
         self._groups: dict[str, _Group] = {}
         self._seats: dict[str, int] = {}
         self._free: list[int] = []
+        self._knowing: list[DraftOutcome] = []
         self._make_room(16)
 
     def _make_room(self, num_seats: int) -> None:
         """Have seats for so many sequences."""
         old = len(self._free) + len(self._seats)
         depths = self._num_depths
+        self._worth.make_room(num_seats)
         self._free.extend(range(num_seats - 1, old - 1, -1))
         if not old:
             self._counts = np.zeros((num_seats, _NUM_COUNTS, depths))
@@ -168,7 +176,9 @@ class CountedAcceptance:
 
     def estimate(self, views: Sequence[SequenceView], menu: Menu | None = None) -> Estimates:
         """Return the expectations for the sequences."""
-        part = self._part(menu or self._menu)
+        menu = menu or self._menu
+        part = self._part(menu)
+        self._tell_of_nodes()
         seats = [self._seat(view) for view in views]
         self._leave(views)
         kinds = [self._kind_of_seat[seat] for seat in seats]
@@ -191,7 +201,12 @@ class CountedAcceptance:
             tokens_BM[:, part.columns_S] = _sized_tokens(part, self._beliefs[seats], ratio_GS[group_B])
             nodes_BM[:, part.columns_S] = nodes_GS[group_B]
             passes_BM[:, part.columns_S] = passes_GS[group_B]
-        return Estimates(tokens_BM, nodes_BM, passes_BM)
+        fed_BM = nodes_BM * menu.fed_share
+        if len(part.columns_W):
+            expected = self._worth.expect(seats, kinds)
+            for of_menu_BM, told_BK in zip((tokens_BM, nodes_BM, passes_BM, fed_BM), expected, strict=True):
+                of_menu_BM[:, part.columns_W] = told_BK[:, part.places_W]
+        return Estimates(tokens_BM, nodes_BM, passes_BM, fed_BM)
 
     def _part(self, menu: Menu) -> "_Part":
         """Return what is known of the trees of a part of the menu."""
@@ -212,7 +227,21 @@ class CountedAcceptance:
                 if outcome.expansion.is_delayed:
                     self._count(self._seats[outcome.request_id], group, outcome)
             if len(self._whole.places_S):
-                self._learn_shapes(group, [one for one in of_group if not one.expansion.is_delayed])
+                self._learn_shapes(group, [one for one in of_group if not self._knows_nodes(one) and not one.expansion.is_delayed])
+        self._knowing += [one for one in drafted if self._knows_nodes(one)]
+        if len(self._knowing) > _MOST_UNTOLD:
+            self._tell_of_nodes()
+
+    def _tell_of_nodes(self) -> None:
+        """Learn from noise-aware trees since the last estimate: from many takes as long as from one."""
+        if self._knowing:
+            knowing, self._knowing = self._knowing, []
+            seats = [self._seats[one.request_id] for one in knowing]
+            self._worth.observe(knowing, seats, [self._kind_of_seat[seat] for seat in seats])
+
+    def _knows_nodes(self, outcome: DraftOutcome) -> bool:
+        """Return whether a tree's own chances are what is learnt of it."""
+        return outcome.nodes is not None and len(self._whole.columns_W) > 0
 
     def _group_of(self, outcome: DraftOutcome) -> _Group:
         return self._groups[self._kind_of_seat[self._seats[outcome.request_id]]]
@@ -314,6 +343,7 @@ class CountedAcceptance:
         if kind not in self._groups:
             self._groups[kind] = _Group(self._num_depths, self._menu)
         self._kind_of_seat[seat] = kind
+        self._worth.clear(seat)
         self._counts[seat] = 0.0
         self._accept[seat] = _START_ACCEPTANCE
         self._beliefs[seat] = self._groups[kind].belief_G
@@ -368,7 +398,8 @@ class _Part:
     """Of each entry of a menu that delays its branches: where its trunk ends, where it ends, the depth behind the fork, branches.
 
     Trees that find their own shape, S of them, are plain there and have columns of their own: their places in this menu and in
-    the estimator's, what they bring by acceptance, sizes and depths, and which of them are alike in depth, smallest first.
+    the estimator's, what they bring by acceptance, sizes and depths, and which of them are alike in depth, smallest first. So do
+    the W of those whose nodes have a least chance: places in this menu, and among the estimator's of that kind.
     """
 
     trunk_M: NDArray[np.int64]
@@ -381,6 +412,8 @@ class _Part:
     sizes_S: NDArray[np.int64]
     depths_S: NDArray[np.int64]
     alike: tuple[NDArray[np.int64], ...]
+    columns_W: NDArray[np.int64]
+    places_W: NDArray[np.int64]
 
     @cached_property
     def has_delayed(self) -> bool:
@@ -398,11 +431,13 @@ def _part_of(menu: Menu, whole: Menu, table_SG: Array) -> _Part:
     delayed = [entry if entry.is_delayed else Expansion(0, 1, 0) for entry in menu.entries]
     last = max(1, int(whole.depths.max())) - 1
     columns, sized = (
-        np.array([place for place, entry in enumerate(one.entries) if not entry.is_delayed], dtype=np.int64)
+        np.array([place for place, entry in enumerate(one.entries) if _is_sized(entry)], dtype=np.int64)
         for one in (menu, whole)
     )
     places = np.array([whole.index[menu.entries[place]] for place in columns], dtype=np.int64)
     depths = menu.depths[columns]
+    knowing = [entry for entry in whole.entries if entry.least_chance]
+    of_menu = [place for place, entry in enumerate(menu.entries) if entry.least_chance]
     return _Part(
         trunk_M=np.array([entry.trunk for entry in delayed]),
         end_M=np.array([entry.max_depth for entry in delayed]),
@@ -414,7 +449,14 @@ def _part_of(menu: Menu, whole: Menu, table_SG: Array) -> _Part:
         sizes_S=menu.num_nodes[columns],
         depths_S=depths,
         alike=tuple(np.flatnonzero(depths == depth) for depth in np.unique(depths)),
+        columns_W=np.array(of_menu, dtype=np.int64),
+        places_W=np.array([knowing.index(menu.entries[place]) for place in of_menu], dtype=np.int64),
     )
+
+
+def _is_sized(entry: Expansion) -> bool:
+    """Return whether a tree finds its own shape up to a size, and is not ended by the chances of its nodes."""
+    return not (entry.is_delayed or entry.least_chance)
 
 
 def _tokens(part: _Part, accept_BD: Array, forks_BK: Array) -> Array:

@@ -68,7 +68,7 @@ class NetEstimator:
         facts = self._roots.facts([views[row].request_id for row in asked])
         if facts.is_known_B.any():
             tokens_BM = self._told(views, asked, facts, counted.tokens)
-        return Estimates(tokens_BM[:, places], counted.nodes[:, places], counted.passes[:, places])
+        return Estimates(tokens_BM[:, places], counted.nodes[:, places], counted.passes[:, places], counted.fed[:, places])
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Count."""

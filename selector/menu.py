@@ -6,6 +6,7 @@ Knows shapes, and which of them a verifier is exact on. Shape key: M entries of 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of trees that find their 
 _LARGEST_DELAYED = (8, 4, 8)  # trunk, branches, depth: the menu of Dynamic Delayed Tree Expansion
 _MAX_LEVELS = 10
 _RANKED: TreeName = "noise_aware"  # of rows that rank: its nodes are the best, wherever they are
+_LEAST_CHANCES = (0.9, 0.75, 0.6, 0.48, 0.38, 0.3, 0.23, 0.17, 0.12, 0.08, 0.05, 0.03)  # of its nodes
+_FEWEST_RANKED = 8  # nodes that it may have, however great their least chance
 _RANKED_DEPTH = 8
 
 
@@ -60,6 +63,21 @@ class Menu:
         return np.array([entry.num_draft_tokens for entry in self.entries])
 
     @cached_property
+    def least_chances(self) -> NDArray[np.float64]:
+        """The chance that a node of each entry must have, float64 [M]; 0 where none is asked for."""
+        return np.array([entry.least_chance for entry in self.entries])
+
+    @cached_property
+    def is_by_chance(self) -> bool:
+        """Whether all trees differ by the least chance of their nodes alone, or nearly so."""
+        return bool((self.least_chances[1:] > 0.0).all())
+
+    @cached_property
+    def least_room(self) -> NDArray[np.int64]:
+        """Drafted tokens and levels that each entry needs room for, int64 [2, M]: one that ends by its nodes' chances fits in any."""
+        return np.where(self.least_chances > 0.0, np.minimum(self.num_nodes, 1), np.stack([self.num_nodes, self.depths]))
+
+    @cached_property
     def fed_share(self) -> NDArray[np.float64]:
         """Share of each entry's nodes that are fed to the drafter, float64 [M]: all but those of the last level."""
         return np.array([fed_share(entry) for entry in self.entries])
@@ -88,8 +106,8 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
     """Return the menu of the family of `expansion`, of what the verifier is exact on and no larger than `largest`.
 
     Delayed trees: chains of up to 8, and trunks of up to 8 with 2 to 4 branches of up to 8, unless `largest` says otherwise, the
-    lengths ever farther apart; branches start differently where the verifier's own tree does. Other trees: sizes up to 64 at each
-    of some depths up to the expansion's.
+    lengths ever farther apart; branches start differently where the verifier's own tree does. Noise-aware trees: ever smaller
+    chances that a node must have. Other trees: sizes up to 64 at each of some depths up to the expansion's.
     """
     if not expansion.is_delayed:
         return menu_with(_sized(largest or replace(expansion, max_nodes=max(expansion.max_nodes, _SIZES[-1]))))
@@ -124,7 +142,7 @@ def menu_for_all(expansion: Expansion, verifier: str, largest: Expansion | None 
 def menu_with(entries: Iterable[Expansion]) -> Menu:
     """Return a menu of plain decoding and these trees."""
     drafting = {entry for entry in entries if not entry.is_plain}
-    return Menu((PLAIN, *sorted(drafting, key=lambda entry: (entry.max_depth, entry.num_draft_tokens, entry))))
+    return Menu((PLAIN, *sorted(drafting, key=lambda one: (one.max_depth, one.num_draft_tokens, -one.least_chance, one))))
 
 
 def _chains(bound: Expansion) -> list[Expansion]:
@@ -132,7 +150,13 @@ def _chains(bound: Expansion) -> list[Expansion]:
 
 
 def _sized(bound: Expansion) -> list[Expansion]:
-    """Return trees that find their own shape: of each depth the sizes that are deep enough and fit, the bound's own too."""
+    """Return trees that find their own shape: of each depth the sizes that are deep enough and fit, the bound's own too.
+
+    Of noise-aware ones the depth and size of the bound, by the least chance of a node: of chance p there are about 1/p a level.
+    """
+    if bound.tree == _RANKED:
+        most = [min(bound.max_nodes, max(_FEWEST_RANKED, ceil(2.0 / chance))) for chance in _LEAST_CHANCES]
+        return [replace(bound, max_nodes=size, least_chance=chance) for size, chance in zip(most, _LEAST_CHANCES, strict=True)]
     return [
         replace(bound, max_nodes=size, depth=depth)
         for depth in _up_to(_DEPTHS, bound.max_depth)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.pairs import is_exact
 from engine.policy import Choice, Reason, SequenceView, StepFeedback
-from engine.tree import FREE_GROWTH, PLAIN, Expansion
+from engine.tree import PLAIN, Expansion
 from selector.allocation import Allocation, Allocator, BatchLoad
 from selector.cost import CostModel, StageSeconds, Works
 from selector.estimators import Estimator
@@ -24,8 +24,8 @@ from selector.probing import Probes
 
 _logger = logging.getLogger(__name__)
 
-_SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
-_MOST_SETTLED, _MOST_SETTLED_PLAIN = 16, 32  # and no longer, where somebody drafts and where nobody does
+_SETTLED_STEPS = 8  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
+_MOST_SETTLED, _MOST_SETTLED_PLAIN = 32, 32  # and no longer, where somebody drafts and where nobody does
 _PRICED_ALWAYS = 128  # first steps that all teach prices; of later ones probes do, and one of so many:
 _PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 16  # of those in which somebody drafts, and in which nobody does
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
@@ -187,7 +187,7 @@ class AdaptiveExpansion:
         """Return an allocation as an expansion for every view; whoever chose for itself is not asked.
 
         The seconds foretold are this step's own, with all that drafters are behind. None are foretold of a step that feeds a
-        prompt: it was priced without. A probe's trees are grown whole: a price that is wrong would else never be found out.
+        prompt: it was priced without. A probe's trees take levels as if all drafted: so they would, if the probe finds that it pays.
         """
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, chosen.places_B.tolist(), strict=True):
@@ -199,9 +199,13 @@ class AdaptiveExpansion:
             reason=reason,
             speedup=chosen.rate / plain.rate,
             step_s=step_s if _all_decode(views) else None,
-            prices=FREE_GROWTH if reason is Reason.PROBE else allocator.prices(chosen),
+            prices=allocator.prices(chosen, self._num_sharing(chosen, reason)),
             keeps_up=self._is_feeding_cheap(batch.load, plain),
         )
+
+    @staticmethod
+    def _num_sharing(chosen: Allocation, reason: Reason) -> int:
+        return len(chosen.places_B) if reason is Reason.PROBE else int(np.count_nonzero(chosen.places_B))
 
     def _is_feeding_cheap(self, load: BatchLoad, plain: Allocation) -> bool:
         """Return whether keeping drafters up with plain sequences costs next to nothing: a token of each, and seldom a pass."""
@@ -217,8 +221,7 @@ class AdaptiveExpansion:
         is_probe = self._probe_s is not None or self._is_plain_probe or self._probes.is_asking
         is_priced = self._prices_are_due(feedback, is_probe)
         if is_priced or feedback.has_drafted:
-            told = feedback.work, feedback.outcomes
-            self._unlearnt.append((replace(feedback, tell=lambda: told), is_priced))  # without what the step was made of
+            self._unlearnt.append((feedback, is_priced))
         if not is_probe:
             return
         self._learn_unlearnt()
@@ -308,8 +311,9 @@ class AdaptiveExpansion:
         menu = self._menu_for(verifiers[0]) if are_alike else self._menu
         bounds = [0 if one.num_uncached > 1 else one.speculation.max_nodes for one in views]
         most_nodes_B = [inf if bound is None else bound for bound in bounds]
-        allowed_BM = menu.num_nodes <= np.array(most_nodes_B)[:, None]
-        allowed_BM &= menu.depths < np.array([max(1, one.num_remaining) for one in views])[:, None]
+        least_nodes_M, least_depths_M = menu.least_room
+        allowed_BM = least_nodes_M <= np.array(most_nodes_B)[:, None]
+        allowed_BM &= least_depths_M < np.array([max(1, one.num_remaining) for one in views])[:, None]
         if not are_alike:
             allowed_BM &= np.stack([self._exact_for(verifier) for verifier in verifiers])
         return menu, allowed_BM

@@ -7,9 +7,10 @@ makes a trunk, a narrow one a branch. Only rules that need no draft law are exac
 
 from dataclasses import dataclass, field
 
-from engine.draft.calibration import AgreementScale
+from engine.draft.calibration import Calibration
 from engine.draft.children import Offer
 from engine.draft.drafter import FrontierNode, GrowingTree
+from engine.draft.grown import Worth
 from engine.draft.strategies import Grown
 from engine.native.library import NUM_SCORES
 from engine.tree import FREE_GROWTH, ROOT, TokenTree
@@ -24,6 +25,7 @@ class _Candidate:
     rank: float
     age: int
     value: float = field(compare=False)
+    chance: float = field(compare=False)  # given its parent, uncorrected
     parent: "_Candidate | None" = field(compare=False)
     token_id: int = field(compare=False)
     depth: int = field(compare=False)
@@ -39,17 +41,18 @@ class BestFirst:
     a node, and a round that would bring less than a level costs.
     """
 
-    def __init__(self, tree: GrowingTree, agreement: AgreementScale | None) -> None:
+    def __init__(self, tree: GrowingTree, calibration: Calibration | None) -> None:
         self.tree = tree
-        self._agreement = agreement
+        self._calibration = calibration
         self._expansion = tree.row.expansion
-        self._root = _Candidate(-1.0, 0, 1.0, None, tree.token_ids[ROOT], 0, ROOT)
+        self._root = _Candidate(-1.0, 0, 1.0, 1.0, None, tree.token_ids[ROOT], 0, ROOT)
         self._fed = {ROOT: self._root}
         self._candidates: list[_Candidate] = []
         self._offers: dict[int, Offer] = {}
         self._num_rounds = 0
         self._least = 1.0 / (self._expansion.max_nodes + 1)
-        self._prices = FREE_GROWTH if agreement is None else tree.row.prices
+        self._prices = FREE_GROWTH if calibration is None else tree.row.prices
+        self._least_kept = max(self._expansion.least_chance, self._prices.node)
         self._continued = START_CONTINUED  # chances that an offer has one that is accepted, added up
 
     def asks(self) -> list[FrontierNode]:
@@ -78,22 +81,33 @@ class BestFirst:
         return candidate.node
 
     def _ask(self, node: int) -> FrontierNode:
-        return FrontierNode(self.tree, node, self._expansion.branches if self._agreement is None else NUM_SCORES)
+        return FrontierNode(self.tree, node, self._expansion.branches if self._calibration is None else NUM_SCORES)
 
     def take(self, node: int, offer: Offer) -> None:
         """Make its children candidates."""
         parent = self._fed[node]
         self._offers[node] = offer
-        chances = offer.odds if self._agreement is None else self._agreement.chances(offer.scores).tolist()
-        offered = list(zip(offer.token_ids[: self._expansion.branches], chances, strict=False))
-        self._continued += min(1.0, sum(chance for _, chance in offered))
-        for token_id, chance in offered:
-            value = parent.value * min(1.0, chance)
-            self._candidates.append(_Candidate(-value, len(self._candidates), value, parent, token_id, parent.depth + 1))
+        chances = self._chances(node, offer)
+        self._continued += min(1.0, sum(worth for _, _, worth in chances))
+        for token_id, chance, worth in chances:
+            value = parent.value * min(1.0, worth)
+            self._candidates.append(_Candidate(-value, len(self._candidates), value, chance, parent, token_id, parent.depth + 1))
+
+    def _chances(self, node: int, offer: Offer) -> list[tuple[int, float, float]]:
+        """Return the best tokens, their chances and what those are worth."""
+        token_ids = offer.token_ids[: self._expansion.branches]
+        if self._calibration is None:
+            return [(token_id, chance, chance) for token_id, chance in zip(token_ids, offer.odds, strict=False)]
+        chances, reliability = self._calibration.agreement.chances(offer.scores).tolist(), self._calibration.reliability
+        cached = self.tree.origins.get(self._ask(node).law_context.path_ids, {}) if self.tree.origins else {}
+        return [
+            (token_id, chance, reliability.corrected(chance, token_id in cached))
+            for token_id, chance in zip(token_ids, chances, strict=False)
+        ]
 
     def _kept(self) -> list[_Candidate]:
         """Return the best candidates that are worth a node; a parent is always older than its children and at least as good."""
-        worthy = [one for one in self._candidates if one.value >= self._prices.node]
+        worthy = [one for one in self._candidates if one.value >= self._least_kept]
         return sorted(worthy)[: self._expansion.max_nodes]
 
     def grown(self) -> Grown:
@@ -112,4 +126,5 @@ class BestFirst:
         tree = TokenTree(tuple(parents), tuple(one.token_id for one in ordered), tuple(map(tuple, draws)))
         same = frozenset(index for index, one in enumerate(ordered) if one.node == index and index in self.tree.fed)
         offers = {number[id(one)]: self._offers[one.node] for one in ordered if one.node is not None and one.node in self._offers}
-        return Grown(tree, (None,) * tree.num_nodes, same, offers)
+        worth = None if self._calibration is None else Worth.of((one.value, one.chance) for one in ordered[1:])
+        return Grown(tree, (None,) * tree.num_nodes, same, offers, worth)

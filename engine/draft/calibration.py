@@ -4,6 +4,7 @@ Every growth policy that looks at the past alone is lossless, so this may learn 
 Shape key: S best scores of a node, G grid of scales.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -124,6 +125,41 @@ class AgreementScale:
         self.scale = self._likeliest()
 
 
+class Reliability:
+    """What came of tokens beside the chance that the scale gave them, given that their parents came: a share by chance.
+
+    A model's tokens and those that are rather cached text's are told apart: where text has begun to repeat itself it is soon over,
+    so that a mixture trusts the cache too much at first.
+    """
+
+    EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985)
+    _START = (1.0, 0.75)  # shares, of a model's and of cached ones
+    _WEIGHTS = (40.0, 8.0)  # of which so many expected tokens are believed
+
+    def __init__(self) -> None:
+        self._came = [[start * weight] * (1 + len(self.EDGES)) for start, weight in zip(self._START, self._WEIGHTS, strict=True)]
+        self._expected = [[weight] * (1 + len(self.EDGES)) for weight in self._WEIGHTS]
+
+    @property
+    def shares(self) -> list[list[float]]:
+        """A row of the model's and one of the cache's, by chance: a share more than there are edges."""
+        return [
+            [one / other for one, other in zip(came, expected, strict=True)]
+            for came, expected in zip(self._came, self._expected, strict=True)
+        ]
+
+    def corrected(self, chance: float, is_cached: bool) -> float:
+        """Return what a chance has been worth."""
+        place = bisect_right(self.EDGES, chance)
+        return min(1.0, chance * (self._came[is_cached][place] / self._expected[is_cached][place]))
+
+    def observe(self, chance: float, is_cached: bool, is_accepted: bool) -> None:
+        """Learn what became of a token that had this chance, uncorrected; its parent was accepted."""
+        place = bisect_right(self.EDGES, chance)
+        for sums, seen in ((self._came, float(is_accepted)), (self._expected, chance)):
+            sums[is_cached][place] = _MEMORY * sums[is_cached][place] + seen
+
+
 class Calibration:
     """All that growth has learnt of one rule."""
 
@@ -131,6 +167,7 @@ class Calibration:
         self.ranks = RankAcceptance()
         self.odds = OddsAcceptance()
         self.agreement = AgreementScale()
+        self.reliability = Reliability()
 
 
 class Calibrations:

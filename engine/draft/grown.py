@@ -3,7 +3,7 @@
 Shape key: V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,12 +19,29 @@ from engine.types import DraftSource
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a noise-aware tree's nodes are worth, the root aside: chances that they are accepted.
+
+    `given_parent` are the scale's own, uncorrected, that they are if their parents are.
+    """
+
+    chances: tuple[float, ...]
+    given_parent: tuple[float, ...]
+
+    @classmethod
+    def of(cls, nodes: Iterable[tuple[float, float]]) -> "Worth":
+        """Return that of nodes with these chances, and those given their parents."""
+        pairs = tuple(nodes)
+        return cls(tuple(chance for chance, _ in pairs), tuple(given for _, given in pairs))
+
+
 @dataclass(frozen=True)
 class Growth:
     """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
 
     `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside; `draft_probs[b]` has its draft
-    probability if the row is traced. Tree b took `rounds[b]` rounds to grow, all together `num_rounds`, in which the drafter ran
+    probability if the row is traced, `worth[b]` what its nodes are worth if it is noise-aware. Tree b took `rounds[b]` rounds to grow, all together `num_rounds`, in which the drafter ran
     `passes` of a model.
     """
 
@@ -34,6 +51,7 @@ class Growth:
     sources: tuple[tuple[DraftSource, ...], ...]
     draft_probs: tuple[tuple[float, ...], ...]
     rounds: tuple[int, ...]
+    worth: tuple[Worth | None, ...]
     num_rounds: int = 0
     passes: ModelPasses = ModelPasses()
 
@@ -43,7 +61,7 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
     forest = Forest(trees, torch.empty((0, vocab_size), device=device), tuple((None,) for _ in trees))
     nothing: tuple[tuple[()], ...] = tuple(() for _ in trees)
-    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), nothing, nothing, (0,) * len(trees))
+    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), nothing, nothing, (0,) * len(trees), (None,) * len(trees))
 
 
 def sources_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]]) -> tuple[DraftSource, ...]:

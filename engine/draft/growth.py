@@ -17,7 +17,7 @@ from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold,
 from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer, offers_of
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses, Proposal
-from engine.draft.grown import Growth, plain_growth, sources_of, told_by_path
+from engine.draft.grown import Growth, Worth, plain_growth, sources_of, told_by_path
 from engine.draft.ranked import GrowsRanked, can_rank, grow_ranked
 from engine.draft.strategies import Delayed, Static, Strategy
 from engine.draft.topology import best_topology
@@ -26,6 +26,7 @@ from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import edited_logits
 from engine.plan import Row
 from engine.tree import TokenTree, TreeKind
+from engine.types import DraftSource
 from engine.verify.verdict import Unjudged, Verdict
 
 
@@ -104,7 +105,7 @@ def strategy_of(row: Row, calibration: Calibration) -> Strategy:
         return Threshold(tree)
     if expansion.tree == "greedy_sample" and not is_ranked:
         return GreedySample(tree)
-    return BestFirst(tree, calibration.agreement if expansion.tree == "noise_aware" else None)
+    return BestFirst(tree, calibration if expansion.tree == "noise_aware" else None)
 
 
 def learn(calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdicts: Sequence[Verdict | Unjudged]) -> None:
@@ -119,6 +120,7 @@ def learn(calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdi
             _learn_odds(calibration, tree, growth.offers[index], verdict)
         if row.expansion.tree == "noise_aware":
             _learn_agreement(calibration, tree, growth.offers[index], verdict)
+            _learn_reliability(calibration, tree, growth.worth[index], growth.sources[index], verdict)
 
 
 def _learn_odds(calibration: Calibration, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict) -> None:
@@ -135,6 +137,18 @@ def _learn_agreement(calibration: Calibration, tree: TokenTree, offers: Mapping[
         if (offer := offers.get(node)) is not None:
             rank = offer.token_ids.index(token_id) if token_id in offer.token_ids else None
             calibration.agreement.observe(offer.scores, rank)
+
+
+def _learn_reliability(
+    calibration: Calibration, tree: TokenTree, worth: Worth | None, sources: Sequence[DraftSource], verdict: Verdict
+) -> None:
+    """Learn what became of the nodes whose parents were accepted."""
+    if worth is None:
+        return
+    for parent, following in zip(verdict.path, [*verdict.path[1:], None], strict=True):
+        for node in tree.children[parent]:
+            is_cached = sources[node - 1] is not DraftSource.MODEL
+            calibration.reliability.observe(worth.given_parent[node - 1], is_cached, node == following)
 
 
 def _answers(
@@ -181,7 +195,7 @@ def _growth(
     law_rows = tuple(tuple(None if row is None else new_row[row] for row in one.law_rows) for one in grown)
     forest = Forest(tuple(one.tree for one in grown), laws_RV, law_rows)
     fed, offers = tuple(one.fed for one in grown), tuple(one.offers for one in grown)
-    return Growth(forest, fed, offers, sources, draft_probs, rounds)
+    return Growth(forest, fed, offers, sources, draft_probs, rounds, tuple(one.worth for one in grown))
 
 
 def _draft_probs(tree: TokenTree, growing: GrowingTree) -> tuple[float, ...]:

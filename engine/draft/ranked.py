@@ -11,10 +11,10 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from engine.draft.best_first import START_CONTINUED, START_OFFERED
-from engine.draft.calibration import Calibrations
+from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
-from engine.draft.grown import Growth, sources_of
+from engine.draft.grown import Growth, Worth, sources_of
 from engine.draft.mixture import UNTOLD, foretold, rather_cached, unknown_of
 from engine.draft.texts import CachedLaw, TextCache
 from engine.forest import Forest
@@ -101,7 +101,7 @@ def grow_ranked(
 ) -> Growth:
     """Feed the drafter what it lacks and grow every decoding row's tree to its expansion."""
     drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
-    ranked = [_ranked(row, calibrations.of(row).agreement.scale) for row in drafting]
+    ranked = [_ranked(row, calibrations.of(row)) for row in drafting]
     texts = _Texts(grower.texts, grower.vocab, drafting)
     rounds, num_rounds, passes = [0] * len(drafting), 0, ModelPasses()
     with grower.begin(rows, ranked, [row.request_id for row in drafting]) as growing:
@@ -125,6 +125,7 @@ def grow_ranked(
         sources=tuple(one.sources for one in of_rows),
         draft_probs=((),) * len(of_rows),
         rounds=tuple(one.num_rounds for one in of_rows),
+        worth=tuple(one.worth for one in of_rows),
         num_rounds=num_rounds,
         passes=passes,
     )
@@ -137,6 +138,7 @@ class _Grown:
     offers: Mapping[int, Offer] = field(default_factory=dict)
     sources: tuple[DraftSource, ...] = ()
     num_rounds: int = 0
+    worth: Worth | None = None
 
     @classmethod
     def single(cls, row: Row) -> "_Grown":
@@ -151,8 +153,11 @@ def _grown(
         draws[ranked.parents[node]].append(node)
     tree = TokenTree(ranked.parents, (row.certain_ids[-1], *ranked.token_ids[1:]), tuple(map(tuple, draws)))
     fed = frozenset(node for node, keeps in enumerate(ranked.keeps_slot) if keeps)
-    of_nodes: Mapping[int, Offer] = {} if row.expansion.is_delayed else _Offers(offers, ranked.offers)  # chains teach nothing
-    return _Grown(tree, fed, of_nodes, sources_of(tree, origins), num_rounds)
+    sources = sources_of(tree, origins)
+    if row.expansion.is_delayed:  # chains teach nothing
+        return _Grown(tree, fed, {}, sources, num_rounds)
+    worth = Worth(ranked.chances[1:], ranked.given_parent[1:])
+    return _Grown(tree, fed, _Offers(offers, ranked.offers), sources, num_rounds, worth)
 
 
 class _Offers(Mapping[int, Offer]):
@@ -177,7 +182,7 @@ class _Offers(Mapping[int, Offer]):
         return sum(place >= 0 for place in self._places)
 
 
-def _ranked(row: Row, scale: float) -> RankedRow:
+def _ranked(row: Row, calibration: Calibration) -> RankedRow:
     """Return what the library must know of a row. A chain is a tree of one child a node, whatever that costs."""
     expansion = row.expansion
     prices = FREE_GROWTH if expansion.is_delayed else row.prices
@@ -189,10 +194,11 @@ def _ranked(row: Row, scale: float) -> RankedRow:
         branches=expansion.branches,
         seed=row.seed,
         has_noise=row.draw_kind is TreeKind.SHARED_NOISE,
-        node_price=prices.node,
+        node_price=max(expansion.least_chance, prices.node),
         level_price=prices.level,
         offered=START_OFFERED,
         continued=START_CONTINUED,
-        scale=scale,
+        scale=calibration.agreement.scale,
+        shares=calibration.reliability.shares,
         temperature=max(ranking_params(row.sampling).temperature, MIN_TEMPERATURE),
     )

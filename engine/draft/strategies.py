@@ -11,18 +11,23 @@ from typing import Protocol
 
 from engine.draft.children import Offer
 from engine.draft.drafter import FrontierNode, GrowingTree
+from engine.draft.grown import Worth
 from engine.draft.topology import Topology
 from engine.tree import ROOT, Expansion, TokenTree
 
 
 @dataclass(frozen=True)
 class Grown:
-    """A finished tree, the kept law of each inner node's draws, the nodes whose keys the drafter has cached, and their offers."""
+    """A finished tree, the kept law of each inner node's draws, the nodes whose keys the drafter has cached, and their offers.
+
+    `worth` is what its nodes are worth if it is noise-aware.
+    """
 
     tree: TokenTree
     law_rows: tuple[int | None, ...]
     fed: frozenset[int]
     offers: dict[int, Offer]
+    worth: Worth | None = None
 
 
 class Strategy(Protocol):

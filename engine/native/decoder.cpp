@@ -155,12 +155,13 @@ int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pa
 }
 
 // `counts` [trees] nodes of each tree; of all nodes, tree after tree, [5, most]: parents, tokens, places of what they were offered
-// (-1: nothing), whether they keep their slots, and, of each tree but for the last place, its nodes behind the root by age.
-void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, int64_t most) {
+// (-1: nothing), whether they keep their slots, and, of each tree but for the last place, its nodes behind the root by age; and
+// [2, most] the nodes' chances to be accepted, and those given their parents, uncorrected.
+void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, double* chances, int64_t most) {
   int64_t first = 0;
   for (const RankedTree& tree : growing->trees()) {
     int64_t* of = nodes + first;
-    first += *counts++ = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most);
+    first += *counts++ = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most, chances + (of - nodes), chances + most + (of - nodes));
   }
 }
 

@@ -72,7 +72,8 @@ class Growing {
     }
     for (size_t i = 0; i < asks_.size(); i++) {
       const int64_t offer = ranking.first + i, *tokens = offered_tokens_.data() + offer * (kScores + 1), count = tokens[kScores];
-      if (count) trees_[asks_[i].tree].take(asks_[i].node, offer, tokens, offered_scores_.data() + offer * kScores, count, answers_[i] >= 0);
+      const auto is_cached = [&](int64_t token) { return is_rather_cached(told, i, token); };
+      if (count) trees_[asks_[i].tree].take(asks_[i].node, offer, tokens, offered_scores_.data() + offer * kScores, count, answers_[i] >= 0, is_cached);
     }
     ask();
     return num_fed;
@@ -126,6 +127,15 @@ class Growing {
     const uint64_t key = token_key(row.seed, row.root_position + tree.nodes()[asks_[i].node].depth + 1);
     rank(law, columns, 1.0f / (float)row.temperature, row.has_noise, key, columns > known ? ranking.with_unknown.data() : tokens_,
          std::min(kScores, columns), out);
+  }
+
+  // Whether more of a token's chance at a node is cached text's.
+  bool is_rather_cached(const Told& told, int64_t i, int64_t token) const {
+    for (int64_t e = told.firsts[i]; e < told.firsts[i + 1]; e++) {
+      const int64_t column = told.columns[e], known = head_.head.out;
+      if ((column < known ? tokens_[column] : told.unknown[column - known]) == token) return told.is_rather_cached[e];
+    }
+    return false;
   }
 
   void ask() {

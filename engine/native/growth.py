@@ -23,8 +23,8 @@ from engine.native.mixture import Foretold, flattened
 class RankedRow:
     """A row whose tree is to grow: where it lies, how large the tree may become, what ranks its nodes and what they cost.
 
-    `slots` are by position, up to the last that a node may have. `scale` is the AgreementScale's. `offered` and `continued` are a
-    prior: of so many offers so many have a token that is accepted, given that their node is.
+    `slots` are by position, up to the last that a node may have. `scale` is the AgreementScale's, `shares` the Reliability's.
+    `offered` and `continued` are a prior: of so many offers so many have a token that is accepted, given that their node is.
     """
 
     root_position: int
@@ -39,6 +39,7 @@ class RankedRow:
     offered: float
     continued: float
     scale: float
+    shares: Sequence[Sequence[float]]
     temperature: float
 
 
@@ -76,6 +77,7 @@ class GrownTree:
     """A tree as it has grown; node 0 is the root. `by_age` are the others in the order in which they were offered.
 
     `offers` are the places of what nodes were offered, -1 where that was nothing; who `keeps_slot` was fed under its number.
+    `chances` are those to be accepted; those `given_parent`, that it is if its parent is, are uncorrected.
     """
 
     parents: tuple[int, ...]
@@ -83,6 +85,8 @@ class GrownTree:
     offers: tuple[int, ...]
     keeps_slot: tuple[int, ...]
     by_age: tuple[int, ...]
+    chances: tuple[float, ...]
+    given_parent: tuple[float, ...]
 
 
 class Growing:
@@ -105,11 +109,16 @@ class Growing:
         assert all(len(row.slots) > row.root_position + row.max_nodes for row in rows), "a node has no slot"
         self._rows, self._pass = rows, first
         slots = [_as_array(row.slots) for row in rows]
-        self._kept = (head, vocab_M, slots, keeps)
+        shares = [np.array(row.shares, dtype=np.float64) for row in rows]
+        assert all(one.shape == (2, library.NUM_SHARES) for one in shares)
+        self._kept = (head, vocab_M, slots, shares, keeps)
         self._roots: NDArray[np.int64] | None = np.array(roots, dtype=np.int64)
         self._library = library.library()
         structures = (library.RankedRow * len(rows))(
-            *(_structure(row, own.buffer_info()[0]) for row, own in zip(rows, slots, strict=True))
+            *(
+                _structure(row, own.buffer_info()[0], library.address(own_shares))
+                for row, own, own_shares in zip(rows, slots, shares, strict=True)
+            )
         )
         self._most_asks = sum(max(1, min(row.branches, row.max_nodes)) for row in rows)
         self._handle = self._library.latebranch_grow(ctypes.byref(head), vocab_M.data_ptr(), structures, len(rows))
@@ -167,11 +176,15 @@ class Growing:
         """Return the trees, and what their nodes were offered."""
         most = sum(1 + row.max_nodes for row in self._rows)
         counts, nodes = np.empty(len(self._rows), dtype=np.int64), np.empty((5, most), dtype=np.int64)
-        self._library.latebranch_grown(self._handle, library.address(counts), library.address(nodes), most)
+        chances = np.empty((2, most), dtype=np.float64)
+        self._library.latebranch_grown(
+            self._handle, library.address(counts), library.address(nodes), library.address(chances), most
+        )
         trees = []
         for first, end in pairwise(accumulate(counts.tolist(), initial=0)):
             parents, token_ids, offers, keeps_slot, by_age = map(tuple, nodes[:, first:end].tolist())
-            trees.append(GrownTree(parents, token_ids, offers, keeps_slot, by_age[:-1]))
+            worth = map(tuple, chances[:, first:end].tolist())
+            trees.append(GrownTree(parents, token_ids, offers, keeps_slot, by_age[:-1], *worth))
         tokens = np.empty((self._num_offers, library.NUM_SCORES + 1), dtype=np.int64)
         scores = np.empty((self._num_offers, library.NUM_SCORES), dtype=np.float64)
         self._library.latebranch_offers(self._handle, library.address(tokens), library.address(scores))
@@ -182,8 +195,8 @@ def _as_array(slots: Sequence[int]) -> Any:
     return slots if isinstance(slots, array) and slots.typecode == "q" else array("q", slots)
 
 
-def _structure(row: RankedRow, slots: int) -> library.RankedRow:
-    """Return a row for the library; its slots lie at that address."""
+def _structure(row: RankedRow, slots: int, shares: int) -> library.RankedRow:
+    """Return a row for the library; its slots and shares lie at those addresses."""
     return library.RankedRow(
         root_position=row.root_position,
         slots=slots,
@@ -197,5 +210,6 @@ def _structure(row: RankedRow, slots: int) -> library.RankedRow:
         offered=row.offered,
         continued=row.continued,
         scale=row.scale,
+        shares=shares,
         temperature=row.temperature,
     )

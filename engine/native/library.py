@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
 NUM_SCORES = 64  # best perturbed scores of a node that are compared: the rest weighs nothing in their softmax (ranked_tree.h)
+NUM_SHARES = 9  # of chances: the edges between them are engine.draft.calibration's (kShareEdges)
 
 
 class Linear(Structure):
@@ -81,7 +82,9 @@ class RankedRow(Structure):
         *((name, c_int64) for name in ("max_nodes", "depth", "branches")),
         ("seed", c_uint64),
         ("has_noise", c_int64),
-        *((name, c_double) for name in ("node_price", "level_price", "offered", "continued", "scale", "temperature")),
+        *((name, c_double) for name in ("node_price", "level_price", "offered", "continued", "scale")),
+        ("shares", c_void_p),
+        ("temperature", c_double),
     )
 
 
@@ -200,7 +203,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_grow.restype = c_void_p
     loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_grow_round.restype = c_int64
-    loaded.latebranch_grown.argtypes = [c_void_p, c_void_p, c_void_p, c_int64]
+    loaded.latebranch_grown.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
     loaded.latebranch_grown.restype = None
     loaded.latebranch_offers.argtypes = [c_void_p, c_void_p, c_void_p]
     loaded.latebranch_offers.restype = None

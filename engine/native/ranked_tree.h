@@ -8,6 +8,8 @@
 namespace latebranch {
 
 constexpr int64_t kScores = 64;  // best scores of a node that are compared: the rest weighs nothing in their softmax
+constexpr int64_t kShares = 9;   // by chance, between these edges
+constexpr double kShareEdges[kShares - 1] = {0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985};
 
 struct RankedRow {
   int64_t root_position;
@@ -18,6 +20,7 @@ struct RankedRow {
   double node_price, level_price;
   double offered, continued;  // a prior: of so many offers so many have a token that is accepted, given that their node is
   double scale;  // of agreement
+  const double* shares;  // [2, kShares] of the chances that it gives a model's tokens, and cached ones: what is to be kept of them
   double temperature;
 };
 
@@ -57,24 +60,27 @@ class RankedTree {
     return asked;
   }
 
-  // Make the best tokens of a node's law candidates; `offer` says where they are kept.
-  void take(int64_t node, int64_t offer, const int64_t* tokens, const double* scores, int64_t count, bool is_fed) {
+  // Make the best tokens of a node's law candidates; `offer` says where they are kept, `is_cached` of which more is cached text's.
+  template <typename IsCached>
+  void take(int64_t node, int64_t offer, const int64_t* tokens, const double* scores, int64_t count, bool is_fed, IsCached is_cached) {
     nodes_[node].offer = offer, nodes_[node].is_fed = is_fed, num_offers_++;
     double all = 0.0, offered = 0.0;
     double weights[kScores];
     for (int64_t i = 0; i < count; i++) all += weights[i] = std::exp(scores[i] / row_.scale - scores[0] / row_.scale);
     const int64_t from = nodes_[node].candidate;
     for (int64_t i = 0; i < std::min(count, row_.branches); i++) {
-      const double chance = weights[i] / all;
-      offered += chance;
-      candidates_.push_back({(from < 0 ? 1.0 : candidates_[from].value) * std::min(1.0, chance), from, tokens[i], nodes_[node].depth + 1});
+      const double chance = weights[i] / all, worth = corrected(chance, is_cached(tokens[i]));
+      offered += worth;
+      candidates_.push_back({(from < 0 ? 1.0 : candidates_[from].value) * std::min(1.0, worth), chance, from, tokens[i], nodes_[node].depth + 1});
     }
     continued_ += std::min(1.0, offered);
   }
 
   // Write the kept nodes behind the root: fed ones first, as they were fed; where their tokens come from the best go first. A node
-  // keeps its slot if its number is what it was. `by_age` are their numbers in the order in which they were offered.
-  int64_t finish(int64_t* parents, int64_t* tokens, int64_t* offers, int64_t* keeps_slot, int64_t* by_age) const {
+  // keeps its slot if its number is what it was. `by_age` are their numbers in the order in which they were offered, `chances` those to be accepted (the root's is 1), and,
+  // uncorrected, those given their parents.
+  int64_t finish(int64_t* parents, int64_t* tokens, int64_t* offers, int64_t* keeps_slot, int64_t* by_age, double* chances,
+                 double* given_parent) const {
     std::vector<size_t> order = kept();
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
       const int64_t one = candidates_[a].node, other = candidates_[b].node;
@@ -86,10 +92,10 @@ class RankedTree {
       const Node* one = node < 0 ? nullptr : &nodes_[node];
       offers[at] = one ? one->offer : -1, keeps_slot[at] = one && node == at && one->is_fed;
     };
-    parents[0] = -1, tokens[0] = -1, write(0, 0);
+    parents[0] = -1, tokens[0] = -1, chances[0] = given_parent[0] = 1.0, write(0, 0);
     for (size_t i = 0; i < order.size(); i++) {
       const Candidate& one = candidates_[order[i]];
-      parents[i + 1] = one.parent < 0 ? 0 : number[one.parent], tokens[i + 1] = one.token, write(i + 1, one.node);
+      parents[i + 1] = one.parent < 0 ? 0 : number[one.parent], tokens[i + 1] = one.token, chances[i + 1] = one.value, given_parent[i + 1] = one.chance, write(i + 1, one.node);
     }
     std::sort(order.begin(), order.end());
     for (size_t i = 0; i < order.size(); i++) by_age[i] = number[order[i]];
@@ -98,7 +104,7 @@ class RankedTree {
 
  private:
   struct Candidate {
-    double value;
+    double value, chance;          // to be accepted; given its parent, uncorrected
     int64_t parent, token, depth;  // the parent's place, -1: the root
     int64_t node = -1;             // once it is fed
   };
@@ -111,6 +117,11 @@ class RankedTree {
     std::stable_sort(worthy.begin(), worthy.end(), [&](size_t a, size_t b) { return candidates_[a].value > candidates_[b].value; });
     if ((int64_t)worthy.size() > row_.max_nodes) worthy.resize(row_.max_nodes);
     return worthy;
+  }
+
+  double corrected(double chance, bool is_cached) const {
+    const double* own = row_.shares + (is_cached ? kShares : 0);
+    return std::min(1.0, chance * own[std::upper_bound(kShareEdges, kShareEdges + kShares - 1, chance) - kShareEdges]);
   }
 
   int64_t add(size_t place) {

@@ -1,0 +1,196 @@
+"""What noise-aware trees bring by the least chance of their nodes: told by what they thought their nodes were worth.
+
+Such a tree knows of each of its nodes the chance to be accepted, so one tree that has grown says what every smaller one, with dearer nodes, would
+have been: its nodes, its levels, and the tokens that it expects. Those are summed by the least chance that admits them, for each
+sequence and for its kind, towards which a sequence's are shrunk; what came of nodes of each chance corrects them. A tree says
+nothing of nodes cheaper than it was allowed.
+
+Shape key: K least chances of a menu, the greatest first; B sequences; F sums (FEATURES).
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.policy import DraftOutcome
+from engine.tree import Expansion
+
+Array = NDArray[np.float64]
+
+FEATURES = ("chances", "nodes", "rounds", "fed")  # the root's own round aside
+_CHANCES, _NODES, _ROUNDS, _FED = range(len(FEATURES))
+_START_ACCEPTANCE = 0.5  # before anything is known: worth a try, soon refuted
+_START_TREES, _KIND_TREES = 4.0, 5.0  # what a kind begins with, and what its mean weighs in a sequence's, in trees
+_KIND_MEMORY, _OWN_MEMORY = 0.995, 0.95  # of a tree, at each later one
+_CAME_TOKENS = 4.0  # that are believed to have come as they were expected
+_CAME_MEMORY = 0.998
+
+
+class _Kind:
+    """Sums of one kind of sequences, F by K, the trees that they are of, and what came of what was expected, both by K."""
+
+    def __init__(self, start_FK: Array) -> None:
+        num_chances = start_FK.shape[1]
+        self.sums_FK = _START_TREES * start_FK
+        self.trees_K = np.full(num_chances, _START_TREES)
+        self.came_2K = np.full((2, num_chances), _CAME_TOKENS)
+        self._means: tuple[Array, Array] | None = None
+
+    @property
+    def means(self) -> tuple[Array, Array]:
+        """Of a tree, F by K, and the share of what is expected that comes, [K]."""
+        if self._means is None:
+            self._means = self.sums_FK / self.trees_K, self.came_2K[0] / self.came_2K[1]
+        return self._means
+
+    def learn(self, sums_FK: Array, told_K: Array, came_K: Array, num_trees: int) -> None:
+        """Add what some trees say."""
+        stays_K, stays = _KIND_MEMORY**told_K, _CAME_MEMORY**num_trees
+        self.sums_FK = stays_K * self.sums_FK + sums_FK
+        self.trees_K = stays_K * self.trees_K + told_K
+        self.came_2K = stays * self.came_2K + (1.0 - stays) * _CAME_TOKENS + np.stack([came_K, sums_FK[_CHANCES]])
+        self._means = None
+
+
+class WorthOfNodes:
+    """Expectations of a menu's noise-aware trees, for sequences by seat. The kinds are the caller's names."""
+
+    def __init__(self, entries: Sequence[Expansion], num_seats: int) -> None:
+        self._least = [entry.least_chance for entry in entries]
+        self._most_tokens_K = 1.0 + np.array([entry.max_depth for entry in entries], dtype=np.float64)
+        if self._least != sorted(self._least, reverse=True):
+            raise ValueError("the greatest least chance comes first")
+        self._start_FK = _start(entries)
+        self._kinds: dict[str, _Kind] = {}
+        self._sums = np.zeros((0, len(FEATURES), len(entries)))
+        self._trees = np.zeros((0, len(entries)))
+        self._came = np.zeros((0, 2))
+        self.make_room(num_seats)
+
+    def make_room(self, num_seats: int) -> None:
+        """Have so many seats."""
+        self._sums, self._trees, self._came = (
+            np.concatenate([one, np.zeros((num_seats - len(one), *one.shape[1:]))])
+            for one in (self._sums, self._trees, self._came)
+        )
+
+    def clear(self, seat: int) -> None:
+        """Forget what is known of a sequence."""
+        for one in (self._sums, self._trees, self._came):
+            one[seat] = 0.0
+
+    def kind(self, name: str) -> _Kind:
+        """Return what is known of a kind."""
+        if name not in self._kinds:
+            self._kinds[name] = _Kind(self._start_FK)
+        return self._kinds[name]
+
+    def expect(self, seats: Sequence[int], kinds: Sequence[str]) -> tuple[Array, Array, Array, Array]:
+        """Return expected tokens (the extra one included), nodes, rounds and nodes fed to the drafter, [B, K] each."""
+        means = {name: self.kind(name).means for name in dict.fromkeys(kinds)}
+        usual_BFK, comes_BK = (np.stack(rows) for rows in zip(*(means[name] for name in kinds), strict=True))
+        weights_BK = self._trees[seats] + _KIND_TREES
+        sums_BFK = (self._sums[seats] + _KIND_TREES * usual_BFK) / weights_BK[:, None]
+        sums_BFK[:, _CHANCES] *= comes_BK * self._own_share(seats)[:, None]
+        up_to_BFK = sums_BFK.cumsum(2)
+        tokens_BK = np.minimum(1.0 + up_to_BFK[:, _CHANCES], self._most_tokens_K)
+        return tokens_BK, up_to_BFK[:, _NODES], 1.0 + up_to_BFK[:, _ROUNDS], up_to_BFK[:, _FED]
+
+    def _own_share(self, seats: Sequence[int]) -> Array:
+        """Return what came of what was expected of each sequence as one of its kind, [B]."""
+        came_B2 = self._came[seats] + _CAME_TOKENS
+        return np.asarray(came_B2[:, 0] / came_B2[:, 1])
+
+    def observe(self, outcomes: Sequence[DraftOutcome], seats: Sequence[int], kinds: Sequence[str]) -> None:
+        """Learn from noise-aware trees, of which each knows its nodes. Those of one call are equally recent."""
+        found: dict[int, _Found] = {}
+        kind_of_seat = dict(zip(seats, kinds, strict=True))
+        for outcome, seat in zip(outcomes, seats, strict=True):
+            if seat not in found:
+                found[seat] = _Found(self._least)
+            found[seat].add(outcome)
+        own, of_own = [*found], [*found.values()]
+        sums_BFK = np.array([one.sums for one in of_own])
+        told_BK, came_BK = np.array([one.num_told for one in of_own]), np.array([one.came for one in of_own])
+        comes_BK = np.stack([self.kind(kind_of_seat[seat]).means[1] for seat in own])
+        expected_B = (sums_BFK[:, _CHANCES] * comes_BK).sum(1)
+        stays_B1 = _OWN_MEMORY ** np.array([[float(one.num_trees)] for one in of_own])
+        stays_BK = _OWN_MEMORY**told_BK
+        self._came[own] = stays_B1 * self._came[own] + np.stack([came_BK.sum(1), expected_B], axis=1)
+        self._sums[own] = stays_BK[:, None] * self._sums[own] + sums_BFK
+        self._trees[own] = stays_BK * self._trees[own] + told_BK
+        for name in dict.fromkeys(kind_of_seat.values()):
+            rows = [row for row, seat in enumerate(own) if kind_of_seat[seat] == name]
+            num_trees = sum(of_own[row].num_trees for row in rows)
+            self.kind(name).learn(sums_BFK[rows].sum(0), told_BK[rows].sum(0), came_BK[rows].sum(0), num_trees)
+
+
+class _Found:
+    """What a sequence's trees say, added up by the least chance that admits a node: [F][K], trees that tell of it, what came.
+
+    Numbers of Python: a step's trees are few and small.
+    """
+
+    def __init__(self, least: Sequence[float]) -> None:
+        self._dearest_first = [-chance for chance in least]
+        self.sums = [[0.0] * len(least) for _ in FEATURES]
+        self.num_told, self.came = [0.0] * len(least), [0.0] * len(least)
+        self.num_trees = 0
+
+    def add(self, outcome: DraftOutcome) -> None:
+        """Add a tree."""
+        nodes, num_rounds = outcome.nodes, outcome.drafted_depth
+        assert nodes is not None, "a tree that does not know its nodes"
+        num_told = bisect_right(self._dearest_first, -_least_told(outcome))
+        self.num_trees += 1
+        for place in range(num_told):
+            self.num_told[place] += 1.0
+        deepest = 0
+        by_chance = sorted(zip(nodes.chances, nodes.depths, range(len(nodes.chances)), strict=True), key=_dearest)
+        chances, counts, rounds, fed = self.sums
+        for chance, depth, node in by_chance:
+            place = bisect_left(self._dearest_first, -chance)
+            if place >= num_told:
+                break
+            chances[place] += chance
+            counts[place] += 1.0
+            self.came[place] += node in nodes.accepted
+            if depth < num_rounds:
+                fed[place] += 1.0
+                rounds[place] += max(0, depth - deepest)
+                deepest = max(deepest, depth)
+
+
+def _dearest(node: tuple[float, int, int]) -> float:
+    return -node[0]
+
+
+def _least_told(outcome: DraftOutcome) -> float:
+    """Return the chance below which a tree says nothing of its nodes: they were not allowed, or there was no room."""
+    assert outcome.nodes is not None
+    least, chances = outcome.expansion.least_chance, outcome.nodes.chances
+    return max(least, min(chances)) if len(chances) >= outcome.expansion.max_nodes else least
+
+
+def _start(entries: Sequence[Expansion]) -> Array:
+    """Return what is expected of a tree before any has grown: the best one where every node is accepted with one chance, [F, K]."""
+    start_FK = np.zeros((len(FEATURES), len(entries)))
+    if not entries:
+        return start_FK
+    least, largest, deepest = [entry.least_chance for entry in entries], entries[-1], 0
+    places = [(-_START_ACCEPTANCE, 1, 0)]  # (-chance to be accepted, depth, rank)
+    for _ in range(largest.max_nodes):
+        value, depth, rank = heappop(places)
+        admits = next((place for place, chance in enumerate(least) if -value >= chance), None)
+        if admits is None:
+            break
+        is_fed = depth < largest.max_depth
+        start_FK[:, admits] += (-value, 1.0, is_fed and depth > deepest, is_fed)
+        deepest = max(depth, deepest)
+        heappush(places, (value * _START_ACCEPTANCE, depth + 1, 0) if is_fed else (0.0, 0, 0))
+        if rank + 1 < largest.branches:
+            heappush(places, (value * (1.0 - _START_ACCEPTANCE), depth, rank + 1))
+    return start_FK
