@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,7 @@ class Reason(StrEnum):
     FALLBACK = "fallback"  # what to expect could not be told: the fixed expansion
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceView:
+class SequenceView(NamedTuple):
     """What a policy may see of a sequence before drafting.
 
     `num_uncached` tokens must be fed to the target (the root included; more than 1 while a prompt is fed), `num_unfed` to the

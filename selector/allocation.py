@@ -9,7 +9,9 @@ switched one by one, those first that gain most for a node, and the best number 
 Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,17 +101,25 @@ class Allocator:
         node = min(node_s * chosen.rate, float(admits.min(initial=np.inf, where=admits > 0.0)))
         return GrowthPrices(node, level_s * chosen.rate)
 
-    def losses(self, chosen: Allocation, indices: list[int], entries: Places) -> tuple[list[Allocation], Array]:
-        """Return the choice with each of the entries for some sequences, and the seconds that each loses; no entry is plain.
+    def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list[tuple[list[Allocation], Array]]:
+        """Return the choice with each of some entries for some sequences, and the seconds that each loses; no entry is plain.
 
         A loss is what the step takes longer, less what the tokens that it brings are worth at the choice's own rate.
         """
-        places_CB = np.repeat(chosen.places_B[None], len(entries), axis=0)
-        places_CB[:, indices] = entries[:, None]
+        ends = list(accumulate(len(entries) for _, entries in asked))
+        places_CB = np.repeat(chosen.places_B[None], ends[-1], axis=0)
+        lags = []
+        for end, (indices, entries) in zip(ends, asked, strict=True):
+            places_CB[end - len(entries) : end, indices] = entries[:, None]
+            lags.append(float(self._load.lag_B[indices].sum()))
         tokens_C, seconds_C = self._priced(places_CB)
-        lag_s = self._load.model_share * self._costs.prices["draft_token"] * float(self._load.lag_B[indices].sum())
+        loss_C = seconds_C - tokens_C / chosen.rate
         changed = [Allocation(*one) for one in zip(places_CB, tokens_C.tolist(), seconds_C.tolist(), strict=True)]
-        return changed, lag_s + seconds_C - tokens_C / chosen.rate
+        lag_s = self._load.model_share * self._costs.prices["draft_token"]
+        return [
+            (changed[end - len(entries) : end], lag_s * lag + loss_C[end - len(entries) : end])
+            for end, lag, (_, entries) in zip(ends, lags, asked, strict=True)
+        ]
 
     def best(self, plain: Allocation) -> Allocation:
         """Return the best allocation that is found; never a worse one than plain decoding."""

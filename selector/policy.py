@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 _SETTLED_STEPS = 8  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
 _MOST_SETTLED, _MOST_SETTLED_PLAIN = 32, 32  # and no longer, where somebody drafts and where nobody does
-_PRICED_ALWAYS = 128  # first steps that all teach prices; of later ones probes do, and one of so many:
+_PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes do, and one of so many:
 _PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 16  # of those in which somebody drafts, and in which nobody does
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
@@ -354,36 +354,24 @@ class AdaptiveExpansion:
         places_B = chosen.places_B
         is_open_BM = batch.is_allowed_BM & np.where(places_B[:, None] > 0, batch.menu.tells_most, batch.menu.num_nodes > 0)
         is_open_BM[np.arange(len(places_B)), places_B] = False
-        due = self._probes.due(batch.views, (places_B == 0).tolist(), [bool(is_open_M.any()) for is_open_M in is_open_BM])
+        due = self._probes.due(batch.views, (places_B == 0).tolist(), is_open_BM.any(1).tolist())
+        if not due:
+            return None
         together = [due] if len(due) > 1 else []
-        for indices in (*together, *([index] for index in due[:_MOST_TRIED])):
-            if probing := self._paid_probe(batch, allocator, chosen, indices, is_open_BM):
-                return probing
-        if not due or places_B[due[0]] or not self._probes.is_full:
-            return None
-        least_behind = min(due, key=lambda index: batch.views[index].num_unfed)
-        return self._paid_probe(batch, allocator, chosen, [least_behind], is_open_BM, is_on_credit=True)
-
-    def _paid_probe(
-        self,
-        batch: _Batch,
-        allocator: Allocator,
-        chosen: Allocation,
-        indices: list[int],
-        is_open_BM: NDArray[np.bool_],
-        is_on_credit: bool = False,
-    ) -> Allocation | None:
-        place = int(chosen.places_B[indices[0]])
-        entries = np.flatnonzero(is_open_BM[indices].all(0))
-        if not len(entries):
-            return None
-        probing, loss_C = allocator.losses(chosen, indices, entries)
-        affordable = np.flatnonzero(loss_C <= self._probes.saved_s)
-        if not len(affordable) and not is_on_credit:
-            return None
-        best = int(affordable[-1] if place else loss_C.argmin())
-        self._probes.pay([batch.views[index] for index in indices], float(loss_C[best]))
-        return probing[best]
+        asked = [*together, *([index] for index in due[:_MOST_TRIED])]
+        is_drafting = bool(places_B[due[0]])
+        on_credit = None
+        if not is_drafting and self._probes.is_full:
+            on_credit = [min(due, key=lambda index: batch.views[index].num_unfed)]
+            asked = [*asked, on_credit]
+        trials = allocator.trials(chosen, [(indices, np.flatnonzero(is_open_BM[indices].all(0))) for indices in asked])
+        for indices, (probing, loss_C) in zip(asked, trials, strict=True):
+            affordable = np.flatnonzero(loss_C <= self._probes.saved_s)
+            if len(affordable) or (indices is on_credit and len(loss_C)):
+                best = int(affordable[-1] if is_drafting else loss_C.argmin())
+                self._probes.pay([batch.views[index] for index in indices], float(loss_C[best]))
+                return probing[best]
+        return None
 
     def _without_numbers(self, views: Sequence[SequenceView]) -> Choice:
         if not self._has_failed:
