@@ -88,8 +88,8 @@ class Allocator:
     def prices(self, chosen: Allocation, num_sharing: int) -> GrowthPrices:
         """Return what a node and a level more cost in a choice's step, in tokens that its seconds would bring.
 
-        A node's is the mean over sequences, and no more than what a tree of the choice admits. A level's is that of one that so many
-        take together, and of a token fed in it.
+        A node's is the mean over sequences, and no more than what a tree of the choice admits. A level's is that of one that
+        `num_sharing` sequences take together, and of a token fed in it.
         """
         load = self._load
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
@@ -126,7 +126,7 @@ class Allocator:
         if len(self._menu) == 1:
             return plain
         if len(self._rows) == 1 or self._menu.is_by_chance:
-            return max(plain, self._best_alike(plain), key=lambda one: one.rate)
+            return max(plain, self._best_alike(), key=lambda one: one.rate)
         chosen_PDB = self._by_price(plain)
         _, num_depths, num_rows = chosen_PDB.shape
         places_CB = chosen_PDB.reshape(-1, num_rows)
@@ -140,16 +140,18 @@ class Allocator:
             found.append(self._best_of(np.concatenate([self._switched(places_CB[best], to_B) for to_B in different.values()])))
         return max(found, key=lambda one: one.rate)
 
-    def _best_alike(self, plain: Allocation) -> Allocation:
+    def _best_alike(self) -> Allocation:
         """Return the best allocation of one entry for all that may have it, or for some of them, those first that gain most.
 
         Where entries differ by the least chance of a node that is all: what a node costs is the same for everybody.
         """
-        places_MB = self._is_allowed_BM.T * np.arange(len(self._menu))[:, None]
-        alike = self._best_of(places_MB)
-        if len(self._rows) == 1:
-            return alike
-        return self._best_of(self._switched(plain.places_B, alike.places_B))
+        num_rows = len(self._rows)
+        gain_MB = np.where(self._is_allowed_BM, self._estimates.tokens - 1.0, -1.0)[:, 1:].T
+        spent_MB = (self._estimates.nodes + self._fed_BM)[:, 1:].T
+        rank_MB = np.argsort(np.argsort(-gain_MB / np.maximum(spent_MB, 1e-9), axis=1, kind="stable"), axis=1)
+        drafts_MCB = (rank_MB[:, None] <= self._rows[:, None]) & self._is_allowed_BM[:, 1:].T[:, None]
+        places_MCB = drafts_MCB * np.arange(1, len(self._menu))[:, None, None]
+        return self._best_of(places_MCB.reshape(-1, num_rows))
 
     def _by_price(self, plain: Allocation) -> NDArray[np.int64]:
         """Return what each sequence takes at each price and within each number of passes, [P, D, B]."""

@@ -227,7 +227,8 @@ class CountedAcceptance:
                 if outcome.expansion.is_delayed:
                     self._count(self._seats[outcome.request_id], group, outcome)
             if len(self._whole.places_S):
-                self._learn_shapes(group, [one for one in of_group if not self._knows_nodes(one) and not one.expansion.is_delayed])
+                own_shape = [one for one in of_group if not (one.expansion.is_delayed or self._knows_nodes(one))]
+                self._learn_shapes(group, own_shape)
         self._knowing += [one for one in drafted if self._knows_nodes(one)]
         if len(self._knowing) > _MOST_UNTOLD:
             self._tell_of_nodes()
@@ -431,8 +432,7 @@ def _part_of(menu: Menu, whole: Menu, table_SG: Array) -> _Part:
     delayed = [entry if entry.is_delayed else Expansion(0, 1, 0) for entry in menu.entries]
     last = max(1, int(whole.depths.max())) - 1
     columns, sized = (
-        np.array([place for place, entry in enumerate(one.entries) if _is_sized(entry)], dtype=np.int64)
-        for one in (menu, whole)
+        np.array([place for place, entry in enumerate(one.entries) if _is_sized(entry)], dtype=np.int64) for one in (menu, whole)
     )
     places = np.array([whole.index[menu.entries[place]] for place in columns], dtype=np.int64)
     depths = menu.depths[columns]

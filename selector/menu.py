@@ -74,7 +74,7 @@ class Menu:
 
     @cached_property
     def least_room(self) -> NDArray[np.int64]:
-        """Drafted tokens and levels that each entry needs room for, int64 [2, M]: one that ends by its nodes' chances fits in any."""
+        """Drafted tokens and levels that each entry needs room for, int64 [2, M]: what ends by its nodes' chances fits in any."""
         return np.where(self.least_chances > 0.0, np.minimum(self.num_nodes, 1), np.stack([self.num_nodes, self.depths]))
 
     @cached_property

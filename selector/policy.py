@@ -24,8 +24,9 @@ from selector.probing import Probes
 
 _logger = logging.getLogger(__name__)
 
-_SETTLED_STEPS = 8  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
-_MOST_SETTLED, _MOST_SETTLED_PLAIN = 32, 32  # and no longer, where somebody drafts and where nobody does
+_SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
+_MOST_SETTLED, _MOST_SETTLED_PLAIN = 16, 32  # and no longer, where somebody drafts and where nobody does
+_SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step themselves
 _PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes do, and one of so many:
 _PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 16  # of those in which somebody drafts, and in which nobody does
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
@@ -146,7 +147,7 @@ class AdaptiveExpansion:
         trees = dict.fromkeys((view.request_id for view in views), PLAIN)
         chosen = zip(batch.views, best.places_B.tolist(), strict=True)
         trees.update((one.request_id, batch.menu.entries[place]) for one, place in chosen)
-        num_settled = self._num_settled(trees, reason) if _all_decode(views) else 0
+        num_settled = self._num_settled(trees, reason, batch.menu) if _all_decode(views) else 0
         self._plain_s, self._plain_rate = plain.seconds, plain.rate
         self._probes.save(plain.seconds)
         unfed = _num_unfed(views, choice.expansions)
@@ -162,13 +163,14 @@ class AdaptiveExpansion:
         self._probe_s = choice.step_s
         return choice
 
-    def _num_settled(self, trees: dict[str, Expansion], reason: Reason) -> int:
+    def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same."""
-        last = self._standing
+        last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
+        least = times * self._settled_steps
         if last.choice.reason is not reason or any(last.trees.get(name, PLAIN) != tree for name, tree in trees.items()):
-            return self._settled_steps
-        most = _MOST_SETTLED_PLAIN if reason is Reason.PLAIN_IS_BEST else _MOST_SETTLED
-        return max(self._settled_steps, min(most, 2 * last.num_settled))
+            return least
+        most = _MOST_SETTLED_PLAIN if reason is Reason.PLAIN_IS_BEST else times * _MOST_SETTLED
+        return max(least, min(most, 2 * last.num_settled))
 
     @property
     def _feed_s(self) -> float:
@@ -187,7 +189,7 @@ class AdaptiveExpansion:
         """Return an allocation as an expansion for every view; whoever chose for itself is not asked.
 
         The seconds foretold are this step's own, with all that drafters are behind. None are foretold of a step that feeds a
-        prompt: it was priced without. A probe's trees take levels as if all drafted: so they would, if the probe finds that it pays.
+        prompt: it was priced without. A probe's trees take levels as if all drafted, as they will if it finds that it pays.
         """
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, chosen.places_B.tolist(), strict=True):
@@ -354,7 +356,8 @@ class AdaptiveExpansion:
         places_B = chosen.places_B
         is_open_BM = batch.is_allowed_BM & np.where(places_B[:, None] > 0, batch.menu.tells_most, batch.menu.num_nodes > 0)
         is_open_BM[np.arange(len(places_B)), places_B] = False
-        due = self._probes.due(batch.views, (places_B == 0).tolist(), is_open_BM.any(1).tolist())
+        can_probe = [bool(is_open_M.any()) for is_open_M in is_open_BM]
+        due = self._probes.due(batch.views, (places_B == 0).tolist(), can_probe)
         if not due:
             return None
         together = [due] if len(due) > 1 else []

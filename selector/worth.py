@@ -1,9 +1,9 @@
 """What noise-aware trees bring by the least chance of their nodes: told by what they thought their nodes were worth.
 
-Such a tree knows of each of its nodes the chance to be accepted, so one tree that has grown says what every smaller one, with dearer nodes, would
-have been: its nodes, its levels, and the tokens that it expects. Those are summed by the least chance that admits them, for each
-sequence and for its kind, towards which a sequence's are shrunk; what came of nodes of each chance corrects them. A tree says
-nothing of nodes cheaper than it was allowed.
+Such a tree knows of each of its nodes the chance to be accepted, so one that has grown says what every smaller one, of likelier
+nodes alone, would have been: its nodes, its levels, and the tokens that it expects. These are summed by the least chance that
+admits them, for each sequence and for its kind, towards which a sequence's are shrunk; what came of nodes of each chance corrects
+them. A tree says nothing of nodes less likely than it was allowed.
 
 Shape key: K least chances of a menu, the greatest first; B sequences; F sums (FEATURES).
 """
@@ -176,7 +176,7 @@ def _least_told(outcome: DraftOutcome) -> float:
 
 
 def _start(entries: Sequence[Expansion]) -> Array:
-    """Return what is expected of a tree before any has grown: the best one where every node is accepted with one chance, [F, K]."""
+    """Return what is expected before any tree has grown: the best one, where every node is accepted with one chance, [F, K]."""
     start_FK = np.zeros((len(FEATURES), len(entries)))
     if not entries:
         return start_FK

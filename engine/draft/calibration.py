@@ -128,8 +128,8 @@ class AgreementScale:
 class Reliability:
     """What came of tokens beside the chance that the scale gave them, given that their parents came: a share by chance.
 
-    A model's tokens and those that are rather cached text's are told apart: where text has begun to repeat itself it is soon over,
-    so that a mixture trusts the cache too much at first.
+    A model's tokens and those that are rather cached text's are told apart: a mixture trusts the cache more than it has earned,
+    because what the cache says where a model doubts it comes less often than what it says anywhere.
     """
 
     EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985)

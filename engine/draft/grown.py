@@ -41,8 +41,8 @@ class Growth:
     """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
 
     `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside; `draft_probs[b]` has its draft
-    probability if the row is traced, `worth[b]` what its nodes are worth if it is noise-aware. Tree b took `rounds[b]` rounds to grow, all together `num_rounds`, in which the drafter ran
-    `passes` of a model.
+    probability if the row is traced, `worth[b]` what the nodes are worth if the tree is noise-aware. Tree b took `rounds[b]`
+    rounds to grow, all together `num_rounds`, in which the drafter ran `passes` of a model.
     """
 
     forest: Forest
@@ -61,7 +61,15 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
     forest = Forest(trees, torch.empty((0, vocab_size), device=device), tuple((None,) for _ in trees))
     nothing: tuple[tuple[()], ...] = tuple(() for _ in trees)
-    return Growth(forest, tuple(frozenset() for _ in trees), tuple({} for _ in trees), nothing, nothing, (0,) * len(trees), (None,) * len(trees))
+    return Growth(
+        forest,
+        tuple(frozenset() for _ in trees),
+        tuple({} for _ in trees),
+        nothing,
+        nothing,
+        (0,) * len(trees),
+        (None,) * len(trees),
+    )
 
 
 def sources_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]]) -> tuple[DraftSource, ...]:

@@ -172,7 +172,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
     mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked)
-    expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES]
+    expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES, NUM_SHARES]
     sizes = (c_int64 * len(expected))()
     loaded.latebranch_sizes(sizes)
     if list(sizes) != expected:

@@ -457,6 +457,7 @@ def check_nodes_pay(sampling: SamplingParams) -> None:
         whole = worths(priced(FREE_GROWTH, sampling, seed)[0])
         for price in (0.05, 0.2, 0.5):
             kept = worths(priced(GrowthPrices(node=price), sampling, seed)[0])
+            assert kept == worths(priced(FREE_GROWTH, sampling, seed, replace(PRICED, least_chance=price))[0])
             assert all(worth >= price for worth in kept.values())
             assert {path for path, worth in whole.items() if worth >= price} <= kept.keys()
             num_left_out += len(whole) - len(kept)
@@ -479,7 +480,7 @@ def test_nodes_and_levels_that_cost_more_than_they_bring_are_left_out(sampling):
 class Wasteful(BestFirst):
     def __init__(self, *args):
         super().__init__(*args)
-        self._prices = FREE_GROWTH
+        self._prices, self._least_kept = FREE_GROWTH, 0.0
 
 
 @pytest.mark.parametrize("sampling", WORTH)

@@ -10,7 +10,7 @@ from engine.canary import SlotCanary
 from engine.config import SchedulerConfig
 from engine.draft import growth, ranked
 from engine.draft.combined import CombinedDrafter
-from engine.draft.grown import Growth
+from engine.draft.grown import Growth, Worth
 from engine.draft.head_drafter import HeadDrafter
 from engine.draft.model import ModelDrafter
 from engine.draft.texts import TextCache
@@ -100,15 +100,26 @@ Compare = Callable[[Growth, Growth], bool]
 
 
 def are_same(one: Growth, other: Growth) -> bool:
-    """Return whether two growths are equal; scores up to rounding."""
+    """Return whether two growths are equal; scores and what nodes are worth up to rounding."""
     facts, others = (
         (g.forest.trees, g.forest.law_rows, g.fed, g.sources, g.rounds, g.num_rounds, g.passes, g.draft_probs)
         for g in (one, other)
     )
-    return facts == others and all(
-        {*a} == {*b} and all(a[v].token_ids == b[v].token_ids and a[v].scores == pytest.approx(b[v].scores, abs=1e-5) for v in a)
-        for a, b in zip(one.offers, other.offers, strict=True)
+    return (
+        facts == others
+        and all(map(are_worth_the_same, one.worth, other.worth))
+        and all(
+            {*a} == {*b}
+            and all(a[v].token_ids == b[v].token_ids and a[v].scores == pytest.approx(b[v].scores, abs=1e-5) for v in a)
+            for a, b in zip(one.offers, other.offers, strict=True)
+        )
     )
+
+
+def are_worth_the_same(one: Worth | None, other: Worth | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return all(getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-5) for name in ("chances", "given_parent"))
 
 
 def grown_both_ways(monkeypatch, engine: Engine) -> list[tuple[Growth, Growth]]:
@@ -171,29 +182,39 @@ def test_no_text_changes(config, with_texts):
     assert sum(stats.num_accepted_tokens for stats in session.stats) > 20
 
 
-def without_noise(row, scale):
-    return replace(ranked_row(row, scale), has_noise=False)
+def without_noise(row):
+    return replace(row, has_noise=False)
 
 
-def at_no_price(row, scale):
-    return replace(ranked_row(row, scale), node_price=0.0, level_price=0.0)
+def at_no_price(row):
+    return replace(row, node_price=0.0, level_price=0.0)
 
 
-def of_another_prior(row, scale):
-    return replace(ranked_row(row, scale), continued=30.0)
+def of_another_prior(row):
+    return replace(row, continued=30.0)
 
 
-def of_another_scale(row, scale):
-    return ranked_row(row, 3.0 * scale)
+def of_another_scale(row):
+    return replace(row, scale=3.0 * row.scale)
+
+
+def of_no_shares(row):
+    return replace(row, shares=[[1.0] * 9] * 2)
+
+
+def of_the_other_s_shares(row):
+    return replace(row, shares=row.shares[::-1])
 
 
 ranked_row = ranked._ranked
 
 
-@pytest.mark.parametrize("mutant", [without_noise, at_no_price, of_another_prior, of_another_scale])
+@pytest.mark.parametrize(
+    "mutant", [without_noise, at_no_price, of_another_prior, of_another_scale, of_no_shares, of_the_other_s_shares]
+)
 def test_trees_of_other_rows_are_noticed(monkeypatch, mutant):
-    monkeypatch.setattr(ranked, "_ranked", mutant)
-    assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=False)))
+    monkeypatch.setattr(ranked, "_ranked", lambda *args: mutant(ranked_row(*args)))
+    assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 
 def unknown_share_a_column(self, law, column_of_unknown):

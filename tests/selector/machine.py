@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.policy import Choice, DraftOutcome, ExpansionPolicy, SequenceView, StepFeedback, StepWork
+from engine.policy import Choice, DraftOutcome, ExpansionPolicy, NodeChances, SequenceView, StepFeedback, StepWork
 from engine.tree import PLAIN, Expansion, GrowthPrices
 from engine.types import SamplingParams, Speculation
 
@@ -61,13 +61,15 @@ class Machine:
 class Text:
     """One sequence: how its drafts fare. `offers` is the chance that a drafter that was asked has anything to say at all.
 
-    `cached` is the chance that a tree is drafted from cached text, without the model. The first `num_prompt` tokens of the
-    context are a prompt that is still to be fed; the drafter is behind by `num_unfed`, the root included.
+    `cached` is the chance that a tree is drafted from cached text, without the model. A noise-aware tree knows of each
+    token its own chance, any of `odds`. The first `num_prompt` tokens of the context are a prompt that is still to be fed; the
+    drafter is behind by `num_unfed`, the root included.
     """
 
     chances: Chances
     offers: float = 1.0
     cached: float = 0.0
+    odds: tuple[float, ...] = ()
     context: int = 200
     num_prompt: int = 0
     num_unfed: int = 1
@@ -93,6 +95,22 @@ class Text:
             alive *= 1.0 - (1.0 - self.chances(depth, self.num_generated)) ** branches
             total += alive
         return total
+
+    def draft_by_chance(self, expansion: Expansion, level_price: float, chance: random.Random) -> NodeChances:
+        """Return the nodes of a noise-aware tree grown here, a chain, and how many of them are accepted."""
+        kept: list[float] = []
+        worth, accepted, is_alive = 1.0, 0, True
+        while len(kept) < min(expansion.max_depth, expansion.max_nodes):
+            if kept and worth * sum(self.odds) / len(self.odds) < level_price:
+                break
+            odds = chance.choice(self.odds)
+            worth *= odds
+            if worth < expansion.least_chance:
+                break
+            kept.append(worth)
+            is_alive = is_alive and chance.random() < odds
+            accepted += is_alive
+        return NodeChances(tuple(kept), tuple(range(1, len(kept) + 1)), tuple(range(accepted)))
 
     def draft(self, expansion: Expansion, chance: random.Random) -> tuple[int, int, int]:
         """Return nodes, drafted depth and accepted depth of a tree grown here."""
@@ -180,6 +198,7 @@ class _Step:
         self.outcomes: list[DraftOutcome] = []
         self.has_prefill = False
         self._keeps_up = choice.keeps_up
+        self._level_price = choice.prices.level
         self._num_rows = num_rows
         self._sums = dict.fromkeys(("num_tokens", "num_drawn", "num_keys", "num_scores", "num_draft_tokens"), 0)
         self._num_passes = self._num_rounds = 0
@@ -199,17 +218,26 @@ class _Step:
     def decode(self, text: Text, view: SequenceView, wished: Expansion, chance: random.Random) -> float:
         """Draft and accept; return the tokens that were to be expected."""
         expansion = _granted(text, wished)
-        expected = text.expected_tokens(expansion)
         is_cached = chance.random() < text.cached
-        nodes, drafted, accepted = text.draft(expansion, chance)
-        self.outcomes.append(DraftOutcome(view.request_id, expansion, nodes, drafted, accepted))
+        grown = text.draft_by_chance(expansion, self._level_price, chance) if text.odds and not expansion.is_plain else None
+        if grown is None:
+            expected = text.expected_tokens(expansion)
+            nodes, drafted, accepted = text.draft(expansion, chance)
+        else:
+            expected = 1.0 + sum(grown.chances)
+            nodes = drafted = len(grown.chances)
+            accepted = len(grown.accepted)
+        rounds = min(expansion.max_depth, drafted + 1)
+        self.outcomes.append(
+            DraftOutcome(view.request_id, expansion, nodes, drafted if grown is None else rounds, accepted, grown)
+        )
         num_fed = 0
         if not expansion.is_plain:
-            rounds = min(expansion.max_depth, drafted + 1)
             self._num_rounds = max(self._num_rounds, rounds)
             if not is_cached:
                 self._num_passes = max(self._num_passes, rounds)
-                num_fed = text.num_unfed + (_num_inner(expansion) if drafted else 0)
+                num_inner = _num_inner(expansion) if grown is None else min(nodes, rounds - 1)
+                num_fed = text.num_unfed + (num_inner if drafted else 0)
                 text.num_unfed = -min(accepted, max(0, drafted - 1))  # of the path all but a leaf has been fed
         elif self._keeps_up and text.num_unfed > _MOST_BEHIND:
             self._num_passes = max(1, self._num_passes)

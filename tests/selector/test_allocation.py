@@ -12,7 +12,7 @@ from engine.tree import PLAIN, Expansion
 from selector.allocation import Allocator, BatchLoad
 from selector.cost import KNOTS, CostModel, Works
 from selector.estimators import Estimates
-from selector.menu import Menu
+from selector.menu import Menu, menu_of
 
 MENU = Menu((PLAIN, Expansion(1, 1, 0), Expansion(0, 2, 1), Expansion(2, 1, 0), Expansion(1, 2, 1), Expansion(3, 1, 0)))
 
@@ -31,15 +31,19 @@ def allocator(chances: list[float], model: CostModel, allowed: list[list[bool]] 
         tokens=np.array(tokens) + 0.2 * forked * np.array(chances)[:, None],
         nodes=np.tile(MENU.num_nodes.astype(float), (num_rows, 1)),
         passes=np.tile(MENU.depths.astype(float), (num_rows, 1)),
+        fed=np.tile(MENU.num_nodes * MENU.fed_share, (num_rows, 1)),
     )
-    zeros = np.zeros(num_rows)
-    load = BatchLoad(Works(num_rows, num_rows, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, zeros, zeros + 1.0, zeros, zeros, 1.0)
     is_allowed = np.array(allowed) if allowed else np.ones((num_rows, len(MENU)), dtype=np.bool_)
-    return Allocator(MENU, estimates, is_allowed, load, model)
+    return Allocator(MENU, estimates, is_allowed, load_of(num_rows), model)
+
+
+def load_of(num_rows: int) -> BatchLoad:
+    zeros = np.zeros(num_rows)
+    return BatchLoad(Works(num_rows, num_rows, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, zeros, zeros + 1.0, zeros, zeros, 1.0)
 
 
 def best_of_all(one: Allocator, num_rows: int) -> float:
-    return one._best_of(np.array(list(product(range(len(MENU)), repeat=num_rows)))).rate
+    return one._best_of(np.array(list(product(range(len(one._menu)), repeat=num_rows)))).rate
 
 
 slopes = st.lists(st.floats(0.001, 0.5), min_size=1, max_size=4).map(lambda found: tuple(sorted(found)))
@@ -108,12 +112,71 @@ def test_a_level_costs_the_pass_of_those_rounds_that_have_one():
     one = allocator([0.9, 0.9], costs((0.1,), 0.4))
     both = one.of(np.array([1, 1]))
     one._load = replace(one._load, model_share=0.25)
-    assert one.prices(both).level == pytest.approx(0.25 * 0.4 * both.rate / 2, rel=1e-4)
+    assert one.prices(both, 2).level == pytest.approx(0.25 * 0.4 * both.rate / 2, rel=1e-4)
 
 
 def test_prices_are_what_a_node_and_a_level_cost_in_tokens_and_a_level_is_paid_together():
     one = allocator([0.9, 0.9], costs((0.1,), 0.4))
     both, single = one.of(np.array([1, 1])), one.of(np.array([1, 0]))
-    assert one.prices(both).node == pytest.approx(0.1 * both.rate, rel=1e-4)
-    assert one.prices(both).level == pytest.approx(0.4 * both.rate / 2, rel=1e-4)
-    assert one.prices(single).level == pytest.approx(0.4 * single.rate, rel=1e-4)
+    assert one.prices(both, 2).node == pytest.approx(0.1 * both.rate, rel=1e-4)
+    assert one.prices(both, 2).level == pytest.approx(0.4 * both.rate / 2, rel=1e-4)
+    assert one.prices(single, 1).level == pytest.approx(0.4 * single.rate, rel=1e-4)
+
+
+# Trees that differ by the least chance of their nodes.
+
+BY_CHANCE = menu_of(Expansion(0, 4, 8, "noise_aware", 16), "coupled")
+
+
+def by_chance(worth: list[list[float]], model: CostModel) -> Allocator:
+    """Return an allocator over rows that have nodes of these chances, all on one level."""
+    least = BY_CHANCE.least_chances[1:]
+    admitted = [[[chance for chance in row if chance >= bound] for bound in least] for row in worth]
+    tokens = np.array([[1.0, *(1.0 + sum(one) for one in row)] for row in admitted])
+    nodes = np.array([[0.0, *(float(len(one)) for one in row)] for row in admitted])
+    passes = np.tile(np.minimum(BY_CHANCE.depths, 1).astype(float), (len(worth), 1))
+    estimates = Estimates(tokens, nodes, passes, np.zeros(nodes.shape))
+    return Allocator(BY_CHANCE, estimates, np.ones(nodes.shape, dtype=np.bool_), load_of(len(worth)), model)
+
+
+worths = st.lists(st.lists(st.floats(0.03, 1.0), max_size=6), min_size=1, max_size=3)
+
+
+@given(worths, slopes, st.floats(0.001, 0.5))
+@example([[0.95], [0.95], [0.95]], (0.001, 0.001, 0.6), 0.01)  # room for one node
+def test_one_least_chance_for_all_who_draft_is_near_the_best(worth, knees, pass_s):
+    one = by_chance(worth, costs(knees, pass_s))
+    plain = one.plain()
+    found = one.best(plain)
+    assert found.rate >= plain.rate
+    assert found.rate >= 0.93 * best_of_all(one, len(worth))
+
+
+def test_who_has_nothing_likely_is_left_plain():
+    """Each who drafts has its drafter fed, whatever grows."""
+    costly = CostModel([1.0, *[0.05] * len(KNOTS), *[1e-6] * 4], [1e-6, 0.05, 0.2, 1e-6])
+    found = by_chance([[0.9, 0.6], [], [0.04]], costly)
+    places = found.best(found.plain()).places_B
+    assert places[0] > 0 == places[1] == places[2]
+
+
+class OldestFirst(Allocator):
+    def _best_alike(self):
+        prefixes = np.tri(len(self._rows), dtype=np.int64)[None] * np.arange(1, len(self._menu))[:, None, None]
+        return self._best_of(prefixes.reshape(-1, len(self._rows)))
+
+
+def test_who_gains_most_drafts_first():
+    """Room for one node in a batch whose last sequence is the likeliest."""
+    model = costs((0.001, 0.001, 0.6), 0.01)
+    found = by_chance([[0.3], [0.3], [0.95]], model)
+    assert found.best(found.plain()).places_B.tolist()[:2] == [0, 0]
+    found.__class__ = OldestFirst
+    assert found.best(found.plain()).places_B.tolist()[:2] != [0, 0]
+
+
+def test_no_node_price_is_above_what_a_tree_of_the_choice_admits():
+    one = by_chance([[0.9, 0.1]], costs((0.9,), 0.01))
+    for place, least in enumerate(BY_CHANCE.least_chances.tolist()):
+        chosen = one.of(np.array([place]))
+        assert one.prices(chosen, 1).node == pytest.approx(min(0.9 * chosen.rate, least or np.inf), rel=1e-3)

@@ -121,7 +121,7 @@ def test_a_part_of_the_menu_has_the_whole_s_numbers(has_delayed):
     for expansion in tried:
         views = [text.view("r"), Text(flat(0.7), temperature=0.0).view("other")]
         whole, some = estimator.estimate(views), estimator.estimate(views, part)
-        for name in ("tokens", "nodes", "passes"):
+        for name in ("tokens", "nodes", "passes", "fed"):
             assert getattr(some, name) == pytest.approx(getattr(whole, name)[:, places]), (expansion, name)
         nodes, drafted, accepted = text.draft(expansion, chance)
         estimator.observe([DraftOutcome("r", expansion, nodes, drafted, accepted)])
@@ -226,7 +226,7 @@ class CountsWhatWasLeftAlone(CountedAcceptance):
 @pytest.mark.parametrize(("estimator_type", "expected"), [(CountedAcceptance, 1.4), (CountsWhatWasLeftAlone, 1.8)])
 def test_a_wish_of_which_often_nothing_is_left_brings_less(estimator_type, expected):
     """Half of the trees are left empty; four in five of the others have their one node accepted."""
-    wished = Expansion(0, 3, 6, "noise_aware", 12)
+    wished = Expansion(0, 3, 6, "beam", 12)
     menu = menu_of(wished, "coupled", wished)
     estimator, view = estimator_type(menu), Text(flat(0.0), num_generated=5).view("r")
     for step in range(800):
@@ -237,7 +237,7 @@ def test_a_wish_of_which_often_nothing_is_left_brings_less(estimator_type, expec
 
 def test_the_next_sequence_knows_that_a_drafter_is_never_right():
     """Whatever looks best is tried, and nothing is accepted."""
-    largest = Expansion(0, 3, 6, "noise_aware", 64)
+    largest = Expansion(0, 3, 6, "beam", 64)
     menu = menu_of(largest, "coupled", largest)
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
     for _ in range(150):
@@ -248,7 +248,7 @@ def test_the_next_sequence_knows_that_a_drafter_is_never_right():
 
 def tokens_of_deep_trees(paths: list[int]) -> list[float]:
     """Return what a deep tree was expected to bring after each of these paths through a tree of two levels."""
-    shallow, deep = Expansion(0, 4, 2, "noise_aware", 6), Expansion(0, 4, 8, "noise_aware", 16)
+    shallow, deep = Expansion(0, 4, 2, "beam", 6), Expansion(0, 4, 8, "beam", 16)
     menu = menu_of(deep, "coupled")
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
     told = []
@@ -266,7 +266,7 @@ def test_short_paths_that_always_come_whole_soon_speak_for_deep_trees():
     assert tokens_of_deep_trees([0] * 12)[11] < 1.8
 
 
-FOUR_DEEP = Expansion(0, 4, 4, "noise_aware", 8)
+FOUR_DEEP = Expansion(0, 4, 4, "beam", 8)
 OF_FOUR_DEEP = menu_of(FOUR_DEEP, "coupled")
 
 
@@ -318,7 +318,7 @@ def test_a_kind_learns_the_same_from_sequences_in_any_order():
 
 def test_one_tree_is_foretold_as_all_of_them_are():
     """By its acceptance alone, whatever that is: what is learnt from is what was expected."""
-    menu = menu_of(Expansion(0, 3, 6, "noise_aware", 32), "coupled")
+    menu = menu_of(Expansion(0, 3, 6, "beam", 32), "coupled")
     estimator = CountedAcceptance(menu)
     for belief_G in (*np.eye(len(_GRID))[[0, 7, 17, 30, -1]], np.full(len(_GRID), 1 / len(_GRID))):
         told_1S = _sized_tokens(estimator._part(menu), belief_G[None], np.ones((1, len(estimator._whole.places_S))))

@@ -1,5 +1,7 @@
 """Menus: plain decoding first, then ever deeper trees of one family that the verifier is exact on, none beyond the largest."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,8 +55,28 @@ def test_the_default_menu_has_what_the_paper_has():
     assert 50 < len(menu) < 128
 
 
+def test_noise_aware_trees_come_by_the_least_chance_of_a_node():
+    largest = Expansion(0, 2, 8, "noise_aware", 20)
+    entries = menu_of(largest, "coupled", largest).entries[1:]
+    assert {replace(entry, max_nodes=20, least_chance=0.0) for entry in entries} == {largest}
+    chances, sizes = [entry.least_chance for entry in entries], [entry.max_nodes for entry in entries]
+    assert chances == sorted(chances, reverse=True)
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[-1]) == (8, 20)
+    assert all(size == 20 or size * chance >= 1.0 for size, chance in zip(sizes, chances, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tree", "room"), [("noise_aware.16", (1, 1)), ("heap.16", (16, 8)), ("4.1.0", (4, 4)), ("0.1.0", (0, 0))]
+)
+def test_trees_that_end_by_chances_fit_in_any_room(tree, room):
+    menu = menu_of(parse_expansion(tree), "traversal") if tree == "4.1.0" else menu_of(parse_expansion(tree), "coupled")
+    place = max(range(len(menu)), key=lambda one: (str(menu.entries[one]) == tree, menu.num_nodes[one] == 16, menu.depths[one]))
+    assert tuple(menu.least_room[:, place if tree != "0.1.0" else 0]) == room
+
+
 def test_trees_of_their_own_shape_come_in_depths_and_sizes():
-    largest = Expansion(0, 2, 8, "noise_aware", 64)
+    largest = Expansion(0, 2, 8, "beam", 64)
     entries = menu_of(largest, "coupled").entries[1:]
     assert {entry.depth for entry in entries} == {1, 2, 3, 4, 6, 8}
     assert {entry.max_nodes for entry in entries if entry.depth == 3} == {3, 4, 6, 8, 12, 14}  # 2 + 4 + 8 nodes fit

@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.policy import DraftOutcome, Reason, StepFeedback, StepWork
-from engine.tree import FREE_GROWTH, PLAIN, Expansion
+from engine.policy import Choice, DraftOutcome, ExpansionPolicy, Reason, StepFeedback, StepWork
+from engine.tree import PLAIN, Expansion
 from engine.types import Speculation
 from selector.allocation import Allocation, Allocator
 from selector.cost import DRAFT_PRICES, KNOTS, CostModel
-from selector.estimators import CountedAcceptance, Estimates
+from selector.estimators import CountedAcceptance, Estimates, Estimator
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
 from selector.policy import AdaptiveExpansion, _pays
@@ -112,7 +112,7 @@ class ForgetsItsCosts(AdaptiveExpansion):
 
     def _probe(self, batch, allocator, chosen):
         entries = np.flatnonzero(self._menu.num_nodes > 0)
-        return allocator.losses(chosen, [0], entries)[0][0]
+        return allocator.trials(chosen, [([0], entries)])[0][0][0]
 
 
 class DeafToOutcomes(AdaptiveExpansion):
@@ -220,7 +220,7 @@ class Nonsense:
         good = self._counted.estimate(views, menu)
         tokens = good.tokens.copy()
         tokens[0, 1] = self._value
-        return Estimates(tokens, good.nodes, good.passes)
+        return Estimates(tokens, good.nodes, good.passes, good.fed)
 
     def observe(self, outcomes):
         self._counted.observe(outcomes)
@@ -250,11 +250,86 @@ def test_it_says_why_and_what_it_expects():
     assert run(useless, DEAR, texts_of(0.0, 1), 60).reasons[-1] is Reason.PLAIN_IS_BEST
 
 
-def test_trees_end_where_they_stop_paying_but_those_of_probes():
+def test_trees_end_where_they_stop_paying():
     ran = run(adaptive(USUAL), USUAL, texts_of(0.8, 2), 200)
     steps = list(zip(ran.reasons, ran.prices, strict=True))
-    assert {prices for reason, prices in steps if reason == Reason.PROBE} == {FREE_GROWTH}
     assert all(prices.node > 0.0 < prices.level for reason, prices in steps if reason == Reason.SPECULATION_PAYS)
+
+
+def test_a_probe_s_levels_cost_what_they_would_if_all_drafted():
+    """One of eight that is asked alone would pay a whole pass for each level."""
+    ran = run(adaptive(DEAR), DEAR, texts_of(0.0, 8), 400)
+    rate = fixed_rate(DEAR, texts_of(0.0, 8), PLAIN)
+    levels = [prices.level for reason, prices in zip(ran.reasons, ran.prices, strict=True) if reason == Reason.PROBE]
+    assert levels
+    assert 0.0 < max(levels) < 0.4 * rate * DEAR.pass_s
+
+
+# Trees that end by the chances of their nodes.
+
+BY_CHANCE = menu_of(Expansion(0, 4, 8, "noise_aware", 32), "coupled")
+SURE_OR_NOT = (0.98, 0.98, 0.9, 0.3, 0.1)  # known as soon as a token is drafted, and not before
+
+
+class Always:
+    """The same tree for all, its levels for nothing."""
+
+    def __init__(self, expansion: Expansion) -> None:
+        self.name, self._expansion = "always", expansion
+
+    def choose(self, views):
+        return Choice((self._expansion,) * len(views))
+
+    def observe(self, feedback):
+        pass
+
+
+def texts_by_chance(odds: tuple[float, ...], num_texts: int) -> list[Text]:
+    return [Text(flat(0.0), odds=odds, context=100, temperature=0.0) for _ in range(num_texts)]
+
+
+def rates_by_chance(machine: Machine, odds: tuple[float, ...], num_texts: int, policy: ExpansionPolicy) -> float:
+    texts = texts_by_chance(odds, num_texts)
+    run(policy, machine, texts, 100)
+    return run(policy, machine, texts, 300, seed=1).rate
+
+
+def share_by_chance(machine: Machine, num_texts: int, estimator: Estimator) -> float:
+    """Return the policy's tokens a second as a share of those with the best least chance."""
+    policy = AdaptiveExpansion(BY_CHANCE, estimator, profiled(machine), CHAIN)
+    best = max(rates_by_chance(machine, SURE_OR_NOT, num_texts, Always(entry)) for entry in BY_CHANCE.entries)
+    return rates_by_chance(machine, SURE_OR_NOT, num_texts, policy) / best
+
+
+class DeafToChances(CountedAcceptance):
+    def _tell_of_nodes(self):
+        self._knowing.clear()
+
+
+@pytest.mark.parametrize("machine", [CHEAP, USUAL, DEAR], ids=["cheap", "usual", "dear"])
+def test_it_finds_the_least_chance_that_pays(machine):
+    shares = [share_by_chance(machine, num_texts, CountedAcceptance(BY_CHANCE)) for num_texts in (1, 4, 16)]
+    assert min(shares) > 0.95, shares
+
+
+def test_without_the_chances_it_does_not():
+    shares = [share_by_chance(machine, n, DeafToChances(BY_CHANCE)) for machine in (CHEAP, USUAL, DEAR) for n in (1, 4, 16)]
+    assert min(shares) < 0.9, shares
+
+
+def test_chances_that_are_never_good_leave_plain_decoding():
+    plain = rates_by_chance(DEAR, (0.02,), 4, Always(PLAIN))
+    assert rates_by_chance(DEAR, (0.02,), 4, adaptive(DEAR, BY_CHANCE)) > 0.985 * plain
+
+
+def test_a_request_s_bound_is_kept_by_trees_that_end_by_chance():
+    """Whoever allows one node gets one, and who has two tokens to go, one level."""
+    bounded = Text(flat(0.0), odds=(0.98,), temperature=0.0, speculation=Speculation(max_nodes=1))
+    ending = Text(flat(0.0), odds=(0.98,), temperature=0.0, max_tokens=10**6)
+    none = Text(flat(0.0), odds=(0.98,), temperature=0.0, speculation=Speculation(max_nodes=0))
+    ran = run(adaptive(CHEAP, BY_CHANCE), CHEAP, [bounded, ending, none], 40)
+    assert not ran.choices[-1][0].is_plain
+    assert all(choice[2].is_plain for choice in ran.choices)
 
 
 def test_it_does_not_flap():
@@ -342,9 +417,9 @@ SLOW_FEED = Machine(draft_token_s=0.002)
 
 
 class FeedsForNothing(Allocator):
-    def losses(self, chosen, indices, entries):
+    def trials(self, chosen, asked):
         self._load = replace(self._load, lag_B=np.zeros_like(self._load.lag_B))
-        return super().losses(chosen, indices, entries)
+        return super().trials(chosen, asked)
 
 
 def rate_far_behind() -> float:
@@ -461,7 +536,7 @@ class Thinks(AdaptiveExpansion):
 
 
 class NeverStandsLonger(Thinks):
-    def _num_settled(self, places, reason):
+    def _num_settled(self, trees, reason, menu):
         return self._settled_steps
 
 

@@ -1,0 +1,156 @@
+"""What noise-aware trees bring by the least chance of a node: what they thought their nodes worth, corrected by what came."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from engine.policy import DraftOutcome, NodeChances
+from engine.tree import Expansion
+from selector import worth
+from selector.menu import menu_of
+from selector.worth import WorthOfNodes
+
+LARGEST = Expansion(0, 4, 8, "noise_aware", 64)
+ENTRIES = menu_of(LARGEST, "coupled", LARGEST).entries[1:]
+LEAST = [entry.least_chance for entry in ENTRIES]
+WHOLE = Expansion(0, 4, 8, "noise_aware", 64)
+
+
+def outcome(
+    chances: list[float], depths: list[int], accepted: list[int], num_rounds: int, expansion: Expansion = WHOLE
+) -> DraftOutcome:
+    nodes = NodeChances(tuple(chances), tuple(depths), tuple(accepted))
+    return DraftOutcome("r", expansion, len(chances), num_rounds, len(accepted), nodes)
+
+
+def taught(outcomes: list[DraftOutcome], together: int = 5) -> WorthOfNodes:
+    """Return what knows these trees of one sequence, told some at a time."""
+    found = WorthOfNodes(ENTRIES, 2)
+    for first in range(0, len(outcomes), together):
+        some = outcomes[first : first + together]
+        found.observe(some, [0] * len(some), ["k"] * len(some))
+    return found
+
+
+def trees_of(odds: tuple[float, ...], num_trees: int, chance_of: float = 1.0, expansion: Expansion = WHOLE) -> list[DraftOutcome]:
+    """Return chains whose tokens have chances of `odds`, of which `chance_of` come true, as far as the expansion admits them."""
+    seed, found = random.Random(0), []
+    for _ in range(num_trees):
+        chances, alive, num_accepted, is_alive = list[float](), 1.0, 0, True
+        for _ in range(8):
+            own = seed.choice(odds)
+            if alive * own < max(expansion.least_chance, 1e-9):
+                break
+            alive *= own
+            chances.append(alive)
+            is_alive = is_alive and seed.random() < own * chance_of
+            num_accepted += is_alive
+        depths = [*range(1, len(chances) + 1)]
+        found.append(outcome(chances, depths, [*range(num_accepted)], min(8, len(chances) + 1), expansion))
+    return found
+
+
+def test_one_tree_says_what_every_dearer_one_would_have_been():
+    """Nodes .9, .6 and .2 below one another, .08 beside the first, after two levels that were fed; always the same."""
+    tree = outcome([0.9, 0.6, 0.2, 0.08], [1, 2, 3, 1], [0], 4)
+    tokens, nodes, passes, fed = (found[0] for found in taught([tree] * 2000).expect([0], ["k"]))
+    for place, least in enumerate(LEAST):
+        kept = [(chance, depth) for chance, depth in [(0.9, 1), (0.6, 2), (0.2, 3), (0.08, 1)] if chance >= least]
+        assert nodes[place] == pytest.approx(len(kept), abs=0.02)
+        assert fed[place] == pytest.approx(len(kept), abs=0.02)
+        assert passes[place] == pytest.approx(1 + max((depth for _, depth in kept), default=0), abs=0.02)
+    assert tokens[0] == pytest.approx(1.9, abs=0.2)  # it always comes
+    assert tokens[-1] == pytest.approx(2.0, abs=0.3)  # and nothing else does
+
+
+def test_nodes_of_the_last_level_are_not_fed_and_take_no_round():
+    tree = outcome([0.9, 0.6], [1, 2], [], 2)
+    _, nodes, passes, fed = (found[0] for found in taught([tree] * 2000).expect([0], ["k"]))
+    assert (nodes[-1], passes[-1], fed[-1]) == pytest.approx((2.0, 2.0, 1.0), abs=0.02)
+
+
+@pytest.mark.parametrize("chance_of", [1.0, 0.6])
+def test_what_is_expected_comes(chance_of):
+    """Whether chances are what they say or too great, by every least chance that a tree might have had."""
+    trees = trees_of((0.95, 0.6, 0.2), 3000, chance_of)
+    tokens = taught(trees).expect([0], ["k"])[0][0]
+    for place, least in enumerate(LEAST):
+        kept = [sum(tree.nodes.chances[node] >= least for node in tree.nodes.accepted) for tree in trees]
+        assert tokens[place] == pytest.approx(1.0 + np.mean(kept[-500:]), rel=0.2), least
+
+
+def uncorrected(monkeypatch) -> None:
+    monkeypatch.setattr(worth, "_CAME_TOKENS", 1e9)
+
+
+@pytest.mark.parametrize("mutate", [uncorrected])
+def test_chances_that_are_too_great_kill_who_believes_them(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_what_is_expected_comes(0.6)
+
+
+def increments(found: np.ndarray) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(found.tolist())]
+
+
+def untold(expansion: Expansion, chances: list[float]) -> list[bool]:
+    """Return of which least chances trees that know these nodes taught nothing."""
+    tree = outcome(chances, [1] * len(chances), [], 2, expansion)
+    start = WorthOfNodes(ENTRIES, 2).expect([0], ["k"])[1][0]
+    after = taught([tree] * 50).expect([0], ["k"])[1][0]
+    return [one == pytest.approx(other, abs=1e-12) for one, other in zip(increments(start), increments(after), strict=True)]
+
+
+def test_a_tree_says_nothing_of_nodes_cheaper_than_it_was_allowed():
+    told_to = LEAST.index(0.48)
+    dear = Expansion(0, 4, 8, "noise_aware", 64, least_chance=0.48)
+    assert untold(dear, [0.9])[told_to:] == [True] * (len(LEAST) - 1 - told_to)
+    assert not all(untold(dear, [0.9])[:told_to])
+    assert not all(untold(WHOLE, [0.9])[told_to:])
+
+
+def test_a_full_tree_says_nothing_of_nodes_cheaper_than_its_own():
+    full = Expansion(0, 4, 8, "noise_aware", 2)
+    told_to = LEAST.index(0.48)  # the last that admits all of it
+    assert untold(full, [0.9, 0.5])[told_to:] == [True] * (len(LEAST) - 1 - told_to)
+    assert not all(untold(full, [0.9])[told_to:])
+
+
+def test_a_new_sequence_is_expected_to_be_as_its_kind_is():
+    found = taught(trees_of((0.95,), 300))
+    tokens = [found.expect([seat], [kind])[0][0, -1] for seat, kind in ((0, "k"), (1, "k"), (1, "another"))]
+    assert tokens[0] == pytest.approx(tokens[1], rel=0.15)
+    assert tokens[1] > 1.5 * tokens[2]
+    found.clear(0)
+    assert found.expect([0], ["k"])[0][0, -1] == pytest.approx(tokens[1])
+
+
+def test_a_sequence_is_told_from_its_kind_in_some_trees():
+    found = taught(trees_of((0.95,), 300))
+    found.observe(trees_of((0.05,), 12), [1] * 12, ["k"] * 12)
+    tokens = found.expect([0, 1], ["k", "k"])[0][:, -1]
+    assert tokens[1] < 0.5 * tokens[0]
+
+
+def test_the_order_of_trees_that_are_told_together_does_not_matter():
+    trees = trees_of((0.9, 0.3), 40)
+    one, other = taught(trees, 40), taught(trees[::-1], 40)
+    for mine, others in zip(one.expect([0], ["k"]), other.expect([0], ["k"]), strict=True):
+        assert mine == pytest.approx(others, rel=1e-9)
+
+
+def test_before_anything_has_grown_the_best_tree_of_an_even_chance_is_expected():
+    tokens, nodes, passes, _ = (found[0] for found in WorthOfNodes(ENTRIES, 1).expect([0], ["k"]))
+    assert (tokens[0], nodes[0], passes[0]) == (1.0, 0.0, 1.0)
+    assert nodes[LEAST.index(0.48)] == pytest.approx(1.0)  # .5
+    assert nodes[LEAST.index(0.23)] == pytest.approx(3.0)  # and .25 below it, and .25 beside it
+    assert tokens[LEAST.index(0.23)] == pytest.approx(2.0)
+    assert tokens[-1] > 3.0
+
+
+def test_least_chances_come_greatest_first():
+    with pytest.raises(ValueError, match="greatest"):
+        WorthOfNodes(ENTRIES[::-1], 1)
