@@ -143,7 +143,7 @@ class Expansion:
     def __str__(self) -> str:
         """Return what `parse_expansion` reads: `2.2.3` for a delayed tree, else `name.max_nodes.depth.branches@least_chance`."""
         if not self.is_delayed:
-            least = f"@{self.least_chance}" if self.least_chance else ""
+            least = f"@{self.least_chance:.6f}".rstrip("0") if self.least_chance else ""
             return f"{self.tree}.{self.max_nodes}.{self.depth}.{self.branches}{least}"
         shape = f"{self.trunk}.{self.branches}.{self.depth}"
         return shape if self.tree == "delayed" else f"{self.tree}.{shape}"

@@ -189,7 +189,8 @@ class Settings(BaseSettings):
     policy: Literal["plain", "fixed", "adaptive"] = Field(default="adaptive", description="Who chooses tree shapes.")
     expansion: Annotated[str, BeforeValidator(_checked_expansion)] = Field(
         default="4.1.0",
-        description="Tree: trunk.branches.depth of a delayed one, or tree.max_nodes, for example heap.16: the fixed one, or "
+        description="Tree: trunk.branches.depth of a delayed one, or tree.max_nodes, for example heap.16; "
+        "a noise_aware one may say what chance a node must have, as noise_aware.16@0.2: the fixed one, or "
         "one of the family that the adaptive policy chooses from.",
     )
     largest_expansion: Annotated[str | None, BeforeValidator(_checked_expansion)] = Field(

@@ -1,5 +1,7 @@
 """Hypothesis strategies that several test modules share: expansions, token trees, sampling parameters."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from engine.tree import DELAYED_TREES, FREE_GROWTH, TREE_NAMES, Expansion, GrowthPrices, TokenTree
@@ -22,7 +24,14 @@ def any_expansions(max_nodes: int = 8, max_branches: int = 3, max_depth: int = 4
     sized = st.builds(
         Expansion, st.just(0), st.integers(1, max_branches), st.integers(1, max_depth), names, st.integers(1, max_nodes)
     )
-    return delayed | sized
+    least = st.sampled_from([0.0, 0.05, 0.3, 0.9])
+    noise_aware = st.builds(
+        Expansion,
+        *(st.just(0), st.integers(1, max_branches), st.integers(1, max_depth)),
+        *(st.just("noise_aware"), st.integers(1, max_nodes)),
+    )
+    by_chance = st.builds(replace, noise_aware, least_chance=least)
+    return delayed | sized | by_chance
 
 
 def growth_prices() -> st.SearchStrategy[GrowthPrices]:

@@ -221,12 +221,41 @@ def test_an_expansion_is_read_as_it_is_written(expansion):
     assert parse_expansion(str(expansion)) == expansion
 
 
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("noise_aware.16.8.4@0.2", Expansion(0, 4, 8, "noise_aware", 16, 0.2)),
+        ("noise_aware.6@0.05", Expansion(0, 4, 8, "noise_aware", 6, 0.05)),
+        ("noise_aware.6.2.1@0.000001", Expansion(0, 1, 2, "noise_aware", 6, 1e-6)),
+    ],
+)
+def test_a_least_chance_is_written_behind_the_tree(text, read):
+    assert parse_expansion(text) == read == parse_expansion(str(read))
+
+
+WRONGLY_WRITTEN = ["noise_aware.8@", "noise_aware.8@1.0", "noise_aware.8@-0.1", "noise_aware.8@.2", "beam.8@0.2", "4.1.0@0.2"]
+
+
+@pytest.mark.parametrize("text", [*WRONGLY_WRITTEN, "noise_aware.8@0.2@0.3", "noise_aware@0.2"])
+def test_a_least_chance_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="an expansion is written|least chance"):
+        parse_expansion(text)
+
+
+@pytest.mark.parametrize(
+    ("tree", "least"), [("noise_aware", 1.0), ("noise_aware", -0.1), ("noise_aware", float("nan")), ("beam", 0.2)]
+)
+def test_only_chances_that_are_known_have_a_least(tree, least):
+    with pytest.raises(ValueError, match="chance"):
+        Expansion(0, 4, 8, tree, 16, least)
+
+
 @given(any_expansions(40, 6, 12), st.integers(0, 14), st.integers(0, 50))
 def test_a_limited_expansion_is_the_same_tree_within_its_limits(expansion, max_depth, max_nodes):
     limited = expansion.limited(max_depth, max_nodes)
     assert limited.max_depth <= min(max_depth, expansion.max_depth)
     assert limited.num_draft_tokens <= min(max_nodes, expansion.num_draft_tokens)
-    assert limited.is_plain or limited.tree == expansion.tree
+    assert limited.is_plain or (limited.tree, limited.least_chance) == (expansion.tree, expansion.least_chance)
     assert limited.is_plain == (not max_depth or not max_nodes or expansion.is_plain)
     assert expansion.limited(expansion.max_depth, expansion.num_draft_tokens).num_draft_tokens == expansion.num_draft_tokens
 
