@@ -96,6 +96,11 @@ class Engine:
         return self._drafter
 
     @property
+    def calibrations(self) -> Calibrations:
+        """What growth has learnt so far, for measurements beside the engine's steps."""
+        return self._calibrations
+
+    @property
     def roots(self) -> RootReader:
         """What tells a policy of the places where trees will grow."""
         return self._roots

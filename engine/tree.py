@@ -85,6 +85,8 @@ class Expansion:
             raise ValueError(f"a {self.tree} tree has no trunk and needs depth and max_nodes of at least 1")
         if not 0.0 <= self.least_chance < 1.0:
             raise ValueError(f"the least chance of a node is from 0 to below 1, not {self.least_chance}")
+        if round(self.least_chance, 6) != self.least_chance:
+            raise ValueError(f"the least chance of a node has six decimals at most, not {self.least_chance}")
         if self.least_chance and self.tree != "noise_aware":
             raise ValueError(f"the chances of a {self.tree} tree's nodes are not known, so that none can be the least")
 

@@ -88,8 +88,8 @@ class Allocator:
     def prices(self, chosen: Allocation, num_sharing: int) -> GrowthPrices:
         """Return what a node and a level more cost in a choice's step, in tokens that its seconds would bring.
 
-        A node's is the mean over sequences, and no more than what a tree of the choice admits. A level's is that of one that
-        `num_sharing` sequences take together, and of a token fed in it.
+        A node's is the mean over sequences. A level's is that of one that `num_sharing` sequences take together, and of a token
+        fed in it.
         """
         load = self._load
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
@@ -97,9 +97,7 @@ class Allocator:
         node_s = more.token_s + more.drawn_s * float(load.draws_B.mean()) + more.score_s * float(load.context_B.mean())
         level_s = self._costs.prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
         level_s = level_s / max(1, num_sharing) + load.model_share * more.draft_token_s
-        admits = self._menu.least_chances[chosen.places_B[chosen.places_B > 0]]
-        node = min(node_s * chosen.rate, float(admits.min(initial=np.inf, where=admits > 0.0)))
-        return GrowthPrices(node, level_s * chosen.rate)
+        return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate)
 
     def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list[tuple[list[Allocation], Array]]:
         """Return the choice with each of some entries for some sequences, and the seconds that each loses; no entry is plain.
@@ -136,6 +134,8 @@ class Allocator:
         if num_rows > 1:
             depths = {min(1, num_depths - 1), best % num_depths}
             goals = [*(to_B for depth in sorted(depths) for to_B in chosen_PDB[:, depth]), plain.places_B]
+            if self._menu.least_chances.any():  # whose depths are all alike
+                goals.append(self._best_alike().places_B)
             different = {to_B.tobytes(): to_B for to_B in goals}
             found.append(self._best_of(np.concatenate([self._switched(places_CB[best], to_B) for to_B in different.values()])))
         return max(found, key=lambda one: one.rate)

@@ -218,7 +218,7 @@ class CountedAcceptance:
         """Learn from trees; a row that was plain says nothing."""
         drafted = [one for one in outcomes if not one.expansion.is_plain and one.request_id in self._seats]
         by_group: dict[int, tuple[_Group, list[DraftOutcome]]] = {}
-        for outcome in drafted:
+        for outcome in [one for one in drafted if not self._knows_nodes(one)]:
             group = self._group_of(outcome)
             by_group.setdefault(id(group), (group, []))[1].append(outcome)
         for group, of_group in by_group.values():
@@ -227,8 +227,7 @@ class CountedAcceptance:
                 if outcome.expansion.is_delayed:
                     self._count(self._seats[outcome.request_id], group, outcome)
             if len(self._whole.places_S):
-                own_shape = [one for one in of_group if not (one.expansion.is_delayed or self._knows_nodes(one))]
-                self._learn_shapes(group, own_shape)
+                self._learn_shapes(group, [one for one in of_group if not one.expansion.is_delayed])
         self._knowing += [one for one in drafted if self._knows_nodes(one)]
         if len(self._knowing) > _MOST_UNTOLD:
             self._tell_of_nodes()

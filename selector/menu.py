@@ -70,7 +70,7 @@ class Menu:
     @cached_property
     def is_by_chance(self) -> bool:
         """Whether all trees differ by the least chance of their nodes alone, or nearly so."""
-        return bool((self.least_chances[1:] > 0.0).all())
+        return len(self) > 1 and bool((self.least_chances[1:] > 0.0).all())
 
     @cached_property
     def least_room(self) -> NDArray[np.int64]:
@@ -152,11 +152,14 @@ def _chains(bound: Expansion) -> list[Expansion]:
 def _sized(bound: Expansion) -> list[Expansion]:
     """Return trees that find their own shape: of each depth the sizes that are deep enough and fit, the bound's own too.
 
-    Of noise-aware ones the depth and size of the bound, by the least chance of a node: of chance p there are about 1/p a level.
+    Of noise-aware ones the depth and size of the bound, by the least chance of a node, which is the bound's or more: of chance p
+    there are about 1/p a level.
     """
     if bound.tree == _RANKED:
-        most = [min(bound.max_nodes, max(_FEWEST_RANKED, ceil(2.0 / chance))) for chance in _LEAST_CHANCES]
-        return [replace(bound, max_nodes=size, least_chance=chance) for size, chance in zip(most, _LEAST_CHANCES, strict=True)]
+        own = [bound.least_chance] if bound.least_chance else []
+        chances = [*(chance for chance in _LEAST_CHANCES if chance > bound.least_chance), *own]
+        most = [min(bound.max_nodes, max(_FEWEST_RANKED, ceil(2.0 / chance))) for chance in chances]
+        return [replace(bound, max_nodes=size, least_chance=chance) for size, chance in zip(most, chances, strict=True)]
     return [
         replace(bound, max_nodes=size, depth=depth)
         for depth in _up_to(_DEPTHS, bound.max_depth)

@@ -17,7 +17,7 @@ from engine.policy import Choice, Reason, SequenceView, StepFeedback
 from engine.tree import PLAIN, Expansion
 from selector.allocation import Allocation, Allocator, BatchLoad
 from selector.cost import CostModel, StageSeconds, Works
-from selector.estimators import Estimator
+from selector.estimators import Estimates, Estimator
 from selector.menu import Menu, fed_share
 from selector.model_share import ModelShare
 from selector.probing import Probes
@@ -30,6 +30,8 @@ _SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step
 _PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes do, and one of so many:
 _PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 16  # of those in which somebody drafts, and in which nobody does
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
+_MOST_UNLEARNT = 8  # steps that wait for the next choice to be learnt from
+_BESIDE_PROMPTS = 4  # nodes of a tree that ends by their chances, while prompts are fed: what it may have is kept for it
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
 _CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is written off
 _CHEAP_FEEDING = 0.01  # of a plain step's seconds, for which drafters are kept up with sequences that are plain
@@ -77,7 +79,7 @@ class AdaptiveExpansion:
     def __init__(
         self, menu: Menu, estimator: Estimator, costs: CostModel, fallback: Expansion, settled_steps: int = _SETTLED_STEPS
     ) -> None:
-        self.name = f"adaptive up to {menu.entries[-1]}"
+        self.name = f"adaptive up to {replace(menu.entries[-1], least_chance=0.0)}"
         self._menu = menu
         self._estimator = estimator
         self._costs = costs
@@ -105,6 +107,7 @@ class AdaptiveExpansion:
         if choice is None:
             self._learn_unlearnt()
             choice = self._chosen(views)
+        choice = choice if _all_decode(views) else _beside_prompts(choice)
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
         return choice
@@ -131,7 +134,7 @@ class AdaptiveExpansion:
         if not any(_is_free(view) for view in views):
             return Choice((PLAIN,) * len(views))
         batch = self._batch(views)
-        estimates = self._estimator.estimate(batch.views, batch.menu)
+        estimates = _within_bounds(self._estimator.estimate(batch.views, batch.menu), batch)
         if not np.isfinite(estimates.tokens.sum() + estimates.nodes.sum() + estimates.passes.sum()):
             return self._without_numbers(views)
         allocator = Allocator(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
@@ -224,6 +227,8 @@ class AdaptiveExpansion:
         is_priced = self._prices_are_due(feedback, is_probe)
         if is_priced or feedback.has_drafted:
             self._unlearnt.append((feedback, is_priced))
+        if len(self._unlearnt) >= _MOST_UNLEARNT:  # each keeps what its step was made of
+            self._learn_unlearnt()
         if not is_probe:
             return
         self._learn_unlearnt()
@@ -386,6 +391,32 @@ class AdaptiveExpansion:
 def _pays(best: Allocation, plain: Allocation, margin: float) -> bool:
     """Return whether an allocation brings that many times the tokens that plain decoding would in the seconds it takes longer."""
     return best.tokens - plain.tokens > margin * plain.rate * (best.seconds - plain.seconds)
+
+
+def _within_bounds(estimates: Estimates, batch: _Batch) -> Estimates:
+    """Return what trees that end by their nodes' chances bring within each sequence's bound and what remains of its text."""
+    is_cut_M = batch.menu.least_chances > 0.0
+    bounds = [(one.speculation.max_nodes, max(0, one.num_remaining - 1)) for one in batch.views]
+    most_nodes_B = np.array([inf if most is None else float(most) for most, _ in bounds])
+    most_depth_B = np.minimum(np.array([float(remaining) for _, remaining in bounds]), most_nodes_B)
+    if not is_cut_M.any() or (most_nodes_B.min() >= batch.menu.num_nodes[-1] and most_depth_B.min() >= batch.menu.depths[-1]):
+        return estimates
+    # What is too deep is left out level by level: levels are taken to be alike.
+    share_BM = np.minimum(1.0, most_depth_B[:, None] / np.maximum(estimates.passes, 1.0))
+    bounded = (
+        np.minimum(estimates.tokens, 1.0 + most_depth_B[:, None]),
+        np.minimum(estimates.nodes * share_BM, most_nodes_B[:, None]),
+        np.minimum(estimates.passes, most_depth_B[:, None]),
+        np.minimum(estimates.fed * share_BM, np.maximum(0.0, most_nodes_B - 1.0)[:, None]),
+    )
+    whole = (estimates.tokens, estimates.nodes, estimates.passes, estimates.fed)
+    return Estimates(*(np.where(is_cut_M, *pair) for pair in zip(bounded, whole, strict=True)))
+
+
+def _beside_prompts(choice: Choice) -> Choice:
+    """Return a choice whose trees leave a step's room to prompts: what a tree may have is kept for it, and most have less."""
+    small = (one.limited(one.max_depth, _BESIDE_PROMPTS) if one.least_chance else one for one in choice.expansions)
+    return replace(choice, expansions=tuple(small))
 
 
 def _catch_up(view: SequenceView) -> float:

@@ -9,7 +9,7 @@ Shape key: K least chances of a menu, the greatest first; B sequences; F sums (F
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -59,6 +59,8 @@ class WorthOfNodes:
     """Expectations of a menu's noise-aware trees, for sequences by seat. The kinds are the caller's names."""
 
     def __init__(self, entries: Sequence[Expansion], num_seats: int) -> None:
+        self._entries = frozenset(entries)
+        self._depth = max((entry.max_depth for entry in entries), default=0)
         self._least = [entry.least_chance for entry in entries]
         self._most_tokens_K = 1.0 + np.array([entry.max_depth for entry in entries], dtype=np.float64)
         if self._least != sorted(self._least, reverse=True):
@@ -105,27 +107,59 @@ class WorthOfNodes:
         return np.asarray(came_B2[:, 0] / came_B2[:, 1])
 
     def observe(self, outcomes: Sequence[DraftOutcome], seats: Sequence[int], kinds: Sequence[str]) -> None:
-        """Learn from noise-aware trees, of which each knows its nodes. Those of one call are equally recent."""
-        found: dict[int, _Found] = {}
-        kind_of_seat = dict(zip(seats, kinds, strict=True))
+        """Learn from noise-aware trees, of which each knows its nodes. Those of one call are equally recent.
+
+        A tree that was cut, to its request's bound or to the room there was, tells its own sequence all that it may have, and the
+        kind what it would have been whole.
+        """
+        trees: dict[int, list[DraftOutcome]] = {}
         for outcome, seat in zip(outcomes, seats, strict=True):
-            if seat not in found:
-                found[seat] = _Found(self._least)
-            found[seat].add(outcome)
-        own, of_own = [*found], [*found.values()]
-        sums_BFK = np.array([one.sums for one in of_own])
-        told_BK, came_BK = np.array([one.num_told for one in of_own]), np.array([one.came for one in of_own])
+            trees.setdefault(seat, []).append(outcome)
+        own = [*trees]
+        found = [self._found(of_seat, lambda one: one.expansion.least_chance) for of_seat in trees.values()]
+        whole = [
+            self._found(of_seat, self._least_whole) if any(map(self._is_cut, of_seat)) else told
+            for of_seat, told in zip(trees.values(), found, strict=True)
+        ]
+        kind_of_seat = dict(zip(seats, kinds, strict=True))
+        sums_BFK = np.array([one.sums for one in found])
+        told_BK, came_BK = np.array([one.num_told for one in found]), np.array([one.came for one in found])
         comes_BK = np.stack([self.kind(kind_of_seat[seat]).means[1] for seat in own])
         expected_B = (sums_BFK[:, _CHANCES] * comes_BK).sum(1)
-        stays_B1 = _OWN_MEMORY ** np.array([[float(one.num_trees)] for one in of_own])
+        stays_B1 = _OWN_MEMORY ** np.array([[float(one.num_trees)] for one in found])
         stays_BK = _OWN_MEMORY**told_BK
         self._came[own] = stays_B1 * self._came[own] + np.stack([came_BK.sum(1), expected_B], axis=1)
         self._sums[own] = stays_BK[:, None] * self._sums[own] + sums_BFK
         self._trees[own] = stays_BK * self._trees[own] + told_BK
         for name in dict.fromkeys(kind_of_seat.values()):
-            rows = [row for row, seat in enumerate(own) if kind_of_seat[seat] == name]
-            num_trees = sum(of_own[row].num_trees for row in rows)
-            self.kind(name).learn(sums_BFK[rows].sum(0), told_BK[rows].sum(0), came_BK[rows].sum(0), num_trees)
+            of_kind = [one for seat, one in zip(own, whole, strict=True) if kind_of_seat[seat] == name]
+            self.kind(name).learn(
+                np.array([one.sums for one in of_kind]).sum(0),
+                np.array([one.num_told for one in of_kind]).sum(0),
+                np.array([one.came for one in of_kind]).sum(0),
+                sum(one.num_trees for one in of_kind),
+            )
+
+    def _found(self, trees: Sequence[DraftOutcome], least_told: Callable[[DraftOutcome], float]) -> "_Found":
+        found = _Found(self._least)
+        for one in trees:
+            found.add(one, least_told(one))
+        return found
+
+    def _is_cut(self, outcome: DraftOutcome) -> bool:
+        return outcome.expansion not in self._entries
+
+    def _least_whole(self, outcome: DraftOutcome) -> float:
+        """Return the chance above which a tree has the nodes that it would have had uncut: children are no likelier."""
+        expansion, nodes = outcome.expansion, outcome.nodes
+        assert nodes is not None
+        least = expansion.least_chance
+        if self._is_cut(outcome) and len(nodes.chances) >= expansion.max_nodes:
+            least = max(least, min(nodes.chances))
+        if expansion.max_depth < self._depth:
+            last = [chance for chance, depth in zip(nodes.chances, nodes.depths, strict=True) if depth >= expansion.max_depth]
+            least = max(least, *last, 0.0) + 1e-12 * bool(last)
+        return least
 
 
 class _Found:
@@ -140,11 +174,11 @@ class _Found:
         self.num_told, self.came = [0.0] * len(least), [0.0] * len(least)
         self.num_trees = 0
 
-    def add(self, outcome: DraftOutcome) -> None:
-        """Add a tree."""
+    def add(self, outcome: DraftOutcome, least_told: float) -> None:
+        """Add a tree, which tells of nodes of some chance at least."""
         nodes, num_rounds = outcome.nodes, outcome.drafted_depth
         assert nodes is not None, "a tree that does not know its nodes"
-        num_told = bisect_right(self._dearest_first, -_least_told(outcome))
+        num_told = bisect_right(self._dearest_first, -least_told)
         self.num_trees += 1
         for place in range(num_told):
             self.num_told[place] += 1.0
@@ -166,13 +200,6 @@ class _Found:
 
 def _dearest(node: tuple[float, int, int]) -> float:
     return -node[0]
-
-
-def _least_told(outcome: DraftOutcome) -> float:
-    """Return the chance below which a tree says nothing of its nodes: they were not allowed, or there was no room."""
-    assert outcome.nodes is not None
-    least, chances = outcome.expansion.least_chance, outcome.nodes.chances
-    return max(least, min(chances)) if len(chances) >= outcome.expansion.max_nodes else least
 
 
 def _start(entries: Sequence[Expansion]) -> Array:

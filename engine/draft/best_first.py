@@ -52,7 +52,7 @@ class BestFirst:
         self._num_rounds = 0
         self._least = 1.0 / (self._expansion.max_nodes + 1)
         self._prices = FREE_GROWTH if calibration is None else tree.row.prices
-        self._least_kept = max(self._expansion.least_chance, self._prices.node)
+        self._least_kept = self._expansion.least_chance or self._prices.node
         self._continued = START_CONTINUED  # chances that an offer has one that is accepted, added up
 
     def asks(self) -> list[FrontierNode]:

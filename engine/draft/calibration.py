@@ -6,7 +6,7 @@ Shape key: S best scores of a node, G grid of scales.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,6 +175,11 @@ class Calibrations:
 
     def __init__(self) -> None:
         self._by_rule: dict[str, Calibration] = defaultdict(Calibration)
+
+    @property
+    def known(self) -> Mapping[str, Calibration]:
+        """What was learnt by each rule."""
+        return self._by_rule
 
     def of(self, row: Row) -> Calibration:
         """Return what concerns a row."""

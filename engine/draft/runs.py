@@ -42,13 +42,19 @@ class RunningPolicy:
         return replace(choice, expansions=tuple(expansions), step_s=None)
 
     def _chain(self, view: SequenceView, wish: Expansion, least_chance: float) -> Expansion | None:
-        """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep."""
+        """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.
+
+        A tree that ends by its nodes' chances is as deep as what is known is as likely as that.
+        """
         asked = view.speculation
         if not asked.is_enabled or asked.expansion is not None:
             return None
         most = min(self._longest, view.num_remaining - 1, self._longest if asked.max_nodes is None else asked.max_nodes)
         known = self._texts.run(view.request_id, most, least_chance)
-        lengths = (length for length in LENGTHS if wish.max_depth < length <= known)
+        depth = wish.max_depth
+        if wish.least_chance and known >= LENGTHS[-1]:
+            depth = self._texts.run(view.request_id, depth, wish.least_chance)
+        lengths = (length for length in LENGTHS if depth < length <= known)
         return next((Expansion(length, 1, 0) for length in lengths), None)
 
     def observe(self, feedback: StepFeedback) -> None:

@@ -73,7 +73,8 @@ class Growing {
     for (size_t i = 0; i < asks_.size(); i++) {
       const int64_t offer = ranking.first + i, *tokens = offered_tokens_.data() + offer * (kScores + 1), count = tokens[kScores];
       const auto is_cached = [&](int64_t token) { return is_rather_cached(told, i, token); };
-      if (count) trees_[asks_[i].tree].take(asks_[i].node, offer, tokens, offered_scores_.data() + offer * kScores, count, answers_[i] >= 0, is_cached);
+      const double* scores = offered_scores_.data() + offer * kScores;
+      if (count) trees_[asks_[i].tree].take(asks_[i].node, offer, tokens, scores, count, answers_[i] >= 0, is_cached);
     }
     ask();
     return num_fed;

@@ -71,14 +71,15 @@ class RankedTree {
     for (int64_t i = 0; i < std::min(count, row_.branches); i++) {
       const double chance = weights[i] / all, worth = corrected(chance, is_cached(tokens[i]));
       offered += worth;
-      candidates_.push_back({(from < 0 ? 1.0 : candidates_[from].value) * std::min(1.0, worth), chance, from, tokens[i], nodes_[node].depth + 1});
+      const double value = (from < 0 ? 1.0 : candidates_[from].value) * std::min(1.0, worth);
+      candidates_.push_back({value, chance, from, tokens[i], nodes_[node].depth + 1});
     }
     continued_ += std::min(1.0, offered);
   }
 
   // Write the kept nodes behind the root: fed ones first, as they were fed; where their tokens come from the best go first. A node
-  // keeps its slot if its number is what it was. `by_age` are their numbers in the order in which they were offered, `chances` those to be accepted (the root's is 1), and,
-  // uncorrected, those given their parents.
+  // keeps its slot if its number is what it was. `by_age` are their numbers in the order in which they were offered, `chances` those
+  // to be accepted (the root's is 1); what is `given_parent` is uncorrected.
   int64_t finish(int64_t* parents, int64_t* tokens, int64_t* offers, int64_t* keeps_slot, int64_t* by_age, double* chances,
                  double* given_parent) const {
     std::vector<size_t> order = kept();

@@ -40,6 +40,7 @@ TREES = [
     Expansion(0, 1, 6, "noise_aware", 6),
     Expansion(5, 1, 0),
     Expansion(0, 5, 2, "noise_aware", 20),
+    Expansion(0, 4, 5, "noise_aware", 9, least_chance=0.2),
 ]
 
 
@@ -209,9 +210,22 @@ def of_the_other_s_shares(row):
 ranked_row = ranked._ranked
 
 
-@pytest.mark.parametrize(
-    "mutant", [without_noise, at_no_price, of_another_prior, of_another_scale, of_no_shares, of_the_other_s_shares]
-)
+def of_no_least_chance(row):
+    return replace(row, node_price=0.0 if row.node_price == 0.2 else row.node_price)
+
+
+MUTANTS = [
+    of_no_least_chance,
+    without_noise,
+    at_no_price,
+    of_another_prior,
+    of_another_scale,
+    of_no_shares,
+    of_the_other_s_shares,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_trees_of_other_rows_are_noticed(monkeypatch, mutant):
     monkeypatch.setattr(ranked, "_ranked", lambda *args: mutant(ranked_row(*args)))
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))

@@ -173,10 +173,3 @@ def test_who_gains_most_drafts_first():
     assert found.best(found.plain()).places_B.tolist()[:2] == [0, 0]
     found.__class__ = OldestFirst
     assert found.best(found.plain()).places_B.tolist()[:2] != [0, 0]
-
-
-def test_no_node_price_is_above_what_a_tree_of_the_choice_admits():
-    one = by_chance([[0.9, 0.1]], costs((0.9,), 0.01))
-    for place, least in enumerate(BY_CHANCE.least_chances.tolist()):
-        chosen = one.of(np.array([place]))
-        assert one.prices(chosen, 1).node == pytest.approx(min(0.9 * chosen.rate, least or np.inf), rel=1e-3)

@@ -97,27 +97,47 @@ def increments(found: np.ndarray) -> list[float]:
     return [later - earlier for earlier, later in pairwise(found.tolist())]
 
 
-def untold(expansion: Expansion, chances: list[float]) -> list[bool]:
-    """Return of which least chances trees that know these nodes taught nothing."""
-    tree = outcome(chances, [1] * len(chances), [], 2, expansion)
-    start = WorthOfNodes(ENTRIES, 2).expect([0], ["k"])[1][0]
-    after = taught([tree] * 50).expect([0], ["k"])[1][0]
+def untold(expansion: Expansion, chances: list[float], seat: int = 1, depth: int = 1) -> list[bool]:
+    """Return of which least chances such trees of the sequence at 0 taught nothing; that at 1 is a new one of its kind."""
+    tree = outcome(chances, [depth] * len(chances), [], depth + 1, expansion)
+    start = WorthOfNodes(ENTRIES, 2).expect([seat], ["k"])[1][0]
+    after = taught([tree] * 50).expect([seat], ["k"])[1][0]
     return [one == pytest.approx(other, abs=1e-12) for one, other in zip(increments(start), increments(after), strict=True)]
 
 
-def test_a_tree_says_nothing_of_nodes_cheaper_than_it_was_allowed():
-    told_to = LEAST.index(0.48)
-    dear = Expansion(0, 4, 8, "noise_aware", 64, least_chance=0.48)
-    assert untold(dear, [0.9])[told_to:] == [True] * (len(LEAST) - 1 - told_to)
-    assert not all(untold(dear, [0.9])[:told_to])
-    assert not all(untold(WHOLE, [0.9])[told_to:])
+TOLD_TO = LEAST.index(0.48)
+REST = [True] * (len(LEAST) - 1 - TOLD_TO)
 
 
-def test_a_full_tree_says_nothing_of_nodes_cheaper_than_its_own():
+@pytest.mark.parametrize("seat", [0, 1])
+def test_a_tree_says_nothing_of_nodes_cheaper_than_it_was_allowed(seat):
+    dear = Expansion(0, 4, 8, "noise_aware", 8, least_chance=0.48)
+    assert untold(dear, [0.9], seat)[TOLD_TO:] == REST
+    assert not all(untold(dear, [0.9], seat)[:TOLD_TO])
+    assert not all(untold(WHOLE, [0.9], seat)[TOLD_TO:])
+
+
+def test_a_full_tree_tells_its_kind_nothing_of_nodes_cheaper_than_its_own():
     full = Expansion(0, 4, 8, "noise_aware", 2)
-    told_to = LEAST.index(0.48)  # the last that admits all of it
-    assert untold(full, [0.9, 0.5])[told_to:] == [True] * (len(LEAST) - 1 - told_to)
-    assert not all(untold(full, [0.9])[told_to:])
+    assert untold(full, [0.9, 0.5])[TOLD_TO:] == REST
+    assert not all(untold(full, [0.9])[TOLD_TO:])
+
+
+def test_a_tree_cut_in_depth_tells_its_kind_nothing_of_what_could_lie_below_its_last_level():
+    shallow = Expansion(0, 4, 2, "noise_aware", 64)
+    assert untold(shallow, [0.5], depth=2)[TOLD_TO:] == REST
+    assert not all(untold(shallow, [0.5], depth=1)[TOLD_TO:])
+    assert not all(untold(WHOLE, [0.5], depth=2)[TOLD_TO:])
+
+
+def test_a_bounded_sequence_knows_what_it_may_have():
+    """One node of .95 always comes: its bound does not change."""
+    single = outcome([0.95], [1], [0], 1, Expansion(0, 4, 8, "noise_aware", 1))
+    found = taught([single] * 200)
+    tokens, nodes = (one[0] for one in found.expect([0], ["k"])[:2])
+    assert tokens[0] == pytest.approx(1.95, abs=0.15)
+    assert nodes[-1] < 0.7 * found.expect([1], ["k"])[1][0, -1]
+    assert found.expect([1], ["k"])[1][0, -1] > 3.0
 
 
 def test_a_new_sequence_is_expected_to_be_as_its_kind_is():

@@ -62,6 +62,14 @@ def test_the_longest_chain_that_is_sure_replaces_a_tree_that_is_less_deep(length
     assert (choice.step_s is None) == (expected is not TREE)
 
 
+@pytest.mark.parametrize(("least", "expected"), [(0.9, Expansion(8, 1, 0)), (0.6, None)])
+def test_a_tree_that_ends_by_chances_is_as_deep_as_what_is_likely_enough(least, expected):
+    """Eight at .95 come all with a chance of .66: a tree that admits that goes as far itself, another ends at the second."""
+    wish = Expansion(0, 4, 8, "noise_aware", 8, least)
+    policy = RunningPolicy(FixedExpansion(wish), Sure({"r": 9}, 0.95))
+    assert policy.choose([view("r")]).expansions == (expected or wish,)
+
+
 def test_the_longest_is_bounded():
     assert RunningPolicy(Listening(), Sure({"r": 40}), 12).choose([view("r")]).expansions == (Expansion(12, 1, 0),)
 

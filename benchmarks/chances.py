@@ -1,0 +1,58 @@
+"""How far the chances that noise-aware trees give their nodes come true: the shares that are learnt while texts are drafted.
+
+python -m benchmarks.chances --config configs/default.yaml --head HEAD
+
+A share is what came over what the scale of agreement foretold, given that the parent came: 1 is a chance that says what it is. Of
+tokens of the model, and of such as are rather cached text's. The last thousand nodes of each cell or so count.
+"""
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from benchmarks.drafters.contenders import Stable
+from benchmarks.load import Way, requests_of
+from benchmarks.markdown import table
+from engine.draft.calibration import Reliability
+from engine.weights import resolve
+from server.bench import run_case
+from server.bench_prompts import load_prompts
+from server.chat_ids import chat_ids
+from server.settings import load_settings
+
+_PROMPTS = Path(__file__).parent / "prompts.yaml"
+
+
+def main() -> None:
+    """Draft, and print a Markdown table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chances", description="what came of nodes' chances")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of settings")
+    parser.add_argument("--head", type=Path, required=True, help="safetensors file of the draft head")
+    parser.add_argument("--tree", default="noise_aware.8.5.4", help="grown at every step")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
+    parser.add_argument("--kinds", nargs="*", default=["code", "maths", "prose"])
+    parser.add_argument("--num-prompts", type=int, default=6, help="of each kind")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16, help="requests at a time")
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    config = load_settings(args.config, {}).to_tool_config()
+    engine = Stable(config, {"draft_model": None, "lens": None, "head": str(args.head)}, {}).engine("head+ngram")
+    way = Way.of(f"static:{args.tree}", engine, config.verifier)
+    tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
+    by_kind = load_prompts(_PROMPTS, args.kinds, args.num_prompts)
+    prompts = [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
+    for number in range(args.rounds):
+        run_case(engine, requests_of(prompts, args.batch, number, way, args), args.batch)
+    edges = [f"{low:g} to {high:g}" for low, high in pairwise((0.0, *Reliability.EDGES, 1.0))]
+    rows = []
+    for rule, calibration in sorted(engine.calibrations.known.items()):
+        for source, shares in zip(("model", "cached"), calibration.reliability.shares, strict=True):
+            rows.append([rule, source, *(f"{share:.2f}" for share in shares)])
+    print(table(["rows", "tokens of", *edges], rows))
+
+
+if __name__ == "__main__":
+    main()
