@@ -4,7 +4,8 @@ A step's seconds are common to the batch, so a node is worth drafting where it a
 already. For one price of a packed token, each sequence takes the entry with the largest surplus: its tokens less what its seconds
 are worth. For every price and every number of draft passes (which all sequences share, so depth is paid once) the whole step is
 priced, and the best is kept. Sequences alike would all change at one price: on the way to what other prices give they are
-switched one by one, those first that gain most for a node, and the best number of them is taken.
+switched one by one, those first that gain most for a node, and the best number of them is taken. Entries that differ by the
+least chance of a node need no prices: each is tried for all sequences, and for those alone that gain most.
 
 Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
 """

@@ -110,7 +110,7 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
     chances that a node must have. Other trees: sizes up to 64 at each of some depths up to the expansion's.
     """
     if not expansion.is_delayed:
-        return menu_with(_sized(largest or replace(expansion, max_nodes=max(expansion.max_nodes, _SIZES[-1]))))
+        return menu_with(_own_shaped(largest or replace(expansion, max_nodes=max(expansion.max_nodes, _SIZES[-1]))))
     family = _family(expansion, verifier)
     bound = largest or Expansion(*_LARGEST_DELAYED, family)
     trees = [
@@ -136,7 +136,7 @@ def menu_for_all(expansion: Expansion, verifier: str, largest: Expansion | None 
         return menu_with([*family.entries, *_chains(family.entries[-1])])
     depth, size = (largest.max_depth, largest.num_draft_tokens) if largest else (_RANKED_DEPTH, _SIZES[-1])
     branches = largest.branches if largest else _LARGEST_DELAYED[1]
-    return menu_with([*family.entries, *_sized(Expansion(0, branches, depth, _RANKED, size))])
+    return menu_with([*family.entries, *_own_shaped(Expansion(0, branches, depth, _RANKED, size))])
 
 
 def menu_with(entries: Iterable[Expansion]) -> Menu:
@@ -149,17 +149,21 @@ def _chains(bound: Expansion) -> list[Expansion]:
     return [Expansion(length, 1, 0) for length in range(1, min(bound.max_depth, _LARGEST_DELAYED[0]) + 1)]
 
 
-def _sized(bound: Expansion) -> list[Expansion]:
-    """Return trees that find their own shape: of each depth the sizes that are deep enough and fit, the bound's own too.
+def _own_shaped(bound: Expansion) -> list[Expansion]:
+    """Return the family of a tree that finds its own shape, none larger."""
+    return _by_chance(bound) if bound.tree == _RANKED else _sized(bound)
 
-    Of noise-aware ones the depth and size of the bound, by the least chance of a node, which is the bound's or more: of chance p
-    there are about 1/p a level.
-    """
-    if bound.tree == _RANKED:
-        own = [bound.least_chance] if bound.least_chance else []
-        chances = [*(chance for chance in _LEAST_CHANCES if chance > bound.least_chance), *own]
-        most = [min(bound.max_nodes, max(_FEWEST_RANKED, ceil(2.0 / chance))) for chance in chances]
-        return [replace(bound, max_nodes=size, least_chance=chance) for size, chance in zip(most, chances, strict=True)]
+
+def _by_chance(bound: Expansion) -> list[Expansion]:
+    """Return trees by the least chance of a node, which is the bound's or more; of chance p there are about 1/p a level."""
+    own = [bound.least_chance] if bound.least_chance else []
+    chances = [*(chance for chance in _LEAST_CHANCES if chance > bound.least_chance), *own]
+    most = [min(bound.max_nodes, max(_FEWEST_RANKED, ceil(2.0 / chance))) for chance in chances]
+    return [replace(bound, max_nodes=size, least_chance=chance) for size, chance in zip(most, chances, strict=True)]
+
+
+def _sized(bound: Expansion) -> list[Expansion]:
+    """Return trees of each depth in the sizes that are deep enough and fit, the bound's own too."""
     return [
         replace(bound, max_nodes=size, depth=depth)
         for depth in _up_to(_DEPTHS, bound.max_depth)
