@@ -40,7 +40,7 @@ TREES = [
     Expansion(0, 1, 6, "noise_aware", 6),
     Expansion(5, 1, 0),
     Expansion(0, 5, 2, "noise_aware", 20),
-    Expansion(0, 4, 5, "noise_aware", 9, least_chance=0.2),
+    Expansion(0, 4, 5, "noise_aware", 9, least_chance=0.1),
 ]
 
 
@@ -211,7 +211,7 @@ ranked_row = ranked._ranked
 
 
 def of_no_least_chance(row):
-    return replace(row, node_price=0.0 if row.node_price == 0.2 else row.node_price)
+    return replace(row, node_price=0.0 if row.node_price == 0.1 else row.node_price)
 
 
 MUTANTS = [
