@@ -101,8 +101,11 @@ class Measured:
 
     @classmethod
     def of(cls, name: str, round_number: int, batch: int, contender: str, run: Run, foreign_cpus: float | None) -> "Measured":
-        """Return a run's figures, prompts' feeding aside."""
-        steps = [step for step in run.steps if step.num_prompt_tokens == 0]
+        """Return a run's figures at its load: of steps that feed no prompt and have all sequences.
+
+        Texts that are equally long end together where nobody drafts, and one after the other where somebody does.
+        """
+        steps = [step for step in run.steps if step.num_prompt_tokens == 0 and step.num_decoding_rows == batch]
         seconds = sum(step.step_s for step in steps)
         tokens = sum(step.num_generated_tokens for step in steps)
         rows = sum(step.num_decoding_rows for step in steps)
