@@ -25,7 +25,7 @@ from engine.progress_bar import progress_bar
 from engine.weights import resolve
 
 _CPU = torch.device("cpu")
-_CONTENDERS = ("packed.float32", "packed.bfloat16", "native.float32", "native.bfloat16", "native.int8")
+_CONTENDERS = ("packed.float32", "packed.bfloat16", "native.float32", "native.bfloat16", "native.int8", "native.compact")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from server.bench_prompts import load_prompts
 from server.chat_ids import chat_ids
 
 _CPU = torch.device("cpu")
-_PRECISIONS = ("float32", "bfloat16", "int8")
+_PRECISIONS = ("float32", "bfloat16", "int8", "compact")
 _CONTEXT = 128  # tokens before those of a timed pass
 
 

@@ -2,7 +2,7 @@
 
 `plain` leaves them to torch. `packed` reorders float weights once into the blocked layout oneDNN multiplies fastest on a CPU;
 the function computed is the same up to rounding. Weights of a format that oneDNN refuses there are left to torch. `native` gives
-them to our own library (engine.native) in float32, bfloat16 or int8; a row's result then has the same bits whatever is beside it.
+them to our own library (engine.native) in float32, bfloat16, int8 or compact; a row's result then has the same bits whatever is beside it.
 """
 
 import platform
@@ -43,7 +43,7 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-_LIKE = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 0.1}  # relative error of an output
+_LIKE = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 0.1, "compact": 0.1}  # relative error of an output
 _SAMPLE_ROWS = 4
 
 

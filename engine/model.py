@@ -23,8 +23,9 @@ from engine.progress_bar import quiet_libraries
 from engine.weights.facts import end_tokens
 
 _logger = logging.getLogger(__name__)
-INT8 = "int8"
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-3, "int8": 2e-2}  # of native passes: inputs of int8 layers are rounded to 15 bits
+QUANTISED = ("int8", "compact")  # precisions of our library alone
+# Of native passes, in which attention is computed in another order: inputs of layers are rounded to 15 bits in int8, in compact to 8.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-3, "int8": 2e-2, "compact": 0.1}
 _NO_LIMIT = 1 << 20
 
 
@@ -83,7 +84,7 @@ class CausalModel:
 
 def weights_dtype(dtype: str) -> torch.dtype:
     """Return the number format in which weights are loaded, and activations computed, for a precision by its name."""
-    return torch.float32 if dtype == INT8 else getattr(torch, dtype)
+    return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
 
 
 def is_run_natively(module: PreTrainedModel, device: torch.device) -> bool:
@@ -98,23 +99,25 @@ def is_run_natively(module: PreTrainedModel, device: torch.device) -> bool:
 
 
 def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
-    """Load, check and prepare a model. `dtype` is a torch name or int8; `linears` as engine.linears names them.
+    """Load, check and prepare a model. `dtype` is a torch name, int8 or compact; `linears` as engine.linears names them.
 
-    A model that our library does not know is run as transformers has it, with packed linears; in int8 it is refused.
+    A model that our library does not know is run as transformers has it, with packed linears; in int8 and compact it is refused.
     """
     quiet_libraries()
     is_native = linears == NATIVE
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=weights_dtype(dtype), attn_implementation="eager")
+    # Rounded weights are made of what is stored, layer by layer: widening all of it first would take the most memory there is.
+    stored: str | torch.dtype = "auto" if dtype in QUANTISED else weights_dtype(dtype)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=stored, attn_implementation="eager")
     if is_native:
         try:
             return adopt(module, device, NATIVE, dtype)
         except UnknownDecoder as error:
-            if dtype == INT8:
-                raise UnsupportedModel(f"int8: {error}") from error
+            if dtype in QUANTISED:
+                raise UnsupportedModel(f"{dtype}: {error}") from error
             _logger.info("%s; transformers runs it", error)
             return adopt(module, device, torch_linears(device))
-    if dtype == INT8:
-        raise UnsupportedModel(f"int8 needs our library and a processor with AVX2, which {device} has not")
+    if dtype in QUANTISED:
+        raise UnsupportedModel(f"{dtype} needs our library and a processor with AVX2, which {device} has not")
     return adopt(module, device, linears)
 
 

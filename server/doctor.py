@@ -18,7 +18,7 @@ from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.head import head_shape
 from engine.linears import NATIVE, fastest_linears, multiplies_bfloat16
 from engine.memory import GB, configuration_of, memory_need, memory_of, num_parameters, shortage
-from engine.model import INT8
+from engine.model import QUANTISED
 from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.native import library
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
@@ -88,9 +88,9 @@ def _precision(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     text = f"target {config.dtype}, linear layers {linears}{instructions}"
     if is_native:
         yield Finding("precision", Level.OK, f"{text}; rows have the same bits in any batch")
-    elif config.dtype == INT8:
+    elif config.dtype in QUANTISED:
         why = "our library, which was not compiled" if library.supported() else "a processor with AVX2"
-        yield Finding("precision", Level.REFUSED, f"{text}; int8 needs {why if on_cpu else 'a processor'}")
+        yield Finding("precision", Level.REFUSED, f"{text}; {config.dtype} needs {why if on_cpu else 'a processor'}")
     elif config.dtype == "bfloat16":
         slow = "" if has_bfloat16 or not on_cpu else "; without these instructions it is slower than float32"
         yield Finding("precision", Level.WARNING, f"{text}; near ties can fall either way{slow}")

@@ -201,13 +201,14 @@ class Settings(BaseSettings):
         description="What expects tokens of each tree under policy adaptive: counting (of acceptance), or the file of a trained "
         "network; auto: the network that ships for the model and its shipped head, where one does, or else counting.",
     )
-    dtype: Literal["float32", "bfloat16", "int8"] = Field(
+    dtype: Literal["float32", "bfloat16", "int8", "compact"] = Field(
         default="float32",
         description="Precision of the target: float32, bfloat16 (weights are rounded; where our library runs, that is all, and "
-        "elsewhere passes of different widths round differently), or int8 (8-bit weights, by our library alone); "
+        "elsewhere passes of different widths round differently), int8 (8-bit weights, by our library alone), or compact (weights of "
+        "a GGUF file in the 4 to 6 bits they have there, others in 8, inputs of layers in 8; by our library alone); "
         "docs/precision.md.",
     )
-    draft_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+    draft_dtype: Literal["auto", "float32", "bfloat16", "int8", "compact"] = Field(
         default="auto",
         description="Number format of a draft model or head, which no law depends on; auto: int8 where our library "
         "runs, else bfloat16 where the processor multiplies it; a half to a quarter of the memory traffic.",

@@ -12,7 +12,7 @@ from benchmarks.peers.report import OURS
 from engine.tree import Expansion
 from engine.weights.references import LocalWeights
 
-PRECISIONS = ("float32", "bfloat16", "int8")
+PRECISIONS = ("float32", "bfloat16", "int8", "compact")
 _GIB = 2**30
 _LIBRARIES_BYTES = _GIB // 2  # what a process holds beside weights and cache, roughly
 _GGUF_BITS = {"shipped": 5.0, "Q8_0": 8.5, "BF16": 16.0}  # the file as it came, and requantised from it
@@ -150,7 +150,7 @@ def _our_server(subject: Subject, precision: str, policy: str) -> Launch:
     size = ["--max-running", str(subject.max_concurrency), "--num-threads", str(subject.threads)]
     how = ["--dtype", precision, "--policy", policy, "--prefix-cache", "off"]
     command = (str(Path(sys.executable).parent / OURS), "serve", *where, *size, *how)
-    bits = {"float32": 48, "bfloat16": 32, "int8": 40}[precision]  # at most, while layers are packed: int8 is loaded in float32
+    bits = {"float32": 48, "bfloat16": 32}.get(precision, 40)  # at most, while layers are packed: others are loaded in float32
     return Launch(command, "http", subject.weights_bytes(bits) + 3 * _GIB)
 
 

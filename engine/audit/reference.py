@@ -24,7 +24,7 @@ from transformers import (
 
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE
-from engine.model import INT8, CausalModel, is_run_natively, load_model
+from engine.model import QUANTISED, CausalModel, is_run_natively, load_model
 from engine.packing import pack
 from engine.progress_bar import quiet_libraries
 from engine.segments import chain_segment
@@ -73,17 +73,17 @@ class Reference:
 
 
 class SameBitsReference(Reference):
-    """A target of 8-bit integers (engine.native). What it is includes how it is computed, so that is run, over whole texts one by
+    """A target of integers (engine.native). What it is includes how it is computed, so that is run, over whole texts one by
     one: no cache that outlives a pass, no tree, no neighbour. Its logits are the engine's to the bit."""
 
-    def __init__(self, model: CausalModel) -> None:
+    def __init__(self, model: CausalModel, dtype: str) -> None:
         super().__init__(model.module)
-        self._model = model
+        self._model, self._dtype = model, dtype
 
     @property
     def dtype(self) -> str:
         """The name of the precision."""
-        return INT8
+        return self._dtype
 
     @torch.inference_mode()
     def logits(self, texts: Sequence[Sequence[int]], num_last: int) -> list[Float[Tensor, "N V"]]:
@@ -99,8 +99,8 @@ class SameBitsReference(Reference):
 
 def load_reference(folder: Path, dtype: str, device: str) -> Reference:
     """Return the reference of a target served in `dtype` from a folder of weights."""
-    if dtype == INT8:
-        return SameBitsReference(load_model(folder, INT8, torch.device(device), NATIVE))
+    if dtype in QUANTISED:
+        return SameBitsReference(load_model(folder, dtype, torch.device(device), NATIVE), dtype)
     return Reference.load(folder, dtype, device)
 
 

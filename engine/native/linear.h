@@ -1,4 +1,4 @@
-// Linear layers over packed weights, in one of three formats; float32 in and out.
+// Linear layers over packed weights, in one of four formats; float32 in and out.
 //
 // Weights lie in blocks of 64 outputs, so that a block is one stream through memory. Each output of each row is one sum over the
 // inputs in their order, however many rows there are: a row's result does not depend on its neighbours.
@@ -6,6 +6,7 @@
 //   float32   [block][input][64]           inputs padded to 2, so that it reads the rows that bfloat16 does
 //   bfloat16  [block][input / 2][64][2]    inputs padded to 2; widened to float32 as they are read
 //   int8      [block][input / 4][64][4]    unsigned: a weight + 128, with a scale for each output; inputs padded to 64
+//   compact   [block][input / 32][record]  4, 6 or 8 bits (compact.h), with a scale for each output; inputs padded to 32
 //
 // In int8 a row is rounded to 15 bits by its own largest magnitude, and multiplied with the weights in integers, exactly; how is the
 // processor's matter (rounded_avx512.h, rounded_avx2.h).
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <vector>
 
+#include "compact.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -22,22 +24,29 @@ namespace latebranch {
 constexpr int64_t kBlock = 64;
 constexpr int64_t kPanel = 96;  // rows whose inputs stay near while all weights pass
 constexpr float kLargest = 127.0f * 128.0f;
+constexpr int64_t kLine = 64, kWidth = 256;  // bytes of memory that come together, and of a block that all columns read at a time
 
-enum Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+enum Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kCompact4 = 3, kCompact6 = 4, kCompact8 = 5 };
 
 struct Linear {
   const void* weight;
-  const float* scale;    // int8: of each output
+  const float* scale;    // int8, compact: of each output
   const float* bias;     // or null
   int64_t in, out;
   int32_t format;
 
   bool exists() const { return weight != nullptr; }
   int64_t num_blocks() const { return (out + kBlock - 1) / kBlock; }
-  int64_t multiple() const { return format == kInt8 ? 64 : 2; }
+  bool is_compact() const { return format >= kCompact4; }
+  int64_t multiple() const { return is_compact() ? kGroup : format == kInt8 ? 64 : 2; }
   int64_t padded_in() const { return (in + multiple() - 1) / multiple() * multiple(); }
   const char* block(int64_t b) const { return (const char*)weight + b * block_bytes(); }
-  int64_t block_bytes() const { return padded_in() * kBlock * (format == kInt8 ? 1 : format == kBFloat16 ? 2 : 4); }
+  int64_t block_bytes() const {
+    if (is_compact()) return padded_in() / kGroup * unit();
+    return padded_in() * kBlock * (format == kInt8 ? 1 : format == kBFloat16 ? 2 : 4);
+  }
+  // Bytes that a block is cut into stretches by.
+  int64_t unit() const { return is_compact() ? kLine * lines_of(4 + 2 * (format - kCompact4)) : kWidth; }
 };
 
 // What is computed together: some rows, and some outputs of one block. `is_first` of those that read these weights in a panel,
@@ -48,7 +57,7 @@ struct Part {
   bool is_first, is_last;
 };
 
-// What becomes of sums of an int8 layer, and what is added to all: 16 outputs of one block.
+// What becomes of sums of a layer with scales, and what is added to all: 16 outputs of one block.
 struct Outputs {
   Mask mask;
   Floats scale, bias;
@@ -56,21 +65,21 @@ struct Outputs {
   Outputs(const Linear& l, int64_t first) {
     mask = lanes_left(std::max<int64_t>(0, std::min(kLanes, l.out - first)));
     bias = l.bias ? load(mask, l.bias + first) : spread(0.0f);
-    scale = l.format == kInt8 ? load(mask, l.scale + first) : bias;
+    scale = l.scale ? load(mask, l.scale + first) : bias;
   }
   Floats of_int8(Floats sum, float row_scale) const { return sum * scale * spread(row_scale) + bias; }
+  Floats of_compact(Floats sum) const { return sum * scale + bias; }
 };
 
 // Sums stay in registers only where every loop over them is unrolled.
 #define LATEBRANCH_UNROLL _Pragma("GCC unroll 8")
 
-constexpr int64_t kLine = 64, kWidth = 256;  // bytes of memory that come together, and of a block that all columns read at a time
 constexpr int64_t kAhead = 4096;             // bytes that weights are fetched ahead of the only pass over them
 constexpr int64_t kStretch = 64;             // widths of a block, at most, that stay near while all rows pass
 
 inline void fetch(const void* address) { _mm_prefetch((const char*)address, _MM_HINT_T0); }
 
-// A stretch of a block: widths [begin, end). While it is computed with, what is read next is fetched, a little at every width of
+// A stretch of a block: widths [begin, end), of compact layers records. While it is computed with, what is read next is fetched, a little at every width of
 // every pass. Where nothing is to be fetched a line that is near is (`step` 0): that takes less than to ask.
 struct Stretch {
   int64_t begin, end;
@@ -89,8 +98,10 @@ struct Stretch {
 }  // namespace latebranch
 
 #ifdef __AVX512F__
+#include "compact_avx512.h"
 #include "rounded_avx512.h"
 #else
+#include "compact_avx2.h"
 #include "rounded_avx2.h"
 #endif
 
@@ -101,9 +112,12 @@ struct Inputs {
   std::vector<float> values;  // float32 and bfloat16 [T, padded]
   RoundedRows rounded;        // int8
   std::vector<float> scale;   // int8 [T]
+  CompactRows compact;
 
   void reserve(int64_t rows, const Linear& linear) {
-    if (linear.format == kInt8) {
+    if (linear.is_compact()) {
+      compact.reserve(rows, linear.padded_in());
+    } else if (linear.format == kInt8) {
       rounded.reserve(rows, linear.padded_in()), grow(scale, rows);
     } else {
       grow(values, rows * linear.padded_in());
@@ -113,6 +127,7 @@ struct Inputs {
   // Take row t of what `linear` (and others with the same inputs) is to read.
   void set(int64_t t, const float* x, const Linear& linear) {
     const int64_t n = linear.in, padded = linear.padded_in();
+    if (linear.is_compact()) return compact.set(t, x, n, padded);
     if (linear.format != kInt8) {
       float* row = values.data() + t * padded;
       std::memcpy(row, x, n * sizeof(float));
@@ -186,10 +201,17 @@ inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const ch
 inline int num_passes(const Linear& l, int rows) {
   constexpr int kColumns = kBlock / kRegister;
   const auto columns = [&](int some) {
+    if (l.is_compact()) return compact_columns(some);
     return l.format == kFloat32 ? float32_columns(some) : l.format == kBFloat16 ? bfloat16_columns(some) : int8_columns(some);
   };
   const int rest = rows % kVectorRows;
   return rows / kVectorRows * (kColumns / columns(kVectorRows)) + (rest ? kColumns / columns(rest) : 0);
+}
+
+template <int Bits, int R>
+inline void compact_by_stretch(const Linear& l, const Inputs& in, int64_t t, const char* block, Stretch& stretch, float* y) {
+  constexpr int kColumns = kBlock / kRegister, kSome = compact_columns(R);
+  for (int c = 0; c < kColumns; c += kSome) tile_compact<Bits, R, kSome>(in.compact, l.padded_in() / kGroup, t, block, c, stretch, y);
 }
 
 template <int R>
@@ -199,8 +221,14 @@ inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const 
     for (int c = 0; c < kColumns; c += kFloats) tile_float32<R, kFloats>(l, in, t, block, c, stretch, y);
   } else if (l.format == kBFloat16) {
     for (int c = 0; c < kColumns; c += kPairs) tile_bfloat16<R, kPairs>(l, in, t, block, c, stretch, y);
-  } else {
+  } else if (l.format == kInt8) {
     for (int c = 0; c < kColumns; c += kBytes) tile_int8<R, kBytes>(in.rounded, l.padded_in(), t, block, c, stretch, whole);
+  } else if (l.format == kCompact4) {
+    compact_by_stretch<4, R>(l, in, t, block, stretch, y);
+  } else if (l.format == kCompact6) {
+    compact_by_stretch<6, R>(l, in, t, block, stretch, y);
+  } else {
+    compact_by_stretch<8, R>(l, in, t, block, stretch, y);
   }
 }
 
@@ -208,7 +236,7 @@ inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const 
 // computed with, by all passes evenly; `next` is what this thread reads from memory after these rows, or null.
 inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part, const char* block, const char* next, float* y) {
   WholeSums whole[kPartRows];
-  const int64_t num_widths = l.block_bytes() / kWidth, num_stretches = (num_widths + kStretch - 1) / kStretch;
+  const int64_t unit = l.unit(), num_units = l.block_bytes() / unit, most = kStretch * kWidth / unit, num_stretches = (num_units + most - 1) / most;
   const int passes = num_passes(l, part.rows);
   if (l.format == kInt8) {
     std::memset(whole, 0, part.rows * sizeof(WholeSums));
@@ -216,12 +244,12 @@ inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part,
     std::memset(y, 0, part.rows * kBlock * sizeof(float));
   }
   for (int64_t s = 0; s < num_stretches; s++) {
-    Stretch stretch{s * num_widths / num_stretches, (s + 1) * num_widths / num_stretches, block, 0};
+    Stretch stretch{s * num_units / num_stretches, (s + 1) * num_units / num_stretches, block, 0};
     const bool is_end = s + 1 == num_stretches;
     if (part.is_first && passes == 1) {
-      stretch.next = block + stretch.begin * kWidth + kAhead, stretch.step = kWidth;
+      stretch.next = block + stretch.begin * unit + kAhead, stretch.step = kWidth;
     } else if (is_end ? next != nullptr : part.is_first) {
-      stretch.next = is_end ? next : block + stretch.end * kWidth, stretch.step = kWidth / passes;
+      stretch.next = is_end ? next : block + stretch.end * unit, stretch.step = kWidth / passes;
     }
     for (int r = 0; r < part.rows; r += kVectorRows) {
       const int64_t t = part.row + r;
@@ -252,7 +280,8 @@ inline void part_outputs(const Linear& l, const Inputs& in, const Part& part, in
     const Outputs outputs(l, b * kBlock + column);
     for (int r = 0; r < part.rows; r++) {
       const Floats v = load(y + r * kBlock + column);
-      put(r, column, outputs.mask, l.format == kInt8 ? outputs.of_int8(v, in.scale[part.row + r]) : v + outputs.bias);
+      put(r, column, outputs.mask,
+          l.is_compact() ? outputs.of_compact(v) : l.format == kInt8 ? outputs.of_int8(v, in.scale[part.row + r]) : v + outputs.bias);
     }
   }
 }

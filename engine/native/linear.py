@@ -1,4 +1,4 @@
-"""Linear layers over weights packed for the library, in float32, bfloat16 or int8; float32 in and out.
+"""Linear layers over weights packed for the library, in float32, bfloat16, int8 or compact; float32 in and out.
 
 Shape key: I inputs, O outputs, B blocks of 64 outputs, G inputs of an output that lie together (1, 2 or 4).
 """
@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from engine import huge_pages
 from engine.native import library
+from engine.native.compact import BLOCK, GROUP, RECORD_BYTES, compact_packed, compact_unpacked, compacted
 
-_BLOCK = 64  # outputs
 _ZERO = 128  # of unsigned weights
 _LEAST = 1e-30  # scale of an output whose weights are 0
 _LARGEST = 127.0
@@ -22,6 +22,7 @@ _LAYOUTS = {  # the library's number of a format, inputs of an output that lie s
     "bfloat16": (1, 2, 2),
     "int8": (2, 4, 64),
 }
+_COMPACT = {4: 3, 6: 4, 8: 5}  # the library's number of compact weights of so many bits
 
 
 class NativeLinear(nn.Module):
@@ -33,6 +34,9 @@ class NativeLinear(nn.Module):
         weight_OI = linear.weight.detach().float()
         self._bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
         self._scale_O = None
+        if precision == "compact":
+            self._keep_compact(weight_OI)
+            return
         if precision == "float32" and torch.equal(weight_OI.bfloat16().float(), weight_OI):
             precision = "bfloat16"  # the same numbers in half the bytes: products and sums are the same to the bit
         if precision == "int8":
@@ -42,17 +46,27 @@ class NativeLinear(nn.Module):
             stored_OI = weight_OI.to(getattr(torch, precision))
         number, group, multiple = _LAYOUTS[precision]
         self._packed = huge_pages.copied(packed(stored_OI, group, multiple))
-        self.structure = library.Linear(
-            self._packed.data_ptr(),
-            _address(self._scale_O),
-            _address(self._bias),
-            self.in_features,
-            self.out_features,
-            number,
-        )
+        self.structure = self._structure(number)
+
+    def _keep_compact(self, weight_OI: Float[Tensor, "O I"]) -> None:
+        compact = compacted(weight_OI)
+        self._scale_O, self._packed = compact.scale_O, huge_pages.copied(compact_packed(compact))
+        self.structure = self._structure(_COMPACT[compact.bits])
+
+    def _structure(self, number: int) -> library.Linear:
+        addresses = self._packed.data_ptr(), _address(self._scale_O), _address(self._bias)
+        return library.Linear(*addresses, self.in_features, self.out_features, number)
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight, with what is stored beside it."""
+        return 8.0 * self._packed.nbytes / (self.in_features * self.out_features)
 
     def dense_weight(self) -> Float[Tensor, "O I"]:
         """Return what the layer multiplies with, float32."""
+        if self.structure.format in _COMPACT.values():
+            assert self._scale_O is not None
+            return compact_unpacked(self._packed, self._scale_O).dense()[:, : self.in_features]
         weight_OI = unpacked(self._packed)[: self.out_features, : self.in_features].float()
         if self._scale_O is not None:
             weight_OI = (weight_OI - _ZERO) * self._scale_O[:, None]
@@ -69,16 +83,21 @@ class NativeLinear(nn.Module):
         return y
 
 
+def weight_bytes(precision: str) -> float:
+    """Return the most that a weight takes in a precision, scales of its group included."""
+    return RECORD_BYTES[8] / (GROUP * BLOCK) if precision == "compact" else float(getattr(torch, precision).itemsize)
+
+
 def packed(weight_OI: Tensor, group: int, multiple: int) -> Tensor:
     """Return weights [B, I / G, 64, G] as the library reads them, inputs padded to a multiple."""
     num_outputs, num_inputs = weight_OI.shape
-    padded = functional.pad(weight_OI, (0, -num_inputs % multiple, 0, -num_outputs % _BLOCK))
-    return padded.view(-1, _BLOCK, padded.shape[1] // group, group).transpose(1, 2).contiguous()
+    padded = functional.pad(weight_OI, (0, -num_inputs % multiple, 0, -num_outputs % BLOCK))
+    return padded.view(-1, BLOCK, padded.shape[1] // group, group).transpose(1, 2).contiguous()
 
 
 def unpacked(packed_BNOG: Tensor) -> Tensor:
     """Return packed weights by output and input, with what was filled."""
-    return packed_BNOG.transpose(1, 2).reshape(packed_BNOG.shape[0] * _BLOCK, -1)
+    return packed_BNOG.transpose(1, 2).reshape(packed_BNOG.shape[0] * BLOCK, -1)
 
 
 def quantised_weight(weight_OI: Float[Tensor, "O I"]) -> tuple[Int8[Tensor, "O I"], Float[Tensor, " O"]]:

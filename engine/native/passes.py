@@ -40,8 +40,8 @@ class SlotStates:
 
 
 def cache_dtype(precision: str) -> torch.dtype:
-    """Return what the library keeps keys and values in: in int8 in float16, whose rounding is far below the weights'."""
-    return torch.float16 if precision == "int8" else torch.float32
+    """Return what the library keeps keys and values in: where inputs are rounded in float16, whose rounding is far below that."""
+    return torch.float16 if precision in ("int8", "compact") else torch.float32
 
 
 class Runner:

@@ -18,7 +18,7 @@ from engine.testing import tiny_module
 from tests.model.passes import CPU, SceneRow, node_logits
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-PRECISIONS = ("float32", "bfloat16", "int8")
+PRECISIONS = ("float32", "bfloat16", "int8", "compact")
 needs_library = pytest.mark.skipif(not library.is_available(), reason="needs the library and a processor with AVX2")
 
 

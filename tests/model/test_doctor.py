@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.memory import cache_bytes_per_token, num_parameters
-from engine.model import load_model
+from engine.model import QUANTISED, load_model
 from engine.native import library
 from engine.policy import PlainDecoding
 from engine.testing import tiny_engine, tiny_model
@@ -65,26 +65,28 @@ def test_what_prevents_serving_is_refused(folder, capsys, flags, part, monkeypat
     assert "refused" in _levels(report, part)
 
 
-def test_int8_needs_its_instructions(folder, capsys, monkeypatch):
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_integers_need_their_instructions(folder, capsys, monkeypatch, dtype):
     for has_them in (True, False):
         monkeypatch.setattr(library, "supported", lambda has_them=has_them: ["AVX2"] if has_them else [])
         monkeypatch.setattr(library, "instruction_set", lambda has_them=has_them: "AVX2" if has_them else None)
-        status, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu")
+        status, report = _report(capsys, "--model", folder, "--dtype", dtype, "--device", "cpu")
         assert (status == 0) is has_them
         (finding,) = (finding for finding in report["findings"] if finding["part"] == "precision")
         assert finding["level"] == ("ok" if has_them else "refused")
-        assert ("int8 needs a processor with AVX2" in finding["text"]) is not has_them
+        assert (f"{dtype} needs a processor with AVX2" in finding["text"]) is not has_them
 
 
-def test_int8_needs_our_library(folder, capsys, monkeypatch):
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_integers_need_our_library(folder, capsys, monkeypatch, dtype):
     monkeypatch.setattr(library, "supported", lambda: ["AVX2"])
     monkeypatch.setattr(library, "instruction_set", lambda: None)
-    status, report = _report(capsys, "--model", folder, "--dtype", "int8", "--device", "cpu")
+    status, report = _report(capsys, "--model", folder, "--dtype", dtype, "--device", "cpu")
     assert status == 1
     assert "our library, which was not compiled" in json.dumps(report["findings"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *QUANTISED])
 def test_where_the_library_runs_no_precision_rounds_by_width(folder, capsys, monkeypatch, dtype):
     monkeypatch.setattr(library, "is_available", lambda: True)
     _, report = _report(capsys, "--model", folder, "--dtype", dtype, "--device", "cpu")
@@ -92,7 +94,7 @@ def test_where_the_library_runs_no_precision_rounds_by_width(folder, capsys, mon
     assert "rows have the same bits in any batch" in json.dumps(report["findings"])
     monkeypatch.setattr(library, "is_available", lambda: False)
     _, report = _report(capsys, "--model", folder, "--dtype", dtype, "--device", "cpu")
-    assert _levels(report, "precision") == [{"float32": "ok", "bfloat16": "warning", "int8": "refused"}[dtype]]
+    assert _levels(report, "precision") == [{"float32": "ok", "bfloat16": "warning"}.get(dtype, "refused")]
 
 
 def test_the_weights_take_what_is_said(folder, capsys):

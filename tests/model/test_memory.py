@@ -13,6 +13,7 @@ from engine import build, memory
 from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.memory import Memory, memory_need, num_parameters, shortage
+from engine.model import QUANTISED
 from engine.native import library
 from engine.testing import tiny_module
 from engine.tree import Expansion
@@ -49,7 +50,7 @@ def test_weights_and_caches_are_what_is_held(config):
 def test_the_library_keeps_embeddings_and_beside_them_a_tied_head(
     precision, is_tied, bytes_of_others, bytes_of_head, tmp_path, monkeypatch
 ):
-    """Embeddings are float32; in int8 more is needed to load a model than to keep it."""
+    """Embeddings are float32; where weights are integers more is needed to load a model, as it is stored, than to keep it."""
     config = LlamaConfig(**{**tiny_module().config.to_dict(), "tie_word_embeddings": is_tied})
     module = AutoModelForCausalLM.from_config(config)
     module.save_pretrained(folder := served_folder(tmp_path))
@@ -58,7 +59,8 @@ def test_the_library_keeps_embeddings_and_beside_them_a_tied_head(
     monkeypatch.setattr(library, "is_available", lambda: True)
     kept = (count - embeddings) * bytes_of_others + embeddings * (4 + bytes_of_head)
     assert memory_need(asked, "float32", CPU).weights == kept
-    assert memory_need(replace(asked, dtype="int8"), "float32", CPU).weights == count * 4
+    for dtype in QUANTISED:
+        assert memory_need(replace(asked, dtype=dtype), "float32", CPU).weights == count * 4
     monkeypatch.setattr(library, "is_available", lambda: False)
     assert memory_need(asked, "float32", CPU).weights == count * bytes_of_others
 

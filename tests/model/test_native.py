@@ -14,7 +14,7 @@ from engine.blocks import IntegrityError
 from engine.canary import SlotCanary
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE
-from engine.model import CausalModel, adopt
+from engine.model import QUANTISED, CausalModel, adopt
 from engine.native import library
 from engine.native.passes import cache_dtype
 from engine.packing import PackedBatch, pack
@@ -73,7 +73,7 @@ def test_chunks_of_any_length_have_the_bits_of_their_tokens(num_tokens, precisio
     assert torch.equal(together, alone(target, TEXT[:num_tokens]))
 
 
-@pytest.mark.parametrize(("precision", "least", "most"), [("float32", 0.0, 1e-4), ("bfloat16", 1e-4, 0.1), ("int8", 1e-4, 0.2)])
+@pytest.mark.parametrize(("precision", "least", "most"), [("float32", 0.0, 1e-4), ("bfloat16", 1e-4, 0.1), ("int8", 1e-4, 0.2), ("compact", 1e-4, 0.3)])
 @pytest.mark.parametrize("family", KNOWN)
 def test_laws_are_near_those_of_the_model(family, precision, least, most):
     """By total variation: equal up to rounding where weights are, and another law where they were rounded."""
@@ -133,7 +133,7 @@ def texts_of(target, draft, requests):
 def test_keys_and_values_take_half_the_room_where_weights_are_rounded_more(precision):
     cache = KVCache(2, CPU)
     native("llama", precision).forward(chunk(2), cache, torch.arange(1))
-    dtype = torch.float16 if precision == "int8" else torch.float32
+    dtype = torch.float16 if precision in QUANTISED else torch.float32
     assert {pool.dtype for pool in cache.gather(0, torch.tensor([[0]]))} == {cache_dtype(precision)} == {dtype}
 
 
@@ -169,11 +169,12 @@ def test_what_is_no_number_stays_in_its_text(bad, precision):
     assert torch.equal(logits_TV[2:], alone(target, [1, 3]))
 
 
-def test_the_audit_s_reference_has_the_same_bits():
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_the_audit_s_reference_has_the_same_bits(precision):
     texts = [[5, 9, 3, 14, 22, 6], [8, 1, 30]]
-    logits = SameBitsReference(adopt(tiny_module("qwen2"), CPU, NATIVE, "int8")).logits(texts, 2)
+    logits = SameBitsReference(adopt(tiny_module("qwen2"), CPU, NATIVE, precision), precision).logits(texts, 2)
     for text, logits_NV in zip(texts, logits, strict=True):
-        assert torch.equal(logits_NV.float(), alone(native("qwen2", "int8"), text)[-2:])
+        assert torch.equal(logits_NV.float(), alone(native("qwen2", precision), text)[-2:])
 
 
 # threads

@@ -9,7 +9,8 @@ from torch import nn
 
 from engine import linears
 from engine.linears import NATIVE, prepare_linears, weight_of
-from engine.model import adopt
+from engine.model import QUANTISED, adopt
+from engine.native.compact import GROUP
 from engine.native.linear import NativeLinear, packed, unpacked
 from engine.testing import tiny_module
 from tests.model.native import PRECISIONS, needs_library
@@ -35,11 +36,14 @@ def rows(num_rows: int, num_inputs: int) -> torch.Tensor:
 
 
 def error_bound(native: NativeLinear, precision: str, x: torch.Tensor) -> torch.Tensor:
-    """How far outputs [T, O] may be from exact ones: float32's rounding of sums, and in int8 that of inputs to 15 bits."""
+    """How far outputs [T, O] may be from exact ones: float32's rounding of sums, and that of inputs to 15 bits, or by 32 to 8."""
     sizes_TO = x.abs().double() @ native.dense_weight().abs().double().T
-    steps_T1 = x.abs().amax(1, keepdim=True).double() / (127 * 128)
-    rounding_TO = steps_T1 / 2 * native.dense_weight().abs().double().sum(1) if precision == "int8" else 0.0
-    return rounding_TO + 1e-6 * (sizes_TO + 1.0)
+    together, steps = {"int8": (x.shape[1], 127 * 128), "compact": (GROUP, 127)}.get(precision, (1, math.inf))
+    largest_TG, weights_OG = (
+        nn.functional.pad(numbers.abs().double(), (0, -x.shape[1] % together)).unflatten(1, (-1, together))
+        for numbers in (x, native.dense_weight())
+    )
+    return largest_TG.amax(2) / steps / 2 @ weights_OG.sum(2).T + 1e-6 * (sizes_TO + 1.0)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -80,9 +84,10 @@ def test_what_is_held_is_the_weight_rounded(precision):
     linear, native = layer(precision, 65, 129)
     held_OI = native.dense_weight()
     assert weight_of(native).equal(held_OI)
-    if precision == "int8":
-        steps_O1 = linear.weight.abs().amax(1, keepdim=True) / 127
-        assert ((held_OI - linear.weight).abs() <= steps_O1 * 0.5001).all()
+    if precision in QUANTISED:
+        together = linear.in_features if precision == "int8" else GROUP
+        largest_OI = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in linear.weight.split(together, 1)], 1)
+        assert ((held_OI - linear.weight).abs() <= largest_OI / 127 * 0.5001).all()
     else:
         assert held_OI.equal(linear.weight.to(getattr(torch, precision)).float())
 

@@ -12,7 +12,7 @@ from engine.audit.reference import load_reference
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.linears import NATIVE, fastest_linears
-from engine.model import adopt, load_model
+from engine.model import QUANTISED, adopt, load_model
 from engine.model_check import UnsupportedModel
 from engine.native import library
 from engine.native.decoder import UnknownDecoder, refuse_by_structure
@@ -41,7 +41,7 @@ def test_no_engine_of_the_library_rounds_by_width(precision, tmp_path):
     engine = build_engine(EngineConfig(str(folder), drafter="none", dtype=precision, device="cpu"))
     assert engine.info.has_same_bits
     assert not engine.info.rounds_by_width
-    assert load_reference(folder, precision, "cpu").dtype == ("int8" if precision == "int8" else "float32")
+    assert load_reference(folder, precision, "cpu").dtype == (precision if precision in QUANTISED else "float32")
 
 
 def test_an_engine_without_it_rounds_by_width_in_bfloat16(tmp_path, monkeypatch):
@@ -118,21 +118,23 @@ def test_the_known_ones_are_known(family):
 
 @needs_library
 @pytest.mark.parametrize("make", [other_family, with_rotation])
-def test_unknown_ones_are_run_by_transformers_but_in_int8(make, tmp_path):
+def test_unknown_ones_are_run_by_transformers_but_where_weights_are_integers(make, tmp_path):
     make().save_pretrained(tmp_path)
     for precision in ("float32", "bfloat16"):
         loaded = load_model(tmp_path, precision, CPU, NATIVE)
         assert loaded.native is None
         assert loaded.module.dtype == getattr(torch, precision)
-    with pytest.raises(UnsupportedModel, match=r"int8: .* known"):
-        load_model(tmp_path, "int8", CPU, NATIVE)
+    for precision in QUANTISED:
+        with pytest.raises(UnsupportedModel, match=f"{precision}: .* known"):
+            load_model(tmp_path, precision, CPU, NATIVE)
 
 
-def test_int8_without_the_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_integers_without_the_library_are_refused(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tiny_module("qwen2").save_pretrained(tmp_path)
     monkeypatch.setattr(library, "is_available", lambda: False)
-    with pytest.raises(UnsupportedModel, match="int8 needs our library"):
-        load_model(tmp_path, "int8", CPU, fastest_linears(CPU))
+    with pytest.raises(UnsupportedModel, match=f"{precision} needs our library"):
+        load_model(tmp_path, precision, CPU, fastest_linears(CPU))
     assert load_model(tmp_path, "float32", CPU, fastest_linears(CPU)).native is None
 
 

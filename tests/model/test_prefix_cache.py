@@ -67,7 +67,7 @@ def test_a_cache_that_forgets_what_stands_before_a_block_is_seen(monkeypatch):
 
 
 @needs_library
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "compact"])
 def test_seeded_text_is_the_same_to_the_bit_warm_and_cold(precision):
     """The log-probabilities too: what is cached has the bits of what would be computed."""
     target = adopt(tiny_module("llama"), CPU, NATIVE, precision)

@@ -1,0 +1,63 @@
+// Compact layers: weights in groups of 32 inputs, in as few bits as they need, and inputs rounded to 8 bits by the largest of theirs.
+//
+// A group of a block is one record; a quad is four inputs of an output, side by side in a line of 16 outputs. From each record:
+//
+//   4 bits  16 lines   by 16 outputs, 4 lines: quad i in the low halves of bytes, quad i + 4 in the high ones
+//           2 + 2      scales and offsets of 64 outputs, float16: a weight is scale x code + offset
+//   6 bits  16 lines   as with 4 bits: the low four
+//           8          by 16 outputs, 2 lines: of each byte the two high bits of quads 4h to 4h + 3, from the lowest on
+//           2 + 2      scales of 16 inputs and of the others: a weight is scale x (code - 32)
+//   8 bits  32 lines   by 16 outputs, 8 lines: a quad each
+//           4          scales, float32: a weight is scale x (code - 128)
+//
+// Products of a group are added in integers, groups in float32 in their order: y = sum of input scale x weight scale x integer, and of
+// offset x sum of inputs.
+#pragma once
+#include <vector>
+
+#include "numbers.h"
+
+namespace latebranch {
+
+constexpr int64_t kGroup = 32;  // inputs
+constexpr int lines_of(int bits) { return bits == 4 ? 20 : bits == 6 ? 28 : 36; }  // of a record
+
+// A row's part of a group.
+struct InputGroup {
+  int8_t inputs[kGroup];
+  float scale, total;  // what the integers are to be multiplied with; what the inputs come to together
+  int32_t sums[2];     // of the integers of each half
+};
+
+struct CompactRows {
+  std::vector<InputGroup> groups;  // [T, padded / 32]
+
+  void reserve(int64_t rows, int64_t padded) { grow(groups, rows * padded / kGroup); }
+
+  // Row t: x [n], rounded.
+  void set(int64_t t, const float* x, int64_t n, int64_t padded) {
+    InputGroup* group = groups.data() + t * (padded / kGroup);
+    for (int64_t i = 0; i < padded; i += kGroup, group++) {
+      const Floats first = load(lanes_left(std::max<int64_t>(0, n - i)), x + i);
+      const Floats second = load(lanes_left(std::max<int64_t>(0, n - i - kLanes)), x + i + kLanes);
+      const float range = most(larger(magnitude(first), magnitude(second)));
+      const bool is_whole = !bits(is_broken(first) | is_broken(second)), is_empty = !(range > 1e-30f);
+      const Floats steps = spread(is_whole && !is_empty ? 127.0f / range : 0.0f);
+      alignas(64) float rounded[kGroup];
+      store(rounded, nearest(is_whole ? first * steps : spread(0.0f)));
+      store(rounded + kLanes, nearest(is_whole ? second * steps : spread(0.0f)));
+      for (int half = 0; half < 2; half++) {
+        int32_t sum = 0;
+        for (int64_t k = half * kLanes; k < (half + 1) * kLanes; k++) {
+          const int32_t q = (int32_t)rounded[k];
+          group->inputs[k] = (int8_t)q, sum += q;
+        }
+        group->sums[half] = sum;
+      }
+      group->scale = !is_whole ? std::numeric_limits<float>::quiet_NaN() : is_empty ? 0.0f : range / 127.0f;
+      group->total = group->scale * (float)(group->sums[0] + group->sums[1]);
+    }
+  }
+};
+
+}  // namespace latebranch
