@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from engine.kv_cache import KVCache
 from engine.linears import fastest_linears
 from engine.model import CausalModel, load_model
+from engine.native.linear import QUANTISED
 from engine.packing import pack
 from engine.progress_bar import progress_bar
 from engine.segments import chain_segment
@@ -30,7 +31,7 @@ from server.bench_prompts import load_prompts
 from server.chat_ids import chat_ids
 
 _CPU = torch.device("cpu")
-_PRECISIONS = ("float32", "bfloat16", "int8", "compact")
+_PRECISIONS = ("float32", "bfloat16", *QUANTISED)
 _CONTEXT = 128  # tokens before those of a timed pass
 
 

@@ -41,9 +41,9 @@ class EngineConfig:
     all tenants together `total_recent_tokens`.
     `policy` is `plain`, `fixed` or `adaptive` (made by whoever builds the engine); the last chooses among trees of the family of
     `expansion`, none beyond `largest_expansion`, by the network in the file `selector` (None counts acceptance; an optional one
-    that does not fit is left out, with a warning). `dtype` is float32, bfloat16, int8 or compact, `draft_dtype` a draft model's or head's.
-    None lets the engine choose: the device (cuda if there is one), threads (the physical processors), the number format in which
-    the device drafts fastest. `audit_share` of the requests have their first `audit_tokens` tokens
+    that does not fit is left out, with a warning). `dtype` is float32, bfloat16, int8 or compact, `draft_dtype` a draft
+    model's or head's. None lets the engine choose: the device (cuda if there is one), threads (the physical processors), the
+    number format in which the device drafts fastest. `audit_share` of the requests have their first `audit_tokens` tokens
     checked in idle moments. `trace_file` is appended to at every step; None traces nothing. With `kv_canary` every slot that is
     read is checked to be the reader's own.
     """

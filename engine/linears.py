@@ -2,7 +2,8 @@
 
 `plain` leaves them to torch. `packed` reorders float weights once into the blocked layout oneDNN multiplies fastest on a CPU;
 the function computed is the same up to rounding. Weights of a format that oneDNN refuses there are left to torch. `native` gives
-them to our own library (engine.native) in float32, bfloat16, int8 or compact; a row's result then has the same bits whatever is beside it.
+them to our own library (engine.native) in float32, bfloat16, int8 or compact; a row's result then has the same bits whatever is
+beside it.
 """
 
 import platform

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from engine.config import EngineConfig
 from engine.draft.head import head_shape
 from engine.linears import NATIVE, fastest_linears
-from engine.model import QUANTISED, weights_dtype
+from engine.model import weights_dtype
 from engine.native.linear import weight_bytes
 from engine.native.passes import cache_dtype
 from engine.weights import WeightsError, resolve
@@ -86,22 +86,15 @@ def _model_bytes(reference: str, precision: str, is_native: bool) -> int:
 
     Our library keeps embeddings in float32, and beside them the output head that is tied to them.
     """
-    count, configuration = num_parameters(resolve(reference).folder), configuration_of(reference)
-    is_as_stored = is_native and precision in QUANTISED
-    loaded = count * (_stored_dtype(configuration) if is_as_stored else weights_dtype(precision)).itemsize
+    count = num_parameters(resolve(reference).folder)
+    loaded = count * weights_dtype(precision).itemsize
     if not is_native:
         return loaded
-    text = configuration.get_text_config()
+    text = configuration_of(reference).get_text_config()
     embeddings = int(text.vocab_size * text.hidden_size)
     packed = count if text.tie_word_embeddings else count - embeddings
     kept = int(packed * weight_bytes(precision)) + embeddings * torch.float32.itemsize
     return max(loaded, kept)
-
-
-def _stored_dtype(configuration: PretrainedConfig) -> torch.dtype:
-    """Return in what a folder holds its weights, as its configuration says."""
-    dtype = getattr(configuration, "dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _draft_bytes(config: EngineConfig, precision: str, is_native: bool) -> int:

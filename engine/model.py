@@ -18,13 +18,13 @@ from engine.kv_cache import KVCache
 from engine.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
 from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_by_configuration, require_equal, require_same_bits
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
+from engine.native.linear import QUANTISED
 from engine.packing import PackedBatch
 from engine.progress_bar import quiet_libraries
 from engine.weights.facts import end_tokens
 
 _logger = logging.getLogger(__name__)
-QUANTISED = ("int8", "compact")  # precisions of our library alone
-# Of native passes, in which attention is computed in another order: inputs of layers are rounded to 15 bits in int8, in compact to 8.
+# Of native passes, in which attention adds in another order: inputs of layers are rounded to 15 bits in int8, to 8 in compact.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-3, "int8": 2e-2, "compact": 0.1}
 _NO_LIMIT = 1 << 20
 
@@ -105,9 +105,7 @@ def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> 
     """
     quiet_libraries()
     is_native = linears == NATIVE
-    # Rounded weights are made of what is stored, layer by layer: widening all of it first would take the most memory there is.
-    stored: str | torch.dtype = "auto" if dtype in QUANTISED else weights_dtype(dtype)
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=stored, attn_implementation="eager")
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=weights_dtype(dtype), attn_implementation="eager")
     if is_native:
         try:
             return adopt(module, device, NATIVE, dtype)

@@ -18,9 +18,9 @@ from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.head import head_shape
 from engine.linears import NATIVE, fastest_linears, multiplies_bfloat16
 from engine.memory import GB, configuration_of, memory_need, memory_of, num_parameters, shortage
-from engine.model import QUANTISED
 from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.native import library
+from engine.native.linear import QUANTISED
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from selector.learnt import misfits
 from selector.menu import menu_for_all

@@ -204,8 +204,9 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16", "int8", "compact"] = Field(
         default="float32",
         description="Precision of the target: float32, bfloat16 (weights are rounded; where our library runs, that is all, and "
-        "elsewhere passes of different widths round differently), int8 (8-bit weights, by our library alone), or compact (weights of "
-        "a GGUF file in the 4 to 6 bits they have there, others in 8, inputs of layers in 8; by our library alone); "
+        "elsewhere passes of different widths round differently), int8 (8-bit weights, by our library alone), "
+        "or compact (weights of a GGUF file in the 4 or 6 bits they have there, others in 8, inputs of layers in 8; by our "
+        "library alone); "
         "docs/precision.md.",
     )
     draft_dtype: Literal["auto", "float32", "bfloat16", "int8", "compact"] = Field(

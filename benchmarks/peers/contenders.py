@@ -9,10 +9,11 @@ from typing import Any
 from benchmarks.peers import setup
 from benchmarks.peers.processes import PORT, Launch
 from benchmarks.peers.report import OURS
+from engine.native.linear import QUANTISED
 from engine.tree import Expansion
 from engine.weights.references import LocalWeights
 
-PRECISIONS = ("float32", "bfloat16", "int8", "compact")
+PRECISIONS = ("float32", "bfloat16", *QUANTISED)
 _GIB = 2**30
 _LIBRARIES_BYTES = _GIB // 2  # what a process holds beside weights and cache, roughly
 _GGUF_BITS = {"shipped": 5.0, "Q8_0": 8.5, "BF16": 16.0}  # the file as it came, and requantised from it

@@ -16,8 +16,8 @@ from engine.sampling_limits import MIN_TEMPERATURE
 from engine.types import SamplingParams
 
 # Largest difference of two logits that rounding may reverse. float32: a thousand times what is seen. bfloat16: logits of size 16
-# to 32 are 1/8 apart, and layers below have rounded as coarsely. Where logits are the same to the bit, as in int8 and compact, laws are up to
-# float32.
+# to 32 are 1/8 apart, and layers below have rounded as coarsely. Where logits are the same to the bit, as in int8 and compact,
+# laws are up to float32.
 _SAME_BITS_TOLERANCE = 1e-4
 _TIE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": _SAME_BITS_TOLERANCE, "compact": _SAME_BITS_TOLERANCE}
 _MOST_SLACK = 0.5

@@ -24,7 +24,8 @@ from transformers import (
 
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE
-from engine.model import QUANTISED, CausalModel, is_run_natively, load_model
+from engine.model import CausalModel, is_run_natively, load_model
+from engine.native.linear import QUANTISED
 from engine.packing import pack
 from engine.progress_bar import quiet_libraries
 from engine.segments import chain_segment

@@ -13,13 +13,15 @@
 // Products of a group are added in integers, groups in float32 in their order: y = sum of input scale x weight scale x integer, and of
 // offset x sum of inputs.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "numbers.h"
 
 namespace latebranch {
 
-constexpr int64_t kGroup = 32;  // inputs
+constexpr int64_t kGroup = 32;      // inputs
+constexpr float kLeastInput = 1e-30f;  // what is below is 0, so that 127 / range is a number
 constexpr int lines_of(int bits) { return bits == 4 ? 20 : bits == 6 ? 28 : 36; }  // of a record
 
 // A row's part of a group.
@@ -41,7 +43,7 @@ struct CompactRows {
       const Floats first = load(lanes_left(std::max<int64_t>(0, n - i)), x + i);
       const Floats second = load(lanes_left(std::max<int64_t>(0, n - i - kLanes)), x + i + kLanes);
       const float range = most(larger(magnitude(first), magnitude(second)));
-      const bool is_whole = !bits(is_broken(first) | is_broken(second)), is_empty = !(range > 1e-30f);
+      const bool is_whole = !bits(is_broken(first) | is_broken(second)), is_empty = !(range > kLeastInput);
       const Floats steps = spread(is_whole && !is_empty ? 127.0f / range : 0.0f);
       alignas(64) float rounded[kGroup];
       store(rounded, nearest(is_whole ? first * steps : spread(0.0f)));

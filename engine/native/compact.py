@@ -1,8 +1,8 @@
 """Weights in groups of 32 inputs, in as few bits as hold them: 4, 6 or 8 (compact.h says how they lie).
 
-Checkpoints made of a GGUF file hold few numbers a group: 16 at even distances in Q4_0, Q4_1 and Q4_K, 32 in Q5_0, 64 in Q6_K. Those are
-found here from the numbers themselves, so that it does not matter what became of the file. Weights that are on no such grid get 8 bits
-by the largest of their group, as in Q8_0.
+Checkpoints made of a GGUF file hold few numbers a group: 16 at even distances in Q4_0, Q4_1 and Q4_K, 32 in Q5_0, 64 in Q6_K.
+Those are found here from the numbers themselves, so that it does not matter what became of the file. Weights that are on no such
+grid, those of Q5_1 and Q5_K among them, get 8 bits by the largest of their group, as in Q8_0.
 Shape key: O outputs, I inputs, N groups, K numbers of a group, G groups of an output, S scales of an output, L = 64 bytes.
 """
 
@@ -25,7 +25,7 @@ _SAMPLE = 512  # outputs that are tried before all
 _PIECE = 1 << 21  # weights that are looked at together: what is made of them stays near
 _ZERO = {4: 0, 6: 32, 8: 128}  # the code of 0 where there is no offset
 _SCALED = {4: 32, 6: 16, 8: 32}  # inputs with a scale of their own
-_MOST = 31  # the largest number on a grid of 64, whose least is -32
+_MOST = 31  # the largest code of any grid: those of 64 are -32 to 31
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ class Compact:
 
 def compacted(weight_OI: Float[Tensor, "O I"]) -> Compact:
     """Return weights in the fewest bits that hold them to bfloat16's rounding; in 8 they are rounded to what those can hold."""
-    padded = functional.pad(weight_OI[None], (0, -weight_OI.shape[1] % GROUP), mode="replicate")[0]
-    sample = padded[:: max(1, len(padded) // _SAMPLE)]
+    missing = -weight_OI.shape[1] % GROUP
+    padded = functional.pad(weight_OI[None], (0, missing), mode="replicate")[0] if missing else weight_OI
     for bits, fit in ((4, _on_grid_of_16), (6, _on_grid_of_64)):
-        if _fitted(sample, bits, fit) is not None:
-            found = _fitted(padded, bits, fit)
-            if found is not None:
-                return found
+        if len(padded) > _SAMPLE and _fitted(padded[:: len(padded) // _SAMPLE], bits, fit) is None:
+            continue
+        found = _fitted(padded, bits, fit)
+        if found is not None:
+            return found
     found = _fitted(padded, 8, _rounded)
     assert found is not None
     return found
@@ -66,7 +67,8 @@ def compact_packed(compact: Compact) -> UInt8[Tensor, "B G L"]:
     """Return the records of each block of 64 outputs, one group after the other."""
     codes_OI = functional.pad(compact.codes_OI, (0, 0, 0, -len(compact.codes_OI) % BLOCK))
     num_blocks, num_groups = len(codes_OI) // BLOCK, codes_OI.shape[1] // GROUP
-    lines = codes_OI.view(num_blocks, 4, _LANES, num_groups, 8, 4).permute(0, 3, 1, 4, 2, 5)  # block, group, column, quad, output, input
+    # block, group, column, quad, output, input
+    lines = codes_OI.view(num_blocks, 4, _LANES, num_groups, 8, 4).permute(0, 3, 1, 4, 2, 5)
     lines = lines.reshape(num_blocks, num_groups, 4, 8, _LINE)
     parts = [lines if compact.bits == 8 else (lines[..., :4, :] & 0x0F) | ((lines[..., 4:, :] & 0x0F) << 4)]
     if compact.bits == 6:
@@ -166,7 +168,7 @@ def _on_grid_of_64(weight_NK: Float[Tensor, "N K"]) -> _Fit:
 
 
 def _first_that_fits(place_NK: Float[Tensor, "N K"], allowed_NK: Float[Tensor, "N K"], sizes: range) -> Float[Tensor, "N K"]:
-    """Return places times the first of the sizes that makes them whole to within what is allowed; the first size where none does."""
+    """Return places times the first of the sizes that makes them whole, within what is allowed, else times the first of all."""
     codes_NK = (place_NK * sizes[0]).round()
     left: Tensor = _is_off(place_NK, allowed_NK, sizes[0]).nonzero()[:, 0]
     for size in sizes[1:]:

@@ -79,8 +79,8 @@ constexpr int64_t kStretch = 64;             // widths of a block, at most, that
 
 inline void fetch(const void* address) { _mm_prefetch((const char*)address, _MM_HINT_T0); }
 
-// A stretch of a block: widths [begin, end), of compact layers records. While it is computed with, what is read next is fetched, a little at every width of
-// every pass. Where nothing is to be fetched a line that is near is (`step` 0): that takes less than to ask.
+// A stretch of a block: widths [begin, end), or records of compact layers. While it is computed with, what is read next is fetched, a
+// little at every width of every pass. Where nothing is to be fetched a line that is near is (`step` 0): that takes less than to ask.
 struct Stretch {
   int64_t begin, end;
   const char* next;

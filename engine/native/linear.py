@@ -22,6 +22,7 @@ _LAYOUTS = {  # the library's number of a format, inputs of an output that lie s
     "bfloat16": (1, 2, 2),
     "int8": (2, 4, 64),
 }
+QUANTISED = ("int8", "compact")  # precisions in which inputs are rounded to integers; transformers has none of them
 _COMPACT = {4: 3, 6: 4, 8: 5}  # the library's number of compact weights of so many bits
 
 
@@ -56,11 +57,6 @@ class NativeLinear(nn.Module):
     def _structure(self, number: int) -> library.Linear:
         addresses = self._packed.data_ptr(), _address(self._scale_O), _address(self._bias)
         return library.Linear(*addresses, self.in_features, self.out_features, number)
-
-    @property
-    def bits(self) -> float:
-        """Bits of a weight, with what is stored beside it."""
-        return 8.0 * self._packed.nbytes / (self.in_features * self.out_features)
 
     def dense_weight(self) -> Float[Tensor, "O I"]:
         """Return what the layer multiplies with, float32."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.kv_cache import KVCache
 from engine.native import library
+from engine.native.linear import QUANTISED
 from engine.packing import PackedBatch
 
 Tables = tuple[Float[Tensor, "P K"], Float[Tensor, "P K"]]  # cosines and sines by position
@@ -41,7 +42,7 @@ class SlotStates:
 
 def cache_dtype(precision: str) -> torch.dtype:
     """Return what the library keeps keys and values in: where inputs are rounded in float16, whose rounding is far below that."""
-    return torch.float16 if precision in ("int8", "compact") else torch.float32
+    return torch.float16 if precision in QUANTISED else torch.float32
 
 
 class Runner:

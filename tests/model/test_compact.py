@@ -1,4 +1,4 @@
-"""Compact weights: what GGUF files hold is found in the fewest bits that hold it, lies where it is looked for, and is multiplied with."""
+"""Compact weights: what GGUF files hold is found in the fewest bits, lies where it is looked for, and is multiplied with."""
 
 import ctypes
 
@@ -63,7 +63,8 @@ def layer(weight_OI: torch.Tensor) -> NativeLinear:
 
 def error(weight_OI: torch.Tensor, held_OI: torch.Tensor) -> float:
     """Return the largest error over the largest weight of its group."""
-    groups = [nn.functional.pad(one, (0, -one.shape[1] % GROUP)).unflatten(1, (-1, GROUP)) for one in (held_OI - weight_OI, weight_OI)]
+    missing = -weight_OI.shape[1] % GROUP
+    groups = [nn.functional.pad(one, (0, missing)).unflatten(1, (-1, GROUP)) for one in (held_OI - weight_OI, weight_OI)]
     errors_OG, sizes_OG = (group.abs().amax(2) for group in groups)
     return float((errors_OG / sizes_OG.clamp_min(1e-30)).max())
 
@@ -96,7 +97,7 @@ def test_in_a_group_a_few_equal_numbers_are_a_grid_too():
 
 @pytest.mark.parametrize("bits", [4, 6])
 def test_one_weight_that_is_not_on_the_grid_is_seen(bits):
-    """In the last of many outputs, too: no weight is rounded to fewer bits than it needs."""
+    """In the last of many outputs, too."""
     weight_OI = random(bits, 1500, 256)
     assert compacted(weight_OI).bits == bits
     group = weight_OI[-1, : GROUP if bits == 4 else GROUP // 2]
@@ -104,7 +105,16 @@ def test_one_weight_that_is_not_on_the_grid_is_seen(bits):
     assert compacted(weight_OI).bits == 8
 
 
-@given(st.integers(1, 70), st.integers(1, 140), st.integers(0, 9), st.sampled_from([1e-6, 1.0, 1e6]))
+def test_the_largest_number_on_both_sides_of_0_is_none_of_32_steps():
+    """Codes are -32 to 31: of the sizes that fit -x, 0 and x, one with a code for x is taken."""
+    weight_OI = random(6, 64, 256)
+    weight_OI[3, :16] = torch.tensor([0.75, -0.75, 0.0, 0.375]).repeat(4)
+    compact = compacted(weight_OI)
+    assert compact.bits == 6
+    assert error(weight_OI, compact.dense()) < 2 / 256
+
+
+@given(st.integers(8, 70), st.integers(64, 140), st.integers(0, 9), st.sampled_from([1e-6, 1.0, 1e6]))
 def test_weights_on_no_grid_are_rounded_to_8_bits_by_their_group(num_outputs, num_inputs, seed, size):
     weight_OI = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(seed)) * size
     held_OI = compacted(weight_OI).dense()[:, :num_inputs]
@@ -136,7 +146,7 @@ def expected(native: NativeLinear, x: torch.Tensor) -> torch.Tensor:
     groups = nn.functional.pad(x, (0, -num_inputs % GROUP)).unflatten(1, (-1, GROUP))
     largest = groups.abs().amax(2, keepdim=True)
     codes = (groups * (torch.full_like(largest, 127.0) / largest)).round()
-    rounded = (codes.double() * (largest / 127.0).double()).flatten(1)[:, :num_inputs]
+    rounded: torch.Tensor = (codes.double() * (largest / 127.0).double()).flatten(1)[:, :num_inputs]
     return rounded @ native.dense_weight().double().T
 
 

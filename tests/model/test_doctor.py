@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from engine.memory import cache_bytes_per_token, num_parameters
-from engine.model import QUANTISED, load_model
+from engine.model import load_model
 from engine.native import library
+from engine.native.linear import QUANTISED
 from engine.policy import PlainDecoding
 from engine.testing import tiny_engine, tiny_model
 from engine.tree import parse_expansion

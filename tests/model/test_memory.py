@@ -13,8 +13,8 @@ from engine import build, memory
 from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.memory import Memory, memory_need, num_parameters, shortage
-from engine.model import QUANTISED
 from engine.native import library
+from engine.native.linear import QUANTISED
 from engine.testing import tiny_module
 from engine.tree import Expansion
 from tests.conformance.folder import served_folder
@@ -50,7 +50,7 @@ def test_weights_and_caches_are_what_is_held(config):
 def test_the_library_keeps_embeddings_and_beside_them_a_tied_head(
     precision, is_tied, bytes_of_others, bytes_of_head, tmp_path, monkeypatch
 ):
-    """Embeddings are float32; where weights are integers more is needed to load a model, as it is stored, than to keep it."""
+    """Embeddings are float32; where weights are integers more is needed to load a model than to keep it."""
     config = LlamaConfig(**{**tiny_module().config.to_dict(), "tie_word_embeddings": is_tied})
     module = AutoModelForCausalLM.from_config(config)
     module.save_pretrained(folder := served_folder(tmp_path))
@@ -117,7 +117,8 @@ def test_a_container_has_no_more_than_its_limit(tmp_path: Path, monkeypatch):
 
 
 @needs_library
-def test_in_int8_keys_and_values_take_half(config):
-    config = replace(config, drafter="none", draft_model=None, dtype="int8")
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_where_inputs_are_rounded_keys_and_values_take_half(config, dtype):
+    config = replace(config, drafter="none", draft_model=None, dtype=dtype)
     assert memory_need(config, "int8", CPU).cache == build_engine(config).target.cache.num_bytes
     assert memory_need(config, "int8", CPU).cache * 2 == memory_need(replace(config, dtype="float32"), "float32", CPU).cache

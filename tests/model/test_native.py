@@ -14,8 +14,9 @@ from engine.blocks import IntegrityError
 from engine.canary import SlotCanary
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE
-from engine.model import QUANTISED, CausalModel, adopt
+from engine.model import CausalModel, adopt
 from engine.native import library
+from engine.native.linear import QUANTISED
 from engine.native.passes import cache_dtype
 from engine.packing import PackedBatch, pack
 from engine.segments import chain_segment
@@ -73,7 +74,10 @@ def test_chunks_of_any_length_have_the_bits_of_their_tokens(num_tokens, precisio
     assert torch.equal(together, alone(target, TEXT[:num_tokens]))
 
 
-@pytest.mark.parametrize(("precision", "least", "most"), [("float32", 0.0, 1e-4), ("bfloat16", 1e-4, 0.1), ("int8", 1e-4, 0.2), ("compact", 1e-4, 0.3)])
+@pytest.mark.parametrize(
+    ("precision", "least", "most"),
+    [("float32", 0.0, 1e-4), ("bfloat16", 1e-4, 0.1), ("int8", 1e-4, 0.2), ("compact", 1e-4, 0.3)],
+)
 @pytest.mark.parametrize("family", KNOWN)
 def test_laws_are_near_those_of_the_model(family, precision, least, most):
     """By total variation: equal up to rounding where weights are, and another law where they were rounded."""

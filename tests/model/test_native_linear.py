@@ -9,9 +9,9 @@ from torch import nn
 
 from engine import linears
 from engine.linears import NATIVE, prepare_linears, weight_of
-from engine.model import QUANTISED, adopt
+from engine.model import adopt
 from engine.native.compact import GROUP
-from engine.native.linear import NativeLinear, packed, unpacked
+from engine.native.linear import QUANTISED, NativeLinear, packed, unpacked
 from engine.testing import tiny_module
 from tests.model.native import PRECISIONS, needs_library
 
@@ -43,7 +43,8 @@ def error_bound(native: NativeLinear, precision: str, x: torch.Tensor) -> torch.
         nn.functional.pad(numbers.abs().double(), (0, -x.shape[1] % together)).unflatten(1, (-1, together))
         for numbers in (x, native.dense_weight())
     )
-    return largest_TG.amax(2) / steps / 2 @ weights_OG.sum(2).T + 1e-6 * (sizes_TO + 1.0)
+    rounding_TO: torch.Tensor = largest_TG.amax(2) / steps / 2 @ weights_OG.sum(2).T
+    return rounding_TO + 1e-6 * (sizes_TO + 1.0)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

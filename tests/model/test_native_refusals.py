@@ -1,4 +1,4 @@
-"""What our library does not run: named, and left to transformers; in int8 refused. Where a compiler is, the library is."""
+"""What our library does not run: named, and left to transformers; refused in int8 and compact. A compiler makes the library."""
 
 import shutil
 from pathlib import Path
@@ -12,10 +12,11 @@ from engine.audit.reference import load_reference
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.linears import NATIVE, fastest_linears
-from engine.model import QUANTISED, adopt, load_model
+from engine.model import adopt, load_model
 from engine.model_check import UnsupportedModel
 from engine.native import library
 from engine.native.decoder import UnknownDecoder, refuse_by_structure
+from engine.native.linear import QUANTISED
 from engine.testing import tiny_module
 from tests.conformance.folder import served_folder
 from tests.model.native import KNOWN, PRECISIONS, alone, native, needs_library

@@ -19,7 +19,7 @@ from engine.tree import Expansion
 from engine.types import ErrorCode, FinishReason
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.heads import head_engine, random_head
-from tests.model.native import native, needs_library
+from tests.model.native import PRECISIONS, native, needs_library
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_a_cache_that_forgets_what_stands_before_a_block_is_seen(monkeypatch):
 
 
 @needs_library
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "compact"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_seeded_text_is_the_same_to_the_bit_warm_and_cold(precision):
     """The log-probabilities too: what is cached has the bits of what would be computed."""
     target = adopt(tiny_module("llama"), CPU, NATIVE, precision)

@@ -168,7 +168,7 @@ def test_the_library_grows_the_same_trees(monkeypatch, with_texts):
         assert any(0 not in one for one in fed), "roots about which the head is not asked"
 
 
-@pytest.mark.parametrize(("config", "precision"), [(CRAMPED, "float32"), (CRAMPED, "int8"), (ROOMY, "int8")])
+@pytest.mark.parametrize(("config", "precision"), [(CRAMPED, "float32"), (CRAMPED, "int8"), (ROOMY, "int8"), (ROOMY, "compact")])
 def test_trees_are_the_same_in_any_precision_and_room(monkeypatch, config, precision):
     pairs = grown_both_ways(monkeypatch, engine_of(True, config, precision))
     assert all(are_same(*pair) for pair in pairs)

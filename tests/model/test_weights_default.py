@@ -5,7 +5,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from engine.linears import NATIVE
+from engine.model import load_model
+from engine.native.linear import NativeLinear
 from engine.weights import convert, resolve
+from tests.model.native import needs_library
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
@@ -41,6 +45,15 @@ def test_the_tied_embedding_is_stored_once(weights):
         names = list(stored.keys())
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+
+
+@needs_library
+def test_its_layers_are_found_in_the_4_bits_of_its_file(weights):
+    """Q4_1, and an embedding in Q8_0 that is the output head too."""
+    module = load_model(weights.folder, "compact", torch.device("cpu"), NATIVE).module
+    linears = [linear for linear in module.model.modules() if isinstance(linear, NativeLinear)]
+    assert [linear.structure.format for linear in linears] == [3] * 7 * module.config.num_hidden_layers
+    assert module.lm_head.structure.format == 5
 
 
 def test_its_digits_stand_alone(weights, tokenizer, monkeypatch):
