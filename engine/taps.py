@@ -14,6 +14,11 @@ from engine.model import CausalModel
 from engine.native.passes import Output
 
 
+def place_after(count: int, depth: int, is_last_normed: bool = True) -> int:
+    """Return where our library has the states after the first `count` of a model's layers (engine.native.passes.Output)."""
+    return depth if count == depth and is_last_normed else count - 1
+
+
 class StateTap:
     """Keeps the states of a model's latest pass after some numbers of layers.
 
@@ -30,7 +35,7 @@ class StateTap:
         self._layers = tuple(layers)
         self._end_watch: Callable[[], None] = lambda: None
         if model.native is not None:
-            ends = {count: count - 1 + (count == depth and is_last_normed) for count in layers}
+            ends = {count: place_after(count, depth, is_last_normed) for count in layers}
             self._end_watch = model.native.watch(ends.values(), lambda pass_: self._take(pass_, ends))
         modules = {count: inner.norm if count == depth and is_last_normed else inner.layers[count - 1] for count in layers}
         self._hooks = [module.register_forward_hook(self._reader(count)) for count, module in modules.items()]

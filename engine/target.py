@@ -23,6 +23,10 @@ from engine.tree import TokenTree
 class PassObserver(Protocol):
     """Whoever keeps something of each pass beside the cache, by slot."""
 
+    def follow(self, cache: KVCache) -> bool:
+        """Begin to keep it of passes that write to this cache; return whether the passes keep it by themselves."""
+        ...
+
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
         """Take note of a pass that has just run: token t of it was cached in slot t of `write_slots_T`."""
         ...
@@ -37,8 +41,9 @@ class Target:
         self._observers: list[PassObserver] = []
 
     def report_to(self, observer: PassObserver) -> None:
-        """Tell `observer` of every pass from now on."""
-        self._observers.append(observer)
+        """Tell `observer` of every pass from now on, unless passes do without."""
+        if not observer.follow(self.cache):
+            self._observers.append(observer)
 
     def forward(self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int] = ()) -> Float[Tensor, "N V"]:
         """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees.

@@ -1,8 +1,8 @@
 """A distilled draft head at work: fed a step behind the target's features, asked for a level of every tree at a time.
 
-Features lie in a pool of one row a slot beside the target's cache, and are made of every pass of the target before anybody reads
-one: whoever keeps a slot keeps its feature. A drafted node's own state lies in its slot until the target has been there, so that
-a token always reads what the slot of the token before it holds:
+Features lie in a pool of one row a slot beside the target's cache, and are made of every pass of the target, by the pass itself
+where the library runs both: whoever keeps a slot keeps its feature. A drafted node's own state lies in its slot until the target
+has been there, so that a token always reads what the slot of the token before it holds:
 
     slot         [ .. x5   | x6 = root | n1  n2 ]       x6 and the nodes are not cached by the target yet
     pool row     [ .. true | state     | state  ]       x6 reads x5's row, n1 reads x6's, n1's children read n1's
@@ -14,7 +14,6 @@ Shape key: T packed tokens, P proposals, S slots, D target width, W inner width,
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -34,43 +33,14 @@ from engine.native.growth import Growing, RankedRow
 from engine.packing import Segment, pack
 from engine.plan import Feeding, Row
 from engine.segments import chain_segment
-from engine.taps import StateTap
-
-_MOST_LATE = 256  # tokens whose features may wait: some megabytes of the target's states
-
-
-class LateFeatures:
-    """States of passes whose features nobody has asked for yet: a few tokens cost about as much to fuse as many."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._passes: list[tuple[Tensor, list[Tensor]]] = []
-
-    def add(self, slots_T: Int[Tensor, " T"], states: list[Float[Tensor, "T D"]]) -> None:
-        """Keep what a pass has left in its slots."""
-        if len(slots_T):
-            self.num_tokens += len(slots_T)
-            self._passes.append((slots_T, states))
-
-    def take(self) -> tuple[Int[Tensor, " T"], list[Float[Tensor, "T D"]]]:
-        """Return and forget all there is, of each slot what came last. What is of many passes is on a processor."""
-        passes, self._passes, self.num_tokens = self._passes, [], 0
-        if len(passes) == 1:
-            return passes[0]
-        slots_T = torch.cat([slots_T for slots_T, _ in passes])
-        states = [torch.cat(of_layer) for of_layer in zip(*(states for _, states in passes), strict=True)]
-        kept, places = np.unique(slots_T.flip(0).numpy(), return_index=True)  # newest first
-        if len(kept) < len(slots_T):
-            places_K = torch.from_numpy(len(slots_T) - 1 - places)
-            return slots_T[places_K], [states_TD[places_K] for states_TD in states]
-        return slots_T, states
+from engine.taps import StateTap, place_after
 
 
 class HeadDrafter:
     """Drafts with a head for a target, on its device; raise ValueError if the head does not fit.
 
     `linears` as engine.linears names them; `precision` is the head's, the target's if none is given.
-    Must be told of every pass of the target (Target.report_to).
+    Must follow the target's passes (Target.report_to).
     """
 
     feeding = Feeding.TARGET_FEATURES
@@ -95,32 +65,34 @@ class HeadDrafter:
         self._head: NativeHead | LeanHead
         canary = canary or NoCanary()
         self._has_canary = not isinstance(canary, NoCanary)
-        can_wait = linears == NATIVE and not self._has_canary  # which sees a slot that is free at once, and no later
-        self._late, self._most_late = LateFeatures(), _MOST_LATE if can_wait else 0
         if linears == NATIVE:
             self._head = NativeHead(head, rows_MD, embeddings_VD, precision)
         else:
             self._head = LeanHead(head, rows_MD, embeddings_VD, getattr(torch, precision), self._device, linears)
         self._cache = KVCache(num_slots, self._device, canary)
         self._pool = FeaturePool(num_slots, head.shape.width, self._head.dtype, self._device, canary)
-        self._tap = StateTap(target, head.shape.feature_layers)
+        self._target, self._layers = target, head.shape.feature_layers
+        self._tap: StateTap | None = None  # where passes leave the features to us
+
+    def follow(self, cache: KVCache) -> bool:
+        """Have features made of each pass that writes to the target's cache; return whether passes make them by themselves."""
+        native = self._target.native
+        if native is None or not isinstance(self._head, NativeHead):
+            self._tap = StateTap(self._target, self._layers)
+            return False
+        depth = len(self._target.module.model.layers)
+        after = [place_after(count, depth) for count in self._layers]
+        native.make_features(cache, self._head.features(self._pool, after))
+        return True
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
-        """Keep what the features of a pass of the target are made of; the library's states are nobody else's, and can wait."""
-        self._late.add(write_slots_T, self._tap.parts())
-        if self._late.num_tokens > self._most_late:
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Write the features that are missing."""
-        if self._late.num_tokens:
-            with torch.inference_mode():
-                slots_T, states = self._late.take()
-                self._head.keep_features(self._pool, slots_T, states)
+        """Make the features of a pass of the target."""
+        assert self._tap is not None, "passes that nobody follows"
+        with torch.inference_mode():
+            self._head.keep_features(self._pool, write_slots_T, self._tap.parts())
 
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
         """Return what tokens read that come after those in these slots, where the target has been."""
-        self._catch_up()
         return self._pool.at(slots)
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
@@ -145,7 +117,6 @@ class HeadDrafter:
 
     def _begin(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> Growing:
         assert isinstance(self._head, NativeHead)
-        self._catch_up()
         feeding = [row for row in rows if row.draft_ids]
         fed = Fed(pack(fed_segments(feeding), self._device), [slot for row in feeding for slot in self._slots_before(row)])
         places = places_of_roots(feeding, request_ids)
@@ -161,7 +132,6 @@ class HeadDrafter:
 
         `places` says which they are, `asked` has their own segments where they are not all.
         """
-        self._catch_up()
         with torch.inference_mode():
             logits_PM = self._head.proposed(self._pool, fed, asked, places, self._cache)
         passes = ModelPasses(1, fed.batch.num_tokens)

@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from engine.linears import linear_of
 from engine.native import library
 from engine.native.growth import Growing, RankedRow
 from engine.native.linear import NativeLinear
-from engine.native.passes import Runner, SlotStates, Tables
+from engine.native.passes import Features, Runner, SlotStates, Tables
 from engine.packing import Segment
 from engine.transfer import integers
 
@@ -72,6 +73,18 @@ class NativeHead:
             *(len(states), shape.target_width, shape.norm_eps),
             *(slots_T.data_ptr(), len(slots_T), pool_SW.data_ptr(), library.num_threads()),
         )
+
+    def features(self, pool: FeaturePool, after: Sequence[int]) -> Features:
+        """Return the same as a part of the target's own passes, of its states `after` some layers (passes.Output)."""
+        after_F, pool_SW = np.array(after, dtype=np.int64), pool.lent(())
+        structure = library.Features(
+            linear=self._fuse.structure,
+            num_states=len(after_F),
+            after=library.address(after_F),
+            eps=self._shape.norm_eps,
+            pool=pool_SW.data_ptr(),
+        )
+        return Features(structure, (self._fuse, after_F, pool_SW))
 
     def proposed(
         self,

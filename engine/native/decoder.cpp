@@ -24,7 +24,7 @@ extern "C" {
 // Sizes of what Python lays out, so that it can see whether it was compiled from another version of it.
 void latebranch_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Linear), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Decoder), sizes[3] = sizeof(Pass);
-  sizes[4] = sizeof(RankedRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked), sizes[7] = kScores, sizes[8] = kShares;
+  sizes[4] = sizeof(RankedRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked), sizes[7] = sizeof(Features), sizes[8] = kScores, sizes[9] = kShares;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
@@ -50,20 +50,12 @@ void latebranch_fuse(const Linear* linear, const float* const* states, int64_t n
   LentScratch scratch;
   Scratch& s = *scratch;
   s.inputs.reserve(num_rows, *linear);
-  s.normed.resize(std::max<size_t>(s.normed.size(), num_threads));
-  for (auto& room : s.normed) grow(room, linear->in);
-  grow(s.branch, num_rows * linear->out);
+  grow(s.scaled, num_rows * linear->in), grow(s.branch, num_rows * linear->out);
   Pool::shared().run(num_threads, [&](Worker& worker) {
-    float* normed = s.normed[worker.id].data();
     worker.each(num_rows, [&](int64_t t) {
-      for (int64_t i = 0; i < num_states; i++) rms_norm(states[i] + t * width, nullptr, eps, width, normed + i * width);
-      s.inputs.set(t, normed, *linear);
+      for (int64_t i = 0; i < num_states; i++) rms_norm(states[i] + t * width, nullptr, eps, width, s.scaled.data() + t * linear->in + i * width);
     });
-    all_outputs(worker, *linear, s.inputs, num_rows, s.branch.data(), false);
-    worker.each(num_rows, [&](int64_t t) {
-      const float* fused = s.branch.data() + t * linear->out;
-      std::copy(fused, fused + linear->out, pool + slots[t] * linear->out);
-    });
+    put_features(worker, s, *linear, slots, num_rows, pool);
   });
 }
 

@@ -7,6 +7,7 @@ Shape key: T packed tokens, N rows of logits, V vocabulary, D width, P positions
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +16,7 @@ from torch import Tensor
 from engine.by_position import ByPosition
 from engine.kv_cache import KVCache
 from engine.native import library
-from engine.native.passes import Output, Runner, Tables
+from engine.native.passes import Features, Output, Runner, Tables
 from engine.packing import PackedBatch
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Gemma3DecoderLayer")
@@ -77,6 +78,7 @@ class NativeDecoder:
             precision,
         )
         self._watchers: list[_Watcher] = []
+        self._features: WeakKeyDictionary[KVCache, Features] = WeakKeyDictionary()
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -92,10 +94,15 @@ class NativeDecoder:
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
 
+    def make_features(self, cache: KVCache, features: Features) -> None:
+        """Make these features of all tokens of later passes that write to a cache, in the tokens' slots."""
+        self._features[cache] = features
+
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
         wanted = {index for watcher in self._watchers for index in watcher.indices}
-        output = self._runner.run(batch, cache, [one.below(batch.end) for one in self._rotations], logit_rows_N, wanted)
+        rotations, features = [one.below(batch.end) for one in self._rotations], self._features.get(cache)
+        output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features)
         for watcher in self._watchers:
             watcher.tell(output)
         return output.logits_NM

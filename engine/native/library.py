@@ -57,6 +57,18 @@ class Decoder(Structure):
     )
 
 
+class Features(Structure):
+    """What a draft head reads of a model's tokens, and where it is put."""
+
+    _fields_ = (
+        ("linear", Linear),
+        ("num_states", c_int64),
+        ("after", c_void_p),
+        ("eps", c_float),
+        ("pool", c_void_p),
+    )
+
+
 class Pass(Structure):
     """Packed tokens, segment after segment, and where everything of theirs lies."""
 
@@ -69,6 +81,7 @@ class Pass(Structure):
         *((name, POINTER(c_void_p)) for name in ("keys", "values", "cosines", "sines")),
         *((name, c_void_p) for name in ("rows", "states", "logits")),
         ("kept", POINTER(c_void_p)),
+        ("features", POINTER(Features)),
         ("is_cached_in_half", c_int64),
     )
 
@@ -171,7 +184,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     """Return the library for an instruction set; raise OSError if it is not there."""
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
-    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked)
+    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked, Features)
     expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES, NUM_SHARES]
     sizes = (c_int64 * len(expected))()
     loaded.latebranch_sizes(sizes)

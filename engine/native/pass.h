@@ -37,6 +37,16 @@ struct Decoder {
   Linear token;  // of a draft head: embedding_width to width
 };
 
+// What a draft head reads of a model's tokens, and where it is put: a layer of a token's states after some layers side by side, each
+// scaled to a mean square of 1.
+struct Features {
+  Linear linear;
+  int64_t num_states;
+  const int64_t* after;  // [num_states]: l: after layer l; num_layers: after the last norm
+  float eps;
+  float* pool;  // [S, linear.out]
+};
+
 struct Pass {
   int64_t num_tokens, num_rows;
   const int64_t *token_ids, *positions, *write_slots;
@@ -49,16 +59,27 @@ struct Pass {
   float *states;                                 // [num_rows, width]: what the head reads
   float *logits;                                 // [num_rows, V]
   float *const *kept;                            // [num_layers + 1]: states after each layer [T, width], or null; the last: after its norm
+  const Features* features;                      // to be made of all tokens, each in its slot; or null
   int64_t is_cached_in_half;
 };
 
 struct Scratch {
-  std::vector<float> x, qkv, attended, hidden, branch;
+  std::vector<float> x, qkv, attended, hidden, branch, scaled;
   std::vector<std::vector<float>> normed;  // of each thread
   Inputs inputs;
   std::vector<Attention> attention;  // of each thread
   std::vector<float> logits, states, mixed;  // of a draft head that grows trees
 };
+
+// Rows `slots` [T] of a pool = the layer of the rows in `scaled`; `branch` has room for what it makes.
+inline void put_features(Worker& worker, Scratch& s, const Linear& linear, const int64_t* slots, int64_t T, float* pool) {
+  worker.each(T, [&](int64_t t) { s.inputs.set(t, s.scaled.data() + t * linear.in, linear); });
+  all_outputs(worker, linear, s.inputs, T, s.branch.data(), false);
+  worker.each(T, [&](int64_t t) {
+    const float* made = s.branch.data() + t * linear.out;
+    std::copy(made, made + linear.out, pool + slots[t] * linear.out);
+  });
+}
 
 class Run {
  public:
@@ -72,6 +93,11 @@ class Run {
     for (int64_t l = 0; l < d_.num_layers; l++)
       for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(T, *one);
     s_.inputs.reserve(p_.num_rows, d_.head);
+    keeps_last_ = p_.kept[d_.num_layers];
+    if (const Features* f = p_.features) {
+      grow(s_.scaled, T * f->linear.in), grow(s_.branch, T * f->linear.out), s_.inputs.reserve(T, f->linear);
+      keeps_last_ |= std::count(f->after, f->after + f->num_states, d_.num_layers) > 0;
+    }
     for (int64_t s = 0; s < p_.segments.count; s++)
       for (int64_t t = p_.segments.first_token[s]; t < p_.segments.first_token[s + 1]; t += kTokensTogether) spans_.push_back({s, t});
   }
@@ -103,14 +129,17 @@ class Run {
       worker.each(T, [&](int64_t t) {
         if (layer.after_mlp_norm) add_normed(worker, t, layer.after_mlp_norm);
         const float* x = s_.x.data() + t * d_.width;
-        if (p_.kept[l]) std::copy(x, x + d_.width, p_.kept[l] + t * d_.width);
+        keep(l, t, x);
         if (!is_last) {
           read(worker, t, d_.layers[l + 1].attention_norm, d_.layers[l + 1].query);
-        } else if (p_.kept[l + 1]) {
-          rms_norm(x, d_.last_norm, d_.eps, d_.width, p_.kept[l + 1] + t * d_.width);
+        } else if (keeps_last_) {
+          float* normed = s_.normed[worker.id].data();
+          rms_norm(x, d_.last_norm, d_.eps, d_.width, normed);
+          keep(l + 1, t, normed);
         }
       });
     }
+    if (p_.features) put_features(worker, s_, p_.features->linear, p_.write_slots, T, p_.features->pool);
     worker.each(p_.num_rows, [&](int64_t n) {
       float* state = p_.states + n * d_.width;
       const float* x = s_.x.data() + p_.rows[n] * d_.width;
@@ -122,6 +151,14 @@ class Run {
   }
 
  private:
+  // Note a token's state after so many layers for whoever wants it.
+  void keep(int64_t l, int64_t t, const float* state) {
+    if (p_.kept[l]) std::copy(state, state + d_.width, p_.kept[l] + t * d_.width);
+    for (int64_t i = 0; p_.features && i < p_.features->num_states; i++)
+      if (p_.features->after[i] == l)
+        rms_norm(state, nullptr, p_.features->eps, d_.width, s_.scaled.data() + t * p_.features->linear.in + i * d_.width);
+  }
+
   void begin_model(Worker& worker) {
     worker.each(p_.num_tokens, [&](int64_t t) {
       const float* from = d_.embeddings + p_.token_ids[t] * d_.embedding_width;
@@ -234,6 +271,7 @@ class Run {
   const Pass& p_;
   Scratch& s_;
   int64_t kv_width_, q_width_, row_;
+  bool keeps_last_;  // whether anybody wants states after the last norm
   std::vector<Span> spans_;
 };
 

@@ -40,6 +40,14 @@ class SlotStates:
     before_T: Int[Tensor, " T"]
 
 
+@dataclass(frozen=True, eq=False)
+class Features:
+    """What a draft head reads of each token, made by the pass itself. `structure` points at what `keeps` holds."""
+
+    structure: library.Features
+    keeps: tuple[object, ...]
+
+
 def cache_dtype(precision: str) -> torch.dtype:
     """Return what the library keeps keys and values in: where inputs are rounded in float16, whose rounding is far below that."""
     return torch.float16 if precision in QUANTISED else torch.float32
@@ -60,10 +68,11 @@ class Runner:
         rows_N: Int[Tensor, " N"],
         kept: Iterable[int] = (),
         given: SlotStates | None = None,
+        features: Features | None = None,
     ) -> Output:
         """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states.
 
-        A draft head is `given` states, and leaves those of the chosen tokens in their slots.
+        A draft head is `given` states, and leaves those of the chosen tokens in their slots. `features` of all tokens are made.
         """
         shape, num_rows = self.structure, len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
@@ -72,6 +81,8 @@ class Runner:
         pass_.num_rows, pass_.rows = num_rows, rows_N.data_ptr()
         pass_.states, pass_.logits = output.given_ND.data_ptr(), output.logits_NM.data_ptr()
         pass_.kept = library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)])
+        if features is not None:
+            pass_.features = ctypes.pointer(features.structure)
         library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
         cache.check_read(batch.flat.key_slots)
         return output

@@ -1,10 +1,20 @@
 """What an engine tells its policy of a step."""
 
-from engine.policy import StepFeedback
+from engine.policy import Choice, StepFeedback
+from engine.tree import PLAIN
 from tests.model.driving import run
 from tests.model.heads import head_engine, learnt_head
 from tests.model.mixed import mixed_requests
-from tests.model.test_head_drafter import CROWDED, SeldomDrafts
+from tests.model.test_head_drafter import CROWDED
+from tests.model.test_kv_cache import RandomExpansion
+
+
+class SeldomDrafts(RandomExpansion):
+    """A policy that drafts in two steps of five."""
+
+    def choose(self, views):
+        choice = super().choose(views)
+        return choice if self._rng.random() < 0.4 else Choice((PLAIN,) * len(views))
 
 
 def test_a_step_says_whether_it_drafted_and_the_rest_when_it_is_asked(monkeypatch):

@@ -16,21 +16,25 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.combined import CombinedDrafter
 from engine.draft.drafter import FrontierNode, Proposal
 from engine.draft.feature_pool import FeaturePool
-from engine.draft.grown import Growth
 from engine.draft.growth import grow
 from engine.draft.head import DraftHead
-from engine.draft.head_drafter import HeadDrafter, LateFeatures
+from engine.draft.head_drafter import HeadDrafter
 from engine.draft.lean_head import LeanHead
 from engine.draft.native_head import NativeHead
 from engine.draft.texts import TextCache
 from engine.engine import Engine
+from engine.kv_cache import KVCache
 from engine.linears import NATIVE, PackedLinear
 from engine.model import adopt
+from engine.packing import pack
 from engine.plan import Feeding, StepPlan
-from engine.policy import Choice, FixedExpansion
+from engine.policy import FixedExpansion
 from engine.scheduler import Scheduler
+from engine.segments import chain_segment
+from engine.taps import StateTap, place_after
 from engine.testing import tiny_engine, tiny_model, tiny_module
-from engine.tree import PLAIN, Expansion, TokenTree, parse_expansion
+from engine.transfer import integers
+from engine.tree import Expansion, TokenTree, parse_expansion
 from engine.types import DraftSource, FinishReason
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, head_logits, learnt_head, random_head, true_features
@@ -165,12 +169,54 @@ def feature_error(engine: Engine) -> float:
     return max(errors)
 
 
-@pytest.mark.usefixtures("poisoned_pools")
-def test_whoever_keeps_a_slot_keeps_its_feature():
-    engine = head_engine(learnt_head(), policy=RandomExpansion(5), config=CROWDED)
+def largest_feature_error(linears: str) -> float:
+    """Return how far kept features are from the target's at most, after any step of a crowded run."""
+    target = adopt(tiny_module("llama"), CPU, linears) if linears == NATIVE else None
+    engine = head_engine(learnt_head(), target, RandomExpansion(5), CROWDED, linears)
     errors: list[float] = []
     run(engine, REQUESTS, lambda engine: errors.append(feature_error(engine)))
-    assert max(errors) < EXACT
+    return max(errors)
+
+
+@pytest.mark.usefixtures("poisoned_pools")
+@pytest.mark.parametrize("linears", ["plain", pytest.param(NATIVE, marks=needs_library)])
+def test_whoever_keeps_a_slot_keeps_its_feature(linears):
+    assert largest_feature_error(linears) < EXACT
+
+
+def of_the_layer_before(count, depth):
+    return max(0, place_after(count, depth) - 1)
+
+
+def of_what_the_last_norm_is_given(count, depth):
+    return place_after(count, depth, is_last_normed=False)
+
+
+@needs_library
+@pytest.mark.usefixtures("poisoned_pools")
+@pytest.mark.parametrize("mutant", [of_the_layer_before, of_what_the_last_norm_is_given])
+def test_features_of_other_states_are_told(mutant, monkeypatch):
+    monkeypatch.setattr("engine.draft.head_drafter.place_after", mutant)
+    assert largest_feature_error(NATIVE) > 10 * EXACT
+
+
+@needs_library
+def test_a_pass_makes_the_features_that_a_tap_would():
+    """To the bit, in every precision; what is written to another cache than the followed one leaves its features alone."""
+    for precision in ("float32", "int8", "compact"):
+        target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
+        made, tapped = (HeadDrafter("head", learnt_head(), target, 64, NATIVE, precision) for _ in range(2))
+        followed, other = (KVCache(64, CPU, dtype=target.cache_dtype) for _ in range(2))
+        tap = StateTap(target, learnt_head().shape.feature_layers)
+        assert made.follow(followed)
+        first, second = (pack([chain_segment(ids, 0, [*range(40, 40 + len(ids))])], CPU) for ids in PROMPTS[:2])
+        target.forward(first, followed, integers([0], CPU))
+        tapped._head.keep_features(tapped._pool, first.write_slots_T, tap.parts())
+        target.forward(second, other, integers([0], CPU))
+        slots = first.write_slots_T.tolist()
+        assert torch.equal(made.features_at(slots), tapped.features_at(slots))
+        assert bool(made.features_at(slots).abs().sum(1).all())
+        tap.close()
 
 
 MIXED = [
@@ -304,62 +350,3 @@ def configured(folder: Path, head: str) -> EngineConfig:
     tiny_module().save_pretrained(folder / "model")
     (folder / "model" / "tokenizer.json").write_text("{}")  # nobody reads it
     return EngineConfig(str(folder / "model"), drafter="head", head=str(folder / head), scheduler=CROWDED)
-
-
-def test_of_a_slot_written_twice_the_latest_states_are_kept():
-    late = LateFeatures()
-    for slots, value in (([3, 5], 1.0), ([5, 7], 2.0), ([3], 3.0)):
-        late.add(torch.tensor(slots), [torch.full((len(slots), 2), value), torch.full((len(slots), 2), -value)])
-    slots_T, (first_TD, second_TD) = late.take()
-    assert dict(zip(slots_T.tolist(), first_TD[:, 0].tolist(), strict=True)) == {3: 3.0, 5: 2.0, 7: 2.0}
-    assert torch.equal(second_TD, -first_TD)
-    assert late.num_tokens == 0
-
-
-class SeldomDrafts(RandomExpansion):
-    """A policy that drafts in two steps of five."""
-
-    def choose(self, views):
-        choice = super().choose(views)
-        return choice if self._rng.random() < 0.4 else Choice((PLAIN,) * len(views))
-
-
-def drafts_of_the_library() -> list[tuple[int, ...]]:
-    """Return the tokens of each tree that is grown in a crowded run."""
-    engine = head_engine(learnt_head(), adopt(tiny_module("llama"), CPU, NATIVE), SeldomDrafts(0), CROWDED, NATIVE)
-    grow_trees = engine._grow
-    drafts: list[tuple[int, ...]] = []
-
-    def listened(plan: StepPlan) -> Growth:
-        growth = grow_trees(plan)
-        drafts.extend(tree.token_ids for tree in growth.forest.trees if tree.num_nodes > 1)
-        return growth
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_grow", listened)
-        run(engine, mixed_requests(max_tokens=30))
-    assert len(drafts) > 30
-    return drafts
-
-
-@needs_library
-def test_features_may_wait_for_whoever_reads_them(monkeypatch):
-    """Slots are given to others while features wait, and what is proposed is the same as if none had waited."""
-    waited = drafts_of_the_library()
-    monkeypatch.setattr("engine.draft.head_drafter._MOST_LATE", 0)
-    assert drafts_of_the_library() == waited
-
-
-@needs_library
-def test_features_that_are_lost_while_they_wait_are_missed(monkeypatch):
-    """What was never written is 0 here: what lies in memory by chance can be NaN, which ends trees and leaves few to compare."""
-    waited = drafts_of_the_library()
-    made = FeaturePool.__init__
-
-    def empty(pool, *args):
-        made(pool, *args)
-        pool._pool_SW.zero_()
-
-    monkeypatch.setattr(FeaturePool, "__init__", empty)
-    monkeypatch.setattr(HeadDrafter, "_catch_up", lambda self: None)
-    assert drafts_of_the_library() != waited
