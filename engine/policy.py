@@ -4,11 +4,11 @@ Knows what a policy may see (SequenceView), what it says (Choice) and what it le
 weighs tokens against seconds is the selector's and implements the same Protocol; the engine never imports it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,40 @@ class SequenceView(NamedTuple):
     sampling: SamplingParams
     speculation: Speculation
     verifier: str
+
+
+class BatchViews(Sequence[SequenceView]):
+    """What a policy may see of a step's sequences, oldest first; made when somebody looks.
+
+    Steps of one `composition` have the same sequences, all of which decode, and expansions for one are expansions for the others:
+    who stays with a choice need not look. There is none while a prompt is fed.
+    """
+
+    def __init__(self, make: Callable[[], list[SequenceView]], count: int, composition: int | None) -> None:
+        self.composition = composition
+        self._make, self._count = make, count
+
+    @cached_property
+    def _views(self) -> list[SequenceView]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> SequenceView: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SequenceView]: ...
+    def __getitem__(self, index: int | slice) -> SequenceView | list[SequenceView]:
+        return self._views[index]
+
+    def __iter__(self) -> Iterator[SequenceView]:
+        return iter(self._views)
+
+
+def composition_of(views: Sequence[SequenceView]) -> int | None:
+    """Return what tells that the sequences are those of an earlier step, if that is known."""
+    return views.composition if isinstance(views, BatchViews) else None
 
 
 # Of the last law before a root: the target's (at the request's temperature, 1 for a greedy one), and the drafter's where the

@@ -16,7 +16,7 @@ from engine.config import SchedulerConfig
 from engine.fair_queue import FairQueue
 from engine.pairs import fitted
 from engine.plan import Feeding, Row, StepPlan
-from engine.policy import SequenceView
+from engine.policy import BatchViews
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices, TokenTree
@@ -62,6 +62,8 @@ class Scheduler:
         self._waiting = FairQueue()
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
+        self._composition = 0  # grows whenever somebody begins or ceases to run
+        self._calm: list[Sequence] | None = None  # who steps in it, once all of them decode
         self._step = 0
         self.traces_all = False  # whether requests are traced that do not ask for it
 
@@ -113,7 +115,7 @@ class Scheduler:
         if sequence is None:
             return False
         if not self._waiting.remove(sequence):
-            self._running.remove(sequence)
+            self._leave(sequence)
         self._release(sequence)
         return True
 
@@ -145,14 +147,33 @@ class Scheduler:
             sequence.leave_queue()
             self._adopt(sequence)
             self._running.append(self._waiting.pop())
+            self._compose()
 
     def _adopt(self, sequence: Sequence) -> None:
         """Let a running sequence go on from what is cached of its text."""
         self._prefixes.adopt(sequence)
         self._num_found += sequence.count_found()
 
-    def _stepping(self) -> Iterator[Sequence]:
-        """Yield the running sequences, oldest first, that step: nobody is fed a block that an older one is being fed.
+    def _leave(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._compose()
+
+    def _compose(self) -> None:
+        """Note that other sequences run than before."""
+        self._composition += 1
+        self._calm = None
+
+    def _stepping(self) -> list[Sequence]:
+        """Return the running sequences that step, oldest first: all of them, once all decode, until one comes or goes."""
+        if self._calm is not None:
+            return self._calm
+        stepping = list(self._unblocked())
+        if len(stepping) == len(self._running) and all(sequence.num_uncached == 1 for sequence in stepping):
+            self._calm = stepping
+        return stepping
+
+    def _unblocked(self) -> Iterator[Sequence]:
+        """Yield the running sequences but those that are to be fed a block that an older one is being fed.
 
         So requests with one prompt that come together have it computed once.
         """
@@ -164,9 +185,11 @@ class Scheduler:
             if key is not None:
                 under_way.add(key)
 
-    def views(self) -> list[SequenceView]:
+    def views(self) -> BatchViews:
         """Return what a policy may see of the running sequences, oldest first."""
-        return [sequence.view() for sequence in self._stepping()]
+        stepping = self._stepping()
+        composition = None if self._calm is None else self._composition
+        return BatchViews(lambda: [sequence.view() for sequence in stepping], len(stepping), composition)
 
     def plan(
         self,
@@ -181,7 +204,7 @@ class Scheduler:
         At `prices` the wished trees grow, but not those that requests ask for themselves.
         """
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
-        sequences = list(self._stepping())
+        sequences = self._stepping()
         wishes = [self._wish(sequence, expansion) for sequence, expansion in zip(sequences, wanted, strict=True)]
         claims = [Wish(_num_fed(one), self._num_claimed(one, wish)) for one, wish in zip(sequences, wishes, strict=True)]
         shares = share_out(claims, max_tokens)
@@ -293,14 +316,13 @@ class Scheduler:
         if self._feeding is Feeding.TARGET_CACHE or not sequence.request.speculation.is_enabled:
             return []
         reach = sequence.target_len if self._feeding is Feeding.TARGET_FEATURES else end
-        unfed = sequence.token_ids[sequence.draft_len : reach]
         is_waited_for = end < sequence.num_tokens or not wish.is_plain
-        is_late = most_behind is not None and len(unfed) > most_behind
-        return unfed if is_waited_for or is_late else []
+        is_late = most_behind is not None and reach - sequence.draft_len > most_behind
+        return sequence.token_ids[sequence.draft_len : reach] if is_waited_for or is_late else []
 
     def _preempt(self, sequence: Sequence) -> None:
         _logger.info("request %s preempted at %d tokens", sequence.request_id, sequence.num_tokens)
-        self._running.remove(sequence)
+        self._leave(sequence)
         self._release(sequence)
         self._waiting.push_back(sequence)
 

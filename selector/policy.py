@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.pairs import is_exact
-from engine.policy import Choice, Reason, SequenceView, StepFeedback
+from engine.policy import Choice, Reason, SequenceView, StepFeedback, composition_of
 from engine.tree import PLAIN, Expansion
 from selector.allocation import Allocation, Allocator, BatchLoad
 from selector.cost import CostModel, StageSeconds, Works
@@ -60,7 +60,7 @@ class _Standing:
     """A choice that stands for some steps: the tree of each sequence, and what was expected of the batch.
 
     It stands for `num_settled` steps. The choice's seconds are those of its first step; `feed_s` are seconds of a token that a
-    drafter must be fed before it drafts, of which there were `num_unfed`.
+    drafter must be fed before it drafts, of which there were `num_unfed`. `composition` tells whose choice it is.
     """
 
     trees: dict[str, Expansion]
@@ -68,6 +68,7 @@ class _Standing:
     num_settled: int = 0
     feed_s: float = 0.0
     num_unfed: int = 0
+    composition: int | None = None
 
 
 class AdaptiveExpansion:
@@ -103,6 +104,8 @@ class AdaptiveExpansion:
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second, or nearly so, and what is expected of them."""
         self._probe_s, self._is_plain_probe = None, False
+        if self._stands_plain(views):
+            return self._stood_plain()
         choice = self._stood(views)
         if choice is None:
             self._learn_unlearnt()
@@ -111,6 +114,18 @@ class AdaptiveExpansion:
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
         return choice
+
+    def _stands_plain(self, views: Sequence[SequenceView]) -> bool:
+        """Return whether the last choice stands, is plain decoding, and is of these sequences: nobody need look at them."""
+        last, composition = self._standing, composition_of(views)
+        is_theirs = composition is not None and composition == last.composition
+        return bool(self._num_standing and is_theirs and not last.num_unfed and last.choice.reason is Reason.PLAIN_IS_BEST)
+
+    def _stood_plain(self) -> Choice:
+        self._probes.save(self._plain_s)
+        self._num_standing -= 1
+        self._num_since_plain = 0
+        return self._standing.choice
 
     def _stood(self, views: Sequence[SequenceView]) -> Choice | None:
         """Return the last choice while it stands: for a few steps, in which few sequences came or went; who came is plain."""
@@ -122,8 +137,6 @@ class AdaptiveExpansion:
         self._probes.save(self._plain_s)
         # Who came in between is plain, and not for long.
         self._num_standing = (min(self._num_standing, self._settled_steps) if num_new else self._num_standing) - 1
-        if not num_changed and not last.num_unfed and _all_decode(views) and last.choice.reason is Reason.PLAIN_IS_BEST:
-            return last.choice
         expansions = tuple(last.trees.get(view.request_id, PLAIN) for view in views)
         if num_changed or last.choice.step_s is None or not _all_decode(views):
             return replace(last.choice, expansions=expansions, speedup=1.0, step_s=None)
@@ -154,7 +167,8 @@ class AdaptiveExpansion:
         self._plain_s, self._plain_rate = plain.seconds, plain.rate
         self._probes.save(plain.seconds)
         unfed = _num_unfed(views, choice.expansions)
-        self._standing, self._num_standing = _Standing(trees, choice, num_settled, self._feed_s, unfed), num_settled
+        self._standing = _Standing(trees, choice, num_settled, self._feed_s, unfed, composition_of(views))
+        self._num_standing = num_settled
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
             self._is_plain_probe = True

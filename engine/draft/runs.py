@@ -8,8 +8,8 @@ one is told by committed text alone, before anything is drawn.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.draft.texts import TextCache
-from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
+from engine.draft.texts import FOLLOWED_TOGETHER, TextCache
+from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback, composition_of
 from engine.tree import Expansion
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
@@ -29,17 +29,35 @@ class RunningPolicy:
         self._texts = texts
         self._longest = longest
         self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
+        self._seen: tuple[Choice, int | None] | None = None  # where nobody drafted, and there was no chain
+        self._num_unseen = 0  # steps since
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
         choice = self._policy.choose(views)
+        if self._is_as_seen(choice, views):
+            self._num_unseen += 1
+            return choice
+        self._num_unseen = 0
         least_chance = max(_LEAST_CHANCE, choice.prices.node)
         chains = [self._chain(view, wish, least_chance) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
+        is_quiet = not self._running and all(wish.is_plain for wish in choice.expansions)
+        self._seen = (choice, composition_of(views)) if is_quiet else None
         if not self._running:
             return choice
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
         return replace(choice, expansions=tuple(expansions), step_s=None)
+
+    def _is_as_seen(self, choice: Choice, views: Sequence[SequenceView]) -> bool:
+        """Return whether this is one of the steps after a look that need none: the same sequences, plain by the same choice.
+
+        As texts that nobody drafts from are followed some tokens at a time, there is nothing to see between.
+        """
+        if self._seen is None or self._num_unseen + 1 >= FOLLOWED_TOGETHER:
+            return False
+        seen, composition = self._seen
+        return choice is seen and composition is not None and composition == composition_of(views)
 
     def _chain(self, view: SequenceView, wish: Expansion, least_chance: float) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.

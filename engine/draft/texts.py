@@ -20,7 +20,7 @@ from engine.types import DraftSource, Request
 
 SURE = 0.8  # chance of a cached law from which on no model is asked
 MOST_INDEXED = 512  # tokens of all texts that are indexed in a step: milliseconds, and no slower than prompts are fed
-_FOLLOWED_TOGETHER = 4  # tokens of a text that nobody drafts from: following it costs less so than token by token
+FOLLOWED_TOGETHER = 4  # tokens of a text that nobody drafts from: following it costs less so than token by token
 _NOTHING = RecentLimits()
 
 
@@ -123,11 +123,13 @@ class TextCache:
         self._indexer = Indexer()
         self._recent = RecentTexts(recent if has_own_texts else _NOTHING, self._indexer)
         self._followed: dict[str, _Followed] = {}
+        self._is_asked, self._num_waited = False, 0  # whether anybody was since texts were last followed, and steps since
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Follow a request from now on; `history` is its text, which grows as it is committed."""
         if request.speculation.is_enabled and (self.has_own_texts or request.prediction_ids):
             self._followed[request.request_id] = self._followed_of(request, history)
+            self._is_asked = True
             self._recent.use(request.tenant)
 
     def _followed_of(self, request: Request, history: Sequence[int]) -> _Followed:
@@ -151,10 +153,13 @@ class TextCache:
 
     def advance(self, running: Iterable[str]) -> None:
         """Learn what was committed of these requests since, and index a bounded number of tokens of what waits."""
-        for request_id in running:
-            one = self._followed.get(request_id)
-            if one is not None and (one.is_asked or one.num_unknown >= _FOLLOWED_TOGETHER):
-                self._follow(one)
+        self._num_waited += 1
+        if self._is_asked or self._num_waited >= FOLLOWED_TOGETHER:
+            self._is_asked, self._num_waited = False, 0
+            for request_id in running:
+                one = self._followed.get(request_id)
+                if one is not None and (one.is_asked or one.num_unknown >= FOLLOWED_TOGETHER):
+                    self._follow(one)
         self._indexer.advance(MOST_INDEXED)
 
     def _follow(self, one: _Followed) -> None:
@@ -188,7 +193,7 @@ class TextCache:
         """
         one, context = self._followed.get(row.request_id), row.law_context(tuple(path_ids))
         if one is not None:
-            one.is_asked = True
+            one.is_asked = self._is_asked = True
             return self._law(self._told(one, context), context)
         if not self.has_own_texts:
             return None
@@ -214,7 +219,8 @@ class TextCache:
             if law is None or not law.is_sure or (chance := chance * law.chance) < least_chance:
                 break
             path_ids += (max(law.odds, key=lambda token_id: law.odds[token_id]),)
-        one.is_asked |= bool(path_ids)
+        if path_ids:
+            one.is_asked = self._is_asked = True
         return len(path_ids)
 
     def _told(self, one: _Followed, context: LawContext) -> tuple[_Told, ...]:
