@@ -29,7 +29,7 @@ from engine.draft.ranked import RankedGrower
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE, weight_of
 from engine.model import CausalModel
-from engine.native.growth import Growing, RankedRow
+from engine.native.growth import FedRow, Growing, RankedRow
 from engine.packing import Segment, pack
 from engine.plan import Feeding, Row
 from engine.segments import chain_segment
@@ -117,10 +117,9 @@ class HeadDrafter:
 
     def _begin(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> Growing:
         assert isinstance(self._head, NativeHead)
-        feeding = [row for row in rows if row.draft_ids]
-        fed = Fed(pack(fed_segments(feeding), self._device), [slot for row in feeding for slot in self._slots_before(row)])
-        places = places_of_roots(feeding, request_ids)
-        return self._head.growing(self._pool, fed, ranked, places, self._cache, self._vocab.ids_M)
+        tree_of = {request_id: tree for tree, request_id in enumerate(request_ids)}
+        fed = [FedRow(row.draft_ids, row.draft_len, row.slots, tree_of.get(row.request_id)) for row in rows if row.draft_ids]
+        return self._head.growing(self._pool, fed, ranked, self._cache, self._vocab.ids_M)
 
     def _slots_before(self, row: Row) -> Sequence[int]:
         """Return the slots that the row's committed tokens read."""

@@ -19,7 +19,7 @@ from engine.draft.head import DraftHead, HeadLayer
 from engine.kv_cache import KVCache
 from engine.linears import linear_of
 from engine.native import library
-from engine.native.growth import Growing, RankedRow
+from engine.native.growth import FedRow, Growing, RankedRow
 from engine.native.linear import NativeLinear
 from engine.native.passes import Features, Runner, SlotStates, Tables
 from engine.packing import Segment
@@ -105,20 +105,15 @@ class NativeHead:
         return self._runner.run(fed.batch, cache, rotations, places_P, given=SlotStates(pool_SW, before_T)).logits_NM
 
     def growing(
-        self,
-        pool: FeaturePool,
-        fed: Fed,
-        rows: Sequence[RankedRow],
-        roots: Sequence[int],
-        cache: KVCache,
-        vocab_M: Int[Tensor, " M"],
+        self, pool: FeaturePool, fed: Sequence[FedRow], rows: Sequence[RankedRow], cache: KVCache, vocab_M: Int[Tensor, " M"]
     ) -> Growing:
-        """Return the rows' trees as they begin to grow: the first round feeds tokens, of which some are `roots`."""
-        given = SlotStates(pool.lent(fed.before), integers(fed.before, torch.device("cpu")))
-        end = max(fed.batch.end, *(row.root_position + row.depth + 1 for row in rows))
+        """Return the rows' trees as they begin to grow: the first round feeds committed tokens."""
+        pool_SW = pool.lent(())
+        end = max(row.root_position + row.depth + 1 for row in rows)
+        end = max(end, *(row.first_position + len(row.token_ids) for row in fed))
         rotations = [self._rotations.below(end)]
-        first = self._runner.pass_over(fed.batch, cache, rotations, given)
-        return Growing(self._runner.structure, vocab_M, rows, first, roots, keeps=(fed, given, rotations))
+        where = self._runner.places(cache, rotations, pool_SW)
+        return Growing(self._runner.structure, vocab_M, rows, fed, pool.before_all, where, keeps=(pool_SW, rotations))
 
     def _rotated(self, positions_N: Int[Tensor, " N"]) -> Tables:
         cosines, sines = self._shape.rotary(positions_N)

@@ -24,7 +24,8 @@ extern "C" {
 // Sizes of what Python lays out, so that it can see whether it was compiled from another version of it.
 void latebranch_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Linear), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Decoder), sizes[3] = sizeof(Pass);
-  sizes[4] = sizeof(RankedRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked), sizes[7] = sizeof(Features), sizes[8] = kScores, sizes[9] = kShares;
+  sizes[4] = sizeof(RankedRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked), sizes[7] = sizeof(Features), sizes[8] = sizeof(FedRow);
+  sizes[9] = kScores, sizes[10] = kShares;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
@@ -130,13 +131,13 @@ void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, 
 
 // Trees of rows that rank (growth.h): begin, rounds until nothing is asked, the trees, the end. `asks` [4, most] are the nodes of the
 // next round: their trees, numbers, parents and tokens; what returns is how many they are.
-Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows) {
-  return new Growing(*head, tokens, rows, num_rows);
+Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows, const FedRow* fed, int64_t num_fed,
+                         int64_t before_all) {
+  return new Growing(*head, tokens, rows, num_rows, fed, num_fed, before_all);
 }
 
-int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pass, const int64_t* roots, int64_t* asks, int64_t most,
-                              int64_t* num_fed, int num_threads) {
-  *num_fed = growing->round(*told, *pass, roots, num_threads);
+int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pass, int64_t* asks, int64_t most, int64_t* num_fed, int num_threads) {
+  *num_fed = growing->round(*told, *pass, num_threads);
   int64_t i = 0;
   for (const Ask& ask : growing->asks()) {
     const auto& node = growing->trees()[ask.tree].nodes()[ask.node];

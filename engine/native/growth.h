@@ -25,15 +25,23 @@ struct Told {
   uint8_t* is_rather_cached;  // [E], to be written
 };
 
+// Committed tokens that the head is fed before a tree grows, or so that it does not fall behind a text.
+struct FedRow {
+  int64_t num_tokens, first_position;
+  const int64_t *token_ids, *slots;  // [num_tokens]; by position, from 0 on
+  int64_t tree;                      // whose root the last of them is, -1: of none
+};
+
 struct Ask {
   int64_t tree, node;
 };
 
-// The trees of a step. `head` and `tokens`, which its columns are, are the caller's.
+// The trees of a step. `head`, `tokens`, which its columns are, and the `fed` rows are the caller's. Who is fed from position 0 on
+// reads the slot `before_all`.
 class Growing {
  public:
-  Growing(const Decoder& head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows)
-      : head_(head), tokens_(tokens), trees_(rows, rows + num_rows) {
+  Growing(const Decoder& head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows, const FedRow* fed, int64_t num_fed, int64_t before_all)
+      : head_(head), tokens_(tokens), trees_(rows, rows + num_rows), fed_rows_(fed, fed + num_fed), before_all_(before_all) {
     ask();
   }
 
@@ -42,20 +50,25 @@ class Growing {
   const std::vector<int64_t>& offered_tokens() const { return offered_tokens_; }
   const std::vector<double>& offered_scores() const { return offered_scores_; }
 
-  // Answer the nodes asked about, and find those to ask about next; return how many were fed.
-  //
-  // `pass` says where everything lies. Of the first round it has the committed tokens, `roots` the place of each tree's root among
-  // them; of later ones (null) its tokens and segments are not looked at.
-  int64_t round(const Told& told, Pass pass, const int64_t* roots, int num_threads) {
+  // Answer the nodes asked about, and find those to ask about next; return how many were fed: in the first round committed tokens, of
+  // which some are the trees' roots. `pass` says where everything lies; its tokens and segments are not looked at.
+  int64_t round(const Told& told, Pass pass, int num_threads) {
+    const bool is_first = offered_tokens_.empty();
     std::vector<int64_t> fed;  // asks that the head answers
     answers_.assign(asks_.size(), -1);
     for (size_t i = 0; i < asks_.size(); i++)
       if (!told.is_sure[i] && can_be_fed(asks_[i])) answers_[i] = fed.size(), fed.push_back(i);
-    const int64_t num_fed = roots ? pass.num_tokens : (int64_t)fed.size();
-    std::vector<int64_t> rows;
-    for (int64_t i : fed) rows.push_back(roots ? roots[asks_[i].tree] : (int64_t)rows.size());
     Level level;
-    if (!roots) set_level(level, pass, fed);
+    std::vector<int64_t> roots(trees_.size());
+    if (is_first) {
+      set_committed(level, roots);
+    } else {
+      set_nodes(level, fed);
+    }
+    level.lend(pass);
+    const int64_t num_fed = pass.num_tokens;
+    std::vector<int64_t> rows;
+    for (int64_t i : fed) rows.push_back(is_first ? roots[asks_[i].tree] : (int64_t)rows.size());
     LentScratch lent;
     Scratch& scratch = *lent;
     grow(scratch.logits, fed.size() * head_.head.out), grow(scratch.states, fed.size() * head_.width);
@@ -86,6 +99,18 @@ class Growing {
     std::vector<int64_t> token_ids, positions, write_slots, before, key_slots, tail_positions;
     std::vector<int64_t> first_token{0}, first_key{0}, first_tail{0}, first_seen{0};
     std::vector<uint8_t> seen;
+
+    void end_segment() {
+      first_token.push_back(token_ids.size()), first_key.push_back(key_slots.size());
+      first_tail.push_back(tail_positions.size()), first_seen.push_back(seen.size());
+    }
+
+    void lend(Pass& pass) const {
+      pass.num_tokens = token_ids.size(), pass.token_ids = token_ids.data(), pass.positions = positions.data();
+      pass.write_slots = write_slots.data(), pass.before = before.data();
+      pass.segments = {(int64_t)first_token.size() - 1, first_token.data(), first_key.data(), first_tail.data(), first_seen.data(), key_slots.data(),
+                       tail_positions.data(), seen.data()};
+    }
   };
 
   // What ranks a round's laws: where its offers begin, what its columns are, and room.
@@ -151,8 +176,24 @@ class Growing {
     return !ask.node || nodes[nodes[ask.node].parent].is_fed;
   }
 
+  // Feed committed tokens, each row's a chain; `roots` are the places of the trees' roots among them.
+  void set_committed(Level& level, std::vector<int64_t>& roots) const {
+    for (const FedRow& row : fed_rows_) {
+      const int64_t first = row.first_position, end = first + row.num_tokens;
+      level.key_slots.insert(level.key_slots.end(), row.slots, row.slots + end);
+      for (int64_t position = first; position < end; position++) {
+        level.token_ids.push_back(row.token_ids[position - first]), level.positions.push_back(position);
+        level.tail_positions.push_back(position), level.write_slots.push_back(row.slots[position]);
+        level.before.push_back(position ? row.slots[position - 1] : before_all_);
+        for (int64_t other = first; other < end; other++) level.seen.push_back(other <= position);
+      }
+      level.end_segment();
+      if (row.tree >= 0) roots[row.tree] = level.token_ids.size() - 1;
+    }
+  }
+
   // Feed some nodes of every tree by their parents' states: each sees the context, its ancestors and itself.
-  void set_level(Level& level, Pass& pass, const std::vector<int64_t>& fed) const {
+  void set_nodes(Level& level, const std::vector<int64_t>& fed) const {
     for (size_t begin = 0, end; begin < fed.size(); begin = end) {
       const int64_t t = asks_[fed[begin]].tree;
       const RankedTree& tree = trees_[t];
@@ -178,18 +219,15 @@ class Growing {
         for (int64_t v = node; v >= 0; v = nodes[v].parent) is_seen[v] = 1;
         for (int64_t v : tail) level.seen.push_back(is_seen[v]);
       }
-      level.first_token.push_back(level.token_ids.size()), level.first_key.push_back(level.key_slots.size());
-      level.first_tail.push_back(level.tail_positions.size()), level.first_seen.push_back(level.seen.size());
+      level.end_segment();
     }
-    pass.num_tokens = fed.size(), pass.token_ids = level.token_ids.data(), pass.positions = level.positions.data();
-    pass.write_slots = level.write_slots.data(), pass.before = level.before.data();
-    pass.segments = {(int64_t)level.first_token.size() - 1, level.first_token.data(), level.first_key.data(), level.first_tail.data(),
-                     level.first_seen.data(), level.key_slots.data(), level.tail_positions.data(), level.seen.data()};
   }
 
   const Decoder& head_;
   const int64_t* tokens_;
   std::vector<RankedTree> trees_;
+  const std::vector<FedRow> fed_rows_;
+  const int64_t before_all_;
   std::vector<Ask> asks_;
   std::vector<int64_t> offered_tokens_;  // [offers, kScores + 1], the last: how many
   std::vector<double> offered_scores_;   // [offers, kScores]

@@ -43,6 +43,18 @@ class RankedRow:
     temperature: float
 
 
+class FedRow(NamedTuple):
+    """Committed tokens that the head is fed in the first round, from a position on.
+
+    `slots` are by position, up to the last of them. `tree` is whose root the last is, if it is one.
+    """
+
+    token_ids: Sequence[int]
+    first_position: int
+    slots: Sequence[int]
+    tree: int | None
+
+
 class Ask(NamedTuple):
     """A node that the next round asks about, and its token; the root's is not told."""
 
@@ -92,8 +104,8 @@ class GrownTree:
 class Growing:
     """The trees of a step, a context: `round` until nothing is asked, then `finish`.
 
-    `first` is the pass over committed tokens, whose pools and tables later rounds use too; it `keeps` what it points at. `roots`
-    are the places of the trees' roots among its tokens.
+    `where` says where everything lies (Runner.places); it `keeps` what it points at. A token at position 0 reads slot
+    `before_all`. Each tree's root is the last token of one of the `fed` rows.
     """
 
     def __init__(
@@ -101,27 +113,36 @@ class Growing:
         head: library.Decoder,
         vocab_M: Int[Tensor, " M"],
         rows: Sequence[RankedRow],
-        first: library.Pass,
-        roots: Sequence[int],
+        fed: Sequence[FedRow],
+        before_all: int,
+        where: library.Pass,
         keeps: object,
     ) -> None:
-        assert len(roots) == len(rows)
+        assert sorted(row.tree for row in fed if row.tree is not None) == [*range(len(rows))]
         assert all(len(row.slots) > row.root_position + row.max_nodes for row in rows), "a node has no slot"
-        self._rows, self._pass = rows, first
+        self._rows, self._pass = rows, where
         slots = [_as_array(row.slots) for row in rows]
         shares = [np.array(row.shares, dtype=np.float64) for row in rows]
         assert all(one.shape == (2, library.NUM_SHARES) for one in shares)
-        self._kept = (head, vocab_M, slots, shares, keeps)
-        self._roots: NDArray[np.int64] | None = np.array(roots, dtype=np.int64)
+        fed_ids, fed_slots = [_as_array(row.token_ids) for row in fed], [_as_array(row.slots) for row in fed]
         self._library = library.library()
         structures = (library.RankedRow * len(rows))(
             *(
-                _structure(row, own.buffer_info()[0], library.address(own_shares))
+                _structure(row, _address(own), library.address(own_shares))
                 for row, own, own_shares in zip(rows, slots, shares, strict=True)
             )
         )
+        fed_structures = (library.FedRow * len(fed))(
+            *(
+                library.FedRow(len(ids), row.first_position, _address(ids), _address(own), -1 if row.tree is None else row.tree)
+                for row, ids, own in zip(fed, fed_ids, fed_slots, strict=True)
+            )
+        )
+        self._kept = (head, vocab_M, slots, shares, fed_ids, fed_slots, keeps)
         self._most_asks = sum(max(1, min(row.branches, row.max_nodes)) for row in rows)
-        self._handle = self._library.latebranch_grow(ctypes.byref(head), vocab_M.data_ptr(), structures, len(rows))
+        self._handle = self._library.latebranch_grow(
+            ctypes.byref(head), vocab_M.data_ptr(), structures, len(rows), fed_structures, len(fed), before_all
+        )
         self._num_offers = 0
         self.asks = [Ask(tree, 0, -1, -1) for tree in range(len(rows))]
 
@@ -160,13 +181,11 @@ class Growing:
             self._handle,
             ctypes.byref(structure),
             ctypes.byref(self._pass),
-            None if self._roots is None else library.address(self._roots),
             library.address(asks),
             self._most_asks,
             ctypes.byref(num_fed),
             library.num_threads(),
         )
-        self._roots = None
         self._num_offers += len(told)
         self.asks = [Ask(*one) for one in asks[:, :count].T.tolist()]
         is_rather_cached = flags[len(told) :].astype(np.bool_).tolist()
@@ -191,8 +210,12 @@ class Growing:
         return trees, Offers(tokens, scores)
 
 
-def _as_array(slots: Sequence[int]) -> Any:
-    return slots if isinstance(slots, array) and slots.typecode == "q" else array("q", slots)
+def _as_array(numbers: Sequence[int]) -> Any:
+    return numbers if isinstance(numbers, array) and numbers.typecode == "q" else array("q", numbers)
+
+
+def _address(numbers: Any) -> int:
+    return int(numbers.buffer_info()[0])
 
 
 def _structure(row: RankedRow, slots: int, shares: int) -> library.RankedRow:

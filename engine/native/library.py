@@ -101,6 +101,16 @@ class RankedRow(Structure):
     )
 
 
+class FedRow(Structure):
+    """Committed tokens to be fed."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_tokens", "first_position")),
+        *((name, c_void_p) for name in ("token_ids", "slots")),
+        ("tree", c_int64),
+    )
+
+
 class Told(Structure):
     """What cached text foretells at nodes."""
 
@@ -184,7 +194,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     """Return the library for an instruction set; raise OSError if it is not there."""
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
-    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked, Features)
+    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked, Features, FedRow)
     expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES, NUM_SHARES]
     sizes = (c_int64 * len(expected))()
     loaded.latebranch_sizes(sizes)
@@ -212,9 +222,9 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_rank.restype = None
     loaded.latebranch_mix.argtypes = [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p]
     loaded.latebranch_mix.restype = None
-    loaded.latebranch_grow.argtypes = [POINTER(Decoder), c_void_p, POINTER(RankedRow), c_int64]
+    loaded.latebranch_grow.argtypes = [POINTER(Decoder), c_void_p, POINTER(RankedRow), c_int64, POINTER(FedRow), c_int64, c_int64]
     loaded.latebranch_grow.restype = c_void_p
-    loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_void_p, c_int64, c_void_p, c_int]
+    loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_grow_round.restype = c_int64
     loaded.latebranch_grown.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
     loaded.latebranch_grown.restype = None

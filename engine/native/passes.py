@@ -91,25 +91,23 @@ class Runner:
         self, batch: PackedBatch, cache: KVCache, rotations: Sequence[Tables], given: SlotStates | None = None
     ) -> library.Pass:
         """Return what a pass over the packed tokens needs, but for what is wanted of it. It points into what it is made of."""
-        flat = batch.flat
-        keys, values = self._pools_of(cache)
+        flat, pass_ = batch.flat, self.places(cache, rotations, None if given is None else given.pool_SD)
         tokens, row = library.address(batch.tokens_3T), 8 * batch.num_tokens
         table, column = library.address(flat.table), 8 * len(batch.starts)
+        pass_.num_tokens, pass_.num_segments = batch.num_tokens, len(batch.segments)
+        pass_.token_ids, pass_.positions, pass_.write_slots = tokens, tokens + row, tokens + 2 * row
+        pass_.before = None if given is None else given.before_T.data_ptr()
+        pass_.first_token, pass_.first_key = table, table + column
+        pass_.first_tail, pass_.first_seen = table + 2 * column, table + 3 * column
+        pass_.key_slots, pass_.tail_positions = library.address(flat.key_slots), library.address(flat.tail_positions)
+        pass_.seen = library.address(flat.seen)
+        return pass_
+
+    def places(self, cache: KVCache, rotations: Sequence[Tables], pool_SD: Float[Tensor, "S D"] | None = None) -> library.Pass:
+        """Return where everything lies that is not a pass's own."""
+        keys, values = self._pools_of(cache)
         return library.Pass(
-            num_tokens=batch.num_tokens,
-            token_ids=tokens,
-            positions=tokens + row,
-            write_slots=tokens + 2 * row,
-            pool=None if given is None else given.pool_SD.data_ptr(),
-            before=None if given is None else given.before_T.data_ptr(),
-            num_segments=len(batch.segments),
-            first_token=table,
-            first_key=table + column,
-            first_tail=table + 2 * column,
-            first_seen=table + 3 * column,
-            key_slots=library.address(flat.key_slots),
-            tail_positions=library.address(flat.tail_positions),
-            seen=library.address(flat.seen),
+            pool=None if pool_SD is None else pool_SD.data_ptr(),
             keys=keys,
             values=values,
             cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
