@@ -336,5 +336,5 @@ def with_end_tokens(request: Request, info: ModelInfo) -> Request:
 
 def _row_result(growth: Growth, index: int, verdict: Verdict) -> RowResult:
     fed = growth.fed[index]
-    drafted_len = next((i for i, node in enumerate(verdict.path) if node not in fed), len(verdict.path))
+    drafted_len = next((i for i, node in enumerate(verdict.path) if node not in fed), len(verdict.path)) if fed else 0
     return RowResult(growth.forest.trees[index], verdict.path, verdict.extra_id, drafted_len)

@@ -233,6 +233,8 @@ class Scheduler:
         if not speculation.is_enabled:
             return PLAIN
         asked = speculation.expansion or expansion
+        if asked.is_plain:
+            return PLAIN
         wish = asked if sequence.request.sampling.is_greedy else fitted(asked, sequence.verifier)
         most = wish.num_draft_tokens if speculation.max_nodes is None else min(speculation.max_nodes, wish.num_draft_tokens)
         return wish.limited(max(0, sequence.num_remaining - 1), most)
@@ -248,7 +250,7 @@ class Scheduler:
         Nor does a tree grow far ahead of what the drafter has been fed.
         """
         is_behind = self._feeding is not Feeding.TARGET_CACHE and sequence.num_tokens - sequence.draft_len > draft_feed
-        if share.num_certain < sequence.num_uncached or is_behind:
+        if wish.is_plain or share.num_certain < sequence.num_uncached or is_behind:
             return PLAIN
         num_younger = len(self._running) - self._running.index(sequence) - 1
         num_spare = self.num_free - share.num_certain - num_younger

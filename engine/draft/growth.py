@@ -83,9 +83,8 @@ def grow_by(
 
 def _nothing_grown(drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
     """Feed the drafter what it lacks and return roots alone."""
-    feeding = [row for row in rows if row.draft_ids]
-    passes = drafter.feed(feeding, []).passes if feeding else ModelPasses()
-    return replace(plain_growth(rows, vocab_size, device), passes=passes)
+    grown, feeding = plain_growth(rows, vocab_size, device), [row for row in rows if row.draft_ids]
+    return replace(grown, passes=drafter.feed(feeding, []).passes) if feeding else grown
 
 
 def strategy_of(row: Row, calibration: Calibration) -> Strategy:

@@ -163,14 +163,11 @@ class TextCache:
         self._indexer.advance(MOST_INDEXED)
 
     def _follow(self, one: _Followed) -> None:
-        """Learn the tokens that were committed since: first how well they were foretold, then the tokens.
-
-        Of a text that nobody drafts from that is done for one token of those that are followed together.
-        """
-        trees, begin = self._trees_of(one), one.num_known
-        for position in range(begin, len(one.history)):
+        """Learn the tokens that were committed since: first how well they were foretold, then the tokens."""
+        trees = self._trees_of(one)
+        for position in range(one.num_known, len(one.history)):
             token_id = one.history[position]
-            for told in self._said_at(one, trees, position) if one.is_asked or position == begin else ():
+            for told in self._said_at(one, trees, position):
                 self._agreement.observe(told.source, told.match, token_id)
             if one.prompt is not None:
                 one.output.append(token_id)

@@ -166,12 +166,19 @@ def flat(chance: float) -> Chances:
     return lambda depth, num_generated: chance
 
 
-def run(policy: ExpansionPolicy, machine: Machine, texts: Sequence[Text], num_steps: int, seed: int = 0) -> Ran:
-    """Run steps over all texts. The machine's true seconds count; the policy is told blurred ones."""
+def run(
+    policy: ExpansionPolicy,
+    machine: Machine,
+    texts: Sequence[Text],
+    num_steps: int,
+    seed: int = 0,
+    shown: Callable[[list[SequenceView]], Sequence[SequenceView]] = list,
+) -> Ran:
+    """Run steps over all texts. The machine's true seconds count; the policy is told blurred ones, and `shown` the views."""
     chance, ran = random.Random(seed), Ran()
     for _ in range(num_steps):
         views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
-        choice = policy.choose(views)
+        choice = policy.choose(shown(views))
         step = _Step(choice, len(texts))
         for text, view, wished in zip(texts, views, choice.expansions, strict=True):
             if text.num_prompt:

@@ -5,14 +5,16 @@ Chance comes from seeds and time from arithmetic, so every number here is the sa
 
 import logging
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.policy import Choice, DraftOutcome, ExpansionPolicy, Reason, StepFeedback, StepWork
+from engine.policy import BatchViews, Choice, DraftOutcome, ExpansionPolicy, Reason, SequenceView, StepFeedback, StepWork
 from engine.tree import PLAIN, Expansion
 from engine.types import Speculation
 from selector.allocation import Allocation, Allocator
@@ -604,6 +606,37 @@ def test_a_choice_that_is_confirmed_stands_twice_as_long():
     assert list(dict.fromkeys(thinking(Thinks, DEAR, 0.0))) == [5, 9, 17, 33]
     assert max(thinking(Thinks, CHEAP, 1.0)) == 17
     assert max(thinking(NeverStandsLonger, DEAR, 0.0)) == 5
+
+
+def seen_by(policy: AdaptiveExpansion, num_steps: int, composition: Callable[[int], int | None]) -> tuple[Ran, int]:
+    """Return a run over texts of which one comes in between, and in how many steps the policy looked at them."""
+    looked: list[int] = []
+    steps = count()
+
+    def shown(views: list[SequenceView]) -> BatchViews:
+        step = next(steps)
+
+        def look() -> list[SequenceView]:
+            looked.append(step)
+            return views
+
+        return BatchViews(look, len(views), composition(step))
+
+    texts = texts_of(0.0, 3)
+    ran = run(policy, USUAL, texts, num_steps // 2, seed=1, shown=shown)
+    late = run(policy, USUAL, [*texts, Text(flat(0.0), context=50, name="late")], num_steps // 2, seed=2, shown=shown)
+    return replace(ran, choices=ran.choices + late.choices, reasons=ran.reasons + late.reasons), len(set(looked))
+
+
+def test_who_stays_plain_is_not_looked_at_and_chosen_for_as_if_looked_at():
+    """Before somebody comes and after are two compositions."""
+    seldom, num_seen = seen_by(adaptive(USUAL), 400, lambda step: step // 200)
+    always, num_all = seen_by(adaptive(USUAL), 400, lambda step: None)
+    assert (seldom.choices, seldom.reasons) == (always.choices, always.reasons)
+    assert num_all == 400
+    assert num_seen < 80
+    with pytest.raises(ValueError, match="zip"):
+        seen_by(adaptive(USUAL), 400, lambda step: 0)  # who comes is not seen
 
 
 def steps_until_it_drafts(kind: type[Thinks]) -> int:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.blocks import Block
 from engine.config import SchedulerConfig
 from engine.plan import Feeding, Row, StepPlan
+from engine.policy import BatchViews
 from engine.scheduler import RowResult, Scheduler
 from engine.sequence import Sequence
 from engine.tree import PLAIN, ROOT, Expansion, TokenTree
@@ -95,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scored: dict[str, int] = {}
         self.count = 0
         self.is_mid_step = False
+        self.stepped: dict[int, list[str]] = {}
 
     @rule(
         num_prompt=st.integers(1, 12),
@@ -139,11 +141,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.admit()
         self.check_admission()
         views = self.scheduler.views()
+        self.check_composition(views)
         plan = self.scheduler.plan(wanted[: len(views)])
         self.check_plan(plan, [view.request_id for view in views])
         for row in plan.rows:
             self.run(rng, row)
         self.is_mid_step = False
+
+    def check_composition(self, views: BatchViews) -> None:
+        """Steps of one composition have the same sequences, all of which decode; while a prompt is fed there is none."""
+        names = [view.request_id for view in views]
+        assert len(views) == len(names)
+        all_decode = all(view.num_uncached == 1 for view in views) and names == self.scheduler.running_ids
+        assert (views.composition is not None) == all_decode
+        if views.composition is not None:
+            assert self.stepped.setdefault(views.composition, names) == names
 
     def check_plan(self, plan: StepPlan, running: list[str]) -> None:
         assert sum(len(row.certain_ids) + row.expansion.num_draft_tokens for row in plan.rows) <= self.config.max_step_tokens

@@ -6,7 +6,16 @@ import pytest
 
 from engine.draft.runs import RunningPolicy
 from engine.draft.texts import TextCache
-from engine.policy import Choice, DraftOutcome, FixedExpansion, SequenceView, StepFeedback, StepWork
+from engine.policy import (
+    BatchViews,
+    Choice,
+    DraftOutcome,
+    ExpansionPolicy,
+    FixedExpansion,
+    SequenceView,
+    StepFeedback,
+    StepWork,
+)
 from engine.tree import PLAIN, Expansion, GrowthPrices
 from engine.types import SamplingParams, Speculation
 from tests.selector.machine import feedback
@@ -112,3 +121,44 @@ def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room()
     policy.choose([view("tree")])
     policy.observe(feedback_of(tree))
     assert inner.told[1].outcomes == (tree,)
+
+
+class Counting(Sure):
+    """A cache that counts how often it is asked."""
+
+    num_asked = 0
+
+    def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
+        self.num_asked += 1
+        return super().run(request_id, most_tokens, least_chance)
+
+
+def looks(policy: ExpansionPolicy, compositions: Sequence[int | None]) -> list[bool]:
+    """Return in which of some steps over one request a policy's cached text is looked at."""
+    texts = Counting({"r": 0})
+    running, looked = RunningPolicy(policy, texts), []
+    for composition in compositions:
+        before = texts.num_asked
+        running.choose(BatchViews(lambda: [view("r")], 1, composition))
+        looked.append(texts.num_asked > before)
+    return looked
+
+
+class SaysTheSame(FixedExpansion):
+    """A policy whose choice stands."""
+
+    def __init__(self, expansion: Expansion) -> None:
+        super().__init__(expansion)
+        self._choice = Choice((expansion,))
+
+    def choose(self, views: Sequence[SequenceView]) -> Choice:
+        return self._choice
+
+
+def test_where_nobody_drafts_cached_text_is_looked_at_as_often_as_it_is_followed():
+    plain = SaysTheSame(PLAIN)
+    assert looks(plain, [7] * 9) == [True, False, False, False] * 2 + [True]
+    assert looks(plain, [7, 7, 8, 8, 8]) == [True, False, True, False, False], "others run than before"
+    assert looks(plain, [None] * 3) == [True] * 3, "a prompt is fed"
+    assert looks(FixedExpansion(PLAIN), [7] * 3) == [True] * 3, "every choice is a new one"
+    assert looks(SaysTheSame(TREE), [7] * 3) == [True] * 3, "somebody drafts"

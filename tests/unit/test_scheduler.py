@@ -176,6 +176,16 @@ class FinishedSequencesStay(Scheduler):
         return emission
 
 
+class ForgetsWhoLeft(Scheduler):
+    def _leave(self, sequence):
+        self._running.remove(sequence)
+
+
+class NumbersEachStepAnew(Scheduler):
+    def _compose(self):
+        self._calm = None
+
+
 def with_cache(cache_class: type[PrefixCache]) -> type[Scheduler]:
     """Return a scheduler with a mutant of the prefix cache."""
 
@@ -213,6 +223,8 @@ def test_scheduler():
         KeepsWhatStoodIn,
         FinishedSequencesStay,
         PublishesDrafts,
+        ForgetsWhoLeft,
+        NumbersEachStepAnew,
     ],
 )
 def test_scheduler_kills(mutant):
