@@ -5,8 +5,9 @@ python -m benchmarks.load report load.jsonl
 
 A contender is `policy`, `whole` (the policy, but trees are grown whole where it has them end when they stop paying) or
 `static:TREE`; `policy/traversal` judges by another rule than the configured one. Each has an engine of its own over the same
-models, which learns throughout as a server's does; the first load measured warms up and is not counted. `--useless` shuffles the
-head's weights: what the policy then costs is what it takes to find out.
+models, which learns throughout as a server's does; the first load measured warms up and is not counted. All step in turns,
+whoever has said least next, so that a machine that is slow for some seconds is so for all. `--useless` shuffles the head's weights: what
+the policy then costs is what it takes to find out.
 """
 
 import argparse
@@ -37,13 +38,14 @@ from engine.progress_bar import progress_bar
 from engine.tree import FREE_GROWTH, parse_expansion
 from engine.types import Request, SamplingParams, Speculation
 from engine.weights import resolve
-from server.bench import Run, run_case
+from server.bench import Run, stepped
 from server.bench_prompts import load_prompts
 from server.chat_ids import chat_ids
 from server.settings import load_settings
 
 _PROMPTS = Path(__file__).parent / "prompts.yaml"
 _FEWEST = 4  # requests of a measurement
+_DONE = object()
 
 
 class GrownWhole:
@@ -158,13 +160,27 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     begun = time.strftime("%Y-%m-%dT%H:%M:%S")
     with progress_bar(loads, what="measuring", total=len(loads), unit="load") as bar, args.out.open("a") as out:
         for turn, (number, batch) in enumerate(bar):
-            for way in random.Random(turn).sample(ways, len(ways)):
-                watch = ForeignCpu()
-                run = run_case(way.engine, requests_of(prompts, batch, number, way, args), batch)
-                if turn:
-                    found = Measured.of(begun, number, batch, way.name, run, watch.cpus())
-                    out.write(json.dumps(asdict(found)) + "\n")
-                    out.flush()
+            watch = ForeignCpu()
+            order = random.Random(turn).sample(ways, len(ways))
+            runs = in_turns({way.name: (way.engine, requests_of(prompts, batch, number, way, args)) for way in order}, batch)
+            foreign_cpus = watch.cpus()
+            for name, run in runs.items() if turn else ():
+                out.write(json.dumps(asdict(Measured.of(begun, number, batch, name, run, foreign_cpus))) + "\n")
+            out.flush()
+
+
+def in_turns(loads: Mapping[str, tuple[Engine, Iterator[Request]]], batch: int) -> dict[str, Run]:
+    """Run each engine's requests, that one's next step first whose texts have come least far; return what each did."""
+    runs = {name: Run() for name in loads}
+    going = {name: stepped(engine, requests, batch, runs[name]) for name, (engine, requests) in loads.items()}
+    num_tokens = dict.fromkeys(loads, 0)
+    while going:
+        name = min(going, key=lambda one: num_tokens[one])
+        if next(going[name], _DONE) is _DONE:
+            del going[name]
+        else:
+            num_tokens[name] += runs[name].steps[-1].num_generated_tokens
+    return runs
 
 
 def report(path: Path, max_foreign: float) -> str:

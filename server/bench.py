@@ -107,7 +107,15 @@ class Result:
 
 def run_case(engine: Engine, requests: Iterator[Request], concurrency: int) -> Run:
     """Keep `concurrency` requests in the engine until all are done. Raises RequestFailed if the engine fails on one."""
-    run, living, is_exhausted = Run(), 0, False
+    run = Run()
+    for _ in stepped(engine, requests, concurrency, run):
+        pass
+    return run
+
+
+def stepped(engine: Engine, requests: Iterator[Request], concurrency: int, run: Run) -> Iterator[None]:
+    """Do so a step at a time, noted in `run`: whoever measures several lets them step in turns."""
+    living, is_exhausted = 0, False
     while not is_exhausted or living:
         while not is_exhausted and living < concurrency:
             request = next(requests, None)
@@ -125,8 +133,8 @@ def run_case(engine: Engine, requests: Iterator[Request], concurrency: int) -> R
                 raise RequestFailed(f"{event.request_id}: {event.error}")
             run.texts[event.request_id].extend(event.token_ids)
             living -= event.finish is not None
+        yield
     engine.check_integrity()
-    return run
 
 
 def compare(engine: Engine, cases: Sequence[Case], load: Load, kind: str, num_rounds: int) -> list[Result]:
