@@ -5,9 +5,9 @@ python -m benchmarks.load report load.jsonl
 
 A contender is `policy`, `whole` (the policy, but trees are grown whole where it has them end when they stop paying) or
 `static:TREE`; `policy/traversal` judges by another rule than the configured one. Each has an engine of its own over the same
-models, which learns throughout as a server's does; the first load measured warms up and is not counted. All step in turns,
-whoever has said least next, so that a machine that is slow for some seconds is so for all. `--useless` shuffles the head's weights: what
-the policy then costs is what it takes to find out.
+models, which learns throughout as a server's does; the first load measured warms up and is not counted. All step in turns, who
+has said least next: a machine that is slow for some seconds is so for all. `--useless` shuffles the head's weights: what the
+policy then costs is what it takes to find out.
 """
 
 import argparse
