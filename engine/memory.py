@@ -68,7 +68,7 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
 
     Weights are counted as they are loaded or as they are kept, whichever is more.
     """
-    target, num_slots = configuration_of(config.model), config.scheduler.num_slots
+    target, num_slots = configuration_of(config.model), config.scheduler.num_slots + 1  # and nobody's
     weights, draft_weights = weights_dtype(config.dtype), weights_dtype(draft_dtype)
     is_native = fastest_linears(device) == NATIVE
     kept, draft_kept = (cache_dtype(config.dtype), torch.float32) if is_native else (weights, draft_weights)

@@ -70,13 +70,19 @@ class RootReader:
         if not self._is_watching:
             self._is_watching = True
             if self._model.native is not None:
-                self._model.native.watch((), lambda output: self._keep(output.given_ND))
+                self._model.native.watch((), lambda output: self.keep(output.given_ND))
             else:
                 head = self._model.module.get_output_embeddings()
-                head.register_forward_pre_hook(lambda _, args: self._keep(args[0].flatten(0, -2)))
+                head.register_forward_pre_hook(lambda _, args: self.keep(args[0].flatten(0, -2)))
+                self._model.memories.append(self)
 
-    def _keep(self, given_ND: Float[Tensor, "N D"]) -> None:
-        self._given_ND = given_ND
+    def keep(self, kept: Float[Tensor, "N D"] | None) -> None:
+        """Keep what the output head was given in the latest pass."""
+        self._given_ND = kept
+
+    def kept(self) -> Float[Tensor, "N D"] | None:
+        """Return it."""
+        return self._given_ND
 
     def note(self, endings: Mapping[str, Ending], logits_NV: Float[Tensor, "N V"], laws_RV: Float[Tensor, "R V"]) -> None:
         """Take note of the step whose pass has just run; what was noted before is forgotten."""
