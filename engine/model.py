@@ -69,6 +69,11 @@ class CausalModel:
         """Whether a row's logits have the same bits in any pass."""
         return self.native is not None
 
+    @property
+    def reads_tables(self) -> bool:
+        """Whether it can run passes over tables."""
+        return self.attend is not None
+
     def restore_attention(self) -> None:
         """Let the model attend to an engine's slots again, after it was lent to something that set another attention."""
         self.module.set_attn_implementation(NAME)

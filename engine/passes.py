@@ -34,6 +34,11 @@ class PassModel(Protocol):
         """Columns of its logits."""
         ...
 
+    @property
+    def reads_tables(self) -> bool:
+        """Whether it can run passes over tables."""
+        ...
+
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Run a pass over packed tokens."""
         ...

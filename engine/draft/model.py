@@ -26,6 +26,11 @@ class ModelDrafter:
         self._cache = cache
         self._passes: Passes = DirectPasses(model, cache)
 
+    @property
+    def reads_tables(self) -> bool:
+        """Whether its passes can be recorded."""
+        return self._model.reads_tables
+
     def record(self, steps: StaticSteps) -> RecordedPasses:
         """Replay passes from now on; return them, to be prepared."""
         self._passes = recorded = RecordedPasses(self._model, self._cache, steps)

@@ -32,6 +32,11 @@ class RepaddedModel:
         """Where the model runs."""
         return self._model.device
 
+    @property
+    def reads_tables(self) -> bool:
+        """Whether it can run passes over tables."""
+        return self._model.reads_tables
+
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """As CausalModel.forward. A text can hold ids that only the target has rows for: the last row is read for them."""
         num_rows = self._model.vocab_size

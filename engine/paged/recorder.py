@@ -29,10 +29,14 @@ class Unrecorded:
         return run
 
 
+class GraphRefused(ValueError):
+    """A graph was demanded of a function that cannot be captured."""
+
+
 class CudaGraphs:
     """Captures a CUDA graph of each function; all share their memory, so that one at a time may run.
 
-    A capture that fails is told of once, and from then on functions run themselves. With `is_required` it raises RuntimeError.
+    A capture that fails is told of once, and from then on functions run themselves. With `is_required` it raises GraphRefused.
     """
 
     def __init__(self, is_required: bool = False) -> None:
@@ -47,10 +51,11 @@ class CudaGraphs:
         try:
             return self._captured(run)
         except RuntimeError as error:
+            reason = " ".join(str(error).split())
             if self._is_required:
-                raise
+                raise GraphRefused(f"a pass cannot be captured: {reason}") from error
             self._is_off = True
-            _logger.warning("CUDA graphs are off: %s", " ".join(str(error).split()))
+            _logger.warning("CUDA graphs are off: %s", reason)
             return run
 
     def _captured(self, run: Callable[[], T]) -> Callable[[], T]:

@@ -52,7 +52,8 @@ class Recordings:
     ) -> None:
         self._steps, self._columns, self._run, self._memories = steps, columns, run, memories
         self._device = steps.buffer.table.device
-        self._replays: dict[tuple[Shape, int], Callable[[], list[Tensor | None]]] = {}
+        self._replays: dict[Shape, Callable[[], list[Tensor | None]]] = {}
+        self._num_memories = len(memories)  # when the replays were recorded
         with torch.inference_mode():
             self._rows_NM = torch.zeros(steps.ladder.most_tokens, width, device=self._device)
 
@@ -75,16 +76,22 @@ class Recordings:
         nothing = pack([], self._device)
         others = [()] * (len(self._columns.tokens) - len(nothing.tokens_3T))
         for shape in self._steps.ladder.shapes:
-            if (shape, len(self._memories)) not in self._replays:
-                self._steps.buffer.load(table_of(nothing, shape, self._columns, others, [()] * len(self._columns.asked)))
+            table = table_of(nothing, shape, self._columns, others, [()] * len(self._columns.asked))
+            if self._is_new(shape) and self._steps.buffer.load(table):
                 self._replay(shape)
 
     def _replay(self, shape: Shape) -> None:
-        key = (shape, len(self._memories))
-        if key not in self._replays:
-            self._replays[key] = self._steps.recorder.record(lambda: self._run_once(shape))
-        for memory, kept in zip(self._memories, self._replays[key](), strict=True):
+        if self._is_new(shape):
+            self._replays[shape] = self._steps.recorder.record(lambda: self._run_once(shape))
+        for memory, kept in zip(self._memories, self._replays[shape](), strict=True):
             memory.keep(kept)
+
+    def _is_new(self, shape: Shape) -> bool:
+        """Return whether a shape has not been recorded; nothing has, once somebody else keeps something."""
+        if len(self._memories) > self._num_memories:
+            self._num_memories = len(self._memories)
+            self._replays.clear()
+        return shape not in self._replays
 
     @torch.inference_mode()
     def _run_once(self, shape: Shape) -> list[Tensor | None]:
