@@ -39,6 +39,14 @@ def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
     return [[*islice(numbers, len(tensor))] for tensor in tensors]
 
 
+def rows_to_host(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
+    """Return the numbers of tensors [P, ...] by row and tensor, as float64: one transfer for all of them."""
+    together = torch.cat([tensor.double() for tensor in tensors], dim=1).tolist()
+    widths = [tensor.shape[1] for tensor in tensors]
+    rows = map(iter, together)
+    return [[[*islice(row, width)] for width in widths] for row in rows]
+
+
 def arrays(values: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
     """Return arrays of integers on the device."""
     if device.type == "cpu":

@@ -45,10 +45,11 @@ def random_segments(seed: int, contexts: Sequence[int], most_nodes: int = 7, mos
     rng = random.Random(seed)
     trees = [random_tree(rng, rng.randint(1, most_nodes)) for _ in contexts]
     certain = [rng.randint(1, most_certain) for _ in contexts]
-    lengths = [sum(parts) - 1 for parts in zip(contexts, certain, (tree.num_nodes for tree in trees), strict=True)]
+    lengths = [c + n + tree.num_nodes - 1 for c, n, tree in zip(contexts, certain, trees, strict=True)]
     free = rng.sample(range(sum(lengths) + 9), sum(lengths))
     slots = [[free.pop() for _ in range(length)] for length in lengths]
-    return [tree_segment([*range(count)], *rest) for count, *rest in zip(certain, trees, contexts, slots, strict=True)]
+    parts = zip(certain, trees, contexts, slots, strict=True)
+    return [tree_segment([*range(count)], tree, context, own) for count, tree, context, own in parts]
 
 
 class Growing:
