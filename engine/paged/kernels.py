@@ -10,6 +10,8 @@ Scores, their softmax and sums are float32; products of float32 numbers too, wit
 Shape key: T tokens, H key-value heads, G query heads for each, K head size, V size of a value, S slots, P parts of the keys.
 """
 
+from typing import NamedTuple, Self
+
 import torch
 import triton
 import triton.language as tl
@@ -86,15 +88,17 @@ def _column_block(
     return new_best, total * decay + tl.sum(weights, 1), sums
 
 
-@triton.jit
+# Numbers that a shape decides are not specialised on: each kind of them would be compiled by itself.
+@triton.jit(do_not_specialize=["num_tokens", "num_parts", "first_tile", "first_position", "window"])
 def _attend(
     query,
     keys,
     values,
     table,
-    out,  # [T, H G, V], or with PARTS > 1 float32 [P, T, H G, V]
-    logs,  # with PARTS > 1 each row's log2 of its weights' sum [P, T, H G]
+    out,  # [T, H G, V], or if keys are split float32 [P, T, H G, V]
+    logs,  # if keys are split each row's log2 of its weights' sum [P, T, H G]
     num_tokens,
+    num_parts,
     first_tile,
     first_position,
     scale,
@@ -105,7 +109,7 @@ def _attend(
     K: tl.constexpr,
     V: tl.constexpr,
     TILE_LEN: tl.constexpr,
-    PARTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -135,7 +139,7 @@ def _attend(
         if HAS_WINDOW:  # no query of the tile looks further back
             earliest = tl.min(tl.where(is_row, positions, 2147483647), 0)
             first = tl.minimum(tl.maximum(earliest - window + 1, 0), num_context) // BLOCK_N * BLOCK_N
-        share = tl.cdiv(tl.cdiv(num_keys - first, BLOCK_N), PARTS) * BLOCK_N
+        share = tl.cdiv(tl.cdiv(num_keys - first, BLOCK_N), num_parts) * BLOCK_N
         begin = first + part * share
         end = tl.minimum(begin + share, num_keys)
         first_seen_in_part = num_context // BLOCK_N * BLOCK_N  # from here on blocks hold tail keys
@@ -160,19 +164,19 @@ def _attend(
         is_written = is_row[:, None] & (value_sizes < V)[None, :]
         places = part.to(tl.int64) * num_tokens * (NUM_HEADS * G) + heads
         tl.store(out + places[:, None] * V + value_sizes[None, :], result.to(out.dtype.element_ty), mask=is_written)
-        if PARTS > 1:
+        if IS_SPLIT:
             sizes_of_sums = tl.where(is_empty, float("-inf"), best + tl.log2(tl.where(is_empty, 1.0, total)))
             tl.store(logs + places, sizes_of_sums, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _merge(
     parts,
     logs,
     out,
     num_rows,
+    num_parts,
     V: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -180,11 +184,11 @@ def _merge(
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_P)
     sizes = tl.arange(0, BLOCK_V)
-    log = tl.load(logs + part * num_rows + row, mask=part < PARTS, other=float("-inf"))
+    log = tl.load(logs + part * num_rows + row, mask=part < num_parts, other=float("-inf"))
     best = tl.max(log, 0)
     weights = tl.exp2(log - tl.where(best == float("-inf"), 0.0, best))
     total = tl.sum(weights, 0)
-    is_there = (part < PARTS)[:, None] & (sizes < V)[None, :]
+    is_there = (part < num_parts)[:, None] & (sizes < V)[None, :]
     sums = tl.load(parts + (part * num_rows + row)[:, None] * V + sizes[None, :], mask=is_there, other=0.0)
     merged = tl.sum(sums * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * V + sizes, merged.to(out.dtype.element_ty), mask=sizes < V)
@@ -196,9 +200,22 @@ def num_parts(shape: Shape, num_heads: int) -> int:
     return max(1, min(_MOST_PARTS, _PROGRAMS // (num_tiles * num_heads)))
 
 
-def columns_at_once(size: int, dtype: torch.dtype) -> int:
-    """Return how many keys a block has: what fits beside the queries in a processor's shared memory."""
-    return max(_SMALLEST, min(64, 16384 // (size * dtype.itemsize)))
+class Blocks(NamedTuple):
+    """How a program is compiled: keys it takes at a time, its warps, and how many blocks of keys are on their way."""
+
+    num_columns: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, num_rows: int, size: int) -> Self:
+        """Return what leaves few numbers without a register (by what ptxas says for compute capability 9.0).
+
+        Products of float32 have no tensor cores. With three stages the reading of slots is hidden as that of keys is.
+        """
+        if dtype == torch.float32:
+            return cls(max(_SMALLEST, min(64, 2048 // size)), 8 if num_rows * size >= 4096 else 4, 1)
+        return cls(max(_SMALLEST, min(64, 8192 // size)), 8 if num_rows > 64 else 4, 3)
 
 
 def attend(
@@ -218,7 +235,7 @@ def attend(
     assert values_SHV.is_contiguous()
     parts, block_v = num_parts(shape, num_heads), max(_SMALLEST, triton.next_power_of_2(value_size))
     block_k, block_m = (max(_SMALLEST, triton.next_power_of_2(n)) for n in (size, shape.tile_len * num_shared))
-    rows = num_tokens * num_heads * num_shared
+    rows, blocks = num_tokens * num_heads * num_shared, Blocks.of(query_THGK.dtype, block_m, max(block_k, block_v))
     out = query_THGK.new_empty(num_tokens, num_heads, num_shared, value_size)
     partial, logs = out, out
     if parts > 1:
@@ -226,23 +243,22 @@ def attend(
         logs = query_THGK.new_empty(parts, rows, dtype=torch.float32)
     _attend[num_tokens, num_heads, parts](
         *(query_THGK.contiguous(), keys_SHK, values_SHV, batch.table, partial, logs),
-        *(num_tokens, batch.first_tile, batch.first_position, scaling, softcap or 1.0, window or 0),
+        *(num_tokens, parts, batch.first_tile, batch.first_position, scaling, softcap or 1.0, window or 0),
         G=num_shared,
         NUM_HEADS=num_heads,
         K=size,
         V=value_size,
         TILE_LEN=shape.tile_len,
-        PARTS=parts,
+        IS_SPLIT=parts > 1,
         BLOCK_M=block_m,
-        BLOCK_N=columns_at_once(max(block_k, block_v), query_THGK.dtype),
+        BLOCK_N=blocks.num_columns,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
-        num_warps=8 if block_m > 64 else 4,
-        num_stages=2 if query_THGK.dtype == torch.float32 else 3,  # three hide the reading of slots before that of keys
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
     )
     if parts > 1:
-        block_p = triton.next_power_of_2(parts)
-        _merge[(rows,)](partial, logs, out, rows, V=value_size, PARTS=parts, BLOCK_P=block_p, BLOCK_V=block_v, num_warps=4)
+        _merge[(rows,)](partial, logs, out, rows, parts, V=value_size, BLOCK_P=_MOST_PARTS, BLOCK_V=block_v, num_warps=4)
     return out

@@ -124,10 +124,12 @@ def test_a_wrong_offset_is_noticed(field):
 @needs_triton
 def test_a_merge_without_weights_is_noticed(monkeypatch):
     @triton.jit
-    def evenly(parts, logs, out, num_rows, V: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr):
+    def evenly(parts, logs, out, num_rows, num_parts, V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr):
         row, part, sizes = tl.program_id(0), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
-        is_there = (tl.load(logs + part * num_rows + row, mask=part < PARTS, other=float("-inf")) > float("-inf")).to(tl.float32)
-        each = tl.load(parts + (part * num_rows + row)[:, None] * V + sizes[None, :], mask=(part < PARTS)[:, None], other=0.0)
+        is_there = (tl.load(logs + part * num_rows + row, mask=part < num_parts, other=float("-inf")) > float("-inf")).to(
+            tl.float32
+        )
+        each = tl.load(parts + (part * num_rows + row)[:, None] * V + sizes[None, :], mask=(part < num_parts)[:, None], other=0.0)
         tl.store(
             out + row * V + sizes, tl.sum(each * is_there[:, None], 0) / tl.maximum(tl.sum(is_there, 0), 1.0), mask=sizes < V
         )
