@@ -73,6 +73,6 @@ def why_not(device: torch.device, head_size: int, dtype: torch.dtype) -> str | N
 
 def kernel() -> Attend:
     """Return the kernel; triton is imported here and nowhere before."""
-    from engine.paged.kernels import attend
+    from engine.paged.launch import attend
 
     return attend

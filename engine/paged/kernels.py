@@ -1,29 +1,22 @@
 """Attention over a table as two Triton kernels: tiles of queries over their keys, and the merge of what was split over keys.
 
-Needs triton, and knows nothing else of the engine but the table's layout (engine.paged.table). A program has one tile, one
-key-value head and one part of the keys; a row of its products is a query with one of the heads that share that key-value head:
+Knows nothing of the engine but the table's layout (engine.paged.table); engine.paged.launch starts them. A program has one tile,
+one key-value head and one part of the keys; a row of its products is a query with one of the heads that share the key-value head:
 
     rows     [ q0 g0 | q0 g1 | .. | q1 g0 | .. ]      M = queries of a tile x G, and what a power of two adds
     columns  [ earlier context, seen by all | tail keys, seen as bits say ]      N at a time, by an online softmax
 
-Scores, their softmax and sums are float32; products of float32 numbers too, without TF32. Grids depend on shapes alone.
-Shape key: T tokens, H key-value heads, G query heads for each, K head size, V size of a value, S slots, P parts of the keys.
+Scores, their softmax and sums are float32; products of float32 numbers too, without TF32.
+Shape key: T tokens, H key-value heads, G query heads for each, V size of a value, P parts of the keys.
 """
 
-from typing import NamedTuple, Self
-
-import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
-from torch import Tensor
 
-from engine.paged.table import NUM_TILE_FIELDS, WORD_BITS, PagedBatch, Shape
+from engine.paged.table import NUM_TILE_FIELDS, WORD_BITS
 
-_PROGRAMS, _MOST_PARTS = 264, 32  # two programs for each of an H100's 132 processors, where rows are few
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FIELDS, _WORD_BITS = tl.constexpr(NUM_TILE_FIELDS), tl.constexpr(WORD_BITS)
-_SMALLEST = 16  # side of a matrix product
 
 
 @triton.jit
@@ -90,7 +83,7 @@ def _column_block(
 
 # Numbers that a shape decides are not specialised on: each kind of them would be compiled by itself.
 @triton.jit(do_not_specialize=["num_tokens", "num_parts", "first_tile", "first_position", "window"])
-def _attend(
+def attend(
     query,
     keys,
     values,
@@ -170,7 +163,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
-def _merge(
+def merge(
     parts,
     logs,
     out,
@@ -192,73 +185,3 @@ def _merge(
     sums = tl.load(parts + (part * num_rows + row)[:, None] * V + sizes[None, :], mask=is_there, other=0.0)
     merged = tl.sum(sums * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * V + sizes, merged.to(out.dtype.element_ty), mask=sizes < V)
-
-
-def num_parts(shape: Shape, num_heads: int) -> int:
-    """Return in how many parts a segment's keys are cut: as many as keep the processors busy where there is little else."""
-    num_tiles = -(-shape.num_tokens // shape.tile_len)
-    return max(1, min(_MOST_PARTS, _PROGRAMS // (num_tiles * num_heads)))
-
-
-class Blocks(NamedTuple):
-    """How a program is compiled: keys it takes at a time, its warps, and how many blocks of keys are on their way."""
-
-    num_columns: int
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, num_rows: int, size: int) -> Self:
-        """Return what leaves few numbers without a register (by what ptxas says for compute capability 9.0).
-
-        Products of float32 have no tensor cores. With three stages the reading of slots is hidden as that of keys is.
-        """
-        if dtype == torch.float32:
-            return cls(max(_SMALLEST, min(64, 2048 // size)), 8 if num_rows * size >= 4096 else 4, 1)
-        return cls(max(_SMALLEST, min(64, 8192 // size)), 8 if num_rows > 64 else 4, 3)
-
-
-def attend(
-    query_THGK: Float[Tensor, "T H G K"],
-    keys_SHK: Float[Tensor, "S H K"],
-    values_SHV: Float[Tensor, "S H V"],
-    batch: PagedBatch,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Float[Tensor, "T H G V"]:
-    """Return every token's output, zeros for padding. As engine.paged.reference.attend, on a GPU or by Triton's interpreter."""
-    num_tokens, num_heads, num_shared, size = query_THGK.shape
-    value_size, shape = values_SHV.shape[-1], batch.shape
-    assert num_tokens == shape.num_tokens
-    assert keys_SHK.is_contiguous()
-    assert values_SHV.is_contiguous()
-    parts, block_v = num_parts(shape, num_heads), max(_SMALLEST, triton.next_power_of_2(value_size))
-    block_k, block_m = (max(_SMALLEST, triton.next_power_of_2(n)) for n in (size, shape.tile_len * num_shared))
-    rows, blocks = num_tokens * num_heads * num_shared, Blocks.of(query_THGK.dtype, block_m, max(block_k, block_v))
-    out = query_THGK.new_empty(num_tokens, num_heads, num_shared, value_size)
-    partial, logs = out, out
-    if parts > 1:
-        partial = query_THGK.new_empty(parts, rows, value_size, dtype=torch.float32)
-        logs = query_THGK.new_empty(parts, rows, dtype=torch.float32)
-    _attend[num_tokens, num_heads, parts](
-        *(query_THGK.contiguous(), keys_SHK, values_SHV, batch.table, partial, logs),
-        *(num_tokens, parts, batch.first_tile, batch.first_position, scaling, softcap or 1.0, window or 0),
-        G=num_shared,
-        NUM_HEADS=num_heads,
-        K=size,
-        V=value_size,
-        TILE_LEN=shape.tile_len,
-        IS_SPLIT=parts > 1,
-        BLOCK_M=block_m,
-        BLOCK_N=blocks.num_columns,
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_WINDOW=window is not None,
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
-    )
-    if parts > 1:
-        _merge[(rows,)](partial, logs, out, rows, parts, V=value_size, BLOCK_P=_MOST_PARTS, BLOCK_V=block_v, num_warps=4)
-    return out

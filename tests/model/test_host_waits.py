@@ -48,7 +48,12 @@ def reads_of(requests, waits: Counter[str], monkeypatch: pytest.MonkeyPatch, tre
     """Return how often a run's steps read, how many rounds of growth they had, and how many steps there were."""
     engine = tiny_engine(adopt(tiny_module(), CPU), adopt(tiny_module(), CPU), FixedExpansion(parse_expansion(tree)))
     rounds = []
-    monkeypatch.setattr(growth, "offers_of", lambda *args: rounds.append(1) or children.offers_of(*args))
+
+    def counted(*args):
+        rounds.append(args)
+        return children.offers_of(*args)
+
+    monkeypatch.setattr(growth, "offers_of", counted)
     waits.clear()
     session = run(engine, requests)
     return sum(waits.values()), len(rounds), len(session.stats)

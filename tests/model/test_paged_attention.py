@@ -20,7 +20,7 @@ if find_spec("triton"):
     import triton
     import triton.language as tl
 
-    from engine.paged import kernels
+    from engine.paged import kernels, launch
     from tests.model.interpreted import widened_products
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -34,7 +34,7 @@ RAGGED = (0, 5, 70, 33)  # tokens of context
 def few_programs(monkeypatch):
     """Cut keys in two parts or so: an interpreted program takes milliseconds."""
     if find_spec("triton"):
-        monkeypatch.setattr(kernels, "_PROGRAMS", FEW_PROGRAMS)
+        monkeypatch.setattr(launch, "_PROGRAMS", FEW_PROGRAMS)
 
 
 @settings(max_examples=60)
@@ -59,7 +59,7 @@ def kernel_error(heads, segments, num_tokens, dtype=torch.float32, batch_of=lamb
     """Return how far the kernel is from the gathering attention in float32, and demand that padding be zeros."""
     given = inputs(num_tokens, heads, dtype)
     with widened_products():
-        out = by(kernels.attend, given, batch_of(paged(segments, num_tokens)), heads)
+        out = by(launch.attend, given, batch_of(paged(segments, num_tokens)), heads)
     expected = gathered(given, segments, heads)
     assert not out[len(expected) :].any()
     return float((out[: len(expected)] - expected).abs().max())
@@ -98,8 +98,8 @@ def test_the_kernel_rounds_no_more_than_its_inputs(dtype):
 @pytest.mark.parametrize("most", [1, 3, 32])
 def test_parts_of_the_keys_are_merged(monkeypatch, most):
     """With any number of parts, those without a key among them."""
-    monkeypatch.setattr(kernels, "_PROGRAMS", most)
-    assert kernels.num_parts(Shape(4, 0), 1) == most
+    monkeypatch.setattr(launch, "_PROGRAMS", most)
+    assert launch.num_parts(Shape(4, 0), 1) == most
     assert kernel_error(Heads(1, 2), random_segments(3, [200, 3], 1, 1), 4) < EXACT
 
 
@@ -107,7 +107,7 @@ def test_parts_of_the_keys_are_merged(monkeypatch, most):
 def test_a_causal_mask_is_noticed():
     segments = random_segments(2, RAGGED)
     given = inputs(32, Heads())
-    out = by(kernels.attend, given, paged([*map(causal, segments)], 32), Heads())
+    out = by(launch.attend, given, paged([*map(causal, segments)], 32), Heads())
     expected = gathered(given, segments, Heads())
     assert (out[: len(expected)] - expected).abs().max() > WRONG
 
@@ -134,7 +134,7 @@ def test_a_merge_without_weights_is_noticed(monkeypatch):
             out + row * V + sizes, tl.sum(each * is_there[:, None], 0) / tl.maximum(tl.sum(is_there, 0), 1.0), mask=sizes < V
         )
 
-    monkeypatch.setattr(kernels, "_merge", evenly)
+    monkeypatch.setattr(kernels, "merge", evenly)
     assert kernel_error(Heads(1, 2), random_segments(3, [200, 3], 1, 1), 4) > WRONG
 
 
@@ -142,7 +142,7 @@ def test_a_merge_without_weights_is_noticed(monkeypatch):
 def test_a_window_one_too_wide_is_noticed():
     heads, segments = Heads(1, 2, window=6), random_segments(6, RAGGED)
     given = inputs(32, heads)
-    out, expected = by(kernels.attend, given, paged(segments, 32), replace(heads, window=7)), gathered(given, segments, heads)
+    out, expected = by(launch.attend, given, paged(segments, 32), replace(heads, window=7)), gathered(given, segments, heads)
     assert (out[: len(expected)] - expected).abs().max() > WRONG
 
 

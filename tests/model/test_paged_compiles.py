@@ -15,7 +15,7 @@ PROGRAM = """
 import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.paged import kernels
+from engine.paged import kernels, launch
 
 POINTER = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 
@@ -29,19 +29,19 @@ def shared_bytes(function, types, constants, warps, stages):
 def attend(dtype, shared, heads, size, tile_len, is_split):
     rows = max(16, triton.next_power_of_2(tile_len * shared))
     block = max(16, triton.next_power_of_2(size))
-    blocks = kernels.Blocks.of(dtype, rows, block)
+    blocks = launch.Blocks.of(dtype, rows, block)
     given, made = POINTER[dtype], "*fp32" if is_split else POINTER[dtype]
-    types = {name: "i32" for name in kernels._attend.arg_names}
+    types = {name: "i32" for name in kernels.attend.arg_names}
     types |= {"query": given, "keys": given, "values": given, "table": "*i32", "out": made, "logs": made}
     types |= {"scale": "fp32", "softcap": "fp32"}
     constants = {"G": shared, "NUM_HEADS": heads, "K": size, "V": size, "TILE_LEN": tile_len, "IS_SPLIT": is_split}
     constants |= {"BLOCK_M": rows, "BLOCK_N": blocks.num_columns, "BLOCK_K": block, "BLOCK_V": block}
     constants |= {"HAS_SOFTCAP": is_split, "HAS_WINDOW": is_split}
-    return shared_bytes(kernels._attend, types, constants, blocks.num_warps, blocks.num_stages)
+    return shared_bytes(kernels.attend, types, constants, blocks.num_warps, blocks.num_stages)
 
 def merge():
     types = {"parts": "*fp32", "logs": "*fp32", "out": "*bf16", "num_rows": "i32", "num_parts": "i32"}
-    return shared_bytes(kernels._merge, types, {"V": 128, "BLOCK_P": 32, "BLOCK_V": 128}, 4, 1)
+    return shared_bytes(kernels.merge, types, {"V": 128, "BLOCK_P": 32, "BLOCK_V": 128}, 4, 1)
 
 print(json.dumps([merge(), *(attend(*case) for case in (
     (torch.bfloat16, 7, 4, 128, 8, False),
