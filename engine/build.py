@@ -71,6 +71,8 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         torch.set_num_threads(config.num_threads)
     config = _compatible(config)
     device = device_of(config)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels and graphs of ours go to the current one
     _require_memory(config, device)
     models = {} if models is None else models
     model = _load(config.model, config.dtype, device, models)

@@ -21,8 +21,7 @@ from engine.linears import NATIVE, fastest_linears
 from engine.model import weights_dtype
 from engine.native.linear import weight_bytes
 from engine.native.passes import cache_dtype
-from engine.paged.attention import why_not
-from engine.static_steps import table_capacity
+from engine.static_steps import table_capacity, why_as_they_come
 from engine.weights import WeightsError, resolve
 
 GB = 1e9
@@ -144,8 +143,7 @@ def _replay_bytes(config: EngineConfig, target: PretrainedConfig, device: torch.
     What is between is of the size of a step's own, which has it no longer.
     """
     text, limits = target.get_text_config(), config.scheduler
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if config.kv_canary or why_not(device, head_size, weights_dtype(config.dtype)) is not None:
+    if why_as_they_come(config, target, device) is not None:
         return 0
     num_models = 1 + (config.draft_model is not None or config.head is not None)
     rows = num_models * limits.max_step_tokens * text.vocab_size

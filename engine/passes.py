@@ -51,6 +51,11 @@ class PassModel(Protocol):
 class Passes(Protocol):
     """Runs one model over one cache."""
 
+    @property
+    def way(self) -> str:
+        """How, for whoever keeps times: equal ways, like times."""
+        ...
+
     def run(self, batch: PackedBatch, rows: Sequence[int]) -> Float[Tensor, "N V"]:
         """Return float32 logits of the packed tokens in `rows`."""
         ...
@@ -61,6 +66,11 @@ class DirectPasses:
 
     def __init__(self, model: PassModel, cache: KVCache, listener: Listener | None = None) -> None:
         self._model, self._cache, self._listener = model, cache, listener
+
+    @property
+    def way(self) -> str:
+        """As they come."""
+        return "torch's"
 
     def run(self, batch: PackedBatch, rows: Sequence[int]) -> Float[Tensor, "N V"]:
         """Return float32 logits of the packed tokens in `rows`."""
@@ -75,6 +85,7 @@ class RecordedPasses:
 
     def __init__(self, model: PassModel, cache: KVCache, steps: StaticSteps, listener: Listener | None = None) -> None:
         self._direct = DirectPasses(model, cache, listener)
+        self._recorder = steps.recorder
 
         def run(batch: PagedBatch) -> Float[Tensor, "N V"]:
             logits_NV = model.forward_table(batch, cache)
@@ -84,6 +95,11 @@ class RecordedPasses:
 
         columns = Columns(tokens=(0, 0, cache.nobody), asked=(0,))
         self._recordings = Recordings(steps, columns, run, model.vocab_size, model.memories)
+
+    @property
+    def way(self) -> str:
+        """Padded, and by what they are replayed."""
+        return f"torch's, padded, {self._recorder.name}"
 
     def run(self, batch: PackedBatch, rows: Sequence[int]) -> Float[Tensor, "N V"]:
         """Return float32 logits of the packed tokens in `rows`."""

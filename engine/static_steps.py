@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+from transformers import PretrainedConfig
+
 from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.draft.head_drafter import HeadDrafter
 from engine.draft.model import ModelDrafter
-from engine.model import CausalModel
+from engine.model import CausalModel, weights_dtype
+from engine.paged.attention import why_not
 from engine.paged.buffer import TableBuffer
 from engine.paged.ladder import Ladder
 from engine.paged.recorder import CudaGraphs, GraphRefused, Unrecorded
@@ -31,13 +35,23 @@ def table_capacity(limits: SchedulerConfig) -> int:
     return limits.max_running * limits.max_model_len + limits.max_step_tokens * limits.max_step_tokens
 
 
+def why_as_they_come(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> str | None:
+    """Return why passes of a configuration's target would not be padded and replayed, before it is loaded; None if they would."""
+    text = target.get_text_config()
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return _CANARY if config.kv_canary else why_not(device, int(head_size), weights_dtype(config.dtype))
+
+
+_CANARY = "kv_canary looks at what is read"
+
+
 def static_steps(config: EngineConfig, model: CausalModel) -> StaticSteps | None:
     """Return what a model's passes are recorded with; None where they run as they come.
 
     Raises GraphRefused if graphs are demanded where there can be none.
     """
     if model.attend is None or config.kv_canary:
-        reason = "kv_canary looks at what is read" if config.kv_canary else f"on {model.device} attention gathers keys"
+        reason = _CANARY if config.kv_canary else f"on {model.device} attention gathers keys"
         if config.cuda_graphs == "on":
             raise GraphRefused(reason)
         return None

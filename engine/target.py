@@ -47,6 +47,11 @@ class Target:
         self._passes = recorded = RecordedPasses(self.model, self.cache, steps, self._tell)
         return recorded
 
+    @property
+    def way(self) -> str:
+        """How passes are run that are torch's."""
+        return self._passes.way
+
     def _tell(self, write_slots_T: Int[Tensor, " T"]) -> None:
         for observer in self._observers:
             observer.on_pass(write_slots_T)

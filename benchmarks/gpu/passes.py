@@ -62,6 +62,11 @@ class _Gathering:
     def __init__(self, model: CausalModel, cache: KVCache) -> None:
         self._model, self._passes = model, DirectPasses(model, cache)
 
+    @property
+    def way(self) -> str:
+        """As they come."""
+        return self._passes.way
+
     def run(self, batch: PackedBatch, rows: Sequence[int]) -> torch.Tensor:
         """Return logits of the packed tokens in `rows`."""
         attend, self._model.attend = self._model.attend, None

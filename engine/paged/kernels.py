@@ -135,8 +135,8 @@ def attend(
         share = tl.cdiv(tl.cdiv(num_keys - first, BLOCK_N), num_parts) * BLOCK_N
         begin = first + part * share
         end = tl.minimum(begin + share, num_keys)
-        first_seen_in_part = num_context // BLOCK_N * BLOCK_N  # from here on blocks hold tail keys
-        middle = tl.maximum(tl.minimum(end, first_seen_in_part), begin)
+        first_of_tail = num_context // BLOCK_N * BLOCK_N  # from here on blocks hold tail keys
+        middle = tl.maximum(tl.minimum(end, first_of_tail), begin)
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         state = best, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         tile = first_key, first_tail

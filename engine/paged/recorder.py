@@ -13,6 +13,8 @@ _logger = logging.getLogger(__name__)
 class Recorder(Protocol):
     """Makes functions that do a thing again, with what lies in its buffers then."""
 
+    name: str
+
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """Return what does all that `run` does to tensors and returns what it returned, the same tensors where it can.
 
@@ -23,6 +25,8 @@ class Recorder(Protocol):
 
 class Unrecorded:
     """Runs the function itself: on a processor, and wherever graphs are off."""
+
+    name = "no graphs"
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """Return the function."""
@@ -39,6 +43,8 @@ class CudaGraphs:
     A capture that fails is told of once, and from then on functions run themselves. With `is_required` it raises GraphRefused.
     """
 
+    name = "CUDA graphs"
+
     def __init__(self, is_required: bool = False) -> None:
         self._is_required = is_required
         self._is_off = False
@@ -54,7 +60,7 @@ class CudaGraphs:
             reason = " ".join(str(error).split())
             if self._is_required:
                 raise GraphRefused(f"a pass cannot be captured: {reason}") from error
-            self._is_off = True
+            self._is_off, self.name = True, Unrecorded.name
             _logger.warning("CUDA graphs are off: %s", reason)
             return run
 

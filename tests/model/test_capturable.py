@@ -43,6 +43,8 @@ class Watched(TorchDispatchMode):
 class Recording:
     """Records as a graph does, but for the capture: the first run is free, the second is watched."""
 
+    name = "watched"
+
     def __init__(self) -> None:
         self.watched = Watched()
 

@@ -56,6 +56,7 @@ def test_a_model_that_can_be_served(folder, capsys, monkeypatch):
         (("--drafter", "head", "--head", "{folder}/config.json"), "drafter"),
         (("--selector", "{folder}/config.json"), "selector"),
         (("--device", "cuda"), "device"),
+        (("--device", "cpu", "--cuda-graphs", "on"), "passes"),
         (("--model", "{folder}/nothing"), "model"),
     ],
 )

@@ -77,3 +77,10 @@ def test_the_tokens_that_a_law_allows_would_be_waited_for(waits, monkeypatch):
     monkeypatch.setattr(children, "_known", lambda laws_PM: laws_PM.amax(0).nonzero()[:, 0])
     with pytest.raises(AssertionError):
         test_a_greedy_step_reads_once_a_round_and_once_to_judge(waits, monkeypatch, "3.2.2")
+
+
+def test_a_rule_that_draws_reads_twice_a_round_and_three_times_to_judge(waits, monkeypatch):
+    """Whether draft laws are laws, and the draws; the likeliest tokens, which sums make sense, and the token that comes."""
+    requests = [sampled("one", [5, 9, 33], seed=1, verifier="traversal")]
+    reads, num_rounds, num_steps = reads_of(requests, waits, monkeypatch, "2.2.1")
+    assert reads == 2 * num_rounds + 3 * num_steps

@@ -177,6 +177,8 @@ class Remembering:
 class Replaying:
     """As a graph does it: a replay leaves its results in the tensors of the recording, and runs no Python beside."""
 
+    name = "as a graph"
+
     def __init__(self) -> None:
         self.num_recorded = 0
 

@@ -56,8 +56,10 @@ def test_without_graphs_passes_are_padded_alike():
     steps = static_steps(CONFIG, engine.target.model)
     assert steps is not None
     assert isinstance(steps.recorder, Unrecorded)
+    assert engine.target.way == "torch's"
     prepared = record(steps, LIMITS, engine.target, engine.drafter)
     assert len(prepared) == 2
+    assert engine.target.way == "torch's, padded, no graphs"  # times that are kept are of one way
     for passes in prepared:
         passes.prepare()
     plain = tiny_engine(adopt(tiny_module(), CPU), adopt(tiny_module(), CPU), config=LIMITS)
@@ -75,7 +77,7 @@ def test_what_replays_keep_is_counted(tmp_path, monkeypatch):
     folder = str(model_folder(tmp_path))
     config = replace(CONFIG, model=folder, drafter="model", draft_model=folder)
     assert memory_need(config, "float32", CPU).replays == 0
-    monkeypatch.setattr(memory, "why_not", lambda *_: None)
+    monkeypatch.setattr(memory, "why_as_they_come", lambda *_: None)
     engine = tiny_engine(model_over_tables(), model_over_tables(), config=LIMITS)
     steps = static_steps(CONFIG, engine.target.model)
     assert steps is not None
