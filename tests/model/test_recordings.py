@@ -33,7 +33,7 @@ from engine.policy import FixedExpansion
 from engine.segments import chain_segment
 from engine.testing import FAMILIES, tiny_engine, tiny_module
 from engine.tree import Expansion
-from tests.model.driving import run
+from tests.model.driving import greedy, run
 from tests.model.heads import drafter_of, head_engine, learnt_head
 from tests.model.mixed import mixed_requests
 from tests.model.paged import causal
@@ -109,13 +109,39 @@ def test_the_targets_first_layers_draft_over_its_cache():
 
 def test_features_are_those_of_passes_as_they_come():
     """What a listener does is part of what is recorded: a head reads the same features."""
-    engines = with_head("llama"), replayed(with_head("llama"))
-    sessions = [run(engine, mixed_requests(max_tokens=16)) for engine in engines]
-    accepted = [sum(one.num_accepted_tokens for one in session.stats) for session in sessions]
-    assert accepted[0] == accepted[1] > 0
-    pools = [drafter_of(engine)._pool for engine in engines]
-    features = [pool.read(torch.arange(CONFIG.num_slots)) for pool in pools]
-    assert torch.allclose(features[0].nan_to_num(), features[1].nan_to_num(), atol=1e-4)
+    as_they_come, replays = features_by_step(with_head("llama")), features_by_step(replayed(with_head("llama")))
+    assert len(as_they_come) > 10
+    assert torch.allclose(torch.stack(as_they_come), torch.stack(replays), atol=1e-4)
+
+
+def test_states_of_padding_in_a_slot_are_noticed(monkeypatch):
+    table_of = table.table_of
+
+    def in_the_last_slot(batch, shape, columns, *rest):
+        asked = (0, CONFIG.num_slots - 1) if len(columns.asked) > 1 else columns.asked
+        return table_of(batch, shape, Columns(columns.tokens, asked), *rest)
+
+    monkeypatch.setattr(recordings, "table_of", in_the_last_slot)
+    with pytest.raises(AssertionError):
+        test_features_are_those_of_passes_as_they_come()
+
+
+@torch.inference_mode()
+def features_by_step(engine: Engine) -> list[torch.Tensor]:
+    """Return what is in every slot after each step; drafts are accepted, and nothing was in any before."""
+    pool = drafter_of(engine)._pool
+    pool._pool_SW.zero_()
+    features: list[torch.Tensor] = []
+    session = run(engine, mixed_requests(max_tokens=16), lambda _: features.append(pool.read(torch.arange(CONFIG.num_slots))))
+    assert sum(one.num_accepted_tokens for one in session.stats) > 0
+    return features
+
+
+def test_a_drafter_of_fewer_rows_reads_ids_that_only_the_target_has():
+    requests = [greedy("one", [60, 5, 59, 58, 60])]
+    made = [with_wider_model("llama"), replayed(with_wider_model("llama"))]
+    texts_of = [run(engine, requests).texts() for engine in made]
+    assert texts_of[0] == texts_of[1]
 
 
 def padding_writes_to_the_first_slot(columns):
@@ -175,20 +201,23 @@ class Remembering:
 
 
 class Replaying:
-    """As a graph does it: a replay leaves its results in the tensors of the recording, and runs no Python beside."""
+    """As a graph does it: a replay leaves its results in the tensors of the recording, and nobody hears of it."""
 
     name = "as a graph"
 
-    def __init__(self) -> None:
+    def __init__(self, memory: "Remembering") -> None:
         self.num_recorded = 0
+        self._memory = memory
 
     def record(self, once):
         self.num_recorded += 1
         result = once()
 
         def replay():
+            before = self._memory.latest
             for kept, new in zip(result, once(), strict=True):
                 kept.copy_(new)
+            self._memory.latest = before
             return result
 
         return replay
@@ -197,7 +226,8 @@ class Replaying:
 @torch.inference_mode()
 def test_whoever_keeps_something_of_a_pass_is_given_it_back():
     """Two shapes in turn: a replay of the first must give back the first one's tensor, with the latest numbers."""
-    target, memory, recorder = adopt(tiny_module("llama"), CPU), Remembering(), Replaying()
+    target, memory = adopt(tiny_module("llama"), CPU), Remembering()
+    recorder = Replaying(memory)
     target.attend = attend
     engine = tiny_engine(target, None, FREE, config=CONFIG)
     passes = engine.target.record(StaticSteps(TableBuffer(4096, CPU), Ladder(8), recorder))
@@ -215,6 +245,17 @@ def test_whoever_keeps_something_of_a_pass_is_given_it_back():
 
 def pack_chain(ids):
     return pack([chain_segment(ids, 0, range(len(ids)))], CPU)
+
+
+def test_logits_are_the_callers_own():
+    """The next pass of the same shape does not write into them."""
+    engine = tiny_engine(adopt(tiny_module("llama"), CPU), None, FREE, config=CONFIG)
+    engine.target.model.attend = attend
+    passes = engine.target.record(steps_of())
+    first = passes.run(pack_chain([5, 6]), [0, 1])
+    before = first.clone()
+    passes.run(pack_chain([9, 7]), [0, 1])
+    assert torch.equal(first, before)
 
 
 @given(st.integers(1, 700), st.data())
