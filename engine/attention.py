@@ -1,15 +1,16 @@
 """Tree-masked attention over slots, as a transformers attention implementation named "latebranch".
 
-Each layer writes its new keys and values to the cache, then every group of segments attends to its own slots. Grouped-query heads
-are folded into the query rows, so keys and values are never expanded.
+Each layer writes its new keys and values to the cache, then its context attends: here every group of segments to its own slots by
+batched products, in engine.paged by a kernel. Grouped-query heads are folded into the query rows, so keys and values are never
+expanded.
 Shape key: T packed tokens, B segments, Q queries of a group, L keys, H key-value heads, G query heads for each, K head size.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -23,12 +24,58 @@ class UnsupportedAttention(ValueError):
     """The model asks of attention what this implementation cannot do exactly."""
 
 
+class AttentionContext(Protocol):
+    """What every layer of one pass shares; travels through the model as a keyword argument."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Where keys and values are written."""
+        ...
+
+    @property
+    def write_slots_T(self) -> Int[Tensor, " T"]:
+        """Slots to write."""
+        ...
+
+    def attended(
+        self,
+        layer: int,
+        query_THGK: Float[Tensor, "T H G K"],
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Float[Tensor, "T HGV"]:
+        """Attend to what the cache holds for a layer: every packed token's output, in packed order."""
+        ...
+
+
 @dataclass(frozen=True)
-class AttentionContext:
-    """What every layer of one forward shares; travels through the model as a keyword argument."""
+class Gathered:
+    """Attention that gathers the keys of padded groups: by torch, on any device."""
 
     batch: PackedBatch
     cache: KVCache
+
+    @property
+    def write_slots_T(self) -> Int[Tensor, " T"]:
+        """Slots to write."""
+        return self.batch.write_slots_T
+
+    def attended(
+        self,
+        layer: int,
+        query_THGK: Float[Tensor, "T H G K"],
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Float[Tensor, "T HGV"]:
+        """Attend group by group."""
+        padded, outputs = self.batch.padded, []
+        for group in padded.groups:
+            keys, values = (gathered.to(query_THGK.dtype) for gathered in self.cache.gather(layer, group.key_slots_BL))
+            outputs.append(group_attention(query_THGK, keys, values, group, scaling, window, softcap))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out if padded.is_identity else out.index_select(0, padded.unpad_T)
 
 
 def group_attention(
@@ -66,24 +113,6 @@ def in_rows(out: Float[Tensor, "B H GQ V"], group: Group) -> Float[Tensor, "BQ H
     return unfolded(out, group).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
 
 
-def cached_attention(
-    layer: int,
-    query_THGK: Float[Tensor, "T H G K"],
-    context: AttentionContext,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Float[Tensor, "T HGV"]:
-    """Attend to what the cache holds for a layer: every packed token's output, in packed order."""
-    padded, cache = context.batch.padded, context.cache
-    outputs = []
-    for group in padded.groups:
-        keys, values = (gathered.to(query_THGK.dtype) for gathered in cache.gather(layer, group.key_slots_BL))
-        outputs.append(group_attention(query_THGK, keys, values, group, scaling, window, softcap))
-    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return out if padded.is_identity else out.index_select(0, padded.unpad_T)
-
-
 def tree_attention(
     module: nn.Module,
     query: Float[Tensor, "1 HG T K"],
@@ -104,12 +133,12 @@ def tree_attention(
         raise UnsupportedAttention("this attention needs its context and makes its own masks")
     if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
         raise UnsupportedAttention("attention sinks are not supported")
-    batch, cache, layer = attention_context.batch, attention_context.cache, module.layer_idx
-    cache.write(layer, batch.write_slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))  # type: ignore[arg-type]
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    attention_context.cache.write(layer, attention_context.write_slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
     num_tokens, num_heads, head_size = query.shape[2], key.shape[1], query.shape[3]
     query_THGK = query[0].transpose(0, 1).reshape(num_tokens, num_heads, -1, head_size)
     scale = head_size**-0.5 if scaling is None else scaling
-    out = cached_attention(layer, query_THGK, attention_context, scale, sliding_window, softcap)  # type: ignore[arg-type]
+    out = attention_context.attended(layer, query_THGK, scale, sliding_window, softcap)
     return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
 
 

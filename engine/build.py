@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,11 +35,13 @@ from engine.memory import memory_need, shortage
 from engine.model import CausalModel, load_model, weights_dtype
 from engine.model_check import UnsupportedModel
 from engine.native import library
+from engine.paged.recorder import GraphRefused
 from engine.pairs import require_exact
 from engine.plan import Feeding
 from engine.policy import ExpansionPolicy, FixedExpansion, PlainDecoding, RootSource
 from engine.rig import Rig
 from engine.roots import RootReader
+from engine.static_steps import Prepared, record, static_steps
 from engine.target import Target
 from engine.trace_file import TraceFile
 from engine.tracer import FileTracer, header_of
@@ -69,6 +71,8 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         torch.set_num_threads(config.num_threads)
     config = _compatible(config)
     device = device_of(config)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels and graphs of ours go to the current one
     _require_memory(config, device)
     models = {} if models is None else models
     model = _load(config.model, config.dtype, device, models)
@@ -77,6 +81,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     canary = SlotCanary() if config.kv_canary else None
     target = Target(model, config.scheduler.num_slots, canary)
     config, own_drafter = _drafter_or_stand_in(config, target, models)
+    recorded = _recorded(config, target, own_drafter)
     drafter, roots = _with_texts(own_drafter, config, model), RootReader(model, own_drafter)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
     info = ModelInfo(
@@ -97,6 +102,8 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     _warm_up(info, config, target, _with_texts(measured, config, model))
     rig = Rig(info, config.scheduler, target, measured, _drafter_weights(config, models))
     policy = _policy(config, drafter, rig, roots, adaptive)
+    for passes in recorded:  # anew, where a policy watches them now
+        passes.prepare()
     info = replace(info, policy=policy.name)
     grammars = CompiledGrammars(vocabulary_loader(resolve(config.model).folder, info.vocab_size, info.eos_token_ids))
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
@@ -131,6 +138,19 @@ def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Dra
     engine.add(Request("warm-up", prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)))
     while engine.has_work:
         engine.step()
+
+
+def _recorded(config: EngineConfig, target: Target, drafter: Drafter | None) -> Sequence[Prepared]:
+    """Record passes of every shape, where they are replayed; return what was."""
+    try:
+        if (steps := static_steps(config, target.model)) is None:
+            return ()
+        recorded = record(steps, config.scheduler, target, drafter)
+        for passes in recorded:
+            passes.prepare()
+    except GraphRefused as error:
+        raise BadConfiguration(f"cuda_graphs: {config.cuda_graphs}: {error}") from error
+    return recorded
 
 
 def _require_memory(config: EngineConfig, device: torch.device) -> None:

@@ -44,8 +44,8 @@ class EngineConfig:
     that does not fit is left out, with a warning). `dtype` is float32, bfloat16, int8 or compact, `draft_dtype` a draft
     model's or head's. None lets the engine choose: the device (cuda if there is one), threads (the physical processors), the
     number format in which the device drafts fastest. `audit_share` of the requests have their first `audit_tokens` tokens
-    checked in idle moments. `trace_file` is appended to at every step; None traces nothing. With `kv_canary` every slot that is
-    read is checked to be the reader's own.
+    checked in idle moments. `trace_file` is appended to at every step; None traces nothing. `cuda_graphs` is auto, on (an error
+    where there can be none) or off. With `kv_canary` every slot that is read is checked to be the reader's own.
     """
 
     model: str
@@ -69,6 +69,7 @@ class EngineConfig:
     draft_dtype: str | None = None
     device: str | None = None
     num_threads: int | None = None
+    cuda_graphs: str = "auto"
     audit_share: float = 0.0
     audit_tokens: int = 32
     trace_file: str | None = None

@@ -20,6 +20,7 @@ from engine.native import laws as native
 from engine.plan import LawContext, Row
 from engine.sampling import truncates, warped_laws
 from engine.sampling_limits import MIN_TEMPERATURE
+from engine.transfer import integers, rows_to_host
 from engine.tree import TokenTree
 from engine.types import ErrorCode, TokenLogprobs
 from engine.verify.coupled import Coupled, judge_by_library, judge_greedy
@@ -139,14 +140,11 @@ def logprobs_of(
 
     They are what is handed in: raw logits give the target's own, whatever bias, penalties and temperature a request asks for.
     """
-    index = torch.tensor(list(nodes), device=logits_NV.device)
-    logprobs = torch.log_softmax(logits_NV[index], dim=-1)
-    chosen_N1 = logprobs.gather(-1, torch.tensor(list(ids), device=logits_NV.device)[:, None])
-    ranks = ((logprobs > chosen_N1).sum(-1) + 1).tolist()
+    logprobs = torch.log_softmax(logits_NV[integers(nodes, logits_NV.device)], dim=-1)
+    chosen_N1 = logprobs.gather(-1, integers(ids, logits_NV.device)[:, None])
+    ranks_N1 = (logprobs > chosen_N1).sum(-1, keepdim=True) + 1
     top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     return tuple(
-        TokenLogprobs(logprob, tuple(top_ids), tuple(values), rank)
-        for logprob, top_ids, values, rank in zip(
-            chosen_N1[:, 0].tolist(), top.indices.tolist(), top.values.tolist(), ranks, strict=True
-        )
+        TokenLogprobs(logprob, tuple(map(int, top_ids)), tuple(values), int(rank))
+        for (logprob,), (rank,), top_ids, values in rows_to_host([chosen_N1, ranks_N1, top.indices, top.values])
     )

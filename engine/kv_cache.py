@@ -1,6 +1,6 @@
 """Keys and values of cached tokens, by slot: one pool a layer, slot-major. Knows slots and layers, not sequences.
 
-Shape key: S slots, T tokens, B segments, L keys, H key-value heads, K head size.
+Shape key: S slots and one, T tokens, B segments, L keys, H key-value heads, K head size.
 """
 
 import numpy as np
@@ -14,16 +14,17 @@ from engine.canary import Canary, NoCanary
 
 
 class KVCache:
-    """Pools [S, H, K] of keys and values for each layer, made when a layer first writes (its shape is known then).
+    """Pools of keys and values for each layer, [S, H, K], made when a layer first writes (its shape is known then).
 
-    What is written is rounded to `dtype`; without one pools are as what is written first.
+    What is written is rounded to `dtype`; without one pools are as what is written first. The slot `nobody`, after all others, is
+    for what must be written somewhere and is never read.
     Owns the tensors. Which slot belongs to whom is the scheduler's business; whoever doubts it has a canary watch.
     """
 
     def __init__(
         self, num_slots: int, device: torch.device, canary: Canary | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots = self.nobody = num_slots
         self._dtype = dtype
         self.canary = canary or NoCanary()
         self._device = device
@@ -57,6 +58,15 @@ class KVCache:
         rows, length = slots_BL.shape
         return keys.view(rows, length, *keys.shape[1:]), values.view(rows, length, *values.shape[1:])
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a canary must see what is read."""
+        return not isinstance(self.canary, NoCanary)
+
+    def layer(self, layer: int) -> tuple[Float[Tensor, "S H K"], Float[Tensor, "S H V"]]:
+        """Return what a layer that has written keeps, for whoever reads it where it lies."""
+        return self._keys[layer], self._values[layer]
+
     def pools(
         self, layer: int, num_heads: int, head_size: int, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "S H K"], Float[Tensor, "S H K"]]:
@@ -74,7 +84,7 @@ class KVCache:
 
     def check_read(self, slots: NDArray[np.int64]) -> None:
         """Let the canary look at what lies in these slots, which have been read in every layer."""
-        if not isinstance(self.canary, NoCanary):
+        if self.is_watched:
             for layer in self._keys:
                 self.gather(layer, torch.from_numpy(slots)[None].to(self._device))
 
@@ -83,10 +93,10 @@ class KVCache:
 
     def _pool(self, example: Tensor) -> Tensor:
         # Not zeroed: every slot is written before it is gathered, and zeroing would touch gigabytes that may never be used.
-        shape, dtype = (self.num_slots, *example.shape[1:]), self._dtype or example.dtype
+        shape, dtype = (self.num_slots + 1, *example.shape[1:]), self._dtype or example.dtype
         is_host = self._device.type == "cpu"
         pool = huge_pages.empty(shape, dtype) if is_host else torch.empty(shape, dtype=dtype, device=self._device)
-        self.canary.watch(pool)
+        self.canary.watch(pool[: self.num_slots])
         return pool
 
 

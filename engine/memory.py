@@ -21,6 +21,7 @@ from engine.linears import NATIVE, fastest_linears
 from engine.model import weights_dtype
 from engine.native.linear import weight_bytes
 from engine.native.passes import cache_dtype
+from engine.static_steps import table_capacity, why_as_they_come
 from engine.weights import WeightsError, resolve
 
 GB = 1e9
@@ -38,11 +39,12 @@ class MemoryNeed:
     cache: int
     draft_cache: int
     step: int
+    replays: int = 0
 
     @property
     def total(self) -> int:
         """All together."""
-        return self.weights + self.draft_weights + self.cache + self.draft_cache + self.step
+        return self.weights + self.draft_weights + self.cache + self.draft_cache + self.step + self.replays
 
     def __str__(self) -> str:
         parts = {
@@ -51,6 +53,7 @@ class MemoryNeed:
             "cache": self.cache,
             "drafter's cache": self.draft_cache,
             "a step": self.step,
+            "replayed passes": self.replays,
         }
         return ", ".join(f"{name} {count / GB:.2f} GB" for name, count in parts.items() if count)
 
@@ -68,7 +71,7 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
 
     Weights are counted as they are loaded or as they are kept, whichever is more.
     """
-    target, num_slots = configuration_of(config.model), config.scheduler.num_slots
+    target, num_slots = configuration_of(config.model), config.scheduler.num_slots + 1  # and nobody's
     weights, draft_weights = weights_dtype(config.dtype), weights_dtype(draft_dtype)
     is_native = fastest_linears(device) == NATIVE
     kept, draft_kept = (cache_dtype(config.dtype), torch.float32) if is_native else (weights, draft_weights)
@@ -78,6 +81,7 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
         cache=num_slots * cache_bytes_per_token(target, kept),
         draft_cache=num_slots * _draft_bytes_per_token(config, draft_kept, cache_dtype(draft_dtype) if is_native else None),
         step=_step_bytes(config, target),
+        replays=_replay_bytes(config, target, device),
     )
 
 
@@ -131,6 +135,19 @@ def _step_bytes(config: EngineConfig, target: PretrainedConfig) -> int:
     longest = min(limits.max_model_len, limits.num_slots, getattr(text, "max_position_embeddings", None) or limits.max_model_len)
     num_scores = limits.max_step_tokens * longest
     return int(num_nodes * text.vocab_size * _LAW_BYTES + num_scores * (text.num_attention_heads * _SCORE_BYTES + 1 + 8))
+
+
+def _replay_bytes(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> int:
+    """Return what passes that are replayed keep: the table that they read, and the target's logits and the drafter's.
+
+    What is between is of the size of a step's own, which has it no longer.
+    """
+    text, limits = target.get_text_config(), config.scheduler
+    if why_as_they_come(config, target, device) is not None:
+        return 0
+    num_models = 1 + (config.draft_model is not None or config.head is not None)
+    rows = num_models * limits.max_step_tokens * text.vocab_size
+    return int((rows + table_capacity(limits)) * torch.float32.itemsize)
 
 
 def memory_of(device: torch.device) -> Memory:

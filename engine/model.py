@@ -13,14 +13,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.attention import NAME, AttentionContext
+from engine.attention import NAME, AttentionContext, Gathered
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
 from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_by_configuration, require_equal, require_same_bits
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED
 from engine.packing import PackedBatch
+from engine.paged.attention import Attend, PagedContext, kernel, why_not
+from engine.paged.recordings import PassMemory
+from engine.paged.table import IDS, POSITIONS, Columns, PagedBatch, Shape, table_of
 from engine.progress_bar import quiet_libraries
+from engine.transfer import integers_32
 from engine.weights.facts import end_tokens
 
 _logger = logging.getLogger(__name__)
@@ -37,6 +41,8 @@ class CausalModel:
         self.device = device
         self.module.requires_grad_(False)
         self.native: NativeDecoder | None = None  # runs passes in place of the module, once it is there
+        self.attend: Attend | None = None  # over tables; without it keys are gathered
+        self.memories: list[PassMemory] = []
 
     @property
     def vocab_size(self) -> int:
@@ -63,6 +69,11 @@ class CausalModel:
         """Whether a row's logits have the same bits in any pass."""
         return self.native is not None
 
+    @property
+    def reads_tables(self) -> bool:
+        """Whether it can run passes over tables."""
+        return self.attend is not None
+
     def restore_attention(self) -> None:
         """Let the model attend to an engine's slots again, after it was lent to something that set another attention."""
         self.module.set_attn_implementation(NAME)
@@ -71,13 +82,36 @@ class CausalModel:
         """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
         if self.native is not None:
             return self.native.forward(batch, cache, logit_rows_N)
+        if self.attend is None or cache.is_watched:
+            return self._run(batch.input_ids_1T, batch.position_ids_1T, logit_rows_N, Gathered(batch, cache))
+        shape = Shape(batch.num_tokens, 0)
+        columns = Columns(tokens=(0, 0, cache.nobody), asked=())
+        table = integers_32(table_of(batch, shape, columns), self.device)
+        return self._run_table(PagedBatch(table, shape, columns), cache, logit_rows_N)
+
+    def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
+        """Run one pass over a table; return float32 logits of the tokens that its column of places asked about names."""
+        return self._run_table(batch, cache, batch.asked[0])
+
+    def _run_table(self, batch: PagedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        assert self.attend is not None
+        ids_T, positions_T = batch.tokens[IDS], batch.tokens[POSITIONS]
+        return self._run(ids_T[None], positions_T[None], logit_rows_N, PagedContext(batch, cache, self.attend))
+
+    def _run(
+        self,
+        input_ids_1T: Int[Tensor, "1 T"],
+        position_ids_1T: Int[Tensor, "1 T"],
+        logit_rows_N: Int[Tensor, " N"],
+        context: AttentionContext,
+    ) -> Float[Tensor, "N V"]:
         with torch.inference_mode():
             out = self.module(
-                input_ids=batch.input_ids_1T,
-                position_ids=batch.position_ids_1T,
+                input_ids=input_ids_1T,
+                position_ids=position_ids_1T,
                 use_cache=False,
                 logits_to_keep=logit_rows_N,
-                attention_context=AttentionContext(batch, cache),
+                attention_context=context,
             )
             return out.logits[0].float()  # type: ignore[no-any-return]
 
@@ -145,5 +179,17 @@ def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain",
         expected_NV = own_logits(model, ids)
         model.restore_attention()
         prepare_linears(model.module, linears)
+        model.attend = _attend_of(model)
         require_equal(model, ids, expected_NV)
     return model
+
+
+def _attend_of(model: CausalModel) -> Attend | None:
+    """Return the kernel that attends for a model, if one does; say why where a GPU does without."""
+    text = model.module.config.get_text_config()
+    head_size = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    if (reason := why_not(model.device, head_size, model.module.dtype)) is None:
+        return kernel()
+    if model.device.type == "cuda":
+        _logger.warning("%s; attention gathers keys, without CUDA graphs", reason)
+    return None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.keys import GOLDEN, MIX_1, MIX_2
 from engine.native import noise as native
+from engine.transfer import integers
 
 
 def _signed(value: int) -> int:
@@ -29,7 +30,7 @@ def uniforms(keys: Sequence[int], count: int, device: torch.device | str = "cpu"
 
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64), in wrapping int64 arithmetic.
     """
-    state = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)[:, None]
+    state = integers([_signed(key) for key in keys], torch.device(device))[:, None]
     counter = torch.arange(1, count + 1, dtype=torch.int64, device=device)[None, :]
     bits = state + counter * _signed(GOLDEN)
     bits = (bits ^ _shifted(bits, 30)) * _signed(MIX_1)

@@ -60,7 +60,7 @@ class Rig:
             "num_processors": str(os.cpu_count()),
             "num_threads": str(library.num_threads()),
             "torch": torch.__version__,
-            "passes": library.digest() if self._target.model.native is not None else "torch's",
+            "passes": library.digest() if self._target.model.native is not None else self._target.way,
             "dtype": info.dtype,
             "target": self._target.model.module.config.to_json_string(),
             "drafter": self._drafter.name if self._drafter else "none",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.model import CausalModel
 from engine.policy import ROOT_SCALARS, RootFacts
+from engine.transfer import column, integers
 from engine.types import SamplingParams
 
 _NUM_COMPARED = 4  # of ROOT_SCALARS, those that need a law of the drafter's
@@ -70,13 +71,19 @@ class RootReader:
         if not self._is_watching:
             self._is_watching = True
             if self._model.native is not None:
-                self._model.native.watch((), lambda output: self._keep(output.given_ND))
+                self._model.native.watch((), lambda output: self.keep(output.given_ND))
             else:
                 head = self._model.module.get_output_embeddings()
-                head.register_forward_pre_hook(lambda _, args: self._keep(args[0].flatten(0, -2)))
+                head.register_forward_pre_hook(lambda _, args: self.keep(args[0].flatten(0, -2)))
+                self._model.memories.append(self)
 
-    def _keep(self, given_ND: Float[Tensor, "N D"]) -> None:
-        self._given_ND = given_ND
+    def keep(self, kept: Float[Tensor, "N D"] | None) -> None:
+        """Keep what the output head was given in the latest pass."""
+        self._given_ND = kept
+
+    def kept(self) -> Float[Tensor, "N D"] | None:
+        """Return it."""
+        return self._given_ND
 
     def note(self, endings: Mapping[str, Ending], logits_NV: Float[Tensor, "N V"], laws_RV: Float[Tensor, "R V"]) -> None:
         """Take note of the step whose pass has just run; what was noted before is forgotten."""
@@ -92,7 +99,7 @@ class RootReader:
             found = [self._endings.get(request_id) for request_id in request_ids]
             endings = [one for one in found if one is not None]
             is_known_B = np.array([one is not None for one in found], dtype=np.bool_)
-            nodes = torch.tensor([one.node for one in endings], dtype=torch.int64, device=self._model.device)
+            nodes = integers([one.node for one in endings], self._model.device)
             width = self._embeddings_VD.shape[1]
             target_BD = self._states_ND.index_select(0, nodes) if endings else torch.empty((0, width))
             return RootFacts(
@@ -104,7 +111,7 @@ class RootReader:
 
     def _drafter_reads(self, endings: Sequence[Ending]) -> Float[Tensor, "B W"]:
         """Return the feature before each root and the root's embedding."""
-        root_ids = torch.tensor([one.root_id for one in endings], dtype=torch.int64, device=self._model.device)
+        root_ids = integers([one.root_id for one in endings], self._model.device)
         embeddings_BD = self._embeddings_VD.index_select(0, root_ids).float()
         if self._drafter is None:
             return embeddings_BD
@@ -119,9 +126,9 @@ class RootReader:
         temperatures = [one.sampling.temperature or 1.0 for one in endings]
         logits_BV = self._logits_NV.index_select(0, nodes)
         if any(temperature != 1.0 for temperature in temperatures):
-            logits_BV = logits_BV / torch.tensor(temperatures, device=device)[:, None]
+            logits_BV = logits_BV / column(temperatures, logits_BV)
         laws_BV = logits_BV.softmax(-1)
-        root_ids = torch.tensor([[one.root_id] for one in endings], dtype=torch.int64, device=device)
+        root_ids = integers([one.root_id for one in endings], device)[:, None]
         top_B1 = laws_BV.amax(-1, keepdim=True)
         # With log p = logits - c, and c known from the likeliest token: H = c - sum of p x logits.
         normaliser_B1 = logits_BV.amax(-1, keepdim=True) - top_B1.log()
@@ -130,8 +137,8 @@ class RootReader:
         of_draft_BC = torch.zeros((len(endings), _NUM_COMPARED), device=device)
         known = [place for place, one in enumerate(endings) if one.law_row is not None]
         if known:
-            rows = torch.tensor([endings[place].law_row for place in known], dtype=torch.int64, device=device)
-            index = torch.tensor(known, device=device)
+            rows = integers([row for one in endings if (row := one.law_row) is not None], device)
+            index = integers(known, device)
             drafted_BV = self._laws_RV.index_select(0, rows)
             known_BV = laws_BV if len(known) == len(endings) else laws_BV.index_select(0, index)
             of_draft_BC[index] = _compared(known_BV, drafted_BV, root_ids[index])

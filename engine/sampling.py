@@ -99,7 +99,7 @@ def _edges(laws_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence
     they are not all of it.
     """
     values_NC = laws_NV.topk(num_candidates, dim=-1).values
-    top_k_N1 = torch.tensor(top_ks, device=laws_NV.device)[:, None]
+    top_k_N1 = integers(top_ks, laws_NV.device)[:, None]
     is_allowed_NC = values_NC >= values_NC.gather(-1, top_k_N1.clamp(max=num_candidates) - 1)
     allowed_NC = torch.where(is_allowed_NC, values_NC, 0.0)
     is_uncut_N1 = top_k_N1 == laws_NV.shape[-1]

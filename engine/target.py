@@ -14,9 +14,10 @@ from engine.canary import Canary
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
 from engine.packing import Segment, pack
+from engine.paged.recordings import StaticSteps
+from engine.passes import DirectPasses, Passes, RecordedPasses
 from engine.plan import StepPlan
 from engine.segments import tree_segment
-from engine.transfer import integers
 from engine.tree import TokenTree
 
 
@@ -39,11 +40,26 @@ class Target:
         self.model = model
         self.cache = KVCache(num_slots, model.device, canary, model.cache_dtype)
         self._observers: list[PassObserver] = []
+        self._passes: Passes = DirectPasses(model, self.cache, self._tell)
 
     def report_to(self, observer: PassObserver) -> None:
         """Tell `observer` of every pass from now on, unless passes do without."""
         if not observer.follow(self.cache):
             self._observers.append(observer)
+
+    def record(self, steps: StaticSteps) -> RecordedPasses:
+        """Replay passes from now on; return them, to be prepared."""
+        self._passes = recorded = RecordedPasses(self.model, self.cache, steps, self._tell)
+        return recorded
+
+    @property
+    def way(self) -> str:
+        """How passes are run that are torch's."""
+        return self._passes.way
+
+    def _tell(self, write_slots_T: Int[Tensor, " T"]) -> None:
+        for observer in self._observers:
+            observer.on_pass(write_slots_T)
 
     def forward(self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int] = ()) -> Float[Tensor, "N V"]:
         """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees.
@@ -63,9 +79,4 @@ class Target:
             if row.is_decoding:
                 logit_rows.extend(range(end - tree.num_nodes, end))
             start = end
-        rows_N = integers([*logit_rows, *places], self.model.device)
-        batch = pack(segments, self.model.device)
-        logits_NV = self.model.forward(batch, self.cache, rows_N)
-        for observer in self._observers:
-            observer.on_pass(batch.write_slots_T)
-        return logits_NV
+        return self._passes.run(pack(segments, self.model.device), [*logit_rows, *places])

@@ -22,9 +22,15 @@ def floats(values: Sequence[float], device: torch.device) -> Tensor:
     return _brought(torch.from_numpy(np.array(values, dtype=np.float64)), device)
 
 
+def integers_32(values: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Return int32 numbers on the device."""
+    return _brought(torch.from_numpy(values), device)
+
+
 def column(values: Sequence[float], like: Tensor) -> Tensor:
     """Return numbers [N, 1] of the dtype and on the device of another tensor."""
-    return torch.from_numpy(np.array(values, dtype=np.float64)[:, None]).to(like)
+    numbers = torch.from_numpy(np.array(values, dtype=np.float64)[:, None]).to(like.dtype)
+    return _brought(numbers, like.device)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
@@ -33,15 +39,28 @@ def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
     return [[*islice(numbers, len(tensor))] for tensor in tensors]
 
 
+def rows_to_host(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
+    """Return the numbers of tensors [P, ...] by row and tensor, as float64: one transfer for all of them."""
+    together = torch.cat([tensor.double() for tensor in tensors], dim=1).tolist()
+    widths = [tensor.shape[1] for tensor in tensors]
+    rows = map(iter, together)
+    return [[[*islice(row, width)] for width in widths] for row in rows]
+
+
 def arrays(values: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
     """Return arrays of integers on the device."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in values]
-    together = torch.from_numpy(np.concatenate([array.ravel() for array in values])).to(device)
+    together = _brought(torch.from_numpy(np.concatenate([array.ravel() for array in values])), device)
     parts = together.split_with_sizes([array.size for array in values])
     return [part.view(array.shape) for part, array in zip(parts, values, strict=True)]
 
 
 def _brought(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host's on the device; where that is the host there is nothing to ask torch."""
-    return tensor if device.type == "cpu" else tensor.to(device)
+    """Return a tensor of the host's on the device; where that is the host there is nothing to ask torch.
+
+    From pinned memory, for which a GPU's host need not wait.
+    """
+    if device.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

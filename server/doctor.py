@@ -21,6 +21,7 @@ from engine.memory import GB, configuration_of, memory_need, memory_of, num_para
 from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.native import library
 from engine.native.linear import QUANTISED
+from engine.static_steps import why_as_they_come
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from selector.learnt import misfits
 from selector.menu import menu_for_all
@@ -58,7 +59,7 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("weights", Level.WARNING, text)
     parts: list[tuple[str, Callable[[EngineConfig, torch.device], Iterator[Finding]]]] = [("selector", _selector)]
     if not missing:
-        parts = [("model", _model), ("cache", _cache), ("drafter", _drafter), *parts]
+        parts = [("model", _model), ("passes", _passes), ("cache", _cache), ("drafter", _drafter), *parts]
     for name, part in parts:
         try:
             yield from part(config, device)
@@ -112,6 +113,17 @@ def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     size_gb = num_parameters(resolve(config.model).folder) / GB
     sizes = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {size_gb:.3g} billion parameters"
     yield Finding("model", Level.OK, f"{model.model_type}: {sizes}; our tree attention over slots")
+
+
+def _passes(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
+    """Say of a GPU how passes are started there, and of any device if graphs are demanded where there are none."""
+    reason = why_as_they_come(config, configuration_of(config.model), device)
+    if config.cuda_graphs == "on" and reason is not None:
+        yield Finding("passes", Level.REFUSED, f"cuda_graphs: on: {reason}")
+    elif device.type == "cuda" and reason is not None:
+        yield Finding("passes", Level.WARNING, f"{reason}: attention gathers keys, without CUDA graphs")
+    elif device.type == "cuda":
+        yield Finding("passes", Level.OK, f"padded to shapes, CUDA graphs {config.cuda_graphs}")
 
 
 def _cache(config: EngineConfig, device: torch.device) -> Iterator[Finding]:

@@ -233,6 +233,10 @@ class Settings(BaseSettings):
         "none; how fast an answer begins tells what others asked.",
     )
 
+    cuda_graphs: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Replay passes as CUDA graphs; auto: on a CUDA device, if they can be captured; on: refuse to start if not.",
+    )
     kv_canary: bool = Field(
         default=False,
         description="Check every cache slot that is read to be the reader's own, and end a worker that reads another "
@@ -365,6 +369,7 @@ class Settings(BaseSettings):
             audit_share=self.audit_share,
             audit_tokens=self.audit_tokens,
             trace_file=self.trace_file,
+            cuda_graphs=self.cuda_graphs,
             kv_canary=self.kv_canary,
             scheduler=SchedulerConfig(
                 max_running=self.max_running,

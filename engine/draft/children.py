@@ -22,6 +22,7 @@ from engine.native import noise as native
 from engine.noise import gumbels
 from engine.sampling import ranking_params, truncates, warped_laws
 from engine.sampling_limits import MIN_TEMPERATURE
+from engine.transfer import floats, integers, rows_to_host
 from engine.tree import TreeKind
 from engine.types import SamplingParams
 
@@ -58,7 +59,7 @@ def offers_of(
     for kind in dict.fromkeys(kinds):
         indices = [i for i, one in enumerate(kinds) if one is kind]
         part = [asked[i] for i in indices]
-        part_PM = logits_PM[torch.tensor(indices, device=logits_PM.device)]
+        part_PM = logits_PM[integers(indices, logits_PM.device)]
         offers.update(zip(indices, _offered(kind, part, part_PM, laws, vocab), strict=True))
     return [offers[i] for i in range(len(asked))]
 
@@ -76,12 +77,14 @@ def _offered(
         sampling = sampling if kind is TreeKind.SHARED_NOISE else [*map(ranking_params, sampling)]
         if not any(map(truncates, sampling)):  # laws of a temperature alone
             return _ranked_at_once(asked, logits_PM, sampling, kind is TreeKind.SHARED_NOISE, vocab)
+    if kind in _RANKED:
+        return _RANKED[kind](asked, logits_PM, vocab)
     sound = [row for row, is_sound in enumerate(torch.isfinite(logits_PM.amax(-1)).tolist()) if is_sound]
     if len(sound) == len(asked):
         return [*_RULES[kind](asked, logits_PM, laws, vocab)]
     offers: list[Offer | None] = [None] * len(asked)
     if sound:
-        part_PM = logits_PM[torch.tensor(sound, device=logits_PM.device)]
+        part_PM = logits_PM[integers(sound, logits_PM.device)]
         for row, offer in zip(sound, _RULES[kind]([asked[row] for row in sound], part_PM, laws, vocab), strict=True):
             offers[row] = offer
     return offers
@@ -94,10 +97,9 @@ def _drawn_iid(
     laws_PM = _kept_laws(asked, logits_PM, laws, vocab)
     urn = _Urn(laws_PM)
     width = max(node.num_draws for node in asked)
-    draws_PC = torch.tensor([_uniforms(node, width) for node in asked], dtype=torch.float64, device=laws_PM.device)
+    draws_PC = _draws(asked, width, laws_PM.device)
     columns_PC = torch.stack([urn.at(draws_PC[:, i]) for i in range(width)], dim=-1)
-    counts = [node.num_draws for node in asked]
-    return _offers(columns_PC, laws_PM, counts, vocab)
+    return _offers(_told(asked, columns_PC, laws_PM, vocab))
 
 
 def _drawn_distinct(
@@ -107,14 +109,13 @@ def _drawn_distinct(
     laws_PM = _kept_laws(asked, logits_PM, laws, vocab)
     urn = _Urn(laws_PM)
     width = max(node.num_draws for node in asked)
-    draws_PC = torch.tensor([_uniforms(node, width) for node in asked], dtype=torch.float64, device=laws_PM.device)
+    draws_PC = _draws(asked, width, laws_PM.device)
     drawn, num_possible_P = [], torch.zeros_like(urn.num_taken_P)
     for rank in range(width):
         num_possible_P += ~urn.is_empty_P
         drawn.append(urn.at(draws_PC[:, rank]))
         urn.take(drawn[-1])
-    counts = [min(node.num_draws, possible) for node, possible in zip(asked, num_possible_P.tolist(), strict=True)]
-    return _offers(torch.stack(drawn, dim=-1), laws_PM, counts, vocab)
+    return _offers(_told(asked, torch.stack(drawn, dim=-1), laws_PM, vocab, num_possible_P))
 
 
 def _set_and_sample(
@@ -139,37 +140,34 @@ def _set_and_sample(
     for rank in range(width):
         goes_on_P &= is_fixed_PC[:, rank] & ~urn.would_be_empty(top.indices[:, rank])
         urn.take(top.indices[:, rank], goes_on_P)
-    num_fixed = urn.num_taken_P.tolist()
-    draws_P = torch.tensor([_uniforms(node, 1)[0] for node in asked], dtype=torch.float64, device=laws_PM.device)
+    draws_P = _draws(asked, 1, laws_PM.device)[:, 0]
     columns_PC = torch.cat([top.indices, top.indices[:, :1]], dim=-1)
     columns_PC.scatter_(1, urn.num_taken_P[:, None], urn.at(draws_P)[:, None])
-    return _offers(columns_PC, laws_PM, [count + 1 for count in num_fixed], vocab)
+    return _offers(_told(asked, columns_PC, laws_PM, vocab, urn.num_taken_P + 1))
 
 
 def _ranked(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
-) -> list[Offer]:
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], vocab: TrimmedVocabulary | None
+) -> list[Offer | None]:
     """Return the likeliest tokens: nothing is drawn."""
-    del laws
-    sampling = [ranking_params(node.tree.row.sampling) for node in asked]
-    laws_PM = warped_laws(logits_PM, sampling)
+    laws_PM = warped_laws(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
     known_K = _known(laws_PM)
-    best = _best(asked, known_K, laws_PM.index_select(-1, known_K), laws_PM, vocab)
-    return [replace(offer, scores=tuple(map(math.log, offer.odds))) for offer in best.offers]
+    told = _best(asked, known_K, laws_PM.index_select(-1, known_K), laws_PM, vocab)
+    offers = [replace(offer, scores=tuple(map(math.log, offer.odds))) for offer in _offers(told)]
+    return _where_sound(offers, told)
 
 
 def _ranked_with_noise(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
-) -> list[Offer]:
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], vocab: TrimmedVocabulary | None
+) -> list[Offer | None]:
     """Return the best tokens by log q plus the Gumbel noise of the position itself: the noise that will decide the token."""
-    del laws
     laws_PM = warped_laws(logits_PM, [node.tree.row.sampling for node in asked])
     known_K = _known(laws_PM)
     known_ids_K, vocab_size = (known_K, laws_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
     noise_PK = gumbels(_noise_keys(asked), vocab_size, laws_PM.device, known_ids_K)
-    best = _best(asked, known_K, laws_PM.index_select(-1, known_K).double().log() + noise_PK, laws_PM, vocab)
-    offers = zip(best.offers, best.scores, strict=True)
-    return [replace(offer, scores=tuple(scores[: len(offer.token_ids)])) for offer, scores in offers]
+    told = _best(asked, known_K, laws_PM.index_select(-1, known_K).double().log() + noise_PK, laws_PM, vocab)
+    offers = [replace(offer, scores=one.scores[: len(offer.token_ids)]) for offer, one in zip(_offers(told), told, strict=True)]
+    return _where_sound(offers, told)
 
 
 def _noise_keys(asked: Sequence[FrontierNode]) -> list[int]:
@@ -206,21 +204,27 @@ _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], T
     TreeKind.IID: _drawn_iid,
     TreeKind.WITHOUT_REPLACEMENT: _drawn_distinct,
     TreeKind.SET_PLUS_SAMPLE: _set_and_sample,
-    TreeKind.DETERMINISTIC: _ranked,
-    TreeKind.SHARED_NOISE: _ranked_with_noise,
 }
+_RANKED = {TreeKind.DETERMINISTIC: _ranked, TreeKind.SHARED_NOISE: _ranked_with_noise}
 
 
-_RANKED = {TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE}
+class _Told(NamedTuple):
+    """What the host is told of a node's tokens, in their order: ids and odds, the law's sum of squares, scores of a ranking."""
 
-
-class _Best(NamedTuple):
-    offers: list[Offer]
-    scores: list[list[float]]
+    num_children: int  # of the tokens
+    ids: tuple[int, ...]
+    odds: tuple[float, ...]
+    collision: float
+    scores: tuple[float, ...]
 
 
 def _known(laws_PM: Float[Tensor, "P M"]) -> Int[Tensor, " K"]:
-    """Return the tokens that some law allows: no other can be ranked, and where they are few most of the work is saved."""
+    """Return the tokens that some law allows: no other can be ranked, and where they are few most of the work is saved.
+
+    On a GPU those are all tokens: how many it were would have to be waited for.
+    """
+    if laws_PM.device.type == "cuda":
+        return torch.arange(laws_PM.shape[-1], device=laws_PM.device)
     return laws_PM.amax(0).nonzero()[:, 0]
 
 
@@ -230,22 +234,46 @@ def _best(
     scores_PK: Float[Tensor, "P K"],
     laws_PM: Float[Tensor, "P M"],
     vocab: TrimmedVocabulary | None,
-) -> _Best:
+) -> list[_Told]:
     """Return each node's best tokens of positive probability by score, and the scores."""
     top = scores_PK.topk(min(max(node.num_draws for node in asked), len(known_K)), dim=-1)
     columns_PC = known_K[top.indices]
-    num_possible = (laws_PM.gather(-1, columns_PC) > 0.0).sum(-1).tolist()
-    counts = [min(node.num_draws, possible) for node, possible in zip(asked, num_possible, strict=True)]
-    return _Best(_offers(columns_PC, laws_PM, counts, vocab), top.values.tolist())
+    num_possible_P = (laws_PM.gather(-1, columns_PC) > 0.0).sum(-1)
+    return _told(asked, columns_PC, laws_PM, vocab, num_possible_P, top.values)
 
 
-def _offers(
-    columns_PC: Int[Tensor, "P C"], laws_PM: Float[Tensor, "P M"], counts: Sequence[int], vocab: TrimmedVocabulary | None
-) -> list[Offer]:
-    odds = laws_PM.gather(-1, columns_PC).tolist()
+def _told(
+    asked: Sequence[FrontierNode],
+    columns_PC: Int[Tensor, "P C"],
+    laws_PM: Float[Tensor, "P M"],
+    vocab: TrimmedVocabulary | None,
+    num_possible_P: Int[Tensor, " P"] | None = None,
+    scores_PC: Float[Tensor, "P C"] | None = None,
+) -> list[_Told]:
+    """Bring all that a round decides by to the host, in one transfer. A node has no more children than it may, or can."""
     ids_PC = columns_PC if vocab is None else vocab.ids_M[columns_PC]
-    rows = zip(ids_PC.tolist(), odds, counts, laws_PM.square().sum(-1).tolist(), strict=True)
-    return [Offer(tuple(ids[:count]), tuple(chances[:count]), (), collision) for ids, chances, count, collision in rows]
+    collision_P1 = laws_PM.square().sum(-1, keepdim=True)
+    possible_P1 = torch.full_like(collision_P1, math.inf) if num_possible_P is None else num_possible_P[:, None]
+    scores = laws_PM[:, :0] if scores_PC is None else scores_PC
+    rows = rows_to_host([possible_P1, collision_P1, ids_PC, laws_PM.gather(-1, columns_PC), scores])
+    return [
+        _Told(int(min(node.num_draws, *possible)), tuple(map(int, ids)), tuple(odds), collision, tuple(scores))
+        for node, (possible, (collision,), ids, odds, scores) in zip(asked, rows, strict=True)
+    ]
+
+
+def _offers(told: Sequence[_Told]) -> list[Offer]:
+    return [Offer(one.ids[: one.num_children], one.odds[: one.num_children], (), one.collision) for one in told]
+
+
+def _where_sound(offers: Sequence[Offer], told: Sequence[_Told]) -> list[Offer | None]:
+    """Return the offers of laws; what is made of logits that make none has no sum of squares."""
+    return [offer if math.isfinite(one.collision) else None for offer, one in zip(offers, told, strict=True)]
+
+
+def _draws(asked: Sequence[FrontierNode], count: int, device: torch.device) -> Float[Tensor, "P count"]:
+    """Return the draws of each node, float64."""
+    return floats([draw for node in asked for draw in _uniforms(node, count)], device).view(len(asked), count)
 
 
 def _kept_laws(

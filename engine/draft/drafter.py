@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.plan import Feeding, LawContext, Row
+from engine.transfer import integers
 from engine.tree import ROOT, TokenTree
 from engine.types import DraftSource, Request
 
@@ -112,13 +113,20 @@ class TrimmedVocabulary:
     def _column_of(self) -> MutableMapping[int, int]:
         return {token_id: column for column, token_id in enumerate(self.ids_M.tolist())}
 
+    @classmethod
+    def of(cls, token_ids: Sequence[int], size: int, device: torch.device) -> "TrimmedVocabulary":
+        """Return the vocabulary of these tokens."""
+        vocab = cls(integers(token_ids, device), size)
+        vocab.__dict__["_column_of"] = {token_id: column for column, token_id in enumerate(token_ids)}
+        return vocab
+
     def columns(self, token_ids: Iterable[int]) -> list[int]:
         """Return the column of each token, -1 for those that are not known."""
         return [self._column_of.get(token_id, -1) for token_id in token_ids]
 
     def extended(self, token_ids: Sequence[int]) -> "TrimmedVocabulary":
         """Return a vocabulary that knows these too, in columns after the others."""
-        both = TrimmedVocabulary(torch.cat([self.ids_M, self.ids_M.new_tensor(token_ids)]), self.size)
+        both = TrimmedVocabulary(torch.cat([self.ids_M, integers(token_ids, self.ids_M.device)]), self.size)
         added = {token_id: column for column, token_id in enumerate(token_ids, len(self.ids_M))}
         both.__dict__["_column_of"] = ChainMap(added, self._column_of)
         return both

@@ -85,7 +85,7 @@ def truncated(target: CausalModel, num_layers: int, final: nn.Module) -> CausalM
     inner.config = outer.config = config
     outer._modules["model"] = inner
     model = CausalModel.__new__(CausalModel)
-    model.module, model.device, model.native = outer, target.device, None
+    model.module, model.device, model.native, model.attend, model.memories = outer, target.device, None, target.attend, []
     return model
 
 

@@ -1,4 +1,7 @@
-"""What a draft head reads of the target, by slot, and what it is fed. Shape key: T tokens, S slots, W inner width of the head."""
+"""What a draft head reads of the target, by slot, and what it is fed.
+
+Shape key: T tokens, S slots and two rows more, W inner width of the head.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +24,17 @@ class Fed:
 
 
 class FeaturePool:
-    """A feature, or what stands in for it, for each slot. `before_all` names the row of zeros that position 0 reads."""
+    """A feature, or what stands in for it, for each slot.
+
+    `before_all` names the row of zeros that position 0 reads, `nobody` the one of the cache's slot of that name, which is written
+    and never read.
+    """
 
     def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device, canary: Canary) -> None:
-        self.before_all = num_slots
+        self.nobody, self.before_all = num_slots, num_slots + 1
         self._canary = canary
-        self._pool_SW = torch.empty(num_slots + 1, width, dtype=dtype, device=device)
-        canary.watch(self._pool_SW[: self.before_all])
+        self._pool_SW = torch.empty(num_slots + 2, width, dtype=dtype, device=device)
+        canary.watch(self._pool_SW[:num_slots])
         self._pool_SW[self.before_all] = 0.0
 
     def write(self, slots_T: Int[Tensor, " T"], features_TW: Float[Tensor, "T W"]) -> None:
@@ -37,9 +44,13 @@ class FeaturePool:
     def at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
         """Return what the slots hold."""
         slots_T = integers(slots, self._pool_SW.device)
-        features_TW = self._pool_SW.index_select(0, slots_T)
+        features_TW = self.read(slots_T)
         self._canary.check("features", slots_T, features_TW)
         return features_TW
+
+    def read(self, slots_T: Int[Tensor, " T"]) -> Float[Tensor, "T W"]:
+        """Return what the slots hold, for whoever has their numbers on the device and no canary beside it."""
+        return self._pool_SW.index_select(0, slots_T)
 
     def lent(self, slots: Sequence[int]) -> Float[Tensor, "S W"]:
         """Return the rows of all slots, for whoever reads these and writes where they lie."""

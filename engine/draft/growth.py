@@ -25,6 +25,7 @@ from engine.forest import Forest
 from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import edited_logits
 from engine.plan import Row
+from engine.transfer import integers
 from engine.tree import TokenTree, TreeKind
 from engine.types import DraftSource
 from engine.verify.verdict import Unjudged, Verdict
@@ -208,6 +209,6 @@ def _gathered(laws: Sequence[Tensor], used: Sequence[int], vocab_size: int, devi
     for laws_PV in laws:
         rows = [row - first for row in used if first <= row < first + len(laws_PV)]
         is_whole = len(rows) == len(laws_PV)
-        parts.append(laws_PV if is_whole else laws_PV[torch.tensor(rows, dtype=torch.int64, device=device)])
+        parts.append(laws_PV if is_whole else laws_PV[integers(rows, device)])
         first += len(laws_PV)
     return torch.cat(parts) if parts else torch.empty((0, vocab_size), device=device)

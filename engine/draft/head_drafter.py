@@ -31,6 +31,9 @@ from engine.linears import NATIVE, weight_of
 from engine.model import CausalModel
 from engine.native.growth import FedRow, Growing, RankedRow
 from engine.packing import Segment, pack
+from engine.paged.attention import Attend
+from engine.paged.recordings import Recordings, StaticSteps
+from engine.paged.table import WRITE_SLOTS, Columns, PagedBatch
 from engine.plan import Feeding, Row
 from engine.segments import chain_segment
 from engine.taps import StateTap, place_after
@@ -73,6 +76,7 @@ class HeadDrafter:
         self._pool = FeaturePool(num_slots, head.shape.width, self._head.dtype, self._device, canary)
         self._target, self._layers = target, head.shape.feature_layers
         self._tap: StateTap | None = None  # where passes leave the features to us
+        self._recordings: Recordings | None = None
 
     def follow(self, cache: KVCache) -> bool:
         """Have features made of each pass that writes to the target's cache; return whether passes make them by themselves."""
@@ -84,6 +88,18 @@ class HeadDrafter:
         after = [place_after(count, depth) for count in self._layers]
         native.make_features(cache, self._head.features(self._pool, after))
         return True
+
+    def record(self, steps: StaticSteps, attend: Attend, end: int) -> Recordings:
+        """Replay passes from now on, over positions below `end`; return them, to be prepared."""
+        head, pool, cache = self._head, self._pool, self._cache
+        assert isinstance(head, LeanHead)
+        columns = Columns(tokens=(0, 0, cache.nobody, pool.before_all), asked=(0, pool.nobody))
+
+        def run(batch: PagedBatch) -> Float[Tensor, "P M"]:
+            return head.forward_table(pool, batch, cache, attend, end)
+
+        self._recordings = Recordings(steps, columns, run, len(self._vocab.ids_M))
+        return self._recordings
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
         """Make the features of a pass of the target."""
@@ -131,10 +147,18 @@ class HeadDrafter:
 
         `places` says which they are, `asked` has their own segments where they are not all.
         """
-        with torch.inference_mode():
-            logits_PM = self._head.proposed(self._pool, fed, asked, places, self._cache)
+        if (logits_PM := self._replayed(fed, places)) is None:
+            with torch.inference_mode():
+                logits_PM = self._head.proposed(self._pool, fed, asked, places, self._cache)
         passes = ModelPasses(1, fed.batch.num_tokens)
         return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
+
+    def _replayed(self, fed: Fed, places: Sequence[int]) -> Float[Tensor, "P M"] | None:
+        """Return the logits by a recorded pass; None if nothing of the size is recorded."""
+        if self._recordings is None:
+            return None
+        slots = fed.batch.tokens_3T[WRITE_SLOTS][[*places]]
+        return self._recordings.replay(fed.batch, tokens=[fed.before], asked=[places, slots])
 
 
 def _require_fit(shape: HeadShape, vocab_M: Tensor, target: CausalModel) -> None:

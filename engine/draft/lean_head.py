@@ -3,25 +3,28 @@
 A draft pass is some tens of operations on a handful of rows, and most take longer to start than to run. So what is a diagonal map
 (a norm's weight) is folded into the map after it, the widening and the target's output rows are one map, queries and keys are
 rotated together by a table, and on a processor attention is in float32: a batched product of a few bfloat16 rows takes longer
-there. Shape key: T tokens, D target width, F feature layers, W inner width, M head vocabulary, H key-value heads, G query
-heads for each, K head size, N positions of a table, R = 2 K.
+there. Shape key: T tokens, P of them asked about, D target width, F feature layers, W inner width, M head vocabulary, H key-value
+heads, G query heads for each, K head size, N positions of a table, R = 2 K.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.attention import AttentionContext, cached_attention
+from engine.attention import AttentionContext, Gathered
 from engine.by_position import ByPosition
 from engine.draft.feature_pool import FeaturePool, Fed
 from engine.draft.head import DraftHead, HeadLayer
 from engine.kv_cache import KVCache
 from engine.linears import linear_of, prepare_linears
 from engine.packing import Segment, pack
+from engine.paged.attention import Attend, PagedContext
+from engine.paged.table import IDS, POSITIONS, PagedBatch
 from engine.transfer import integers
 
 
@@ -58,6 +61,15 @@ class LeanLayer(nn.Module):
         state_TW = state_TW + self.output(attended)
         gate, up = self.gate_up(_unit(state_TW, self._norm_eps)).chunk(2, dim=-1)
         return state_TW + self.down(functional.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Of tokens that are fed: their ids, their rotations, and which of them are asked about."""
+
+    ids_T: Int[Tensor, " T"]
+    rotation_TR: Float[Tensor, "T R"]
+    places_P: Int[Tensor, " P"]
 
 
 class LeanHead(nn.Module):
@@ -122,25 +134,53 @@ class LeanHead(nn.Module):
         `places` says where they are among the fed, and `asked` is their own segments, or None if they are all.
         All that is needed of a token not asked about is its keys: the last layer attends for the others.
         """
-        batch, states_TW = fed.batch, pool.at(fed.before)
-        tokens_TW = self.tokens(self._embeddings_VD[batch.input_ids_1T[0]])
-        rotation_TR = self.rotation(batch.position_ids_1T[0], batch.end)
+        batch, context = fed.batch, Gathered(fed.batch, cache)
+        places_P = integers(places, self._embeddings_VD.device)
+        alone = None if asked is None else Gathered(pack(asked, batch.device), cache)
+        numbers = _Numbers(batch.input_ids_1T[0], self.rotation(batch.position_ids_1T[0], batch.end), places_P)
+        states_PW = self._drafted(pool.at(fed.before), numbers, context, alone)
+        pool.write(batch.write_slots_T.index_select(0, places_P), states_PW)
+        return self.logits(states_PW)
+
+    def forward_table(
+        self, pool: FeaturePool, batch: PagedBatch, cache: KVCache, attend: Attend, end: int
+    ) -> Float[Tensor, "P M"]:
+        """As `proposed`, over a table of tokens at positions below `end`.
+
+        A column more says which slot each token reads; the places asked about have their own slots beside them.
+        """
+        before_T, (places_P, slots_P) = batch.tokens[-1], batch.asked
+        numbers = _Numbers(batch.tokens[IDS], self.rotation(batch.tokens[POSITIONS], end), places_P)
+        states_PW = self._drafted(pool.read(before_T), numbers, PagedContext(batch, cache, attend), None)
+        pool.write(slots_P, states_PW)
+        return self.logits(states_PW)
+
+    def _drafted(
+        self, states_TW: Float[Tensor, "T W"], numbers: "_Numbers", context: AttentionContext, alone: Gathered | None
+    ) -> Float[Tensor, "P W"]:
+        """Return the last states of the tokens asked about; with `alone` the last layer attends for them alone."""
+        tokens_TW = self.tokens(self._embeddings_VD[numbers.ids_T])
         for index, layer in enumerate(self.decoder):
-            query, key, value = (x.to(self.attention_dtype) for x in layer.projected(states_TW, tokens_TW, rotation_TR))
-            cache.write(index, batch.write_slots_T, key, value)
-            if index == len(self.layers) - 1 and asked is not None:
-                places_P = integers(places, states_TW.device)
-                batch, states_TW, query = (
-                    pack(asked, states_TW.device),
-                    states_TW.index_select(0, places_P),
-                    query.index_select(0, places_P),
-                )
-            if batch.num_tokens:
-                query_THGK = query.reshape(len(query), key.shape[1], -1, self.shape.head_size)
-                attended = cached_attention(index, query_THGK, AttentionContext(batch, cache), self.shape.head_size**-0.5)
-                states_TW = layer.finished(states_TW, attended.to(states_TW.dtype))
-        pool.write(fed.batch.write_slots_T.index_select(0, integers(places, states_TW.device)), states_TW)
-        return self.logits(states_TW)
+            projected = layer.projected(states_TW, tokens_TW, numbers.rotation_TR)
+            query, key, value = (x.to(self.attention_dtype) for x in projected)
+            context.cache.write(index, context.write_slots_T, key, value)
+            query_THGK = query.reshape(len(query), key.shape[1], -1, self.shape.head_size)
+            if index < len(self.layers) - 1:
+                attended = context.attended(index, query_THGK, self.shape.head_size**-0.5)
+            else:
+                attended = self._attended_last(index, query_THGK, numbers.places_P, context, alone)
+                states_TW = states_TW.index_select(0, numbers.places_P)
+            states_TW = layer.finished(states_TW, attended.to(states_TW.dtype))
+        return states_TW
+
+    def _attended_last(
+        self, index: int, query_THGK: Tensor, places_P: Int[Tensor, " P"], context: AttentionContext, alone: Gathered | None
+    ) -> Float[Tensor, "P HGK"]:
+        scaling = self.shape.head_size**-0.5
+        if alone is None:
+            return context.attended(index, query_THGK, scaling).index_select(0, places_P)
+        query_PHGK = query_THGK.index_select(0, places_P)
+        return alone.attended(index, query_PHGK, scaling) if len(places_P) else query_PHGK.flatten(1)
 
     def logits(self, state_TW: Float[Tensor, "T W"]) -> Float[Tensor, "T M"]:
         """Return the draft logits of the head's tokens, float32."""

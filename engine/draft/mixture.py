@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.draft.drafter import TrimmedVocabulary
 from engine.draft.texts import CachedLaw
 from engine.native import mixture as native
+from engine.transfer import floats, integers
 from engine.types import DraftSource
 
 _MOST_TRUST = 0.99
@@ -41,7 +42,7 @@ class _Entries:
 
 def vocabulary_of(laws: Sequence[CachedLaw], size: int, device: torch.device) -> TrimmedVocabulary:
     """Return the laws' tokens, ascending."""
-    return TrimmedVocabulary(torch.tensor(_said(laws), dtype=torch.int64, device=device), size)
+    return TrimmedVocabulary.of(_said(laws), size, device)
 
 
 def with_tokens_of(laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None) -> TrimmedVocabulary | None:
@@ -87,7 +88,8 @@ def mixtures(
     logits_PM = torch.full((len(rows), num_columns), float("-inf"), device=device)
     places = [place for place, row in enumerate(rows) if row is not None]
     if model_RK is not None and places:
-        logits_PM[places, : model_RK.shape[1]] = model_RK[[row for row in rows if row is not None]]
+        said_PK = model_RK[integers([row for row in rows if row is not None], device)]
+        logits_PM[integers(places, device), : model_RK.shape[1]] = said_PK
     known = {place: law for place, law in enumerate(laws) if law is not None}
     alone = {place: law for place, law in known.items() if rows[place] is None}
     both = {place: law for place, law in known.items() if rows[place] is not None}
@@ -116,8 +118,9 @@ def _put_cached(
     logits_PM: Float[Tensor, "P M"], rows: Sequence[int], laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None
 ) -> None:
     """Write laws, as log-probabilities, into rows in which nothing is possible yet."""
-    entries = _Entries.of(laws, vocab)
-    logits_PM[[rows[law] for law in entries.law], entries.column] = torch.tensor(entries.odds, device=logits_PM.device).log()
+    entries, device = _Entries.of(laws, vocab), logits_PM.device
+    law, column = integers([rows[law] for law in entries.law], device), integers(entries.column, device)
+    logits_PM[law, column] = floats(entries.odds, device).float().log()
 
 
 def _put_mixed(
@@ -125,18 +128,19 @@ def _put_mixed(
 ) -> list[dict[int, DraftSource]]:
     """Mix laws into rows that hold a model's logits; return of each which tokens are rather the cache's now."""
     entries, device = _Entries.of(laws, vocab), logits_PM.device
-    log_law = logits_PM[rows].log_softmax(-1)
+    rows_L, law, column = (integers(numbers, device) for numbers in (rows, entries.law, entries.column))
+    log_law = logits_PM[rows_L].log_softmax(-1)
     trust = log_law.mul(2.0).exp_().sum(-1).clamp_(max=_MOST_TRUST)
-    chance = torch.tensor([law.chance for law in laws], dtype=torch.float32, device=device)
+    chance = floats([one.chance for one in laws], device).float()
     model_odds, cached_odds = trust / (1.0 - trust), chance / (1.0 - chance)
     weight = cached_odds / (cached_odds + model_odds)
     mixed = log_law + (1.0 - weight).log_()[:, None]
-    cached = (weight[entries.law] * torch.tensor(entries.odds, device=device)).log_()
-    model = mixed[entries.law, entries.column]
-    mixed[entries.law, entries.column] = torch.logaddexp(model, cached)
-    logits_PM[rows] = mixed
+    cached = (weight[law] * floats(entries.odds, device).float()).log_()
+    model = mixed[law, column]
+    mixed[law, column] = torch.logaddexp(model, cached)
+    logits_PM[rows_L] = mixed
     origins: list[dict[int, DraftSource]] = [{} for _ in laws]
-    for law, token_id, is_rather_cached in zip(entries.law, entries.token_id, (cached > model).tolist(), strict=True):
+    for index, token_id, is_rather_cached in zip(entries.law, entries.token_id, (cached > model).tolist(), strict=True):
         if is_rather_cached:
-            origins[law][token_id] = laws[law].source_of(token_id)
+            origins[index][token_id] = laws[index].source_of(token_id)
     return origins

@@ -5,14 +5,14 @@ Feeds committed tokens first, then a round of nodes of every tree at a time.
 
 from collections.abc import Sequence
 
-import torch
-
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal
 from engine.draft.padding import RepaddedModel
 from engine.draft.passes import fed_segments, level_segments, places_of_roots
 from engine.kv_cache import KVCache
 from engine.model import CausalModel
 from engine.packing import Segment, pack
+from engine.paged.recordings import StaticSteps
+from engine.passes import DirectPasses, Passes, RecordedPasses
 from engine.plan import Feeding, Row
 
 
@@ -24,6 +24,17 @@ class ModelDrafter:
         self.feeding = feeding
         self._model = model
         self._cache = cache
+        self._passes: Passes = DirectPasses(model, cache)
+
+    @property
+    def reads_tables(self) -> bool:
+        """Whether its passes can be recorded."""
+        return self._model.reads_tables
+
+    def record(self, steps: StaticSteps) -> RecordedPasses:
+        """Replay passes from now on; return them, to be prepared."""
+        self._passes = recorded = RecordedPasses(self._model, self._cache, steps)
+        return recorded
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens; propose at the roots."""
@@ -34,7 +45,6 @@ class ModelDrafter:
         return self._propose(level_segments(frontier), list(range(len(frontier))))
 
     def _propose(self, segments: Sequence[Segment], logit_rows: list[int]) -> Proposal:
-        rows_P = torch.tensor(logit_rows, dtype=torch.int64, device=self._model.device)
         batch = pack(segments, self._model.device)
-        logits_PV = self._model.forward(batch, self._cache, rows_P)
+        logits_PV = self._passes.run(batch, logit_rows)
         return Proposal(tuple(range(len(logit_rows))), logits_PV, passes=ModelPasses(1, batch.num_tokens))

@@ -19,6 +19,7 @@ from engine.keys import StepKey, Stream, stream_key
 from engine.native import noise as native
 from engine.native.walks import walks as native_walks
 from engine.noise import gumbels
+from engine.transfer import integers, rows_to_host
 from engine.tree import ROOT, TokenTree
 from engine.verify.errors import NotFiniteLawError
 from engine.verify.layout import chunks, rows_at_once
@@ -143,9 +144,9 @@ def _choices(target_laws_NV: Tensor, rows: Sequence[int], noise_keys: Sequence[i
     device = target_laws_NV.device
     if native.can_choose(device) and target_laws_NV.dtype == torch.float32:
         return [_Choice(score, token_id) for score, token_id in native.choices(target_laws_NV, rows, noise_keys)]
-    laws_MV = target_laws_NV.index_select(0, torch.tensor(rows, device=device))
-    best = (laws_MV.log() + gumbels(noise_keys, laws_MV.shape[-1], device)).max(-1)
-    return [_Choice(score, token_id) for score, token_id in zip(best.values.tolist(), best.indices.tolist())]
+    laws_MV = target_laws_NV.index_select(0, integers(rows, device))
+    best = (laws_MV.log() + gumbels(noise_keys, laws_MV.shape[-1], device)).max(-1, keepdim=True)
+    return [_Choice(score, int(token_id)) for (score,), (token_id,) in rows_to_host([best.values, best.indices])]
 
 
 def _noise_key(key: StepKey, depth: int) -> int:

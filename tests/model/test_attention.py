@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import packing
-from engine.attention import AttentionContext, UnsupportedAttention, group_attention, tree_attention
+from engine.attention import Gathered, UnsupportedAttention, group_attention, tree_attention
 from engine.kv_cache import KVCache
 from engine.packing import Group, pack
 from engine.segments import chain_segment
@@ -158,7 +158,7 @@ def attention_inputs(heads: int = 4, kv_heads: int = 2, size: int = 8):
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, count, 5, size, generator=generator) for count in (heads, kv_heads, kv_heads))
     batch = pack([chain_segment([1, 2, 3, 4, 5], 0, [4, 0, 3, 1, 2])], CPU)
-    return query, key, value, AttentionContext(batch, KVCache(5, CPU))
+    return query, key, value, Gathered(batch, KVCache(5, CPU))
 
 
 class Layer(torch.nn.Module):

@@ -213,7 +213,7 @@ def likeliest_as_draws(asked, logits_PM, laws, vocab):
     """Take the likeliest tokens for children and show the law as if they had been drawn from it."""
     laws_PM = children._kept_laws(asked, logits_PM, laws, vocab)
     width = max(node.num_draws for node in asked)
-    return children._offers(laws_PM.topk(width).indices, laws_PM, [node.num_draws for node in asked], vocab)
+    return children._offers(children._told(asked, laws_PM.topk(width).indices, laws_PM, vocab))
 
 
 def test_a_rule_of_ratios_on_chosen_children_is_found(monkeypatch):

@@ -66,8 +66,8 @@ def test_it_grows_what_logits_over_all_tokens_grow(tree, sampling, verifier):
     check(tree, sampling, verifier)
 
 
-def columns_for_tokens(columns_PC, laws_PM, counts, vocab):
-    return _OFFERS(columns_PC, laws_PM, counts, None)
+def columns_for_tokens(asked, columns_PC, laws_PM, vocab, *rest):
+    return _TOLD(asked, columns_PC, laws_PM, None, *rest)
 
 
 def ranked_columns_for_tokens(asked, logits_PM, sampling, keys, vocab):
@@ -78,13 +78,13 @@ def edits_by_column(proposal):
     return proposal.logits_PM
 
 
-_OFFERS, _RANKED = children._offers, children._ranked_at_once
+_TOLD, _RANKED = children._told, children._ranked_at_once
 
 
 @pytest.mark.parametrize(
     ("where", "name", "mutant", "case"),
     [
-        (children, "_offers", columns_for_tokens, CASES[0]),
+        (children, "_told", columns_for_tokens, CASES[0]),
         (children, "_ranked_at_once", ranked_columns_for_tokens, CASES[4]),
         (Proposal, "logits_PV", property(edits_by_column), CASES[7]),
         (TrimmedVocabulary, "widened", lambda vocab, rows_PM, filler: rows_PM, CASES[0]),

@@ -1,0 +1,86 @@
+"""How often a step on a device makes its host wait for numbers: once a round of growth, once or so to judge.
+
+A processor has nothing to wait for, so the reads that would wait on a GPU are counted, with our library and what is cheaper on a
+processor left out.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import likeliest
+from engine.draft import children, growth
+from engine.model import adopt
+from engine.native import laws, noise
+from engine.policy import FixedExpansion
+from engine.testing import tiny_engine, tiny_module
+from engine.tree import parse_expansion
+from tests.model.driving import greedy, run, sampled
+from tests.model.passes import CPU
+
+READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")  # that wait
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count reads, once models are loaded and where the device is taken for a GPU."""
+    counted: Counter[str] = Counter()
+
+    def counting(name, original):
+        def read(*args, **kwargs):
+            counted[name] += 1
+            return original(*args, **kwargs)
+
+        return read
+
+    monkeypatch.setattr(laws, "can_read", lambda _: False)
+    monkeypatch.setattr(noise, "can_choose", lambda _: False)
+    monkeypatch.setattr(children, "_known", lambda laws_PM: torch.arange(laws_PM.shape[-1]))
+    monkeypatch.setattr(likeliest, "_is_on_host", lambda _: False)
+    for name in READS:
+        monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
+    return counted
+
+
+def reads_of(requests, waits: Counter[str], monkeypatch: pytest.MonkeyPatch, tree: str) -> tuple[int, int, int]:
+    """Return how often a run's steps read, how many rounds of growth they had, and how many steps there were."""
+    engine = tiny_engine(adopt(tiny_module(), CPU), adopt(tiny_module(), CPU), FixedExpansion(parse_expansion(tree)))
+    rounds = []
+
+    def counted(*args):
+        rounds.append(args)
+        return children.offers_of(*args)
+
+    monkeypatch.setattr(growth, "offers_of", counted)
+    waits.clear()
+    session = run(engine, requests)
+    return sum(waits.values()), len(rounds), len(session.stats)
+
+
+@pytest.mark.parametrize("tree", ["3.2.2", "beam.6.2.3"])
+def test_a_greedy_step_reads_once_a_round_and_once_to_judge(waits, monkeypatch, tree):
+    reads, num_rounds, num_steps = reads_of([greedy("one", [5, 9, 33]), greedy("two", [7])], waits, monkeypatch, tree)
+    assert num_rounds > num_steps
+    assert reads == num_rounds + num_steps
+
+
+def test_a_seeded_step_reads_once_a_round_and_once_a_depth(waits, monkeypatch):
+    """And once for what all rules are told of every row of logits."""
+    requests = [sampled("one", [5, 9, 33], seed=1, max_tokens=12)]
+    reads, num_rounds, num_steps = reads_of(requests, waits, monkeypatch, "3.1.0")
+    assert reads == num_rounds + num_steps + 12  # a depth for each token
+
+
+def test_the_tokens_that_a_law_allows_would_be_waited_for(waits, monkeypatch):
+    monkeypatch.setattr(children, "_known", lambda laws_PM: laws_PM.amax(0).nonzero()[:, 0])
+    with pytest.raises(AssertionError):
+        test_a_greedy_step_reads_once_a_round_and_once_to_judge(waits, monkeypatch, "3.2.2")
+
+
+def test_a_rule_that_draws_reads_twice_a_round_and_three_times_to_judge(waits, monkeypatch):
+    """Whether draft laws are laws, and the draws; the likeliest tokens, which sums make sense, and the token that comes."""
+    requests = [sampled("one", [5, 9, 33], seed=1, verifier="traversal")]
+    reads, num_rounds, num_steps = reads_of(requests, waits, monkeypatch, "2.2.1")
+    assert reads == 2 * num_rounds + 3 * num_steps

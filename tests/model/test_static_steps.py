@@ -1,0 +1,115 @@
+"""Which engines replay passes, what that takes of memory, and what is said where they cannot."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from engine import memory
+from engine.build import BadConfiguration, build_engine
+from engine.config import EngineConfig, SchedulerConfig
+from engine.memory import memory_need
+from engine.model import adopt
+from engine.paged.recorder import CudaGraphs, GraphRefused, Unrecorded
+from engine.paged.reference import attend
+from engine.static_steps import record, static_steps, table_capacity
+from engine.testing import tiny_engine, tiny_module
+from tests.model.driving import run
+from tests.model.folders import model_folder
+from tests.model.mixed import mixed_requests
+from tests.model.passes import CPU
+
+LIMITS = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_model_len=64)
+CONFIG = EngineConfig("tiny", scheduler=LIMITS, cuda_graphs="off")
+
+
+def model_over_tables():
+    model = adopt(tiny_module(), CPU)
+    model.attend = attend
+    return model
+
+
+def test_a_processor_replays_nothing():
+    model = adopt(tiny_module(), CPU)
+    assert static_steps(replace(CONFIG, cuda_graphs="auto"), model) is None
+    with pytest.raises(GraphRefused, match="on cpu attention gathers keys"):
+        static_steps(replace(CONFIG, cuda_graphs="on"), model)
+
+
+def test_a_demand_that_cannot_be_met_is_refused_at_the_start(tmp_path):
+    folder = str(model_folder(tmp_path))
+    with pytest.raises(BadConfiguration, match="cuda_graphs: on: on cpu attention gathers keys"):
+        build_engine(replace(CONFIG, model=folder, device="cpu", cuda_graphs="on"))
+
+
+def test_a_canary_sees_passes_as_they_come():
+    assert static_steps(replace(CONFIG, kv_canary=True), model_over_tables()) is None
+    with pytest.raises(GraphRefused, match="kv_canary"):
+        static_steps(replace(CONFIG, kv_canary=True, cuda_graphs="on"), model_over_tables())
+
+
+def test_without_graphs_passes_are_padded_alike():
+    """So that a text is the same with graphs and without."""
+    engine = tiny_engine(model_over_tables(), model_over_tables(), config=LIMITS)
+    steps = static_steps(CONFIG, engine.target.model)
+    assert steps is not None
+    assert isinstance(steps.recorder, Unrecorded)
+    assert engine.target.way == "torch's"
+    prepared = record(steps, LIMITS, engine.target, engine.drafter)
+    assert len(prepared) == 2
+    assert engine.target.way == "torch's, padded, no graphs"  # times that are kept are of one way
+    for passes in prepared:
+        passes.prepare()
+    plain = tiny_engine(adopt(tiny_module(), CPU), adopt(tiny_module(), CPU), config=LIMITS)
+    assert run(engine, mixed_requests(max_tokens=16)).texts() == run(plain, mixed_requests(max_tokens=16)).texts()
+
+
+def test_a_drafter_that_reads_no_tables_drafts_as_before():
+    engine = tiny_engine(model_over_tables(), adopt(tiny_module(), CPU), config=LIMITS)
+    steps = static_steps(CONFIG, engine.target.model)
+    assert steps is not None
+    assert len(record(steps, LIMITS, engine.target, engine.drafter)) == 1
+
+
+def test_what_replays_keep_is_counted(tmp_path, monkeypatch):
+    folder = str(model_folder(tmp_path))
+    config = replace(CONFIG, model=folder, drafter="model", draft_model=folder)
+    assert memory_need(config, "float32", CPU).replays == 0
+    monkeypatch.setattr(memory, "why_as_they_come", lambda *_: None)
+    engine = tiny_engine(model_over_tables(), model_over_tables(), config=LIMITS)
+    steps = static_steps(CONFIG, engine.target.model)
+    assert steps is not None
+    prepared = record(steps, LIMITS, engine.target, engine.drafter)
+    rows = sum(vars(passes)["_recordings"]._rows_NM.nbytes for passes in prepared)
+    need = memory_need(config, "float32", CPU)
+    assert need.replays == steps.buffer.table.nbytes + rows
+    assert need.total == replace(need, replays=0).total + need.replays
+    assert "replayed passes" in str(replace(need, replays=10**9))
+
+
+def test_the_largest_table_has_room():
+    """Of every sequence at its longest, and of one chunk whose tokens see each other."""
+    assert table_capacity(LIMITS) == 8 * 64 + 24 * 24
+
+
+class Failing(CudaGraphs):
+    def __init__(self, is_required: bool) -> None:
+        self._is_required, self._is_off = is_required, False
+
+    def _captured(self, run):
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+
+def test_a_capture_that_fails_is_told_of_once(caplog):
+    graphs, run = Failing(is_required=False), partial(torch.zeros, 1)
+    with caplog.at_level(logging.WARNING):
+        assert graphs.record(run) is run
+        assert graphs.record(run) is run
+    assert caplog.messages == ["CUDA graphs are off: operation not permitted when stream is capturing"]
+
+
+def test_a_capture_that_must_not_fail_is_an_error():
+    with pytest.raises(GraphRefused, match="a pass cannot be captured: operation not permitted"):
+        Failing(is_required=True).record(partial(torch.zeros, 1))
