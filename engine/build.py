@@ -102,8 +102,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     _warm_up(info, config, target, _with_texts(measured, config, model))
     rig = Rig(info, config.scheduler, target, measured, _drafter_weights(config, models))
     policy = _policy(config, drafter, rig, roots, adaptive)
-    for passes in recorded:  # anew, where a policy watches them now
-        passes.prepare()
+    _prepare(config, recorded)  # anew, where a policy watches them now
     info = replace(info, policy=policy.name)
     grammars = CompiledGrammars(vocabulary_loader(resolve(config.model).folder, info.vocab_size, info.eos_token_ids))
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
@@ -143,14 +142,21 @@ def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Dra
 def _recorded(config: EngineConfig, target: Target, drafter: Drafter | None) -> Sequence[Prepared]:
     """Record passes of every shape, where they are replayed; return what was."""
     try:
-        if (steps := static_steps(config, target.model)) is None:
-            return ()
-        recorded = record(steps, config.scheduler, target, drafter)
+        steps = static_steps(config, target.model)
+    except GraphRefused as error:
+        raise BadConfiguration(f"cuda_graphs: {config.cuda_graphs}: {error}") from error
+    recorded = [] if steps is None else record(steps, config.scheduler, target, drafter)
+    _prepare(config, recorded)
+    return recorded
+
+
+def _prepare(config: EngineConfig, recorded: Sequence[Prepared]) -> None:
+    """Record what has not been."""
+    try:
         for passes in recorded:
             passes.prepare()
     except GraphRefused as error:
         raise BadConfiguration(f"cuda_graphs: {config.cuda_graphs}: {error}") from error
-    return recorded
 
 
 def _require_memory(config: EngineConfig, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED
 from engine.packing import PackedBatch
-from engine.paged.attention import Attend, PagedContext, kernel, why_not
+from engine.paged.attention import Attend, PagedContext, failures, heads_of, kernel, try_out, why_not
 from engine.paged.recordings import PassMemory
 from engine.paged.table import IDS, POSITIONS, Columns, PagedBatch, Shape, table_of
 from engine.progress_bar import quiet_libraries
@@ -186,10 +186,13 @@ def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain",
 
 def _attend_of(model: CausalModel) -> Attend | None:
     """Return the kernel that attends for a model, if one does; say why where a GPU does without."""
-    text = model.module.config.get_text_config()
-    head_size = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    if (reason := why_not(model.device, head_size, model.module.dtype)) is None:
-        return kernel()
-    if model.device.type == "cuda":
+    heads, device, dtype = heads_of(model.module.config), model.device, model.module.dtype
+    if (reason := why_not(device, heads.size, heads.num_shared, dtype)) is None:
+        try:
+            try_out(attend := kernel(), device, heads.num, heads.num_shared, heads.size, dtype)
+            return attend
+        except failures() as error:
+            reason = f"the attention kernel cannot run: {' '.join(str(error).split())}"
+    if device.type == "cuda":
         _logger.warning("%s; attention gathers keys, without CUDA graphs", reason)
     return None

@@ -11,7 +11,7 @@ from engine.draft.drafter import Drafter
 from engine.draft.head_drafter import HeadDrafter
 from engine.draft.model import ModelDrafter
 from engine.model import CausalModel, weights_dtype
-from engine.paged.attention import why_not
+from engine.paged.attention import heads_of, why_not
 from engine.paged.buffer import TableBuffer
 from engine.paged.ladder import Ladder
 from engine.paged.recorder import CudaGraphs, GraphRefused, Unrecorded
@@ -37,9 +37,8 @@ def table_capacity(limits: SchedulerConfig) -> int:
 
 def why_as_they_come(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> str | None:
     """Return why passes of a configuration's target would not be padded and replayed, before it is loaded; None if they would."""
-    text = target.get_text_config()
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return _CANARY if config.kv_canary else why_not(device, int(head_size), weights_dtype(config.dtype))
+    heads = heads_of(target)
+    return _CANARY if config.kv_canary else why_not(device, heads.size, heads.num_shared, weights_dtype(config.dtype))
 
 
 _CANARY = "kv_canary looks at what is read"

@@ -43,7 +43,9 @@ class Target:
         self._passes: Passes = DirectPasses(model, self.cache, self._tell)
 
     def report_to(self, observer: PassObserver) -> None:
-        """Tell `observer` of every pass from now on, unless passes do without."""
+        """Tell `observer` of every pass from now on, unless passes do without; valid before they are recorded."""
+        if isinstance(self._passes, RecordedPasses):
+            raise RuntimeError("what a replay tells was recorded with it: observers come first")
         if not observer.follow(self.cache):
             self._observers.append(observer)
 

@@ -82,6 +82,7 @@ class HeadDrafter:
         """Have features made of each pass that writes to the target's cache; return whether passes make them by themselves."""
         native = self._target.native
         if native is None or not isinstance(self._head, NativeHead):
+            assert self._tap is None, "followed already"
             self._tap = StateTap(self._target, self._layers)
             return False
         depth = len(self._target.module.model.layers)

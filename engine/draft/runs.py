@@ -7,13 +7,27 @@ one is told by committed text alone, before anything is drawn.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from engine.draft.texts import FOLLOWED_TOGETHER, TextCache
+from engine.draft.texts import TextCache
 from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback, composition_of
 from engine.tree import Expansion
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
 _LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
+
+
+class _Seen(NamedTuple):
+    """What a look was at: a policy's choice, for whom, and how often texts had been followed by then."""
+
+    choice: Choice
+    composition: int | None
+    num_follows: int
+
+    def is_like(self, other: "_Seen") -> bool:
+        """Return whether there is nothing new to see: the same choice for the same sequences, and texts not followed since."""
+        is_same = self.composition is not None and self.composition == other.composition and self.choice is other.choice
+        return is_same and self.num_follows == other.num_follows
 
 
 class RunningPolicy:
@@ -29,35 +43,23 @@ class RunningPolicy:
         self._texts = texts
         self._longest = longest
         self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
-        self._seen: tuple[Choice, int | None] | None = None  # where nobody drafted, and there was no chain
-        self._num_unseen = 0  # steps since
+        self._seen: _Seen | None = None  # of the last look, if nobody drafted and there was no chain
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
         choice = self._policy.choose(views)
-        if self._is_as_seen(choice, views):
-            self._num_unseen += 1
+        seen = _Seen(choice, composition_of(views), self._texts.num_follows)
+        if self._seen is not None and self._seen.is_like(seen):
             return choice
-        self._num_unseen = 0
         least_chance = max(_LEAST_CHANCE, choice.prices.node)
         chains = [self._chain(view, wish, least_chance) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         is_quiet = not self._running and all(wish.is_plain for wish in choice.expansions)
-        self._seen = (choice, composition_of(views)) if is_quiet else None
+        self._seen = seen if is_quiet else None
         if not self._running:
             return choice
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
         return replace(choice, expansions=tuple(expansions), step_s=None)
-
-    def _is_as_seen(self, choice: Choice, views: Sequence[SequenceView]) -> bool:
-        """Return whether this is one of the steps after a look that need none: the same sequences, plain by the same choice.
-
-        As texts that nobody drafts from are followed some tokens at a time, there is nothing to see between.
-        """
-        if self._seen is None or self._num_unseen + 1 >= FOLLOWED_TOGETHER:
-            return False
-        seen, composition = self._seen
-        return choice is seen and composition is not None and composition == composition_of(views)
 
     def _chain(self, view: SequenceView, wish: Expansion, least_chance: float) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.

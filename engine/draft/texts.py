@@ -20,7 +20,7 @@ from engine.types import DraftSource, Request
 
 SURE = 0.8  # chance of a cached law from which on no model is asked
 MOST_INDEXED = 512  # tokens of all texts that are indexed in a step: milliseconds, and no slower than prompts are fed
-FOLLOWED_TOGETHER = 4  # tokens of a text that nobody drafts from: following it costs less so than token by token
+_FOLLOWED_TOGETHER = 4  # tokens of a text that nobody drafts from: following it costs less so than token by token
 _NOTHING = RecentLimits()
 
 
@@ -124,6 +124,7 @@ class TextCache:
         self._recent = RecentTexts(recent if has_own_texts else _NOTHING, self._indexer)
         self._followed: dict[str, _Followed] = {}
         self._is_asked, self._num_waited = False, 0  # whether anybody was since texts were last followed, and steps since
+        self.num_follows = 0  # times that they were: between two of them nothing new is known of texts that nobody drafts from
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Follow a request from now on; `history` is its text, which grows as it is committed."""
@@ -154,11 +155,12 @@ class TextCache:
     def advance(self, running: Iterable[str]) -> None:
         """Learn what was committed of these requests since, and index a bounded number of tokens of what waits."""
         self._num_waited += 1
-        if self._is_asked or self._num_waited >= FOLLOWED_TOGETHER:
+        if self._is_asked or self._num_waited >= _FOLLOWED_TOGETHER:
             self._is_asked, self._num_waited = False, 0
+            self.num_follows += 1
             for request_id in running:
                 one = self._followed.get(request_id)
-                if one is not None and (one.is_asked or one.num_unknown >= FOLLOWED_TOGETHER):
+                if one is not None and (one.is_asked or one.num_unknown >= _FOLLOWED_TOGETHER):
                     self._follow(one)
         self._indexer.advance(MOST_INDEXED)
 

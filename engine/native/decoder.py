@@ -95,7 +95,8 @@ class NativeDecoder:
         return lambda: self._watchers.remove(watcher)
 
     def make_features(self, cache: KVCache, features: Features) -> None:
-        """Make these features of all tokens of later passes that write to a cache, in the tokens' slots."""
+        """Make these features of all tokens of later passes that write to a cache, in the tokens' slots: one kind for a cache."""
+        assert cache not in self._features, "a second head for one cache"
         self._features[cache] = features
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:

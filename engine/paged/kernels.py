@@ -17,6 +17,7 @@ from engine.paged.table import NUM_TILE_FIELDS, WORD_BITS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FIELDS, _WORD_BITS = tl.constexpr(NUM_TILE_FIELDS), tl.constexpr(WORD_BITS)
+_WORD_SHIFT = tl.constexpr(WORD_BITS.bit_length() - 1)
 
 
 @triton.jit
@@ -62,8 +63,8 @@ def _column_block(
     tail = columns - num_context
     if IS_TAIL:
         is_tail = is_column & (tail >= 0)
-        word = tl.load(words[:, None] + (tail // _WORD_BITS)[None, :], mask=is_seen & is_tail[None, :], other=-1)
-        is_seen &= ((word >> (tail % _WORD_BITS)[None, :]) & 1) == 1
+        word = tl.load(words[:, None] + (tail >> _WORD_SHIFT)[None, :], mask=is_seen & is_tail[None, :], other=-1)
+        is_seen &= ((word >> (tail & (_WORD_BITS - 1))[None, :]) & 1) == 1  # context's are negative, and their words all ones
     if HAS_WINDOW:
         key_positions = columns
         if IS_TAIL:

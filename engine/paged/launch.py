@@ -3,6 +3,7 @@
 Shape key: T tokens, H key-value heads, G query heads for each, K head size, V size of a value, S slots.
 """
 
+from functools import cache
 from typing import NamedTuple, Self
 
 import torch
@@ -15,6 +16,7 @@ from engine.paged.table import PagedBatch, Shape
 
 _PROGRAMS, _MOST_PARTS = 264, 32  # two programs for each of an H100's 132 processors, where rows are few
 _SMALLEST = 16  # side of a matrix product
+_STAGES, _ROOMY_BYTES = 3, 160 * 1024
 
 
 def num_parts(shape: Shape, num_heads: int) -> int:
@@ -38,7 +40,16 @@ class Blocks(NamedTuple):
         """
         if dtype == torch.float32:
             return cls(max(_SMALLEST, min(64, 2048 // size)), 8 if num_rows * size >= 4096 else 4, 1)
-        return cls(max(_SMALLEST, min(64, 8192 // size)), 8 if num_rows > 64 else 4, 3)
+        return cls(max(_SMALLEST, min(64, 8192 // size)), 8 if num_rows > 64 else 4, _STAGES)
+
+
+@cache
+def _most_stages(device: torch.device) -> int:
+    """Return how many blocks of keys may be on their way: large ones fit three times only where blocks share much memory."""
+    if device.type != "cuda":
+        return _STAGES
+    room_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return _STAGES if room_bytes >= _ROOMY_BYTES else 1
 
 
 def attend(
@@ -80,7 +91,7 @@ def attend(
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
         num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+        num_stages=min(blocks.num_stages, _most_stages(query_THGK.device)),
     )
     if parts > 1:
         kernels.merge[(rows,)](partial, logs, out, rows, parts, V=value_size, BLOCK_P=_MOST_PARTS, BLOCK_V=block_v, num_warps=4)

@@ -48,7 +48,9 @@ class CudaGraphs:
     def __init__(self, is_required: bool = False) -> None:
         self._is_required = is_required
         self._is_off = False
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one, so that libraries keep their workspaces once
+        self._first: torch.cuda.CUDAGraph | None = None  # the shared memory lives as long as some graph
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """Return a graph's replay."""
@@ -57,7 +59,8 @@ class CudaGraphs:
         try:
             return self._captured(run)
         except RuntimeError as error:
-            reason = " ".join(str(error).split())
+            # What ended the capture stands behind the complaint that it cannot be ended.
+            reason = " ".join(str(error.__context__ or error).split())
             if self._is_required:
                 raise GraphRefused(f"a pass cannot be captured: {reason}") from error
             self._is_off, self.name = True, Unrecorded.name
@@ -65,17 +68,26 @@ class CudaGraphs:
             return run
 
     def _captured(self, run: Callable[[], T]) -> Callable[[], T]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels are compiled and workspaces made outside of the graph
+        if self._first is None:
+            self._first, _ = self._capture(lambda: torch.zeros(1, device="cuda"))
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):  # kernels are compiled and workspaces made outside of the graph
             run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = run()
+        current.wait_stream(self._stream)
+        graph, result = self._capture(run)
 
         def replay() -> T:
             graph.replay()
             return result
 
         return replay
+
+    def _capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+                result = run()
+        finally:
+            torch.cuda.set_stream(current)  # where a capture that fails does not go back to
+        return graph, result

@@ -84,7 +84,7 @@ class Recordings:
         if self._is_new(shape):
             self._replays[shape] = self._steps.recorder.record(lambda: self._run_once(shape))
         for memory, kept in zip(self._memories, self._replays[shape](), strict=True):
-            memory.keep(kept)
+            memory.keep(None if kept is None else kept.clone())  # later replays, of others too, write where it lies
 
     def _is_new(self, shape: Shape) -> bool:
         """Return whether a shape has not been recorded; nothing has, once somebody else keeps something."""

@@ -25,7 +25,7 @@ from engine.packing import PackedBatch
 NUM_TILE_FIELDS = 8
 WORD_BITS = 32
 IDS, POSITIONS, WRITE_SLOTS = range(3)  # the columns of tokens that every pass has
-_FEW, _MANY, _FROM = 8, 16, 128  # queries of a tile, in passes of fewer tokens than the last and of others
+_FEW, _MANY, MANY_TOKENS = 8, 16, 128  # queries of a tile, in passes of fewer tokens than the last and of others
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +38,7 @@ class Shape:
     @property
     def tile_len(self) -> int:
         """Queries of a tile."""
-        return min(_FEW if self.num_tokens < _FROM else _MANY, 1 << (self.num_tokens - 1).bit_length())
+        return min(_FEW if self.num_tokens < MANY_TOKENS else _MANY, 1 << (self.num_tokens - 1).bit_length())
 
 
 Numbers = Sequence[int] | NDArray[np.int64]

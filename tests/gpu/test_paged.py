@@ -24,7 +24,7 @@ from tests.model.paged import Heads, by, inputs, paged, random_segments
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or why_not(torch.device("cuda"), 64, torch.float32) is not None,
+        not torch.cuda.is_available() or why_not(torch.device("cuda"), 64, 1, torch.float32) is not None,
         reason="needs a CUDA device and triton",
     ),
 ]
@@ -96,6 +96,7 @@ def test_a_replay_runs_the_function_over_what_its_buffers_hold_then():
 
 def test_what_looks_at_the_device_is_not_captured():
     """And the next function runs itself."""
-    numbers, graphs = torch.ones(4, device=CUDA), CudaGraphs()
+    numbers, graphs, stream = torch.ones(4, device=CUDA), CudaGraphs(), torch.cuda.current_stream()
     assert graphs.record(lambda: float(numbers.sum()))() == 4.0
+    assert torch.cuda.current_stream() == stream
     assert torch.equal(graphs.record(lambda: numbers + 1)(), numbers + 1)

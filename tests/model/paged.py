@@ -90,7 +90,7 @@ class Inputs:
 
 
 def inputs(num_tokens: int, heads: Heads, dtype: torch.dtype = torch.float32, num_slots: int = 700) -> Inputs:
-    """Return random numbers, NaN where no slot is: in the rows before the last."""
+    """Return random numbers."""
     generator = torch.Generator().manual_seed(num_tokens)
     query = torch.randn(num_tokens, heads.num, heads.num_shared, heads.size, generator=generator)
     keys = torch.randn(num_slots, heads.num, heads.size, generator=generator)

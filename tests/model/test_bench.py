@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.load import in_turns
 from engine.testing import tiny_engine, tiny_pair
+from engine.tracer import NoTracer
 from engine.tree import PLAIN, Expansion
 from engine.types import FinishReason, TokenEvent
 from engine.verify import coupled
@@ -39,6 +41,34 @@ def test_plain_decoding_is_first_and_its_own_measure(engine):
 def test_concurrency_is_kept(engine):
     run = run_case(engine, load(0.0).requests(Case("traversal", PLAIN), 0), concurrency=2)
     assert max(step.num_decoding_rows for step in run.steps) == 2
+
+
+def test_contenders_step_in_turns_whoever_has_said_least_next():
+    """One says four tokens a step for the other's one, and all is said."""
+    engines = {"drafts": tiny_engine(*tiny_pair()), "plain": tiny_engine(*tiny_pair())}
+    order: list[str] = []
+    for name, one in engines.items():
+        one.trace_to(Noting(name, order))
+    cases = {"drafts": Case("traversal", SHAPES[0]), "plain": Case("traversal", PLAIN)}
+    runs = in_turns({name: (one, load(0.0).requests(cases[name], 0)) for name, one in engines.items()}, batch=3)
+    assert runs["drafts"].texts == runs["plain"].texts
+    said = dict.fromkeys(engines, 0)
+    steps = {name: iter(run.steps) for name, run in runs.items()}
+    for name in order:
+        others = [said[other] for other in engines if other != name and said[other] < 80]
+        assert said[name] <= min(others, default=80)
+        said[name] += next(steps[name]).num_generated_tokens
+    assert said == {"drafts": 80, "plain": 80}
+
+
+class Noting(NoTracer):
+    """Notes whose step it was."""
+
+    def __init__(self, name, order):
+        self._name, self._order = name, order
+
+    def on_step(self, stats, rows):
+        self._order.append(self._name)
 
 
 def test_a_request_that_fails_fails_the_benchmark(engine, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from engine import memory
 from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
+from engine.draft.head_drafter import HeadDrafter
 from engine.memory import memory_need
 from engine.model import adopt
 from engine.paged.recorder import CudaGraphs, GraphRefused, Unrecorded
@@ -18,6 +19,7 @@ from engine.static_steps import record, static_steps, table_capacity
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import run
 from tests.model.folders import model_folder
+from tests.model.heads import random_head
 from tests.model.mixed import mixed_requests
 from tests.model.passes import CPU
 
@@ -108,6 +110,29 @@ def test_a_capture_that_fails_is_told_of_once(caplog):
         assert graphs.record(run) is run
         assert graphs.record(run) is run
     assert caplog.messages == ["CUDA graphs are off: operation not permitted when stream is capturing"]
+
+
+def test_why_a_capture_failed_is_told_and_not_that_it_could_not_be_ended(caplog, monkeypatch):
+    def run():
+        try:
+            raise RuntimeError("it looked at a number")
+        finally:
+            raise RuntimeError("a capture cannot be ended")
+
+    graphs = Failing(is_required=False)
+    monkeypatch.setattr(graphs, "_captured", lambda run: run())
+    with caplog.at_level(logging.WARNING):
+        graphs.record(run)
+    assert caplog.messages == ["CUDA graphs are off: it looked at a number"]
+
+
+def test_observers_come_before_what_they_are_told_is_recorded():
+    engine = tiny_engine(model_over_tables(), model_over_tables(), config=LIMITS)
+    steps = static_steps(CONFIG, engine.target.model)
+    assert steps is not None
+    record(steps, LIMITS, engine.target, engine.drafter)
+    with pytest.raises(RuntimeError, match="observers come first"):
+        engine.target.report_to(HeadDrafter("head", random_head(), engine.target.model, LIMITS.num_slots))
 
 
 def test_a_capture_that_must_not_fail_is_an_error():

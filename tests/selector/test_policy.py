@@ -639,6 +639,27 @@ def test_who_stays_plain_is_not_looked_at_and_chosen_for_as_if_looked_at():
         seen_by(adaptive(USUAL), 400, lambda step: 0)  # who comes is not seen
 
 
+def test_the_seconds_of_a_step_with_a_tree_of_a_requests_own_are_its_own():
+    """What its drafter is behind changes from step to step, whoever else is plain."""
+    own = Speculation(expansion=CHAIN)
+    texts = [*texts_of(0.0, 2), Text(flat(0.0), context=100, name="own", speculation=own)]
+    policy = adaptive(USUAL)
+    run(policy, USUAL, texts, 60)
+
+    def foretold(num_unfed: int) -> float:
+        texts[-1].num_unfed = num_unfed
+        views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
+        choice = policy.choose(BatchViews(lambda: views, len(views), 5))
+        assert choice.step_s is not None
+        return choice.step_s
+
+    first = foretold(1)
+    seconds = [foretold(num_unfed) for num_unfed in (1, 41)]
+    assert policy._num_standing or policy._standing.num_settled, "it is a choice that stands"
+    assert seconds[0] == pytest.approx(first, rel=0.05)
+    assert seconds[1] - seconds[0] == pytest.approx(40 * USUAL.draft_token_s, rel=0.3)
+
+
 def steps_until_it_drafts(kind: type[Thinks]) -> int:
     """Return after how many steps a text is drafted for again that has become worth it, in the mean."""
     waited = []

@@ -1,6 +1,7 @@
 """Runs of cached text: taken where they are longer than the policy's trees, and kept out of what it learns."""
 
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 
@@ -17,7 +18,7 @@ from engine.policy import (
     StepWork,
 )
 from engine.tree import PLAIN, Expansion, GrowthPrices
-from engine.types import SamplingParams, Speculation
+from engine.types import Request, SamplingParams, Speculation
 from tests.selector.machine import feedback
 
 TREE = Expansion(2, 2, 3)
@@ -138,6 +139,7 @@ def looks(policy: ExpansionPolicy, compositions: Sequence[int | None]) -> list[b
     texts = Counting({"r": 0})
     running, looked = RunningPolicy(policy, texts), []
     for composition in compositions:
+        texts.advance([])  # every fourth time texts are followed
         before = texts.num_asked
         running.choose(BatchViews(lambda: [view("r")], 1, composition))
         looked.append(texts.num_asked > before)
@@ -157,8 +159,49 @@ class SaysTheSame(FixedExpansion):
 
 def test_where_nobody_drafts_cached_text_is_looked_at_as_often_as_it_is_followed():
     plain = SaysTheSame(PLAIN)
-    assert looks(plain, [7] * 9) == [True, False, False, False] * 2 + [True]
-    assert looks(plain, [7, 7, 8, 8, 8]) == [True, False, True, False, False], "others run than before"
+    assert looks(plain, [7] * 9) == [True, False, False, True, False, False, False, True, False]
+    assert looks(plain, [7, 7, 8]) == [True, False, True], "others run than before"
     assert looks(plain, [None] * 3) == [True] * 3, "a prompt is fed"
     assert looks(FixedExpansion(PLAIN), [7] * 3) == [True] * 3, "every choice is a new one"
     assert looks(SaysTheSame(TREE), [7] * 3) == [True] * 3, "somebody drafts"
+
+
+class StandsFor(FixedExpansion):
+    """A plain policy that makes its choice anew after so many steps."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__(PLAIN)
+        self._num_steps, self._num_left = num_steps, 0
+
+    def choose(self, views: Sequence[SequenceView]) -> Choice:
+        if not self._num_left:
+            self._choice, self._num_left = Choice((PLAIN,)), self._num_steps
+        self._num_left -= 1
+        return self._choice
+
+
+def first_chain(num_standing: int, num_known: int, composition: int | None) -> int:
+    """Return the first step that runs on a text which repeats itself, of which so many tokens are new."""
+    prompt = tuple(range(100, 100 + num_known))
+    texts, history = TextCache(), [*prompt]
+    texts.begin(Request("r", prompt, SamplingParams(max_tokens=500)), history)
+    policy = RunningPolicy(StandsFor(num_standing), texts)
+    for step in range(200):
+        history.append(step % 12)
+        texts.advance(["r"])
+        choice = policy.choose(BatchViews(lambda: [view("r")], 1, composition))
+        if not choice.expansions[0].is_plain:
+            return step
+    return 200
+
+
+@pytest.mark.parametrize("num_known", range(4, 9))
+@pytest.mark.parametrize("num_standing", [4, 16, 33, 1000])
+def test_a_text_that_begins_to_repeat_itself_is_seen_as_soon_as_if_looked_at_in_every_step(num_standing, num_known):
+    assert first_chain(num_standing, num_known, 7) == first_chain(num_standing, num_known, None) < 100
+
+
+def test_looks_in_another_phase_than_texts_are_followed_in_see_it_late(monkeypatch):
+    steps = count()
+    monkeypatch.setattr("engine.draft.runs._Seen.is_like", lambda self, other: next(steps) % 4 != 1)
+    assert max(first_chain(1000, num_known, 7) for num_known in range(4, 9)) == 200
