@@ -61,8 +61,16 @@ def _error(layer: Layer, dtype: torch.dtype, batch: PackedBatch, device: torch.d
     return float((found - expected).norm() / expected.norm())  # NaN is never exact
 
 
-def _in_float32(query: Tensor, keys: Tensor, values: Tensor, *rest: object) -> Tensor:
-    return reference(query.float(), keys.float(), values.float(), *rest)  # type: ignore[arg-type]
+def _in_float32(
+    query_THGK: Tensor,
+    keys_SHK: Tensor,
+    values_SHV: Tensor,
+    batch: PagedBatch,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    return reference(query_THGK.float(), keys_SHK.float(), values_SHV.float(), batch, scaling, window, softcap)
 
 
 def _attended(attend: Attend, layer: Layer, query: Tensor, cache: KVCache, paged: PagedBatch) -> Tensor:
