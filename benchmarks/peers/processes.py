@@ -112,7 +112,7 @@ class ServerProcess:
     def __init__(self, launch: Launch, client: LineProcess, log: Path) -> None:
         self._client, self._log = client, log
         port = _free_port()
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         command = [str(port) if word == PORT else word for word in launch.command]
         with log.open("w") as out:
             self._process = subprocess.Popen(
@@ -134,7 +134,7 @@ class ServerProcess:
         """Return its answers. Raises JobFailed."""
         if self._process.poll() is not None:
             raise _death("it ended", self._log)
-        return self._client.answer(replace(job, url=self._url))
+        return self._client.answer(replace(job, url=self.url))
 
     def stop(self) -> None:
         """End it."""
