@@ -3,7 +3,8 @@
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,7 +82,9 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     canary = SlotCanary() if config.kv_canary else None
     target = Target(model, config.scheduler.num_slots, canary)
     config, own_drafter = _drafter_or_stand_in(config, target, models)
-    recorded = _recorded(config, target, own_drafter)
+    with _refusing_graphs(config):
+        recorded = _recorded(config, target, own_drafter)
+        _prepare(recorded)
     drafter, roots = _with_texts(own_drafter, config, model), RootReader(model, own_drafter)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
     info = ModelInfo(
@@ -102,7 +105,8 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     _warm_up(info, config, target, _with_texts(measured, config, model))
     rig = Rig(info, config.scheduler, target, measured, _drafter_weights(config, models))
     policy = _policy(config, drafter, rig, roots, adaptive)
-    _prepare(config, recorded)  # anew, where a policy watches them now
+    with _refusing_graphs(config):
+        _prepare(recorded)  # anew, where a policy watches them now
     info = replace(info, policy=policy.name)
     grammars = CompiledGrammars(vocabulary_loader(resolve(config.model).folder, info.vocab_size, info.eos_token_ids))
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
@@ -139,24 +143,24 @@ def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Dra
         engine.step()
 
 
+@contextmanager
+def _refusing_graphs(config: EngineConfig) -> Iterator[None]:
+    """Raise BadConfiguration where CUDA graphs are demanded and there can be none."""
+    try:
+        yield
+    except GraphRefused as error:
+        raise BadConfiguration(f"cuda_graphs: {config.cuda_graphs}: {error}") from error
+
+
 def _recorded(config: EngineConfig, target: Target, drafter: Drafter | None) -> Sequence[Prepared]:
-    """Record passes of every shape, where they are replayed; return what was."""
-    try:
-        steps = static_steps(config, target.model)
-    except GraphRefused as error:
-        raise BadConfiguration(f"cuda_graphs: {config.cuda_graphs}: {error}") from error
-    recorded = [] if steps is None else record(steps, config.scheduler, target, drafter)
-    _prepare(config, recorded)
-    return recorded
+    """Return the passes that are replayed, still to be prepared."""
+    steps = static_steps(config, target.model)
+    return () if steps is None else record(steps, config.scheduler, target, drafter)
 
 
-def _prepare(config: EngineConfig, recorded: Sequence[Prepared]) -> None:
-    """Record what has not been."""
-    try:
-        for passes in recorded:
-            passes.prepare()
-    except GraphRefused as error:
-        raise BadConfiguration(f"cuda_graphs: {config.cuda_graphs}: {error}") from error
+def _prepare(recorded: Sequence[Prepared]) -> None:
+    for passes in recorded:
+        passes.prepare()
 
 
 def _require_memory(config: EngineConfig, device: torch.device) -> None:

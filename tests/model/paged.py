@@ -3,8 +3,10 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from engine.segments import chain_segment, level_segment, tree_segment
 from engine.tree import TokenTree
 from tests.model.passes import CPU
 
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COLUMNS = Columns(tokens=(0, 0, 1 << 20), asked=())
 

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections import Counter
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ from benchmarks.gpu.figures import Figures, in_turns
 from benchmarks.gpu.models import TINY
 from engine.paged import recordings, table
 from engine.paged.reference import attend
-from tests.model.paged import causal
+from tests.model.paged import causal, needs_triton
 from tests.model.passes import CPU
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
 
 @pytest.fixture

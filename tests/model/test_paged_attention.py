@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.paged.attention import try_out, why_not
 from engine.paged.reference import attend as reference
 from engine.paged.table import Shape
-from tests.model.paged import Heads, by, causal, chunk, gathered, inputs, level, paged, random_segments, with_tiles
+from tests.model.paged import Heads, by, causal, chunk, gathered, inputs, level, needs_triton, paged, random_segments, with_tiles
 
 if find_spec("triton"):
     import triton
@@ -23,7 +23,6 @@ if find_spec("triton"):
     from engine.paged import kernels, launch
     from tests.model.interpreted import widened_products
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 EXACT, WRONG = 1e-5, 1e-2
 FEW_PROGRAMS = 16
 ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
-import pytest
+from tests.model.paged import needs_triton
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+pytestmark = needs_triton
 MOST_SHARED_BYTES = 227 * 1024  # of a block, compute capability 9.0
 
 PROGRAM = """
