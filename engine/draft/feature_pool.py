@@ -1,6 +1,6 @@
 """What a draft head reads of the target, by slot, and what it is fed.
 
-Shape key: T tokens, S slots and two rows more, W inner width of the head.
+Shape key: T tokens, S slots and two rows more, W numbers of a row.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,18 @@ from engine.transfer import integers
 
 @dataclass(frozen=True)
 class Fed:
-    """Packed tokens, and for each the slot of the token before it."""
+    """Packed tokens, and for each the slot of the token before it.
+
+    Committed tokens read the target's features, nodes of a tree the head's own states.
+    """
 
     batch: PackedBatch
     before: Sequence[int]
+    are_committed: bool
 
 
 class FeaturePool:
-    """A feature, or what stands in for it, for each slot.
+    """Features, what they are made of or what stands in for them, a row for each slot.
 
     `before_all` names the row of zeros that position 0 reads, `nobody` the one of the cache's slot of that name, which is written
     and never read.

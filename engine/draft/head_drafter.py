@@ -1,6 +1,6 @@
 """A distilled draft head at work: fed a step behind the target's features, asked for a level of every tree at a time.
 
-Features lie in a pool of one row a slot beside the target's cache, and are made of every pass of the target, by the pass itself
+What it reads lies in a pool of one row a slot beside the target's cache, and is kept of every pass of the target, by the pass itself
 where the library runs both: whoever keeps a slot keeps its feature. A drafted node's own state lies in its slot until the target
 has been there, so that a token always reads what the slot of the token before it holds:
 
@@ -69,7 +69,9 @@ class HeadDrafter:
         canary = canary or NoCanary()
         self._has_canary = not isinstance(canary, NoCanary)
         if linears == NATIVE:
-            self._head = NativeHead(head, rows_MD, embeddings_VD, precision)
+            width = len(head.shape.feature_layers) * head.shape.target_width
+            states = FeaturePool(num_slots, width, torch.float16, self._device, canary)
+            self._head = NativeHead(head, rows_MD, embeddings_VD, precision, states)
         else:
             self._head = LeanHead(head, rows_MD, embeddings_VD, getattr(torch, precision), self._device, linears)
         self._cache = KVCache(num_slots, self._device, canary)
@@ -79,7 +81,7 @@ class HeadDrafter:
         self._recordings: Recordings | None = None
 
     def follow(self, cache: KVCache) -> bool:
-        """Have features made of each pass that writes to the target's cache; return whether passes make them by themselves."""
+        """Have each pass that writes to the target's cache followed; return whether passes keep what is read by themselves."""
         native = self._target.native
         if native is None or not isinstance(self._head, NativeHead):
             assert self._tap is None, "followed already"
@@ -87,7 +89,7 @@ class HeadDrafter:
             return False
         depth = len(self._target.module.model.layers)
         after = [place_after(count, depth) for count in self._layers]
-        native.make_features(cache, self._head.features(self._pool, after))
+        native.keep_features(cache, self._head.features(after))
         return True
 
     def record(self, steps: StaticSteps, attend: Attend, end: int) -> Recordings:
@@ -103,20 +105,21 @@ class HeadDrafter:
         return self._recordings
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
-        """Make the features of a pass of the target."""
+        """Keep what is read of a pass of the target."""
         assert self._tap is not None, "passes that nobody follows"
         with torch.inference_mode():
             self._head.keep_features(self._pool, write_slots_T, self._tap.parts())
 
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
         """Return what tokens read that come after those in these slots, where the target has been."""
-        return self._pool.at(slots)
+        with torch.inference_mode():
+            return self._head.features_at(self._pool, slots)
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed committed tokens by the target's features; propose at the roots."""
         before = [slot for row in rows for slot in self._slots_before(row)]
         batch = pack(fed_segments(rows), self._device)
-        fed = Fed(batch, before)
+        fed = Fed(batch, before, are_committed=True)
         places = places_of_roots(rows, [root.tree.row.request_id for root in roots])
         asked = [chain_segment(root.tree.token_ids[:1], root.position, root.tree.row.slots) for root in roots]
         return self._proposal(fed, None if places == list(range(batch.num_tokens)) else asked, places)
@@ -125,7 +128,7 @@ class HeadDrafter:
         """Feed some nodes of every tree by their parents' states; propose at each."""
         before = [asked.tree.row.slots[asked.tree.row.root_position + asked.tree.parents[asked.node]] for asked in frontier]
         batch = pack(level_segments(frontier), self._device)
-        fed = Fed(batch, before)
+        fed = Fed(batch, before, are_committed=False)
         return self._proposal(fed, None, range(len(frontier)))
 
     def ranked_grower(self) -> RankedGrower | None:

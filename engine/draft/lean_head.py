@@ -108,6 +108,10 @@ class LeanHead(nn.Module):
         states_TFD = torch.stack(tuple(states), dim=1)
         pool.write(slots_T, self.fuse(_unit(states_TFD, self.shape.norm_eps).flatten(-2).to(self.dtype)))
 
+    def features_at(self, pool: FeaturePool, slots: Sequence[int]) -> Float[Tensor, "T W"]:
+        """Return the features of the tokens in these slots."""
+        return pool.at(slots)
+
     def tokens(self, embeddings_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T W"]:
         """Narrow the target's embeddings."""
         return self.token(embeddings_TD.to(self.dtype))  # type: ignore[no-any-return]

@@ -1,5 +1,8 @@
 """A draft head run by our library: the function of engine.draft.head, one call a pass.
 
+What it reads of the target is kept by slot as it comes, in half precision, and fused when it is fed the token after: most tokens
+of a text that nobody drafts from are never fed, nor are the nodes of a tree that are not accepted.
+
 Shape key: T packed tokens, P tokens asked about, V vocabulary, M head vocabulary, D target width, F feature layers, W inner
 width.
 """
@@ -27,17 +30,27 @@ from engine.transfer import integers
 
 
 class NativeHead:
-    """The net, with its own copy of the weights. `rows_MD` are the target's output rows of the head's tokens."""
+    """The net, with its own copy of the weights. `rows_MD` are the target's output rows of the head's tokens.
+
+    `states` is where the target's are kept: float16, F x D a row, each scaled to a mean square of 1.
+    """
 
     dtype = torch.float32  # of activations
 
     def __init__(
-        self, head: DraftHead, rows_MD: Float[Tensor, "M D"], embeddings_VD: Float[Tensor, "V D"], precision: str
+        self,
+        head: DraftHead,
+        rows_MD: Float[Tensor, "M D"],
+        embeddings_VD: Float[Tensor, "V D"],
+        precision: str,
+        states: FeaturePool,
     ) -> None:
         shape = head.shape
         self._shape, self._precision = shape, precision
         self._kept: list[object] = []  # what the structure points at
+        self._states = states
         self._fuse = NativeLinear(head.fuse, precision)
+        self._features = self.features(range(len(shape.feature_layers)))
         layers = (library.Layer * shape.num_layers)(*(self._layer(layer) for layer in head.decoder))
         output = linear_of(rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32))
         self._runner = Runner(
@@ -65,26 +78,37 @@ class NativeHead:
         self._rotations = ByPosition(self._rotated)
 
     def keep_features(self, pool: FeaturePool, slots_T: Int[Tensor, " T"], states: Sequence[Float[Tensor, "T D"]]) -> None:
-        """Fuse the target's states after the feature layers into one feature a token, and put it in the token's slot."""
-        shape, states, pool_SW = self._shape, [state.float().contiguous() for state in states], pool.lent(())
-        library.library().latebranch_fuse(
-            ctypes.byref(self._fuse.structure),
+        """Keep the target's states after the feature layers in the tokens' slots."""
+        del pool  # it holds the head's own states alone
+        states = [state.float().contiguous() for state in states]
+        library.library().latebranch_keep(
+            ctypes.byref(self._features.structure),
             library.pointers([state.data_ptr() for state in states]),
-            *(len(states), shape.target_width, shape.norm_eps),
-            *(slots_T.data_ptr(), len(slots_T), pool_SW.data_ptr(), library.num_threads()),
+            *(self._shape.target_width, slots_T.data_ptr(), len(slots_T)),
         )
 
-    def features(self, pool: FeaturePool, after: Sequence[int]) -> Features:
-        """Return the same as a part of the target's own passes, of its states `after` some layers (passes.Output)."""
-        after_F, pool_SW = np.array(after, dtype=np.int64), pool.lent(())
+    def features_at(self, pool: FeaturePool, slots: Sequence[int]) -> Float[Tensor, "T W"]:
+        """Return the features of the tokens in these slots, made of what is kept there."""
+        del pool
+        slots_T, features_TW = integers(slots, torch.device("cpu")), torch.empty(len(slots), self._shape.width)
+        self._states.lent(slots)
+        library.library().latebranch_fuse(
+            *(ctypes.byref(self._features.structure), slots_T.data_ptr(), len(slots_T)),
+            *(features_TW.data_ptr(), library.num_threads()),
+        )
+        return features_TW
+
+    def features(self, after: Sequence[int]) -> Features:
+        """Return what the target's own passes are to keep: its states `after` some layers (passes.Output)."""
+        after_F, states_SX = np.array(after, dtype=np.int64), self._states.lent(())
         structure = library.Features(
             linear=self._fuse.structure,
             num_states=len(after_F),
             after=library.address(after_F),
             eps=self._shape.norm_eps,
-            pool=pool_SW.data_ptr(),
+            kept=states_SX.data_ptr(),
         )
-        return Features(structure, (self._fuse, after_F, pool_SW))
+        return Features(structure, (self._fuse, after_F, states_SX))
 
     def proposed(
         self,
@@ -94,15 +118,16 @@ class NativeHead:
         places: Sequence[int],
         cache: KVCache,
     ) -> Float[Tensor, "P M"]:
-        """Feed tokens, each by the state in the slot before it; return logits of those asked about, their states in their slots.
+        """Feed tokens, each by what the slot before it holds; return logits of those asked about, their states in their slots.
 
         `places` says where they are among the fed.
         """
         del asked  # all are run whole: one layer more or less is nothing beside the target's pass
-        pool_SW = pool.lent(fed.before)
+        (self._states if fed.are_committed else pool).lent(fed.before)
+        pool_SW, features = pool.lent(()), self._features if fed.are_committed else None
         before_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.before, places))
-        rotations = [self._rotations.below(fed.batch.end)]
-        return self._runner.run(fed.batch, cache, rotations, places_P, given=SlotStates(pool_SW, before_T)).logits_NM
+        rotations, given = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, before_T)
+        return self._runner.run(fed.batch, cache, rotations, places_P, given=given, features=features).logits_NM
 
     def growing(
         self, pool: FeaturePool, fed: Sequence[FedRow], rows: Sequence[RankedRow], cache: KVCache, vocab_M: Int[Tensor, " M"]
@@ -113,6 +138,7 @@ class NativeHead:
         end = max(end, *(row.first_position + len(row.token_ids) for row in fed))
         rotations = [self._rotations.below(end)]
         where = self._runner.places(cache, rotations, pool_SW)
+        where.features = ctypes.pointer(self._features.structure)
         return Growing(self._runner.structure, vocab_M, rows, fed, pool.before_all, where, keeps=(pool_SW, rotations))
 
     def _rotated(self, positions_N: Int[Tensor, " N"]) -> Tables:

@@ -45,19 +45,19 @@ void latebranch_linear(const Linear* linear, const float* x, int64_t num_rows, f
   });
 }
 
-// Rows `slots` [T] of pool [_, out] = layer of the states side by side, each [T, width] and scaled to a mean square of 1
-void latebranch_fuse(const Linear* linear, const float* const* states, int64_t num_states, int64_t width, float eps, const int64_t* slots,
-                     int64_t num_rows, float* pool, int num_threads) {
-  LentScratch scratch;
-  Scratch& s = *scratch;
-  s.inputs.reserve(num_rows, *linear);
-  grow(s.scaled, num_rows * linear->in), grow(s.branch, num_rows * linear->out);
-  Pool::shared().run(num_threads, [&](Worker& worker) {
-    worker.each(num_rows, [&](int64_t t) {
-      for (int64_t i = 0; i < num_states; i++) rms_norm(states[i] + t * width, nullptr, eps, width, s.scaled.data() + t * linear->in + i * width);
-    });
-    put_features(worker, s, *linear, slots, num_rows, pool);
-  });
+// Keep states side by side, each [T, width], in T slots.
+void latebranch_keep(const Features* features, const float* const* states, int64_t width, const int64_t* slots, int64_t num_rows) {
+  std::vector<float> room(width);
+  for (int64_t t = 0; t < num_rows; t++)
+    for (int64_t i = 0; i < features->num_states; i++) features->keep(i, slots[t], states[i] + t * width, width, room.data());
+}
+
+// out [T, linear.out] = the features of what is kept in T slots
+void latebranch_fuse(const Features* features, const int64_t* slots, int64_t num_rows, float* out, int num_threads) {
+  LentScratch lent;
+  Scratch& scratch = *lent;
+  scratch.inputs.reserve(num_rows, features->linear), scratch.lend_rooms(num_threads, features->linear.in);
+  Pool::shared().run(num_threads, [&](Worker& worker) { fuse(worker, scratch, *features, slots, num_rows, out); });
 }
 
 // out [K, count]: Gumbel noise of the first draws of each key, or of those `ids` names

@@ -94,8 +94,8 @@ class NativeDecoder:
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
 
-    def make_features(self, cache: KVCache, features: Features) -> None:
-        """Make these features of all tokens of later passes that write to a cache, in the tokens' slots: one kind for a cache."""
+    def keep_features(self, cache: KVCache, features: Features) -> None:
+        """Keep what these features are made of, of all tokens of later passes that write to a cache, in the tokens' slots."""
         assert cache not in self._features, "a second head for one cache"
         self._features[cache] = features
 

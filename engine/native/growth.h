@@ -64,6 +64,7 @@ class Growing {
       set_committed(level, roots);
     } else {
       set_nodes(level, fed);
+      pass.features = nullptr;  // nodes are given the head's own states
     }
     level.lend(pass);
     const int64_t num_fed = pass.num_tokens;

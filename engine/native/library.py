@@ -58,14 +58,14 @@ class Decoder(Structure):
 
 
 class Features(Structure):
-    """What a draft head reads of a model's tokens, and where it is put."""
+    """What a draft head reads of a model's tokens, and where it is kept."""
 
     _fields_ = (
         ("linear", Linear),
         ("num_states", c_int64),
         ("after", c_void_p),
         ("eps", c_float),
-        ("pool", c_void_p),
+        ("kept", c_void_p),
     )
 
 
@@ -204,9 +204,9 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_decode.restype = None
     loaded.latebranch_linear.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_linear.restype = None
-    loaded.latebranch_fuse.argtypes = [
-        *(POINTER(Linear), POINTER(c_void_p), c_int64, c_int64, c_float, c_void_p, c_int64, c_void_p, c_int),
-    ]
+    loaded.latebranch_keep.argtypes = [POINTER(Features), POINTER(c_void_p), c_int64, c_void_p, c_int64]
+    loaded.latebranch_keep.restype = None
+    loaded.latebranch_fuse.argtypes = [POINTER(Features), c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_fuse.restype = None
     loaded.latebranch_gumbels.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_gumbels.restype = None

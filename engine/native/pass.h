@@ -37,21 +37,27 @@ struct Decoder {
   Linear token;  // of a draft head: embedding_width to width
 };
 
-// What a draft head reads of a model's tokens, and where it is put: a layer of a token's states after some layers side by side, each
-// scaled to a mean square of 1.
+// What a draft head reads of a model's tokens: a layer of a token's states after some layers side by side, each scaled to a mean
+// square of 1. A model's pass keeps the states of each token in its slot; the head makes a feature of them when it is fed the next.
 struct Features {
   Linear linear;
   int64_t num_states;
   const int64_t* after;  // [num_states]: l: after layer l; num_layers: after the last norm
   float eps;
-  float* pool;  // [S, linear.out]
+  Half* kept;  // [S, linear.in]
+
+  // Keep the i-th state of the token in a slot; `room` is as wide as it.
+  void keep(int64_t i, int64_t slot, const float* state, int64_t width, float* room) const {
+    rms_norm(state, nullptr, eps, width, room);
+    store_row(room, width, kept + slot * linear.in + i * width);
+  }
 };
 
 struct Pass {
   int64_t num_tokens, num_rows;
   const int64_t *token_ids, *positions, *write_slots;
-  float* pool;           // of a draft head, a state a slot [S, width]: a token is given that of its slot in `before`, and what
-  const int64_t* before;  // the last layer makes of the tokens whose logits are wanted is put in their own slots. [T]
+  float* pool;            // of a draft head, a state a slot [S, width]: what the last layer makes of the tokens whose logits are wanted
+  const int64_t* before;  // [T] each token is given the state of this slot, or the feature of what is kept there
   Segments segments;
   void *const *keys, *const *values;             // pools of each layer [S, kv heads, size], float32 or float16
   const float *const *cosines, *const *sines;    // of each rotation [positions, size]
@@ -59,26 +65,36 @@ struct Pass {
   float *states;                                 // [num_rows, width]: what the head reads
   float *logits;                                 // [num_rows, V]
   float *const *kept;                            // [num_layers + 1]: states after each layer [T, width], or null; the last: after its norm
-  const Features* features;                      // to be made of all tokens, each in its slot; or null
+  const Features* features;                      // of a model: to be kept of all tokens; of a head: to be given to them; or null
   int64_t is_cached_in_half;
 };
 
 struct Scratch {
-  std::vector<float> x, qkv, attended, hidden, branch, scaled;
+  std::vector<float> x, qkv, attended, hidden, branch;
   std::vector<std::vector<float>> normed;  // of each thread
   Inputs inputs;
   std::vector<Attention> attention;  // of each thread
   std::vector<float> logits, states, mixed;  // of a draft head that grows trees
+
+  // Make room for a row of so many numbers for each thread.
+  void lend_rooms(int num_threads, int64_t size) {
+    normed.resize(std::max<size_t>(normed.size(), num_threads));
+    for (auto& room : normed) grow(room, size);
+  }
 };
 
-// Rows `slots` [T] of a pool = the layer of the rows in `scaled`; `branch` has room for what it makes.
-inline void put_features(Worker& worker, Scratch& s, const Linear& linear, const int64_t* slots, int64_t T, float* pool) {
-  worker.each(T, [&](int64_t t) { s.inputs.set(t, s.scaled.data() + t * linear.in, linear); });
-  all_outputs(worker, linear, s.inputs, T, s.branch.data(), false);
+// out [T, linear.out] = the features of what is kept in T slots
+inline void fuse(Worker& worker, Scratch& s, const Features& f, const int64_t* slots, int64_t T, float* out) {
   worker.each(T, [&](int64_t t) {
-    const float* made = s.branch.data() + t * linear.out;
-    std::copy(made, made + linear.out, pool + slots[t] * linear.out);
+    float* states = s.normed[worker.id].data();
+    const Half* kept = f.kept + slots[t] * f.linear.in;
+    for (int64_t i = 0; i < f.linear.in; i += kLanes) {
+      const Mask m = lanes_left(f.linear.in - i);
+      store(states + i, m, load(m, kept + i));
+    }
+    s.inputs.set(t, states, f.linear);
   });
+  all_outputs(worker, f.linear, s.inputs, T, out, false);
 }
 
 class Run {
@@ -87,16 +103,19 @@ class Run {
     const int64_t T = p_.num_tokens;
     kv_width_ = d_.num_kv_heads * d_.head_size, q_width_ = d_.num_heads * d_.head_size, row_ = q_width_ + 2 * kv_width_;
     grow(s_.x, T * d_.width), grow(s_.qkv, T * row_), grow(s_.attended, T * q_width_), grow(s_.hidden, T * d_.inner), grow(s_.branch, T * d_.width);
-    s_.normed.resize(std::max<size_t>(s_.normed.size(), num_threads)), s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
-    for (auto& room : s_.normed) grow(room, 2 * d_.width);
+    s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
+    s_.lend_rooms(num_threads, std::max(2 * d_.width, p_.features ? p_.features->linear.in : 0));
     if (d_.token.exists()) s_.inputs.reserve(T, d_.token);
     for (int64_t l = 0; l < d_.num_layers; l++)
       for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(T, *one);
     s_.inputs.reserve(p_.num_rows, d_.head);
     keeps_last_ = p_.kept[d_.num_layers];
     if (const Features* f = p_.features) {
-      grow(s_.scaled, T * f->linear.in), grow(s_.branch, T * f->linear.out), s_.inputs.reserve(T, f->linear);
-      keeps_last_ |= std::count(f->after, f->after + f->num_states, d_.num_layers) > 0;
+      if (d_.token.exists()) {
+        s_.inputs.reserve(T, f->linear);
+      } else {
+        keeps_last_ |= std::count(f->after, f->after + f->num_states, d_.num_layers) > 0;
+      }
     }
     for (int64_t s = 0; s < p_.segments.count; s++)
       for (int64_t t = p_.segments.first_token[s]; t < p_.segments.first_token[s + 1]; t += kTokensTogether) spans_.push_back({s, t});
@@ -129,17 +148,16 @@ class Run {
       worker.each(T, [&](int64_t t) {
         if (layer.after_mlp_norm) add_normed(worker, t, layer.after_mlp_norm);
         const float* x = s_.x.data() + t * d_.width;
-        keep(l, t, x);
+        keep(worker, l, t, x);
         if (!is_last) {
           read(worker, t, d_.layers[l + 1].attention_norm, d_.layers[l + 1].query);
         } else if (keeps_last_) {
           float* normed = s_.normed[worker.id].data();
           rms_norm(x, d_.last_norm, d_.eps, d_.width, normed);
-          keep(l + 1, t, normed);
+          keep(worker, l + 1, t, normed);
         }
       });
     }
-    if (p_.features) put_features(worker, s_, p_.features->linear, p_.write_slots, T, p_.features->pool);
     worker.each(p_.num_rows, [&](int64_t n) {
       float* state = p_.states + n * d_.width;
       const float* x = s_.x.data() + p_.rows[n] * d_.width;
@@ -152,11 +170,11 @@ class Run {
 
  private:
   // Note a token's state after so many layers for whoever wants it.
-  void keep(int64_t l, int64_t t, const float* state) {
+  void keep(Worker& worker, int64_t l, int64_t t, const float* state) {
     if (p_.kept[l]) std::copy(state, state + d_.width, p_.kept[l] + t * d_.width);
-    for (int64_t i = 0; p_.features && i < p_.features->num_states; i++)
-      if (p_.features->after[i] == l)
-        rms_norm(state, nullptr, p_.features->eps, d_.width, s_.scaled.data() + t * p_.features->linear.in + i * d_.width);
+    const Features* f = d_.token.exists() ? nullptr : p_.features;
+    for (int64_t i = 0; f && i < f->num_states; i++)
+      if (f->after[i] == l) f->keep(i, p_.write_slots[t], state, d_.width, s_.normed[worker.id].data() + d_.width);
   }
 
   void begin_model(Worker& worker) {
@@ -171,15 +189,23 @@ class Run {
     });
   }
 
+  // The states that tokens are given go to `x`.
   void begin_head(Worker& worker) {
+    if (p_.features) {
+      fuse(worker, s_, *p_.features, p_.before, p_.num_tokens, s_.x.data());
+    } else {
+      worker.each(p_.num_tokens, [&](int64_t t) {
+        const float* given = p_.pool + p_.before[t] * d_.width;
+        std::copy(given, given + d_.width, s_.x.data() + t * d_.width);
+      });
+    }
     worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, d_.embeddings + p_.token_ids[t] * d_.embedding_width, d_.token); });
     all_outputs(worker, d_.token, s_.inputs, p_.num_tokens, s_.branch.data(), false);
     worker.each(p_.num_tokens, [&](int64_t t) {
-      const float *norm = d_.layers[0].attention_norm, *given = p_.pool + p_.before[t] * d_.width;
+      const float *norm = d_.layers[0].attention_norm, *given = s_.x.data() + t * d_.width;
       float* normed = s_.normed[worker.id].data();
       rms_norm(s_.branch.data() + t * d_.width, norm, d_.eps, d_.width, normed);
       rms_norm(given, norm + d_.width, d_.eps, d_.width, normed + d_.width);
-      std::copy(given, given + d_.width, s_.x.data() + t * d_.width);
       s_.inputs.set(t, normed, d_.layers[0].query);
     });
   }

@@ -42,7 +42,7 @@ class SlotStates:
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """What a draft head reads of each token, made by the pass itself. `structure` points at what `keeps` holds."""
+    """What a draft head reads of a target's tokens, kept by its passes. `structure` points at what `keeps` holds."""
 
     structure: library.Features
     keeps: tuple[object, ...]
@@ -72,7 +72,8 @@ class Runner:
     ) -> Output:
         """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states.
 
-        A draft head is `given` states, and leaves those of the chosen tokens in their slots. `features` of all tokens are made.
+        A draft head is `given` states, or `features` made of what is kept in their slots, and leaves those of the chosen tokens in
+        theirs. A target keeps what `features` are made of.
         """
         shape, num_rows = self.structure, len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}

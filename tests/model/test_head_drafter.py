@@ -46,6 +46,8 @@ from tests.model.test_kv_cache import RandomExpansion
 from tests.model.tiny import model, own_greedy_text, own_module
 
 EXACT, WRONG = 1e-3, 1e-1  # of logits of size 1 to 10
+ROUNDED = 3e-2  # the same where what the target leaves is kept in half precision
+PRECISIONS = [("plain", EXACT), pytest.param(NATIVE, ROUNDED, marks=needs_library)]
 CROWDED = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_model_len=64)
 REQUESTS = [
     *mixed_requests(max_tokens=16),
@@ -107,12 +109,12 @@ def proposals_of_a_run(num_layers: int = 1, family: str = "llama", linears: str 
 
 
 @pytest.mark.usefixtures("poisoned_pools")
-@pytest.mark.parametrize("linears", ["plain", pytest.param(NATIVE, marks=needs_library)])
+@pytest.mark.parametrize(("linears", "most"), PRECISIONS)
 @pytest.mark.parametrize(("num_layers", "family"), [(1, "llama"), (2, "qwen2"), (1, "gemma3")])
-def test_every_proposal_is_the_nets_own(num_layers, family, linears):
+def test_every_proposal_is_the_nets_own(num_layers, family, linears, most):
     """Committed tokens read the target's true features, drafted ones the head's own states; in training it is the same."""
     proposals = proposals_of_a_run(num_layers, family, linears)
-    assert proposals.error < EXACT
+    assert proposals.error < most
     assert min(proposals.depths[:4]) >= 10
 
 
@@ -163,7 +165,7 @@ def feature_error(engine: Engine) -> float:
     for sequence in engine._scheduler._by_id.values():
         if sequence.slots:
             ids_BT = torch.tensor([sequence.token_ids[: sequence.target_len]])
-            kept = drafter._pool.at(sequence.slots)
+            kept = drafter.features_at(sequence.slots)
             errors.append(float((kept - true_features(learnt_head(), own_module("llama"), ids_BT)[0]).abs().max()))
         assert sequence.draft_len <= sequence.target_len
     return max(errors)
@@ -179,9 +181,9 @@ def largest_feature_error(linears: str) -> float:
 
 
 @pytest.mark.usefixtures("poisoned_pools")
-@pytest.mark.parametrize("linears", ["plain", pytest.param(NATIVE, marks=needs_library)])
-def test_whoever_keeps_a_slot_keeps_its_feature(linears):
-    assert largest_feature_error(linears) < EXACT
+@pytest.mark.parametrize(("linears", "most"), PRECISIONS)
+def test_whoever_keeps_a_slot_keeps_its_feature(linears, most):
+    assert largest_feature_error(linears) < most
 
 
 def of_the_layer_before(count, depth):
@@ -197,11 +199,11 @@ def of_what_the_last_norm_is_given(count, depth):
 @pytest.mark.parametrize("mutant", [of_the_layer_before, of_what_the_last_norm_is_given])
 def test_features_of_other_states_are_told(mutant, monkeypatch):
     monkeypatch.setattr("engine.draft.head_drafter.place_after", mutant)
-    assert largest_feature_error(NATIVE) > 10 * EXACT
+    assert largest_feature_error(NATIVE) > 10 * ROUNDED
 
 
 @needs_library
-def test_a_pass_makes_the_features_that_a_tap_would():
+def test_a_pass_keeps_the_features_that_a_tap_would():
     """To the bit, in every precision; what is written to another cache than the followed one leaves its features alone."""
     for precision in ("float32", "int8", "compact"):
         target = adopt(tiny_module("llama"), CPU, NATIVE, precision)
