@@ -4,23 +4,24 @@ Plain arithmetic over wishes; knows no sequences and no slots.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(NamedTuple):
     """What a row could use: uncached tokens (the root included) and drafted nodes."""
 
     num_uncached: int
     num_draft_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """What a row gets: at least one certain token, and at most so many drafted nodes."""
 
     num_certain: int
     max_draft_tokens: int
+
+
+_NOTHING_MORE, _GRANTED = Wish(1, 0), Share(1, 0)  # a row that decodes plainly
 
 
 def fair_shares(wants: Sequence[int], total: int) -> list[int]:
@@ -42,6 +43,8 @@ def share_out(wishes: Sequence[Wish], max_step_tokens: int) -> list[Share]:
     want; a row whose prompt ends in this step may draft from what is left.
     """
     tokens = max_step_tokens - len(wishes)
+    if all(wish == _NOTHING_MORE for wish in wishes):
+        return [_GRANTED] * len(wishes)
     prompts = [wish.num_uncached - 1 for wish in wishes]
     decoding_trees = sum(wish.num_draft_tokens for wish in wishes if wish.num_uncached == 1)
     for_trees = min(decoding_trees, tokens - min(sum(prompts), max_step_tokens // 2))

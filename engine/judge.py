@@ -40,6 +40,7 @@ class Judge:
 
     def judge(self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]) -> list[Verdict | Unjudged]:
         """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others."""
+        rules = [_rule(row) for row in rows]
         best = likeliest(logits_NV)
         is_sound = has_law = [one.is_sound for one in best]
         edited_NV = logits_NV
@@ -54,14 +55,16 @@ class Judge:
                 edited_NV = torch.where(has_law_N1, edited_NV, logits_NV)
         seen = _Seen(edited_NV, best)
         judged: list[Verdict | Unjudged] = [_WAITING if sound else NOT_FINITE for sound in self._sound(forest, is_sound)]
-        for rule in dict.fromkeys(_rule(row) for row in rows):
-            indices = [i for i, row in enumerate(rows) if _rule(row) == rule and judged[i] is _WAITING]
+        for rule in dict.fromkeys(rules):
+            indices = [i for i, one in enumerate(rules) if one == rule and judged[i] is _WAITING]
             for index, verdict in self._by_rule(rule, indices, rows, forest, seen):
                 judged[index] = verdict
         return judged if all(has_law) else _unless_lawless(judged, forest, has_law)
 
     def _sound(self, forest: Forest, is_sound: Sequence[bool]) -> list[bool]:
         """Return for each tree whether all its nodes' logits are."""
+        if all(is_sound):
+            return [True] * len(forest.trees)
         return [all(is_sound[first:end]) for first, end in zip(forest.offsets, forest.offsets[1:])]
 
     def _by_rule(

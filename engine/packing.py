@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.transfer import arrays
+from engine.transfer import arrays, as_longs
 
 _MAX_PADDING = 2.0  # a group may be at most this many times as large as its segments together
 
@@ -159,14 +158,10 @@ class PackedBatch:
         table = [self.starts, *([*accumulate(counts, initial=0)] for counts in (num_keys, num_tails, num_seen))]
         return Flat(
             table=np.array(table, dtype=np.int64),
-            key_slots=_joined([np.asarray(segment.key_slots, dtype=np.int64) for segment in segments]),
+            key_slots=np.frombuffer(b"".join([as_longs(segment.key_slots) for segment in segments]), dtype=np.int64),
             tail_positions=np.array([*chain.from_iterable(segment.tail_positions for segment in segments)], dtype=np.int64),
-            seen=_joined([segment.tail_visible_TW.view(np.uint8).ravel() for segment in segments]),
+            seen=np.frombuffer(b"".join([segment.tail_visible_TW.tobytes() for segment in segments]), dtype=np.uint8),
         )
-
-
-def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _grouped(segments: Sequence[Segment]) -> list[list[int]]:

@@ -35,7 +35,7 @@ class PrefixCache:
 
     def adopt(self, sequence: Sequence) -> None:
         """Let a sequence go on from what is cached after its own blocks, the root aside, and from what the drafter has of it."""
-        while (key := self.wanted(sequence)) is not None and not sequence.has_own_slots:
+        while not sequence.has_own_slots and (key := self.wanted(sequence)) is not None:
             block = self._by_key.get(key)
             if block is None:
                 break

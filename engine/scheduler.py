@@ -133,7 +133,7 @@ class Scheduler:
         """Let waiting sequences run in their turn while there is room for what they must be fed; nobody is fed what is cached."""
         for running in self._running:
             self._adopt(running)
-        promised = sum(running.num_uncached for running in self._running)
+        promised = sum(running.num_uncached for running in self._running) if self._waiting else 0
         while len(self._running) < self._config.max_running and (sequence := self._waiting.first) is not None:
             if self._running and promised >= self.num_free:
                 return
@@ -372,6 +372,8 @@ class Scheduler:
 
     def _keep(self, sequence: Sequence, num_kept: int, path_slots: "array[int]") -> None:
         """Make the table its first `num_kept` slots and then `path_slots`; free what falls out."""
+        if sequence.slots[num_kept:] == path_slots:
+            return
         kept = set(path_slots)
         self.pool.free([slot for slot in sequence.slots[num_kept:] if slot not in kept])
         sequence.slots[num_kept:] = path_slots

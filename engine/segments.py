@@ -42,8 +42,9 @@ def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, 
     """
     assert certain_ids
     if len(certain_ids) == tree.num_nodes == 1:
-        end = context_len + 1
-        return Segment(certain_ids, (context_len,), slots[context_len:end], slots[:end], _SEES_ITSELF, (context_len,))
+        end, position = context_len + 1, (context_len,)
+        key_slots = slots if len(slots) == end else slots[:end]
+        return Segment(certain_ids, position, (slots[context_len],), key_slots, _SEES_ITSELF, position)
     num_chain, num_tail = len(certain_ids), len(certain_ids) + tree.num_nodes - 1
     visible_WW = tree.ancestors_NN
     if num_chain > 1:

@@ -126,11 +126,11 @@ class Sequence:
 
     def accept(self, new_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Return how much of `new_ids` belongs to the output, and why the output ends there if it does."""
-        sampling = self.request.sampling
+        stops, most = self.request.sampling.stop_token_ids, self.num_remaining
         for count, token_id in enumerate(new_ids, start=1):
-            if token_id in sampling.stop_token_ids:
+            if token_id in stops:
                 return new_ids[:count], FinishReason.STOP
-            if count == self.num_remaining:
+            if count == most:
                 return new_ids[:count], FinishReason.LENGTH
         return new_ids, None
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,7 +11,7 @@ from engine.draft.grown import Worth
 from engine.plan import Row, StepPlan
 from engine.policy import Choice, DraftOutcome, NodeChances, StepFeedback, StepWork
 from engine.scheduler import Emission, Scheduler
-from engine.tree import TokenTree
+from engine.tree import Expansion, TokenTree
 from engine.types import DraftSource, StepStats
 from engine.verify.verdict import Unjudged, Verdict
 
@@ -133,15 +133,19 @@ def _counted(sources: Iterable[Iterable[DraftSource]]) -> dict[str, int]:
     return {source.value: count for source, count in Counter(chain.from_iterable(sources)).items()}
 
 
+def _by_label(expansions: Sequence[Expansion]) -> dict[str, int]:
+    """Return how many there are of each label, which takes longer to write than an object to find again."""
+    distinct = {id(one): one for one in expansions}
+    labels = {key: one.label for key, one in distinct.items()}
+    return dict(Counter(labels[id(one)] for one in expansions))
+
+
 def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
     """Return the step's numbers; gauges are the scheduler's state after it."""
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
     tokens = [(outcome.expected_tokens, outcome.accepted_depth + 1) for outcome in record.outcomes]
     foretold = [(expected, came) for expected, came in tokens if expected is not None]
-    expansions: Counter[str] = Counter()  # by label, which takes longer to write than an expansion to count
-    for expansion, count in Counter(outcome.row.expansion for outcome in record.outcomes).items():
-        expansions[expansion.label] += count
     laps = record.laps
     return StepStats(
         step=record.plan.step,
@@ -160,7 +164,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         num_target_tokens=record.num_target_tokens,
         num_preemptions=record.plan.num_preempted,
         accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
-        expansions=dict(expansions),
+        expansions=_by_label([outcome.row.expansion for outcome in record.outcomes]),
         drafted_by_source=_counted(outcome.sources for outcome in drafted),
         accepted_by_source=_counted(outcome.accepted_sources for outcome in drafted),
         num_expected_rows=len(foretold),

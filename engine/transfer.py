@@ -3,6 +3,7 @@
 Knows nothing of what the numbers mean.
 """
 
+from array import array
 from collections.abc import Sequence
 from itertools import islice
 
@@ -10,6 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+def as_longs(numbers: Sequence[int]) -> "array[int]":
+    """Return int64 numbers that lie side by side in the host's memory; such an array is returned as it is."""
+    return numbers if isinstance(numbers, array) and numbers.typecode == "q" else array("q", numbers)
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:

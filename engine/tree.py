@@ -117,8 +117,8 @@ class Expansion:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it drafts nothing."""
-        return self.num_draft_tokens == 0
+        """Whether it drafts nothing: a delayed tree without trunk and branches. Other trees have depth."""
+        return not (self.trunk or self.depth)
 
     def limited(self, max_depth: int, max_draft_tokens: int) -> "Expansion":
         """Return the nearest expansion with at most that depth and that many drafted tokens.

@@ -5,6 +5,7 @@ Shape key: V vocabulary.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,8 @@ from engine.tree import TokenTree
 from engine.types import DraftSource
 
 T = TypeVar("T")
+
+_NO_OFFERS: Mapping[int, Offer] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +62,15 @@ class Growth:
 def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
     """Return roots alone: the step of an engine without a drafter."""
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
-    forest = Forest(trees, torch.empty((0, vocab_size), device=device), tuple((None,) for _ in trees))
-    nothing: tuple[tuple[()], ...] = tuple(() for _ in trees)
+    num_trees = len(trees)
     return Growth(
-        forest,
-        tuple(frozenset() for _ in trees),
-        tuple({} for _ in trees),
-        nothing,
-        nothing,
-        (0,) * len(trees),
-        (None,) * len(trees),
+        forest=Forest(trees, torch.empty((0, vocab_size), device=device), ((None,),) * num_trees),
+        fed=(frozenset(),) * num_trees,
+        offers=(_NO_OFFERS,) * num_trees,
+        sources=((),) * num_trees,
+        draft_probs=((),) * num_trees,
+        rounds=(0,) * num_trees,
+        worth=(None,) * num_trees,
     )
 
 

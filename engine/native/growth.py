@@ -4,7 +4,6 @@ Shape key: M tokens that the head knows.
 """
 
 import ctypes
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from engine.native import library
 from engine.native.mixture import Foretold, flattened
+from engine.transfer import as_longs
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ class Growing:
         assert sorted(row.tree for row in fed if row.tree is not None) == [*range(len(rows))]
         assert all(len(row.slots) > row.root_position + row.max_nodes for row in rows), "a node has no slot"
         self._rows, self._pass = rows, where
-        slots = [_as_array(row.slots) for row in rows]
+        slots = [as_longs(row.slots) for row in rows]
         shares = [np.array(row.shares, dtype=np.float64) for row in rows]
         assert all(one.shape == (2, library.NUM_SHARES) for one in shares)
-        fed_ids, fed_slots = [_as_array(row.token_ids) for row in fed], [_as_array(row.slots) for row in fed]
+        fed_ids, fed_slots = [as_longs(row.token_ids) for row in fed], [as_longs(row.slots) for row in fed]
         self._library = library.library()
         structures = (library.RankedRow * len(rows))(
             *(
@@ -208,10 +208,6 @@ class Growing:
         scores = np.empty((self._num_offers, library.NUM_SCORES), dtype=np.float64)
         self._library.latebranch_offers(self._handle, library.address(tokens), library.address(scores))
         return trees, Offers(tokens, scores)
-
-
-def _as_array(numbers: Sequence[int]) -> Any:
-    return numbers if isinstance(numbers, array) and numbers.typecode == "q" else array("q", numbers)
 
 
 def _address(numbers: Any) -> int:

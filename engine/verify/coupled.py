@@ -67,6 +67,8 @@ class Walk:
 
 def follow(tree: TokenTree, choice_by_node: Sequence[int]) -> Verdict:
     """Return the longest path on which every token is its parent's choice; the last node's choice is the extra token."""
+    if tree.num_nodes == 1:  # as most trees of a busy server
+        return Verdict((ROOT,), choice_by_node[ROOT])
     walk = Walk(tree)
     while not walk.is_over:
         walk.choose(choice_by_node[walk.node])
@@ -125,10 +127,7 @@ def judge_by_library(
 
     No law is made but of the visited nodes. Raises NotFiniteLawError as it does.
     """
-    noise_keys = [
-        [_noise_key(key, depth) for depth in range(max(tree.depths) + 1)] for tree, key in zip(trees, keys, strict=True)
-    ]
-    walks = native_walks(logits_NV, trees, rows, temperatures, noise_keys)
+    walks = native_walks(logits_NV, trees, rows, temperatures, keys)
     if faulty := [b for b, walk in enumerate(walks) if walk is None]:
         raise NotFiniteLawError(faulty)
     return [Verdict(*walk) for walk in walks if walk is not None]
