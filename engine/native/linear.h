@@ -77,7 +77,8 @@ struct Outputs {
 constexpr int64_t kAhead = 4096;             // bytes that weights are fetched ahead of the only pass over them
 constexpr int64_t kStretch = 64;             // widths of a block, at most, that stay near while all rows pass
 
-inline void fetch(const void* address) { _mm_prefetch((const char*)address, _MM_HINT_T0); }
+// Weights go past the outer caches: a stretch lies in the nearest one for as long as it is read, and then not before the next pass.
+inline void fetch(const void* address) { _mm_prefetch((const char*)address, _MM_HINT_NTA); }
 
 // A stretch of a block: widths [begin, end), or records of compact layers. While it is computed with, what is read next is fetched, a
 // little at every width of every pass. Where nothing is to be fetched a line that is near is (`step` 0): that takes less than to ask.
