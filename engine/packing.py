@@ -158,9 +158,9 @@ class PackedBatch:
         table = [self.starts, *([*accumulate(counts, initial=0)] for counts in (num_keys, num_tails, num_seen))]
         return Flat(
             table=np.array(table, dtype=np.int64),
-            key_slots=np.frombuffer(b"".join([as_longs(segment.key_slots) for segment in segments]), dtype=np.int64),
+            key_slots=np.frombuffer(bytearray().join([as_longs(segment.key_slots) for segment in segments]), dtype=np.int64),
             tail_positions=np.array([*chain.from_iterable(segment.tail_positions for segment in segments)], dtype=np.int64),
-            seen=np.frombuffer(b"".join([segment.tail_visible_TW.tobytes() for segment in segments]), dtype=np.uint8),
+            seen=np.frombuffer(bytearray().join([segment.tail_visible_TW.tobytes() for segment in segments]), dtype=np.uint8),
         )
 
 
