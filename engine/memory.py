@@ -111,10 +111,11 @@ def _draft_bytes(config: EngineConfig, precision: str, is_native: bool) -> int:
 
 
 def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, native: torch.dtype | None) -> int:
-    """Return what a drafter keeps of a token: keys and values of its own, and a head the target's feature.
+    """Return what a drafter keeps of a token: keys and values of its own, and a head a state or feature to read.
 
     `dtype` is a draft model's, which our library may not know. A head that torch runs keeps features in it and all else in
-    float32 (on a GPU that is more than it needs); one that our library runs keeps features in float32, and keys in `native`.
+    float32 (on a GPU that is more than it needs); one that our library runs keeps its states in float32, the target's in float16
+    and keys in `native`.
     """
     if config.draft_model is not None:
         return cache_bytes_per_token(configuration_of(config.draft_model), dtype)
@@ -122,8 +123,10 @@ def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, native: tor
         with suppress(OSError, SafetensorError, ValueError):
             shape = head_shape(Path(config.head))
             keys = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size
-            of_keys, of_features = (native, torch.float32) if native else (torch.float32, dtype)
-            return keys * of_keys.itemsize + shape.width * of_features.itemsize
+            if native is None:
+                return keys * torch.float32.itemsize + shape.width * dtype.itemsize
+            kept = len(shape.feature_layers) * shape.target_width * torch.float16.itemsize
+            return keys * native.itemsize + shape.width * torch.float32.itemsize + kept
     return 0
 
 

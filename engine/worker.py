@@ -4,6 +4,7 @@ Knows the wire and one synchronous engine. Does not know who listens, nor why re
 loads no model code: the client's process launches workers without paying for that.
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -113,6 +114,8 @@ def _worker_main(order: _Order) -> None:
         try:
             with _beating(say):
                 engine = order.factory(order.config)
+            gc.collect()
+            gc.freeze()  # what is there now stays: collections in the midst of a stream need not go through it
             with opened_black_box(Path(order.addresses.black_box)) as black_box:
                 engine.announce(black_box.note)
                 Worker(engine, partial(_read_letters, inbox), say).serve()

@@ -1,8 +1,8 @@
 """A distilled draft head at work: fed a step behind the target's features, asked for a level of every tree at a time.
 
-What it reads lies in a pool of one row a slot beside the target's cache, and is kept of every pass of the target, by the pass itself
-where the library runs both: whoever keeps a slot keeps its feature. A drafted node's own state lies in its slot until the target
-has been there, so that a token always reads what the slot of the token before it holds:
+What it reads lies in a pool of one row a slot beside the target's cache, and is kept of every pass of the target, by the pass
+itself where the library runs both: whoever keeps a slot keeps its feature. A drafted node's own state lies in its slot until the
+target has been there, so that a token always reads what the slot of the token before it holds:
 
     slot         [ .. x5   | x6 = root | n1  n2 ]       x6 and the nodes are not cached by the target yet
     pool row     [ .. true | state     | state  ]       x6 reads x5's row, n1 reads x6's, n1's children read n1's

@@ -72,8 +72,8 @@ class Runner:
     ) -> Output:
         """Run one pass over the packed tokens; write their keys; return logits of the chosen ones, and the `kept` states.
 
-        A draft head is `given` states, or `features` made of what is kept in their slots, and leaves those of the chosen tokens in
-        theirs. A target keeps what `features` are made of.
+        A target keeps what `features` are made of. A draft head is `given` states, or `features` made of what is kept in their
+        slots; it leaves its states of the chosen tokens in theirs.
         """
         shape, num_rows = self.structure, len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}

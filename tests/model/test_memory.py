@@ -12,12 +12,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from engine import build, memory
 from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
+from engine.draft.combined import CombinedDrafter
+from engine.draft.head_drafter import HeadDrafter
+from engine.draft.native_head import NativeHead
 from engine.memory import Memory, memory_need, num_parameters, shortage
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.testing import tiny_module
 from engine.tree import Expansion
 from tests.conformance.folder import served_folder
+from tests.model.heads import random_head
 from tests.model.native import needs_library
 
 CPU = torch.device("cpu")
@@ -122,3 +126,19 @@ def test_where_inputs_are_rounded_keys_and_values_take_half(config, dtype):
     config = replace(config, drafter="none", draft_model=None, dtype=dtype)
     assert memory_need(config, "int8", CPU).cache == build_engine(config).target.cache.num_bytes
     assert memory_need(config, "int8", CPU).cache * 2 == memory_need(replace(config, dtype="float32"), "float32", CPU).cache
+
+
+@needs_library
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_a_head_keeps_its_own_states_and_what_features_are_made_of(precision, config, tmp_path):
+    random_head().save(tmp_path / "head", {})
+    config = replace(config, drafter="head", draft_model=None, head=str(tmp_path / "head"), draft_dtype=precision)
+    combined = build_engine(config).drafter
+    assert isinstance(combined, CombinedDrafter)
+    drafter = combined._model
+    assert isinstance(drafter, HeadDrafter)
+    assert isinstance(drafter._head, NativeHead)
+    num_slots = config.scheduler.num_slots + 1
+    pools = (drafter._pool, drafter._head._states)  # a row more each: what stands before all
+    of_pools = sum(pool.lent(())[:num_slots].nbytes for pool in pools)
+    assert memory_need(config, precision, CPU).draft_cache == drafter._cache.num_bytes + of_pools

@@ -20,6 +20,7 @@ from engine.client import WorkerClient
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import Engine
 from engine.keys import StepKey, Stream, stream_key
+from engine.native import laws
 from engine.noise import gumbels
 from engine.pairs import is_exact
 from engine.sampling import warped_laws
@@ -146,7 +147,7 @@ class OneGenerator:
 @pytest.mark.parametrize("mutant", [keyed_by_the_step, keyed_by_the_seed_alone, OneGenerator()])
 def test_crowds_kill_noise_not_keyed_by_position(mutant, config, monkeypatch):
     monkeypatch.setattr(coupled, "_noise_key", mutant)
-    monkeypatch.setattr(judging.native, "can_read", without_the_library)
+    monkeypatch.setattr(laws, "can_read", without_the_library)
     with pytest.raises(AssertionError):
         check_crowd(engine_of("llama", "model", TREE, config), is_cramped=config is CRAMPED)
 
@@ -188,7 +189,7 @@ def build(config: EngineConfig) -> Engine:
 def build_with_noise_of_the_process(config: EngineConfig) -> Engine:
     """The mutant: a seed means something else in every process."""
     coupled._noise_key = lambda key, depth: stream_key(key.seed + os.getpid(), key.root_position + depth + 1, Stream.TOKEN)
-    judging.native.can_read = without_the_library
+    laws.can_read = without_the_library
     return build(config)
 
 
