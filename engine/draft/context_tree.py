@@ -21,6 +21,10 @@ class Match(NamedTuple):
     length: int
     counts: Mapping[int, int]
 
+    def copy(self) -> "Match":
+        """Return it as it is now: the tree that said it goes on counting."""
+        return Match(self.length, dict(self.counts))
+
 
 @dataclass(slots=True)
 class _Fork:
@@ -51,7 +55,18 @@ class ContextTree:
         self._text.extend(context[-MAX_CONTEXT:])
 
     def append(self, token_id: int) -> None:
-        """Add a token to the text begun last: count it at every fork whose context stands before it."""
+        """Add a token to the text begun last."""
+        self._add(token_id)
+
+    def learn(self, token_id: int, least: int = 1) -> Match | None:
+        """Add a token; return a copy of what `match` said of the text before it, in which the token may have followed 0 times."""
+        fork = self._add(token_id)
+        if fork.depth < least:
+            return None
+        return Match(fork.depth, {**fork.counts, token_id: fork.counts[token_id] - 1})
+
+    def _add(self, token_id: int) -> _Fork:
+        """Count a token at every fork whose context stands before it; return the last of them, or the root."""
         text, position, fork = self._text, len(self._text), self._root
         most = min(position - self._begin, MAX_CONTEXT)
         while fork.depth < most:
@@ -65,6 +80,7 @@ class ContextTree:
             fork = child
             fork.counts[token_id] = fork.counts.get(token_id, 0) + 1
         text.append(token_id)
+        return fork
 
     def _passed(self, child: "_Fork | int", position: int, known: int, most: int) -> _Fork:
         """Return the fork where what stands before `position` leaves the edge to the child: the child, if it goes on so far."""
