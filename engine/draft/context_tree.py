@@ -98,8 +98,8 @@ class ContextTree:
 
     def _common(self, text: Sequence[int], end: int, at: int, known: int, most: int) -> int:
         """Return how many tokens before `end` stand before the position `at` too, given that `known` do; no more than `most`."""
-        own, depth = self._text, known
-        while depth < most and text[end - 1 - depth] == own[at - 1 - depth]:
+        own, depth, last, other = self._text, known, end - 1, at - 1
+        while depth < most and text[last - depth] == own[other - depth]:
             depth += 1
         return depth
 

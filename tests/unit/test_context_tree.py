@@ -1,8 +1,9 @@
 """The index of texts by context: it tells what a look at every place tells."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,70 @@ def test_a_text_can_be_asked_at_every_token_while_it_grows(text):
     for end, token_id in enumerate(text):
         assert tree.match(text[:end]) == counted([([], text[:end])], text[:end])
         tree.append(token_id)
+
+
+@given(st.lists(tokens, max_size=40), st.integers(1, 4))
+def test_what_was_known_of_a_token_is_told_as_it_is_added(text, least):
+    check_learning(text, least)
+
+
+def check_learning(text: list[int], least: int) -> None:
+    tree = ContextTree()
+    tree.begin()
+    learnt = [tree.learn(token_id, least) for token_id in text]
+    for end, known in enumerate(learnt):
+        assert (known and (known.length, Counter(known.counts))) == enough(counted([([], text[:end])], text[:end]), least)
+
+
+def enough(match: Match | None, least: int) -> Match | None:
+    return match if match is not None and match.length >= least else None
+
+
+def test_learning_kills_a_token_that_foretells_itself_and_counts_that_grow_on(monkeypatch):
+    text = [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 0, 1]
+    check_learning(text, 2)
+    for counts in (lambda fork, token_id: dict(fork.counts), lambda fork, token_id: fork.counts):
+        monkeypatch.setattr(ContextTree, "learn", learning(counts))
+        with pytest.raises(AssertionError):
+            check_learning(text, 2)
+
+
+def learning(counts_of: Callable[[Any, int], dict[int, int]]) -> Callable[..., Match | None]:
+    """Return a way to learn that tells these counts of the last fork."""
+
+    def learn(tree: ContextTree, token_id: int, least: int) -> Match | None:
+        fork = tree._add(token_id)
+        return enough(Match(fork.depth, counts_of(fork, token_id)), least)
+
+    return learn
+
+
+@given(texts, st.lists(tokens, max_size=12), st.integers(0, 12), st.integers(1, 4))
+def test_what_stands_before_a_token_is_matched_as_if_nothing_came_after(several, text, end, least):
+    check_before(several, text, min(end, len(text)), least)
+
+
+def check_before(several: Texts, text: list[int], end: int, least: int) -> None:
+    assert tree_of(several).match(text, end, least) == enough(counted(several, text[:end]), least)
+
+
+_matched = ContextTree.match
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda tree, text, end, least: _matched(tree, text, None, least),
+        lambda tree, text, end, least: _matched(tree, text[end:] + text[:end], None, least),  # goes on before the first token
+        lambda tree, text, end, least: _matched(tree, text, end),
+    ],
+)
+def test_matches_before_a_token_kill(mutant, monkeypatch):
+    several: Texts = [([], [1, 0, 2, 0, 1, 0])]
+    check_before(several, [2, 1, 0], 1, 2)
+    monkeypatch.setattr(ContextTree, "match", mutant)
+    with pytest.raises(AssertionError):
+        check_before(several, [2, 1, 0], 1, 2)
 
 
 @given(texts, st.lists(tokens, max_size=12), st.data())
