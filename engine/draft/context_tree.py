@@ -87,7 +87,7 @@ class ContextTree:
         text = self._text
         if isinstance(child, int):
             return self._fork(child, self._common(text, position, child, known, most), {text[child]: 1}, child)
-        depth = self._common(text, position, child.at, known, min(most, child.depth))
+        depth = self._common(text, position, child.at, known, child.depth)
         return child if depth == child.depth else self._fork(child.at, depth, dict(child.counts), child)
 
     def _fork(self, at: int, depth: int, counts: dict[int, int], below: "_Fork | int") -> _Fork:

@@ -65,17 +65,19 @@ def test_a_text_can_be_asked_at_every_token_while_it_grows(text):
         tree.append(token_id)
 
 
-@given(st.lists(tokens, max_size=40), st.integers(1, 4))
-def test_what_was_known_of_a_token_is_told_as_it_is_added(text, least):
-    check_learning(text, least)
+@given(texts, st.integers(1, 4))
+def test_what_was_known_of_a_token_is_told_as_it_is_added(several, least):
+    check_learning(several, least)
 
 
-def check_learning(text: list[int], least: int) -> None:
+def check_learning(several: Texts, least: int) -> None:
     tree = ContextTree()
-    tree.begin()
-    learnt = [tree.learn(token_id, least) for token_id in text]
-    for end, known in enumerate(learnt):
-        assert (known and (known.length, Counter(known.counts))) == enough(counted([([], text[:end])], text[:end]), least)
+    for place, (before, text) in enumerate(several):
+        tree.begin(before)
+        learnt = [tree.learn(token_id, least) for token_id in text]
+        for end, known in enumerate(learnt):
+            match = counted([*several[:place], (before, text[:end])], [*before, *text[:end]])
+            assert (known and (known.length, Counter(known.counts))) == enough(match, least)
 
 
 def enough(match: Match | None, least: int) -> Match | None:
@@ -83,12 +85,12 @@ def enough(match: Match | None, least: int) -> Match | None:
 
 
 def test_learning_kills_a_token_that_foretells_itself_and_counts_that_grow_on(monkeypatch):
-    text = [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 0, 1]
-    check_learning(text, 2)
+    several: Texts = [([], [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 0, 1])]
+    check_learning(several, 2)
     for counts in (lambda fork, token_id: dict(fork.counts), lambda fork, token_id: fork.counts):
         monkeypatch.setattr(ContextTree, "learn", learning(counts))
         with pytest.raises(AssertionError):
-            check_learning(text, 2)
+            check_learning(several, 2)
 
 
 def learning(counts_of: Callable[[Any, int], dict[int, int]]) -> Callable[..., Match | None]:
