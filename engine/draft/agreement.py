@@ -5,7 +5,7 @@ everybody's, texts are not (texts.py).
 """
 
 from bisect import bisect_right
-from enum import Enum
+from enum import StrEnum
 
 from engine.draft.context_tree import Match
 
@@ -17,7 +17,7 @@ _MOST = 0.99
 _LEAST = 1e-3  # so that what never came can still be weighed
 
 
-class TextSource(Enum):
+class TextSource(StrEnum):
     """Where a cached text comes from."""
 
     PREDICTION = "prediction"  # what the client expects to be said
@@ -26,38 +26,34 @@ class TextSource(Enum):
 
 
 _HALF_LENGTH = {TextSource.PREDICTION: 1.0, TextSource.OWN: 3.0, TextSource.RECENT: 3.0}  # of a match that is half believed
+_Kind = tuple[TextSource, int, int]  # source, class of lengths, class of shares
+_Rate = tuple[float, float]  # agreed, tried
 
 
 class Agreement:
     """The chance that a token drawn from a match's continuations is the one that comes. Owned by the engine's one thread."""
 
     def __init__(self) -> None:
-        self._rates: dict[tuple[TextSource, int, int], tuple[float, float]] = {}  # (agreed, tried)
+        self._rates: dict[_Kind, _Rate] = {}
 
     def chance(self, source: TextSource, match: Match) -> float:
         """Return it for a match in a source; neither certain nor impossible."""
-        agreed, tried = self._rate(source, match)
+        _, (agreed, tried) = self._rate(source, match, sum(match.counts.values()))
         return max(_LEAST, min(_MOST, agreed / tried))
 
     def observe(self, source: TextSource, match: Match, token_id: int) -> None:
         """Learn what came after a match."""
-        agreed, tried = self._rate(source, match)
-        share = match.counts.get(token_id, 0) / sum(match.counts.values())
-        self._rates[_place(source, match)] = (_MEMORY * agreed + share, _MEMORY * tried + 1.0)
+        total = sum(match.counts.values())
+        kind, (agreed, tried) = self._rate(source, match, total)
+        self._rates[kind] = (_MEMORY * agreed + match.counts.get(token_id, 0) / total, _MEMORY * tried + 1.0)
 
-    def _rate(self, source: TextSource, match: Match) -> tuple[float, float]:
-        return self._rates.get(_place(source, match)) or _prior(source, match)
-
-
-def _place(source: TextSource, match: Match) -> tuple[TextSource, int, int]:
-    return source, bisect_right(_LENGTHS, match.length), bisect_right(_SHARES, _share(match))
-
-
-def _share(match: Match) -> float:
-    return max(match.counts.values()) / (1 + sum(match.counts.values()))
+    def _rate(self, source: TextSource, match: Match, total: int) -> tuple[_Kind, _Rate]:
+        """Return of which kind a match with so many continuations is, and what is believed of that."""
+        top = max(match.counts.values())
+        kind = (source, bisect_right(_LENGTHS, match.length), bisect_right(_SHARES, top / (1 + total)))
+        return kind, self._rates.get(kind) or _prior(source, match.length, top / total)
 
 
-def _prior(source: TextSource, match: Match) -> tuple[float, float]:
+def _prior(source: TextSource, length: int, share: float) -> _Rate:
     """Return what is believed before anything was seen: the longer the match and the less divided, the surer."""
-    top = max(match.counts.values()) / sum(match.counts.values())
-    return _WEIGHT * top * match.length / (match.length + _HALF_LENGTH[source]), _WEIGHT
+    return _WEIGHT * share * length / (length + _HALF_LENGTH[source]), _WEIGHT

@@ -7,8 +7,7 @@ its states only once a text has ended; tables of n-grams cost every length for e
 2411.04975) runs forward in time, so that each new token extends a suffix of every length. Knows token ids, not whose they are.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +20,10 @@ class Match(NamedTuple):
 
     length: int
     counts: Mapping[int, int]
+
+    def copy(self) -> "Match":
+        """Return it as it is now: the tree that said it goes on counting."""
+        return Match(self.length, dict(self.counts))
 
 
 @dataclass(slots=True)
@@ -42,40 +45,50 @@ class ContextTree:
 
     def __init__(self) -> None:
         self._text: list[int] = []
+        self._begin = 0  # of the last text, at its context
         self._root = _Fork(0, 0, {}, {})
 
     def begin(self, context: Sequence[int] = ()) -> None:
         """Begin another text. What is appended follows `context`, which itself is no continuation of anything."""
         self._text.append(_START)
+        self._begin = len(self._text)
         self._text.extend(context[-MAX_CONTEXT:])
 
     def append(self, token_id: int) -> None:
         """Add a token to the text begun last."""
-        position = len(self._text)
-        self._text.append(token_id)
-        fork: _Fork | None = self._root
-        while fork is not None and fork.depth < MAX_CONTEXT:
-            fork = self._passed(fork, position)
+        self._add(token_id)
 
-    def _passed(self, fork: _Fork, position: int) -> _Fork | None:
-        """Count the token at `position` once below the fork; return the fork where that was, None at the end of its context."""
+    def learn(self, token_id: int, least: int = 1) -> Match | None:
+        """Add a token; return a copy of what `match` said of the text before it, in which the token may have followed 0 times."""
+        fork = self._add(token_id)
+        if fork.depth < least:
+            return None
+        return Match(fork.depth, {**fork.counts, token_id: fork.counts[token_id] - 1})
+
+    def _add(self, token_id: int) -> _Fork:
+        """Count a token at every fork whose context stands before it; return the last of them, or the root."""
+        text, position, fork = self._text, len(self._text), self._root
+        most = min(position - self._begin, MAX_CONTEXT)
+        while fork.depth < most:
+            older = text[position - 1 - fork.depth]
+            child = fork.children.get(older)
+            if child is None:
+                fork.children[older] = position
+                break
+            if isinstance(child, int) or child.depth > fork.depth + 1:
+                child = fork.children[older] = self._passed(child, position, fork.depth + 1, most)
+            fork = child
+            fork.counts[token_id] = fork.counts.get(token_id, 0) + 1
+        text.append(token_id)
+        return fork
+
+    def _passed(self, child: "_Fork | int", position: int, known: int, most: int) -> _Fork:
+        """Return the fork where what stands before `position` leaves the edge to the child: the child, if it goes on so far."""
         text = self._text
-        older = text[position - 1 - fork.depth]
-        child = fork.children.get(older)
-        if older == _START:
-            return None
-        if child is None:
-            fork.children[older] = position
-            return None
         if isinstance(child, int):
-            passed = self._fork(child, self._common(position, child, fork.depth + 1, MAX_CONTEXT), {text[child]: 1}, child)
-            fork.children[older] = passed
-        else:
-            depth = self._common(position, child.at, fork.depth + 1, child.depth)
-            passed = child if depth == child.depth else self._fork(child.at, depth, dict(child.counts), child)
-            fork.children[older] = passed
-        passed.counts[text[position]] = passed.counts.get(text[position], 0) + 1
-        return passed
+            return self._fork(child, self._common(text, position, child, known, most), {text[child]: 1}, child)
+        depth = self._common(text, position, child.at, known, child.depth)
+        return child if depth == child.depth else self._fork(child.at, depth, dict(child.counts), child)
 
     def _fork(self, at: int, depth: int, counts: dict[int, int], below: "_Fork | int") -> _Fork:
         """Return a fork at that depth with one child, if its context goes on so far back."""
@@ -83,35 +96,35 @@ class ContextTree:
         goes_on = depth < MAX_CONTEXT and older != _START
         return _Fork(depth, at, counts, {older: below} if goes_on else {})
 
-    def _common(self, position: int, other: int, known: int, most: int) -> int:
-        """Return how many tokens before both positions agree, given that `known` do; no more than `most`."""
-        text, depth = self._text, known
-        while depth < most and text[position - 1 - depth] == text[other - 1 - depth] != _START:
+    def _common(self, text: Sequence[int], end: int, at: int, known: int, most: int) -> int:
+        """Return how many tokens before `end` stand before the position `at` too, given that `known` do; no more than `most`."""
+        own, depth, last, other = self._text, known, end - 1, at - 1
+        while depth < most and text[last - depth] == own[other - depth]:
             depth += 1
         return depth
 
-    def match(self, context: Sequence[int]) -> Match | None:
-        """Return what followed the longest known end of `context`; None if its last token never had a follower."""
-        text, most = self._text, min(len(context), MAX_CONTEXT)
-        fork, depth = self._root, 0
-        while depth < most and (child := fork.children.get(context[-1 - depth])) is not None:
-            at, end = (child, most) if isinstance(child, int) else (child.at, min(most, child.depth))
+    def match(self, text: Sequence[int], end: int | None = None, least: int = 1) -> Match | None:
+        """Return what followed the longest known end of a text or of its first `end` tokens; None if it has less than `least`."""
+        end = len(text) if end is None else end
+        fork, depth, most = self._root, 0, min(end, MAX_CONTEXT)
+        while depth < most and (child := fork.children.get(text[end - 1 - depth])) is not None:
             depth += 1
-            while depth < end and text[at - 1 - depth] == context[-1 - depth]:
-                depth += 1
             if isinstance(child, int):
-                return Match(depth, {text[child]: 1})
+                depth = self._common(text, end, child, depth, most)
+                return Match(depth, {self._text[child]: 1}) if depth >= least else None
             fork = child
-            if depth < child.depth:
-                break
-        return Match(depth, fork.counts) if depth else None
+            if depth < fork.depth:
+                depth = self._common(text, end, fork.at, depth, min(most, fork.depth))
+                if depth < fork.depth:
+                    break
+        return Match(depth, fork.counts) if depth >= least else None
 
 
-def joined(matches: Iterable[Match | None]) -> Match | None:
-    """Return what one tree of all their texts would say, given what several trees say: the longest matches, counted together."""
-    known = [match for match in matches if match is not None]
-    length = max((match.length for match in known), default=0)
-    longest = [match.counts for match in known if match.length == length]
-    if not longest:
-        return None
-    return Match(length, longest[0] if len(longest) == 1 else sum(map(Counter, longest), Counter()))
+def joined(one: Match, other: Match) -> Match:
+    """Return what one tree of two texts would say, given what a tree of each says: the longer match, or both counted together."""
+    if one.length != other.length:
+        return max(one, other, key=lambda match: match.length)
+    counts = dict(one.counts)
+    for token_id, count in other.counts.items():
+        counts[token_id] = counts.get(token_id, 0) + count
+    return Match(one.length, counts)

@@ -6,7 +6,7 @@ many steps there were and in which of them somebody asked, never on a draw from 
 token trees nor tensors.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -55,29 +55,36 @@ class _Told(NamedTuple):
 
 
 class _Trees(NamedTuple):
-    """What one request may draft from, by source."""
+    """What one request may draft from besides its output, by source."""
 
-    prediction: tuple[ContextTree, ...] = ()
-    own: tuple[ContextTree, ...] = ()  # its prompt and its output, which are one text
+    prediction: ContextTree | None = None
+    prompt: ContextTree | None = None
     recent: tuple[ContextTree, ...] = ()
 
-    def told(self, context: Sequence[int], min_tokens: int) -> Iterator[_Told]:
-        """Yield what each source knows of what follows. One token of a prediction says something, elsewhere it says little."""
-        for tree in self.prediction:
-            if (match := tree.match(context)) is not None:
-                yield _Told(TextSource.PREDICTION, match)
-        if (match := joined(tree.match(context) for tree in self.own)) is not None and match.length >= min_tokens:
-            yield _Told(TextSource.OWN, match)
-        for tree in self.recent:
-            if (match := tree.match(context)) is not None and match.length >= min_tokens:
-                yield _Told(TextSource.RECENT, match)
+    def told(self, text: Sequence[int], end: int, min_tokens: int, own: Match | None) -> list[_Told]:
+        """Return what each source knows of what follows the first `end` tokens of a text; its output knows `own`.
+
+        One token of a prediction says something, elsewhere it says little.
+        """
+        prediction, prompt, recent = self
+        told: list[_Told] = []
+        if prediction is not None and (match := prediction.match(text, end)) is not None:
+            told.append(_Told(TextSource.PREDICTION, match))
+        if prompt is not None and (match := prompt.match(text, end, min_tokens)) is not None:
+            own = match if own is None else joined(match, own)
+        if own is not None:
+            told.append(_Told(TextSource.OWN, own))
+        for tree in recent:
+            if (match := tree.match(text, end, min_tokens)) is not None:
+                told.append(_Told(TextSource.RECENT, match))
+        return told
 
 
 class _Said(NamedTuple):
-    """What all sources said of the token at a position."""
+    """What all sources said of the token at the position that was asked about last."""
 
-    position: int
-    told: tuple[_Told, ...]
+    position: int = -1
+    told: Sequence[_Told] = ()
 
 
 @dataclass(slots=True)
@@ -94,7 +101,7 @@ class _Followed:
     prompt: TextIndex | None
     output: ContextTree
     num_known: int
-    said: _Said | None = None
+    said: _Said = _Said()
     is_asked: bool = True
 
     @property
@@ -104,9 +111,9 @@ class _Followed:
 
     def trees(self, recent: tuple[ContextTree, ...]) -> _Trees:
         """Return what the request may draft from now."""
-        prediction = () if self.prediction is None else (self.prediction.tree,)
-        own = () if self.prompt is None else (self.prompt.tree, self.output)
-        return _Trees(prediction, own, recent)
+        prediction = None if self.prediction is None else self.prediction.tree
+        prompt = None if self.prompt is None else self.prompt.tree
+        return _Trees(prediction, prompt, recent)
 
 
 class TextCache:
@@ -165,22 +172,18 @@ class TextCache:
         self._indexer.advance(MOST_INDEXED)
 
     def _follow(self, one: _Followed) -> None:
-        """Learn the tokens that were committed since: first how well they were foretold, then the tokens."""
-        trees = self._trees_of(one)
-        for position in range(one.num_known, len(one.history)):
-            token_id = one.history[position]
-            for told in self._said_at(one, trees, position):
-                self._agreement.observe(told.source, told.match, token_id)
-            if one.prompt is not None:
-                one.output.append(token_id)
-        one.num_known, one.said, one.is_asked = len(one.history), None, False
-
-    def _said_at(self, one: _Followed, trees: _Trees, position: int) -> tuple[_Told, ...]:
-        """Return what the sources say of a position; of the last that was asked about, what they said then."""
-        if one.said is None or one.said.position != position:
-            context = one.history[max(0, position - MAX_CONTEXT) : position]
-            one.said = _Said(position, tuple(trees.told(context, self._min_tokens)))
-        return one.said.told
+        """Learn the tokens that were committed since, and how well each was foretold before it was known."""
+        trees, history = self._trees_of(one), one.history
+        told = one.said.told if one.said.position == one.num_known else None
+        for position in range(one.num_known, len(history)):
+            token_id = history[position]
+            own = None if one.prompt is None else one.output.learn(token_id, self._min_tokens)
+            if told is None:
+                told = trees.told(history, position, self._min_tokens, own)
+            for source, match in told:
+                self._agreement.observe(source, match, token_id)
+            told = None
+        one.num_known, one.said, one.is_asked = len(history), _Said(), False
 
     def _trees_of(self, one: _Followed) -> _Trees:
         return one.trees(self._recent.trees_of(one.request.tenant))
@@ -199,7 +202,7 @@ class TextCache:
             return self._law(self._told(one, context), context)
         if not self.has_own_texts:
             return None
-        return self._law(tuple(_Trees(own=(_tree_of(row.history),)).told(_end_of(context), self._min_tokens)), context)
+        return self._law(self._told_by(_Trees(), _tree_of(row.history), context), context)
 
     def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
         """Return how many tokens after a request's text are foretold so surely that they should be drafted as one chain.
@@ -225,24 +228,28 @@ class TextCache:
             one.is_asked = self._is_asked = True
         return len(path_ids)
 
-    def _told(self, one: _Followed, context: LawContext) -> tuple[_Told, ...]:
+    def _told(self, one: _Followed, context: LawContext) -> Sequence[_Told]:
         """Return what the sources say of the token after a request's text and a path."""
-        trees = self._trees_of(one)
-        if not context.path_ids:
-            return self._said_at(one, trees, len(one.history))
-        return tuple(trees.told(_end_of(context), self._min_tokens))
+        trees, position = self._trees_of(one), len(one.history)
+        if context.path_ids:
+            return self._told_by(trees, one.output, context)
+        if one.said.position != position:
+            one.said = _Said(position, self._told_by(trees, one.output, context))
+        return one.said.told
 
-    def _law(self, told: tuple[_Told, ...], context: LawContext) -> CachedLaw | None:
+    def _told_by(self, trees: _Trees, output: ContextTree, context: LawContext) -> list[_Told]:
+        """Return what is said now: the output learns the token that comes before that is compared with what was said."""
+        end = [*context.history[-MAX_CONTEXT:], *context.path_ids]
+        own = output.match(end, least=self._min_tokens)
+        return trees.told(end, len(end), self._min_tokens, None if own is None else own.copy())
+
+    def _law(self, told: Sequence[_Told], context: LawContext) -> CachedLaw | None:
         if not told:
             return None
         law = _mixture([(*one, self._agreement.chance(*one)) for one in told])
         num_generated = len(context.history) - context.num_prompt_tokens + len(context.path_ids)
         is_sure = law.chance >= SURE and not may_hinder(context.sampling, law.odds, num_generated)
         return replace(law, is_sure=is_sure)
-
-
-def _end_of(context: LawContext) -> list[int]:
-    return [*context.history[-MAX_CONTEXT:], *context.path_ids]
 
 
 def _tree_of(token_ids: Sequence[int]) -> ContextTree:

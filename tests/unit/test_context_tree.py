@@ -1,7 +1,9 @@
 """The index of texts by context: it tells what a look at every place tells."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -63,6 +65,72 @@ def test_a_text_can_be_asked_at_every_token_while_it_grows(text):
         tree.append(token_id)
 
 
+@given(texts, st.integers(1, 4))
+def test_what_was_known_of_a_token_is_told_as_it_is_added(several, least):
+    check_learning(several, least)
+
+
+def check_learning(several: Texts, least: int) -> None:
+    tree = ContextTree()
+    for place, (before, text) in enumerate(several):
+        tree.begin(before)
+        learnt = [tree.learn(token_id, least) for token_id in text]
+        for end, known in enumerate(learnt):
+            match = counted([*several[:place], (before, text[:end])], [*before, *text[:end]])
+            assert (known and (known.length, Counter(known.counts))) == enough(match, least)
+
+
+def enough(match: Match | None, least: int) -> Match | None:
+    return match if match is not None and match.length >= least else None
+
+
+def test_learning_kills_a_token_that_foretells_itself_and_counts_that_grow_on(monkeypatch):
+    several: Texts = [([], [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 0, 1])]
+    check_learning(several, 2)
+    for counts in (lambda fork, token_id: dict(fork.counts), lambda fork, token_id: fork.counts):
+        monkeypatch.setattr(ContextTree, "learn", learning(counts))
+        with pytest.raises(AssertionError):
+            check_learning(several, 2)
+
+
+def learning(counts_of: Callable[[Any, int], dict[int, int]]) -> Callable[..., Match | None]:
+    """Return a way to learn that tells these counts of the last fork."""
+
+    def learn(tree: ContextTree, token_id: int, least: int) -> Match | None:
+        fork = tree._add(token_id)
+        return enough(Match(fork.depth, counts_of(fork, token_id)), least)
+
+    return learn
+
+
+@given(texts, st.lists(tokens, max_size=12), st.integers(0, 12), st.integers(1, 4))
+def test_what_stands_before_a_token_is_matched_as_if_nothing_came_after(several, text, end, least):
+    check_before(several, text, min(end, len(text)), least)
+
+
+def check_before(several: Texts, text: list[int], end: int, least: int) -> None:
+    assert tree_of(several).match(text, end, least) == enough(counted(several, text[:end]), least)
+
+
+_matched = ContextTree.match
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda tree, text, end, least: _matched(tree, text, None, least),
+        lambda tree, text, end, least: _matched(tree, text[end:] + text[:end], None, least),  # goes on before the first token
+        lambda tree, text, end, least: _matched(tree, text, end),
+    ],
+)
+def test_matches_before_a_token_kill(mutant, monkeypatch):
+    several: Texts = [([], [1, 0, 2, 0, 1, 0])]
+    check_before(several, [2, 1, 0], 1, 2)
+    monkeypatch.setattr(ContextTree, "match", mutant)
+    with pytest.raises(AssertionError):
+        check_before(several, [2, 1, 0], 1, 2)
+
+
 @given(texts, st.lists(tokens, max_size=12), st.data())
 def test_trees_of_parts_of_a_text_say_together_what_its_own_tree_says(several, context, data):
     """A text is cut into two, as prompt and output are, and texts are put into two trees."""
@@ -71,13 +139,14 @@ def test_trees_of_parts_of_a_text_say_together_what_its_own_tree_says(several, c
 
 def check_parts(several: Texts, context: list[int], cut: int) -> None:
     first, second = ([(before, text[:cut]) for before, text in several], [(text[:cut], text[cut:]) for _, text in several])
-    assert joined([tree_of(first).match(context), tree_of(second).match(context)]) == tree_of(several).match(context)
+    known = [match for part in (first, second) if (match := tree_of(part).match(context)) is not None]
+    assert (reduce(joined, known) if known else None) == tree_of(several).match(context)
 
 
 def test_parts_kill_the_first_match_and_one_of_the_longest(monkeypatch):
     several: Texts = [([], [0, 1, 2, 0, 1, 0, 0, 1, 2])]
     check_parts(several, [0, 1], 5)
-    for mutant in (lambda matches: next(iter(matches)), lambda matches: max(filter(None, matches), key=lambda one: one.length)):
+    for mutant in (lambda one, other: one, lambda one, other: max(one, other, key=lambda match: match.length)):
         monkeypatch.setitem(globals(), "joined", mutant)
         with pytest.raises(AssertionError):
             check_parts(several, [0, 1], 5)
@@ -110,8 +179,8 @@ def loses_the_other_context(tree, at, depth, counts, below):
     return fork
 
 
-def believes_one_token_more(tree, position, other, known, most):
-    return min(most, _shared(tree, position, other, known, most) + 1)
+def believes_one_token_more(tree, text, end, at, known, most):
+    return min(most, _shared(tree, text, end, at, known, most) + 1)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from engine.draft import texts
 from engine.draft.agreement import Agreement, TextSource
-from engine.draft.context_tree import Match
+from engine.draft.context_tree import ContextTree, Match
 from engine.draft.recent_texts import RecentLimits, RecentTexts
 from engine.draft.text_index import TextIndex
 from engine.draft.texts import CachedLaw, TextCache
 from engine.plan import Row
 from engine.tree import PLAIN
 from engine.types import DraftSource, Request, SamplingParams, Speculation
+from tests.unit.test_context_tree import counted
 
 PROMPT = (5, 6, 7)
 
@@ -320,19 +321,58 @@ def test_what_was_said_in_a_step_is_what_the_next_one_learns_from():
     assert rates_of_a_text(is_asked=True) == rates_of_a_text(is_asked=False) != {}
 
 
-def test_what_was_said_of_another_position_would_teach_something_else(monkeypatch):
-    said_at = TextCache._said_at
-    monkeypatch.setattr(
-        TextCache,
-        "_said_at",
-        lambda self, one, trees, position: one.said.told if one.said else said_at(self, one, trees, position),
-    )
-    follow = TextCache._follow
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+Steps = Sequence[tuple[Sequence[int], bool]]  # tokens committed in each, and whether somebody asks what follows them
 
-    def follow_and_remember(self, one):
-        said = one.said
-        follow(self, one)
-        one.said = said
 
-    monkeypatch.setattr(TextCache, "_follow", follow_and_remember)
-    assert rates_of_a_text(is_asked=True) != rates_of_a_text(is_asked=False)
+@given(tokens, st.lists(st.tuples(tokens, st.booleans()), max_size=12), st.integers(1, 3))
+def test_a_text_teaches_what_a_look_at_every_place_foretold_of_each_token(prompt, steps, least):
+    check_teaching(prompt, steps, least)
+
+
+def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
+    """However many tokens come together and whoever asks between them."""
+    cache, expected = TextCache(least), Agreement()
+    history = begun(cache, prompt)
+    cache.advance(["r"])
+    for token_ids, is_asked in [*steps, ([], True)]:
+        history += token_ids
+        cache.advance(["r"])
+        if is_asked:
+            cache.law_after(row_of("r", history), ())
+            cache.run("r", 4, 0.5)
+    cache.advance(["r"])
+    for position in range(len(prompt), len(history)):
+        match = counted([([], history[:position])], history[:position])
+        if match is not None and match.length >= least:
+            expected.observe(TextSource.OWN, match, history[position])
+    assert cache._agreement._rates == expected._rates
+
+
+_add, _follow = ContextTree._add, TextCache._follow
+
+
+def foretells_itself(tree: ContextTree, token_id: int, least: int) -> Match | None:
+    fork = _add(tree, token_id)
+    return Match(fork.depth, dict(fork.counts)) if fork.depth >= least else None
+
+
+def believes_what_was_said_of_another_token(cache: TextCache, one: texts._Followed) -> None:
+    one.said = one.said._replace(position=one.num_known) if one.said.told else one.said
+    _follow(cache, one)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (ContextTree, "learn", foretells_itself),
+        (Match, "copy", lambda match: match),
+        (TextCache, "_follow", believes_what_was_said_of_another_token),
+    ],
+)
+def test_teaching_kills(owner, name, mutant, monkeypatch):
+    steps: Steps = [([0], False), ([0], True), ([1, 0, 1], True), ([0], False)]
+    check_teaching([0, 1], steps, 1)
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(AssertionError):
+        check_teaching([0, 1], steps, 1)
