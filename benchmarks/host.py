@@ -1,0 +1,176 @@
+"""Host time: what a step does outside models' passes, a stage at a time, by load, with and without a drafter.
+
+    python -m benchmarks.host --config configs/default.yaml --head HEAD --batches 1 16
+
+Passes are timed where the library is called (the target's, and a draft head's with what grows its trees there), so that laying out
+what a pass reads, calling it and taking up what it leaves are the host's. Judging is told in two parts: the library's loops over
+the vocabulary, and the rest. Engines step in turns over the same requests, whoever has said least next; medians over the steps
+that have all of the load and feed no prompt, of those in which most steps of the engine are alike (plain, or drafting).
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from benchmarks.drafters.contenders import Stable
+from benchmarks.load import in_turns
+from benchmarks.markdown import table
+from engine import engine as engine_module
+from engine.engine import Engine, StepOutput
+from engine.model import CausalModel
+from engine.native import library
+from engine.stats import Stopwatch
+from engine.types import Request, SamplingParams, Speculation, StepStats
+from engine.weights import resolve
+from server.bench_prompts import load_prompts
+from server.chat_ids import chat_ids
+from server.settings import load_settings
+
+_PROMPTS = Path(__file__).parent / "prompts.yaml"
+_PASSES = {"latebranch_decode": "target's pass", "latebranch_grow_round": "draft passes"}
+_LOOPS = ("latebranch_likeliest", "latebranch_walk", "latebranch_laws", "latebranch_choose")
+_STAGES = ("follow", "choose", "plan", "draft", "verify", "judge", "trace", "commit", "learn", "report")
+
+
+class TimedLibrary:
+    """The library, with the seconds of each of its functions since they were last taken."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a function that is timed, and is found at once the next time."""
+        function = getattr(self._own, name)
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            self._seconds[name] += time.perf_counter() - start
+            return result
+
+        setattr(self, name, timed)
+        return timed
+
+    def taken(self) -> dict[str, float]:
+        """Return the seconds, and begin anew."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step's numbers, and its seconds by part; they sum to `seconds`."""
+
+    stats: StepStats
+    seconds: float
+    parts: dict[str, float]
+
+
+class Profiled:
+    """An engine whose steps are noted by part. Stands in for it where it is stepped."""
+
+    def __init__(self, engine: Engine, timed: TimedLibrary) -> None:
+        self._engine, self._timed = engine, timed
+        self.steps: list[Step] = []
+        self.add, self.check_integrity = engine.add, engine.check_integrity
+
+    def step(self) -> StepOutput:
+        """Step the engine."""
+        self._timed.taken()
+        start = time.perf_counter()
+        output = self._engine.step()
+        seconds = time.perf_counter() - start
+        laps, native = dict(_watches[-1].laps), self._timed.taken()
+        laps["report"] = seconds - sum(laps.values())
+        parts = {name: native[function] for function, name in _PASSES.items()}
+        parts["judging's loops"] = sum(native[function] for function in _LOOPS)
+        for stage in _STAGES:
+            own = {"verify": parts["target's pass"], "draft": parts["draft passes"], "judge": parts["judging's loops"]}.get(stage, 0.0)
+            parts[stage] = laps[stage] - own
+        self.steps.append(Step(output.stats, seconds, parts))
+        return output
+
+
+_watches: list[Stopwatch] = []
+
+
+class _NotedStopwatch(Stopwatch):
+    """A stopwatch that can be found after its step; of several only the last is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _watches[:] = [self]
+
+
+def profile(args: argparse.Namespace) -> str:
+    """Return a Markdown table of medians in microseconds, a row for each load and engine."""
+    config = load_settings(args.config, {"policy": "adaptive"}).to_tool_config()
+    models: dict[tuple[str, str], CausalModel] = {}
+    stable = Stable(config, {"draft_model": None, "lens": None, "head": str(args.head)}, models)
+    timed = TimedLibrary(library.library())
+    library.library = lambda: timed  # type: ignore[assignment, return-value]
+    engine_module.Stopwatch = _NotedStopwatch  # type: ignore[misc]
+    ways = {"plain": ("none", Speculation(is_enabled=False)), "policy": ("head+ngram", Speculation())}
+    engines = {name: Profiled(stable.engine(drafter), timed) for name, (drafter, _) in ways.items()}
+    tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
+    by_kind = load_prompts(_PROMPTS, args.kinds, args.num_prompts)
+    prompts = [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
+    rows = []
+    for batch in (args.batches[0], *args.batches):  # the first warms up
+        for engine in engines.values():
+            engine.steps.clear()
+        loads = {
+            name: (engines[name], requests_of(prompts, batch, name, speculation, args)) for name, (_, speculation) in ways.items()
+        }
+        in_turns(loads, batch)  # type: ignore[arg-type]
+        rows += [row_of(str(batch), name, engine.steps, batch) for name, engine in engines.items()]
+    heads = ["at a time", "engine", "steps", "us a step", "host", *_PASSES.values(), "judging's loops", *_STAGES]
+    return table(heads, rows[2:])
+
+
+def requests_of(
+    prompts: Sequence[tuple[int, ...]], batch: int, way: str, speculation: Speculation, args: argparse.Namespace
+) -> Iterator[Request]:
+    """Yield twice as many requests as run at a time, temperatures in turn."""
+    for place in range(2 * batch):
+        temperature = args.temperatures[place % len(args.temperatures)]
+        sampling = SamplingParams(temperature, seed=place if temperature else None, max_tokens=args.max_tokens, ignore_eos=True)
+        yield Request(f"{way}-{batch}-{place}", prompts[place % len(prompts)], sampling, speculation)
+
+
+def row_of(load: str, name: str, steps: Sequence[Step], batch: int) -> list[str]:
+    """Return the table's row of those of the steps that are like most of them."""
+    full = [one for one in steps if not one.stats.num_prompt_tokens and one.stats.num_decoding_rows == batch]
+    drafting = [one for one in full if one.stats.num_drafts]
+    alike = drafting if 2 * len(drafting) > len(full) else [one for one in full if not one.stats.num_drafts]
+    medians = {part: statistics.median(one.parts[part] for one in alike) for part in alike[0].parts}
+    seconds = statistics.median(one.seconds for one in alike)
+    host = statistics.median(1.0 - sum(one.parts[part] for part in _PASSES.values()) / one.seconds for one in alike)
+    kind = "drafting" if alike is drafting else "plain"
+    cells = [medians[part] for part in (*_PASSES.values(), "judging's loops", *_STAGES)]
+    return [load, f"{name}, {kind} steps", str(len(alike)), f"{1e6 * seconds:.0f}", f"{host:.1%}", *(f"{1e6 * cell:.0f}" for cell in cells)]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description="what a step does outside models' passes")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of settings")
+    parser.add_argument("--head", type=Path, required=True, help="safetensors file of the draft head")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--kinds", nargs="*", default=["code", "maths", "prose"])
+    parser.add_argument("--num-prompts", type=int, default=6, help="of each kind")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    print(profile(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
