@@ -82,6 +82,17 @@ class Allocator:
         tokens = self._load.base_tokens + float(self._estimates.tokens[:, 0].sum())
         return Allocation(np.zeros(len(self._rows), dtype=np.int64), tokens, float(self._costs.step_s(self._load.base)[0]))
 
+    def ceiling(self) -> float:
+        """Return the tokens a second that the best number of nodes would bring if every one came: no drafter brings more.
+
+        They lie in chains as short as can be; of sequences that differ the mean is taken.
+        """
+        load, num_rows = self._load, len(self._rows)
+        nodes_C = np.arange(1.0, num_rows * float(self._menu.depths[-1]) + 1.0)
+        drawn_C, scores_C = nodes_C * load.draws_B.mean(), nodes_C * load.context_B.mean()
+        works = self._works(nodes_C, drawn_C, scores_C, load.model_share * nodes_C, np.ceil(nodes_C / num_rows))
+        return float(((load.base_tokens + num_rows + nodes_C) / self._costs.step_s(works)).max(initial=0.0))
+
     def of(self, places_B: Places) -> Allocation:
         """Return a given choice with what is expected of it."""
         return self._best_of(places_B[None])
@@ -198,23 +209,29 @@ class Allocator:
 
     def _priced(self, places_CB: Places) -> tuple[Array, Array]:
         """Return the tokens and the seconds of each candidate."""
-        load, base = self._load, self._load.base
+        load = self._load
         index_CB = places_CB + self._rows * len(self._menu)
         nodes_CB = self._estimates.nodes.take(index_CB)
-        num_nodes_C = nodes_CB.sum(1)
-        num_rounds_C = np.maximum(base.num_rounds, self._rounds(places_CB, self._estimates.passes.take(index_CB)))
-        works = Works(
-            num_rows=base.num_rows,
-            num_tokens=base.num_tokens + num_nodes_C,
-            num_drawn=base.num_drawn + nodes_CB @ load.draws_B,
-            num_keys=base.num_keys,
-            num_scores=base.num_scores + nodes_CB @ load.context_B,
-            num_passes=load.model_share * num_rounds_C,
-            num_draft_tokens=base.num_draft_tokens + self._fed_BM.take(index_CB).sum(1),
-            num_rounds=num_rounds_C,
-        )
+        rounds_C = self._rounds(places_CB, self._estimates.passes.take(index_CB))
+        fed_C = self._fed_BM.take(index_CB).sum(1)
+        works = self._works(nodes_CB.sum(1), nodes_CB @ load.draws_B, nodes_CB @ load.context_B, fed_C, rounds_C)
         tokens_C = load.base_tokens + self._estimates.tokens.take(index_CB).sum(1)
         return tokens_C, self._costs.step_s(works)
+
+    def _works(self, nodes_C: Array, drawn_C: Array, scores_C: Array, fed_C: Array, rounds_C: Array) -> Works:
+        """Return the work of steps with so much beside what the batch runs anyway."""
+        base = self._load.base
+        num_rounds_C = np.maximum(base.num_rounds, rounds_C)
+        return Works(
+            num_rows=base.num_rows,
+            num_tokens=base.num_tokens + nodes_C,
+            num_drawn=base.num_drawn + drawn_C,
+            num_keys=base.num_keys,
+            num_scores=base.num_scores + scores_C,
+            num_passes=self._load.model_share * num_rounds_C,
+            num_draft_tokens=base.num_draft_tokens + fed_C,
+            num_rounds=num_rounds_C,
+        )
 
     def _rounds(self, places_CB: Places, passes_CB: Array) -> Array:
         """Return the rounds that all trees of each candidate take together.

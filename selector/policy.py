@@ -27,6 +27,8 @@ _logger = logging.getLogger(__name__)
 _SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
 _MOST_SETTLED, _MOST_SETTLED_PLAIN = 16, 32  # and no longer, where somebody drafts and where nobody does
 _SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step themselves
+_LEAST_STAKE = 1 / 16  # of plain decoding's rate, that drafts are thought to win at best: prices may be what is wrong
+_CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win
 _PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes do, and one of so many:
 _PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 16  # of those in which somebody drafts, and in which nobody does
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
@@ -60,11 +62,13 @@ class _Standing:
     """A choice that stands for some steps: the tree of each sequence, and what was expected of the batch.
 
     It stands for `num_settled` steps. The choice's seconds are those of its first step; `feed_s` are seconds of a token that a
-    drafter must be fed before it drafts, of which there were `num_unfed`. `composition` tells whose choice it is.
+    drafter must be fed before it drafts, of which there were `num_unfed`. `composition` tells whose choice it is, and it was made
+    for `num_rows`; whose prompt was being fed has no tree by it.
     """
 
     trees: dict[str, Expansion]
     choice: Choice
+    num_rows: int = 0
     num_settled: int = 0
     feed_s: float = 0.0
     num_unfed: int = 0
@@ -97,6 +101,8 @@ class AdaptiveExpansion:
         self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each teaches prices
         self._has_failed_to_learn = False
         self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
+        self._stake = 1.0  # what perfect drafts would win, as a share of that rate, up to 1; where somebody drafts, 1
+        self._num_confirming = 0  # steps with drafts that have taught prices
         self._is_exact: dict[str, NDArray[np.bool_]] = {}
         self._menus: dict[str, Menu] = {}
         self._has_failed = False
@@ -122,26 +128,38 @@ class AdaptiveExpansion:
         return bool(self._num_standing and is_theirs and not last.num_unfed and last.choice.reason is Reason.PLAIN_IS_BEST)
 
     def _stood_plain(self) -> Choice:
-        self._probes.save(self._plain_s)
+        self._save()
         self._num_standing -= 1
         self._num_since_plain = 0
         return self._standing.choice
 
     def _stood(self, views: Sequence[SequenceView]) -> Choice | None:
-        """Return the last choice while it stands: for a few steps, in which few sequences came or went; who came is plain."""
+        """Return the last choice while it stands: for a few steps, in which few sequences came or went; who came is plain.
+
+        Where there is little to win it matters how many they are, and less who.
+        """
         last = self._standing
-        num_new = sum(view.request_id not in last.trees for view in views)
-        num_changed = num_new + len(last.trees) - (len(views) - num_new)
-        if not self._num_standing or num_changed * 4 > len(views):
+        decoding = {view.request_id for view in views if _decodes(view)}
+        num_changed = len(decoding ^ last.trees.keys())
+        if not self._num_standing or max(abs(len(views) - last.num_rows), self._stake * num_changed) * 4 > len(views):
             return None
-        self._probes.save(self._plain_s)
-        # Who came in between is plain, and not for long.
-        self._num_standing = (min(self._num_standing, self._settled_steps) if num_new else self._num_standing) - 1
+        self._save()
+        # Who came in between is plain, and not for long where there is much to win.
+        most = self._num_standing if decoding <= last.trees.keys() else int(self._settled_steps / self._stake)
+        self._num_standing = min(self._num_standing, most) - 1
         expansions = tuple(last.trees.get(view.request_id, PLAIN) for view in views)
         if num_changed or last.choice.step_s is None or not _all_decode(views):
-            return replace(last.choice, expansions=expansions, speedup=1.0, step_s=None)
+            return self._stood_for_others(views, expansions)
         num_unfed = _num_unfed(views, expansions)
         return replace(last.choice, expansions=expansions, step_s=last.choice.step_s + last.feed_s * (num_unfed - last.num_unfed))
+
+    def _stood_for_others(self, views: Sequence[SequenceView], expansions: tuple[Expansion, ...]) -> Choice:
+        """Return the last choice as that of others, with no seconds foretold; one of plain decoding becomes theirs."""
+        choice = replace(self._standing.choice, expansions=expansions, speedup=1.0, step_s=None)
+        if choice.reason is Reason.PLAIN_IS_BEST:
+            trees = {view.request_id: PLAIN for view in views if _decodes(view)}
+            self._standing = replace(self._standing, trees=trees, choice=choice, composition=composition_of(views))
+        return choice
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
         if not any(_is_free(view) for view in views):
@@ -160,15 +178,14 @@ class AdaptiveExpansion:
         best = best if _pays(best, plain, _GOES_ON_PAYING) else plain
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, allocator, best, plain, reason, views)
-        trees = dict.fromkeys((view.request_id for view in views), PLAIN)
-        chosen = zip(batch.views, best.places_B.tolist(), strict=True)
-        trees.update((one.request_id, batch.menu.entries[place]) for one, place in chosen)
-        num_settled = self._num_settled(trees, reason, batch.menu) if _all_decode(views) else 0
+        trees = {view.request_id: tree for view, tree in zip(views, choice.expansions, strict=True) if _decodes(view)}
         self._plain_s, self._plain_rate = plain.seconds, plain.rate
-        self._probes.save(plain.seconds)
+        self._stake = self._at_stake(allocator, plain) if reason is Reason.PLAIN_IS_BEST else 1.0
+        self._save()
+        num_settled = self._num_settled(trees, reason, batch.menu)
         unfed = _num_unfed(views, choice.expansions)
-        self._standing = _Standing(trees, choice, num_settled, self._feed_s, unfed, composition_of(views))
-        self._num_standing = num_settled
+        self._standing = _Standing(trees, choice, len(views), num_settled, self._feed_s, unfed, composition_of(views))
+        self._num_standing = num_settled if reason is Reason.PLAIN_IS_BEST or _all_decode(views) else 0
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
             self._is_plain_probe = True
@@ -180,13 +197,24 @@ class AdaptiveExpansion:
         self._probe_s = choice.step_s
         return choice
 
+    def _at_stake(self, allocator: Allocator, plain: Allocation) -> float:
+        """Return what thinking and probing may win while plain decoding stands: no more than perfect drafts would."""
+        if self._num_confirming < _CONFIRMED:
+            return 1.0
+        return min(1.0, max(_LEAST_STAKE, allocator.ceiling() / plain.rate - 1.0))
+
+    def _save(self) -> None:
+        """Save for probes, from a step like the last that was chosen, as far as there is anything to win."""
+        self._probes.save(self._stake * self._plain_s)
+
     def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same."""
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
-        least = times * self._settled_steps
-        if last.choice.reason is not reason or any(last.trees.get(name, PLAIN) != tree for name, tree in trees.items()):
+        least, most = times * self._settled_steps, times * _MOST_SETTLED
+        if reason is Reason.PLAIN_IS_BEST:
+            least, most = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake)
+        if last.choice.reason is not reason or any(last.trees.get(name) != tree for name, tree in trees.items()):
             return least
-        most = _MOST_SETTLED_PLAIN if reason is Reason.PLAIN_IS_BEST else times * _MOST_SETTLED
         return max(least, min(most, 2 * last.num_settled))
 
     @property
@@ -272,6 +300,7 @@ class AdaptiveExpansion:
     def _learn(self, feedback: StepFeedback, is_priced: bool) -> None:
         if is_priced and feedback.outcomes:
             self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
+            self._num_confirming += feedback.has_drafted
         if feedback.has_drafted:
             if not feedback.has_prefill:
                 self._model_share.observe(feedback)
@@ -461,7 +490,12 @@ def _num_unfed(views: Sequence[SequenceView], expansions: Sequence[Expansion]) -
 
 def _all_decode(views: Sequence[SequenceView]) -> bool:
     """Return whether no prompt is being fed."""
-    return all(view.num_uncached == 1 for view in views)
+    return all(map(_decodes, views))
+
+
+def _decodes(view: SequenceView) -> bool:
+    """Return whether its prompt has been fed."""
+    return view.num_uncached == 1
 
 
 def _is_free(view: SequenceView) -> bool:

@@ -2,9 +2,9 @@
 
 A probe is a tree in a step, for one sequence or for all that are due, who share its passes: some tree where plain decoding looks
 best, a long chain where something else does (of many branches the best is accepted so often that they say little of a single one,
-and nothing of what is deeper). It is paid from an account into which every step puts a small share of its own seconds, so that
-probing costs no more than that share whatever the drafter; and a sequence whose probes bring nothing is asked less often, a new
-one as often as the others lately.
+and nothing of what is deeper). It is paid from an account into which every step puts a small share of its own seconds, or of
+fewer where there is little to win, so that probing costs no more than that share whatever the drafter; and a sequence whose
+probes bring nothing is asked less often, a new one as often as the others lately.
 
 What a probe will lose is a belief, and the belief may be what is wrong. So a full account buys any probe, on credit, and the
 account is charged with what the step really took: a price that was measured badly is found out by one probe, a drafter that is

@@ -59,6 +59,21 @@ def test_it_is_near_the_best_and_never_below_plain(chances, knees, pass_s):
     assert found.rate >= 0.97 * best_of_all(one, len(chances))
 
 
+@given(st.lists(st.floats(0.0, 0.8), min_size=1, max_size=3), slopes, st.floats(0.001, 0.5))
+@example([0.8, 0.8, 0.8], (0.001, 0.001, 2.0), 0.001)  # room for one node, which must not be left out
+def test_no_drafter_brings_more_than_one_whose_every_token_comes(chances, knees, pass_s):
+    one, perfect = allocator(chances, costs(knees, pass_s)), allocator([1.0] * len(chances), costs(knees, pass_s))
+    assert best_of_all(one, len(chances)) <= 1.0001 * max(one.ceiling(), one.plain().rate)
+    assert one.ceiling() == pytest.approx(perfect.ceiling())  # whatever is believed of it
+
+
+def test_what_a_perfect_drafter_brings_is_reached_by_one():
+    """Seconds of 1 and three tokens' hundredths, a pass of 0.1 for each of three levels: 6 more tokens for two sequences."""
+    one = allocator([1.0, 1.0], costs((0.01,), 0.1))
+    chains = one.of(np.full(2, MENU.index[Expansion(3, 1, 0)]))
+    assert one.ceiling() == pytest.approx(chains.rate, rel=1e-3)
+
+
 class SwitchesNobody(Allocator):
     def _switched(self, from_B, to_B):
         return from_B[None]

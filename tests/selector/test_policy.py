@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -449,6 +450,14 @@ def test_a_bad_measurement_does_not_shut_the_drafter_out(num_texts):
     assert run(policy, USUAL, texts, 100, seed=1).rate > 0.9 * best
 
 
+def test_if_prices_that_nothing_has_confirmed_were_believed_it_would_be(monkeypatch):
+    """By such prices there is nothing to win, and so hardly anything is worth a probe."""
+    monkeypatch.setattr("selector.policy._CONFIRMED", 0)
+    policy, texts = misjudged(USUAL), texts_of(0.9, 4)
+    run(policy, USUAL, texts, 800)
+    assert all(one.is_plain for choice in run(policy, USUAL, texts, 100, seed=1).choices for one in choice)
+
+
 def test_without_credit_it_would(monkeypatch):
     monkeypatch.setattr(Probes, "is_full", False)
     policy, texts = misjudged(USUAL), texts_of(0.9, 1)
@@ -595,9 +604,13 @@ class NeverHears(Thinks):
         pass
 
 
+def thinker(machine: Machine, kind: type[Thinks] = Thinks) -> Thinks:
+    return kind(MENU, CountedAcceptance(MENU), profiled(machine), CHAIN)
+
+
 def thinking(kind: type[Thinks], machine: Machine, chance: float, num_steps: int = 400) -> list[int]:
     """Return after how many steps each choice was thought over again, once things have settled."""
-    policy, texts = kind(MENU, CountedAcceptance(MENU), profiled(machine), CHAIN), texts_of(chance, 1)
+    policy, texts = thinker(machine, kind), texts_of(chance, 1)
     run(policy, machine, texts, num_steps)
     return policy.gaps()
 
@@ -608,24 +621,87 @@ def test_a_choice_that_is_confirmed_stands_twice_as_long():
     assert max(thinking(NeverStandsLonger, DEAR, 0.0)) == 5
 
 
+def watched(views: list[SequenceView], composition: int | None, looked: list[int | None]) -> BatchViews:
+    """Return views that note each time that they are made."""
+
+    def look() -> list[SequenceView]:
+        looked.append(composition)
+        return views
+
+    return BatchViews(look, len(views), composition)
+
+
+CROWD = 16  # sequences, that leave a step nothing to spare: perfect drafts would win 8 %
+
+
+class HopesAlways(Thinks):
+    def _at_stake(self, *args):
+        return 1.0
+
+
+def in_a_crowd(kind: type[Thinks]) -> tuple[int, float]:
+    """Return how often a choice was thought over in 1600 steps, and the share of them that were probes."""
+    policy, texts = thinker(USUAL, kind), texts_of(0.5, CROWD)
+    run(policy, USUAL, texts, 400)
+    policy.thought.clear()
+    ran = run(policy, USUAL, texts, 1600, seed=1)
+    return len(policy.thought), sum(reason is Reason.PROBE for reason in ran.reasons) / len(ran.reasons)
+
+
+def test_where_there_is_little_to_win_little_is_thought_and_probed():
+    (num_thought, probed), (num_always, probed_always) = in_a_crowd(Thinks), in_a_crowd(HopesAlways)
+    assert num_thought < num_always / 4
+    assert probed < probed_always / 2
+
+
+def test_where_there_is_little_to_win_who_comes_is_not_thought_over_at_once():
+    """Of 16 sequences three end and three come, again and again; who stays plain is not looked at in between."""
+    looked: list[int | None] = []
+    policy = thinker(USUAL)
+    run(policy, USUAL, texts_of(0.5, CROWD), 400)
+    policy.thought.clear()
+    for turn in range(1, 21):
+        texts = [Text(flat(0.5), context=100, name=str(3 * turn + place)) for place in range(CROWD)]
+        run(policy, USUAL, texts, 8, shown=partial(watched, composition=turn, looked=looked))
+    assert len(policy.thought) <= 5
+    assert len(looked) <= 20 + len(policy.thought)
+
+
+def test_a_prompt_beside_plain_sequences_is_not_thought_over_at_each_step():
+    """But soon after it has been fed, in six steps, where there is something to win."""
+    policy = thinker(USUAL)
+    texts = texts_of(0.0, 5)
+    run(policy, USUAL, texts, 300)
+    policy.thought.clear()
+    policy._num_standing = 0
+    run(policy, USUAL, [*texts, Text(flat(0.0), context=800, num_prompt=768, name="late")], 12)
+    assert policy.thought == [301, 311]
+
+
+def test_what_stands_for_many_does_not_for_few():
+    """Where sequences leave one by one, drafting is found to pay as soon as it does."""
+    policy = adaptive(USUAL)
+    run(policy, USUAL, texts_of(0.9, CROWD), 400)
+    while policy._num_standing <= CROWD:
+        run(policy, USUAL, texts_of(0.9, CROWD), 1)
+    for num_texts in range(CROWD - 1, 1, -1):
+        ran = run(policy, USUAL, texts_of(0.9, num_texts), 1, seed=num_texts)
+    assert not ran.choices[-1][0].is_plain
+
+
 def seen_by(policy: AdaptiveExpansion, num_steps: int, composition: Callable[[int], int | None]) -> tuple[Ran, int]:
     """Return a run over texts of which one comes in between, and in how many steps the policy looked at them."""
-    looked: list[int] = []
+    looked: list[int | None] = []
     steps = count()
 
     def shown(views: list[SequenceView]) -> BatchViews:
         step = next(steps)
-
-        def look() -> list[SequenceView]:
-            looked.append(step)
-            return views
-
-        return BatchViews(look, len(views), composition(step))
+        return watched(views, composition(step), looked)
 
     texts = texts_of(0.0, 3)
     ran = run(policy, USUAL, texts, num_steps // 2, seed=1, shown=shown)
     late = run(policy, USUAL, [*texts, Text(flat(0.0), context=50, name="late")], num_steps // 2, seed=2, shown=shown)
-    return replace(ran, choices=ran.choices + late.choices, reasons=ran.reasons + late.reasons), len(set(looked))
+    return replace(ran, choices=ran.choices + late.choices, reasons=ran.reasons + late.reasons), len(looked)
 
 
 def test_who_stays_plain_is_not_looked_at_and_chosen_for_as_if_looked_at():
@@ -668,7 +744,7 @@ def steps_until_it_drafts(kind: type[Thinks]) -> int:
     waited = []
     for seed in range(6):
         text = Text(lambda depth, num_generated: 0.0 if num_generated < 200 else 0.9, context=100)
-        policy = kind(MENU, CountedAcceptance(MENU), profiled(USUAL), CHAIN)
+        policy = thinker(USUAL, kind)
         while text.num_generated < 200:
             run(policy, USUAL, [text], 1, seed=seed)
         ran = run(policy, USUAL, [text], 600, seed=seed)
@@ -680,12 +756,25 @@ def test_a_probe_that_was_about_as_good_has_the_choice_thought_over_soon():
     assert steps_until_it_drafts(Thinks) < 0.8 * steps_until_it_drafts(NeverHears)
 
 
-def test_who_comes_in_between_is_not_plain_for_long():
+@pytest.mark.parametrize(("machine", "num_texts", "chance"), [(USUAL, 8, 0.9), (CHEAP, CROWD, 1.0)], ids=["few", "many"])
+def test_who_comes_in_between_is_not_plain_for_long(machine, num_texts, chance):
+    """Where others draft, however little that wins."""
+    policy, texts = adaptive(machine), texts_of(chance, num_texts)
+    run(policy, machine, texts, 200)
+    late = [Text(flat(chance), context=100, name=f"late {index}") for index in range(2)]
+    ran = run(policy, machine, [*texts, *late], 12, seed=1)
+    assert any(not choice[-1].is_plain for choice in ran.choices[:6])
+
+
+def test_who_comes_beside_drafts_has_no_last_tree_to_stay_with():
+    """Being plain in between was nobody's choice: else what one more brings would have to be clearly better."""
     policy, texts = adaptive(USUAL), texts_of(0.9, 8)
     run(policy, USUAL, texts, 200)
-    late = [Text(flat(0.9), context=100, name=f"late {index}") for index in range(2)]
-    ran = run(policy, USUAL, [*texts, *late], 12, seed=1)
-    assert any(not choice[-1].is_plain for choice in ran.choices[:6])
+    while policy._num_standing < 2:
+        run(policy, USUAL, texts, 1)
+    run(policy, USUAL, [*texts, Text(flat(0.9), context=100, name="late")], 1)
+    assert policy._standing.choice.reason is Reason.SPECULATION_PAYS
+    assert "late" not in policy._standing.trees
 
 
 def test_plain_steps_are_seldom_asked_what_they_were(monkeypatch):
