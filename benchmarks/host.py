@@ -2,10 +2,10 @@
 
     python -m benchmarks.host --config configs/default.yaml --head HEAD --batches 1 16
 
-Passes are timed where the library is called (the target's, and a draft head's with what grows its trees there), so that laying out
-what a pass reads, calling it and taking up what it leaves are the host's. Judging is told in two parts: the library's loops over
-the vocabulary, and the rest. Engines step in turns over the same requests, whoever has said least next; medians over the steps
-that have all of the load and feed no prompt, of those in which most steps of the engine are alike (plain, or drafting).
+Passes are timed where the library is called (the target's, and a draft head's with what grows its trees there), so that laying
+out what a pass reads, calling it and taking up what it leaves are the host's. Of judging the library's loops over the vocabulary
+are told apart. Engines step in turns over the same requests, whoever has said least next; medians over the steps that have all of
+the load and feed no prompt, of those that most steps of the engine are like: plain, or drafting.
 """
 
 import argparse
@@ -35,8 +35,11 @@ from server.settings import load_settings
 
 _PROMPTS = Path(__file__).parent / "prompts.yaml"
 _PASSES = {"latebranch_decode": "target's pass", "latebranch_grow_round": "draft passes"}
-_LOOPS = ("latebranch_likeliest", "latebranch_walk", "latebranch_laws", "latebranch_choose")
+_LOOPS = "judging's loops"
+_OF_JUDGING = ("latebranch_likeliest", "latebranch_walk", "latebranch_laws", "latebranch_choose")
 _STAGES = ("follow", "choose", "plan", "draft", "verify", "judge", "trace", "commit", "learn", "report")
+_WITHIN = {"verify": "target's pass", "draft": "draft passes", "judge": _LOOPS}  # what of a stage is told by itself
+_HEADS = (*_PASSES.values(), _LOOPS, *_STAGES)
 
 
 class TimedLibrary:
@@ -91,10 +94,8 @@ class Profiled:
         laps, native = dict(_watches[-1].laps), self._timed.taken()
         laps["report"] = seconds - sum(laps.values())
         parts = {name: native[function] for function, name in _PASSES.items()}
-        parts["judging's loops"] = sum(native[function] for function in _LOOPS)
-        for stage in _STAGES:
-            own = {"verify": parts["target's pass"], "draft": parts["draft passes"], "judge": parts["judging's loops"]}.get(stage, 0.0)
-            parts[stage] = laps[stage] - own
+        parts[_LOOPS] = sum(native[function] for function in _OF_JUDGING)
+        parts |= {stage: laps[stage] - (parts[_WITHIN[stage]] if stage in _WITHIN else 0.0) for stage in _STAGES}
         self.steps.append(Step(output.stats, seconds, parts))
         return output
 
@@ -131,9 +132,8 @@ def profile(args: argparse.Namespace) -> str:
             name: (engines[name], requests_of(prompts, batch, name, speculation, args)) for name, (_, speculation) in ways.items()
         }
         in_turns(loads, batch)  # type: ignore[arg-type]
-        rows += [row_of(str(batch), name, engine.steps, batch) for name, engine in engines.items()]
-    heads = ["at a time", "engine", "steps", "us a step", "host", *_PASSES.values(), "judging's loops", *_STAGES]
-    return table(heads, rows[2:])
+        rows += [row_of(name, engine.steps, batch) for name, engine in engines.items()]
+    return table(["at a time", "engine", "steps", "us a step", "host", *_HEADS], rows[len(engines) :])
 
 
 def requests_of(
@@ -146,17 +146,16 @@ def requests_of(
         yield Request(f"{way}-{batch}-{place}", prompts[place % len(prompts)], sampling, speculation)
 
 
-def row_of(load: str, name: str, steps: Sequence[Step], batch: int) -> list[str]:
+def row_of(name: str, steps: Sequence[Step], batch: int) -> list[str]:
     """Return the table's row of those of the steps that are like most of them."""
     full = [one for one in steps if not one.stats.num_prompt_tokens and one.stats.num_decoding_rows == batch]
     drafting = [one for one in full if one.stats.num_drafts]
     alike = drafting if 2 * len(drafting) > len(full) else [one for one in full if not one.stats.num_drafts]
-    medians = {part: statistics.median(one.parts[part] for one in alike) for part in alike[0].parts}
     seconds = statistics.median(one.seconds for one in alike)
     host = statistics.median(1.0 - sum(one.parts[part] for part in _PASSES.values()) / one.seconds for one in alike)
     kind = "drafting" if alike is drafting else "plain"
-    cells = [medians[part] for part in (*_PASSES.values(), "judging's loops", *_STAGES)]
-    return [load, f"{name}, {kind} steps", str(len(alike)), f"{1e6 * seconds:.0f}", f"{host:.1%}", *(f"{1e6 * cell:.0f}" for cell in cells)]
+    cells = [f"{1e6 * statistics.median(one.parts[part] for one in alike):.0f}" for part in _HEADS]
+    return [str(batch), f"{name}, {kind} steps", str(len(alike)), f"{1e6 * seconds:.0f}", f"{host:.1%}", *cells]
 
 
 def main() -> None:
