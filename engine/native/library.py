@@ -127,7 +127,7 @@ class Walked(Structure):
     _fields_ = tuple(
         (name, c_void_p)
         for name in (
-            *("firsts", "rows", "parents", "tokens", "root_positions", "inverse_temperatures", "seeds"),
+            *("firsts", "rows", "parents", "tokens", "inverse_temperatures", "keys"),
             *("path", "lengths", "extras"),
         )
     )

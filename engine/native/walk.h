@@ -12,9 +12,8 @@ namespace latebranch {
 struct Walked {
   const int64_t* firsts;                // [B + 1]
   const int64_t *rows, *parents, *tokens;  // [N]: rows of the logits, parents, tokens
-  const int64_t* root_positions;        // [B]
   const float* inverse_temperatures;    // [B]
-  const uint64_t* seeds;                // [B]
+  const uint64_t* keys;                 // [N]: of the noise, a tree's by depth
   int64_t* path;                        // [N]
   int64_t *lengths, *extras;            // [B]: nodes of the path, 0 where a law on it is none; the token that follows it
 };
@@ -27,8 +26,7 @@ inline void walk(const float* logits, int64_t vocab_size, const Walked& trees, i
     trees.path[first + depth] = node;
     law(logits + trees.rows[first + node] * vocab_size, vocab_size, trees.inverse_temperatures[b], p.data());
     double score;
-    const uint64_t key = token_key(trees.seeds[b], trees.root_positions[b] + depth + 1);
-    choose(p.data(), vocab_size, key, &score, trees.extras + b);
+    choose(p.data(), vocab_size, trees.keys[first + depth], &score, trees.extras + b);
     if (!std::isfinite(score)) return void(trees.lengths[b] = 0);
     int64_t child = node + 1;
     while (child < count && (trees.parents[first + child] != node || trees.tokens[first + child] != trees.extras[b])) child++;

@@ -12,11 +12,8 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.keys import StepKey
 from engine.native import library
 from engine.tree import TokenTree
-
-_MASK = (1 << 64) - 1
 
 
 class Followed(NamedTuple):
@@ -31,12 +28,11 @@ def walks(
     trees: Sequence[TokenTree],
     rows: Sequence[int],
     temperatures: Sequence[float],
-    keys: Sequence[StepKey],
+    keys: Sequence[Sequence[int]],
 ) -> list[Followed | None]:
     """Return where each tree's choices lead; None where a law on the way is none.
 
-    `rows` are those of the trees' nodes, tree after tree. A temperature is a tree's, and so is the key: after a node decides the
-    noise of the token's own position.
+    `rows` are those of the trees' nodes, tree after tree. A temperature is a tree's, and so are the keys of noise, one a depth.
     """
     logits_NV, num_trees = logits_NV.contiguous(), len(trees)
     firsts = [*accumulate((tree.num_nodes for tree in trees), initial=0)]
@@ -46,10 +42,11 @@ def walks(
     parents, tokens = (
         chain.from_iterable(column) for column in zip(*((one.parents, one.token_ids) for one in trees), strict=True)
     )
-    positions = [key.root_position for key in keys]
-    numbers = np.array([*firsts, *rows, *parents, *tokens, *positions], dtype=np.int64)
-    seeds_B = np.array([key.seed & _MASK for key in keys], dtype=np.uint64)
-    inverse_temperatures_B = 1.0 / np.array(temperatures, dtype=np.float32)
+    numbers = np.array([*firsts, *rows, *parents, *tokens], dtype=np.int64)
+    keys_N = np.zeros(num_nodes, dtype=np.uint64)
+    for first, of_tree in zip(firsts, keys, strict=False):
+        keys_N[first : first + len(of_tree)] = of_tree
+    inverse_temperatures = 1.0 / np.array(temperatures, dtype=np.float32)
     found = np.empty(num_nodes + 2 * num_trees, dtype=np.int64)
     begin, written = library.address(numbers), library.address(found)
     walked = library.Walked(
@@ -57,9 +54,8 @@ def walks(
         rows=begin + 8 * (num_trees + 1),
         parents=begin + 8 * (num_trees + 1 + num_nodes),
         tokens=begin + 8 * (num_trees + 1 + 2 * num_nodes),
-        root_positions=begin + 8 * (num_trees + 1 + 3 * num_nodes),
-        seeds=library.address(seeds_B),
-        inverse_temperatures=library.address(inverse_temperatures_B),
+        keys=library.address(keys_N),
+        inverse_temperatures=library.address(inverse_temperatures),
         path=written,
         lengths=written + 8 * num_nodes,
         extras=written + 8 * (num_nodes + num_trees),

@@ -127,7 +127,10 @@ def judge_by_library(
 
     No law is made but of the visited nodes. Raises NotFiniteLawError as it does.
     """
-    walks = native_walks(logits_NV, trees, rows, temperatures, keys)
+    noise_keys = [
+        [_noise_key(key, depth) for depth in range(max(tree.depths) + 1)] for tree, key in zip(trees, keys, strict=True)
+    ]
+    walks = native_walks(logits_NV, trees, rows, temperatures, noise_keys)
     if faulty := [b for b, walk in enumerate(walks) if walk is None]:
         raise NotFiniteLawError(faulty)
     return [Verdict(*walk) for walk in walks if walk is not None]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from engine.keys import StepKey
 from engine.native import laws, library, mixture, noise, walks
 from engine.tree import TokenTree
 from tests.model.native import PRECISIONS, native
@@ -89,6 +88,5 @@ def test_mixtures_and_walks_are_the_same(monkeypatch):
     assert torch.equal(one, other)
     assert first == second
     trees = [TokenTree((-1, 0, 0), (1, 2, 3), ((1, 2), (), ())), TokenTree((-1, 0), (1, 7), ((1,), ()))]
-    keys = [StepKey(3, 1), StepKey(1 << 63, 5)]
-    walked = of_each_build(monkeypatch, lambda: walks.walks(LOGITS, trees, range(5), [0.7, 1.0], keys))
+    walked = of_each_build(monkeypatch, lambda: walks.walks(LOGITS, trees, range(5), [0.7, 1.0], [[3, 1 << 63], [5, 7]]))
     assert walked[0] == walked[1]

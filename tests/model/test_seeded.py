@@ -13,14 +13,12 @@ from itertools import accumulate, count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from engine import judge as judging
 from engine.client import WorkerClient
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import Engine
 from engine.keys import StepKey, Stream, stream_key
-from engine.native import laws
 from engine.noise import gumbels
 from engine.pairs import is_exact
 from engine.sampling import warped_laws
@@ -119,11 +117,6 @@ def test_two_engines_one_after_the_other_give_one_text():
 # Mutants: each must change a text in one of the two rooms.
 
 
-def without_the_library(logits_NV: Tensor) -> bool:
-    """Have laws judged by torch: the library names the noise by itself."""
-    return False
-
-
 def keyed_by_the_step(key: StepKey, depth: int) -> int:
     """One noise for all tokens of a step."""
     return stream_key(key.seed, key.root_position + 1, Stream.TOKEN)
@@ -147,7 +140,6 @@ class OneGenerator:
 @pytest.mark.parametrize("mutant", [keyed_by_the_step, keyed_by_the_seed_alone, OneGenerator()])
 def test_crowds_kill_noise_not_keyed_by_position(mutant, config, monkeypatch):
     monkeypatch.setattr(coupled, "_noise_key", mutant)
-    monkeypatch.setattr(laws, "can_read", without_the_library)
     with pytest.raises(AssertionError):
         check_crowd(engine_of("llama", "model", TREE, config), is_cramped=config is CRAMPED)
 
@@ -189,7 +181,6 @@ def build(config: EngineConfig) -> Engine:
 def build_with_noise_of_the_process(config: EngineConfig) -> Engine:
     """The mutant: a seed means something else in every process."""
     coupled._noise_key = lambda key, depth: stream_key(key.seed + os.getpid(), key.root_position + depth + 1, Stream.TOKEN)
-    laws.can_read = without_the_library
     return build(config)
 
 
