@@ -77,8 +77,11 @@ struct Outputs {
 constexpr int64_t kAhead = 4096;             // bytes that weights are fetched ahead of the only pass over them
 constexpr int64_t kStretch = 64;             // widths of a block, at most, that stay near while all rows pass
 
-// Weights go past the outer caches: a stretch lies in the nearest one for as long as it is read, and then not before the next pass.
-inline void fetch(const void* address) { _mm_prefetch((const char*)address, _MM_HINT_NTA); }
+// Fetch a line: past the outer caches, if nobody reads it again before all other weights have been read.
+template <bool kOnce>
+inline void fetch(const void* address) {
+  _mm_prefetch((const char*)address, kOnce ? _MM_HINT_NTA : _MM_HINT_T0);
+}
 
 // A stretch of a block: widths [begin, end), or records of compact layers. While it is computed with, what is read next is fetched, a
 // little at every width of every pass. Where nothing is to be fetched a line that is near is (`step` 0): that takes less than to ask.
@@ -90,8 +93,7 @@ struct Stretch {
   // Fetch two lines, four in a pass over all columns, which may be the only one: no less than a step.
   template <bool kAllColumns>
   void fetch_some() {
-    fetch(next), fetch(next + kLine);
-    if (kAllColumns) fetch(next + 2 * kLine), fetch(next + 3 * kLine);
+    for (int64_t line = 0; line < (kAllColumns ? 4 : 2); line++) fetch<kAllColumns>(next + line * kLine);
     next += step;
   }
 };

@@ -135,7 +135,7 @@ inline void part_by_tiles(const Linear& l, const RoundedRows& in, const float* s
       _tile_dpbsud(3, 7, 6);
     }
     if (part.is_first)
-      for (int64_t i = 0; i < 64 * kBlock; i += kLine) _mm_prefetch(w + i + kAhead, _MM_HINT_T0);  // other parts read it again
+      for (int64_t i = 0; i < 64 * kBlock; i += kLine) fetch<false>(w + i + kAhead);
   }
   alignas(64) int32_t sums[4][2 * kTileTokens][kLanes];
   _tile_stored(0, sums[0], 64);
