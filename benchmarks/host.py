@@ -34,12 +34,13 @@ from server.chat_ids import chat_ids
 from server.settings import load_settings
 
 _PROMPTS = Path(__file__).parent / "prompts.yaml"
-_PASSES = {"latebranch_decode": "target's pass", "latebranch_grow_round": "draft passes"}
+_OF_HEAD = "latebranch_decode of a draft head"
+_PASSES = {"target's pass": ("latebranch_decode",), "draft passes": ("latebranch_grow_round", _OF_HEAD)}
 _LOOPS = "judging's loops"
 _OF_JUDGING = ("latebranch_likeliest", "latebranch_walk", "latebranch_laws", "latebranch_choose")
 _STAGES = ("follow", "choose", "plan", "draft", "verify", "judge", "trace", "commit", "learn", "report")
 _WITHIN = {"verify": "target's pass", "draft": "draft passes", "judge": _LOOPS}  # what of a stage is told by itself
-_HEADS = (*_PASSES.values(), _LOOPS, *_STAGES)
+_HEADS = (*_PASSES, _LOOPS, *_STAGES)
 
 
 class TimedLibrary:
@@ -56,7 +57,7 @@ class TimedLibrary:
         def timed(*args: Any) -> Any:
             start = time.perf_counter()
             result = function(*args)
-            self._seconds[name] += time.perf_counter() - start
+            self._seconds[_OF_HEAD if _is_of_head(name, args) else name] += time.perf_counter() - start
             return result
 
         setattr(self, name, timed)
@@ -66,6 +67,11 @@ class TimedLibrary:
         """Return the seconds, and begin anew."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
+
+
+def _is_of_head(name: str, args: Sequence[Any]) -> bool:
+    """Return whether a call is a pass of a draft head, which alone narrows its tokens."""
+    return name == "latebranch_decode" and bool(args[0]._obj.token.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class Profiled:
         seconds = time.perf_counter() - start
         laps, native = dict(_watches[-1].laps), self._timed.taken()
         laps["report"] = seconds - sum(laps.values())
-        parts = {name: native[function] for function, name in _PASSES.items()}
+        parts = {name: sum(native[function] for function in functions) for name, functions in _PASSES.items()}
         parts[_LOOPS] = sum(native[function] for function in _OF_JUDGING)
         parts |= {stage: laps[stage] - (parts[_WITHIN[stage]] if stage in _WITHIN else 0.0) for stage in _STAGES}
         self.steps.append(Step(output.stats, seconds, parts))
@@ -149,10 +155,12 @@ def requests_of(
 def row_of(name: str, steps: Sequence[Step], batch: int) -> list[str]:
     """Return the table's row of those of the steps that are like most of them."""
     full = [one for one in steps if not one.stats.num_prompt_tokens and one.stats.num_decoding_rows == batch]
+    if not full:
+        return [str(batch), f"{name}: no step has them all", "0", *("" for _ in ("us a step", "host", *_HEADS))]
     drafting = [one for one in full if one.stats.num_drafts]
     alike = drafting if 2 * len(drafting) > len(full) else [one for one in full if not one.stats.num_drafts]
     seconds = statistics.median(one.seconds for one in alike)
-    host = statistics.median(1.0 - sum(one.parts[part] for part in _PASSES.values()) / one.seconds for one in alike)
+    host = statistics.median(1.0 - sum(one.parts[part] for part in _PASSES) / one.seconds for one in alike)
     kind = "drafting" if alike is drafting else "plain"
     cells = [f"{1e6 * statistics.median(one.parts[part] for one in alike):.0f}" for part in _HEADS]
     return [str(batch), f"{name}, {kind} steps", str(len(alike)), f"{1e6 * seconds:.0f}", f"{host:.1%}", *cells]

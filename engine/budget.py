@@ -42,9 +42,9 @@ def share_out(wishes: Sequence[Wish], max_step_tokens: int) -> list[Share]:
     Every row has one token for granted. Prompts that wait to be fed have a claim on half of the step and on what trees do not
     want; a row whose prompt ends in this step may draft from what is left.
     """
-    tokens = max_step_tokens - len(wishes)
     if all(wish == _NOTHING_MORE for wish in wishes):
         return [_GRANTED] * len(wishes)
+    tokens = max_step_tokens - len(wishes)
     prompts = [wish.num_uncached - 1 for wish in wishes]
     decoding_trees = sum(wish.num_draft_tokens for wish in wishes if wish.num_uncached == 1)
     for_trees = min(decoding_trees, tokens - min(sum(prompts), max_step_tokens // 2))

@@ -117,7 +117,7 @@ class Expansion:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it drafts nothing: a delayed tree without trunk and branches. Other trees have depth."""
+        """Whether it drafts nothing: a delayed tree without trunk and depth. Other trees have depth."""
         return not (self.trunk or self.depth)
 
     def limited(self, max_depth: int, max_draft_tokens: int) -> "Expansion":

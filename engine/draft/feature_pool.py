@@ -1,4 +1,4 @@
-"""What a draft head reads of the target, by slot, and what it is fed.
+"""What a draft head reads by slot, of the target's and of its own, and what it is fed.
 
 Shape key: T tokens, S slots and two rows more, W numbers of a row.
 """
@@ -56,8 +56,12 @@ class FeaturePool:
         """Return what the slots hold, for whoever has their numbers on the device and no canary beside it."""
         return self._pool_SW.index_select(0, slots_T)
 
-    def lent(self, slots: Sequence[int]) -> Float[Tensor, "S W"]:
-        """Return the rows of all slots, for whoever reads these and writes where they lie."""
+    def check(self, slots: Sequence[int]) -> None:
+        """Let a canary look at these slots, which are to be read where they lie."""
         if not isinstance(self._canary, NoCanary):
             self.at(slots)
+
+    @property
+    def rows_SW(self) -> Float[Tensor, "S W"]:
+        """The rows of all slots, for whoever reads and writes where they lie."""
         return self._pool_SW

@@ -8,6 +8,9 @@ target has been there, so that a token always reads what the slot of the token b
     pool row     [ .. true | state     | state  ]       x6 reads x5's row, n1 reads x6's, n1's children read n1's
     after a step [ .. true | true      | true   ]       and accepted nodes are fed again, with true features
 
+Where the library runs the head, what is true and what stands in have a row each (NativeHead): committed tokens read the one, nodes
+the other.
+
 Shape key: T packed tokens, P proposals, S slots, D target width, W inner width, M head vocabulary, V vocabulary.
 """
 
@@ -111,7 +114,7 @@ class HeadDrafter:
             self._head.keep_features(self._pool, write_slots_T, self._tap.parts())
 
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
-        """Return what tokens read that come after those in these slots, where the target has been."""
+        """Return what tokens read that come after those in these slots, where the target has been; for inference alone."""
         with torch.inference_mode():
             return self._head.features_at(self._pool, slots)
 

@@ -1,7 +1,7 @@
 """A draft head run by our library: the function of engine.draft.head, one call a pass.
 
-What it reads of the target is kept by slot as it comes, in half precision, and fused when it is fed the token after: most tokens
-of a text that nobody drafts from are never fed, nor are the nodes of a tree that are not accepted.
+What it reads of the target is kept by slot as it comes, in half precision, and fused when it is fed the token after: nodes that
+are not accepted never are, nor is a text that nobody drafts from where keeping up with it is dear.
 
 Shape key: T packed tokens, P tokens asked about, V vocabulary, M head vocabulary, D target width, F feature layers, W inner
 width.
@@ -91,7 +91,7 @@ class NativeHead:
         """Return the features of the tokens in these slots, made of what is kept there."""
         del pool
         slots_T, features_TW = integers(slots, torch.device("cpu")), torch.empty(len(slots), self._shape.width)
-        self._states.lent(slots)
+        self._states.check(slots)
         library.library().latebranch_fuse(
             *(ctypes.byref(self._features.structure), slots_T.data_ptr(), len(slots_T)),
             *(features_TW.data_ptr(), library.num_threads()),
@@ -100,7 +100,7 @@ class NativeHead:
 
     def features(self, after: Sequence[int]) -> Features:
         """Return what the target's own passes are to keep: its states `after` some layers (passes.Output)."""
-        after_F, states_SX = np.array(after, dtype=np.int64), self._states.lent(())
+        after_F, states_SX = np.array(after, dtype=np.int64), self._states.rows_SW
         structure = library.Features(
             linear=self._fuse.structure,
             num_states=len(after_F),
@@ -123,8 +123,8 @@ class NativeHead:
         `places` says where they are among the fed.
         """
         del asked  # all are run whole: one layer more or less is nothing beside the target's pass
-        (self._states if fed.are_committed else pool).lent(fed.before)
-        pool_SW, features = pool.lent(()), self._features if fed.are_committed else None
+        (self._states if fed.are_committed else pool).check(fed.before)
+        pool_SW, features = pool.rows_SW, self._features if fed.are_committed else None
         before_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.before, places))
         rotations, given = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, before_T)
         return self._runner.run(fed.batch, cache, rotations, places_P, given=given, features=features).logits_NM
@@ -133,7 +133,7 @@ class NativeHead:
         self, pool: FeaturePool, fed: Sequence[FedRow], rows: Sequence[RankedRow], cache: KVCache, vocab_M: Int[Tensor, " M"]
     ) -> Growing:
         """Return the rows' trees as they begin to grow: the first round feeds committed tokens."""
-        pool_SW = pool.lent(())
+        pool_SW = pool.rows_SW
         end = max(row.root_position + row.depth + 1 for row in rows)
         end = max(end, *(row.first_position + len(row.token_ids) for row in fed))
         rotations = [self._rotations.below(end)]

@@ -57,7 +57,7 @@ struct Pass {
   int64_t num_tokens, num_rows;
   const int64_t *token_ids, *positions, *write_slots;
   float* pool;            // of a draft head, a state a slot [S, width]: what the last layer makes of the tokens whose logits are wanted
-  const int64_t* before;  // [T] each token is given the state of this slot, or the feature of what is kept there
+  const int64_t* before;  // [T] each token is given the state of this slot; with `features` that of what is kept there
   Segments segments;
   void *const *keys, *const *values;             // pools of each layer [S, kv heads, size], float32 or float16
   const float *const *cosines, *const *sines;    // of each rotation [positions, size]

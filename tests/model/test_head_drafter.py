@@ -47,6 +47,7 @@ from tests.model.tiny import model, own_greedy_text, own_module
 
 EXACT, WRONG = 1e-3, 1e-1  # of logits of size 1 to 10
 ROUNDED = 3e-2  # the same where what the target leaves is kept in half precision
+ROUNDED_FEATURE = 5e-3  # of features of size 1, there
 PRECISIONS = [("plain", EXACT), pytest.param(NATIVE, ROUNDED, marks=needs_library)]
 CROWDED = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_model_len=64)
 REQUESTS = [
@@ -181,7 +182,7 @@ def largest_feature_error(linears: str) -> float:
 
 
 @pytest.mark.usefixtures("poisoned_pools")
-@pytest.mark.parametrize(("linears", "most"), PRECISIONS)
+@pytest.mark.parametrize(("linears", "most"), [("plain", EXACT), pytest.param(NATIVE, ROUNDED_FEATURE, marks=needs_library)])
 def test_whoever_keeps_a_slot_keeps_its_feature(linears, most):
     assert largest_feature_error(linears) < most
 
@@ -199,7 +200,7 @@ def of_what_the_last_norm_is_given(count, depth):
 @pytest.mark.parametrize("mutant", [of_the_layer_before, of_what_the_last_norm_is_given])
 def test_features_of_other_states_are_told(mutant, monkeypatch):
     monkeypatch.setattr("engine.draft.head_drafter.place_after", mutant)
-    assert largest_feature_error(NATIVE) > 10 * ROUNDED
+    assert largest_feature_error(NATIVE) > 10 * ROUNDED_FEATURE
 
 
 @needs_library

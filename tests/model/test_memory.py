@@ -140,5 +140,5 @@ def test_a_head_keeps_its_own_states_and_what_features_are_made_of(precision, co
     assert isinstance(drafter._head, NativeHead)
     num_slots = config.scheduler.num_slots + 1
     pools = (drafter._pool, drafter._head._states)  # a row more each: what stands before all
-    of_pools = sum(pool.lent(())[:num_slots].nbytes for pool in pools)
+    of_pools = sum(pool.rows_SW[:num_slots].nbytes for pool in pools)
     assert memory_need(config, precision, CPU).draft_cache == drafter._cache.num_bytes + of_pools
