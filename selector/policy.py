@@ -24,9 +24,9 @@ from selector.probing import Probes
 
 _logger = logging.getLogger(__name__)
 
-_SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
-_MOST_SETTLED, _MOST_SETTLED_PLAIN = 16, 32  # and no longer, where somebody drafts and where nobody does; the latter and the
-# steps before, where nobody drafts, are those of a stake of 1: divided by a smaller one they are more
+# Steps for which a choice stands while the batch stays as it is: twice as many each time that it is confirmed, up to the most
+# where somebody drafts, and where nobody does. Where nobody does, all are divided by what is at stake.
+_SETTLED_STEPS, _MOST_SETTLED, _MOST_SETTLED_PLAIN = 4, 16, 32
 _SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step themselves
 _LEAST_STAKE = 1 / 16  # of plain decoding's rate, the least that is thought at stake: prices may be what is wrong
 _CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win

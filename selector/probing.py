@@ -104,8 +104,8 @@ class Probes:
     def settle(self, overrun_s: float) -> None:
         """Correct what the last probe paid by what its step took beyond what was foretold (less, if negative).
 
-        No more is given back than was paid; a step during which another program ran takes no more than a full account where all is
-        at stake.
+        No more is given back than was paid; a step during which another program ran takes no more than an account can hold where
+        all is at stake.
         """
         self._saved_s -= min(max(overrun_s, -self._paid_s), self._most_overrun_s)
         self._paid_s = 0.0
