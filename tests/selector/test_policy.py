@@ -710,6 +710,18 @@ def test_a_prompt_beside_plain_sequences_is_not_thought_over_at_each_step():
     assert policy.thought == [301, 311]
 
 
+def test_who_comes_with_a_prompt_beside_a_choice_that_stands_is_thought_over_soon_after_it():
+    """The prompt takes two steps; a choice that has become the batch's in those is not of who had none by it."""
+    policy, texts = thinker(USUAL), texts_of(0.0, 5)
+    run(policy, USUAL, texts, 300)
+    while policy._num_standing < 20:
+        run(policy, USUAL, texts, 1)
+    policy.thought.clear()
+    begun = policy.num_steps
+    run(policy, USUAL, [*texts, Text(flat(0.0), context=300, num_prompt=256, name="late")], 12)
+    assert policy.thought[:1] == [begun + 7]
+
+
 def test_what_stands_for_many_does_not_for_few():
     """Where sequences leave one by one, drafting is found to pay as soon as it does."""
     policy = adaptive(USUAL)
