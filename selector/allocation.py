@@ -85,12 +85,13 @@ class Allocator:
     def ceiling(self) -> float:
         """Return the tokens a second that the best number of nodes would bring if every one came: no drafter brings more.
 
-        They lie in chains as short as can be; of sequences that differ the mean is taken.
+        Drafting them is taken to cost nothing, for cached text needs no pass of a model; of sequences that differ all nodes are
+        taken to be of the one whose nodes are cheapest.
         """
         load, num_rows = self._load, len(self._rows)
         nodes_C = np.arange(1.0, num_rows * float(self._menu.depths[-1]) + 1.0)
-        drawn_C, scores_C = nodes_C * load.draws_B.mean(), nodes_C * load.context_B.mean()
-        works = self._works(nodes_C, drawn_C, scores_C, load.model_share * nodes_C, np.ceil(nodes_C / num_rows))
+        nothing_C = np.zeros_like(nodes_C)
+        works = self._works(nodes_C, nodes_C * load.draws_B.min(), nodes_C * load.context_B.min(), nothing_C, nothing_C)
         return float(((load.base_tokens + num_rows + nodes_C) / self._costs.step_s(works)).max(initial=0.0))
 
     def of(self, places_B: Places) -> Allocation:

@@ -24,10 +24,11 @@ from selector.probing import Probes
 
 _logger = logging.getLogger(__name__)
 
-_SETTLED_STEPS = 4  # for which a choice stands while the batch stays as it is; twice as long each time that it is confirmed
-_MOST_SETTLED, _MOST_SETTLED_PLAIN = 16, 32  # and no longer, where somebody drafts and where nobody does
+# Steps for which a choice stands while the batch stays as it is: twice as many each time that it is confirmed, up to the most
+# where somebody drafts, and where nobody does. Where nobody does, all are divided by what is at stake.
+_SETTLED_STEPS, _MOST_SETTLED, _MOST_SETTLED_PLAIN = 4, 16, 32
 _SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step themselves
-_LEAST_STAKE = 1 / 16  # of plain decoding's rate, that drafts are thought to win at best: prices may be what is wrong
+_LEAST_STAKE = 1 / 16  # of plain decoding's rate, the least that is thought at stake: prices may be what is wrong
 _CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win
 _PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes do, and one of so many:
 _PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 16  # of those in which somebody drafts, and in which nobody does
@@ -205,7 +206,7 @@ class AdaptiveExpansion:
 
     def _save(self) -> None:
         """Save for probes, from a step like the last that was chosen, as far as there is anything to win."""
-        self._probes.save(self._stake * self._plain_s)
+        self._probes.save(self._plain_s, self._stake)
 
     def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same."""

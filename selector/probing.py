@@ -35,16 +35,24 @@ class Probes:
     """Owns the account, which begins full, and each sequence's patience."""
 
     def __init__(self) -> None:
-        self._saved_s = self._most_s = float("inf")  # until the first step is known
+        self._saved_s = self._most_s = self._most_overrun_s = float("inf")  # until the first step is known
+        self._stake = 1.0
         self._paid_s = 0.0
         self._interval = float(_FIRST_INTERVAL)  # that a new sequence begins with
         self._patience: dict[str, _Patience] = {}
         self._asked: set[str] = set()
 
-    def save(self, step_s: float) -> None:
-        """Put the share of a step into the account."""
-        self._most_s = _MOST_SAVED_STEPS * step_s
-        self._saved_s = min(self._saved_s + _SHARE * step_s, self._most_s)
+    def save(self, step_s: float, stake: float = 1.0) -> None:
+        """Put the share of a step into the account, which holds the less the less is at stake.
+
+        As full as it was it stays when the stake changes; what is owed are seconds that were spent, and stays as it is.
+        """
+        if self._saved_s > 0.0:
+            self._saved_s *= stake / self._stake
+        self._stake = stake
+        self._most_overrun_s = _MOST_SAVED_STEPS * step_s
+        self._most_s = stake * self._most_overrun_s
+        self._saved_s = min(self._saved_s + stake * _SHARE * step_s, self._most_s)
 
     def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool], can_probe: Sequence[bool]) -> list[int]:
         """Return the sequences that are due, the most overdue first, and only such as that one: all plain, or none.
@@ -96,9 +104,10 @@ class Probes:
     def settle(self, overrun_s: float) -> None:
         """Correct what the last probe paid by what its step took beyond what was foretold (less, if negative).
 
-        No more is given back than was paid; a step during which another program ran takes no more than the account can hold.
+        No more is given back than was paid; a step during which another program ran takes no more than an account can hold where
+        all is at stake.
         """
-        self._saved_s -= min(max(overrun_s, -self._paid_s), self._most_s)
+        self._saved_s -= min(max(overrun_s, -self._paid_s), self._most_overrun_s)
         self._paid_s = 0.0
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:

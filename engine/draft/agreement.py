@@ -17,7 +17,7 @@ _MOST = 0.99
 _LEAST = 1e-3  # so that what never came can still be weighed
 
 
-class TextSource(StrEnum):
+class TextSource(StrEnum):  # it is a key many times a token: a string's hash is C's, an Enum's Python's
     """Where a cached text comes from."""
 
     PREDICTION = "prediction"  # what the client expects to be said

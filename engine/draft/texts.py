@@ -234,14 +234,13 @@ class TextCache:
         if context.path_ids:
             return self._told_by(trees, one.output, context)
         if one.said.position != position:
-            one.said = _Said(position, self._told_by(trees, one.output, context))
+            one.said = _Said(position, _kept(self._told_by(trees, one.output, context)))
         return one.said.told
 
     def _told_by(self, trees: _Trees, output: ContextTree, context: LawContext) -> list[_Told]:
-        """Return what is said now: the output learns the token that comes before that is compared with what was said."""
+        """Return what is said now: the trees go on counting in it."""
         end = [*context.history[-MAX_CONTEXT:], *context.path_ids]
-        own = output.match(end, least=self._min_tokens)
-        return trees.told(end, len(end), self._min_tokens, None if own is None else own.copy())
+        return trees.told(end, len(end), self._min_tokens, output.match(end, least=self._min_tokens))
 
     def _law(self, told: Sequence[_Told], context: LawContext) -> CachedLaw | None:
         if not told:
@@ -250,6 +249,11 @@ class TextCache:
         num_generated = len(context.history) - context.num_prompt_tokens + len(context.path_ids)
         is_sure = law.chance >= SURE and not may_hinder(context.sampling, law.odds, num_generated)
         return replace(law, is_sure=is_sure)
+
+
+def _kept(told: Sequence[_Told]) -> list[_Told]:
+    """Return what is said as it is now: the output learns the token that comes before that is compared with what was said."""
+    return [_Told(source, match.copy() if source is TextSource.OWN else match) for source, match in told]
 
 
 def _tree_of(token_ids: Sequence[int]) -> ContextTree:

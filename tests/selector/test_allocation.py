@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from engine.tree import PLAIN, Expansion
 from selector.allocation import Allocator, BatchLoad
-from selector.cost import KNOTS, CostModel, Works
+from selector.cost import KNOTS, NUM_REST, CostModel, Works
 from selector.estimators import Estimates
 from selector.menu import Menu, menu_of
 
 MENU = Menu((PLAIN, Expansion(1, 1, 0), Expansion(0, 2, 1), Expansion(2, 1, 0), Expansion(1, 2, 1), Expansion(3, 1, 0)))
 
 
-def costs(slopes: tuple[float, ...], pass_s: float) -> CostModel:
+def costs(slopes: tuple[float, ...], pass_s: float, drawn_s: float = 1e-6, score_s: float = 1e-6) -> CostModel:
     """Return costs with these slopes between the knots, the last going on."""
     steps = [*slopes, *[slopes[-1]] * (len(KNOTS) - len(slopes))]
-    return CostModel([1.0, *steps, 1e-6, 1e-6, 1e-6, 1e-6], [1e-6, pass_s, 1e-6, 1e-6])
+    return CostModel([1.0, *steps, 1e-6, drawn_s, 1e-6, score_s], [1e-6, pass_s, 1e-6, 1e-6])
 
 
 def allocator(chances: list[float], model: CostModel, allowed: list[list[bool]] | None = None) -> Allocator:
@@ -59,19 +59,39 @@ def test_it_is_near_the_best_and_never_below_plain(chances, knees, pass_s):
     assert found.rate >= 0.97 * best_of_all(one, len(chances))
 
 
-@given(st.lists(st.floats(0.0, 0.8), min_size=1, max_size=3), slopes, st.floats(0.001, 0.5))
-@example([0.8, 0.8, 0.8], (0.001, 0.001, 2.0), 0.001)  # room for one node, which must not be left out
-def test_no_drafter_brings_more_than_one_whose_every_token_comes(chances, knees, pass_s):
-    one, perfect = allocator(chances, costs(knees, pass_s)), allocator([1.0] * len(chances), costs(knees, pass_s))
+def unlike_rows(chances: list[float], contexts: list[float], draws: list[float], num_others: int, model: CostModel) -> Allocator:
+    """Return an allocator for sequences that differ, beside others that have chosen for themselves."""
+    one, num_rows = allocator(chances, model), len(chances) + num_others
+    base = replace(load_of(num_rows).base, num_drawn=sum(draws), num_keys=sum(contexts), num_scores=sum(contexts))
+    load = replace(load_of(len(chances)), base=base, base_tokens=float(num_others))
+    load = replace(load, context_B=np.array(contexts), draws_B=np.array(draws))
+    return Allocator(MENU, one._estimates, one._is_allowed_BM, load, model)
+
+
+rows = st.lists(st.tuples(st.floats(0.0, 0.8), st.floats(0.0, 4000.0), st.sampled_from([0.0, 1.0])), min_size=1, max_size=3)
+
+
+@given(rows, st.integers(0, 3), slopes, st.floats(0.001, 0.5))
+@example([(0.8, 0.0, 0.0)] * 3, 0, (0.001, 0.001, 2.0), 0.001)  # room for one node, which must not be left out
+@example([(0.8, 0.0, 0.0), (0.8, 4000.0, 0.0)], 0, (0.001,), 0.001)  # nodes of one are cheap, for its context is short,
+@example([(0.8, 0.0, 0.0), (0.8, 0.0, 1.0)], 0, (0.001,), 0.001)  # or because it is greedy
+@example([(0.8, 0.0, 0.0)], 3, (0.001,), 0.001)  # what others bring counts
+def test_no_drafter_brings_more_than_one_whose_every_token_comes_for_nothing(unlike, num_others, knees, pass_s):
+    chances, contexts, draws = map(list, zip(*unlike, strict=True))
+    model = costs(knees, pass_s, drawn_s=2.0, score_s=2.0)
+    one = unlike_rows(chances, contexts, draws, num_others, model)
+    perfect = unlike_rows([1.0] * len(chances), contexts, draws, num_others, model)
     assert best_of_all(one, len(chances)) <= 1.0001 * max(one.ceiling(), one.plain().rate)
     assert one.ceiling() == pytest.approx(perfect.ceiling())  # whatever is believed of it
 
 
-def test_what_a_perfect_drafter_brings_is_reached_by_one():
-    """Seconds of 1 and three tokens' hundredths, a pass of 0.1 for each of three levels: 6 more tokens for two sequences."""
-    one = allocator([1.0, 1.0], costs((0.01,), 0.1))
+def test_what_a_perfect_drafter_brings_is_reached_by_one_that_costs_nothing():
+    """In a second and seven hundredths: six more tokens for two sequences. Where drafting is dear there is as much to win."""
+    free = costs((0.01,), 1e-6)
+    one, dear = allocator([1.0, 1.0], free), allocator([1.0, 1.0], CostModel([*free.prices.values()][:NUM_REST], [9.0] * 4))
     chains = one.of(np.full(2, MENU.index[Expansion(3, 1, 0)]))
     assert one.ceiling() == pytest.approx(chains.rate, rel=1e-3)
+    assert dear.ceiling() == pytest.approx(one.ceiling(), rel=1e-3)
 
 
 class SwitchesNobody(Allocator):

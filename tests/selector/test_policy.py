@@ -23,7 +23,7 @@ from selector.cost import DRAFT_PRICES, KNOTS, CostModel
 from selector.estimators import CountedAcceptance, Estimates, Estimator
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
-from selector.policy import AdaptiveExpansion, _pays
+from selector.policy import _LEAST_STAKE, AdaptiveExpansion, _pays
 from selector.probing import Probes
 from tests.selector.machine import Machine, Ran, Text, feedback, fixed_rate, flat, run
 
@@ -390,11 +390,12 @@ def test_it_does_not_flap():
     assert changes < 80
 
 
-def test_probing_never_spends_more_than_its_share():
+@pytest.mark.parametrize("stakes", [(1.0,), (0.5, 1.0)], ids=["all at stake", "now less, now more"])
+def test_probing_never_spends_more_than_its_share(stakes):
     probes = Probes()
     spent_s, step_s, num_probes = 0.0, 0.01, 0
     for step in range(5000):
-        probes.save(step_s)
+        probes.save(step_s, stakes[step // 100 % len(stakes)])
         one = Text(flat(0.0), num_generated=step).view("r")
         if probes.due([one], [True], [True]) and probes.saved_s >= 0.006:
             probes.pay([one], 0.006)
@@ -434,11 +435,28 @@ def test_a_probe_pays_what_its_step_took():
     assert probes.saved_s == pytest.approx(0.5 - 2.0)
 
 
+def test_what_is_saved_is_worth_more_where_more_is_at_stake():
+    """As full as the account was it stays; and it never owes less for what other programs took."""
+    probes, view = Probes(), Text(flat(0.0)).view("r")
+    saved = []
+    for stake in (1.0, 0.25, 1.0):
+        probes.save(1.0, stake)
+        saved.append((probes.saved_s, probes.is_full))
+    assert saved == [(2.0, True), (0.5, True), (2.0, True)]
+    probes.save(1.0, 0.25)
+    probes.due([view], [True], [True])
+    probes.pay([view], 0.5)
+    probes.settle(1000.0)
+    assert probes.saved_s == pytest.approx(-2.0)
+    probes.save(1.0, 1.0)
+    assert probes.saved_s == pytest.approx(-2.0 + 0.005)
+
+
 def misjudged(machine: Machine, kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> AdaptiveExpansion:
-    """Return a policy whose profile was taken in a disturbed moment: drafting a hundred times, a token ten times too dear."""
+    """Return a policy whose profile was taken in a disturbed moment: drafting and tokens are a hundred times too dear."""
     prices = list(profiled(machine).prices.values())
     rest, draft = prices[: -len(DRAFT_PRICES)], prices[-len(DRAFT_PRICES) :]
-    rest[1 : 1 + len(KNOTS)] = [10.0 * price for price in rest[1 : 1 + len(KNOTS)]]
+    rest[1 : 1 + len(KNOTS)] = [100.0 * price for price in rest[1 : 1 + len(KNOTS)]]
     return kind(MENU, CountedAcceptance(MENU), CostModel(rest, [100.0 * price for price in draft]), CHAIN)
 
 
@@ -453,9 +471,17 @@ def test_a_bad_measurement_does_not_shut_the_drafter_out(num_texts):
 def test_if_prices_that_nothing_has_confirmed_were_believed_it_would_be(monkeypatch):
     """By such prices there is nothing to win, and so hardly anything is worth a probe."""
     monkeypatch.setattr("selector.policy._CONFIRMED", 0)
-    policy, texts = misjudged(USUAL), texts_of(0.9, 4)
+    policy, texts = misjudged(USUAL), texts_of(0.9, 1)
     run(policy, USUAL, texts, 800)
-    assert all(one.is_plain for choice in run(policy, USUAL, texts, 100, seed=1).choices for one in choice)
+    assert all(choice[0].is_plain for choice in run(policy, USUAL, texts, 100, seed=1).choices)
+
+
+def test_believed_prices_that_leave_nothing_to_win_are_doubted_now_and_then(monkeypatch):
+    monkeypatch.setattr("selector.policy._CONFIRMED", 0)
+    policy, texts = misjudged(USUAL), texts_of(0.9, 1)
+    run(policy, USUAL, texts, 500)
+    assert policy._stake == _LEAST_STAKE
+    assert Reason.PROBE in run(policy, USUAL, texts, 2000, seed=1).reasons
 
 
 def test_without_credit_it_would(monkeypatch):
@@ -621,6 +647,12 @@ def test_a_choice_that_is_confirmed_stands_twice_as_long():
     assert max(thinking(NeverStandsLonger, DEAR, 0.0)) == 5
 
 
+def test_no_choice_stands_for_good():
+    """Each token more takes two steps' seconds: nothing is to be won, and in 512 steps one looks again."""
+    gaps = thinking(Thinks, Machine(knee=1.0, beyond_s=0.02, **NOISY), 0.9, 2000)
+    assert list(dict.fromkeys(gaps)) == [5, 9, 17, 33, 65, 129, 257, 513]
+
+
 def watched(views: list[SequenceView], composition: int | None, looked: list[int | None]) -> BatchViews:
     """Return views that note each time that they are made."""
 
@@ -631,7 +663,7 @@ def watched(views: list[SequenceView], composition: int | None, looked: list[int
     return BatchViews(look, len(views), composition)
 
 
-CROWD = 16  # sequences, that leave a step nothing to spare: perfect drafts would win 8 %
+CROWD = 16  # sequences, that leave a step nothing to spare: perfect drafts would win a fifth
 
 
 class HopesAlways(Thinks):
@@ -663,7 +695,7 @@ def test_where_there_is_little_to_win_who_comes_is_not_thought_over_at_once():
     for turn in range(1, 21):
         texts = [Text(flat(0.5), context=100, name=str(3 * turn + place)) for place in range(CROWD)]
         run(policy, USUAL, texts, 8, shown=partial(watched, composition=turn, looked=looked))
-    assert len(policy.thought) <= 5
+    assert len(policy.thought) <= 6
     assert len(looked) <= 20 + len(policy.thought)
 
 
@@ -678,6 +710,18 @@ def test_a_prompt_beside_plain_sequences_is_not_thought_over_at_each_step():
     assert policy.thought == [301, 311]
 
 
+def test_who_comes_with_a_prompt_beside_a_choice_that_stands_is_thought_over_soon_after_it():
+    """The prompt takes two steps; a choice that has become the batch's in those is not of who had none by it."""
+    policy, texts = thinker(USUAL), texts_of(0.0, 5)
+    run(policy, USUAL, texts, 300)
+    while policy._num_standing < 20:
+        run(policy, USUAL, texts, 1)
+    policy.thought.clear()
+    begun = policy.num_steps
+    run(policy, USUAL, [*texts, Text(flat(0.0), context=300, num_prompt=256, name="late")], 12)
+    assert policy.thought[:1] == [begun + 7]
+
+
 def test_what_stands_for_many_does_not_for_few():
     """Where sequences leave one by one, drafting is found to pay as soon as it does."""
     policy = adaptive(USUAL)
@@ -687,6 +731,64 @@ def test_what_stands_for_many_does_not_for_few():
     for num_texts in range(CROWD - 1, 1, -1):
         ran = run(policy, USUAL, texts_of(0.9, num_texts), 1, seed=num_texts)
     assert not ran.choices[-1][0].is_plain
+
+
+def test_many_that_leave_one_by_one_are_thought_over_when_a_quarter_has_left():
+    """Though each step is like the one before."""
+    policy = thinker(USUAL)
+    run(policy, USUAL, texts_of(0.5, CROWD), 400)
+    while policy._num_standing <= CROWD:
+        run(policy, USUAL, texts_of(0.5, CROWD), 1)
+    policy.thought.clear()
+    begun = policy.num_steps
+    for num_texts in range(CROWD - 1, CROWD - 6, -1):
+        run(policy, USUAL, texts_of(0.5, num_texts), 1)
+    assert policy.thought[:1] == [begun + 4]
+
+
+def after_a_crowd(kind: type[AdaptiveExpansion], seed: int) -> list[bool]:
+    """Return in which steps two sequences draft, after 16 whose drafts were useless, and who came and went, have gone."""
+    policy, names = adaptive(USUAL, kind=kind), count()
+    texts: list[Text] = []
+    for turn in range(80):
+        texts += [Text(flat(0.0), context=100, name=str(next(names))) for _ in range(CROWD - len(texts))]
+        run(policy, USUAL, texts, 8, seed=seed + turn)
+        del texts[:2]
+    ran = run(policy, USUAL, [Text(flat(0.9), context=100, name=name) for name in ("one", "other")], 150, seed=seed)
+    return [not choice[0].is_plain for choice in ran.choices]
+
+
+class SavesSeconds(AdaptiveExpansion):
+    def _save(self):
+        self._probes._stake = self._stake  # as if it had been this all the time: nothing is worth more now
+        super()._save()
+
+
+def test_few_that_remain_of_many_draft_soon():
+    """What was saved while little was at stake is worth as much more when there is more to win."""
+    assert sum(after_a_crowd(AdaptiveExpansion, 100)[100:]) > 45
+    assert sum(after_a_crowd(SavesSeconds, 100)) < 5
+
+
+def cached_late(kind: type[AdaptiveExpansion]) -> int:
+    """Return in how many of a hundred steps a text drafts that is all copied, after one that was useless; passes are dear."""
+    machine = Machine(pass_s=0.01, **NOISY)
+    policy = adaptive(machine, kind=kind)
+    run(policy, machine, texts_of(0.0, 1), 400)
+    text = Text(flat(0.9), cached=1.0, name="late")
+    run(policy, machine, [text], 400, seed=9)
+    return sum(not choice[0].is_plain for choice in run(policy, machine, [text], 100, seed=10).choices)
+
+
+class ChargesPasses(AdaptiveExpansion):
+    def _at_stake(self, allocator, plain):
+        return min(1.0, max(_LEAST_STAKE, allocator.of(np.full(1, len(MENU) - 1)).rate / plain.rate - 1.0))
+
+
+def test_copied_text_is_found_where_a_model_is_too_dear_to_draft():
+    """Cached text costs no pass, so there is as much at stake as if passes cost nothing."""
+    assert cached_late(AdaptiveExpansion) > 80
+    assert cached_late(ChargesPasses) < 20
 
 
 def seen_by(policy: AdaptiveExpansion, num_steps: int, composition: Callable[[int], int | None]) -> tuple[Ran, int]:
