@@ -8,8 +8,8 @@ target has been there, so that a token always reads what the slot of the token b
     pool row     [ .. true | state     | state  ]       x6 reads x5's row, n1 reads x6's, n1's children read n1's
     after a step [ .. true | true      | true   ]       and accepted nodes are fed again, with true features
 
-Where the library runs the head, what is true and what stands in have a row each (NativeHead): committed tokens read the one, nodes
-the other.
+Where the library runs the head, what is true and what stands in have a row each (NativeHead): committed tokens read the one,
+nodes the other.
 
 Shape key: T packed tokens, P proposals, S slots, D target width, W inner width, M head vocabulary, V vocabulary.
 """
