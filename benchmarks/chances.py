@@ -10,19 +10,12 @@ import argparse
 from itertools import pairwise
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from benchmarks.drafters.contenders import Stable
-from benchmarks.load import Way, requests_of
+from benchmarks.load import Way, mixed_prompts, requests_of
 from benchmarks.markdown import table
 from engine.draft.calibration import Reliability
-from engine.weights import resolve
 from server.bench import run_case
-from server.bench_prompts import load_prompts
-from server.chat_ids import chat_ids
 from server.settings import load_settings
-
-_PROMPTS = Path(__file__).parent / "prompts.yaml"
 
 
 def main() -> None:
@@ -41,9 +34,7 @@ def main() -> None:
     config = load_settings(args.config, {}).to_tool_config()
     engine = Stable(config, {"draft_model": None, "lens": None, "head": str(args.head)}, {}).engine("head+ngram")
     way = Way.of(f"static:{args.tree}", engine, config.verifier)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
-    by_kind = load_prompts(_PROMPTS, args.kinds, args.num_prompts)
-    prompts = [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
+    prompts = mixed_prompts(config.model, args.kinds, args.num_prompts)
     for number in range(args.rounds):
         run_case(engine, requests_of(prompts, args.batch, number, way, args), args.batch)
     edges = [f"{low:g} to {high:g}" for low, high in pairwise((0.0, *Reliability.EDGES, 1.0))]

@@ -12,28 +12,22 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from benchmarks.drafters.contenders import Stable
-from benchmarks.load import in_turns
+from benchmarks.load import Way, in_turns, is_full, mixed_prompts, requests_of
 from benchmarks.markdown import table
 from engine import engine as engine_module
 from engine.engine import Engine, StepOutput
 from engine.model import CausalModel
 from engine.native import library
 from engine.stats import Stopwatch
-from engine.types import Request, SamplingParams, Speculation, StepStats
-from engine.weights import resolve
-from server.bench_prompts import load_prompts
-from server.chat_ids import chat_ids
+from engine.types import Speculation, StepStats
 from server.settings import load_settings
 
-_PROMPTS = Path(__file__).parent / "prompts.yaml"
 _OF_HEAD = "latebranch_decode of a draft head"
 _PASSES = {"target's pass": ("latebranch_decode",), "draft passes": ("latebranch_grow_round", _OF_HEAD)}
 _LOOPS = "judging's loops"
@@ -125,36 +119,22 @@ def profile(args: argparse.Namespace) -> str:
     timed = TimedLibrary(library.library())
     library.library = lambda: timed  # type: ignore[assignment, return-value]
     engine_module.Stopwatch = _NotedStopwatch  # type: ignore[misc]
-    ways = {"plain": ("none", Speculation(is_enabled=False)), "policy": ("head+ngram", Speculation())}
-    engines = {name: Profiled(stable.engine(drafter), timed) for name, (drafter, _) in ways.items()}
-    tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
-    by_kind = load_prompts(_PROMPTS, args.kinds, args.num_prompts)
-    prompts = [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
+    plain, policy = stable.engine("none"), stable.engine("head+ngram")
+    ways = [Way("plain", plain, Speculation(is_enabled=False)), Way("policy", policy, Speculation())]
+    engines = {way.name: Profiled(way.engine, timed) for way in ways}
+    prompts = mixed_prompts(config.model, args.kinds, args.num_prompts)
     rows = []
-    for batch in (args.batches[0], *args.batches):  # the first warms up
+    for number, batch in enumerate((args.batches[0], *args.batches)):  # the first warms up
         for engine in engines.values():
             engine.steps.clear()
-        loads = {
-            name: (engines[name], requests_of(prompts, batch, name, speculation, args)) for name, (_, speculation) in ways.items()
-        }
-        in_turns(loads, batch)  # type: ignore[arg-type]
+        in_turns({way.name: (engines[way.name], requests_of(prompts, batch, number, way, args)) for way in ways}, batch)  # type: ignore[misc]
         rows += [row_of(name, engine.steps, batch) for name, engine in engines.items()]
     return table(["at a time", "engine", "steps", "us a step", "host", *_HEADS], rows[len(engines) :])
 
 
-def requests_of(
-    prompts: Sequence[tuple[int, ...]], batch: int, way: str, speculation: Speculation, args: argparse.Namespace
-) -> Iterator[Request]:
-    """Yield twice as many requests as run at a time, temperatures in turn."""
-    for place in range(2 * batch):
-        temperature = args.temperatures[place % len(args.temperatures)]
-        sampling = SamplingParams(temperature, seed=place if temperature else None, max_tokens=args.max_tokens, ignore_eos=True)
-        yield Request(f"{way}-{batch}-{place}", prompts[place % len(prompts)], sampling, speculation)
-
-
 def row_of(name: str, steps: Sequence[Step], batch: int) -> list[str]:
     """Return the table's row of those of the steps that are like most of them."""
-    full = [one for one in steps if not one.stats.num_prompt_tokens and one.stats.num_decoding_rows == batch]
+    full = [one for one in steps if is_full(one.stats, batch)]
     if not full:
         return [str(batch), f"{name}: no step has them all", "0", *("" for _ in ("us a step", "host", *_HEADS))]
     drafting = [one for one in full if one.stats.num_drafts]

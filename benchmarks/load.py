@@ -36,7 +36,7 @@ from engine.pairs import verifier_for
 from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
 from engine.progress_bar import progress_bar
 from engine.tree import FREE_GROWTH, parse_expansion
-from engine.types import Request, SamplingParams, Speculation
+from engine.types import Request, SamplingParams, Speculation, StepStats
 from engine.weights import resolve
 from server.bench import Run, stepped
 from server.bench_prompts import load_prompts
@@ -46,6 +46,11 @@ from server.settings import load_settings
 _PROMPTS = Path(__file__).parent / "prompts.yaml"
 _FEWEST = 4  # requests of a measurement
 _DONE = object()
+
+
+def is_full(step: StepStats, batch: int) -> bool:
+    """Return whether a step has all of a load's sequences and feeds no prompt."""
+    return step.num_prompt_tokens == 0 and step.num_decoding_rows == batch
 
 
 class GrownWhole:
@@ -107,12 +112,19 @@ class Measured:
 
         Texts that are equally long end together where nobody drafts, and one after the other where somebody does.
         """
-        steps = [step for step in run.steps if step.num_prompt_tokens == 0 and step.num_decoding_rows == batch]
+        steps = [step for step in run.steps if is_full(step, batch)]
         seconds = sum(step.step_s for step in steps)
         tokens = sum(step.num_generated_tokens for step in steps)
         rows = sum(step.num_decoding_rows for step in steps)
         share = sum(step.policy_s for step in steps) / seconds
         return cls(name, round_number, batch, contender, tokens / seconds, tokens / rows, share, foreign_cpus)
+
+
+def mixed_prompts(model: str, kinds: Sequence[str], num_prompts: int) -> list[tuple[int, ...]]:
+    """Return so many prompts of each kind, kinds by turns, as a model's chat template has them."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve(model).folder)
+    by_kind = load_prompts(_PROMPTS, kinds, num_prompts)
+    return [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
 
 
 def requests_of(
@@ -152,9 +164,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     drafter = "head" if args.useless else "head+ngram"
     ways = [Way.of(name, engine(drafter), config.verifier) for name in args.contenders]
     ways.append(Way("plain", engine("none"), Speculation(is_enabled=False)))
-    tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
-    by_kind = load_prompts(_PROMPTS, args.kinds, args.num_prompts)
-    prompts = [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
+    prompts = mixed_prompts(config.model, args.kinds, args.num_prompts)
     loads = [(number, batch) for number in range(args.rounds) for batch in args.batches[:: -1 if number % 2 else 1]]
     loads.insert(0, (args.rounds, args.batches[0]))
     begun = time.strftime("%Y-%m-%dT%H:%M:%S")

@@ -35,6 +35,8 @@ struct Decoder {
   const Layer* layers;
   Linear head;
   Linear token;  // of a draft head: embedding_width to width
+
+  bool is_head() const { return token.exists(); }
 };
 
 // What a draft head reads of a model's tokens: a layer of a token's states after some layers side by side, each scaled to a mean
@@ -105,13 +107,13 @@ class Run {
     grow(s_.x, T * d_.width), grow(s_.qkv, T * row_), grow(s_.attended, T * q_width_), grow(s_.hidden, T * d_.inner), grow(s_.branch, T * d_.width);
     s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
     s_.lend_rooms(num_threads, std::max(2 * d_.width, p_.features ? p_.features->linear.in : 0));
-    if (d_.token.exists()) s_.inputs.reserve(T, d_.token);
+    if (d_.is_head()) s_.inputs.reserve(T, d_.token);
     for (int64_t l = 0; l < d_.num_layers; l++)
       for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(T, *one);
     s_.inputs.reserve(p_.num_rows, d_.head);
     keeps_last_ = p_.kept[d_.num_layers];
     if (const Features* f = p_.features) {
-      if (d_.token.exists()) {
+      if (d_.is_head()) {
         s_.inputs.reserve(T, f->linear);
       } else {
         keeps_last_ |= std::count(f->after, f->after + f->num_states, d_.num_layers) > 0;
@@ -123,7 +125,7 @@ class Run {
 
   void work(Worker& worker) {
     const int64_t T = p_.num_tokens;
-    if (d_.token.exists()) {
+    if (d_.is_head()) {
       begin_head(worker);
     } else {
       begin_model(worker);
@@ -172,7 +174,7 @@ class Run {
   // Note a token's state after so many layers for whoever wants it.
   void keep(Worker& worker, int64_t l, int64_t t, const float* state) {
     if (p_.kept[l]) std::copy(state, state + d_.width, p_.kept[l] + t * d_.width);
-    const Features* f = d_.token.exists() ? nullptr : p_.features;
+    const Features* f = d_.is_head() ? nullptr : p_.features;
     for (int64_t i = 0; f && i < f->num_states; i++)
       if (f->after[i] == l) f->keep(i, p_.write_slots[t], state, d_.width, s_.normed[worker.id].data() + d_.width);
   }
@@ -191,15 +193,14 @@ class Run {
 
   // The states that tokens are given go to `x`.
   void begin_head(Worker& worker) {
-    if (p_.features) {
-      fuse(worker, s_, *p_.features, p_.before, p_.num_tokens, s_.x.data());
-    } else {
-      worker.each(p_.num_tokens, [&](int64_t t) {
+    if (p_.features) fuse(worker, s_, *p_.features, p_.before, p_.num_tokens, s_.x.data());
+    worker.each(p_.num_tokens, [&](int64_t t) {
+      if (!p_.features) {
         const float* given = p_.pool + p_.before[t] * d_.width;
         std::copy(given, given + d_.width, s_.x.data() + t * d_.width);
-      });
-    }
-    worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, d_.embeddings + p_.token_ids[t] * d_.embedding_width, d_.token); });
+      }
+      s_.inputs.set(t, d_.embeddings + p_.token_ids[t] * d_.embedding_width, d_.token);
+    });
     all_outputs(worker, d_.token, s_.inputs, p_.num_tokens, s_.branch.data(), false);
     worker.each(p_.num_tokens, [&](int64_t t) {
       const float *norm = d_.layers[0].attention_norm, *given = s_.x.data() + t * d_.width;
