@@ -1,4 +1,4 @@
-"""Keys and values of cached tokens, by slot: one pool a layer, slot-major. Knows slots and layers, not sequences.
+"""Keys and values of cached tokens, by slot: one pool a layer. Knows slots and layers, not sequences.
 
 Shape key: S slots and one, T tokens, B segments, L keys, H key-value heads, K head size.
 """
@@ -16,7 +16,8 @@ from engine.canary import Canary, NoCanary
 class KVCache:
     """Pools of keys and values for each layer, [S, H, K], made when a layer first writes (its shape is known then).
 
-    What is written is rounded to `dtype`; without one pools are as what is written first. The slot `nobody`, after all others, is
+    What is written is rounded to `dtype`; without one pools are as what is written first. On a CPU those of a head lie side by side, by
+    slot, as each head is read by itself; on a GPU those of a slot. The slot `nobody`, after all others, is
     for what must be written somewhere and is never read.
     Owns the tensors. Which slot belongs to whom is the scheduler's business; whoever doubts it has a canary watch.
     """
@@ -93,9 +94,11 @@ class KVCache:
 
     def _pool(self, example: Tensor) -> Tensor:
         # Not zeroed: every slot is written before it is gathered, and zeroing would touch gigabytes that may never be used.
-        shape, dtype = (self.num_slots + 1, *example.shape[1:]), self._dtype or example.dtype
-        is_host = self._device.type == "cpu"
-        pool = huge_pages.empty(shape, dtype) if is_host else torch.empty(shape, dtype=dtype, device=self._device)
+        (_, num_heads, size), num_slots, dtype = example.shape, self.num_slots + 1, self._dtype or example.dtype
+        if self._device.type == "cpu":
+            pool = huge_pages.empty((num_heads, num_slots, size), dtype).transpose(0, 1)
+        else:
+            pool = torch.empty((num_slots, num_heads, size), dtype=dtype, device=self._device)
         self.canary.watch(pool[: self.num_slots])
         return pool
 

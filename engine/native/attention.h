@@ -5,6 +5,7 @@
 // What is cached is float32 or float16 (`Cached`); everything computed is float32.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "numbers.h"
@@ -24,6 +25,7 @@ struct Segments {
 
 struct Heads {
   int64_t num_query, num_kv, size;
+  int64_t apart;  // numbers from a key of one head to that of the next; a head's keys lie side by side
   float scaling;
   int64_t window;  // 0: none
 };
@@ -37,43 +39,99 @@ class Attention {
     const int64_t size = heads.size, shared = heads.num_query / heads.num_kv, tokens = end - begin;
     const int64_t* slots = segments.key_slots + segments.first_key[s];
     const int64_t num_keys = segments.first_key[s + 1] - segments.first_key[s];
-    width_ = (num_keys + kLanes - 1) / kLanes * kLanes + kLanes;
-    grow(scores_, tokens * shared * width_), grow(seen_slots_, tokens * width_), grow(block_, size * kLanes);
-    counts_.assign(tokens, 0), masks_.assign(tokens, 0);
-    const int64_t stride = heads.num_kv * size;
-    const int64_t oldest = heads.window ? std::max<int64_t>(0, *std::min_element(positions + begin, positions + end) - heads.window + 1) : 0;
     const int64_t num_context = num_keys - (segments.first_tail[s + 1] - segments.first_tail[s]);
-    for (int64_t k = std::min(oldest, num_context) / kLanes * kLanes; k < num_keys; k += kLanes) {
+    const auto [least, most] = std::minmax_element(positions + begin, positions + end);
+    const int64_t oldest = heads.window ? std::max<int64_t>(0, *least - heads.window + 1) : 0;
+    const int64_t common = heads.window && *most >= heads.window ? 0 : num_context / kLanes * kLanes;  // keys that all tokens see
+    width_ = (num_keys + kLanes - 1) / kLanes * kLanes + kLanes;
+    grow(scores_, tokens * shared * width_), grow(seen_slots_, tokens * width_), grow(block_, size * kKeys), grow(values_, size * kKeys);
+    counts_.assign(tokens, common), masks_.assign(tokens, 0);
+    keys += h * heads.apart, values += h * heads.apart, queries += begin * row + h * shared * size, out += (begin * heads.num_kv + h) * shared * size;
+    const int64_t out_row = heads.num_query * size;
+
+    for (int64_t k = 0; k < common; k += kKeys) {
+      const int64_t count = std::min(kKeys, common - k);
+      for (int64_t i = 0; i < count; i += kLanes) {
+        const int64_t* ahead = slots + std::min(k + i + kKeys, num_keys - kLanes);
+        transpose(keys, slots + k + i, kLanes, size, i, [&](int64_t r, int64_t d) {
+          _mm_prefetch((const char*)(keys + ahead[r] * size + d), _MM_HINT_T0);
+          _mm_prefetch((const char*)(values + slots[k + i + r] * size + d), _MM_HINT_T1);
+        });
+      }
+      for (int64_t t = 0; t < tokens; t++)
+        each_heads(shared, [&](auto n, int64_t g) {
+          const float* query = queries + t * row + g * size;
+          float* to = scores_of(t, shared, g) + k;
+          if (count == kKeys) {
+            score_heads<n, 2>(query, size, heads.scaling, to, width_);
+          } else {
+            score_heads<n, 1>(query, size, heads.scaling, to, width_);
+          }
+        });
+    }
+    for (int64_t k = std::max(common, std::min(oldest, num_context) / kLanes * kLanes); k < num_keys; k += kLanes) {
       Mask any = 0;
       for (int64_t t = 0; t < tokens; t++) any |= masks_[t] = seen_mask(segments, heads, s, begin + t, positions[begin + t], k, num_context, num_keys);
       if (!any) continue;
-      for (int64_t i = k + kLanes; i < std::min(num_keys, k + 2 * kLanes); i++) fetch_row(keys + h * size + slots[i] * stride, size);
-      transpose(keys + h * size, stride, slots + k, std::min(kLanes, num_keys - k), size);
+      for (int64_t i = k + kLanes; i < std::min(num_keys, k + 2 * kLanes); i++) fetch_row(keys + slots[i] * size, size);
+      transpose(keys, slots + k, std::min(kLanes, num_keys - k), size, 0, [](int64_t, int64_t) {});
       for (int64_t t = 0; t < tokens; t++) {
         if (!masks_[t]) continue;
-        const float* query = queries + (begin + t) * row + h * shared * size;
-        score(query, shared, size, heads.scaling, masks_[t], scores_.data() + t * shared * width_ + counts_[t]);
-        compress(seen_slots_.data() + t * width_ + counts_[t], masks_[t], slots + k, std::min(kLanes, num_keys - k));
+        each_heads(shared, [&](auto n, int64_t g) {
+          alignas(64) float sums[n * kLanes];
+          score_heads<n, 1>(queries + t * row + g * size, size, heads.scaling, sums, kLanes);
+          for (int i = 0; i < n; i++) compress(scores_of(t, shared, g + i) + counts_[t], masks_[t], load(sums + i * kLanes));
+        });
+        compress(seen_slots_.data() + t * width_ + counts_[t] - common, masks_[t], slots + k, std::min(kLanes, num_keys - k));
         counts_[t] += __builtin_popcount(masks_[t]);
       }
     }
-    for (int64_t t = 0; t < tokens; t++) {
-      float* to = out + (begin + t) * heads.num_query * size + h * shared * size;
-      float* scores = scores_.data() + t * shared * width_;
-      for (int64_t g = 0; g < shared; g++) soften(scores + g * width_, counts_[t]);
-      for (int64_t g = 0; g < shared; g += kTogether)
-        gather(values + h * size, stride, seen_slots_.data() + t * width_, counts_[t], scores + g * width_,
-               std::min(kTogether, shared - g), size, to + g * size);
+
+    for (int64_t t = 0; t < tokens; t++)
+      for (int64_t g = 0; g < shared; g++) soften(scores_of(t, shared, g), counts_[t]);
+    if (tokens < kWorthWidening) {
+      for (int64_t t = 0; t < tokens; t++) gather(values, slots, common, shared, size, t, 0, out + t * out_row, true);
+    } else {
+      for (int64_t k = 0; k < common; k += kKeys) {
+        const int64_t count = std::min(kKeys, common - k);
+        for (int64_t i = k + count; i < std::min(common, k + count + kKeys); i++) fetch_row(values + slots[i] * size, size);
+        for (int64_t i = 0; i < count; i++) widen(values + slots[k + i] * size, size, values_.data() + i * size);
+        for (int64_t t = 0; t < tokens; t++) gather(values_.data(), nullptr, count, shared, size, t, k, out + t * out_row, !k);
+      }
     }
+    for (int64_t t = 0; t < tokens; t++)
+      gather(values, seen_slots_.data() + t * width_, counts_[t] - common, shared, size, t, common, out + t * out_row, !common);
   }
 
  private:
-  static constexpr int64_t kTogether = 4;  // heads that read a key or value together
-  static constexpr int64_t kAhead = 16;    // values that are fetched before their turn: slots lie anywhere
+  static constexpr int64_t kTogether = 4;      // heads that read a key or value together
+  static constexpr int64_t kKeys = 2 * kLanes;  // that are read together by all tokens
+  static constexpr int64_t kWorthWidening = 4;  // tokens for which values are made floats once
+  static constexpr int64_t kAhead = 16;        // values that are fetched before their turn: slots lie anywhere
+
+  float* scores_of(int64_t t, int64_t shared, int64_t g) { return scores_.data() + (t * shared + g) * width_; }
+
+  // Call use(n, g) for heads [g, g + n): n is a constant.
+  template <typename Use>
+  static void each_heads(int64_t shared, const Use& use) {
+    for (int64_t g = 0; g < shared; g += kTogether) {
+      switch (std::min(kTogether, shared - g)) {
+        case 1: use(std::integral_constant<int, 1>(), g); break;
+        case 2: use(std::integral_constant<int, 2>(), g); break;
+        case 3: use(std::integral_constant<int, 3>(), g); break;
+        default: use(std::integral_constant<int, 4>(), g);
+      }
+    }
+  }
+
+  template <_mm_hint kHint = _MM_HINT_T0, typename Cached>
+  static void fetch_row(const Cached* row, int64_t size) {
+    for (int64_t d = 0; d < size; d += 64 / sizeof(Cached)) _mm_prefetch((const char*)(row + d), kHint);
+  }
 
   template <typename Cached>
-  static void fetch_row(const Cached* row, int64_t size) {
-    for (int64_t d = 0; d < size; d += 64 / sizeof(Cached)) _mm_prefetch((const char*)(row + d), _MM_HINT_T0);
+  static void widen(const Cached* row, int64_t size, float* to) {
+    for (int64_t d = 0; d < size; d += kLanes) store(to + d, lanes_left(size - d), load(lanes_left(size - d), row + d));
   }
 
   static Mask seen_mask(const Segments& segments, const Heads& heads, int64_t s, int64_t token, int64_t position, int64_t k,
@@ -92,47 +150,41 @@ class Attention {
     return mask;
   }
 
-  // block_ [size, 16]: number d of 16 keys side by side.
-  template <typename Cached>
-  void transpose(const Cached* keys, int64_t stride, const int64_t* slots, int64_t count, int64_t size) {
+  // Of block_ [size, 32], number d of 32 keys side by side, the 16 from `first` on.
+  template <typename Cached, typename Fetch>
+  void transpose(const Cached* keys, const int64_t* slots, int64_t count, int64_t size, int64_t first, const Fetch& fetch) {
     for (int64_t d = 0; d < size; d += kLanes) {
       const Mask m = lanes_left(size - d);
       Floats r[kLanes];
-      for (int64_t i = 0; i < kLanes; i++) r[i] = load(m, keys + slots[std::min(i, count - 1)] * stride + d);
+      for (int64_t i = 0; i < kLanes; i++) {
+        r[i] = load(m, keys + slots[std::min(i, count - 1)] * size + d);
+        if (d % (64 / (int64_t)sizeof(Cached)) == 0) fetch(i, d);
+      }
       latebranch::transpose(r);
-      for (int64_t i = 0; i < std::min(kLanes, size - d); i++) store(block_.data() + (d + i) * kLanes, r[i]);
+      for (int64_t i = 0; i < std::min(kLanes, size - d); i++) store(block_.data() + (d + i) * kKeys + first, r[i]);
     }
   }
 
-  template <int N>
-  void score_heads(const float* query, int64_t size, float scaling, Mask mask, float* scores) const {
-    alignas(64) float sums[N][kLanes];
-    for (int64_t part = 0; part < kLanes; part += kRegister) {
-      Register even[N], odd[N];
-      for (int g = 0; g < N; g++) even[g] = odd[g] = register_of(0.0f);
+  // Scores of N heads and of V vectors of keys: to [N, stride].
+  template <int N, int V>
+  void score_heads(const float* query, int64_t size, float scaling, float* to, int64_t stride) const {
+    constexpr int kAtOnce = kRegister == kLanes ? V : 1;  // registers of keys, so that all sums are in registers
+    for (int64_t part = 0; part < V * kLanes; part += kAtOnce * kRegister) {
+      Register even[N][kAtOnce], odd[N][kAtOnce];
+      for (int g = 0; g < N; g++)
+        for (int v = 0; v < kAtOnce; v++) even[g][v] = odd[g][v] = register_of(0.0f);
       for (int64_t d = 0; d + 1 < size; d += 2) {  // heads have an even number of numbers: halves of them are rotated
-        const float* row = block_.data() + d * kLanes + part;
-        const Register a = load_register(row), b = load_register(row + kLanes);
-        for (int g = 0; g < N; g++) {
-          even[g] = fused(a, register_of(query[g * size + d]), even[g]);
-          odd[g] = fused(b, register_of(query[g * size + d + 1]), odd[g]);
+        const float* row = block_.data() + d * kKeys + part;
+        for (int v = 0; v < kAtOnce; v++) {
+          const Register a = load_register(row + v * kRegister), b = load_register(row + kKeys + v * kRegister);
+          for (int g = 0; g < N; g++) {
+            even[g][v] = fused(a, register_of(query[g * size + d]), even[g][v]);
+            odd[g][v] = fused(b, register_of(query[g * size + d + 1]), odd[g][v]);
+          }
         }
       }
-      for (int g = 0; g < N; g++) store_register(sums[g] + part, (even[g] + odd[g]) * register_of(scaling));
-    }
-    for (int g = 0; g < N; g++) compress(scores + g * width_, mask, load(sums[g]));
-  }
-
-  void score(const float* query, int64_t shared, int64_t size, float scaling, Mask mask, float* scores) const {
-    for (int64_t g = 0; g < shared; g += kTogether) {
-      const float* q = query + g * size;
-      float* to = scores + g * width_;
-      switch (std::min(kTogether, shared - g)) {
-        case 1: score_heads<1>(q, size, scaling, mask, to); break;
-        case 2: score_heads<2>(q, size, scaling, mask, to); break;
-        case 3: score_heads<3>(q, size, scaling, mask, to); break;
-        default: score_heads<4>(q, size, scaling, mask, to);
-      }
+      for (int g = 0; g < N; g++)
+        for (int v = 0; v < kAtOnce; v++) store_register(to + g * stride + part + v * kRegister, (even[g][v] + odd[g][v]) * register_of(scaling));
     }
   }
 
@@ -160,18 +212,20 @@ class Attention {
     }
   }
 
+  // Add `count` values, each times its weight, to out [N, size]. They lie side by side, or where `slots` says.
   template <int N, typename Cached>
-  void gather_heads(const Cached* values, int64_t stride, const int64_t* slots, int64_t count, const float* weights, int64_t size, float* out) const {
+  void gather_heads(const Cached* values, const int64_t* slots, int64_t count, const float* weights, int64_t size, float* out,
+                    bool is_first) const {
     constexpr int kRegisters = N * 4 < kNumRegisters ? 4 : 2;  // of a value at a time, so that all sums are in registers
     for (int64_t d = 0; d < size; d += kRegisters * kRegister) {
       Register sum[N][kRegisters];
       Mask m[kRegisters];
       for (int v = 0; v < kRegisters; v++) m[v] = lanes_left(std::max<int64_t>(0, size - d - v * kRegister));
       for (int g = 0; g < N; g++)
-        for (int v = 0; v < kRegisters; v++) sum[g][v] = register_of(0.0f);
+        for (int v = 0; v < kRegisters; v++) sum[g][v] = is_first ? register_of(0.0f) : load_register(m[v], out + g * size + d + v * kRegister);
       for (int64_t i = 0; i < count; i++) {
-        const Cached* from = values + slots[i] * stride + d;
-        if (!d && i + kAhead < count) fetch_row(values + slots[i + kAhead] * stride, size);
+        const Cached* from = values + (slots ? slots[i] : i) * size + d;
+        if (slots && !d && i + kAhead < count) fetch_row(values + slots[i + kAhead] * size, size);
         for (int v = 0; v < kRegisters; v++) {
           const Register value = load_register(m[v], from + v * kRegister);
           for (int g = 0; g < N; g++) sum[g][v] = fused(value, register_of(weights[g * width_ + i]), sum[g][v]);
@@ -182,19 +236,17 @@ class Attention {
     }
   }
 
+  // Of all heads of token t, whose weights of these values begin at `first`.
   template <typename Cached>
-  void gather(const Cached* values, int64_t stride, const int64_t* slots, int64_t count, const float* weights, int64_t heads, int64_t size,
-              float* out) const {
-    switch (heads) {
-      case 1: gather_heads<1>(values, stride, slots, count, weights, size, out); break;
-      case 2: gather_heads<2>(values, stride, slots, count, weights, size, out); break;
-      case 3: gather_heads<3>(values, stride, slots, count, weights, size, out); break;
-      default: gather_heads<4>(values, stride, slots, count, weights, size, out);
-    }
+  void gather(const Cached* values, const int64_t* slots, int64_t count, int64_t shared, int64_t size, int64_t t, int64_t first,
+              float* out, bool is_first) {
+    each_heads(shared, [&](auto n, int64_t g) {
+      gather_heads<n>(values, slots, count, scores_of(t, shared, g) + first, size, out + g * size, is_first);
+    });
   }
 
   int64_t width_ = 0;  // of a query's scores
-  std::vector<float> scores_, block_;
+  std::vector<float> scores_, block_, values_;
   std::vector<int64_t> seen_slots_, counts_;
   std::vector<Mask> masks_;
 };

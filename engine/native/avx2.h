@@ -148,6 +148,17 @@ inline void store_halves(Half* to, Mask m, Floats v) {
     if (m >> i & 1) to[i] = all[i];
 }
 
+// To bytes, of numbers that are -127 to 127; returns the sum of what is stored.
+inline int32_t store_rounded(int8_t* to, Floats v) {
+  const __m256i low = _mm256_cvtps_epi32(v.low), high = _mm256_cvtps_epi32(v.high);
+  const __m128i first = _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  const __m128i second = _mm_packs_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+  const __m128i bytes = _mm_packs_epi16(first, second), shift = _mm_set1_epi8((char)0x80);
+  _mm_storeu_si128((__m128i*)to, bytes);
+  const __m128i eights = _mm_sad_epu8(_mm_xor_si128(bytes, shift), _mm_setzero_si128());
+  return _mm_cvtsi128_si32(eights) + _mm_extract_epi16(eights, 4) - 16 * 128;
+}
+
 // Lanes of a mask side by side; what lies behind them up to 16 may be written too.
 inline void compress(float* to, Mask m, Floats v) {
   if (m == 0xFFFF) return store(to, v);

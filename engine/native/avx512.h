@@ -52,6 +52,14 @@ inline void store_halves(Half* to, Mask m, Floats v) {
   _mm256_mask_storeu_epi16(to, m, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+// To bytes, of numbers that are -127 to 127; returns the sum of what is stored.
+inline int32_t store_rounded(int8_t* to, Floats v) {
+  const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)), shift = _mm_set1_epi8((char)0x80);
+  _mm_storeu_si128((__m128i*)to, bytes);
+  const __m128i eights = _mm_sad_epu8(_mm_xor_si128(bytes, shift), _mm_setzero_si128());
+  return _mm_cvtsi128_si32(eights) + _mm_extract_epi16(eights, 4) - 16 * 128;
+}
+
 // Lanes of a mask side by side; what lies behind them up to 16 may be written too.
 inline void compress(float* to, Mask m, Floats v) { _mm512_storeu_ps(to, _mm512_maskz_compress_ps(m, v)); }
 inline void compress(int64_t* to, Mask m, const int64_t* from, int64_t count) {

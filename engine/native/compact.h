@@ -45,17 +45,8 @@ struct CompactRows {
       const float range = most(larger(magnitude(first), magnitude(second)));
       const bool is_whole = !bits(is_broken(first) | is_broken(second)), is_empty = !(range > kLeastInput);
       const Floats steps = spread(is_whole && !is_empty ? 127.0f / range : 0.0f);
-      alignas(64) float rounded[kGroup];
-      store(rounded, nearest(is_whole ? first * steps : spread(0.0f)));
-      store(rounded + kLanes, nearest(is_whole ? second * steps : spread(0.0f)));
-      for (int half = 0; half < 2; half++) {
-        int32_t sum = 0;
-        for (int64_t k = half * kLanes; k < (half + 1) * kLanes; k++) {
-          const int32_t q = (int32_t)rounded[k];
-          group->inputs[k] = (int8_t)q, sum += q;
-        }
-        group->sums[half] = sum;
-      }
+      group->sums[0] = store_rounded(group->inputs, is_whole ? first * steps : spread(0.0f));
+      group->sums[1] = store_rounded(group->inputs + kLanes, is_whole ? second * steps : spread(0.0f));
       group->scale = !is_whole ? std::numeric_limits<float>::quiet_NaN() : is_empty ? 0.0f : range / 127.0f;
       group->total = group->scale * (float)(group->sums[0] + group->sums[1]);
     }

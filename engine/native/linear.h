@@ -207,8 +207,9 @@ inline int num_passes(const Linear& l, int rows) {
     if (l.is_compact()) return compact_columns(some);
     return l.format == kFloat32 ? float32_columns(some) : l.format == kBFloat16 ? bfloat16_columns(some) : int8_columns(some);
   };
-  const int rest = rows % kVectorRows;
-  return rows / kVectorRows * (kColumns / columns(kVectorRows)) + (rest ? kColumns / columns(rest) : 0);
+  int passes = 0;
+  for (int left = rows; left; left -= next_rows(l, left)) passes += kColumns / columns(next_rows(l, left));
+  return passes;
 }
 
 template <int Bits, int R>
@@ -254,10 +255,10 @@ inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part,
     } else if (is_end ? next != nullptr : part.is_first) {
       stretch.next = is_end ? next : block + stretch.end * unit, stretch.step = kWidth / passes;
     }
-    for (int r = 0; r < part.rows; r += kVectorRows) {
+    for (int r = 0; r < part.rows; r += next_rows(l, part.rows - r)) {
       const int64_t t = part.row + r;
       float* some = y + r * kBlock;
-      switch (std::min(kVectorRows, part.rows - r)) {
+      switch (next_rows(l, part.rows - r)) {
         case 1: rows_by_stretch<1>(l, in, t, block, stretch, some, whole + r); break;
         case 2: rows_by_stretch<2>(l, in, t, block, stretch, some, whole + r); break;
         case 3: rows_by_stretch<3>(l, in, t, block, stretch, some, whole + r); break;

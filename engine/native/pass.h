@@ -12,7 +12,7 @@
 
 namespace latebranch {
 
-constexpr int64_t kTokensTogether = 16;  // of a segment, that read a block of keys together
+constexpr int64_t kTokensTogether = 16, kFewestTogether = 4;  // of a segment, that read a block of keys together
 
 struct Layer {
   Linear query, key, value, output, gate, up, down;
@@ -61,7 +61,8 @@ struct Pass {
   float* pool;            // of a draft head, a state a slot [S, width]: what the last layer makes of the tokens whose logits are wanted
   const int64_t* before;  // [T] each token is given the state of this slot; with `features` that of what is kept there
   Segments segments;
-  void *const *keys, *const *values;             // pools of each layer [S, kv heads, size], float32 or float16
+  void *const *keys, *const *values;             // pools of each layer [kv heads, S, size], float32 or float16
+  int64_t apart;                                 // numbers from a head's part of a pool to the next one's
   const float *const *cosines, *const *sines;    // of each rotation [positions, size]
   const int64_t* rows;                           // [num_rows] whose logits are wanted
   float *states;                                 // [num_rows, width]: what the head reads
@@ -119,8 +120,9 @@ class Run {
         keeps_last_ |= std::count(f->after, f->after + f->num_states, d_.num_layers) > 0;
       }
     }
-    for (int64_t s = 0; s < p_.segments.count; s++)
-      for (int64_t t = p_.segments.first_token[s]; t < p_.segments.first_token[s + 1]; t += kTokensTogether) spans_.push_back({s, t});
+    make_spans(kTokensTogether);
+    for (int64_t together = kTokensTogether; (int64_t)spans_.size() * d_.num_kv_heads < 2 * num_threads && together > kFewestTogether;)
+      make_spans(together /= 2);
   }
 
   void work(Worker& worker) {
@@ -257,15 +259,17 @@ class Run {
         if (norm) rms_norm(head, norm, d_.eps, d_.head_size, head);
         rotate(head, cosines, sines, d_.head_size);
       }
-      const int64_t slot = p_.write_slots[t] * kv_width_;
-      store_row(qkv + q_width_, kv_width_, keys + slot);
-      store_row(qkv + q_width_ + kv_width_, kv_width_, values + slot);
+      for (int64_t h = 0; h < d_.num_kv_heads; h++) {
+        const int64_t place = h * p_.apart + p_.write_slots[t] * d_.head_size;
+        const float* key = qkv + q_width_ + h * d_.head_size;
+        store_row(key, d_.head_size, keys + place);
+        store_row(key + kv_width_, d_.head_size, values + place);
+      }
     });
-    const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, d_.scaling, layer.window};
+    const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, p_.apart, d_.scaling, layer.window};
     worker.each(spans_.size() * d_.num_kv_heads, [&](int64_t task) {
       const Span span = spans_[task / d_.num_kv_heads];
-      const int64_t end = std::min(span.token + kTokensTogether, p_.segments.first_token[span.segment + 1]);
-      s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.token, end, p_.positions, keys, values,
+      s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.begin, span.end, p_.positions, keys, values,
                                   s_.qkv.data(), row_, s_.attended.data());
     });
     worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, s_.attended.data() + t * q_width_, layer.output); });
@@ -290,9 +294,18 @@ class Run {
     });
   }
 
+  // Tokens of a segment that read its keys together.
   struct Span {
-    int64_t segment, token;
+    int64_t segment, begin, end;
   };
+
+  void make_spans(int64_t together) {
+    spans_.clear();
+    for (int64_t s = 0; s < p_.segments.count; s++) {
+      const int64_t end = p_.segments.first_token[s + 1];
+      for (int64_t t = p_.segments.first_token[s]; t < end; t += together) spans_.push_back({s, t, std::min(t + together, end)});
+    }
+  }
 
   const Decoder& d_;
   const Pass& p_;

@@ -111,6 +111,7 @@ class Runner:
             pool=None if pool_SD is None else pool_SD.data_ptr(),
             keys=keys,
             values=values,
+            apart=(cache.num_slots + 1) * self.structure.head_size,
             cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
             sines=library.pointers([sines.data_ptr() for _, sines in rotations]),
             kept=library.pointers([0] * (self.structure.num_layers + 1)),

@@ -19,6 +19,9 @@ constexpr int float32_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 :
 constexpr int bfloat16_columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
 
+// Rows of the next pass over a block, of so many that are left.
+inline int next_rows(const Linear&, int left) { return std::min(kVectorRows, left); }
+
 // Sums of products of a row and a block.
 struct WholeSums {
   alignas(64) double all[kBlock];

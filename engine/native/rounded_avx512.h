@@ -20,6 +20,13 @@ constexpr int float32_columns(int) { return 4; }
 constexpr int bfloat16_columns(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows <= 3 ? 4 : 2; }
 
+// Rows of the next pass over a block, of so many that are left: as even as can be, since few wait for what is read for all of them.
+// Four leave all columns of bfloat16 in registers.
+inline int next_rows(const Linear& l, int left) {
+  const int most = l.format == kBFloat16 ? 4 : kVectorRows, passes = (left + most - 1) / most;
+  return (left + passes - 1) / passes;
+}
+
 // Sums of products of a row and a block, of its two bytes.
 struct WholeSums {
   alignas(64) int32_t high[kBlock], low[kBlock];
