@@ -12,7 +12,7 @@
 
 namespace latebranch {
 
-constexpr int64_t kTokensTogether = 16, kFewestTogether = 4;  // of a segment, that read a block of keys together
+constexpr int64_t kTokensTogether = 16, kFewestTogether = 2;  // of a segment, that read its keys together
 
 struct Layer {
   Linear query, key, value, output, gate, up, down;
@@ -121,8 +121,7 @@ class Run {
       }
     }
     make_spans(kTokensTogether);
-    for (int64_t together = kTokensTogether; (int64_t)spans_.size() * d_.num_kv_heads < 2 * num_threads && together > kFewestTogether;)
-      make_spans(together /= 2);
+    for (int64_t together = kTokensTogether; together > kFewestTogether && would_wait(num_threads);) make_spans(together /= 2);
   }
 
   void work(Worker& worker) {
@@ -298,6 +297,12 @@ class Run {
   struct Span {
     int64_t segment, begin, end;
   };
+
+  // Whether a sixth of all threads' time, or more, would go by without a span's head left to attend to.
+  bool would_wait(int64_t num_threads) const {
+    const int64_t tasks = spans_.size() * d_.num_kv_heads, idle = (num_threads - tasks % num_threads) % num_threads;
+    return 5 * idle > tasks;
+  }
 
   void make_spans(int64_t together) {
     spans_.clear();
