@@ -54,8 +54,7 @@ def _gemma3(common: Mapping[str, int]) -> PretrainedConfig:
     layer_types = ["sliding_attention", "full_attention"] * common["num_hidden_layers"]
     # Untied: Gemma scales embeddings by sqrt(width), so a random tied head would repeat its input for ever.
     return Gemma3TextConfig(
-        **common,
-        sliding_window=_WINDOW,
+        **{"sliding_window": _WINDOW, **common},
         layer_types=layer_types[: common["num_hidden_layers"]],
         query_pre_attn_scalar=8,
         tie_word_embeddings=False,
@@ -64,7 +63,7 @@ def _gemma3(common: Mapping[str, int]) -> PretrainedConfig:
 
 _CONFIGURATIONS: dict[str, Callable[[Mapping[str, int]], PretrainedConfig]] = {
     "llama": lambda common: LlamaConfig(**common),
-    "mistral": lambda common: MistralConfig(**common, sliding_window=_WINDOW),
+    "mistral": lambda common: MistralConfig(**{"sliding_window": _WINDOW, **common}),
     "qwen2": lambda common: Qwen2Config(**common),
     "qwen3": lambda common: Qwen3Config(**common),
     "gemma3": _gemma3,

@@ -1,7 +1,8 @@
 // Tree-masked attention of one layer over slots.
 //
 // A query's keys are taken in the order of the text: its context, then those of the segment's own tokens it sees. Scores are packed
-// without gaps before anything is summed, so a node of a tree adds the same numbers in the same order as plain decoding does.
+// without gaps before anything is summed, so a node of a tree adds the same numbers in the same order as plain decoding does. What all
+// tokens see of the context has no gaps, and is taken by all of them together: which of it that is changes nothing in any sum.
 // What is cached is float32 or float16 (`Cached`); everything computed is float32.
 #pragma once
 #include <algorithm>
@@ -104,10 +105,10 @@ class Attention {
   }
 
  private:
-  static constexpr int64_t kTogether = 4;      // heads that read a key or value together
-  static constexpr int64_t kKeys = 2 * kLanes;  // that are read together by all tokens
+  static constexpr int64_t kTogether = 4;       // heads that read a key or value together
+  static constexpr int64_t kKeys = 2 * kLanes;  // that all tokens read together
   static constexpr int64_t kWorthWidening = 4;  // tokens for which values are made floats once
-  static constexpr int64_t kAhead = 16;        // values that are fetched before their turn: slots lie anywhere
+  static constexpr int64_t kAhead = 16;         // values that are fetched before their turn: slots lie anywhere
 
   float* scores_of(int64_t t, int64_t shared, int64_t g) { return scores_.data() + (t * shared + g) * width_; }
 
@@ -124,9 +125,9 @@ class Attention {
     }
   }
 
-  template <_mm_hint kHint = _MM_HINT_T0, typename Cached>
+  template <typename Cached>
   static void fetch_row(const Cached* row, int64_t size) {
-    for (int64_t d = 0; d < size; d += 64 / sizeof(Cached)) _mm_prefetch((const char*)(row + d), kHint);
+    for (int64_t d = 0; d < size; d += 64 / sizeof(Cached)) _mm_prefetch((const char*)(row + d), _MM_HINT_T0);
   }
 
   template <typename Cached>
@@ -212,7 +213,8 @@ class Attention {
     }
   }
 
-  // Add `count` values, each times its weight, to out [N, size]. They lie side by side, or where `slots` says.
+  // Add `count` values, each times its weight, to out [N, size], which holds nothing yet if it `is_first`. They lie side by side, or
+  // where `slots` says.
   template <int N, typename Cached>
   void gather_heads(const Cached* values, const int64_t* slots, int64_t count, const float* weights, int64_t size, float* out,
                     bool is_first) const {

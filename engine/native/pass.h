@@ -12,7 +12,8 @@
 
 namespace latebranch {
 
-constexpr int64_t kTokensTogether = 16, kFewestTogether = 2;  // of a segment, that read its keys together
+constexpr int64_t kTokensTogether = 16;  // of a segment, that read its keys together, at most
+constexpr int64_t kFewestTogether = 2;   // for which they are not read more often, so that no thread waits
 
 struct Layer {
   Linear query, key, value, output, gate, up, down;

@@ -58,7 +58,7 @@ class Runner:
 
     def __init__(self, structure: library.Decoder, precision: str) -> None:
         self.structure, self.cache_dtype = structure, cache_dtype(precision)
-        self._pools: WeakKeyDictionary[KVCache, tuple[library.Pointers, library.Pointers]] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[KVCache, tuple[library.Pointers, library.Pointers, int]] = WeakKeyDictionary()
 
     def run(
         self,
@@ -106,24 +106,26 @@ class Runner:
 
     def places(self, cache: KVCache, rotations: Sequence[Tables], pool_SD: Float[Tensor, "S D"] | None = None) -> library.Pass:
         """Return where everything lies that is not a pass's own."""
-        keys, values = self._pools_of(cache)
+        keys, values, apart = self._pools_of(cache)
         return library.Pass(
             pool=None if pool_SD is None else pool_SD.data_ptr(),
             keys=keys,
             values=values,
-            apart=(cache.num_slots + 1) * self.structure.head_size,
+            apart=apart,
             cosines=library.pointers([cosines.data_ptr() for cosines, _ in rotations]),
             sines=library.pointers([sines.data_ptr() for _, sines in rotations]),
             kept=library.pointers([0] * (self.structure.num_layers + 1)),
             is_cached_in_half=self.cache_dtype == torch.float16,
         )
 
-    def _pools_of(self, cache: KVCache) -> tuple[library.Pointers, library.Pointers]:
-        """Return where a cache's keys and values lie, by layer: once they are made they stay there."""
+    def _pools_of(self, cache: KVCache) -> tuple[library.Pointers, library.Pointers, int]:
+        """Return where a cache's keys and values lie, by layer, and the numbers from head to head: once made they stay there."""
         if cache not in self._pools:
             shape = self.structure
             sizes, dtype = (shape.num_kv_heads, shape.head_size), self.cache_dtype
             pools = [cache.pools(layer, *sizes, dtype) for layer in range(shape.num_layers)]
             keys, values = zip(*((keys.data_ptr(), values.data_ptr()) for keys, values in pools), strict=True)
-            self._pools[cache] = library.pointers(keys), library.pointers(values)
+            first = pools[0][0]
+            assert first.stride(0) == shape.head_size, "a head's keys lie side by side"
+            self._pools[cache] = library.pointers(keys), library.pointers(values), first.stride(1)
         return self._pools[cache]

@@ -65,7 +65,10 @@ def attend(
     num_tokens, num_heads, num_shared, size = query_THGK.shape
     value_size, shape = values_SHV.shape[-1], batch.shape
     assert num_tokens == shape.num_tokens
-    keys_SHK, values_SHV = keys_SHK.contiguous(), values_SHV.contiguous()  # as they are on a GPU; not so where kernels are interpreted
+    if not query_THGK.is_cuda:  # interpreted, over a cache that lies by head
+        keys_SHK, values_SHV = keys_SHK.contiguous(), values_SHV.contiguous()
+    assert keys_SHK.is_contiguous()
+    assert values_SHV.is_contiguous()
     parts, block_v = num_parts(shape, num_heads), max(_SMALLEST, triton.next_power_of_2(value_size))
     block_k, block_m = (max(_SMALLEST, triton.next_power_of_2(n)) for n in (size, shape.tile_len * num_shared))
     rows, blocks = num_tokens * num_heads * num_shared, Blocks.of(query_THGK.dtype, block_m, max(block_k, block_v))

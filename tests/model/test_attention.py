@@ -62,6 +62,32 @@ def ragged_scene():
     return rows
 
 
+def long_scene():
+    """Rows of 30 to 120 tokens with a branching tree, of which the last pass feeds 1 to 17 tokens of text: contexts of several blocks.
+
+    The positions of some end at 40, those of others lie on both sides of it.
+    """
+    rng = random.Random(11)
+    lengths = [
+        (30, 3),
+        (37, 4),
+        (37, 1),
+        (39, 5),
+        (44, 1),
+        (70, 1),
+        (101, 17),
+        (120, 4),
+    ]  # tokens, and those left for the last pass
+    parents, draws = (-1, 0, 0, 1, 3, 4, 2), ((1, 2), (3,), (6,), (4,), (5,), (), ())
+    free_slots = rng.sample(range(600), 600)
+    rows = []
+    for length, left in lengths:
+        text = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        tree = TokenTree(parents, (text[-1], *(10 + 3 * node for node in range(1, len(parents)))), draws)
+        rows.append(replace(scene_row(rng, text, tree, free_slots), cuts=(length // 3, length - left)))
+    return rows
+
+
 def causal_mask(segment):
     return replace(segment, tail_visible_TW=np.tri(segment.num_tokens, dtype=np.bool_))
 

@@ -25,7 +25,7 @@ from engine.testing import tiny_engine, tiny_module
 from engine.types import Request, SamplingParams
 from tests.model.native import KNOWN, PRECISIONS, alone, is_same, native, needs_library, with_weights
 from tests.model.passes import CPU
-from tests.model.test_attention import causal_mask, only_itself_seen, positions_by_index, ragged_scene, scenes
+from tests.model.test_attention import causal_mask, long_scene, only_itself_seen, positions_by_index, ragged_scene, scenes
 from tests.model.tiny import model, own_module
 
 pytestmark = needs_library
@@ -52,6 +52,13 @@ def test_a_node_has_the_bits_of_its_path_alone(family, precision, rows):
 def test_models_of_odd_sizes_have_their_own_bits_too(sizes, precision):
     """The model's own pass has been compared when it was adopted."""
     assert is_same(adopt(tiny_module("qwen3", **sizes), CPU, NATIVE, precision), ragged_scene())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("family", "window"), [("llama", {}), ("gemma3", {"sliding_window": 40})])
+def test_nodes_after_long_texts_have_their_own_bits_too(family, window, precision):
+    """Contexts of several blocks, read together or through a window that cuts them for some tokens of a pass and not for others."""
+    assert is_same(adopt(tiny_module(family, **window), CPU, NATIVE, precision), long_scene())
 
 
 @pytest.mark.parametrize("segment", [causal_mask, only_itself_seen, positions_by_index])
@@ -139,6 +146,20 @@ def test_keys_and_values_take_half_the_room_where_weights_are_rounded_more(preci
     native("llama", precision).forward(chunk(2), cache, torch.arange(1))
     dtype = torch.float16 if precision in QUANTISED else torch.float32
     assert {pool.dtype for pool in cache.gather(0, torch.tensor([[0]]))} == {cache_dtype(precision)} == {dtype}
+
+
+def test_keys_and_values_of_every_head_lie_where_those_of_torch_do():
+    """The last slot's too, and what is nobody's is written over nobody."""
+    caches = []
+    for target in (model("qwen2"), native("qwen2")):
+        caches.append(cache := KVCache(7, CPU))
+        slots = [4, 0, 6, cache.nobody, 1, 5, 2]
+        target.forward(pack([chain_segment(TEXT[:7], 0, slots)], CPU), cache, torch.arange(1))
+        target.forward(pack([chain_segment([9], 0, [cache.nobody])], CPU), cache, torch.arange(1))
+    for layer in range(caches[0].num_layers):
+        own, found = (torch.stack(cache.gather(layer, torch.tensor([slots]))) for cache in caches)
+        assert found.shape[3] > 1, "heads"
+        assert torch.allclose(own, found, atol=1e-4)
 
 
 @pytest.mark.parametrize(

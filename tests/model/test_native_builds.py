@@ -7,7 +7,7 @@ from engine.native import laws, library, mixture, noise, walks
 from engine.tree import TokenTree
 from tests.model.native import PRECISIONS, native
 from tests.model.passes import node_logits
-from tests.model.test_attention import ragged_scene
+from tests.model.test_attention import long_scene, ragged_scene
 from tests.model.test_native_linear import layer, rows
 
 BUILDS = [name for name in library.supported() if library.is_compiled(name)]
@@ -56,9 +56,10 @@ def test_layers_are_the_same(monkeypatch, precision):
 
 
 @several
+@pytest.mark.parametrize("scene", [ragged_scene, long_scene])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_passes_are_the_same(monkeypatch, precision):
-    one, other = of_each_build(monkeypatch, lambda: torch.cat(node_logits(native("gemma3", precision), ragged_scene())))
+def test_passes_are_the_same(monkeypatch, precision, scene):
+    one, other = of_each_build(monkeypatch, lambda: torch.cat(node_logits(native("gemma3", precision), scene())))
     assert torch.equal(one, other)
 
 
