@@ -1,5 +1,7 @@
 """Sends each tree to the rule that judges it: greedy rows by arg max, seeded rows by the coupled rule, others by their verifier.
 
+After a root alone any rule draws a token from its law, and no draft has seen the coupled rule's noise but by that rule: where our
+library draws so in one pass over the logits, such a root's token is drawn so whatever the row's rule is.
 Every rule sees the target's logits as the request edits them, at each node by the node's own text. The log-probabilities of what
 was emitted are read here too: the target's own, before any edit. Shape key: N nodes of all trees, V vocabulary.
 """
@@ -40,7 +42,8 @@ class Judge:
 
     def judge(self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]) -> list[Verdict | Unjudged]:
         """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others."""
-        rules = [_rule(row) for row in rows]
+        is_read = native.can_read(logits_NV)
+        rules = [_rule(row, tree, is_read) for row, tree in zip(rows, forest.trees, strict=True)]
         best = likeliest(logits_NV)
         is_sound = has_law = [one.is_sound for one in best]
         edited_NV = logits_NV
@@ -90,7 +93,8 @@ class Judge:
             return judge_greedy(part.trees, [seen.best[node].token_id for node in nodes])
         if rule == Coupled.name and native.can_read(seen.logits_NV) and not any(truncates(rows[i].sampling) for i in indices):
             temperatures = [max(rows[i].sampling.temperature, MIN_TEMPERATURE) for i in indices]
-            return judge_by_library(part.trees, seen.logits_NV, nodes, temperatures, [rows[i].key for i in indices])
+            verdicts = judge_by_library(part.trees, seen.logits_NV, nodes, temperatures, [rows[i].key for i in indices])
+            return [_as_told(verdict, rows[i]) for i, verdict in zip(indices, verdicts, strict=True)]
         some = None if len(nodes) == len(seen.logits_NV) else nodes
         sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
         if rule not in self._verifiers:
@@ -132,8 +136,16 @@ def _contexts(row: Row, tree: TokenTree) -> list[LawContext]:
     return [row.law_context(tuple(tree.token_ids[v] for v in tree.path(node)[1:])) for node in range(tree.num_nodes)]
 
 
-def _rule(row: Row) -> str:
-    return _GREEDY if row.sampling.is_greedy else row.verifier
+def _rule(row: Row, tree: TokenTree, is_read: bool) -> str:
+    """Return what judges a tree, whose logits our library reads or does not."""
+    if row.sampling.is_greedy:
+        return _GREEDY
+    return Coupled.name if is_read and tree.num_nodes == 1 and not truncates(row.sampling) else row.verifier
+
+
+def _as_told(verdict: Verdict, row: Row) -> Verdict:
+    """Return a verdict with what the row's own rule tells of a root alone: one token comes."""
+    return verdict if row.verifier == Coupled.name else Verdict(verdict.path, verdict.extra_id, 1.0)
 
 
 def logprobs_of(

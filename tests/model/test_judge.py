@@ -1,5 +1,6 @@
 """Each tree goes to the rule of its row, broken logits to nobody, and log-probabilities are the target's own."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,14 @@ from engine import judge as judging
 from engine.draft.growth import grow
 from engine.judge import NOT_FINITE, Judge, logprobs_of
 from engine.plan import Row
-from engine.tree import Expansion
+from engine.tree import PLAIN, Expansion
 from engine.types import ErrorCode, SamplingParams
 from engine.verify.coupled import judge_greedy
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Unjudged, Verdict
+from tests.chi_square import PASSES_BELOW, z_of_counts
 from tests.model.laws import laws_of
+from tests.model.native import needs_library
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, TableDrafter, decoding_row
 
@@ -174,3 +177,33 @@ def test_a_tree_that_cannot_be_judged_ends_alone():
     assert isinstance(verdicts[1], Unjudged)
     assert "could not have been drawn" in verdicts[1].reason
     assert verdicts[2] == expected_verdict(rows[2])
+
+
+def roots_of(sampling: SamplingParams, verifier: str, num: int = 3) -> list[Row]:
+    return [decoding_row((1, i % V), PLAIN, sampling, verifier, seed=70 + i, request_id=str(i)) for i in range(num)]
+
+
+@needs_library
+@pytest.mark.parametrize(("sampling", "own"), [(SamplingParams(temperature=0.8), "coupled"), (WARM, "traversal")])
+def test_a_root_alone_is_drawn_from_as_is_cheapest(sampling, own):
+    """By the coupled rule where the library reads the logits and the law is a temperature's; it tells that one token comes."""
+    rows = roots_of(sampling, "traversal")
+    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    logits_NV = target_logits(forest)
+    laws_NV = laws_of(logits_NV, [sampling] * len(rows))
+    wanted = create_verifier(own).judge(forest, laws_NV, [row.key for row in rows])
+    assert Judge().judge(rows, forest, logits_NV) == [Verdict(one.path, one.extra_id, 1.0) for one in wanted]
+
+
+@needs_library
+@pytest.mark.parametrize("verifier", ["traversal", "nss"])
+def test_what_follows_a_root_alone_has_the_law(verifier):
+    sampling, num = SamplingParams(temperature=0.8), 4000
+    rows = [replace(row, certain_ids=(1, 3)) for row in roots_of(sampling, verifier, num)]
+    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    logits_NV = target_logits(forest)
+    law = dict(enumerate(laws_of(logits_NV[:1], [sampling])[0].tolist()))
+    verdicts = Judge().judge(rows, forest, logits_NV)
+    assert z_of_counts(Counter(verdict.extra_id for verdict in verdicts), law) < PASSES_BELOW
+    other = laws_of(logits_NV[:1], [SamplingParams(temperature=0.7)])[0].tolist()
+    assert z_of_counts(Counter(verdict.extra_id for verdict in verdicts), dict(enumerate(other))) > PASSES_BELOW
