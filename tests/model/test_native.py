@@ -57,7 +57,7 @@ def test_models_of_odd_sizes_have_their_own_bits_too(sizes, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("family", "window"), [("llama", {}), ("gemma3", {"sliding_window": 40})])
 def test_nodes_after_long_texts_have_their_own_bits_too(family, window, precision):
-    """Contexts of several blocks, read together or through a window that cuts them for some tokens of a pass and not for others."""
+    """Contexts of several blocks, read together or through a window that cuts them for some tokens of a pass alone."""
     assert is_same(adopt(tiny_module(family, **window), CPU, NATIVE, precision), long_scene())
 
 
