@@ -16,9 +16,9 @@ from engine.canary import Canary, NoCanary
 class KVCache:
     """Pools of keys and values for each layer, [S, H, K], made when a layer first writes (its shape is known then).
 
-    What is written is rounded to `dtype`; without one pools are as what is written first. In a CPU's memory a head's keys lie side
-    by side, as each head is read by itself (a pool is a view of [H, S, K]); in a GPU's those of a slot. The slot `nobody`, after
-    all others, is for what must be written somewhere and is never read.
+    What is written is rounded to `dtype`; without one pools are as what is written first. In a CPU's memory a head's keys lie
+    side by side, as each head is read by itself (a pool is a view of [H, S, K]); in a GPU's those of a slot. The slot `nobody`,
+    after all others, is for what must be written somewhere and is never read.
     Owns the tensors. Which slot belongs to whom is the scheduler's business; whoever doubts it has a canary watch.
     """
 
