@@ -223,7 +223,7 @@ def test_leaving_them_out_would_find_fault_with_a_sound_engine(monkeypatch):
         write(self, record, event)
 
     monkeypatch.setattr(Auditor, "_write", without_aborted)
-    assert evenness(bins(stopped_at_the_likeliest(300))).p_value < 1e-6
+    assert evenness(bins(stopped_at_the_likeliest(600))).p_value < 1e-6
 
 
 @pytest.mark.usefixtures("numbered_secrets")

@@ -167,7 +167,7 @@ def test_padding_in_somebodys_slot_is_noticed(monkeypatch, mutant, drafter):
 
 def mean_accepted(engine: Engine) -> tuple[dict[str, list[int]], int]:
     """Return texts and how many drafted tokens were accepted: a drafter's mistakes show in the latter alone."""
-    session = run(engine, mixed_requests(max_tokens=16))
+    session = run(engine, mixed_requests(max_tokens=32))
     return session.texts(), sum(one.num_accepted_tokens for one in session.stats)
 
 
