@@ -299,7 +299,7 @@ class Run {
     int64_t segment, begin, end;
   };
 
-  // Whether a sixth of all threads' time, or more, would go by without a span's head left to attend to.
+  // Whether more than a sixth of all threads' time would go by with no head of a span left to attend to.
   bool would_wait(int64_t num_threads) const {
     const int64_t tasks = spans_.size() * d_.num_kv_heads, idle = (num_threads - tasks % num_threads) % num_threads;
     return 5 * idle > tasks;
