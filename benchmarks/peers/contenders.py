@@ -75,6 +75,9 @@ def _transformers(subject: Subject) -> Iterator[Contender]:
             launch = _adapter("transformers", "generate", words, subject.weights_bytes(bits, has_draft=draft is not None))
             name = f"transformers.{dtype}" + (".assisted" if draft else "")
             yield Contender(name, "transformers", launch, max_concurrency=1 if draft else None)
+        words = [str(subject.model.folder), dtype, str(subject.threads), str(subject.max_concurrency), str(subject.context_tokens)]
+        launch = _adapter("transformers", "continuous", words, subject.weights_bytes(bits) + _GIB)
+        yield Contender(f"transformers.continuous.{dtype}", "transformers", launch)
 
 
 def _openvino(subject: Subject) -> Iterator[Contender]:
@@ -88,7 +91,7 @@ def _openvino(subject: Subject) -> Iterator[Contender]:
 
 def _adapter(peer: str, module: str, words: Sequence[str], weights_bytes: int) -> Launch:
     command = (str(setup.python(peer)), "-m", f"{_ADAPTERS}.{module}", *words)
-    threads = {"OMP_NUM_THREADS": words[2 if module == "generate" else 1]}
+    threads = {"OMP_NUM_THREADS": words[1 if module == "openvino" else 2]}
     return Launch(command, "lines", weights_bytes + _LIBRARIES_BYTES, threads)
 
 
