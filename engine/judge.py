@@ -91,7 +91,7 @@ class Judge:
         nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
         if rule == _GREEDY:
             return judge_greedy(part.trees, [seen.best[node].token_id for node in nodes])
-        if rule == Coupled.name and native.can_read(seen.logits_NV) and not any(truncates(rows[i].sampling) for i in indices):
+        if rule == _BY_LIBRARY:
             temperatures = [max(rows[i].sampling.temperature, MIN_TEMPERATURE) for i in indices]
             verdicts = judge_by_library(part.trees, seen.logits_NV, nodes, temperatures, [rows[i].key for i in indices])
             return [_as_told(verdict, rows[i]) for i, verdict in zip(indices, verdicts, strict=True)]
@@ -111,6 +111,7 @@ class _Seen:
 
 
 _GREEDY = "greedy"
+_BY_LIBRARY = "by the library"  # the coupled rule, over logits that it reads and no request truncates
 _WAITING = Unjudged("not judged yet", ErrorCode.VERIFICATION_FAILED)
 NOT_FINITE = Unjudged("the target's logits are not finite", ErrorCode.LOGITS_NOT_FINITE)
 _LAWLESS = Unjudged(
@@ -137,10 +138,11 @@ def _contexts(row: Row, tree: TokenTree) -> list[LawContext]:
 
 
 def _rule(row: Row, tree: TokenTree, is_read: bool) -> str:
-    """Return what judges a tree, whose logits our library reads or does not."""
+    """Return what judges a tree, whose logits our library reads or does not: the same whatever is beside it."""
     if row.sampling.is_greedy:
         return _GREEDY
-    return Coupled.name if is_read and tree.num_nodes == 1 and not truncates(row.sampling) else row.verifier
+    is_coupled = row.verifier == Coupled.name or tree.num_nodes == 1
+    return _BY_LIBRARY if is_read and is_coupled and not truncates(row.sampling) else row.verifier
 
 
 def _as_told(verdict: Verdict, row: Row) -> Verdict:

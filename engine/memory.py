@@ -131,10 +131,12 @@ def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, native: tor
 
 
 def _step_bytes(config: EngineConfig, target: PretrainedConfig) -> int:
-    """Return what the largest step holds beside weights and caches: every row a whole tree, or one chunk at a text's end."""
+    """Return what the largest step holds beside weights and caches: all its tokens nodes, or one chunk at a text's end.
+
+    A request may ask for a tree of any size, and for the laws of its prompt: nothing else bounds the nodes of a step.
+    """
     text, limits = target.get_text_config(), config.scheduler
-    tree = config.largest_expansion or config.expansion
-    num_nodes = min(limits.max_step_tokens, limits.max_running * (1 + tree.num_draft_tokens))
+    num_nodes = limits.max_step_tokens
     longest = min(limits.max_model_len, limits.num_slots, getattr(text, "max_position_embeddings", None) or limits.max_model_len)
     num_scores = limits.max_step_tokens * longest
     return int(num_nodes * text.vocab_size * _LAW_BYTES + num_scores * (text.num_attention_heads * _SCORE_BYTES + 1 + 8))
@@ -178,7 +180,7 @@ def shortage(need: MemoryNeed, device: torch.device) -> str | None:
     room = memory.free if device.type == "cuda" else memory.total
     if need.total <= room:
         return None
-    asked = "num_slots, max_step_tokens, max_running and largest_expansion make it smaller"
+    asked = "smaller num_slots and max_step_tokens make it less"
     return f"{need.total / GB:.2f} GB are needed ({need}), {device} has {room / GB:.2f}; {asked}"
 
 

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, required=True)
     make = commands.add_parser("report", help="print the tables of a file of measurements")
     make.add_argument("file", type=Path)
+    make.add_argument("--short", action="store_true", help="two tables for all blocks, of ratios and of the rest")
     make.add_argument("--ours", nargs="*", default=[], metavar="NAME", help="of ours whose ratios are told; by default all")
     for command in (run, make):
         command.add_argument(
@@ -86,7 +87,7 @@ def _setup(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    print(report(args.file, args.max_foreign, args.ours))
+    print(report(args.file, args.max_foreign, args.ours, args.short))
 
 
 def _run(args: argparse.Namespace) -> None:

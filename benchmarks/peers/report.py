@@ -18,19 +18,31 @@ REFERENCE = "transformers.float32"  # whose greedy texts others' are compared wi
 Line = Mapping[str, Any]
 Rounds = Mapping[int, Line]  # a contender's lines in one section, by round
 Section = tuple[int, float, str]  # concurrency, temperature, kind
+_FIGURES = ("tokens/s", "first token, ms", "ms a token", "peak, GiB")
 
 
-def report(path: Path, max_foreign_cpus: float, ours: Sequence[str] = ()) -> str:
-    """Return a Markdown table for each concurrency, temperature and kind; `ours` are the columns of ratios, by default all."""
+def report(path: Path, max_foreign_cpus: float, ours: Sequence[str] = (), is_short: bool = False) -> str:
+    """Return a Markdown table for each concurrency, temperature and kind; `ours` are the columns of ratios, by default all.
+
+    The short one has two tables for all of them: ratios alone, and what is not a ratio by contender.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     runs = [line for line in lines if line["type"] == "run"]
     quiet = [line for line in runs if (line["foreign_cpus"] or 0.0) <= max_foreign_cpus]
     parts = [_preface(lines, len(runs), len(quiet), max_foreign_cpus)]
-    for (concurrency, temperature, kind), contenders in sorted(_sections(quiet).items()):
-        columns = [name for name in sorted(contenders) if name.startswith(OURS) and (not ours or name in ours)]
+    sections = sorted(_sections(quiet).items())
+    if is_short:
+        return "\n\n".join([*parts, _ratios_table(sections, ours), _medians_table(sections)])
+    for (concurrency, temperature, kind), contenders in sections:
+        columns = _columns(contenders, ours)
         heading = f"### {concurrency} at a time, temperature {temperature:g}, {kind}"
         parts.append(f"{heading}\n\n{_table(contenders, columns)}")
     return "\n\n".join(parts)
+
+
+def _columns(contenders: Iterable[str], ours: Sequence[str]) -> list[str]:
+    """Return those of ours whose ratios are told."""
+    return [name for name in sorted(contenders) if name.startswith(OURS) and (not ours or name in ours)]
 
 
 def ratios(one: Rounds, other: Rounds) -> list[float]:
@@ -64,26 +76,50 @@ def _reason(line: Line) -> str:
 
 
 def _table(contenders: Mapping[str, Rounds], columns: Sequence[str]) -> str:
-    heads = ["contender", "tokens/s", "first token, ms", "ms a token", "peak, GiB", "as generate", "rounds"]
+    heads = ["contender", *_FIGURES, "as generate", "rounds"]
     heads += [f"{name.removeprefix(OURS + '.')} over it" for name in columns]
     rows = [_row(name, contenders, columns) for name in sorted(contenders)]
     return table(heads, rows)
 
 
+def _ratios_table(sections: Sequence[tuple[Section, Mapping[str, Rounds]]], ours: Sequence[str]) -> str:
+    """Return one table for all sections; of two of ours the ratio is told once, of the first by name over the other."""
+    columns = _columns(dict.fromkeys(name for _, contenders in sections for name in contenders), ours)
+    rows = []
+    for (concurrency, temperature, kind), contenders in sections:
+        for peer, rounds in sorted(contenders.items()):
+            told = [column for column in columns if column < peer or not peer.startswith(OURS)]
+            cells = [_ratio_cell(ratios(contenders.get(column, {}), rounds)) if column in told else "" for column in columns]
+            if told:
+                rows.append([str(concurrency), f"{temperature:g}", kind, peer, *cells])
+    return table(["at a time", "T", "kind", "peer", *(f"{name.removeprefix(OURS + '.')} over it" for name in columns)], rows)
+
+
+def _medians_table(sections: Sequence[tuple[Section, Mapping[str, Rounds]]]) -> str:
+    """Return seconds and bytes by concurrency and contender: medians over blocks of all kinds, temperatures and rounds."""
+    together: dict[tuple[int, str], list[Line]] = defaultdict(list)
+    for (concurrency, _, _), contenders in sections:
+        for name, rounds in contenders.items():
+            together[concurrency, name] += rounds.values()
+    rows = [
+        [str(concurrency), name, *_figures(lines), str(len(lines))] for (concurrency, name), lines in sorted(together.items())
+    ]
+    return table(["at a time", "contender", *_FIGURES, "blocks"], rows)
+
+
 def _row(name: str, contenders: Mapping[str, Rounds], columns: Sequence[str]) -> list[str]:
     rounds = contenders[name]
-    figures = [
-        f"{_median(rounds, 'tokens_per_s'):.1f}",
-        f"{_median(rounds, 'first_s') * 1e3:.0f}",
-        f"{_median(rounds, 'token_s') * 1e3:.1f}",
-        f"{max(line['peak_bytes'] for line in rounds.values()) / 2**30:.1f}",
-    ]
     against = [_ratio_cell(ratios(contenders[column], rounds)) if column != name else "" for column in columns]
-    return [name, *figures, _equal_cell(rounds, contenders.get(REFERENCE, {})), str(len(rounds)), *against]
+    return [name, *_figures([*rounds.values()]), _equal_cell(rounds, contenders.get(REFERENCE, {})), str(len(rounds)), *against]
 
 
-def _median(rounds: Rounds, figure: str) -> float:
-    return float(statistics.median(line[figure] for line in rounds.values()))
+def _figures(lines: Sequence[Line]) -> list[str]:
+    """Return what `_FIGURES` name."""
+    tokens_per_s, first_s, token_s = (
+        float(statistics.median(line[figure] for line in lines)) for figure in ("tokens_per_s", "first_s", "token_s")
+    )
+    peak_gib = max(line["peak_bytes"] for line in lines) / 2**30
+    return [f"{tokens_per_s:.1f}", f"{first_s * 1e3:.0f}", f"{token_s * 1e3:.1f}", f"{peak_gib:.1f}"]
 
 
 def _ratio_cell(values: Sequence[float]) -> str:

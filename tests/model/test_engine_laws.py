@@ -23,6 +23,7 @@ from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.driving import run
 from tests.model.heads import head_engine, learnt_head
 from tests.model.laws import laws_of
+from tests.model.test_kv_cache import RandomExpansion
 from tests.model.tiny import own_logits, pair
 
 PROMPT = (5, 9, 33, 4)
@@ -104,6 +105,16 @@ def test_a_draft_head_keeps_the_targets_law(verifier, expansion):
     assert z_of_counts(triples(verifier, expansion, engine), target_law()) < PASSES_BELOW
 
 
+def at_random() -> Engine:
+    """Return an engine whose policy wishes any tree for anybody at any step."""
+    return tiny_engine(*pair("llama", noise=0.1), RandomExpansion(3), config=WIDE)
+
+
+@pytest.mark.parametrize("verifier", ["traversal", "specinfer", "coupled"])
+def test_a_policy_that_wishes_anything_keeps_the_targets_law(verifier):
+    assert z_of_counts(triples(verifier, DELAYED, at_random()), target_law()) < PASSES_BELOW
+
+
 @pytest.mark.usefixtures("numbered_secrets")
 def test_unseeded_requests_keep_the_targets_law():
     assert z_of_counts(triples(None, DELAYED), target_law()) < PASSES_BELOW
@@ -158,6 +169,7 @@ def misreport_draft_laws(monkeypatch):
 def test_the_law_kills_a_draft_law_that_was_not_drawn(monkeypatch):
     misreport_draft_laws(monkeypatch)
     assert z_of_counts(triples("traversal", DELAYED), target_law()) > FAILS_ABOVE
+    assert z_of_counts(triples("traversal", DELAYED, at_random()), target_law()) > FAILS_ABOVE
 
 
 def best_first(offers):

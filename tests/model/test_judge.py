@@ -14,6 +14,7 @@ from engine.judge import NOT_FINITE, Judge, logprobs_of
 from engine.plan import Row
 from engine.tree import PLAIN, Expansion
 from engine.types import ErrorCode, SamplingParams
+from engine.verify import coupled
 from engine.verify.coupled import judge_greedy
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Unjudged, Verdict
@@ -209,3 +210,27 @@ def test_what_follows_a_root_alone_has_the_law(verifier):
     assert z_of_counts(counts, law) < PASSES_BELOW
     other = laws_of(logits_NV[:1], [SamplingParams(temperature=0.7)])[0].tolist()
     assert z_of_counts(counts, dict(enumerate(other))) > PASSES_BELOW
+
+
+def of_library(monkeypatch, rows: list[Row]) -> list:
+    """Return the keys of those that our library judges."""
+    keys = []
+
+    def judge_by_library(*args):
+        keys.extend(args[-1])
+        return coupled.judge_by_library(*args)
+
+    monkeypatch.setattr(judging, "judge_by_library", judge_by_library)
+    forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
+    Judge().judge(rows, forest, target_logits(forest))
+    return keys
+
+
+@needs_library
+def test_what_judges_a_row_is_its_own_affair(monkeypatch):
+    """Of rows of the coupled rule one that truncated once sent all the others the slow way, and their laws by other sums."""
+    rows = rows_of([(SamplingParams(temperature=0.8), "coupled"), (WARM, "coupled"), (SamplingParams(), "coupled")])
+    wanted = [rows[0].key, rows[2].key]
+    assert of_library(monkeypatch, rows) == wanted
+    monkeypatch.setattr(judging, "_rule", lambda row, *_: row.verifier)
+    assert of_library(monkeypatch, rows) != wanted

@@ -119,9 +119,8 @@ def test_a_peer_that_is_not_set_up_is_named_and_left_out(tmp_path: Path):
 def test_who_can_run_the_model_takes_part_once(tmp_path: Path):
     both = [one.name for one in contenders_of(subject(tmp_path))]
     assert len(set(both)) == len(both)
-    assert {"transformers.float32.assisted", "llama.cpp.shipped", "llama.cpp.q8_0.draft", "openvino", "vllm.bfloat16"} <= set(
-        both
-    )
+    some = {"transformers.float32.assisted", "transformers.continuous.bfloat16", "llama.cpp.shipped", "llama.cpp.q8_0.draft"}
+    assert {*some, "openvino", "vllm.bfloat16"} <= set(both)
     alone = [one.name for one in contenders_of(subject(tmp_path, has_draft=False))]
     assert not [name for name in alone if name.endswith(("draft", "assisted"))]
     without = [one.peer for one in contenders_of(subject(tmp_path, has_gguf=False))]
@@ -324,6 +323,23 @@ def test_greedy_texts_are_compared_with_the_reference_of_their_round(rows: Any):
     )
     assert found["latebranch.float32.plain"][5] == "3 of 4"
     assert found["llama.cpp"][5] == "–"
+
+
+def test_the_short_report_tells_each_ratio_once(tmp_path: Path):
+    names = ("latebranch.int8.adaptive", "latebranch.int8.plain", "llama.cpp")
+    lines = [line(name, number, 10.0 * (3 - place)) for place, name in enumerate(names) for number in range(2)]
+    path = tmp_path / "peers.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    tables = report(path, 0.2, is_short=True).split("\n\n")
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in tables[1].splitlines()]
+    assert rows[0][3:] == ["peer", "int8.adaptive over it", "int8.plain over it"]
+    told = {row[3]: row[4:] for row in rows[2:]}
+    assert told == {
+        "latebranch.int8.plain": ["1.50 (1.50–1.50)", ""],
+        "llama.cpp": ["3.00 (3.00–3.00)", "2.00 (2.00–2.00)"],
+    }
+    figures = {row.split("|")[2].strip(): row.split("|")[3].strip() for row in tables[2].splitlines()[2:]}
+    assert figures == {"latebranch.int8.adaptive": "30.0", "latebranch.int8.plain": "20.0", "llama.cpp": "10.0"}
 
 
 def test_setup_installs_those_that_are_named_or_all(monkeypatch):
