@@ -25,6 +25,7 @@ from engine.progress_bar import progress_bar
 from engine.weights import resolve
 
 _CPU = torch.device("cpu")
+_CHUNK_TOKENS = 256
 _CONTENDERS = ("packed.float32", "packed.bfloat16", "native.float32", "native.bfloat16", "native.int8", "native.compact")
 
 
@@ -61,7 +62,7 @@ def main() -> None:
     }
     caches = {name: KVCache(args.context + max(args.widths), _CPU) for name in models}
     for name, model in models.items():
-        _seconds(model, caches[name], 0, args.context)
+        fill(model, caches[name], args.context)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     num_dropped = 0
     for _ in progress_bar(range(args.rounds), what=args.model, total=args.rounds, unit="round"):
@@ -100,6 +101,12 @@ def _figures(seconds: dict[tuple[str, int], list[float]], contenders: Sequence[s
             cost = statistics.median(one / alone for one, alone in zip(times, seconds[name, widths[0]], strict=True))
             found.append(Figure(name, width, middle, low, high, cost, len(times)))
     return found
+
+
+def fill(model: CausalModel, cache: KVCache, num_tokens: int) -> None:
+    """Feed so many tokens, a chunk at a time."""
+    for first in range(0, num_tokens, _CHUNK_TOKENS):
+        timed_pass(model, cache, first, min(_CHUNK_TOKENS, num_tokens - first))
 
 
 def _seconds(model: CausalModel, cache: KVCache, done: int, num_tokens: int) -> float:

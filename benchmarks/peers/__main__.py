@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import platform
+import pydoc_data.topics
 import signal
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from server.settings import Settings, SettingsError, load_settings
 
 _PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 _CONTEXT_STEP_TOKENS = 256
+_LONG = "long"  # a kind of prompts that no file has
 
 
 def main() -> None:
@@ -53,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--prompts", type=Path, default=_PROMPTS)
     run.add_argument("--kinds", nargs="+", default=["code", "maths", "prose"])
     run.add_argument("--num-prompts", type=int, default=2, help="of each kind")
+    run.add_argument("--long-tokens", type=int, metavar="N", default=7900, help="of the one prompt of kind `long`, about")
     run.add_argument("--max-tokens", type=int, default=128, help="of every answer, which end tokens do not end")
     run.add_argument("--rounds", type=int, default=5)
     run.add_argument("--threads", type=int, default=os.cpu_count(), help="of every contender")
@@ -94,7 +97,10 @@ def _run(args: argparse.Namespace) -> None:
     # 1. what everybody is given
     settings = load_settings(args.config, {})
     tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
-    texts = read_prompts(args.prompts, args.kinds, args.num_prompts)
+    kinds = [kind for kind in args.kinds if kind != _LONG]
+    texts = read_prompts(args.prompts, kinds, args.num_prompts) if kinds else {}
+    if _LONG in args.kinds:
+        texts[_LONG] = (_long_text(tokenizer, args.long_tokens),)
     prompts = {kind: [chat_ids(tokenizer, text) for text in of_kind] for kind, of_kind in texts.items()}
     subject = _subject(args, settings, [prompt for of_kind in prompts.values() for prompt in of_kind])
     # 2. who takes part
@@ -118,6 +124,12 @@ def _run(args: argparse.Namespace) -> None:
     )
     with Stable(int(args.memory_gib * 2**30)) as stable:
         Measurement(design, chosen, stable, args.out).run(prompts, _facts(subject, left_out))
+
+
+def _long_text(tokenizer: Any, num_tokens: int) -> str:
+    """Return a question about a text of so many tokens: the topics of Python's own help."""
+    topics = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    return "Say in a few sentences what this is about.\n\n" + tokenizer.decode(tokenizer.encode(topics)[:num_tokens])
 
 
 def _subject(args: argparse.Namespace, settings: Settings, prompts: list[Prompt]) -> Subject:

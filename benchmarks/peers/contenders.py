@@ -75,7 +75,7 @@ def _transformers(subject: Subject) -> Iterator[Contender]:
             launch = _adapter("transformers", "generate", words, subject.weights_bytes(bits, has_draft=draft is not None))
             name = f"transformers.{dtype}" + (".assisted" if draft else "")
             yield Contender(name, "transformers", launch, max_concurrency=1 if draft else None)
-        words = [str(subject.model.folder), dtype, str(subject.threads), str(subject.max_concurrency), str(subject.context_tokens)]
+        words = [str(subject.model.folder), dtype, *map(str, (subject.threads, subject.max_concurrency, subject.context_tokens))]
         launch = _adapter("transformers", "continuous", words, subject.weights_bytes(bits) + _GIB)
         yield Contender(f"transformers.continuous.{dtype}", "transformers", launch)
 

@@ -1,6 +1,6 @@
-"""transformers' continuous batching: `python -m benchmarks.peers.adapters.continuous FOLDER DTYPE THREADS REQUESTS CONTEXT_TOKENS`.
+"""transformers' continuous batching: `python -m benchmarks.peers.adapters.continuous FOLDER DTYPE THREADS REQUESTS CONTEXT`.
 
-Its cache has room for so many requests of so many tokens; a batch has as many requests as a job has at a time. What a law and a
+Its cache has room for so many requests of so many tokens of context; a batch has as many requests as a job has at a time. What a law and a
 batch's size need is set up before a job's clock starts.
 """
 
