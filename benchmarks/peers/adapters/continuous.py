@@ -1,7 +1,7 @@
 """transformers' continuous batching: `python -m benchmarks.peers.adapters.continuous FOLDER DTYPE THREADS REQUESTS CONTEXT`.
 
-Its cache has room for so many requests of so many tokens of context; a batch has as many requests as a job has at a time. What a law and a
-batch's size need is set up before a job's clock starts.
+Its cache has room for so many requests of so many tokens of context; a batch has as many requests as a job has at a time. What
+a law and a batch need is set up before a job's clock starts.
 """
 
 import sys
