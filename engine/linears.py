@@ -48,11 +48,17 @@ _LIKE = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 0.1, "compact": 0.1}  # rela
 _SAMPLE_ROWS = 4
 
 
+def _native(linear: nn.Linear, precision: str) -> NativeLinear:
+    """Return the layer by our library. The one that it replaces becomes float32, whatever its weights were loaded in."""
+    linear.float()
+    return _checked(linear, NativeLinear(linear, precision), precision)
+
+
 @torch.inference_mode()
 def _checked(linear: nn.Linear, native: NativeLinear, precision: str) -> NativeLinear:
-    """Return the layer; raise ValueError if it is not nearly the one it replaces."""
+    """Return the layer; raise ValueError if it is not nearly the one it replaces, in float32."""
     sample_NI = torch.randn(_SAMPLE_ROWS, linear.in_features, generator=torch.Generator().manual_seed(0))
-    expected_NO = linear(sample_NI.to(linear.weight.dtype)).float()
+    expected_NO = linear(sample_NI)
     error = float((native(sample_NI) - expected_NO).norm() / expected_NO.norm().clamp_min(torch.finfo().tiny))
     if not error < _LIKE[precision]:
         raise ValueError(f"in {precision} a layer of {linear.in_features} inputs differs by {error:.0%}")
@@ -72,7 +78,7 @@ def _packs(dtype: torch.dtype) -> bool:
 _KINDS: dict[str, Callable[[nn.Linear, str], nn.Module]] = {
     "plain": lambda linear, _: linear,
     "packed": lambda linear, _: PackedLinear(linear) if _packs(linear.weight.dtype) else linear,
-    NATIVE: lambda linear, precision: _checked(linear, NativeLinear(linear, precision), precision),
+    NATIVE: _native,
 }
 
 
@@ -92,13 +98,17 @@ def weight_of(linear: nn.Module) -> Tensor:
 
 
 def prepare_linears(model: nn.Module, kind: str, precision: str = "float32") -> None:
-    """Replace the model's linear layers in place; `precision` is for native ones. Raise ValueError for an unknown kind."""
+    """Replace the model's linear layers in place; `precision` is for native ones. Raise ValueError for an unknown kind.
+
+    Each is let go of as it is replaced: a model need not be held twice.
+    """
     if kind not in _KINDS:
         raise ValueError(f"unknown linear kind {kind!r}; known: {', '.join(_KINDS)}")
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, _KINDS[kind](child, precision))
+    modules = list(model.modules())
+    places = [(parent, name) for parent in modules for name, child in parent.named_children() if type(child) is nn.Linear]
+    modules.clear()
+    for parent, name in places:
+        setattr(parent, name, _KINDS[kind](getattr(parent, name), precision))
 
 
 def fastest_linears(device: torch.device) -> str:

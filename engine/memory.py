@@ -4,25 +4,24 @@ Knows sizes, not tensors. Weights and pools are exact; what a step needs beside 
 laws of every node, scores and masks of the longest text.
 """
 
-import json
-import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 
 from engine.config import EngineConfig
 from engine.draft.head import head_shape
 from engine.linears import NATIVE, fastest_linears
-from engine.model import weights_dtype
+from engine.model import loaded_dtype, weights_dtype
 from engine.native.linear import weight_bytes
 from engine.native.passes import cache_dtype
 from engine.static_steps import table_capacity, why_as_they_come
 from engine.weights import WeightsError, resolve
+from engine.weights.stored import num_parameters, parameters_in
 
 GB = 1e9
 _LAW_BYTES = 4 * 4  # a node's logits, edited logits, law and draft law, float32
@@ -88,12 +87,14 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
 def _model_bytes(reference: str, precision: str, is_native: bool) -> int:
     """Return what a model's weights take.
 
-    Our library keeps embeddings in float32, and beside them the output head that is tied to them.
+    Our library takes them from the format of the file. It keeps embeddings in float32, and beside them the output head that is
+    tied to them.
     """
-    count = num_parameters(resolve(reference).folder)
-    loaded = count * weights_dtype(precision).itemsize
+    folder = resolve(reference).folder
+    count = num_parameters(folder)
     if not is_native:
-        return loaded
+        return count * weights_dtype(precision).itemsize
+    loaded = count * loaded_dtype(folder, precision, NATIVE).itemsize
     text = configuration_of(reference).get_text_config()
     embeddings = int(text.vocab_size * text.hidden_size)
     packed = count if text.tie_word_embeddings else count - embeddings
@@ -199,24 +200,3 @@ def cache_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * text.num_hidden_layers * heads * width * dtype.itemsize)
-
-
-def num_parameters(folder: Path) -> int:
-    """Return how many numbers the weights of a folder are, by the heads of its files."""
-    return sum(parameters_in(path) for path in _weight_files(folder))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers would load: others beside them hold the same once more, or an adapter."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
-    if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
-
-
-def parameters_in(path: Path) -> int:
-    """Return how many numbers a file of weights has."""
-    with safe_open(path, framework="pt") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (it is no mapping)

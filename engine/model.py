@@ -26,6 +26,7 @@ from engine.paged.table import IDS, POSITIONS, Columns, PagedBatch, Shape, table
 from engine.progress_bar import quiet_libraries
 from engine.transfer import integers_32
 from engine.weights.facts import end_tokens
+from engine.weights.stored import stored_dtype
 
 _logger = logging.getLogger(__name__)
 # Of native passes, in which attention adds in another order: inputs of layers are rounded to 15 bits in int8, to 8 in compact.
@@ -121,6 +122,15 @@ def weights_dtype(dtype: str) -> torch.dtype:
     return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
 
 
+def loaded_dtype(folder: Path, dtype: str, linears: str) -> torch.dtype:
+    """Return the number format in which a folder's weights are loaded.
+
+    For our library, which packs them layer by layer, that is the file's where it is narrower and its numbers are all the same.
+    """
+    asked = weights_dtype(dtype)
+    return stored_dtype(folder) if linears == NATIVE and asked == torch.float32 else asked
+
+
 def is_run_natively(module: PreTrainedModel, device: torch.device) -> bool:
     """Return whether our library runs a model's passes where its fastest linear layers are wanted."""
     if fastest_linears(device) != NATIVE:
@@ -138,19 +148,27 @@ def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> 
     A model that our library does not know is run as transformers has it, with packed linears; in int8 and compact it is refused.
     """
     quiet_libraries()
-    is_native = linears == NATIVE
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=weights_dtype(dtype), attn_implementation="eager")
-    if is_native:
+    module = _loaded(folder, loaded_dtype(folder, dtype, linears), weights_dtype(dtype))
+    if linears == NATIVE:
         try:
             return adopt(module, device, NATIVE, dtype)
         except UnknownDecoder as error:
             if dtype in QUANTISED:
                 raise UnsupportedModel(f"{dtype}: {error}") from error
             _logger.info("%s; transformers runs it", error)
-            return adopt(module, device, torch_linears(device))
+            return adopt(module.to(weights_dtype(dtype)), device, torch_linears(device))
     if dtype in QUANTISED:
         raise UnsupportedModel(f"{dtype} needs our library and a processor with AVX2, which {device} has not")
     return adopt(module, device, linears)
+
+
+def _loaded(folder: Path, dtype: torch.dtype, wanted: torch.dtype) -> PreTrainedModel:
+    """Load a model in a format whose weights are those of the wanted one: in that itself if constants of its own were rounded."""
+    module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    constants = {buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()}
+    if dtype == wanted or constants <= {torch.float32}:
+        return module
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, attn_implementation="eager")  # type: ignore[no-any-return]
 
 
 def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain", precision: str = "float32") -> CausalModel:

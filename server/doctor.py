@@ -17,12 +17,13 @@ from engine.config import EngineConfig
 from engine.draft.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.head import head_shape
 from engine.linears import NATIVE, fastest_linears, multiplies_bfloat16
-from engine.memory import GB, configuration_of, memory_need, memory_of, num_parameters, shortage
+from engine.memory import GB, configuration_of, memory_need, memory_of, shortage
 from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.static_steps import why_as_they_come
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
+from engine.weights.stored import num_parameters
 from selector.learnt import misfits
 from selector.menu import menu_for_all
 from selector.net import SelectorNet

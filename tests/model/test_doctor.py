@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.memory import cache_bytes_per_token, num_parameters
+from engine.memory import cache_bytes_per_token
 from engine.model import load_model
 from engine.native import library
 from engine.native.linear import QUANTISED
@@ -16,6 +16,7 @@ from engine.testing import tiny_engine, tiny_model
 from engine.tree import parse_expansion
 from engine.types import Request, SamplingParams
 from engine.weights import WeightsCache, load_presets
+from engine.weights.stored import num_parameters
 from selector.menu import menu_of
 from selector.net import NetShape, Objective, SelectorNet
 from server.cli import main

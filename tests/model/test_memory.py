@@ -15,11 +15,12 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.combined import CombinedDrafter
 from engine.draft.head_drafter import HeadDrafter
 from engine.draft.native_head import NativeHead
-from engine.memory import Memory, memory_need, num_parameters, shortage
+from engine.memory import Memory, memory_need, shortage
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.testing import tiny_module
 from engine.tree import Expansion
+from engine.weights.stored import num_parameters
 from tests.conformance.folder import served_folder
 from tests.model.heads import random_head
 from tests.model.native import needs_library

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from engine import model as loading
 from engine.audit.reference import SameBitsReference
 from engine.blocks import IntegrityError
 from engine.canary import SlotCanary
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE
-from engine.model import CausalModel, adopt
+from engine.model import CausalModel, adopt, load_model, loaded_dtype
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.native.passes import cache_dtype
@@ -23,6 +24,7 @@ from engine.segments import chain_segment
 from engine.taps import StateTap
 from engine.testing import tiny_engine, tiny_module
 from engine.types import Request, SamplingParams
+from engine.weights.stored import stored_dtype
 from tests.model.native import KNOWN, PRECISIONS, alone, is_same, native, needs_library, with_weights
 from tests.model.passes import CPU
 from tests.model.test_attention import causal_mask, long_scene, only_itself_seen, positions_by_index, ragged_scene, scenes
@@ -272,3 +274,28 @@ def test_a_slot_that_was_never_written_is_named():
     target.forward(sound, pools, torch.tensor([0]))
     with pytest.raises(IntegrityError, match=r"keys of layer 0 of slots \[3\] are read"):
         target.forward(lost, pools, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_model_is_the_same_however_its_weights_are_loaded(family, dtype, tmp_path, monkeypatch):
+    """What our library packs is loaded as the file has it, in half of float32's memory. Gemma's scale would be rounded with it."""
+    with_weights(tiny_module(family), dtype).save_pretrained(tmp_path)
+    assert loaded_dtype(tmp_path, "float32", NATIVE) == stored_dtype(tmp_path) == dtype
+    narrow = load_model(tmp_path, "float32", CPU, NATIVE)
+    monkeypatch.setattr(loading, "loaded_dtype", lambda *_: torch.float32)
+    wide = load_model(tmp_path, "float32", CPU, NATIVE)
+    for tensors, others in (
+        (narrow.module.named_parameters(), dict(wide.module.named_parameters())),
+        (narrow.module.named_buffers(), dict(wide.module.named_buffers())),
+    ):
+        assert all(tensor.dtype == others[name].dtype and torch.equal(tensor, others.pop(name)) for name, tensor in tensors)
+        assert not others
+    assert torch.equal(alone(narrow, TEXT[:12]), alone(wide, TEXT[:12]))
+
+
+def test_weights_of_several_formats_are_loaded_in_float32(tmp_path):
+    module = with_weights(tiny_module(), torch.bfloat16)
+    module.model.norm.float()
+    module.save_pretrained(tmp_path)
+    assert stored_dtype(tmp_path) == loaded_dtype(tmp_path, "compact", NATIVE) == torch.float32
