@@ -279,7 +279,7 @@ def test_a_slot_that_was_never_written_is_named():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_a_model_is_the_same_however_its_weights_are_loaded(family, dtype, tmp_path, monkeypatch):
-    """What our library packs is loaded as the file has it, in half of float32's memory. Gemma's scale would be rounded with it."""
+    """What our library packs is loaded as the file has it, in half of the memory. Gemma's scale would be rounded with it."""
     with_weights(tiny_module(family), dtype).save_pretrained(tmp_path)
     assert loaded_dtype(tmp_path, "float32", NATIVE) == stored_dtype(tmp_path) == dtype
     narrow = load_model(tmp_path, "float32", CPU, NATIVE)
