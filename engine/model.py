@@ -168,7 +168,7 @@ def _loaded(folder: Path, dtype: torch.dtype, wanted: torch.dtype) -> PreTrained
     constants = {buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()}
     if dtype == wanted or constants <= {torch.float32}:
         return module
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, attn_implementation="eager")  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, attn_implementation="eager")
 
 
 def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain", precision: str = "float32") -> CausalModel:

@@ -129,7 +129,8 @@ def _run(args: argparse.Namespace) -> None:
 def _long_text(tokenizer: Any, num_tokens: int) -> str:
     """Return a question about a text of so many tokens: the topics of Python's own help."""
     topics = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
-    return "Say in a few sentences what this is about.\n\n" + tokenizer.decode(tokenizer.encode(topics)[:num_tokens])
+    some: str = tokenizer.decode(tokenizer.encode(topics)[:num_tokens])
+    return f"Say in a few sentences what this is about.\n\n{some}"
 
 
 def _subject(args: argparse.Namespace, settings: Settings, prompts: list[Prompt]) -> Subject:

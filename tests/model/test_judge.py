@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine import judge as judging
 from engine.draft.growth import grow
 from engine.judge import NOT_FINITE, Judge, logprobs_of
+from engine.keys import StepKey
 from engine.plan import Row
 from engine.tree import PLAIN, Expansion
 from engine.types import ErrorCode, SamplingParams
@@ -212,9 +213,9 @@ def test_what_follows_a_root_alone_has_the_law(verifier):
     assert z_of_counts(counts, dict(enumerate(other))) > PASSES_BELOW
 
 
-def of_library(monkeypatch, rows: list[Row]) -> list:
+def of_library(monkeypatch, rows: list[Row]) -> list[StepKey]:
     """Return the keys of those that our library judges."""
-    keys = []
+    keys: list[StepKey] = []
 
     def judge_by_library(*args):
         keys.extend(args[-1])
