@@ -111,7 +111,7 @@ class _Seen:
 
 
 _GREEDY = "greedy"
-_BY_LIBRARY = "by the library"  # the coupled rule, over logits that it reads and no request truncates
+_BY_LIBRARY = "coupled, by the library"  # and after lone roots of any rule, over logits that no request truncates
 _WAITING = Unjudged("not judged yet", ErrorCode.VERIFICATION_FAILED)
 NOT_FINITE = Unjudged("the target's logits are not finite", ErrorCode.LOGITS_NOT_FINITE)
 _LAWLESS = Unjudged(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import NAME, AttentionContext, Gathered
 from engine.kv_cache import KVCache
@@ -32,6 +32,7 @@ _logger = logging.getLogger(__name__)
 # Of native passes, in which attention adds in another order: inputs of layers are rounded to 15 bits in int8, to 8 in compact.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-3, "int8": 2e-2, "compact": 0.1}
 _NO_LIMIT = 1 << 20
+_WITH_CONSTANTS = "gemma"  # how families are called that scale embeddings by a number in the format of their weights
 
 
 class CausalModel:
@@ -125,10 +126,14 @@ def weights_dtype(dtype: str) -> torch.dtype:
 def loaded_dtype(folder: Path, dtype: str, linears: str) -> torch.dtype:
     """Return the number format in which a folder's weights are loaded.
 
-    For our library, which packs them layer by layer, that is the file's where it is narrower and its numbers are all the same.
+    For our library, which packs them layer by layer, that is the file's if it is narrower; but where a model has constants of its
+    own, which would be rounded with the weights.
     """
     asked = weights_dtype(dtype)
-    return stored_dtype(folder) if linears == NATIVE and asked == torch.float32 else asked
+    if linears != NATIVE or asked != torch.float32:
+        return asked
+    has_constants = AutoConfig.from_pretrained(folder).model_type.startswith(_WITH_CONSTANTS)
+    return asked if has_constants else stored_dtype(folder)
 
 
 def is_run_natively(module: PreTrainedModel, device: torch.device) -> bool:
@@ -163,12 +168,14 @@ def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> 
 
 
 def _loaded(folder: Path, dtype: torch.dtype, wanted: torch.dtype) -> PreTrainedModel:
-    """Load a model in a format whose weights are those of the wanted one: in that itself if constants of its own were rounded."""
+    """Load a model in a format that holds the weights of the wanted one: in that itself if constants of its own were rounded."""
     module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     constants = {buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()}
-    if dtype == wanted or constants <= {torch.float32}:
-        return module
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, attn_implementation="eager")
+    if dtype != wanted and not constants <= {torch.float32}:
+        del module  # no two at a time
+        return _loaded(folder, wanted, wanted)
+    module.config.dtype = wanted  # what it will compute in
+    return module
 
 
 def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain", precision: str = "float32") -> CausalModel:

@@ -1,5 +1,7 @@
 """Prepacked linear layers compute the same function."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,23 @@ def test_plain_changes_nothing():
     before = [type(part) for part in module.modules()]
     prepare_linears(module, "plain")
     assert [type(part) for part in module.modules()] == before
+
+
+def test_a_layer_is_let_go_of_as_it_is_replaced(monkeypatch):
+    """They all stayed until the last one was packed, and a model was held twice."""
+    layers: list[weakref.ref[nn.Linear]] = []
+    most_held = 0
+
+    def replaced(linear: nn.Linear, _: str) -> nn.Module:
+        nonlocal most_held
+        layers.append(weakref.ref(linear))
+        most_held = max(most_held, sum(layer() is not None for layer in layers))
+        return nn.Identity()
+
+    monkeypatch.setitem(linears._KINDS, "replaced", replaced)
+    prepare_linears(tiny_module("llama"), "replaced")
+    assert len(layers) > 10
+    assert most_held == 1
 
 
 def test_unknown_kinds_are_refused():

@@ -118,9 +118,10 @@ def test_the_known_ones_are_known(family):
 
 
 @needs_library
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [other_family, with_rotation])
-def test_unknown_ones_are_run_by_transformers_but_where_weights_are_integers(make, tmp_path):
-    make().save_pretrained(tmp_path)
+def test_unknown_ones_are_run_by_transformers_but_where_weights_are_integers(make, stored, tmp_path):
+    make().to(stored).save_pretrained(tmp_path)
     for precision in ("float32", "bfloat16"):
         loaded = load_model(tmp_path, precision, CPU, NATIVE)
         assert loaded.native is None

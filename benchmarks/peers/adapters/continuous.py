@@ -84,7 +84,7 @@ def _wait_for(manager: ContinuousBatchingManager, ids: Sequence[str]) -> dict[st
             raise JobFailed("the generation loop has ended")
         if output is not None and output.error is not None:
             raise JobFailed(output.error)
-        if output is not None:
+        if output is not None and output.request_id in ids:  # others are of a job that failed
             done[output.request_id] = output
     return done
 
