@@ -62,7 +62,7 @@ def main() -> None:
     }
     caches = {name: KVCache(args.context + max(args.widths), _CPU) for name in models}
     for name, model in models.items():
-        fill(model, caches[name], args.context)
+        _fill(model, caches[name], args.context)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     num_dropped = 0
     for _ in progress_bar(range(args.rounds), what=args.model, total=args.rounds, unit="round"):
@@ -103,7 +103,7 @@ def _figures(seconds: dict[tuple[str, int], list[float]], contenders: Sequence[s
     return found
 
 
-def fill(model: CausalModel, cache: KVCache, num_tokens: int) -> None:
+def _fill(model: CausalModel, cache: KVCache, num_tokens: int) -> None:
     """Feed so many tokens, a chunk at a time."""
     for first in range(0, num_tokens, _CHUNK_TOKENS):
         timed_pass(model, cache, first, min(_CHUNK_TOKENS, num_tokens - first))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from benchmarks.peers.adapters.generate import law_of
 from benchmarks.peers.jobs import Answer, Answers, Job, JobFailed, serve_jobs
 
 _PAGE_TOKENS = 256  # its default
@@ -26,7 +27,6 @@ class _Batches:
     def __init__(self, folder: str, dtype: str, num_requests: int, context_tokens: int) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self._num_blocks = num_requests * -(-context_tokens // _PAGE_TOKENS)
-        self._context_tokens = context_tokens
         self._kept: tuple[tuple[float, int], ContinuousBatchingManager] | None = None
 
     def manager(self, job: Job) -> ContinuousBatchingManager:
@@ -43,7 +43,7 @@ class _Batches:
                 allow_block_sharing=False,
                 seed=job.seeds[0],
             )
-            manager = self._model.init_continuous_batching(_law(job), config)
+            manager = self._model.init_continuous_batching(_config(job), config)
             manager.warmup()
             manager.start()
             self._kept = asked, manager
@@ -95,12 +95,9 @@ def _answer(output: GenerationOutput, begin_s: float) -> Answer:
     return Answer(output.timestamps[0] - begin_s, output.timestamps[-1] - begin_s, len(ids), ids)
 
 
-def _law(job: Job) -> GenerationConfig:
+def _config(job: Job) -> GenerationConfig:
     """Return plain sampling without an end token."""
-    law = (
-        {"do_sample": True, "temperature": job.temperature, "top_k": 0, "top_p": 1.0} if job.temperature else {"do_sample": False}
-    )
-    return GenerationConfig(max_new_tokens=job.num_tokens, pad_token_id=0, eos_token_id=_NO_END_TOKEN, **law)
+    return GenerationConfig(max_new_tokens=job.num_tokens, pad_token_id=0, eos_token_id=_NO_END_TOKEN, **law_of(job))
 
 
 if __name__ == "__main__":
