@@ -140,8 +140,8 @@ class WorthOfNodes:
                 sum(one.num_trees for one in of_kind),
             )
 
-    def _found(self, trees: Sequence[DraftOutcome], least_told: Callable[[DraftOutcome], float]) -> "_Found":
-        found = _Found(self._least)
+    def _found(self, trees: Sequence[DraftOutcome], least_told: Callable[[DraftOutcome], float]) -> "NodeSums":
+        found = NodeSums(self._least)
         for one in trees:
             found.add(one, least_told(one))
         return found
@@ -162,7 +162,7 @@ class WorthOfNodes:
         return least
 
 
-class _Found:
+class NodeSums:
     """What a sequence's trees say, added up by the least chance that admits a node: [F][K], trees that tell of it, what came.
 
     Numbers of Python: a step's trees are few and small.

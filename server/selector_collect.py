@@ -42,6 +42,7 @@ def add_collect_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
         "--prompt-grammar", type=Path, default=SHIPPED_DRAFTERS / "prompts.yaml", help="YAML file of templates and fillers"
     )
     collect.add_argument("--prompts", type=Path, help="YAML file of prompts by kind, in place of the grammar's")
+    collect.add_argument("--kinds", nargs="*", default=[], help="of prompts; all of them by default")
     collect.add_argument("--num-prompts", type=int, default=24, help="of each kind, at most")
     collect.add_argument("--verifiers", nargs="*", default=[], help="rules to judge by beside the configured one")
     collect.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
@@ -79,8 +80,10 @@ def _collect(parsed: argparse.Namespace) -> int:
         return 1
     tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
     prices = {"rest": profile.rest, "draft": profile.draft}
-    command = f"{_command(parsed)} --num-prompts {parsed.num_prompts}"
-    notes = {"command": command, "design": _command(parsed), "model": settings.model, "prices": prices}
+    kinds = f" --kinds {' '.join(parsed.kinds)}" if parsed.kinds else ""
+    command = f"{_command(parsed)}{kinds} --num-prompts {parsed.num_prompts}"
+    made_by = f"{_command(parsed)}, judged by {', '.join(collector.rules)}"  # settings come from the environment too
+    notes = {"command": command, "design": made_by, "model": settings.model, "prices": prices}
     done = len(prompts) - len(missing)
     to_write = [(name, kind, chat_ids(tokenizer, text)) for name, (kind, text) in missing.items()]
     with progress_bar(what="measuring roots", total=len(prompts), initial=done, unit="prompt") as bar:
@@ -98,16 +101,19 @@ def _collect(parsed: argparse.Namespace) -> int:
 def _texts(parsed: argparse.Namespace) -> Mapping[str, Sequence[str]]:
     """Return user messages by kind."""
     if parsed.prompts is not None:
-        return read_prompts(parsed.prompts, [], parsed.num_prompts)
+        return read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
     from engine.distill.prompts import PromptGrammar
 
-    kinds: list[str] = list(yaml.safe_load(parsed.prompt_grammar.read_text())["templates"])
-    grammars = {kind: PromptGrammar.load(parsed.prompt_grammar, {one: int(one == kind) for one in kinds}) for kind in kinds}
+    known: list[str] = list(yaml.safe_load(parsed.prompt_grammar.read_text())["templates"])
+    if unknown := sorted(set(parsed.kinds) - set(known)):
+        raise BenchError(f"{parsed.prompt_grammar.name} has no prompts of kind {', '.join(unknown)}, but {', '.join(known)}")
+    wanted = parsed.kinds or known
+    grammars = {kind: PromptGrammar.load(parsed.prompt_grammar, {one: int(one == kind) for one in known}) for kind in wanted}
     return {kind: grammar.draw(parsed.num_prompts, parsed.seed) for kind, grammar in grammars.items()}
 
 
 def _command(parsed: argparse.Namespace) -> str:
-    """Return the command line but for the number of prompts, to which more can be added."""
+    """Return the command line but for kinds and number of prompts, to which more can be added."""
     verifiers = f" --verifiers {' '.join(parsed.verifiers)}" if parsed.verifiers else ""
     temperatures = " ".join(f"{one:g}" for one in parsed.temperatures)
     flags = f"--max-tokens {parsed.max_tokens} --stride {parsed.stride} --trees {parsed.trees} --seed {parsed.seed}"
@@ -150,7 +156,10 @@ class Design:
 
 
 class Collector:
-    """Measures prompts, one after the other; what was counted of one is known at the next, as on a server."""
+    """Measures prompts, one after the other; what was counted of one is known at the next, as on a server.
+
+    `rules` judge the trees of texts that are drawn: the configured verifier's and the others asked for.
+    """
 
     def __init__(self, engine: "Engine", settings: Settings, design: Design, seed: int) -> None:
         from engine.lab import Lab
@@ -165,14 +174,14 @@ class Collector:
             raise ValueError(f"the network knows delayed trees alone, not those of {config.expansion}")
         self._design, self._seed = design, seed
         self._lab: Lab = Lab(engine)
-        self._rules = tuple(dict.fromkeys((config.verifier, *design.verifiers)))
+        self.rules = tuple(dict.fromkeys((config.verifier, *design.verifiers)))
         branching = max(self._menu.entries, key=lambda entry: (entry.branches, entry.max_depth))
-        inexact = [name for name in self._rules if not is_exact(branching.kind, name)]
+        inexact = [name for name in self.rules if not is_exact(branching.kind, name)]
         if inexact:
             raise ValueError(f"{', '.join(inexact)} is not lossless on {branching.tree} trees")
         self._whole = replace(branching, trunk=0, depth=max(1, int(self._menu.depths.max())))
-        self._verifiers: dict[str, Verifier] = {name: create_verifier(name) for name in self._rules}
-        self._counting = {name: CountedAcceptance(self._menu) for name in ("greedy", *self._rules)}
+        self._verifiers: dict[str, Verifier] = {name: create_verifier(name) for name in self.rules}
+        self._counting = {name: CountedAcceptance(self._menu) for name in ("greedy", *self.rules)}
         self._seeds = count(seed << 32)
 
     def of_prompts(self, prompts: "Mapping[str, tuple[str, Sequence[int]]]") -> "Iterator[tuple[str, Examples | None]]":
@@ -197,7 +206,7 @@ class Collector:
         self, labels: tuple[str, str], text: Sequence[int], num_prompt: int, sampling: "SamplingParams"
     ) -> "Iterator[Examples]":
         self._lab.load(text)
-        rules = ("greedy",) if sampling.is_greedy else self._rules
+        rules = ("greedy",) if sampling.is_greedy else self.rules
         for point in range(num_prompt + 1, len(text) - 1, self._design.stride):
             for rule in rules:
                 name = f"{labels[1]}-{sampling.temperature:g}-{rule}"

@@ -319,8 +319,9 @@ def test_a_grammar_draws_different_prompts_and_the_same_for_a_seed() -> None:
         PromptGrammar({"a": ["{y}"]}, {}, {"a": 1})
 
 
-def test_no_prompt_of_the_shipped_grammar_is_a_benchmarks() -> None:
+@pytest.mark.parametrize("name", ["prompts", "prompts-code"])
+def test_no_prompt_of_the_shipped_grammars_is_a_benchmarks(name) -> None:
     root = Path(__file__).parents[2]
-    drawn = set(PromptGrammar.load(root / "configs/drafters/prompts.yaml").draw(8000, random.Random(3).randrange(100)))
+    drawn = set(PromptGrammar.load(root / f"configs/drafters/{name}.yaml").draw(8000, random.Random(3).randrange(100)))
     held_out = read_prompts(root / "benchmarks/prompts.yaml", [], 1000)
     assert not drawn & {prompt for prompts in held_out.values() for prompt in prompts}

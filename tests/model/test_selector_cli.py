@@ -93,6 +93,25 @@ def test_a_second_run_collects_what_is_missing(work, monkeypatch):
     assert main(["selector", "collect", *where, *COLLECT]) == 0  # nothing is missing
 
 
+def test_kinds_of_prompts_are_chosen_and_unknown_ones_refused(work, tmp_path, capsys):
+    where = ["--config", str(work / "settings.yaml"), "--out", str(tmp_path), *COLLECT]
+    of_file = ["--prompts", str(work / "prompts.yaml")]
+    assert main(["selector", "collect", *where, *of_file, "--kinds", "two", "--num-prompts", "1"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["roots-two-0.safetensors"]
+    for source in (of_file, []):  # of a grammar too
+        assert main(["selector", "collect", *where, *source, "--kinds", "three"]) == 2
+        assert "three" in capsys.readouterr().err
+
+
+def test_examples_judged_by_another_rule_are_not_joined(work, tmp_path, monkeypatch, capsys):
+    where = ["--config", str(work / "settings.yaml"), "--prompts", str(work / "prompts.yaml"), "--out", str(tmp_path), *COLLECT]
+    assert main(["selector", "collect", *where, "--num-prompts", "1"]) == 0
+    monkeypatch.setenv("LATEBRANCH_VERIFIER", "nss")
+    assert main(["selector", "collect", *where, "--num-prompts", "2"]) == 0
+    assert main(["selector", "train", "--examples", str(tmp_path), "--out", str(tmp_path / "net.safetensors")]) == 1
+    assert "made differently" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

@@ -1,0 +1,65 @@
+"""The replay of what roots tell: ways that know it are ahead where there is something to know, and none is where there is not."""
+
+import numpy as np
+import pytest
+
+from benchmarks.roots import Known, best_places, folds, replayed
+
+NUM_TEXTS, NUM_ROOTS = 30, 20
+
+
+def paper_roots(tells: float) -> Known:
+    """Return roots with two trees of one and eight nodes; a scalar tells by how much they are accepted, or says nothing."""
+    rng = np.random.default_rng(3)
+    count = NUM_TEXTS * NUM_ROOTS
+    acceptance = rng.choice([0.05, 0.9], count)
+    came = (rng.random((count, 8)) < acceptance[:, None]).cumprod(1)
+    tokens = np.stack([np.ones(count), 1.0 + came[:, 0], 1.0 + came.sum(1)], axis=1)
+    seconds = np.tile([1.0, 1.2, 2.2], (count, 1))
+    means = np.tile(tokens.mean(0), (count, 1))
+    heard = tells * acceptance + (1.0 - tells) * rng.random(count)
+    return Known(
+        texts=tuple(f"text-{place // NUM_ROOTS}" for place in range(count)),
+        temperature_R=np.zeros(count),
+        features_RX=heard[:, None],
+        states_RX=rng.normal(size=(count, 4)).astype(np.float32),
+        counted_RK=means,
+        counted_s_RK=seconds,
+        tokens_RK=tokens,
+        expected_RK=means,
+        seconds_RK=seconds,
+    )
+
+
+def rates(known: Known) -> dict[str, float]:
+    return {name: float(rate.split()[0]) for name, rate, *_ in replayed(known)}
+
+
+def test_what_roots_tell_is_found():
+    found = rates(paper_roots(tells=1.0))
+    assert found["plain decoding"] == 1.0
+    for way in ("linear", "network"):
+        assert found[way] > 1.1 * found["one least chance"]
+    assert found["what came"] >= found["linear"]
+
+
+def test_where_roots_tell_nothing_nobody_is_ahead():
+    found = rates(paper_roots(tells=0.0))
+    for way in ("linear", "network", "counting"):
+        assert found[way] == pytest.approx(found["one least chance"], rel=0.05)
+
+
+def test_every_root_is_asked_about_once_and_no_text_is_learnt_from_and_asked_about():
+    texts = [f"text-{place % 7}" for place in range(50)]
+    asked = []
+    for learnt, of_fold in folds(texts):
+        assert not {texts[row] for row in learnt} & {texts[row] for row in of_fold}
+        asked += of_fold.tolist()
+    assert sorted(asked) == list(range(50))
+
+
+def test_choices_make_the_most_of_all_seconds_not_of_each_step():
+    """A dear tree that brings more a second than plain decoding, but less than what else the seconds could buy, is left."""
+    tokens, seconds = np.array([[1.0, 4.0], [1.0, 1.3]]), np.array([[1.0, 1.1], [1.0, 1.2]])
+    assert best_places(tokens, seconds).tolist() == [1, 0]
+    assert (tokens / seconds).argmax(1).tolist() == [1, 1]
