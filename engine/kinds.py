@@ -1,6 +1,7 @@
 """The words that records of requests and of steps share: why a request ended, and what proposed a token."""
 
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -18,3 +19,14 @@ class DraftSource(StrEnum):
     MODEL = "model"
     CACHE = "cache"  # text of the request or its tenant
     PREDICTION = "prediction"  # what the client expected to be said
+
+
+class Origin(NamedTuple):
+    """Where a drafted token comes from that cached text foretold, and whether more of its odds are the cache's than a model's.
+
+    What a prediction foretold is its own, whoever gives it more; what only cached text foretold and a model gives more is the
+    model's, and has none.
+    """
+
+    source: DraftSource
+    is_rather_cached: bool

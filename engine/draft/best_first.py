@@ -5,12 +5,13 @@ chance that the target, under the same noise, agrees at every token of the path:
 makes a trunk, a narrow one a branch. Only rules that need no draft law are exact here: NSS, the coupled rule, greedy decoding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.draft.calibration import Calibration
 from engine.draft.children import Offer
 from engine.draft.drafter import FrontierNode, GrowingTree
-from engine.draft.grown import Worth
+from engine.draft.grown import Worth, cached_of
 from engine.draft.strategies import Grown
 from engine.native.library import NUM_SCORES
 from engine.tree import FREE_GROWTH, ROOT, TokenTree
@@ -101,7 +102,7 @@ class BestFirst:
         chances, reliability = self._calibration.agreement.chances(offer.scores).tolist(), self._calibration.reliability
         cached = self.tree.origins.get(self._ask(node).law_context.path_ids, {}) if self.tree.origins else {}
         return [
-            (token_id, chance, reliability.corrected(chance, token_id in cached))
+            (token_id, chance, reliability.corrected(chance, token_id in cached and cached[token_id].is_rather_cached))
             for token_id, chance in zip(token_ids, chances, strict=False)
         ]
 
@@ -126,5 +127,9 @@ class BestFirst:
         tree = TokenTree(tuple(parents), tuple(one.token_id for one in ordered), tuple(map(tuple, draws)))
         same = frozenset(index for index, one in enumerate(ordered) if one.node == index and index in self.tree.fed)
         offers = {number[id(one)]: self._offers[one.node] for one in ordered if one.node is not None and one.node in self._offers}
-        worth = None if self._calibration is None else Worth.of((one.value, one.chance) for one in ordered[1:])
+        worth = None if self._calibration is None else self._worth(tree, ordered[1:])
         return Grown(tree, (None,) * tree.num_nodes, same, offers, worth)
+
+    def _worth(self, tree: TokenTree, nodes: Sequence[_Candidate]) -> Worth:
+        chances = tuple(one.value for one in nodes), tuple(one.chance for one in nodes)
+        return Worth(*chances, cached_of(tree, self.tree.origins))

@@ -13,10 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from engine.kinds import Origin
 from engine.plan import Feeding, LawContext, Row
 from engine.transfer import integers
 from engine.tree import ROOT, TokenTree
-from engine.types import DraftSource, Request
+from engine.types import Request
 
 
 @dataclass
@@ -24,8 +25,8 @@ class GrowingTree:
     """A tree under construction for one row. Owned by the growth loop.
 
     Drafters only read it, but for one: whoever feeds ancestors of the nodes asked about notes them in `fed`. `origins` has the
-    tokens that no model proposed, by the drafted tokens before them; `odds`, of a traced row, the draft probabilities of what was
-    offered there.
+    tokens that cached text foretold, by the drafted tokens before them; `odds`, of a traced row, the draft probabilities of what
+    was offered there.
     """
 
     row: Row
@@ -35,7 +36,7 @@ class GrowingTree:
     depths: list[int] = field(default_factory=lambda: [0])
     law_rows: list[int | None] = field(default_factory=lambda: [None])
     fed: set[int] = field(default_factory=set)
-    origins: dict[tuple[int, ...], Mapping[int, DraftSource]] = field(default_factory=dict)
+    origins: dict[tuple[int, ...], Mapping[int, Origin]] = field(default_factory=dict)
     odds: dict[tuple[int, ...], Mapping[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,14 +142,14 @@ class Proposal:
     """Raw draft logits for some of the nodes asked about; the others stay leaves.
 
     `indices[i]` is the asked node that row i of `logits_PM` (float32) answers; ascending. Its columns are the tokens of `vocab`,
-    or all there are. Nodes in `unfed` were answered though they were not fed. `origins[index]` says of tokens that another source
-    than a model proposes what it is. `passes` of a model were run to answer; cached text needs none.
+    or all there are. Nodes in `unfed` were answered though they were not fed. `origins[index]` says of tokens that cached
+    text foretold where they come from. `passes` of a model were run to answer; cached text needs none.
     """
 
     indices: tuple[int, ...]
     logits_PM: Float[Tensor, "P M"]
     unfed: frozenset[int] = frozenset()
-    origins: Mapping[int, Mapping[int, DraftSource]] = field(default_factory=dict)
+    origins: Mapping[int, Mapping[int, Origin]] = field(default_factory=dict)
     passes: ModelPasses = ModelPasses()
     vocab: TrimmedVocabulary | None = None
 

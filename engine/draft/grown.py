@@ -3,7 +3,7 @@
 Shape key: V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
@@ -13,12 +13,13 @@ import torch
 from engine.draft.children import Offer
 from engine.draft.drafter import ModelPasses
 from engine.forest import Forest
+from engine.kinds import DraftSource, Origin
 from engine.plan import Row
 from engine.tree import TokenTree
-from engine.types import DraftSource
 
 T = TypeVar("T")
 
+_OF_MODEL = Origin(DraftSource.MODEL, False)
 _NO_OFFERS: Mapping[int, Offer] = MappingProxyType({})
 
 
@@ -26,17 +27,13 @@ _NO_OFFERS: Mapping[int, Offer] = MappingProxyType({})
 class Worth:
     """What a noise-aware tree's nodes are worth, the root aside: chances that they are accepted.
 
-    `given_parent` are the scale's own, uncorrected, that they are if their parents are.
+    `given_parent` are the scale's own, uncorrected, that they are if their parents are; `is_cached` says which were corrected as
+    rather cached text's.
     """
 
     chances: tuple[float, ...]
     given_parent: tuple[float, ...]
-
-    @classmethod
-    def of(cls, nodes: Iterable[tuple[float, float]]) -> "Worth":
-        """Return that of nodes with these chances, and those given their parents."""
-        pairs = tuple(nodes)
-        return cls(tuple(chance for chance, _ in pairs), tuple(given for _, given in pairs))
+    is_cached: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -74,9 +71,18 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     )
 
 
-def sources_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]]) -> tuple[DraftSource, ...]:
-    """Return what proposed each node's token, the root aside."""
-    return told_by_path(tree, origins, DraftSource.MODEL) if origins else (DraftSource.MODEL,) * (tree.num_nodes - 1)
+def sources_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]]) -> tuple[DraftSource, ...]:
+    """Return where each node's token comes from, the root aside."""
+    if not origins:
+        return (DraftSource.MODEL,) * (tree.num_nodes - 1)
+    return tuple(origin.source for origin in told_by_path(tree, origins, _OF_MODEL))
+
+
+def cached_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]]) -> tuple[bool, ...]:
+    """Return of each node's token whether it is rather cached text's, the root aside."""
+    if not origins:
+        return (False,) * (tree.num_nodes - 1)
+    return tuple(origin.is_rather_cached for origin in told_by_path(tree, origins, _OF_MODEL))
 
 
 def told_by_path(tree: TokenTree, told: Mapping[tuple[int, ...], Mapping[int, T]], otherwise: T) -> tuple[T, ...]:

@@ -27,7 +27,6 @@ from engine.logit_edits import edited_logits
 from engine.plan import Row
 from engine.transfer import integers
 from engine.tree import TokenTree, TreeKind
-from engine.types import DraftSource
 from engine.verify.verdict import Unjudged, Verdict
 
 
@@ -120,7 +119,7 @@ def learn(calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdi
             _learn_odds(calibration, tree, growth.offers[index], verdict)
         if row.expansion.tree == "noise_aware":
             _learn_agreement(calibration, tree, growth.offers[index], verdict)
-            _learn_reliability(calibration, tree, growth.worth[index], growth.sources[index], verdict)
+            _learn_reliability(calibration, tree, growth.worth[index], verdict)
 
 
 def _learn_odds(calibration: Calibration, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict) -> None:
@@ -139,16 +138,13 @@ def _learn_agreement(calibration: Calibration, tree: TokenTree, offers: Mapping[
             calibration.agreement.observe(offer.scores, rank)
 
 
-def _learn_reliability(
-    calibration: Calibration, tree: TokenTree, worth: Worth | None, sources: Sequence[DraftSource], verdict: Verdict
-) -> None:
+def _learn_reliability(calibration: Calibration, tree: TokenTree, worth: Worth | None, verdict: Verdict) -> None:
     """Learn what became of the nodes whose parents were accepted."""
     if worth is None:
         return
     for parent, following in zip(verdict.path, [*verdict.path[1:], None], strict=True):
         for node in tree.children[parent]:
-            is_cached = sources[node - 1] is not DraftSource.MODEL
-            calibration.reliability.observe(worth.given_parent[node - 1], is_cached, node == following)
+            calibration.reliability.observe(worth.given_parent[node - 1], worth.is_cached[node - 1], node == following)
 
 
 def _answers(

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.draft.drafter import TrimmedVocabulary
 from engine.draft.texts import CachedLaw
+from engine.kinds import Origin
 from engine.native import mixture as native
 from engine.transfer import floats, integers
-from engine.types import DraftSource
 
 _MOST_TRUST = 0.99
 
@@ -74,8 +74,8 @@ def mixtures(
     vocab: TrimmedVocabulary | None,
     vocab_size: int,
     device: torch.device,
-) -> tuple[Float[Tensor, "P M"], list[dict[int, DraftSource]]]:
-    """Return logits of what the model, the cache or both say, and of each row which tokens are rather the cache's.
+) -> tuple[Float[Tensor, "P M"], list[dict[int, Origin]]]:
+    """Return logits of what the model, the cache or both say, and of each row where tokens that the cache foretold come from.
 
     `rows[p]` is the model's of proposal p, None where it said nothing; `laws[p]` is the cache's. The columns are the tokens of
     `vocab`, the model's own first, or all there are. On a processor our library mixes.
@@ -84,7 +84,7 @@ def mixtures(
     if native.can_mix(device):
         told = [UNTOLD if law is None else foretold(law, _columns(law.odds, vocab)) for law in laws]
         logits_PM, flags = native.mixed(model_RK, rows, told, num_columns)
-        return logits_PM, [{} if law is None else rather_cached(law, own) for law, own in zip(laws, flags, strict=True)]
+        return logits_PM, [{} if law is None else law.origins_beside(own) for law, own in zip(laws, flags, strict=True)]
     logits_PM = torch.full((len(rows), num_columns), float("-inf"), device=device)
     places = [place for place, row in enumerate(rows) if row is not None]
     if model_RK is not None and places:
@@ -107,13 +107,6 @@ def foretold(law: CachedLaw, columns: Sequence[int]) -> native.Foretold:
     return native.Foretold(columns, [*law.odds.values()], law.chance)
 
 
-def rather_cached(law: CachedLaw, is_rather_cached: Sequence[bool]) -> dict[int, DraftSource]:
-    """Return what those of a law's tokens are of which more is the cache's."""
-    return {
-        token_id: law.source_of(token_id) for token_id, is_rather in zip(law.odds, is_rather_cached, strict=True) if is_rather
-    }
-
-
 def _put_cached(
     logits_PM: Float[Tensor, "P M"], rows: Sequence[int], laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None
 ) -> None:
@@ -125,8 +118,8 @@ def _put_cached(
 
 def _put_mixed(
     logits_PM: Float[Tensor, "P M"], rows: Sequence[int], laws: Sequence[CachedLaw], vocab: TrimmedVocabulary | None
-) -> list[dict[int, DraftSource]]:
-    """Mix laws into rows that hold a model's logits; return of each which tokens are rather the cache's now."""
+) -> list[dict[int, Origin]]:
+    """Mix laws into rows that hold a model's logits; return of each where its tokens come from now."""
     entries, device = _Entries.of(laws, vocab), logits_PM.device
     rows_L, law, column = (integers(numbers, device) for numbers in (rows, entries.law, entries.column))
     log_law = logits_PM[rows_L].log_softmax(-1)
@@ -139,8 +132,7 @@ def _put_mixed(
     model = mixed[law, column]
     mixed[law, column] = torch.logaddexp(model, cached)
     logits_PM[rows_L] = mixed
-    origins: list[dict[int, DraftSource]] = [{} for _ in laws]
-    for index, token_id, is_rather_cached in zip(entries.law, entries.token_id, (cached > model).tolist(), strict=True):
-        if is_rather_cached:
-            origins[index][token_id] = laws[index].source_of(token_id)
-    return origins
+    is_rather_cached: list[list[bool]] = [[] for _ in laws]
+    for index, is_rather in zip(entries.law, (cached > model).tolist(), strict=True):
+        is_rather_cached[index].append(is_rather)
+    return [one.origins_beside(of_law) for one, of_law in zip(laws, is_rather_cached, strict=True)]

@@ -14,16 +14,16 @@ from engine.draft.best_first import START_CONTINUED, START_OFFERED
 from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
-from engine.draft.grown import Growth, Worth, sources_of
-from engine.draft.mixture import UNTOLD, foretold, rather_cached, unknown_of
+from engine.draft.grown import Growth, Worth, cached_of, sources_of
+from engine.draft.mixture import UNTOLD, foretold, unknown_of
 from engine.draft.texts import CachedLaw, TextCache
 from engine.forest import Forest
+from engine.kinds import DraftSource, Origin
 from engine.native.growth import Growing, GrownTree, Offers, RankedRow
 from engine.plan import Row
 from engine.sampling import ranking_params, truncates
 from engine.sampling_limits import MIN_TEMPERATURE
 from engine.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
-from engine.types import DraftSource
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Texts:
     def __init__(self, texts: TextCache | None, vocab: TrimmedVocabulary, rows: Sequence[Row]) -> None:
         self._texts, self._vocab, self._rows = texts, vocab, rows
         self._paths: list[dict[int, tuple[int, ...]]] = [{ROOT: ()} for _ in rows]
-        self.origins: list[dict[tuple[int, ...], Mapping[int, DraftSource]]] = [{} for _ in rows]
+        self.origins: list[dict[tuple[int, ...], Mapping[int, Origin]]] = [{} for _ in rows]
 
     def answer(self, growing: Growing) -> int:
         """Answer a round's nodes; return how many tokens were fed."""
@@ -82,7 +82,7 @@ class _Texts:
         flags, num_fed = growing.round(told, [law is not None and law.is_sure for law in laws], unknown)
         for ask, path, law, of_law in zip(asks, paths, laws, flags, strict=True):
             if law is not None:
-                self.origins[ask.tree][path] = rather_cached(law, of_law)
+                self.origins[ask.tree][path] = law.origins_beside(of_law)
         return num_fed
 
     def _path(self, tree: int, node: int, parent: int, token_id: int) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class _Grown:
 
 
 def _grown(
-    row: Row, ranked: GrownTree, origins: Mapping[tuple[int, ...], Mapping[int, DraftSource]], num_rounds: int, offers: Offers
+    row: Row, ranked: GrownTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]], num_rounds: int, offers: Offers
 ) -> _Grown:
     draws: list[list[int]] = [[] for _ in ranked.parents]
     for node in ranked.by_age:
@@ -156,7 +156,7 @@ def _grown(
     sources = sources_of(tree, origins)
     if row.expansion.is_delayed:  # chains teach nothing
         return _Grown(tree, fed, {}, sources, num_rounds)
-    worth = Worth(ranked.chances[1:], ranked.given_parent[1:])
+    worth = Worth(ranked.chances[1:], ranked.given_parent[1:], cached_of(tree, origins))
     return _Grown(tree, fed, _Offers(offers, ranked.offers), sources, num_rounds, worth)
 
 

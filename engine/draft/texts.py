@@ -15,8 +15,9 @@ from engine.draft.context_tree import MAX_CONTEXT, ContextTree, Match, joined
 from engine.draft.edited import may_hinder
 from engine.draft.recent_texts import RecentLimits, RecentTexts
 from engine.draft.text_index import Indexer, TextIndex, text_after
+from engine.kinds import DraftSource, Origin
 from engine.plan import LawContext, Row
-from engine.types import DraftSource, Request
+from engine.types import Request
 
 SURE = 0.8  # chance of a cached law from which on no model is asked
 MOST_INDEXED = 512  # tokens of all texts that are indexed in a step: milliseconds, and no slower than prompts are fed
@@ -42,9 +43,17 @@ class CachedLaw:
         return DraftSource.PREDICTION if token_id in self.predicted else DraftSource.CACHE
 
     @property
-    def origins(self) -> dict[int, DraftSource]:
-        """Where each token comes from."""
-        return {token_id: self.source_of(token_id) for token_id in self.odds}
+    def origins(self) -> dict[int, Origin]:
+        """Where each token comes from, if nobody else says anything."""
+        return {token_id: Origin(self.source_of(token_id), True) for token_id in self.odds}
+
+    def origins_beside(self, is_rather_cached: Iterable[bool]) -> dict[int, Origin]:
+        """Return where tokens come from beside a model, of which each has more from the cache or not, in the law's order."""
+        return {
+            token_id: Origin(self.source_of(token_id), is_rather)
+            for token_id, is_rather in zip(self.odds, is_rather_cached, strict=True)
+            if is_rather or token_id in self.predicted
+        }
 
 
 class _Told(NamedTuple):

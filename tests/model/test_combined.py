@@ -20,11 +20,12 @@ from engine.draft.recent_texts import RecentLimits
 from engine.draft.texts import SURE, CachedLaw, TextCache
 from engine.engine import Engine
 from engine.kv_cache import KVCache
+from engine.native import mixture as native
 from engine.plan import Feeding, Row
 from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
 from engine.tree import ROOT, Expansion, TreeKind, parse_expansion
-from engine.types import DraftSource, Request
+from engine.types import DraftSource, Request, SamplingParams, Speculation
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model import test_engine_laws
 from tests.model.driving import greedy, run, sampled
@@ -330,6 +331,39 @@ def test_predicted_tokens_are_counted_as_they_are_drafted_and_accepted():
     off_by_one = [*text[:7], text[7] + 1 if text[7] < 60 else 3, *text[8:]]
     drafted, accepted, _ = predicted(off_by_one)
     assert 8 < accepted < drafted < 24
+
+
+class Trusting:
+    """A drafter as sure as can be: its likeliest token has nearly all of its law."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.name, self.feeding, self._drafter = drafter.name, drafter.feeding, drafter
+
+    def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
+        return self._sharp(self._drafter.feed(rows, roots))
+
+    def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
+        return self._sharp(self._drafter.extend(frontier))
+
+    def _sharp(self, proposal: Proposal) -> Proposal:
+        return replace(proposal, logits_PM=100.0 * proposal.logits_PM)
+
+
+@pytest.mark.parametrize("by_library", [True, False])
+def test_what_a_prediction_foretold_is_its_own_whoever_gives_it_more(by_library, monkeypatch):
+    """A penalty that moves nothing has the model asked everywhere: what is foretold might be hindered."""
+    if not by_library:
+        monkeypatch.setattr(native, "can_mix", lambda device: False)
+    target, _ = pair("llama")
+    text = own_greedy_text("llama", LONG, 30)
+    perfect = Trusting(ModelDrafter("own", target, KVCache(2048, CPU), Feeding.OWN_CACHE))
+    engine = tiny_engine(target, CombinedDrafter(perfect, TextCache(min_tokens=1), 61, CPU), FixedExpansion(CHAIN))
+    sampling = SamplingParams(0.0, max_tokens=30, frequency_penalty=1e-6)
+    outcome = run(engine, [Request("r", tuple(LONG), sampling, Speculation(), tuple(text))]).outcomes["r"]
+    assert outcome.ids == text
+    num_accepted = sum(event.num_accepted_tokens for event in outcome.events)
+    assert num_accepted > 20
+    assert sum(len(event.predicted_places) for event in outcome.events) == num_accepted
 
 
 def test_steps_tell_drafted_and_accepted_tokens_apart_by_source():

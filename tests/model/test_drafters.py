@@ -8,6 +8,7 @@ from engine.draft.cached import CachedDrafter
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.early_exit import Lens, early_exit_drafter
 from engine.draft.growth import grow
+from engine.kinds import DraftSource, Origin
 from engine.kv_cache import KVCache
 from engine.linears import NATIVE
 from engine.model import adopt
@@ -16,7 +17,6 @@ from engine.plan import Feeding
 from engine.segments import chain_segment
 from engine.testing import tiny_engine, tiny_module
 from engine.tree import ROOT, Expansion
-from engine.types import DraftSource
 from tests.model.driving import greedy, run, sampled
 from tests.model.native import needs_library
 from tests.model.passes import CPU
@@ -31,7 +31,7 @@ def test_cached_laws_are_proposed_where_there_are_any():
     proposal = CachedDrafter(4, CPU).feed([], [FrontierNode(tree, ROOT, 1) for tree in trees])
     assert proposal.indices == (0,)
     assert proposal.logits_PV.softmax(-1).tolist() == [pytest.approx([0.0, 1.0, 0.0, 0.0])]
-    assert proposal.origins == {0: {1: DraftSource.CACHE}}
+    assert proposal.origins == {0: {1: Origin(DraftSource.CACHE, True)}}
 
 
 def test_ngram_trees_go_on_from_the_drafted_path_and_leave_others_alone():

@@ -9,8 +9,8 @@ from engine.draft import mixture
 from engine.draft.drafter import TrimmedVocabulary
 from engine.draft.mixture import mixtures, with_tokens_of
 from engine.draft.texts import CachedLaw
+from engine.kinds import DraftSource, Origin
 from engine.native import mixture as native
-from engine.types import DraftSource
 from tests.model.native import needs_library
 from tests.model.passes import CPU
 
@@ -77,9 +77,9 @@ def test_a_mixture_weighs_both_by_their_odds():
     assert laws_PM[0, 123] == pytest.approx(weight * 0.25, abs=1e-5)  # which the model does not know
     assert torch.allclose(laws_PM[1, :123], LOGITS[0].softmax(-1), atol=1e-6)
     assert laws_PM[3].nonzero()[:, 0].tolist() == [90, 123]  # the cache alone
-    assert origins[0][OTHER_ID] is DraftSource.PREDICTION
+    assert origins[0][OTHER_ID] == Origin(DraftSource.PREDICTION, True)
     assert origins[1] == {}
-    assert {*origins[3].values()} == {DraftSource.CACHE}
+    assert {*origins[3].values()} == {Origin(DraftSource.CACHE, True)}
 
 
 @needs_library

@@ -15,9 +15,10 @@ from engine.draft.context_tree import ContextTree, Match
 from engine.draft.recent_texts import RecentLimits, RecentTexts
 from engine.draft.text_index import TextIndex
 from engine.draft.texts import CachedLaw, TextCache
+from engine.kinds import DraftSource, Origin
 from engine.plan import Row
 from engine.tree import PLAIN
-from engine.types import DraftSource, Request, SamplingParams, Speculation
+from engine.types import Request, SamplingParams, Speculation
 from tests.unit.test_context_tree import counted
 
 PROMPT = (5, 6, 7)
@@ -89,7 +90,7 @@ def test_a_prediction_is_expected_at_once_and_found_again_after_it_was_left():
     cache = TextCache()
     history = begun(cache, prediction_ids=(20, 21, 22, 23, 24))
     assert list(known(cache, history).odds) == [20]
-    assert known(cache, history).origins == {20: DraftSource.PREDICTION}
+    assert known(cache, history).origins == {20: Origin(DraftSource.PREDICTION, True)}
     history += [20, 99]
     assert law(cache, history) is None
     history += [22]
@@ -188,7 +189,7 @@ def test_outputs_are_drafted_from_for_their_tenant():
     history = begun(cache, tenant="mine", request_id="later")
     history += [41, 42]
     assert list(known(cache, history, request_id="later").odds) == [43]
-    assert known(cache, history, request_id="later").origins == {43: DraftSource.CACHE}
+    assert known(cache, history, request_id="later").origins == {43: Origin(DraftSource.CACHE, True)}
 
 
 @given(st.sampled_from(["", "mine", "other"]), st.sampled_from(["", "mine", "other"]))
