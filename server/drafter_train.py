@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from engine.weights import WeightsError, resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
-from server.bench_prompts import read_prompts
+from server.bench_prompts import BenchError, read_prompts
 from server.chat_ids import chat_ids
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _NOT_RECORDED = {"handler", "command", "threads", "device"}
 _SIZES = {"width": 576, "intermediate": 2304, "head_layers": 1, "vocab": 8192}  # of a new head
 _PASS = 2000  # tokens
-_PROMPTS = Path(__file__).parent.parent / "configs" / "drafters" / "prompts.yaml"
+_ROOT = Path(__file__).parent.parent
+_PROMPTS = _ROOT / "configs" / "drafters" / "prompts.yaml"
 
 
 def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -115,7 +116,9 @@ def _train(parsed: argparse.Namespace) -> int:
             layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)
             begin = shape_for(model, parsed.width, parsed.head_layers, parsed.intermediate, layers)
         corpus = Corpus(parsed.work / "texts")
-        corpus.bind(_made_with(parsed, target, layers))
+        made_with = _made_with(parsed, target, layers)
+        notes["texts"] = {name: value for name, value in made_with.items() if name != "target"}
+        corpus.bind(made_with)
         collect(corpus, model, layers, prompts, max_tokens=parsed.max_tokens, seed=parsed.seed * 1_000_000, batch=parsed.batch)
         texts = (text for text in corpus.texts() if text.index < len(prompts))
         plan = TrainingPlan(
@@ -127,7 +130,7 @@ def _train(parsed: argparse.Namespace) -> int:
             refusal_weight=parsed.refusal_weight,
             seed=parsed.seed,
         )
-        distilled = distil(model, texts, begin, parsed.vocab, plan, parsed.work / "checkpoint.pt", notes)
+        distilled = distil(model, texts, begin, parsed.vocab, plan, parsed.work, notes)
     except (WeightsError, OSError, ValueError) as error:
         sys.stderr.write(f"latebranch drafter train: {error}\n")
         return 1
@@ -149,8 +152,15 @@ def _complete(parsed: argparse.Namespace) -> None:
         raise ValueError(f"a head that is gone on with keeps its sizes: leave out --{given[0].replace('_', '-')}")
     if parsed.tokens_per_update < 1 or (parsed.tokens_per_update > _PASS and parsed.tokens_per_update % _PASS):
         raise ValueError(f"--tokens-per-update must be up to {_PASS}, or a multiple of it, not {parsed.tokens_per_update}")
-    if parsed.batch < 1:
-        raise ValueError(f"--batch must be at least 1, not {parsed.batch}")
+    for name in ("batch", "num_prompts", "max_tokens", "threads"):
+        if getattr(parsed, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(parsed, name)}")
+    if parsed.vocab is not None and parsed.vocab < 1:
+        raise ValueError(f"--vocab must be at least 1, not {parsed.vocab}")
+    if not parsed.out.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {parsed.out.parent} to write {parsed.out.name} to")
+    if parsed.begin_with and parsed.begin_with.absolute() == parsed.out.absolute():
+        raise ValueError("--out would replace the head to --begin-with: it is needed to make this one again")
     if not parsed.begin_with:
         vars(parsed).update({name: value for name, value in _SIZES.items() if name not in given})
     parsed.precision = parsed.precision or usual_precision(torch.device(parsed.device))
@@ -186,19 +196,37 @@ def _made_with(parsed: argparse.Namespace, target: str, layers: Sequence[int]) -
 def _evaluate(parsed: argparse.Namespace) -> int:
     from engine.distill.corpus import write_texts
     from engine.distill.evaluation import evaluate
-    from engine.draft.head import DraftHead
+    from engine.draft.compatibility import UnreadableDrafter
     from engine.linears import weight_of
 
-    folder = resolve(parsed.target).folder
-    head, _ = DraftHead.load(parsed.head)
-    model = _load(parsed, folder)
+    try:
+        folder = resolve(parsed.target).folder
+        head = _head_of(folder, parsed.head)
+        prompts = read_prompts(parsed.prompts, [], sys.maxsize)
+        model = _load(parsed, folder)
+        if (depth := len(model.module.model.layers)) != head.shape.feature_layers[-1]:
+            raise ValueError(f"{parsed.head.name} does not read the target's last layer, {depth}: its law cannot be compared")
+    except (WeightsError, UnreadableDrafter, BenchError, OSError, ValueError, SafetensorError) as error:
+        sys.stderr.write(f"latebranch drafter evaluate: {error}\n")
+        return 1
     embeddings, output = model.module.get_input_embeddings().weight, weight_of(model.module.get_output_embeddings())
-    for kind, messages in read_prompts(parsed.prompts, [], sys.maxsize).items():
+    for kind, messages in prompts.items():
         chats = dict(enumerate(_as_chats(folder, messages)))
         texts = list(write_texts(model, head.shape.feature_layers, chats, parsed.max_tokens, parsed.seed, len(chats)))
         reports = evaluate(head.to(model.device), embeddings, output, texts, parsed.steps, share=1.0)
         sys.stdout.write(json.dumps({"kind": kind, "depths": [asdict(report) for report in reports]}) + "\n")
     return 0
+
+
+def _head_of(target: Path, file: Path) -> "DraftHead":
+    """Return a head of the target's; raise ValueError where it was made for another, or for other weights."""
+    from engine.draft.compatibility import compare_made_for
+    from engine.draft.head import DraftHead
+
+    found = compare_made_for(target, file)
+    if found.refusals or found.warnings:
+        raise ValueError("; ".join((*found.refusals, *found.warnings)))
+    return DraftHead.load(file)[0]
 
 
 def _load(parsed: argparse.Namespace, folder: Path) -> "CausalModel":
@@ -224,10 +252,16 @@ def _command(parsed: argparse.Namespace) -> str:
     settings = {
         name: value for name, value in vars(parsed).items() if name not in _NOT_RECORDED and value not in (None, {}, _PROMPTS)
     }
-    settings |= {name: path.name for name, path in settings.items() if isinstance(path, Path)}
+    settings |= {name: _place(path) for name, path in settings.items() if isinstance(path, Path)}
     return " ".join(
         ["latebranch drafter train", *(f"--{name.replace('_', '-')} {_as_text(settings[name])}" for name in settings)]
     )
+
+
+def _place(path: Path) -> str:
+    """Return where a file of the project is in it, of others the name."""
+    whole = path.absolute()
+    return str(whole.relative_to(_ROOT)) if whole.is_relative_to(_ROOT) else path.name
 
 
 def _as_text(value: object) -> str:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.drafters.contenders import MissingPart, Stable, contenders_of
 from benchmarks.drafters.measure import Design, EncodedPrompt, Measurement
-from benchmarks.drafters.report import report
+from benchmarks.drafters.report import UnlikeRuns, report
 from benchmarks.foreign import MAX_FOREIGN_CPUS
 from engine.build import BadConfiguration
 from engine.model_check import UnsupportedModel
@@ -27,7 +27,10 @@ def main() -> None:
     """Run what is asked for; a mistake in it is one line."""
     args = _parser().parse_args()
     if args.command == "report":
-        print(report(args.file, args.max_foreign))
+        try:
+            print(report(args.file, args.max_foreign))
+        except (UnlikeRuns, OSError) as error:
+            raise SystemExit(f"benchmarks.drafters: {error}") from error
         return
     logging.basicConfig(level=logging.WARNING)
     try:
@@ -89,6 +92,11 @@ def _run(args: argparse.Namespace) -> None:
         batch=args.batch,
         num_rounds=args.rounds,
         verifier=config.verifier,
+        facts={
+            "prompts": args.prompts.name,
+            "predictions": "sent" if args.predictions else "none",
+            "heads": ", ".join(sorted(Path(value).name for value in parts.values() if value)) or "none",
+        },
     )
     tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
     prompts = {kind: [_encoded(tokenizer, text, args.predictions) for text in of_kind] for kind, of_kind in texts.items()}

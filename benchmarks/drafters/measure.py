@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """How much to measure."""
+    """How much to measure, and `facts`: what else must be alike for measurements to be told as one."""
 
     contenders: tuple[Contender, ...]
     temperatures: tuple[float, ...]
@@ -40,6 +40,7 @@ class Design:
     batch: int
     num_rounds: int
     verifier: str
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,16 @@ class Measurement:
         self._name = time.strftime("%Y-%m-%dT%H:%M:%S")
 
     def run(self, prompts: Mapping[str, Sequence[EncodedPrompt]]) -> None:
-        """Measure round by round. Raises OutputsDiffer if speculation changed a greedy text in float32."""
+        """Measure round by round, after those that the file has: a round's seeds are its own.
+
+        Raises OutputsDiffer if speculation changed a greedy text in float32.
+        """
         engines = {one.drafter: self._stable.engine(one.drafter) for one in self._design.contenders}
+        first = num_rounds(self._out)
         self._write([self._header(engines)])
-        for number in range(self._design.num_rounds):
+        for number in range(first, first + self._design.num_rounds):
             blocks = blocks_of(self._design, prompts, number)
-            what = f"round {number + 1} of {self._design.num_rounds}"
+            what = f"round {number - first + 1} of {self._design.num_rounds}"
             with progress_bar(blocks, what=what, total=len(blocks), unit="block") as bar:
                 for block in bar:
                     bar.set_postfix_str(block.kind)
@@ -115,10 +120,10 @@ class Measurement:
         return {"type": "run", "run": self._name, **where, **who, **parts, "foreign_cpus": foreign_cpus}
 
     def _header(self, engines: Mapping[str, Engine]) -> dict[str, Any]:
-        design = {name: value for name, value in asdict(self._design).items() if name != "contenders"}
+        design = {name: value for name, value in asdict(self._design).items() if name not in ("contenders", "facts")}
         drafters = {name: engine.info.drafter for name, engine in engines.items()}
         info = asdict(engines["none"].info)
-        facts = {name: info[name] for name in ("name", "dtype", "device", "policy")}
+        facts = {**{name: info[name] for name in ("name", "dtype", "device")}, "facts": dict(self._design.facts)}
         return {"type": "header", "run": self._name, **facts, "threads": torch.get_num_threads(), "drafters": drafters, **design}
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -126,11 +131,18 @@ class Measurement:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
+def num_rounds(path: Path) -> int:
+    """Return how many rounds a file of measurements has, begun ones too."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return max((line["round"] + 1 for line in lines if line["type"] == "run"), default=0)
+
+
 def _sums(steps: Sequence[StepStats]) -> dict[str, float]:
     """Return what the report needs of some steps, added up."""
     names = ("num_generated_tokens", "num_decoding_rows", "num_draft_tokens", "num_accepted_tokens")
     seconds = ("draft_s", "verify_s", "judge_s", "host_s", "step_s")
-    return {"num_steps": len(steps), **{name: sum(getattr(step, name) for step in steps) for name in (*names, *seconds)}}
+    counts = {"num_steps": len(steps), "num_drafting_steps": sum(step.num_draft_tokens > 0 for step in steps)}
+    return {**counts, **{name: sum(getattr(step, name) for step in steps) for name in (*names, *seconds)}}
 
 
 def _require_equal(runs: Mapping[Contender, Run]) -> None:

@@ -21,6 +21,10 @@ _PLAIN = "none"
 Line = Mapping[str, Any]
 
 
+class UnlikeRuns(ValueError):
+    """Measurements that do not belong into one table."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One contender in one block."""
@@ -29,7 +33,7 @@ class Sample:
     block_efficiency: float
     ratio: float
     ratio_after_prompt: float | None  # None if the text was all in the steps that fed the prompt
-    drafting: float | None  # seconds of drafting a step, in plain steps after the prompt
+    drafting: float | None  # seconds of drafting a step that drafted, in plain steps after the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,14 @@ class Interval:
 
 
 def report(path: Path, max_foreign_cpus: float) -> str:
-    """Return a Markdown table for each temperature; blocks with more foreign processors than that are left out."""
+    """Return a Markdown table for each temperature; blocks with more foreign processors than that are left out.
+
+    Raises UnlikeRuns if the file has measurements that do not belong into one table.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    unlike = {_facts(line) for line in lines if line["type"] == "header"}
+    if len(unlike) > 1:
+        raise UnlikeRuns(f"{path} holds runs that differ: {' | '.join(sorted(unlike))}")
     blocks = _blocks(lines)
     quiet = [block for block in blocks if not _is_disturbed(block, max_foreign_cpus)]
     parts = [_preface(lines, len(blocks), len(blocks) - len(quiet), max_foreign_cpus)]
@@ -73,10 +83,15 @@ def _is_disturbed(block: Sequence[Line], max_foreign_cpus: float) -> bool:
     return any(line["foreign_cpus"] is not None and line["foreign_cpus"] > max_foreign_cpus for line in block)
 
 
-def _preface(lines: Sequence[Line], num_blocks: int, num_disturbed: int, max_foreign_cpus: float) -> str:
-    headers = [line for line in lines if line["type"] == "header"]
+def _facts(header: Line) -> str:
+    """Return what must be alike."""
     names = ("name", "dtype", "device", "threads", "batch", "max_tokens", "verifier")
-    facts = dict.fromkeys("; ".join(f"{name} {header[name]}" for name in names) for header in headers)
+    facts = {**{name: header[name] for name in names}, **header["facts"]}
+    return "; ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _preface(lines: Sequence[Line], num_blocks: int, num_disturbed: int, max_foreign_cpus: float) -> str:
+    facts = dict.fromkeys(_facts(line) for line in lines if line["type"] == "header")
     left_out = f"{num_disturbed} of {num_blocks} blocks left out: others used more than {max_foreign_cpus:g} processors."
     return "\n".join([*(f"{fact}." for fact in facts), left_out])
 
@@ -102,13 +117,14 @@ def _sample(line: Line, plain: Line) -> Sample:
     one, other = line["all"], plain["all"]
     after, plain_after = line["after_prompt"], plain["after_prompt"]
     has_both = after["num_generated_tokens"] > 0 and plain_after["num_generated_tokens"] > 0
+    drafted = after["num_drafting_steps"]
     plain_step_s = plain_after["verify_s"] / plain_after["num_steps"] if plain_after["num_steps"] else math.nan
     return Sample(
         kind=line["kind"],
         block_efficiency=one["num_generated_tokens"] / one["num_decoding_rows"],
         ratio=_tokens_per_s(one) / _tokens_per_s(other),
         ratio_after_prompt=_tokens_per_s(after) / _tokens_per_s(plain_after) if has_both else None,
-        drafting=after["draft_s"] / after["num_steps"] / plain_step_s if has_both else None,
+        drafting=after["draft_s"] / drafted / plain_step_s if has_both and drafted else None,
     )
 
 

@@ -77,7 +77,8 @@ class Corpus:
     def add(self, texts: Sequence[Text]) -> None:
         """Write one more shard, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"shard-{len(self.shards):05d}.safetensors"
+        number = 1 + max((int(path.stem.removeprefix("shard-")) for path in self.shards), default=-1)
+        path = self.folder / f"shard-{number:05d}.safetensors"
         tensors = {"ids": torch.cat([text.ids_T for text in texts]), "states": torch.cat([text.states_TFD for text in texts])}
         layout = [(text.index, len(text.ids_T), text.num_prompt) for text in texts]
         save_file(tensors, path.with_suffix(".partial"), metadata={"layout": json.dumps(layout)})

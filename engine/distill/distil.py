@@ -53,10 +53,10 @@ def distil(
     begin: HeadShape | DraftHead,
     vocab_size: int,
     plan: TrainingPlan,
-    checkpoint: Path,
+    work: Path,
     notes: Mapping[str, object],
 ) -> Distilled:
-    """Train a head on texts of the target's; goes on from `checkpoint` if it exists. Raises NothingToLearn.
+    """Train a head on texts of the target's; goes on from its checkpoint in `work`, if it has one. Raises NothingToLearn.
 
     `begin` is the shape of a new head, of `vocab_size` tokens, or a head to go on with: it keeps its vocabulary, and is changed.
     `model` lends embeddings and output head, in its own precision; its layers are not run.
@@ -72,7 +72,7 @@ def distil(
     vocab_M = head.vocab_M.long()
     embeddings_VD = model.module.get_input_embeddings().weight
     output_VD = weight_of(model.module.get_output_embeddings())
-    trainer = Trainer(head, embeddings_VD, output_VD[vocab_M], plan, checkpoint)
+    trainer = Trainer(head, embeddings_VD, output_VD[vocab_M], plan, work)
     trainer.run(learned)
     reports = evaluate(head, embeddings_VD, output_VD, held_out)
     recipe = {

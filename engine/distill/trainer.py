@@ -25,10 +25,6 @@ from engine.draft.head import DraftHead
 from engine.progress_bar import progress_bar
 
 
-class OtherCheckpoint(ValueError):
-    """The checkpoint is of another training."""
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
     """How a head is trained. `chain_share` of the positions start chains of `num_steps`; `refusal_weight` is reached at the end.
@@ -72,7 +68,11 @@ def batched(texts: Sequence[Text], device: torch.device) -> Batch:
 
 
 class Trainer:
-    """Trains a head against the target's embeddings and output rows. Owns the optimisers, the curve and the checkpoint."""
+    """Trains a head against the target's embeddings and output rows. Owns the optimisers, the curve and the checkpoint.
+
+    Checkpoints lie in the folder `work`, each named for its training: what begins with another head, or learns otherwise or from
+    other texts, begins anew.
+    """
 
     def __init__(
         self,
@@ -80,14 +80,15 @@ class Trainer:
         embeddings_VD: Float[Tensor, "V D"],
         rows_MD: Float[Tensor, "M D"],
         plan: TrainingPlan,
-        checkpoint: Path,
+        work: Path,
     ) -> None:
         self.head, self.plan = head, plan
         self.curve: list[dict[str, float]] = []
         self._dtype: torch.dtype = getattr(torch, plan.precision)
-        self._begun = _digest(head.state_dict().values())
+        begun = _digest(head.state_dict().values())
+        self._training = json.dumps([begun, asdict(plan), asdict(head.shape)])
         self._embeddings_VD, self._rows_MD = embeddings_VD, rows_MD.to(self._dtype)
-        self._checkpoint = checkpoint
+        self._work = work
         matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
         norms = [parameter for parameter in head.parameters() if parameter.dim() == 1]
         self._optimisers: list[tuple[torch.optim.Optimizer, float]] = [
@@ -98,8 +99,9 @@ class Trainer:
     def run(self, texts: Sequence[Text]) -> None:
         """Train to the end of the plan, from the checkpoint if there is one."""
         updates = self._updates(texts)
-        learnt_from = _digest(text.ids_T for text in texts)
-        done = self._resume(learnt_from)
+        name = hashlib.sha256(f"{self._training} {_digest(text.ids_T for text in texts)}".encode()).hexdigest()[:16]
+        checkpoint = self._work / f"checkpoint-{name}.pt"
+        done = self._resume(checkpoint)
         bar = progress_bar(what="training", total=len(updates), initial=done, unit="update")
         for index in range(done, len(updates)):
             progress = index / len(updates)
@@ -108,7 +110,7 @@ class Trainer:
             bar.set_postfix(loss=f"{self.curve[-1]['loss']:.3f}", overlap=f"{self.curve[-1]['overlap']:.3f}")
             bar.update()
             if (index + 1) % self.plan.checkpoint_every == 0:
-                self._save(index + 1, learnt_from)
+                self._save(checkpoint, index + 1)
         bar.close()
 
     def _updates(self, texts: Sequence[Text]) -> list[list[list[int]]]:
@@ -165,32 +167,22 @@ class Trainer:
         (loss * share).backward()  # type: ignore[no-untyped-call]
         return float(loss.detach()), overlap
 
-    def _save(self, done: int, learnt_from: str) -> None:
+    def _save(self, checkpoint: Path, done: int) -> None:
         state = {
             "done": done,
-            "begun": self._begun,
-            "learnt_from": learnt_from,
-            "plan": asdict(self.plan),
-            "shape": json.dumps(asdict(self.head.shape)),
             "head": self.head.state_dict(),
             "optimisers": [optimiser.state_dict() for optimiser, _ in self._optimisers],
             "curve": self.curve,
         }
-        partial = self._checkpoint.with_suffix(".partial")
+        partial = checkpoint.with_suffix(".partial")
         torch.save(state, partial)
-        partial.rename(self._checkpoint)
+        partial.rename(checkpoint)
 
-    def _resume(self, learnt_from: str) -> int:
-        """Load the checkpoint of the same plan, if there is one; return how many updates it has behind it."""
-        if not self._checkpoint.exists():
+    def _resume(self, checkpoint: Path) -> int:
+        """Load the checkpoint of this training, if there is one; return how many updates it has behind it."""
+        if not checkpoint.exists():
             return 0
-        state: dict[str, Any] = torch.load(self._checkpoint, weights_only=True)
-        if json.dumps(state["plan"]) != json.dumps(asdict(self.plan)):
-            raise OtherCheckpoint(f"{self._checkpoint} is of another plan; remove it to begin anew")
-        if state["shape"] != json.dumps(asdict(self.head.shape)) or not torch.equal(state["head"]["vocab_M"], self.head.vocab_M):
-            raise OtherCheckpoint(f"{self._checkpoint} is of a head of another shape or vocabulary; remove it to begin anew")
-        if (state.get("begun"), state.get("learnt_from")) != (self._begun, learnt_from):
-            raise OtherCheckpoint(f"{self._checkpoint} began with another head, or is of other texts; remove it to begin anew")
+        state: dict[str, Any] = torch.load(checkpoint, weights_only=True, map_location=self._rows_MD.device)
         self.head.load_state_dict(state["head"])
         for (optimiser, _), saved in zip(self._optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)

@@ -1,6 +1,7 @@
 """The table of drafters: who runs what, in which order, over whose weights; and that its figures are the measurements'."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from benchmarks import foreign
 from benchmarks.drafters import __main__ as command
 from benchmarks.drafters.contenders import PLAINLY, Contender, MissingPart, Stable, config_of, contenders_of
 from benchmarks.drafters.measure import Design, EncodedPrompt, Measurement, blocks_of
-from benchmarks.drafters.report import interval, report
+from benchmarks.drafters.report import UnlikeRuns, interval, report
 from benchmarks.foreign import ForeignCpu
 from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.early_exit import Lens
@@ -155,7 +156,8 @@ def line(drafter: str, kind: str, prompt: int, tokens_per_s: float, foreign_cpus
     """Return a line of 20 tokens in `10 / efficiency` rows a second after a prompt step of 1 token."""
     efficiency, draft_s = how.get("efficiency", 1.0), how.get("draft_s", 0.0)
     sums = {
-        "num_steps": 20 / efficiency,
+        "num_steps": 30 / efficiency,
+        "num_drafting_steps": 0 if drafter == "none" else 20 / efficiency,
         "num_generated_tokens": 20,
         "num_decoding_rows": 20 / efficiency,
         "draft_s": draft_s,
@@ -181,9 +183,9 @@ def test_the_table_counts_right(tmp_path):
         *(line("ngram", "edit", prompt, 160.0, efficiency=4.0, draft_s=0.5) for prompt in (0, 1)),
     ]
     text = report(written(tmp_path / "out", lines), 0.2)
-    # Ratios 2 and 8, in the geometric mean 4. A step's drafting: .5 s / 10 over .05 s, and .5 s / 5 over .025 s.
+    # Ratios 2 and 8, in the geometric mean 4. Drafting of a step that drafted: .5 s / 10 over .033 s, and .5 s / 5 over .017 s.
     by_kind = "2.00, 2.00 (2.00–2.00) | 4.00, 8.00 (8.00–8.00)"
-    cells = f"| ngram | 3.1.0 | 2.500 | {by_kind} | 3.00 | 4.00 (4.00–4.00) | 4.00 (4.00–4.00) | 4 |"
+    cells = f"| ngram | 3.1.0 | 3.750 | {by_kind} | 3.00 | 4.00 (4.00–4.00) | 4.00 (4.00–4.00) | 4 |"
     assert "### Temperature 0.7" in text
     assert cells in text
     assert "0 of 4 blocks left out" in text
@@ -248,6 +250,24 @@ def test_the_command_measures_and_reports(folder, tmp_path, monkeypatch, capsys)
     assert "| drafter | tree | drafting | code | edit |" in text
     assert "| ngram | 2.1.0 |" in text
     assert "name " + str(folder) in text
+    assert "prompts prompts.yaml; predictions sent; heads none" in text
+
+
+def test_more_rounds_are_other_rounds_and_unlike_runs_are_no_table(folder, tmp_path, monkeypatch):
+    config, prompts, out = tmp_path / "config.yaml", tmp_path / "prompts.yaml", tmp_path / "out.jsonl"
+    config.write_text(f"model: {folder}\nnum_slots: 512\nmax_model_len: 256\nexpansion: 2.1.0\n")
+    prompts.write_text("code:\n  - w7 w8 w9\n")
+    flags = ["--config", config, "--prompts", prompts, "--out", out, "--temperatures", "1", "--rounds", "2", "--max-tokens", "6"]
+    monkeypatch.setattr("sys.argv", ["drafters", "run", "--drafters", "ngram", *map(str, flags)])
+    command.main()
+    command.main()
+    lines = [json.loads(one) for one in out.read_text().splitlines()]
+    assert [one["round"] for one in lines if one["type"] == "run"] == [0, 0, 1, 1, 2, 2, 3, 3]
+    report(out, 99.0)
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--predictions"])
+    command.main()
+    with pytest.raises(UnlikeRuns, match=r"predictions none.*predictions sent"):
+        report(out, 99.0)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,16 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
     assert "were made with another" in capsys.readouterr().err
     assert main(["drafter", "train", "--target", str(target), *SMALL, "--num-prompts", "40", "--width", "100", *other]) == 1
     assert "multiple of 192" in capsys.readouterr().err
+    where = ["--work", str(work / "nothing"), "--out", str(work / "other.safetensors")]
+    for setting, words in (
+        (["--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["--vocab", "0"], "--vocab must be at least 1"),
+        (["--out", str(work / "no" / "head.safetensors")], "there is no folder"),
+        (["--begin-with", str(work / "other.safetensors")], "would replace"),
+    ):
+        assert main(["drafter", "train", "--target", str(target), *where, *setting]) == 1
+        assert words in capsys.readouterr().err
+    assert not (work / "nothing").exists()  # before a text is written
 
 
 def test_training_goes_on_with_a_head(made, tmp_path, capsys, monkeypatch):
@@ -141,3 +151,22 @@ def test_evaluation_tells_every_kind_and_depth(made, capsys):
     assert [line["kind"] for line in lines] == ["one", "two"]
     assert all(0.0 <= depth["overlap"] <= 1.0 for line in lines for depth in line["depths"])
     assert [depth["depth"] for depth in lines[0]["depths"]] == [1, 2, 3]
+
+
+def test_what_cannot_be_measured_is_refused_in_words(made, tmp_path, capsys):
+    target, work = made
+    other = model_folder(tmp_path / "other", tiny_module("llama", seed=5))
+    (tmp_path / "prompts.yaml").write_text(yaml.safe_dump({"one": ["w5 w6"]}))
+    (tmp_path / "no-head").write_text("nothing")
+    unsaid = tmp_path / "unsaid.safetensors"
+    DraftHead.load(work / "head.safetensors")[0].save(unsaid, {})
+    good = {"target": target, "head": work / "head.safetensors", "prompts": tmp_path / "prompts.yaml"}
+    for part, words in (
+        ({"target": other}, "other weights"),
+        ({"head": tmp_path / "no-head"}, "cannot be read"),
+        ({"head": unsaid}, "does not say what model it was made for"),
+        ({"prompts": tmp_path / "none.yaml"}, "cannot be read"),
+    ):
+        which = [word for name, path in {**good, **part}.items() for word in (f"--{name}", str(path))]
+        assert main(["drafter", "evaluate", *which, *SMALL]) == 1
+        assert words in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.draft.edited import may_hinder
-from engine.types import SamplingParams
+from engine.types import Grammar, GrammarKind, SamplingParams
 
 LAW = (5, 7)
 
@@ -31,6 +31,7 @@ def test_edits_that_leave_a_law_alone_or_raise_it(num_generated, fields):
         (0, {"logit_bias": ((6, 1.0),)}),
         (0, {"allowed_token_ids": (5, 6)}),
         (0, {"bad_words": ((1, 2, 7),)}),
+        (0, {"grammar": Grammar(GrammarKind.JSON_OBJECT)}),
         (0, {"repetition_penalty": 1.1}),
         (0, {"frequency_penalty": 0.1}),
         (0, {"presence_penalty": -0.1}),
