@@ -110,9 +110,11 @@ class Measured:
     def of(cls, name: str, round_number: int, batch: int, contender: str, run: Run, foreign_cpus: float | None) -> "Measured":
         """Return a run's figures at its load: of steps that feed no prompt and have all sequences.
 
-        Texts that are equally long end together where nobody drafts, and one after the other where somebody does.
+        Raises ValueError where no step has. Texts that are equally long end together where nobody drafts, and one after the other where somebody does.
         """
         steps = [step for step in run.steps if is_full(step, batch)]
+        if not steps:
+            raise ValueError(f"no step had all {batch} sequences and fed no prompt: longer texts (--max-tokens) would overlap")
         seconds = sum(step.step_s for step in steps)
         tokens = sum(step.num_generated_tokens for step in steps)
         rows = sum(step.num_decoding_rows for step in steps)
@@ -130,10 +132,10 @@ def mixed_prompts(model: str, kinds: Sequence[str], num_prompts: int) -> list[tu
 def requests_of(
     prompts: Sequence[tuple[int, ...]], batch: int, round_number: int, way: Way, args: argparse.Namespace
 ) -> Iterator[Request]:
-    """Yield requests of every kind and temperature in turn, the same for each contender; texts are equally long."""
-    count = max(_FEWEST, 2 * batch)
+    """Yield requests of every kind at every temperature in turn, the same for each contender; texts are equally long."""
+    count, num_kinds = max(_FEWEST, 2 * batch), max(1, len(args.kinds))
     for place in range(round_number * count, (1 + round_number) * count):
-        temperature = args.temperatures[place % len(args.temperatures)]
+        temperature = args.temperatures[place // num_kinds % len(args.temperatures)]
         sampling = SamplingParams(temperature, seed=place if temperature else None, max_tokens=args.max_tokens, ignore_eos=True)
         yield Request(f"{way.name}-{place}", prompts[place % len(prompts)], sampling, way.speculation)
 

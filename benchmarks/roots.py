@@ -13,7 +13,7 @@ Shape key: R roots, K trees of a menu (plain decoding first), X features.
 import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from selector.cost import CostModel, Works
 from selector.estimators import kind_of
 from selector.menu import menu_for_all
 from selector.profile import cached_profile
+from selector.replay import most_over_all
 from selector.worth import NodeSums, WorthOfNodes
 from server.bench import run_case
 from server.chat_ids import chat_ids
@@ -57,7 +58,7 @@ class Root:
     num_context: int
     states_X: NDArray[np.float32]
     scalars_X: NDArray[np.float32]
-    counted_3K: Array
+    counted_4K: Array
     tokens_K: Array
     expected_K: Array
     nodes_K: Array
@@ -110,8 +111,8 @@ class Watching:
             self._counting.observe([outcome], [self._seat(view)], [kind_of(view.sampling, _RULE)])
 
     def _counted(self, view: SequenceView) -> Array:
-        tokens, nodes, rounds, _ = self._counting.expect([self._seat(view)], [kind_of(view.sampling, _RULE)])
-        return np.stack([_whole(1.0, tokens[0]), _whole(0.0, nodes[0]), _whole(0.0, rounds[0])])
+        told = self._counting.expect([self._seat(view)], [kind_of(view.sampling, _RULE)])
+        return np.stack([_whole(of_plain, of_trees[0]) for of_plain, of_trees in zip((1.0, 0.0, 0.0, 0.0), told, strict=True)])
 
     def _seat(self, view: SequenceView) -> int:
         if view.request_id not in self._seats:
@@ -141,9 +142,10 @@ class Known:
     @classmethod
     def of(cls, roots: Sequence[Root], costs: CostModel) -> "Known":
         """Return them."""
-        counted = np.stack([root.counted_3K for root in roots])
+        counted = np.stack([root.counted_4K for root in roots])
         temperature_R = np.array([root.temperature for root in roots])
         context_R = np.array([float(root.num_context) for root in roots])
+        of_request = np.stack([context_R, temperature_R > 0.0], axis=1)
         scalars = np.stack([root.scalars_X for root in roots])
         request = np.stack([temperature_R, temperature_R > 0.0, np.log1p(context_R)], axis=1)
         nodes, rounds, fed = (np.stack(rows) for rows in zip(*((one.nodes_K, one.rounds_K, one.fed_K) for one in roots)))
@@ -153,23 +155,23 @@ class Known:
             np.concatenate([scalars, request, counted[:, 0, 1::3]], axis=1),
             np.stack([root.states_X for root in roots]),
             counted[:, 0],
-            seconds_of(context_R, counted[:, 1], counted[:, 2], counted[:, 1], costs),
+            seconds_of(of_request, counted[:, 1], counted[:, 2], counted[:, 3], costs),
             np.stack([root.tokens_K for root in roots]),
             np.stack([root.expected_K for root in roots]),
-            seconds_of(context_R, nodes, rounds, fed, costs),
+            seconds_of(of_request, nodes, rounds, fed, costs),
         )
 
 
-def seconds_of(context_R: Array, nodes_RK: Array, rounds_RK: Array, fed_RK: Array, costs: CostModel) -> Array:
-    """Return the seconds of a step of one sequence with each tree."""
-    steps = zip(context_R.tolist(), nodes_RK, rounds_RK, fed_RK, strict=True)
+def seconds_of(request_R2: Array, nodes_RK: Array, rounds_RK: Array, fed_RK: Array, costs: CostModel) -> Array:
+    """Return the seconds of a step of one sequence, of so much context and drawn or not, with each tree."""
+    steps = zip(request_R2.tolist(), nodes_RK, rounds_RK, fed_RK, strict=True)
     return np.stack(
         [
             costs.step_s(
                 Works(
                     num_rows=1.0,
                     num_tokens=1.0 + nodes_K,
-                    num_drawn=0.0 * nodes_K,
+                    num_drawn=is_drawn * (1.0 + nodes_K),
                     num_keys=context,
                     num_scores=(1.0 + nodes_K) * context,
                     num_passes=rounds_K,
@@ -177,20 +179,9 @@ def seconds_of(context_R: Array, nodes_RK: Array, rounds_RK: Array, fed_RK: Arra
                     num_rounds=rounds_K,
                 )
             )
-            for context, nodes_K, rounds_K, fed_K in steps
+            for (context, is_drawn), nodes_K, rounds_K, fed_K in steps
         ]
     )
-
-
-def best_places(tokens_RK: Array, seconds_RK: Array) -> NDArray[np.int64]:
-    """Return the choices that make the most tokens over all seconds, if expectations are true (Dinkelbach's iteration)."""
-    rows, rate = np.arange(len(tokens_RK)), float(tokens_RK[:, 0].sum() / seconds_RK[:, 0].sum())
-    while True:
-        places = (tokens_RK - rate * seconds_RK).argmax(1)
-        better = float(tokens_RK[rows, places].sum() / seconds_RK[rows, places].sum())
-        if better <= rate * (1.0 + 1e-9):
-            return np.asarray(places)
-        rate = better
 
 
 Way = Callable[[Known, NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
@@ -211,7 +202,7 @@ def _one_a_temperature(known: Known, learnt: NDArray[np.int64], asked: NDArray[n
 
 
 def _counting(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
-    return best_places(known.counted_RK[asked], known.counted_s_RK[asked])
+    return most_over_all(known.counted_RK[asked], known.counted_s_RK[asked])
 
 
 def _linear(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -219,7 +210,7 @@ def _linear(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -
     x = np.pad((known.features_RX - mean) / deviation, ((0, 0), (0, 1)), constant_values=1.0)
     gram = x[learnt].T @ x[learnt] + _RIDGE * len(learnt) / 100.0 * np.eye(x.shape[1])
     told = [x[asked] @ np.linalg.solve(gram, x[learnt].T @ truth[learnt]) for truth in (known.tokens_RK, known.seconds_RK)]
-    return best_places(*told)
+    return most_over_all(*told)
 
 
 def _network(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -247,15 +238,15 @@ def _network(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) 
                 optimiser.step()
     with torch.inference_mode():
         told = net.eval()(inputs[torch.from_numpy(asked)]).double().numpy() * y_deviation + y_mean
-    return best_places(*np.split(told, 2, axis=1))
+    return most_over_all(*np.split(told, 2, axis=1))
 
 
 def _own_chances(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
-    return best_places(known.expected_RK[asked], known.seconds_RK[asked])
+    return most_over_all(known.expected_RK[asked], known.seconds_RK[asked])
 
 
 def _outcomes(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
-    return best_places(known.tokens_RK[asked], known.seconds_RK[asked])
+    return most_over_all(known.tokens_RK[asked], known.seconds_RK[asked])
 
 
 WAYS: dict[str, Way] = {
@@ -303,6 +294,7 @@ def replayed(known: Known) -> list[list[str]]:
 def watched(args: argparse.Namespace) -> Known:
     """Write texts and return what was seen."""
     config = load_settings(args.config, {"policy": "adaptive", "verifier": _RULE}).to_tool_config()
+    config = replace(config, cached_text=False)  # whose trees spare the model some passes, and which sees copied text come
     policies: list[Watching] = []
     prices: list[CostModel] = []
 

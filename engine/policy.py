@@ -24,6 +24,7 @@ class Reason(StrEnum):
     SPECULATION_PAYS = "speculation_pays"
     PLAIN_IS_BEST = "plain_is_best"
     PROBE = "probe"  # plain is best as far as is known, and one sequence drafts to see whether it still is
+    COPIED_TEXT = "copied_text"  # sequences repeat text so surely that they have chains of it, whatever was chosen
     FALLBACK = "fallback"  # what to expect could not be told: the fixed expansion
 
 

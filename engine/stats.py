@@ -12,7 +12,7 @@ from engine.plan import Row, StepPlan
 from engine.policy import Choice, DraftOutcome, NodeChances, StepFeedback, StepWork
 from engine.scheduler import Emission, Scheduler
 from engine.tree import Expansion, TokenTree
-from engine.types import DraftSource, StepStats
+from engine.types import DraftSource, FinishReason, StepStats
 from engine.verify.verdict import Unjudged, Verdict
 
 
@@ -104,13 +104,16 @@ def feedback_of(record: StepRecord) -> StepFeedback:
 
 
 def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
-    row, tree = outcome.row, outcome.tree
+    """Return what a policy learns of a row: what came after a stop token was worth nothing."""
+    row, tree, emission = outcome.row, outcome.tree, outcome.emission
+    is_stopped = emission is not None and emission.finish is FinishReason.STOP
+    accepted_depth = emission.num_accepted if emission is not None and is_stopped else outcome.accepted_depth
     drafted_depth = max(tree.depths) if row.expansion.is_delayed else outcome.num_rounds
     nodes = None
     if outcome.worth is not None:
-        path = outcome.verdict.path[1:] if isinstance(outcome.verdict, Verdict) else ()
+        path = outcome.verdict.path[1 : 1 + accepted_depth] if isinstance(outcome.verdict, Verdict) else ()
         nodes = NodeChances(outcome.worth.chances, tree.depths[1:], tuple(node - 1 for node in path))
-    return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, drafted_depth, outcome.accepted_depth, nodes)
+    return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
 
 
 def _work_of(record: StepRecord) -> StepWork:

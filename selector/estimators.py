@@ -441,7 +441,7 @@ def _part_of(menu: Menu, whole: Menu, table_SG: Array) -> _Part:
         trunk_M=np.array([entry.trunk for entry in delayed]),
         end_M=np.array([entry.max_depth for entry in delayed]),
         fork_M=np.array([min(entry.trunk, last) for entry in delayed]),
-        branches_M=np.array([entry.branches for entry in delayed]),
+        branches_M=np.array([min(entry.branches, _MAX_BRANCHES) for entry in delayed]),
         columns_S=columns,
         places_S=places,
         table_SG=table_SG[np.searchsorted(sized, places)],

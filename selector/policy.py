@@ -34,6 +34,7 @@ _PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes d
 _PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 16  # of those in which somebody drafts, and in which nobody does
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _MOST_UNLEARNT = 8  # steps that wait for the next choice to be learnt from
+_OWN_SHARE = 0.1  # of what a step says, in what is known of a tree that a request asks for
 _BESIDE_PROMPTS = 4  # nodes of a tree that ends by their chances, while prompts are fed: what it may have is kept for it
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
 _CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is written off
@@ -101,6 +102,7 @@ class AdaptiveExpansion:
         self._num_priced = 0
         self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each teaches prices
         self._has_failed_to_learn = False
+        self._own_tokens: dict[str, float] = {}  # a step, of sequences whose requests ask for trees themselves
         self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
         self._stake = 1.0  # what perfect drafts would win, as a share of that rate, up to 1; where somebody drafts, 1
         self._num_confirming = 0  # steps with drafts that have taught prices
@@ -306,6 +308,9 @@ class AdaptiveExpansion:
             if not feedback.has_prefill:
                 self._model_share.observe(feedback)
             self._estimator.observe(feedback.outcomes)
+            for one in feedback.outcomes:
+                if (known := self._own_tokens.get(one.request_id)) is not None:
+                    self._own_tokens[one.request_id] = known + _OWN_SHARE * (1.0 + one.accepted_depth - known)
 
     def _hear(self, feedback: StepFeedback) -> None:
         """Think again soon, and more often, where a probe brought most of what its seconds are worth."""
@@ -329,6 +334,8 @@ class AdaptiveExpansion:
         num_rounds = max((tree.max_depth for tree in trees), default=0)
         num_fed = sum(_catch_up(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in rows if not tree.is_plain)
         tokens = [1 + tree.num_draft_tokens for _, tree in rows]
+        own = [one.request_id for one, tree in rows if not tree.is_plain]
+        self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
         base = Works(
             num_rows=len(views),
             num_tokens=sum(tokens),
@@ -341,7 +348,7 @@ class AdaptiveExpansion:
         )
         load = BatchLoad(
             base=base,
-            base_tokens=float(len(views) - len(free)),
+            base_tokens=len(views) - len(free) - len(own) + sum(self._own_tokens.values()),
             context_B=np.array([one.num_committed for one in chosen_for], dtype=np.float64),
             unfed_B=np.array([_catch_up(one) for one in chosen_for], dtype=np.float64),
             lag_B=np.array([one.num_unfed - _catch_up(one) for one in chosen_for], dtype=np.float64),

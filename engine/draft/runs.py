@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from engine.draft.texts import TextCache
-from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback, composition_of
+from engine.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
 from engine.tree import Expansion
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
@@ -59,7 +59,7 @@ class RunningPolicy:
         if not self._running:
             return choice
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
-        return replace(choice, expansions=tuple(expansions), step_s=None)
+        return replace(choice, expansions=tuple(expansions), reason=Reason.COPIED_TEXT, speedup=1.0, step_s=None)
 
     def _chain(self, view: SequenceView, wish: Expansion, least_chance: float) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.

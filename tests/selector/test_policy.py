@@ -204,6 +204,21 @@ def test_requests_that_chose_for_themselves_are_left_alone():
     assert set(alone.choices) == {(PLAIN, PLAIN)}
 
 
+def beside_an_own_tree(policy: AdaptiveExpansion | None) -> float:
+    """Return tokens a second of four whose drafts are poor, beside one that has a good tree of its own; nodes are dear."""
+    machine = Machine(knee=1.0, **NOISY)
+    speculation = Speculation() if policy else Speculation(is_enabled=False)
+    own = Text(flat(0.95), speculation=Speculation(expansion=Expansion(8, 1, 0)))
+    texts = [own, *(Text(flat(0.25), speculation=speculation) for _ in range(4))]
+    policy = policy or adaptive(machine)
+    run(policy, machine, texts, 100)
+    return run(policy, machine, texts, 300, seed=1).rate
+
+
+def test_seconds_are_worth_what_trees_of_requests_own_bring_in_them():
+    assert beside_an_own_tree(adaptive(Machine(knee=1.0))) > 0.98 * beside_an_own_tree(None)
+
+
 def test_nothing_is_drafted_beyond_the_end():
     text = Text(flat(1.0), max_tokens=30)
     policy = adaptive(CHEAP)
