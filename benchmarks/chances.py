@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--head", type=Path, required=True, help="safetensors file of the draft head")
     parser.add_argument("--tree", default="noise_aware.8.5.4", help="grown at every step")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
-    parser.add_argument("--kinds", nargs="*", default=["code", "maths", "prose"])
+    parser.add_argument("--kinds", nargs="+", default=["code", "maths", "prose"])
     parser.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16, help="requests at a time")

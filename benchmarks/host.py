@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--head", type=Path, required=True, help="safetensors file of the draft head")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--kinds", nargs="*", default=["code", "maths", "prose"])
+    parser.add_argument("--kinds", nargs="+", default=["code", "maths", "prose"])
     parser.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=64)
     print(profile(parser.parse_args()))

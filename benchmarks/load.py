@@ -12,6 +12,7 @@ policy then costs is what it takes to find out.
 
 import argparse
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -110,7 +111,8 @@ class Measured:
     def of(cls, name: str, round_number: int, batch: int, contender: str, run: Run, foreign_cpus: float | None) -> "Measured":
         """Return a run's figures at its load: of steps that feed no prompt and have all sequences.
 
-        Raises ValueError where no step has. Texts that are equally long end together where nobody drafts, and one after the other where somebody does.
+        Raises ValueError where no step has. Texts that are equally long end together where nobody drafts, and one after the other
+        where somebody does.
         """
         steps = [step for step in run.steps if is_full(step, batch)]
         if not steps:
@@ -132,10 +134,14 @@ def mixed_prompts(model: str, kinds: Sequence[str], num_prompts: int) -> list[tu
 def requests_of(
     prompts: Sequence[tuple[int, ...]], batch: int, round_number: int, way: Way, args: argparse.Namespace
 ) -> Iterator[Request]:
-    """Yield requests of every kind at every temperature in turn, the same for each contender; texts are equally long."""
-    count, num_kinds = max(_FEWEST, 2 * batch), max(1, len(args.kinds))
+    """Yield requests of every kind and temperature in turn, the same for each contender; texts are equally long.
+
+    Each time that kinds and temperatures meet again as they did, temperatures are shifted by one: every kind has them all.
+    """
+    count, num_temperatures = max(_FEWEST, 2 * batch), len(args.temperatures)
+    turn = math.lcm(len(args.kinds), num_temperatures)
     for place in range(round_number * count, (1 + round_number) * count):
-        temperature = args.temperatures[place // num_kinds % len(args.temperatures)]
+        temperature = args.temperatures[(place + place // turn) % num_temperatures]
         sampling = SamplingParams(temperature, seed=place if temperature else None, max_tokens=args.max_tokens, ignore_eos=True)
         yield Request(f"{way.name}-{place}", prompts[place % len(prompts)], sampling, way.speculation)
 
@@ -240,7 +246,7 @@ def main() -> None:
     run.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
     run.add_argument("--useless", action="store_true", help="shuffle the head's weights")
     run.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="requests at a time")
-    run.add_argument("--kinds", nargs="*", default=["code", "maths", "prose"])
+    run.add_argument("--kinds", nargs="+", default=["code", "maths", "prose"])
     run.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     run.add_argument("--max-tokens", type=int, default=64)
     run.add_argument("--rounds", type=int, default=3)

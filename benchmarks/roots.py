@@ -7,6 +7,9 @@ nodes, its rounds, and what of it came. So each way to choose a least chance, or
 machine's prices: tokens a second over plain decoding's, as if one sequence were served. Ways learn from two thirds of the texts
 and are told of the rest, each third in turn. Sums over the three, and the least and the greatest of them.
 
+Replayed, not served: counting has seen the largest tree at every step, which no server drafts, and trees do not end where one
+more level would not pay.
+
 Shape key: R roots, K trees of a menu (plain decoding first), X features.
 """
 
@@ -44,7 +47,7 @@ from server.settings import SHIPPED_DRAFTERS, load_settings
 Array = NDArray[np.float64]
 
 _FOLDS = 3
-_RIDGE = 0.1  # of the number of roots learnt from, for standardised columns
+_RIDGE = 0.001  # of the number of roots learnt from, for standardised columns
 _EPOCHS, _RATE, _BATCH, _WIDTHS = 12, 1e-3, 64, (256, 32)
 _RULE = "coupled"
 
@@ -131,7 +134,7 @@ class Known:
 
     texts: tuple[str, ...]
     temperature_R: Array
-    features_RX: Array  # scalars and counted tokens
+    features_RX: Array  # scalars of the root, of the request, and tokens counted of four of the trees
     states_RX: NDArray[np.float32]
     counted_RK: Array
     counted_s_RK: Array
@@ -193,12 +196,10 @@ def _one_for_all(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int6
 
 
 def _one_a_temperature(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
-    places = np.zeros(len(asked), dtype=np.int64)
-    for temperature in np.unique(known.temperature_R[asked]):
-        alike = learnt[known.temperature_R[learnt] == temperature]
-        is_alike = known.temperature_R[asked] == temperature
-        places[is_alike] = _one_for_all(known, alike, asked[is_alike])
-    return places
+    temperatures = np.unique(known.temperature_R)
+    groups = [learnt[known.temperature_R[learnt] == temperature] for temperature in temperatures]
+    sums = [np.stack([truth[group].sum(0) for group in groups]) for truth in (known.tokens_RK, known.seconds_RK)]
+    return most_over_all(*sums)[np.searchsorted(temperatures, known.temperature_R[asked])]
 
 
 def _counting(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
@@ -208,9 +209,15 @@ def _counting(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64])
 def _linear(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
     mean, deviation = known.features_RX[learnt].mean(0), known.features_RX[learnt].std(0) + 1e-6
     x = np.pad((known.features_RX - mean) / deviation, ((0, 0), (0, 1)), constant_values=1.0)
-    gram = x[learnt].T @ x[learnt] + _RIDGE * len(learnt) / 100.0 * np.eye(x.shape[1])
-    told = [x[asked] @ np.linalg.solve(gram, x[learnt].T @ truth[learnt]) for truth in (known.tokens_RK, known.seconds_RK)]
-    return most_over_all(*told)
+    gram = x[learnt].T @ x[learnt] + _RIDGE * len(learnt) * np.eye(x.shape[1])
+    tokens, seconds = (
+        x[asked] @ np.linalg.solve(gram, x[learnt].T @ truth[learnt]) for truth in (known.tokens_RK, known.seconds_RK)
+    )
+    return most_over_all(tokens, _clipped(seconds, known, learnt))
+
+
+def _clipped(seconds: Array, known: Known, learnt: NDArray[np.int64]) -> Array:
+    return np.asarray(np.maximum(seconds, known.seconds_RK[learnt].min()))
 
 
 def _network(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -238,7 +245,8 @@ def _network(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) 
                 optimiser.step()
     with torch.inference_mode():
         told = net.eval()(inputs[torch.from_numpy(asked)]).double().numpy() * y_deviation + y_mean
-    return most_over_all(*np.split(told, 2, axis=1))
+    tokens, seconds = np.split(told, 2, axis=1)
+    return most_over_all(tokens, _clipped(seconds, known, learnt))
 
 
 def _own_chances(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
@@ -326,7 +334,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=150)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0], help="of the texts, in turn")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8, help="texts written at a time")
+    parser.add_argument("--batch", type=int, default=4, help="texts written at a time: too many trees are cut to a step's tokens")
     parser.add_argument("--seed", type=int, default=77, help="of the prompts")
     known = watched(parser.parse_args())
     print(f"{len(known.texts)} roots of {len(set(known.texts))} texts\n")

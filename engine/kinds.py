@@ -1,4 +1,4 @@
-"""The words that records of requests and of steps share: why a request ended, and what proposed a token."""
+"""The words that records of requests and of steps share: why a request ended, and where a drafted token comes from."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class FinishReason(StrEnum):
 
 
 class DraftSource(StrEnum):
-    """What proposed a drafted token."""
+    """Where a drafted token comes from: what foretold it, or else proposed it."""
 
     MODEL = "model"
     CACHE = "cache"  # text of the request or its tenant

@@ -54,7 +54,7 @@ class RowOutcome:
 
     @property
     def accepted_sources(self) -> list[DraftSource]:
-        """What proposed the drafted ones of the tokens that left the engine, in order."""
+        """Where the drafted ones of the tokens that left the engine come from, in order."""
         if not isinstance(self.verdict, Verdict) or self.emission is None:
             return []
         return [self.sources[node - 1] for node in self.verdict.path[1 : 1 + self.emission.num_accepted]]

@@ -102,7 +102,7 @@ class AdaptiveExpansion:
         self._num_priced = 0
         self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each teaches prices
         self._has_failed_to_learn = False
-        self._own_tokens: dict[str, float] = {}  # a step, of sequences whose requests ask for trees themselves
+        self._own_tokens: dict[str, float | None] = {}  # a step, of sequences whose requests ask for trees; None: not known yet
         self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
         self._stake = 1.0  # what perfect drafts would win, as a share of that rate, up to 1; where somebody drafts, 1
         self._num_confirming = 0  # steps with drafts that have taught prices
@@ -165,6 +165,8 @@ class AdaptiveExpansion:
         return choice
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
+        own = [view.request_id for view in views if not _own_tree(view).is_plain]
+        self._own_tokens = {name: self._own_tokens.get(name) for name in own}
         if not any(_is_free(view) for view in views):
             return Choice((PLAIN,) * len(views))
         batch = self._batch(views)
@@ -309,8 +311,9 @@ class AdaptiveExpansion:
                 self._model_share.observe(feedback)
             self._estimator.observe(feedback.outcomes)
             for one in feedback.outcomes:
-                if (known := self._own_tokens.get(one.request_id)) is not None:
-                    self._own_tokens[one.request_id] = known + _OWN_SHARE * (1.0 + one.accepted_depth - known)
+                if one.request_id in self._own_tokens:
+                    tokens, known = 1.0 + one.accepted_depth, self._own_tokens[one.request_id]
+                    self._own_tokens[one.request_id] = tokens if known is None else known + _OWN_SHARE * (tokens - known)
 
     def _hear(self, feedback: StepFeedback) -> None:
         """Think again soon, and more often, where a probe brought most of what its seconds are worth."""
@@ -334,8 +337,6 @@ class AdaptiveExpansion:
         num_rounds = max((tree.max_depth for tree in trees), default=0)
         num_fed = sum(_catch_up(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in rows if not tree.is_plain)
         tokens = [1 + tree.num_draft_tokens for _, tree in rows]
-        own = [one.request_id for one, tree in rows if not tree.is_plain]
-        self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
         base = Works(
             num_rows=len(views),
             num_tokens=sum(tokens),
@@ -348,7 +349,7 @@ class AdaptiveExpansion:
         )
         load = BatchLoad(
             base=base,
-            base_tokens=len(views) - len(free) - len(own) + sum(self._own_tokens.values()),
+            base_tokens=len(views) - len(free) + sum(known - 1.0 for known in self._own_tokens.values() if known is not None),
             context_B=np.array([one.num_committed for one in chosen_for], dtype=np.float64),
             unfed_B=np.array([_catch_up(one) for one in chosen_for], dtype=np.float64),
             lag_B=np.array([one.num_unfed - _catch_up(one) for one in chosen_for], dtype=np.float64),

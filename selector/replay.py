@@ -47,12 +47,15 @@ def most_over_all(tokens_RM: Array, seconds_RM: Array) -> Places:
 
     A dear tree that is the best of its root may still bring fewer tokens than its seconds do elsewhere: Dinkelbach's iteration.
     """
-    rows, rate = np.arange(len(tokens_RM)), 0.0
-    places = best_places(tokens_RM, seconds_RM)
-    while (better := float(tokens_RM[rows, places].sum() / seconds_RM[rows, places].sum())) > rate * (1.0 + 1e-9):
-        rate, best = better, places
+    rows = np.arange(len(tokens_RM))
+    best = best_places(tokens_RM, seconds_RM)
+    rate = float(tokens_RM[rows, best].sum() / seconds_RM[rows, best].sum())
+    while True:
         places = (tokens_RM - rate * seconds_RM).argmax(1)
-    return np.asarray(best)
+        better = float(tokens_RM[rows, places].sum() / seconds_RM[rows, places].sum())
+        if not better > rate * (1.0 + 1e-9):
+            return np.asarray(best)
+        rate, best = better, places
 
 
 def static_place(tokens_RM: Array, seconds_RM: Array) -> int:

@@ -157,9 +157,9 @@ def _complete(parsed: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(parsed, name)}")
     if parsed.vocab is not None and parsed.vocab < 1:
         raise ValueError(f"--vocab must be at least 1, not {parsed.vocab}")
-    if not parsed.out.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {parsed.out.parent} to write {parsed.out.name} to")
-    if parsed.begin_with and parsed.begin_with.absolute() == parsed.out.absolute():
+    if parsed.out.is_dir() or not parsed.out.resolve().parent.is_dir() or parsed.out.suffix in (".jsonl", ".png"):
+        raise ValueError(f"{parsed.out} cannot be written: there is no such folder, it is one, or the curve has that name")
+    if parsed.begin_with and parsed.begin_with.resolve() == parsed.out.resolve():
         raise ValueError("--out would replace the head to --begin-with: it is needed to make this one again")
     if not parsed.begin_with:
         vars(parsed).update({name: value for name, value in _SIZES.items() if name not in given})
@@ -219,13 +219,14 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _head_of(target: Path, file: Path) -> "DraftHead":
-    """Return a head of the target's; raise ValueError where it was made for another, or for other weights."""
+    """Return a head, with a word where it was made for other weights; raise ValueError where it cannot be the target's."""
     from engine.draft.compatibility import compare_made_for
     from engine.draft.head import DraftHead
 
     found = compare_made_for(target, file)
-    if found.refusals or found.warnings:
-        raise ValueError("; ".join((*found.refusals, *found.warnings)))
+    sys.stderr.writelines(f"latebranch drafter evaluate: {warning}\n" for warning in found.warnings)
+    if found.refusals:
+        raise ValueError("; ".join(found.refusals))
     return DraftHead.load(file)[0]
 
 

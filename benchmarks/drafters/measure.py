@@ -141,7 +141,8 @@ def _sums(steps: Sequence[StepStats]) -> dict[str, float]:
     """Return what the report needs of some steps, added up."""
     names = ("num_generated_tokens", "num_decoding_rows", "num_draft_tokens", "num_accepted_tokens")
     seconds = ("draft_s", "verify_s", "judge_s", "host_s", "step_s")
-    counts = {"num_steps": len(steps), "num_drafting_steps": sum(step.num_draft_tokens > 0 for step in steps)}
+    drafting = [step.draft_s for step in steps if step.num_draft_tokens]
+    counts = {"num_steps": len(steps), "num_drafting_steps": len(drafting), "drafting_s": sum(drafting)}
     return {**counts, **{name: sum(getattr(step, name) for step in steps) for name in (*names, *seconds)}}
 
 

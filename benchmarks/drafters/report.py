@@ -124,7 +124,7 @@ def _sample(line: Line, plain: Line) -> Sample:
         block_efficiency=one["num_generated_tokens"] / one["num_decoding_rows"],
         ratio=_tokens_per_s(one) / _tokens_per_s(other),
         ratio_after_prompt=_tokens_per_s(after) / _tokens_per_s(plain_after) if has_both else None,
-        drafting=after["draft_s"] / drafted / plain_step_s if has_both and drafted else None,
+        drafting=after["drafting_s"] / drafted / plain_step_s if has_both and drafted else None,
     )
 
 

@@ -5,6 +5,7 @@ Shape key: B texts, T positions, C chains a text, N positions that count, F feat
 
 import hashlib
 import json
+import logging
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ from engine.distill.corpus import Text
 from engine.distill.loss import distillation_loss, teacher_laws
 from engine.draft.head import DraftHead
 from engine.progress_bar import progress_bar
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,9 @@ class Trainer:
     def _resume(self, checkpoint: Path) -> int:
         """Load the checkpoint of this training, if there is one; return how many updates it has behind it."""
         if not checkpoint.exists():
+            self._work.mkdir(parents=True, exist_ok=True)
+            if others := len(list(self._work.glob("checkpoint-*.pt"))):
+                _logger.warning("training begins anew: the %d checkpoints in %s are of other trainings", others, self._work)
             return 0
         state: dict[str, Any] = torch.load(checkpoint, weights_only=True, map_location=self._rows_MD.device)
         self.head.load_state_dict(state["head"])

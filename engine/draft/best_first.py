@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from engine.draft.calibration import Calibration
 from engine.draft.children import Offer
 from engine.draft.drafter import FrontierNode, GrowingTree
-from engine.draft.grown import Worth, cached_of
+from engine.draft.grown import Worth, origins_of
 from engine.draft.strategies import Grown
 from engine.native.library import NUM_SCORES
 from engine.tree import FREE_GROWTH, ROOT, TokenTree
@@ -132,4 +132,4 @@ class BestFirst:
 
     def _worth(self, tree: TokenTree, nodes: Sequence[_Candidate]) -> Worth:
         chances = tuple(one.value for one in nodes), tuple(one.chance for one in nodes)
-        return Worth(*chances, cached_of(tree, self.tree.origins))
+        return Worth(*chances, tuple(origin.is_rather_cached for origin in origins_of(tree, self.tree.origins)))

@@ -40,7 +40,7 @@ class Worth:
 class Growth:
     """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
 
-    `sources[b][v - 1]` is what proposed the token of node v of tree b, the root aside; `draft_probs[b]` has its draft
+    `sources[b][v - 1]` is where the token of node v of tree b comes from, the root aside; `draft_probs[b]` has its draft
     probability if the row is traced, `worth[b]` what the nodes are worth if the tree is noise-aware. Tree b took `rounds[b]`
     rounds to grow, all together `num_rounds`, in which the drafter ran `passes` of a model.
     """
@@ -71,18 +71,9 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     )
 
 
-def sources_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]]) -> tuple[DraftSource, ...]:
+def origins_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]]) -> tuple[Origin, ...]:
     """Return where each node's token comes from, the root aside."""
-    if not origins:
-        return (DraftSource.MODEL,) * (tree.num_nodes - 1)
-    return tuple(origin.source for origin in told_by_path(tree, origins, _OF_MODEL))
-
-
-def cached_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]]) -> tuple[bool, ...]:
-    """Return of each node's token whether it is rather cached text's, the root aside."""
-    if not origins:
-        return (False,) * (tree.num_nodes - 1)
-    return tuple(origin.is_rather_cached for origin in told_by_path(tree, origins, _OF_MODEL))
+    return told_by_path(tree, origins, _OF_MODEL) if origins else (_OF_MODEL,) * (tree.num_nodes - 1)
 
 
 def told_by_path(tree: TokenTree, told: Mapping[tuple[int, ...], Mapping[int, T]], otherwise: T) -> tuple[T, ...]:

@@ -17,7 +17,7 @@ from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold,
 from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer, offers_of
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses, Proposal
-from engine.draft.grown import Growth, Worth, plain_growth, sources_of, told_by_path
+from engine.draft.grown import Growth, Worth, origins_of, plain_growth, told_by_path
 from engine.draft.ranked import GrowsRanked, can_rank, grow_ranked
 from engine.draft.strategies import Delayed, Static, Strategy
 from engine.draft.topology import best_topology
@@ -183,7 +183,8 @@ def _growth(
 ) -> Growth:
     """Return the step's trees; laws of nodes that got no child are dropped."""
     grown = [strategy.grown() for strategy in strategies]
-    sources = tuple(sources_of(one.tree, strategy.tree.origins) for one, strategy in zip(grown, strategies, strict=True))
+    origins = (origins_of(one.tree, strategy.tree.origins) for one, strategy in zip(grown, strategies, strict=True))
+    sources = tuple(tuple(origin.source for origin in of_tree) for of_tree in origins)
     draft_probs = tuple(_draft_probs(one.tree, strategy.tree) for one, strategy in zip(grown, strategies, strict=True))
     used = sorted({row for one in grown for row in one.law_rows if row is not None})
     laws_RV = _gathered(laws, used, vocab_size, device)

@@ -14,7 +14,7 @@ from engine.draft.best_first import START_CONTINUED, START_OFFERED
 from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
-from engine.draft.grown import Growth, Worth, cached_of, sources_of
+from engine.draft.grown import Growth, Worth, origins_of
 from engine.draft.mixture import UNTOLD, foretold, unknown_of
 from engine.draft.texts import CachedLaw, TextCache
 from engine.forest import Forest
@@ -62,7 +62,7 @@ _RANKED = (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
 
 
 class _Texts:
-    """What cached text says of one step's nodes. Keeps the path to each node, and which of its tokens the cache proposed."""
+    """What cached text says of one step's nodes. Keeps the path to each node, and where tokens foretold there come from."""
 
     def __init__(self, texts: TextCache | None, vocab: TrimmedVocabulary, rows: Sequence[Row]) -> None:
         self._texts, self._vocab, self._rows = texts, vocab, rows
@@ -153,10 +153,11 @@ def _grown(
         draws[ranked.parents[node]].append(node)
     tree = TokenTree(ranked.parents, (row.certain_ids[-1], *ranked.token_ids[1:]), tuple(map(tuple, draws)))
     fed = frozenset(node for node, keeps in enumerate(ranked.keeps_slot) if keeps)
-    sources = sources_of(tree, origins)
+    of_nodes = origins_of(tree, origins)
+    sources = tuple(origin.source for origin in of_nodes)
     if row.expansion.is_delayed:  # chains teach nothing
         return _Grown(tree, fed, {}, sources, num_rounds)
-    worth = Worth(ranked.chances[1:], ranked.given_parent[1:], cached_of(tree, origins))
+    worth = Worth(ranked.chances[1:], ranked.given_parent[1:], tuple(origin.is_rather_cached for origin in of_nodes))
     return _Grown(tree, fed, _Offers(offers, ranked.offers), sources, num_rounds, worth)
 
 

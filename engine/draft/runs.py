@@ -59,7 +59,8 @@ class RunningPolicy:
         if not self._running:
             return choice
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
-        return replace(choice, expansions=tuple(expansions), reason=Reason.COPIED_TEXT, speedup=1.0, step_s=None)
+        reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
+        return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None)
 
     def _chain(self, view: SequenceView, wish: Expansion, least_chance: float) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.

@@ -11,6 +11,7 @@ import torch
 from engine.draft import children, combined
 from engine.draft import texts as texts_module
 from engine.draft.cached import CachedDrafter
+from engine.draft.calibration import Reliability
 from engine.draft.combined import CombinedDrafter
 from engine.draft.drafter import Drafter, FrontierNode, Proposal
 from engine.draft.grown import Growth
@@ -349,21 +350,38 @@ class Trusting:
         return replace(proposal, logits_PM=100.0 * proposal.logits_PM)
 
 
+@pytest.mark.parametrize("expansion", [CHAIN, parse_expansion("noise_aware.8.5.4")], ids=str)
 @pytest.mark.parametrize("by_library", [True, False])
-def test_what_a_prediction_foretold_is_its_own_whoever_gives_it_more(by_library, monkeypatch):
-    """A penalty that moves nothing has the model asked everywhere: what is foretold might be hindered."""
+def test_what_a_prediction_foretold_is_its_own_whoever_gives_it_more(by_library, expansion, monkeypatch):
+    """A penalty that moves nothing has the model asked everywhere: what is foretold might be hindered.
+
+    Chances are corrected, and what comes of them learnt, as of the model's tokens.
+    """
     if not by_library:
         monkeypatch.setattr(native, "can_mix", lambda device: False)
+    corrected: list[bool] = []
+    learnt: list[bool] = []
+    own = Reliability.corrected
+
+    def noted(self, chance, is_cached):
+        corrected.append(is_cached)
+        return own(self, chance, is_cached)
+
+    monkeypatch.setattr(Reliability, "corrected", noted)
+    monkeypatch.setattr(Reliability, "observe", lambda self, chance, is_cached, came: learnt.append(is_cached and came))
     target, _ = pair("llama")
     text = own_greedy_text("llama", LONG, 30)
     perfect = Trusting(ModelDrafter("own", target, KVCache(2048, CPU), Feeding.OWN_CACHE))
-    engine = tiny_engine(target, CombinedDrafter(perfect, TextCache(min_tokens=1), 61, CPU), FixedExpansion(CHAIN))
+    engine = tiny_engine(target, CombinedDrafter(perfect, TextCache(min_tokens=1), 61, CPU), FixedExpansion(expansion))
     sampling = SamplingParams(0.0, max_tokens=30, frequency_penalty=1e-6)
     outcome = run(engine, [Request("r", tuple(LONG), sampling, Speculation(), tuple(text))]).outcomes["r"]
     assert outcome.ids == text
     num_accepted = sum(event.num_accepted_tokens for event in outcome.events)
     assert num_accepted > 20
     assert sum(len(event.predicted_places) for event in outcome.events) == num_accepted
+    assert not any(learnt)
+    assert sum(corrected) < num_accepted  # of other branches some are rather cached
+    assert bool(learnt) == bool(corrected) == (expansion is not CHAIN)
 
 
 def test_steps_tell_drafted_and_accepted_tokens_apart_by_source():

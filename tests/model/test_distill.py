@@ -168,6 +168,16 @@ def test_the_loss_has_the_gradient_that_autograd_finds(weight: float) -> None:
     assert torch.allclose(found, expected, atol=1e-3)
 
 
+def test_a_shard_never_takes_anothers_place(tmp_path: Path) -> None:
+    corpus = Corpus(tmp_path)
+    for text in some_texts()[:3]:
+        corpus.add([text])
+    corpus.shards[0].unlink()
+    corpus.add(some_texts()[3:4])
+    assert [path.stem for path in corpus.shards] == ["shard-00001", "shard-00002", "shard-00003"]
+    assert len(corpus.indices()) == 3
+
+
 # ---- training
 
 
@@ -189,6 +199,20 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
     assert overlaps[1] > 1.2 * overlaps[0], overlaps
 
 
+class Counting:
+    """A method that counts its calls."""
+
+    def __init__(self, method) -> None:
+        self._method, self.num_calls = method, 0
+
+    def __get__(self, trainer, kind):
+        def counted(*args):
+            self.num_calls += 1
+            return self._method(trainer, *args)
+
+        return counted
+
+
 def test_a_training_that_was_cut_off_ends_like_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(tmp_path, "whole.pt")
     count = 0
@@ -204,8 +228,9 @@ def test_a_training_that_was_cut_off_ends_like_a_whole_one(tmp_path: Path, monke
     monkeypatch.setattr(Trainer, "_update", failing)
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path, "cut.pt")
-    monkeypatch.undo()
+    monkeypatch.setattr(Trainer, "_update", counting := Counting(original))
     resumed = trained(tmp_path, "cut.pt")
+    assert counting.num_calls == len(whole.curve) - 3  # what was done before the last checkpoint is not done again
     assert len(resumed.curve) == len(whole.curve)
     for one, other in zip(whole.head.parameters(), resumed.head.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -160,7 +160,7 @@ def line(drafter: str, kind: str, prompt: int, tokens_per_s: float, foreign_cpus
         "num_drafting_steps": 0 if drafter == "none" else 20 / efficiency,
         "num_generated_tokens": 20,
         "num_decoding_rows": 20 / efficiency,
-        "draft_s": draft_s,
+        "drafting_s": draft_s,
         "verify_s": 20 / tokens_per_s,
         "step_s": 20 / tokens_per_s,
     }

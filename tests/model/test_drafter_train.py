@@ -82,7 +82,7 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
     for setting, words in (
         (["--max-tokens", "0"], "--max-tokens must be at least 1"),
         (["--vocab", "0"], "--vocab must be at least 1"),
-        (["--out", str(work / "no" / "head.safetensors")], "there is no folder"),
+        (["--out", str(work / "no" / "head.safetensors")], "cannot be written"),
         (["--begin-with", str(work / "other.safetensors")], "would replace"),
     ):
         assert main(["drafter", "train", "--target", str(target), *where, *setting]) == 1
@@ -161,10 +161,12 @@ def test_what_cannot_be_measured_is_refused_in_words(made, tmp_path, capsys):
     unsaid = tmp_path / "unsaid.safetensors"
     DraftHead.load(work / "head.safetensors")[0].save(unsaid, {})
     good = {"target": target, "head": work / "head.safetensors", "prompts": tmp_path / "prompts.yaml"}
+    for part in ({"target": other}, {"head": unsaid}):  # whose drafts are exact all the same
+        which = [word for name, path in {**good, **part}.items() for word in (f"--{name}", str(path))]
+        assert main(["drafter", "evaluate", *which, *SMALL]) == 0
+        assert "made for" in capsys.readouterr().err
     for part, words in (
-        ({"target": other}, "other weights"),
         ({"head": tmp_path / "no-head"}, "cannot be read"),
-        ({"head": unsaid}, "does not say what model it was made for"),
         ({"prompts": tmp_path / "none.yaml"}, "cannot be read"),
     ):
         which = [word for name, path in {**good, **part}.items() for word in (f"--{name}", str(path))]

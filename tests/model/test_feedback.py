@@ -1,12 +1,16 @@
 """What an engine tells its policy of a step."""
 
-from engine.policy import Choice, StepFeedback
-from engine.tree import PLAIN
+from engine.config import SchedulerConfig
+from engine.policy import Choice, FixedExpansion, StepFeedback
+from engine.testing import tiny_engine
+from engine.tree import PLAIN, Expansion
 from tests.model.driving import run
 from tests.model.heads import head_engine, learnt_head
 from tests.model.mixed import mixed_requests
+from tests.model.test_expected_tokens import requests_of
 from tests.model.test_head_drafter import CROWDED
 from tests.model.test_kv_cache import RandomExpansion
+from tests.model.tiny import pair
 
 
 class SeldomDrafts(RandomExpansion):
@@ -15,6 +19,18 @@ class SeldomDrafts(RandomExpansion):
     def choose(self, views):
         choice = super().choose(views)
         return choice if self._rng.random() < 0.4 else Choice((PLAIN,) * len(views))
+
+
+def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):
+    """Stop tokens soon cut long accepted paths: a policy hears of the tokens that were kept."""
+    config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
+    engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
+    heard: list[StepFeedback] = []
+    monkeypatch.setattr(engine._policy, "observe", heard.append)
+    stats = run(engine, requests_of("traversal", num=60, stop_token_ids=tuple(range(30)))).stats
+    num_kept = sum(one.num_accepted_tokens for one in stats)
+    assert sum(outcome.accepted_depth for one in heard for outcome in one.outcomes) == num_kept
+    assert num_kept < sum(one.num_realised_tokens - one.num_expected_rows for one in stats)  # whole paths
 
 
 def test_a_step_says_whether_it_drafted_and_the_rest_when_it_is_asked(monkeypatch):

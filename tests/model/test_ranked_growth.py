@@ -120,7 +120,8 @@ def are_same(one: Growth, other: Growth) -> bool:
 def are_worth_the_same(one: Worth | None, other: Worth | None) -> bool:
     if one is None or other is None:
         return one is other
-    return all(getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-5) for name in ("chances", "given_parent"))
+    are_alike = (getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-5) for name in ("chances", "given_parent"))
+    return all(are_alike) and one.is_cached == other.is_cached
 
 
 def grown_both_ways(monkeypatch, engine: Engine) -> list[tuple[Growth, Growth]]:

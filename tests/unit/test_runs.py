@@ -13,6 +13,7 @@ from engine.policy import (
     DraftOutcome,
     ExpansionPolicy,
     FixedExpansion,
+    Reason,
     SequenceView,
     StepFeedback,
     StepWork,
@@ -78,6 +79,18 @@ def test_a_tree_that_ends_by_chances_is_as_deep_as_what_is_likely_enough(least, 
     wish = Expansion(0, 4, 8, "noise_aware", 8, least)
     policy = RunningPolicy(FixedExpansion(wish), Sure({"r": 9}, 0.95))
     assert policy.choose([view("r")]).expansions == (expected or wish,)
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [(Reason.PLAIN_IS_BEST, Reason.COPIED_TEXT), (Reason.PROBE, Reason.COPIED_TEXT), (Reason.FALLBACK, Reason.FALLBACK)],
+)
+def test_a_step_of_copied_text_says_so_unless_the_policy_failed(own, told, monkeypatch):
+    inner = Listening()
+    monkeypatch.setattr(inner, "choose", lambda views: Choice((TREE,) * len(views), own, 1.3, 0.5))
+    choice = RunningPolicy(inner, Sure({"r": 12})).choose([view("r")])
+    assert (choice.reason, choice.speedup, choice.step_s) == (told, 1.0, None)
+    assert RunningPolicy(inner, Sure({"r": 3})).choose([view("r")]).reason is own
 
 
 def test_the_longest_is_bounded():

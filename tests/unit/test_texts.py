@@ -24,6 +24,13 @@ from tests.unit.test_context_tree import counted
 PROMPT = (5, 6, 7)
 
 
+def test_beside_a_model_what_it_gives_more_is_its_own_but_for_what_was_predicted():
+    law = CachedLaw({5: 0.5, 7: 0.5}, 0.5, frozenset({5}))
+    assert law.origins_beside([False, False]) == {5: Origin(DraftSource.PREDICTION, False)}
+    assert law.origins_beside([True, True]) == law.origins
+    assert law.origins == {5: Origin(DraftSource.PREDICTION, True), 7: Origin(DraftSource.CACHE, True)}
+
+
 def row_of(request_id: str, history: Sequence[int]) -> Row:
     """Return the row that a request has while its text is `history`."""
     root = len(history) - 1
