@@ -57,7 +57,7 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         help=f"more than {_PASS} add up passes of {_PASS}",
     )
     train.add_argument(
-        "--precision", choices=("float32", "bfloat16"), help="what training multiplies in; default float32 without matrix units"
+        "--precision", choices=("float32", "bfloat16"), help="what training multiplies in; default bfloat16 where the device can"
     )
     train.add_argument("--refusal-weight", type=float, default=0.0, help="share of the refused mass in the loss at the end")
     train.add_argument("--seed", type=int, default=1)

@@ -197,8 +197,9 @@ class Trainer:
 
 
 def usual_precision(device: torch.device) -> str:
-    """Return the format in which a device is to multiply: processors without matrix units may be twice as slow in bfloat16."""
-    return "bfloat16" if device.type != "cpu" or torch.cpu._is_amx_tile_supported() else "float32"
+    """Return the format in which a device is to multiply: processors that cannot do bfloat16 may be twice as slow in it."""
+    has_bfloat16 = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if has_bfloat16 else "float32"
 
 
 def sampled_starts(
