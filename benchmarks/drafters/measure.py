@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.drafters.contenders import PLAINLY, Contender, Stable
+from benchmarks.drafters.report import lines_of
 from benchmarks.foreign import ForeignCpu
 from engine.engine import Engine
 from engine.progress_bar import progress_bar
@@ -133,7 +134,7 @@ class Measurement:
 
 def num_rounds(path: Path) -> int:
     """Return how many rounds a file of measurements has, begun ones too."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = lines_of(path) if path.exists() else []
     return max((line["round"] + 1 for line in lines if line["type"] == "run"), default=0)
 
 

@@ -53,7 +53,7 @@ def report(path: Path, max_foreign_cpus: float) -> str:
 
     Raises UnlikeRuns if the file has measurements that do not belong into one table.
     """
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = lines_of(path)
     unlike = {_facts(line) for line in lines if line["type"] == "header"}
     if len(unlike) > 1:
         raise UnlikeRuns(f"{path} holds runs that differ: {' | '.join(sorted(unlike))}")
@@ -64,6 +64,17 @@ def report(path: Path, max_foreign_cpus: float) -> str:
         here = [block for block in quiet if _plain(block)["temperature"] == temperature]
         parts.append(f"### Temperature {temperature:g}\n\n{_table(here)}")
     return "\n\n".join(parts)
+
+
+def lines_of(path: Path) -> list[Line]:
+    """Return what a file of measurements holds, but for lines that were cut off in writing."""
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
 
 
 def _blocks(lines: Iterable[Line]) -> list[list[Line]]:

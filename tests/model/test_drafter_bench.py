@@ -263,6 +263,8 @@ def test_more_rounds_are_other_rounds_and_unlike_runs_are_no_table(folder, tmp_p
     command.main()
     lines = [json.loads(one) for one in out.read_text().splitlines()]
     assert [one["round"] for one in lines if one["type"] == "run"] == [0, 0, 1, 1, 2, 2, 3, 3]
+    with out.open("a") as file:
+        file.write('{"type": "run", "rou\n')  # cut off in writing
     report(out, 99.0)
     monkeypatch.setattr("sys.argv", [*sys.argv, "--predictions"])
     command.main()
