@@ -309,8 +309,8 @@ class Scheduler:
     ) -> list[int]:
         """Return the tokens to feed the drafter: up to the root for a tree, else what keeps it from falling behind.
 
-        Called before the row's slots are given. A drafter behind the target's features follows a step late. Unless `most_behind`
-        says otherwise, one that no tree waits for falls behind.
+        Called before the row's slots are given. A drafter behind the target's features follows a step late. One that no tree
+        waits for falls behind, where `most_behind` is None even of a prompt: what is never drafted from is not fed.
         """
         end = sequence.target_len + num_certain
         if not expansion.is_plain:
@@ -318,9 +318,9 @@ class Scheduler:
         if self._feeding is Feeding.TARGET_CACHE or not sequence.request.speculation.is_enabled:
             return []
         reach = sequence.target_len if self._feeding is Feeding.TARGET_FEATURES else end
-        is_waited_for = end < sequence.num_tokens or not wish.is_plain
-        is_late = most_behind is not None and reach - sequence.draft_len > most_behind
-        return sequence.token_ids[sequence.draft_len : reach] if is_waited_for or is_late else []
+        is_prompt = end < sequence.num_tokens
+        is_late = most_behind is not None and (is_prompt or reach - sequence.draft_len > most_behind)
+        return sequence.token_ids[sequence.draft_len : reach] if is_late or not wish.is_plain else []
 
     def _preempt(self, sequence: Sequence) -> None:
         _logger.info("request %s preempted at %d tokens", sequence.request_id, sequence.num_tokens)

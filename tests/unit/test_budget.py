@@ -121,6 +121,20 @@ def test_a_drafter_that_follows_soon_drafts(feeding, first_tree, prompt_len):
     assert row.draft_len + len(row.draft_ids) == row.end
 
 
+@pytest.mark.parametrize("keeps_up", [True, False])
+def test_a_long_prompt_is_fed_to_a_drafter_that_is_kept_up_and_to_no_other(keeps_up):
+    """Where drafting does not pay a drafter once read all but the last chunk of each long prompt for nothing."""
+    scheduler = Scheduler(SchedulerConfig(max_running=1, max_step_tokens=64, num_slots=256), Feeding.OWN_CACHE)
+    scheduler.add(Sequence(Request("a", tuple(range(200)), SamplingParams(max_tokens=20)), 0, "traversal"))
+    scheduler.admit()
+    num_fed = 0
+    for _ in range(3):
+        (row,) = scheduler.plan([PLAIN], keeps_up=keeps_up).rows
+        num_fed += len(row.draft_ids)
+        scheduler.commit_chunk(row)
+    assert num_fed == (192 if keeps_up else 0)
+
+
 def test_prompt_tokens_are_counted_once_each():
     """The root of the first step is a prompt token too; it was left out, and preempted prompts counted twice."""
     assert [row.num_new_prompt_tokens for row in planned([1, 5]).rows] == [1, 5]
