@@ -70,6 +70,7 @@ def add_evaluate_command(commands: "argparse._SubParsersAction[argparse.Argument
     _add_target(measure)
     measure.add_argument("--head", type=Path, required=True)
     measure.add_argument("--prompts", type=Path, required=True, help="YAML file of prompts by kind")
+    measure.add_argument("--kinds", nargs="*", default=[], help="of prompts; all of the file by default")
     measure.add_argument("--max-tokens", type=int, default=96)
     measure.add_argument("--steps", type=int, default=6, help="depth of the chains")
     measure.add_argument("--seed", type=int, default=99)
@@ -202,7 +203,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     try:
         folder = resolve(parsed.target).folder
         head = _head_of(folder, parsed.head)
-        prompts = read_prompts(parsed.prompts, [], sys.maxsize)
+        prompts = read_prompts(parsed.prompts, parsed.kinds, sys.maxsize)
         model = _load(parsed, folder)
         if (depth := len(model.module.model.layers)) != head.shape.feature_layers[-1]:
             raise ValueError(f"{parsed.head.name} does not read the target's last layer, {depth}: its law cannot be compared")

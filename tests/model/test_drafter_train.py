@@ -151,6 +151,8 @@ def test_evaluation_tells_every_kind_and_depth(made, capsys):
     assert [line["kind"] for line in lines] == ["one", "two"]
     assert all(0.0 <= depth["overlap"] <= 1.0 for line in lines for depth in line["depths"])
     assert [depth["depth"] for depth in lines[0]["depths"]] == [1, 2, 3]
+    assert main(["drafter", "evaluate", *which, *SMALL, "--steps", "3", "--kinds", "two"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == lines[1:]
 
 
 def test_what_cannot_be_measured_is_refused_in_words(made, tmp_path, capsys):
