@@ -17,7 +17,7 @@ import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +34,12 @@ from engine.policy import Choice, ExpansionPolicy, RootSource, SequenceView, Ste
 from engine.rig import Rig
 from engine.types import Request, SamplingParams, Speculation
 from engine.weights import WeightsCache, default_root, resolve
-from selector.cost import CostModel, Works
-from selector.estimators import kind_of
-from selector.menu import menu_for_all
+from selector.cost import CostModel
+from selector.estimators import CountedAcceptance
+from selector.menu import menu_for_all, menu_with
 from selector.profile import cached_profile
-from selector.replay import most_over_all
-from selector.worth import NodeSums, WorthOfNodes
+from selector.replay import best_places, step_s
+from selector.worth import NodeSums
 from server.bench import run_case
 from server.chat_ids import chat_ids
 from server.settings import SHIPPED_DRAFTERS, load_settings
@@ -79,8 +79,7 @@ class Watching:
         self.entries = [entry for entry in menu.entries if entry.least_chance]
         self.roots: list[Root] = []
         self._least = [entry.least_chance for entry in self.entries]
-        self._counting = WorthOfNodes(self.entries, 0)
-        self._seats: dict[str, int] = {}
+        self._counting = CountedAcceptance(menu_with(self.entries))
         self._source = roots
         self._seen: dict[str, tuple[SequenceView, NDArray[np.float32], NDArray[np.float32], Array]] = {}
         roots.watch()
@@ -89,8 +88,10 @@ class Watching:
         """Return the largest tree for all."""
         facts = self._source.facts([view.request_id for view in views])
         states = np.concatenate([facts.target_BD, facts.draft_BW], axis=1)
+        counted = self._counting.estimate(views)
+        told_B4K = np.stack([counted.tokens, counted.nodes, counted.passes, counted.fed], axis=1)
         self._seen = {
-            view.request_id: (view, states[row], facts.scalars_BS[row], self._counted(view))
+            view.request_id: (view, states[row], facts.scalars_BS[row], told_B4K[row])
             for row, view in enumerate(views)
             if facts.is_known_B[row]
         }
@@ -98,6 +99,7 @@ class Watching:
 
     def observe(self, feedback: StepFeedback) -> None:
         """Note what the trees were."""
+        self._counting.observe(feedback.outcomes)
         for outcome in feedback.outcomes:
             if outcome.nodes is None or outcome.request_id not in self._seen:
                 continue
@@ -111,17 +113,6 @@ class Watching:
                 *(_whole(0.0, 1.0 + rounds_K), _whole(0.0, fed_K)),
             )
             self.roots.append(root)
-            self._counting.observe([outcome], [self._seat(view)], [kind_of(view.sampling, _RULE)])
-
-    def _counted(self, view: SequenceView) -> Array:
-        told = self._counting.expect([self._seat(view)], [kind_of(view.sampling, _RULE)])
-        return np.stack([_whole(of_plain, of_trees[0]) for of_plain, of_trees in zip((1.0, 0.0, 0.0, 0.0), told, strict=True)])
-
-    def _seat(self, view: SequenceView) -> int:
-        if view.request_id not in self._seats:
-            self._seats[view.request_id] = len(self._seats)
-            self._counting.make_room(len(self._seats))
-        return self._seats[view.request_id]
 
 
 def _whole(of_plain: float, of_trees_K: Array) -> Array:
@@ -148,9 +139,9 @@ class Known:
         counted = np.stack([root.counted_4K for root in roots])
         temperature_R = np.array([root.temperature for root in roots])
         context_R = np.array([float(root.num_context) for root in roots])
-        of_request = np.stack([context_R, temperature_R > 0.0], axis=1)
         scalars = np.stack([root.scalars_X for root in roots])
         request = np.stack([temperature_R, temperature_R > 0.0, np.log1p(context_R)], axis=1)
+        requests = list(zip(context_R.tolist(), (temperature_R > 0.0).tolist(), strict=True))
         nodes, rounds, fed = (np.stack(rows) for rows in zip(*((one.nodes_K, one.rounds_K, one.fed_K) for one in roots)))
         return cls(
             tuple(root.text for root in roots),
@@ -158,33 +149,27 @@ class Known:
             np.concatenate([scalars, request, counted[:, 0, 1::3]], axis=1),
             np.stack([root.states_X for root in roots]),
             counted[:, 0],
-            seconds_of(of_request, counted[:, 1], counted[:, 2], counted[:, 3], costs),
+            np.stack([step_s(costs, *one, *told_3K) for one, told_3K in zip(requests, counted[:, 1:], strict=True)]),
             np.stack([root.tokens_K for root in roots]),
             np.stack([root.expected_K for root in roots]),
-            seconds_of(of_request, nodes, rounds, fed, costs),
+            np.stack([step_s(costs, *one, *trees) for one, *trees in zip(requests, nodes, rounds, fed, strict=True)]),
         )
 
 
-def seconds_of(request_R2: Array, nodes_RK: Array, rounds_RK: Array, fed_RK: Array, costs: CostModel) -> Array:
-    """Return the seconds of a step of one sequence, of so much context and drawn or not, with each tree."""
-    steps = zip(request_R2.tolist(), nodes_RK, rounds_RK, fed_RK, strict=True)
-    return np.stack(
-        [
-            costs.step_s(
-                Works(
-                    num_rows=1.0,
-                    num_tokens=1.0 + nodes_K,
-                    num_drawn=is_drawn * (1.0 + nodes_K),
-                    num_keys=context,
-                    num_scores=(1.0 + nodes_K) * context,
-                    num_passes=rounds_K,
-                    num_draft_tokens=fed_K + (rounds_K > 0.0),
-                    num_rounds=rounds_K,
-                )
-            )
-            for (context, is_drawn), nodes_K, rounds_K, fed_K in steps
-        ]
-    )
+def most_over_all(tokens_RK: Array, seconds_RK: Array) -> NDArray[np.int64]:
+    """Return the entries that together bring the most tokens over all seconds, if expectations are true.
+
+    A dear tree that is the best of its root may still bring fewer tokens than its seconds do elsewhere: Dinkelbach's iteration.
+    """
+    rows = np.arange(len(tokens_RK))
+    best = best_places(tokens_RK, seconds_RK)
+    rate = float(tokens_RK[rows, best].sum() / seconds_RK[rows, best].sum())
+    while True:
+        places = (tokens_RK - rate * seconds_RK).argmax(1)
+        better = float(tokens_RK[rows, places].sum() / seconds_RK[rows, places].sum())
+        if not better > rate * (1.0 + 1e-9):
+            return np.asarray(best)
+        rate, best = better, places
 
 
 Way = Callable[[Known, NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
@@ -316,7 +301,7 @@ def watched(args: argparse.Namespace) -> Known:
     prompts = [chat_ids(tokenizer, text) for text in PromptGrammar.load(args.prompt_grammar).draw(args.num_prompts, args.seed)]
 
     def requests() -> Iterator[Request]:
-        for number, prompt, temperature in zip(count(), prompts, args.temperatures * len(prompts)):
+        for number, (prompt, temperature) in enumerate(zip(prompts, cycle(args.temperatures), strict=False)):
             sampling = SamplingParams(temperature, seed=number if temperature else None, max_tokens=args.max_tokens)
             yield Request(f"text-{number}", prompt, sampling, Speculation(verifier=_RULE))
 

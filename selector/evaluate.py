@@ -14,7 +14,7 @@ import torch
 
 from selector.examples import Examples
 from selector.net import Inputs, SelectorNet
-from selector.replay import Array, Outcome, Places, most_over_all, rows_by, static_place
+from selector.replay import Array, Outcome, Places, best_places, rows_by, static_place
 
 _BUCKETS = 8  # of entropy
 _RIDGE = 1.0  # times the number of examples, of standardised columns, over 100
@@ -69,7 +69,7 @@ def ways(known: Examples, known_seconds_RM: Array, asked: Examples, seconds_RM: 
     found = [_static(known, known_seconds_RM, asked), _moving_average(known, asked, seconds_RM)]
     for name, expect in expecting.items():
         tokens_RM = _rule_by_rule(known, asked, expect)
-        found.append(Told(name, _chosen(tokens_RM, seconds_RM, asked), tokens_RM))
+        found.append(Told(name, best_places(tokens_RM, seconds_RM), tokens_RM))
     return found
 
 
@@ -82,15 +82,7 @@ def told_by(name: str, net: SelectorNet, asked: Examples, seconds_RM: Array) -> 
         outputs_RM = net(Inputs.of(asked.features, [net.shape.rules.index(rule) for rule in asked.rules])).double().numpy()
     if net.shape.objective == "policy":
         return Told(name, np.asarray(outputs_RM.argmax(1)))
-    return Told(name, _chosen(outputs_RM, seconds_RM, asked), outputs_RM)
-
-
-def _chosen(tokens_RM: Array, seconds_RM: Array, asked: Examples) -> Places:
-    """Return the trees that bring the most tokens over all seconds, of each rule by itself."""
-    places_R = np.zeros(len(asked), dtype=np.int64)
-    for rows in rows_by(asked.rules).values():
-        places_R[rows] = most_over_all(tokens_RM[rows], seconds_RM[rows])
-    return places_R
+    return Told(name, best_places(outputs_RM, seconds_RM), outputs_RM)
 
 
 def scores(told: Sequence[Told], asked: Examples, seconds_RM: Array) -> list[Score]:

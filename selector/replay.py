@@ -18,44 +18,31 @@ Places = NDArray[np.int64]
 
 def seconds_of(examples: Examples, costs: CostModel) -> Array:
     """Return the predicted seconds of a step of one sequence with each tree, [R, M]; the drafter lags by the root alone."""
-    depths_M, fed_M = examples.menu.depths.astype(np.float64), examples.menu.fed_share
-    seconds = []
-    for nodes_M, context, temperature in zip(
-        examples.nodes_RM.astype(np.float64), examples.context_R.tolist(), examples.temperature_R.tolist(), strict=True
-    ):
-        works = Works(
-            num_rows=1.0,
-            num_tokens=1.0 + nodes_M,
-            num_drawn=(1.0 + nodes_M) * (temperature > 0.0),
-            num_keys=context,
-            num_scores=(1.0 + nodes_M) * context,
-            num_passes=depths_M,
-            num_draft_tokens=nodes_M * fed_M + (depths_M > 0),
-            num_rounds=depths_M,
-        )
-        seconds.append(costs.step_s(works))
-    return np.stack(seconds)
+    depths_M, fed_share_M = examples.menu.depths.astype(np.float64), examples.menu.fed_share
+    rows = zip(
+        examples.context_R.tolist(), (examples.temperature_R > 0.0).tolist(), examples.nodes_RM.astype(np.float64), strict=True
+    )
+    return np.stack([step_s(costs, *row, depths_M, row[-1] * fed_share_M) for row in rows])
+
+
+def step_s(costs: CostModel, context: float, is_drawn: bool, nodes_M: Array, passes_M: Array, fed_M: Array) -> Array:
+    """Return the predicted seconds of a step of one sequence with trees of so many nodes, draft passes and nodes fed, [M]."""
+    works = Works(
+        num_rows=1.0,
+        num_tokens=1.0 + nodes_M,
+        num_drawn=(1.0 + nodes_M) * is_drawn,
+        num_keys=context,
+        num_scores=(1.0 + nodes_M) * context,
+        num_passes=passes_M,
+        num_draft_tokens=fed_M + (passes_M > 0),
+        num_rounds=passes_M,
+    )
+    return np.asarray(costs.step_s(works))
 
 
 def best_places(tokens_RM: Array, seconds_RM: Array) -> Places:
     """Return the entry with most expected tokens a second, for each example."""
     return np.asarray((tokens_RM / seconds_RM).argmax(1))
-
-
-def most_over_all(tokens_RM: Array, seconds_RM: Array) -> Places:
-    """Return the entries that together bring the most tokens over all seconds, if expectations are true.
-
-    A dear tree that is the best of its root may still bring fewer tokens than its seconds do elsewhere: Dinkelbach's iteration.
-    """
-    rows = np.arange(len(tokens_RM))
-    best = best_places(tokens_RM, seconds_RM)
-    rate = float(tokens_RM[rows, best].sum() / seconds_RM[rows, best].sum())
-    while True:
-        places = (tokens_RM - rate * seconds_RM).argmax(1)
-        better = float(tokens_RM[rows, places].sum() / seconds_RM[rows, places].sum())
-        if not better > rate * (1.0 + 1e-9):
-            return np.asarray(best)
-        rate, best = better, places
 
 
 def static_place(tokens_RM: Array, seconds_RM: Array) -> int:

@@ -54,12 +54,12 @@ def report(path: Path, max_foreign_cpus: float) -> str:
     Raises UnlikeRuns if the file has measurements that do not belong into one table.
     """
     lines = lines_of(path)
-    unlike = {_facts(line) for line in lines if line["type"] == "header"}
-    if len(unlike) > 1:
-        raise UnlikeRuns(f"{path} holds runs that differ: {' | '.join(sorted(unlike))}")
+    facts = sorted({_facts(line) for line in lines if line["type"] == "header"})
+    if len(facts) > 1:
+        raise UnlikeRuns(f"{path} holds runs that differ: {' | '.join(facts)}")
     blocks = _blocks(lines)
     quiet = [block for block in blocks if not _is_disturbed(block, max_foreign_cpus)]
-    parts = [_preface(lines, len(blocks), len(blocks) - len(quiet), max_foreign_cpus)]
+    parts = [_preface(facts, len(blocks), len(blocks) - len(quiet), max_foreign_cpus)]
     for temperature in sorted({_plain(block)["temperature"] for block in quiet}):
         here = [block for block in quiet if _plain(block)["temperature"] == temperature]
         parts.append(f"### Temperature {temperature:g}\n\n{_table(here)}")
@@ -101,8 +101,7 @@ def _facts(header: Line) -> str:
     return "; ".join(f"{name} {value}" for name, value in facts.items())
 
 
-def _preface(lines: Sequence[Line], num_blocks: int, num_disturbed: int, max_foreign_cpus: float) -> str:
-    facts = dict.fromkeys(_facts(line) for line in lines if line["type"] == "header")
+def _preface(facts: Sequence[str], num_blocks: int, num_disturbed: int, max_foreign_cpus: float) -> str:
     left_out = f"{num_disturbed} of {num_blocks} blocks left out: others used more than {max_foreign_cpus:g} processors."
     return "\n".join([*(f"{fact}." for fact in facts), left_out])
 

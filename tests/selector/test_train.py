@@ -35,7 +35,7 @@ def test_what_roots_tell_is_learnt(objective):
     closed = {score.name: score.gap_closed for score in scores(told, held, held_s) if score.group == "all"}
     assert closed["oracle"] == pytest.approx(1.0)
     assert closed["static"] == pytest.approx(0.0)
-    assert closed["net"] > closed["table by entropy"] + 0.05
+    assert closed["net"] > closed["table by entropy"] + 0.1
     assert closed["net"] > 0.7
     assert "| net |" in table(scores(told, held, held_s))
 

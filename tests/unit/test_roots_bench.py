@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.roots import Known, folds, replayed
-from selector.replay import best_places, most_over_all
+from benchmarks.roots import Known, folds, most_over_all, replayed
+from selector.replay import best_places
 
 NUM_TEXTS, NUM_ROOTS = 30, 20
 
