@@ -125,6 +125,11 @@ inline Doubles mantissa_of(Doubles v) { return _mm512_getmant_pd(v, _MM_MANT_NOR
 
 // Integers
 
+// sums += products of 4 unsigned by 4 signed bytes. Not the intrinsic: GCC 12 copies its sums between registers, and out of them.
+inline void add_dots(__m512i& sums, __m512i unsigned_bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
+
 inline Integers add32(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
 inline Integers load_longs(Mask m, const int64_t* from) { return _mm512_maskz_loadu_epi64((__mmask8)m, from); }
 inline void store(int32_t* to, Integers v) { _mm512_storeu_si512(to, v); }

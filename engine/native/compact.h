@@ -28,7 +28,7 @@ constexpr int lines_of(int bits) { return bits == 4 ? 20 : bits == 6 ? 28 : 36; 
 struct InputGroup {
   int8_t inputs[kGroup];
   float scale, total;  // what the integers are to be multiplied with; what the inputs come to together
-  int32_t sums[2];     // of the integers of each half
+  int32_t less[2];     // of each half: -32 times the sum of its integers
 };
 
 struct CompactRows {
@@ -45,10 +45,11 @@ struct CompactRows {
       const float range = most(larger(magnitude(first), magnitude(second)));
       const bool is_whole = !bits(is_broken(first) | is_broken(second)), is_empty = !(range > kLeastInput);
       const Floats steps = spread(is_whole && !is_empty ? 127.0f / range : 0.0f);
-      group->sums[0] = store_rounded(group->inputs, is_whole ? first * steps : spread(0.0f));
-      group->sums[1] = store_rounded(group->inputs + kLanes, is_whole ? second * steps : spread(0.0f));
+      const int32_t halves[2] = {store_rounded(group->inputs, is_whole ? first * steps : spread(0.0f)),
+                                 store_rounded(group->inputs + kLanes, is_whole ? second * steps : spread(0.0f))};
+      group->less[0] = -32 * halves[0], group->less[1] = -32 * halves[1];
       group->scale = !is_whole ? std::numeric_limits<float>::quiet_NaN() : is_empty ? 0.0f : range / 127.0f;
-      group->total = group->scale * (float)(group->sums[0] + group->sums[1]);
+      group->total = group->scale * (float)(halves[0] + halves[1]);
     }
   }
 };

@@ -4,81 +4,77 @@
 
 namespace latebranch {
 
-// Vectors that a pass over a block takes of its columns: sums and a group's products of them stay in registers.
-constexpr int compact_columns(int rows) { return rows <= 3 ? 4 : 2; }
+// Vectors that a pass over a block takes of its columns: all, as sums of groups need not stay in registers.
+constexpr int compact_columns(int) { return 4; }
 
-// sums += products of 4 unsigned bytes by the same 4 signed ones.
-inline void add_dots(__m512i& sums, __m512i unsigned_bytes, const int8_t* four) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "m"(*(const int8_t(*)[4])four));
-}
-
-// R rows by C vectors of 16 outputs of a stretch of groups, from vector `column` on, added to y [R][64].
-template <int Bits, int R, int C>
-inline void tile_compact(const CompactRows& in, int64_t num_groups, int64_t t, const char* block, int column, Stretch& stretch, float* y) {
+// R rows by all columns of a stretch of groups, added to y [R][64]. Products of a group stay in registers, and four inputs of a row are
+// read once for all columns; sums rest in y from group to group.
+template <int Bits, int R>
+inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_t t, const char* block, Stretch& stretch, float* y) {
+  constexpr int C = kBlock / kLanes;  // vectors of columns
   constexpr int kLines = lines_of(Bits), kParts = Bits == 6 ? 2 : 1;  // of a group, that have a scale each
+  constexpr int kQuads = 8 / kParts, kSteps = kParts * kQuads, kFetches = kLines / 4;
   const InputGroup* rows = in.groups.data() + t * num_groups;
   const __m512i low = _mm512_set1_epi8(0x0F), high_two = _mm512_set1_epi8(0x30);
-  constexpr int kSteps = C * (Bits == 4 ? 4 : 8), kFetches = kLines / 4;
   const auto fetch_now = [&](int step) {  // evenly over a record
-    if ((step + 1) * kFetches / kSteps > step * kFetches / kSteps) stretch.fetch_some<C * kLanes == kBlock>();
+    LATEBRANCH_UNROLL for (int i = step * kFetches / kSteps; i < (step + 1) * kFetches / kSteps; i++) stretch.fetch_some<true>();
   };
-  Floats sum[R][C];
-  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sum[r][c] = load(y + r * kBlock + (column + c) * kLanes);
   for (int64_t g = stretch.begin; g < stretch.end; g++) {
     const char* record = block + g * kLines * kLine;
-    const char* scales = record + (kLines - 4) * kLine + column * (Bits == 8 ? 64 : 32);
+    const char* scales = record + (kLines - 4) * kLine;
     LATEBRANCH_UNROLL for (int part = 0; part < kParts; part++) {
       __m512i dots[R][C];
       LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
         const InputGroup& x = rows[r * num_groups + g];
-        const int32_t from = Bits == 4 ? 0 : Bits == 6 ? -32 * x.sums[part] : -128 * (x.sums[0] + x.sums[1]);
+        const int32_t from = Bits == 4 ? 0 : Bits == 6 ? x.less[part] : 4 * (x.less[0] + x.less[1]);
         LATEBRANCH_UNROLL for (int c = 0; c < C; c++) dots[r][c] = _mm512_set1_epi32(from);
       }
-      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
-        if constexpr (Bits == 8) {
-          LATEBRANCH_UNROLL for (int quad = 0; quad < 8; quad++) {
-            fetch_now(8 * c + quad);
-            const __m512i w = _mm512_load_si512(record + (8 * (column + c) + quad) * kLine);
-            LATEBRANCH_UNROLL for (int r = 0; r < R; r++) add_dots(dots[r][c], w, rows[r * num_groups + g].inputs + 4 * quad);
-          }
-        } else {
-          __m512i twos;
-          if constexpr (Bits == 6) twos = _mm512_load_si512(record + (16 + 2 * (column + c) + part) * kLine);
-          LATEBRANCH_UNROLL for (int i = 0; i < 4; i++) {
-            fetch_now(4 * (C * part + c) + i);
-            const __m512i both = _mm512_load_si512(record + (4 * (column + c) + i) * kLine);
+      __m512i twos[C];
+      if constexpr (Bits == 6)
+        LATEBRANCH_UNROLL for (int c = 0; c < C; c++) twos[c] = _mm512_load_si512(record + (16 + 2 * c + part) * kLine);
+      LATEBRANCH_UNROLL for (int i = 0; i < kQuads; i++) {
+        fetch_now(kQuads * part + i);
+        const int quad = kQuads * part + i, line = quad % 4;
+        __m512i w[C];
+        LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+          if constexpr (Bits == 8) {
+            w[c] = _mm512_load_si512(record + (8 * c + quad) * kLine);
+          } else {
+            __m512i four = _mm512_load_si512(record + (4 * c + line) * kLine);
+            if (quad >= 4) four = _mm512_srli_epi16(four, 4);
             if constexpr (Bits == 4) {
-              const __m512i first = _mm512_and_si512(both, low), second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-              LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-                add_dots(dots[r][c], first, rows[r * num_groups + g].inputs + 4 * i);
-                add_dots(dots[r][c], second, rows[r * num_groups + g].inputs + 4 * i + 16);
-              }
+              w[c] = _mm512_and_si512(four, low);
             } else {
-              const __m512i four = part ? _mm512_srli_epi16(both, 4) : both;
-              const __m512i two = i == 0 ? _mm512_slli_epi16(twos, 4) : i == 1 ? _mm512_slli_epi16(twos, 2) : i == 2 ? twos : _mm512_srli_epi16(twos, 2);
+              const __m512i two = line == 0 ? _mm512_slli_epi16(twos[c], 4) : line == 1 ? _mm512_slli_epi16(twos[c], 2) : line == 2 ? twos[c] : _mm512_srli_epi16(twos[c], 2);
               constexpr int kEither = 0xEA;  // a b | c
-              const __m512i w = _mm512_ternarylogic_epi64(four, low, _mm512_and_si512(two, high_two), kEither);
-              LATEBRANCH_UNROLL for (int r = 0; r < R; r++) add_dots(dots[r][c], w, rows[r * num_groups + g].inputs + 4 * i + 16 * part);
+              w[c] = _mm512_ternarylogic_epi64(four, low, _mm512_and_si512(two, high_two), kEither);
             }
           }
         }
-      }
-      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
-        const Floats scale = Bits == 8 ? load((const float*)scales + c * kLanes) : load(0xFFFF, (const Half*)(scales + part * 128) + c * kLanes);
         LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-          const InputGroup& x = rows[r * num_groups + g];
-          sum[r][c] = fused(_mm512_cvtepi32_ps(dots[r][c]) * spread(x.scale), scale, sum[r][c]);
+          int32_t inputs;
+          std::memcpy(&inputs, rows[r * num_groups + g].inputs + 4 * quad, 4);
+          const __m512i x = _mm512_set1_epi32(inputs);
+          LATEBRANCH_UNROLL for (int c = 0; c < C; c++) add_dots(dots[r][c], w[c], x);
         }
-        if constexpr (Bits == 4) {
-          const Floats offset = load(0xFFFF, (const Half*)(scales + 128) + c * kLanes);
-          LATEBRANCH_UNROLL for (int r = 0; r < R; r++) sum[r][c] = fused(spread(rows[r * num_groups + g].total), offset, sum[r][c]);
+      }
+      Floats scale[C], offset[C];
+      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+        scale[c] = Bits == 8 ? load((const float*)scales + c * kLanes) : load(0xFFFF, (const Half*)(scales + part * 128) + c * kLanes);
+        if constexpr (Bits == 4) offset[c] = load(0xFFFF, (const Half*)(scales + 128) + c * kLanes);
+      }
+      LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+        const InputGroup& x = rows[r * num_groups + g];
+        const Floats input_scale = spread(x.scale), total = spread(x.total);
+        LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+          float* to = y + r * kBlock + c * kLanes;
+          Floats sum = fused(_mm512_cvtepi32_ps(dots[r][c]) * input_scale, scale[c], load(to));
+          if constexpr (Bits == 4) sum = fused(total, offset[c], sum);
+          store(to, sum);
         }
       }
     }
   }
-  LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
-    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) store(y + r * kBlock + (column + c) * kLanes, sum[r][c]);
 }
 
 }  // namespace latebranch

@@ -212,15 +212,10 @@ inline int num_passes(const Linear& l, int rows) {
   return passes;
 }
 
-template <int Bits, int R>
-inline void compact_by_stretch(const Linear& l, const Inputs& in, int64_t t, const char* block, Stretch& stretch, float* y) {
-  constexpr int kColumns = kBlock / kRegister, kSome = compact_columns(R);
-  for (int c = 0; c < kColumns; c += kSome) tile_compact<Bits, R, kSome>(in.compact, l.padded_in() / kGroup, t, block, c, stretch, y);
-}
-
 template <int R>
 inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const char* block, Stretch& stretch, float* y, WholeSums* whole) {
   constexpr int kColumns = kBlock / kRegister, kFloats = float32_columns(R), kPairs = bfloat16_columns(R), kBytes = int8_columns(R);
+  const int64_t num_groups = l.padded_in() / kGroup;
   if (l.format == kFloat32) {
     for (int c = 0; c < kColumns; c += kFloats) tile_float32<R, kFloats>(l, in, t, block, c, stretch, y);
   } else if (l.format == kBFloat16) {
@@ -228,11 +223,11 @@ inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const 
   } else if (l.format == kInt8) {
     for (int c = 0; c < kColumns; c += kBytes) tile_int8<R, kBytes>(in.rounded, l.padded_in(), t, block, c, stretch, whole);
   } else if (l.format == kCompact4) {
-    compact_by_stretch<4, R>(l, in, t, block, stretch, y);
+    compact_by_stretch<4, R>(in.compact, num_groups, t, block, stretch, y);
   } else if (l.format == kCompact6) {
-    compact_by_stretch<6, R>(l, in, t, block, stretch, y);
+    compact_by_stretch<6, R>(in.compact, num_groups, t, block, stretch, y);
   } else {
-    compact_by_stretch<8, R>(l, in, t, block, stretch, y);
+    compact_by_stretch<8, R>(in.compact, num_groups, t, block, stretch, y);
   }
 }
 

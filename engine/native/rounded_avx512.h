@@ -21,9 +21,9 @@ constexpr int bfloat16_columns(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows <= 3 ? 4 : 2; }
 
 // Rows of the next pass over a block, of so many that are left: as even as can be, since few wait for what is read for all of them.
-// Four leave all columns of bfloat16 in registers.
+// Four leave all columns of bfloat16 in registers, five those of compact layers.
 inline int next_rows(const Linear& l, int left) {
-  const int most = l.format == kBFloat16 ? 4 : kVectorRows, passes = (left + most - 1) / most;
+  const int most = l.format == kBFloat16 ? 4 : l.is_compact() ? 5 : kVectorRows, passes = (left + most - 1) / most;
   return (left + passes - 1) / passes;
 }
 
@@ -70,11 +70,6 @@ struct RoundedRows {
     return fused(h, spread(128.0f), l);
   }
 };
-
-// sums += products of 4 unsigned by 4 signed bytes. Not the intrinsic: GCC 12 copies its sums between registers, and out of them.
-inline void add_dots(__m512i& sums, __m512i unsigned_bytes, __m512i signed_bytes) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
-}
 
 // R rows of n inputs by C vectors of 16 outputs of a stretch, from vector `column` on, added to sums [R].
 template <int R, int C>
