@@ -1,13 +1,14 @@
 // Compact layers: weights in groups of 32 inputs, in as few bits as they need, and inputs rounded to 8 bits by the largest of theirs.
 //
-// A group of a block is one record; a quad is four inputs of an output, side by side in a line of 16 outputs. From each record:
+// A group of a block is one record; a quad is four inputs of an output, a line has one of 16 outputs, and lines lie in the order of quads,
+// four of each. From each record:
 //
-//   4 bits  16 lines   by 16 outputs, 4 lines: quad i in the low halves of bytes, quad i + 4 in the high ones
+//   4 bits  16 lines   of quads 0 to 3 in the low halves of bytes, of quads 4 to 7 in the high ones
 //           2 + 2      scales and offsets of 64 outputs, float16: a weight is scale x code + offset
 //   6 bits  16 lines   as with 4 bits: the low four
-//           8          by 16 outputs, 2 lines: of each byte the two high bits of quads 4h to 4h + 3, from the lowest on
+//           4 + 4      by 16 outputs: of each byte the two high bits of quads 0 to 3, from the lowest on; of quads 4 to 7
 //           2 + 2      scales of 16 inputs and of the others: a weight is scale x (code - 32)
-//   8 bits  32 lines   by 16 outputs, 8 lines: a quad each
+//   8 bits  32 lines   of quads 0 to 7
 //           4          scales, float32: a weight is scale x (code - 128)
 //
 // Products of a group are added in integers, groups in float32 in their order: y = sum of input scale x weight scale x integer, and of

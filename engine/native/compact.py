@@ -17,6 +17,7 @@ from torch.nn import functional
 GROUP = 32  # inputs
 BLOCK = 64  # outputs
 _LINE = 64  # bytes
+_SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None, None]  # of the high bits of a half's four quads
 RECORD_BYTES = {4: 20 * 64, 6: 28 * 64, 8: 36 * 64}  # of a group of a block, by its bits
 _LANES = 16  # outputs of a line
 _ROUNDING = 2.0**-8  # of bfloat16, in which checkpoints are stored
@@ -67,14 +68,13 @@ def compact_packed(compact: Compact) -> UInt8[Tensor, "B G L"]:
     """Return the records of each block of 64 outputs, one group after the other."""
     codes_OI = functional.pad(compact.codes_OI, (0, 0, 0, -len(compact.codes_OI) % BLOCK))
     num_blocks, num_groups = len(codes_OI) // BLOCK, codes_OI.shape[1] // GROUP
-    # block, group, column, quad, output, input
-    lines = codes_OI.view(num_blocks, 4, _LANES, num_groups, 8, 4).permute(0, 3, 1, 4, 2, 5)
-    lines = lines.reshape(num_blocks, num_groups, 4, 8, _LINE)
-    parts = [lines if compact.bits == 8 else (lines[..., :4, :] & 0x0F) | ((lines[..., 4:, :] & 0x0F) << 4)]
+    # block, group, quad, column, output, input
+    lines = codes_OI.view(num_blocks, 4, _LANES, num_groups, 8, 4).permute(0, 3, 4, 1, 2, 5)
+    lines = lines.reshape(num_blocks, num_groups, 8, 4, _LINE)
+    parts = [lines if compact.bits == 8 else (lines[:, :, :4] & 0x0F) | ((lines[:, :, 4:] & 0x0F) << 4)]
     if compact.bits == 6:
-        twos = (lines >> 4).view(num_blocks, num_groups, 4, 2, 4, _LINE)
-        shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-        parts.append((twos << shifts).sum(-2, dtype=torch.uint8))
+        twos = (lines >> 4).view(num_blocks, num_groups, 2, 4, 4, _LINE)
+        parts.append((twos << _SHIFTS).sum(3, dtype=torch.uint8))
     kept = (compact.step_OS, compact.offset_OS) if compact.bits == 4 else (compact.step_OS,)
     for numbers_OS in kept:
         numbers = functional.pad(numbers_OS, (0, 0, 0, -len(numbers_OS) % BLOCK)).view(num_blocks, BLOCK, num_groups, -1)
@@ -87,13 +87,12 @@ def compact_unpacked(packed_BGL: UInt8[Tensor, "B G L"], scale_O: Float[Tensor, 
     num_blocks, num_groups, size = packed_BGL.shape
     bits = next(bits for bits, num_bytes in RECORD_BYTES.items() if num_bytes == size)
     lines = packed_BGL[..., : -4 * _LINE].reshape(num_blocks, num_groups, -1, _LINE)
-    low = lines[..., : 4 * 8 if bits == 8 else 4 * 4, :].reshape(num_blocks, num_groups, 4, -1, _LINE)
-    codes = low if bits == 8 else torch.cat([low & 0x0F, low >> 4], dim=-2)
+    low = lines[:, :, : 4 * 8 if bits == 8 else 4 * 4].reshape(num_blocks, num_groups, -1, 4, _LINE)
+    codes = low if bits == 8 else torch.cat([low & 0x0F, low >> 4], dim=2)
     if bits == 6:
-        twos = lines[..., 16:, :].reshape(num_blocks, num_groups, 4, 2, 1, _LINE)
-        shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-        codes = codes | (((twos >> shifts) & 3) << 4).reshape(codes.shape)
-    codes_OI = codes.view(num_blocks, num_groups, 4, 8, _LANES, 4).permute(0, 2, 4, 1, 3, 5).reshape(num_blocks * BLOCK, -1)
+        twos = lines[:, :, 16:].reshape(num_blocks, num_groups, 2, 1, 4, _LINE)
+        codes = codes | (((twos >> _SHIFTS) & 3) << 4).reshape(codes.shape)
+    codes_OI = codes.view(num_blocks, num_groups, 8, 4, _LANES, 4).permute(0, 3, 4, 1, 2, 5).reshape(num_blocks * BLOCK, -1)
     kept = packed_BGL[..., -4 * _LINE :].contiguous().view(torch.float32 if bits == 8 else torch.float16)
     kept = kept.view(num_blocks, num_groups, -1, BLOCK).permute(0, 3, 1, 2)  # block, output, group, number
     step_OS = (kept[..., :1] if bits == 4 else kept).reshape(num_blocks * BLOCK, -1)

@@ -46,7 +46,7 @@ inline void tile_compact(const CompactRows& in, int64_t num_groups, int64_t t, c
           __m256i pairs[R];
           LATEBRANCH_UNROLL for (int r = 0; r < R; r++) pairs[r] = _mm256_setzero_si256();
           LATEBRANCH_UNROLL for (int i = 0; i < 4; i++) {
-            const __m256i both = half_line(record, 4 * vector + i, at);
+            const __m256i both = half_line(record, 4 * i + vector, at);
             const __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
             LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
               add_pairs(pairs[r], _mm256_maddubs_epi16(first, four_of(x[r]->inputs + 4 * i)));
@@ -55,17 +55,17 @@ inline void tile_compact(const CompactRows& in, int64_t num_groups, int64_t t, c
           }
           LATEBRANCH_UNROLL for (int r = 0; r < R; r++) dots[r] = in_fours(pairs[r]);
         } else if constexpr (Bits == 6) {
-          const __m256i twos = half_line(record, 16 + 2 * vector + part, at);
+          const __m256i twos = half_line(record, 16 + 4 * part + vector, at);
           const __m256i two[] = {_mm256_slli_epi16(twos, 4), _mm256_slli_epi16(twos, 2), twos, _mm256_srli_epi16(twos, 2)};
           LATEBRANCH_UNROLL for (int i = 0; i < 4; i++) {
-            const __m256i both = half_line(record, 4 * vector + i, at), four = part ? _mm256_srli_epi16(both, 4) : both;
+            const __m256i both = half_line(record, 4 * i + vector, at), four = part ? _mm256_srli_epi16(both, 4) : both;
             const __m256i w = _mm256_or_si256(_mm256_and_si256(four, low), _mm256_and_si256(two[i], high_two));
             LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
               add_fours(dots[r], in_fours(_mm256_maddubs_epi16(w, four_of(x[r]->inputs + 16 * part + 4 * i))));
           }
         } else {
           LATEBRANCH_UNROLL for (int quad = 0; quad < 8; quad++) {
-            const __m256i w = _mm256_xor_si256(half_line(record, 8 * vector + quad, at), _mm256_set1_epi8((char)0x80)), size = _mm256_abs_epi8(w);
+            const __m256i w = _mm256_xor_si256(half_line(record, 4 * quad + vector, at), _mm256_set1_epi8((char)0x80)), size = _mm256_abs_epi8(w);
             LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
               add_fours(dots[r], in_fours(_mm256_maddubs_epi16(size, _mm256_sign_epi8(four_of(x[r]->inputs + 4 * quad), w))));
           }

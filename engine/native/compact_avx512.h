@@ -8,7 +8,7 @@ namespace latebranch {
 constexpr int compact_columns(int) { return 4; }
 
 // R rows by all columns of a stretch of groups, added to y [R][64]. Products of a group stay in registers, and four inputs of a row are
-// read once for all columns; sums rest in y from group to group.
+// read once for all columns. Sums of groups stay there too if there is room, and rest in y if not.
 template <int Bits, int R>
 inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_t t, const char* block, Stretch& stretch, float* y) {
   constexpr int C = kBlock / kLanes;  // vectors of columns
@@ -19,6 +19,10 @@ inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_
   const auto fetch_now = [&](int step) {  // evenly over a record
     LATEBRANCH_UNROLL for (int i = step * kFetches / kSteps; i < (step + 1) * kFetches / kSteps; i++) stretch.fetch_some<true>();
   };
+  constexpr bool kStay = R <= 2;
+  Floats sums[R][C];
+  LATEBRANCH_UNROLL for (int r = 0; kStay && r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sums[r][c] = load(y + r * kBlock + c * kLanes);
   for (int64_t g = stretch.begin; g < stretch.end; g++) {
     const char* record = block + g * kLines * kLine;
     const char* scales = record + (kLines - 4) * kLine;
@@ -31,24 +35,22 @@ inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_
       }
       __m512i twos[C];
       if constexpr (Bits == 6)
-        LATEBRANCH_UNROLL for (int c = 0; c < C; c++) twos[c] = _mm512_load_si512(record + (16 + 2 * c + part) * kLine);
+        LATEBRANCH_UNROLL for (int c = 0; c < C; c++) twos[c] = _mm512_load_si512(record + (16 + 4 * part + c) * kLine);
       LATEBRANCH_UNROLL for (int i = 0; i < kQuads; i++) {
         fetch_now(kQuads * part + i);
-        const int quad = kQuads * part + i, line = quad % 4;
+        const int quad = Bits == 4 ? i / 2 + i % 2 * 4 : kQuads * part + i;  // of 4 bits both that a line has, one after the other
         __m512i w[C];
         LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
+          const __m512i bytes = _mm512_load_si512(record + (4 * (Bits == 8 ? quad : quad % 4) + c) * kLine);
+          const __m512i four = Bits < 8 && quad >= 4 ? _mm512_srli_epi16(bytes, 4) : bytes;
           if constexpr (Bits == 8) {
-            w[c] = _mm512_load_si512(record + (8 * c + quad) * kLine);
+            w[c] = bytes;
+          } else if constexpr (Bits == 4) {
+            w[c] = _mm512_and_si512(four, low);
           } else {
-            __m512i four = _mm512_load_si512(record + (4 * c + line) * kLine);
-            if (quad >= 4) four = _mm512_srli_epi16(four, 4);
-            if constexpr (Bits == 4) {
-              w[c] = _mm512_and_si512(four, low);
-            } else {
-              const __m512i two = line == 0 ? _mm512_slli_epi16(twos[c], 4) : line == 1 ? _mm512_slli_epi16(twos[c], 2) : line == 2 ? twos[c] : _mm512_srli_epi16(twos[c], 2);
-              constexpr int kEither = 0xEA;  // a b | c
-              w[c] = _mm512_ternarylogic_epi64(four, low, _mm512_and_si512(two, high_two), kEither);
-            }
+            const __m512i two = i == 0 ? _mm512_slli_epi16(twos[c], 4) : i == 1 ? _mm512_slli_epi16(twos[c], 2) : i == 2 ? twos[c] : _mm512_srli_epi16(twos[c], 2);
+            constexpr int kEither = 0xEA;  // a b | c
+            w[c] = _mm512_ternarylogic_epi64(four, low, _mm512_and_si512(two, high_two), kEither);
           }
         }
         LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
@@ -68,13 +70,19 @@ inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_
         const Floats input_scale = spread(x.scale), total = spread(x.total);
         LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
           float* to = y + r * kBlock + c * kLanes;
-          Floats sum = fused(_mm512_cvtepi32_ps(dots[r][c]) * input_scale, scale[c], load(to));
+          Floats sum = fused(_mm512_cvtepi32_ps(dots[r][c]) * input_scale, scale[c], kStay ? sums[r][c] : load(to));
           if constexpr (Bits == 4) sum = fused(total, offset[c], sum);
-          store(to, sum);
+          if constexpr (kStay) {
+            sums[r][c] = sum;
+          } else {
+            store(to, sum);
+          }
         }
       }
     }
   }
+  LATEBRANCH_UNROLL for (int r = 0; kStay && r < R; r++)
+    LATEBRANCH_UNROLL for (int c = 0; c < C; c++) store(y + r * kBlock + c * kLanes, sums[r][c]);
 }
 
 }  // namespace latebranch

@@ -75,6 +75,7 @@ struct Outputs {
 #define LATEBRANCH_UNROLL _Pragma("GCC unroll 8")
 
 constexpr int64_t kAhead = 4096;             // bytes that weights are fetched ahead of the only pass over them
+constexpr int64_t kCompactAhead = 8192;      // of compact layers, which are asked for a record at a time
 constexpr int64_t kStretch = 64;             // widths of a block, at most, that stay near while all rows pass
 
 // Fetch a line: past the outer caches, if nobody reads it again before all other weights have been read.
@@ -246,7 +247,7 @@ inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part,
     Stretch stretch{s * num_units / num_stretches, (s + 1) * num_units / num_stretches, block, 0};
     const bool is_end = s + 1 == num_stretches;
     if (part.is_first && passes == 1) {
-      stretch.next = block + stretch.begin * unit + kAhead, stretch.step = kWidth;
+      stretch.next = block + stretch.begin * unit + (l.is_compact() ? kCompactAhead : kAhead), stretch.step = kWidth;
     } else if (is_end ? next != nullptr : part.is_first) {
       stretch.next = is_end ? next : block + stretch.end * unit, stretch.step = kWidth / passes;
     }
