@@ -1,7 +1,7 @@
 // Compact layers: weights in groups of 32 inputs, in as few bits as they need, and inputs rounded to 8 bits by the largest of theirs.
 //
-// A group of a block is one record; a quad is four inputs of an output, a line has one of 16 outputs, and lines lie in the order of quads,
-// four of each. From each record:
+// A group of a block is one record; a quad is four inputs of an output. A line holds a quad of each of 16 outputs; the four lines of a
+// quad lie together, quads in order. A record:
 //
 //   4 bits  16 lines   of quads 0 to 3 in the low halves of bytes, of quads 4 to 7 in the high ones
 //           2 + 2      scales and offsets of 64 outputs, float16: a weight is scale x code + offset
@@ -29,7 +29,7 @@ constexpr int lines_of(int bits) { return bits == 4 ? 20 : bits == 6 ? 28 : 36; 
 struct InputGroup {
   int8_t inputs[kGroup];
   float scale, total;  // what the integers are to be multiplied with; what the inputs come to together
-  int32_t less[2];     // of each half: -32 times the sum of its integers
+  int32_t from_zero[2];  // of each half: what codes of 0, which stand for -32, come to
 };
 
 struct CompactRows {
@@ -48,7 +48,7 @@ struct CompactRows {
       const Floats steps = spread(is_whole && !is_empty ? 127.0f / range : 0.0f);
       const int32_t halves[2] = {store_rounded(group->inputs, is_whole ? first * steps : spread(0.0f)),
                                  store_rounded(group->inputs + kLanes, is_whole ? second * steps : spread(0.0f))};
-      group->less[0] = -32 * halves[0], group->less[1] = -32 * halves[1];
+      group->from_zero[0] = -32 * halves[0], group->from_zero[1] = -32 * halves[1];
       group->scale = !is_whole ? std::numeric_limits<float>::quiet_NaN() : is_empty ? 0.0f : range / 127.0f;
       group->total = group->scale * (float)(halves[0] + halves[1]);
     }

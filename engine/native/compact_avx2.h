@@ -41,7 +41,7 @@ inline void tile_compact(const CompactRows& in, int64_t num_groups, int64_t t, c
       LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
         const int at = column + c, vector = at / 2;
         __m256i dots[R];
-        LATEBRANCH_UNROLL for (int r = 0; r < R; r++) dots[r] = _mm256_set1_epi32(Bits == 6 ? x[r]->less[part] : 0);
+        LATEBRANCH_UNROLL for (int r = 0; r < R; r++) dots[r] = _mm256_set1_epi32(Bits == 6 ? x[r]->from_zero[part] : 0);
         if constexpr (Bits == 4) {  // eight pairs of at most 2 x 15 x 127 are below 2^15
           __m256i pairs[R];
           LATEBRANCH_UNROLL for (int r = 0; r < R; r++) pairs[r] = _mm256_setzero_si256();

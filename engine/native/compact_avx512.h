@@ -11,13 +11,14 @@ constexpr int compact_columns(int) { return 4; }
 // read once for all columns. Sums of groups stay there too if there is room, and rest in y if not.
 template <int Bits, int R>
 inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_t t, const char* block, Stretch& stretch, float* y) {
-  constexpr int C = kBlock / kLanes;  // vectors of columns
+  constexpr int C = compact_columns(R);
+  static_assert(C * kLanes == kBlock);
   constexpr int kLines = lines_of(Bits), kParts = Bits == 6 ? 2 : 1;  // of a group, that have a scale each
-  constexpr int kQuads = 8 / kParts, kSteps = kParts * kQuads, kFetches = kLines / 4;
+  constexpr int kAll = 8, kQuads = kAll / kParts, kFetches = kLines / 4;  // quads of a group, and of a part
   const InputGroup* rows = in.groups.data() + t * num_groups;
   const __m512i low = _mm512_set1_epi8(0x0F), high_two = _mm512_set1_epi8(0x30);
   const auto fetch_now = [&](int step) {  // evenly over a record
-    LATEBRANCH_UNROLL for (int i = step * kFetches / kSteps; i < (step + 1) * kFetches / kSteps; i++) stretch.fetch_some<true>();
+    LATEBRANCH_UNROLL for (int i = step * kFetches / kAll; i < (step + 1) * kFetches / kAll; i++) stretch.fetch_some<true>();
   };
   constexpr bool kStay = R <= 2;
   Floats sums[R][C];
@@ -30,7 +31,7 @@ inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_
       __m512i dots[R][C];
       LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
         const InputGroup& x = rows[r * num_groups + g];
-        const int32_t from = Bits == 4 ? 0 : Bits == 6 ? x.less[part] : 4 * (x.less[0] + x.less[1]);
+        const int32_t from = Bits == 4 ? 0 : Bits == 6 ? x.from_zero[part] : 4 * (x.from_zero[0] + x.from_zero[1]);  // 128 is 4 x 32
         LATEBRANCH_UNROLL for (int c = 0; c < C; c++) dots[r][c] = _mm512_set1_epi32(from);
       }
       __m512i twos[C];
@@ -48,16 +49,16 @@ inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_
           } else if constexpr (Bits == 4) {
             w[c] = _mm512_and_si512(four, low);
           } else {
-            const __m512i two = i == 0 ? _mm512_slli_epi16(twos[c], 4) : i == 1 ? _mm512_slli_epi16(twos[c], 2) : i == 2 ? twos[c] : _mm512_srli_epi16(twos[c], 2);
+            const __m512i two[] = {_mm512_slli_epi16(twos[c], 4), _mm512_slli_epi16(twos[c], 2), twos[c], _mm512_srli_epi16(twos[c], 2)};
             constexpr int kEither = 0xEA;  // a b | c
-            w[c] = _mm512_ternarylogic_epi64(four, low, _mm512_and_si512(two, high_two), kEither);
+            w[c] = _mm512_ternarylogic_epi64(four, low, _mm512_and_si512(two[i], high_two), kEither);
           }
         }
         LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
           int32_t inputs;
           std::memcpy(&inputs, rows[r * num_groups + g].inputs + 4 * quad, 4);
-          const __m512i x = _mm512_set1_epi32(inputs);
-          LATEBRANCH_UNROLL for (int c = 0; c < C; c++) add_dots(dots[r][c], w[c], x);
+          const __m512i four = _mm512_set1_epi32(inputs);
+          LATEBRANCH_UNROLL for (int c = 0; c < C; c++) add_dots(dots[r][c], w[c], four);
         }
       }
       Floats scale[C], offset[C];

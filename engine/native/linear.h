@@ -75,10 +75,10 @@ struct Outputs {
 #define LATEBRANCH_UNROLL _Pragma("GCC unroll 8")
 
 constexpr int64_t kAhead = 4096;             // bytes that weights are fetched ahead of the only pass over them
-constexpr int64_t kCompactAhead = 8192;      // of compact layers, which are asked for a record at a time
+constexpr int64_t kCompactAhead = 8192;      // of compact layers
 constexpr int64_t kStretch = 64;             // widths of a block, at most, that stay near while all rows pass
 
-// Fetch a line: past the outer caches, if nobody reads it again before all other weights have been read.
+// Fetch a line: past the outer caches, if nobody reads it again before all other weights have been read, or soon enough.
 template <bool kOnce>
 inline void fetch(const void* address) {
   _mm_prefetch((const char*)address, kOnce ? _MM_HINT_NTA : _MM_HINT_T0);
@@ -201,7 +201,7 @@ inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const ch
     LATEBRANCH_UNROLL for (int c = 0; c < C; c++) store_register(y + r * kBlock + (column + c) * kRegister, sum[r][c]);
 }
 
-// Passes over a block that keep all sums of so many rows in registers.
+// Passes over a block that so many rows take.
 inline int num_passes(const Linear& l, int rows) {
   constexpr int kColumns = kBlock / kRegister;
   const auto columns = [&](int some) {

@@ -21,7 +21,7 @@ constexpr int bfloat16_columns(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows <= 3 ? 4 : 2; }
 
 // Rows of the next pass over a block, of so many that are left: as even as can be, since few wait for what is read for all of them.
-// Four leave all columns of bfloat16 in registers, five those of compact layers.
+// Four leave all columns of bfloat16 in registers, five a group's products of a compact layer.
 inline int next_rows(const Linear& l, int left) {
   const int most = l.format == kBFloat16 ? 4 : l.is_compact() ? 5 : kVectorRows, passes = (left + most - 1) / most;
   return (left + passes - 1) / passes;
