@@ -124,7 +124,7 @@ struct Inputs {
     } else if (linear.format == kInt8) {
       rounded.reserve(rows, linear.padded_in()), grow(scale, rows);
     } else {
-      grow(values, rows * linear.padded_in());
+      grow(values, (rows + 1) * linear.padded_in());  // one more may be computed
     }
   }
 
@@ -237,11 +237,11 @@ inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const 
 inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part, const char* block, const char* next, float* y) {
   WholeSums whole[kPartRows];
   const int64_t unit = l.unit(), num_units = l.block_bytes() / unit, most = kStretch * kWidth / unit, num_stretches = (num_units + most - 1) / most;
-  const int passes = num_passes(l, part.rows);
+  const int rows = computed_rows(l, part.rows), passes = num_passes(l, rows);
   if (l.format == kInt8) {
     std::memset(whole, 0, part.rows * sizeof(WholeSums));
   } else {
-    std::memset(y, 0, part.rows * kBlock * sizeof(float));
+    std::memset(y, 0, rows * kBlock * sizeof(float));
   }
   for (int64_t s = 0; s < num_stretches; s++) {
     Stretch stretch{s * num_units / num_stretches, (s + 1) * num_units / num_stretches, block, 0};
@@ -251,10 +251,10 @@ inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part,
     } else if (is_end ? next != nullptr : part.is_first) {
       stretch.next = is_end ? next : block + stretch.end * unit, stretch.step = kWidth / passes;
     }
-    for (int r = 0; r < part.rows; r += next_rows(l, part.rows - r)) {
+    for (int r = 0; r < rows; r += next_rows(l, rows - r)) {
       const int64_t t = part.row + r;
       float* some = y + r * kBlock;
-      switch (next_rows(l, part.rows - r)) {
+      switch (next_rows(l, rows - r)) {
         case 1: rows_by_stretch<1>(l, in, t, block, stretch, some, whole + r); break;
         case 2: rows_by_stretch<2>(l, in, t, block, stretch, some, whole + r); break;
         case 3: rows_by_stretch<3>(l, in, t, block, stretch, some, whole + r); break;
