@@ -8,9 +8,15 @@ from itertools import islice
 import pytest
 
 from benchmarks.load import Way, requests_of
+from engine.testing import tiny_engine, tiny_pair
 from engine.types import Speculation
 
 KINDS, TEMPERATURES = ("code", "maths", "prose"), (0.0, 0.7, 1.0)
+
+
+@pytest.fixture(scope="module")
+def way():
+    return Way("policy", tiny_engine(*tiny_pair()), Speculation())
 
 
 def arguments(kinds=KINDS, temperatures=TEMPERATURES):
@@ -22,28 +28,26 @@ def prompts_of(kinds, num_prompts=2):
     return [(kind, number) for number in range(num_prompts) for kind in range(len(kinds))]
 
 
-def mix(kinds, temperatures, batch, num_rounds):
-    way = Way("policy", None, Speculation())
+def mix(way, kinds, temperatures, batch, num_rounds):
     args = arguments(kinds, temperatures)
     rounds = (requests_of(prompts_of(kinds), batch, number, way, args) for number in range(num_rounds))
     return [request for of_round in rounds for request in of_round]
 
 
 @pytest.mark.parametrize(("kinds", "temperatures"), [(KINDS, TEMPERATURES), (KINDS[:2], TEMPERATURES), (KINDS, (0.0, 1.0))])
-def test_every_kind_comes_at_every_temperature_as_often(kinds, temperatures):
+def test_every_kind_comes_at_every_temperature_as_often(way, kinds, temperatures):
     """The bug: where there were as many kinds as temperatures, a kind had one temperature alone."""
     whole = len(kinds) * len(temperatures)
-    requests = islice(mix(kinds, temperatures, batch=1, num_rounds=whole), 2 * whole)
+    requests = islice(mix(way, kinds, temperatures, batch=1, num_rounds=whole), 2 * whole)
     pairs = Counter((request.prompt_ids[0], request.sampling.temperature) for request in requests)
     assert len(pairs) == whole
     assert set(pairs.values()) == {2}
 
 
-def test_rounds_have_seeds_of_their_own_and_contenders_the_same():
-    requests = mix(KINDS, TEMPERATURES, batch=4, num_rounds=3)
+def test_rounds_have_seeds_of_their_own_and_contenders_the_same(way):
+    requests = mix(way, KINDS, TEMPERATURES, batch=4, num_rounds=3)
     seeds = [request.sampling.seed for request in requests if request.sampling.temperature]
     assert len(set(seeds)) == len(seeds)
-    way = Way("policy", None, Speculation())
     of_ways = [
         [replace(one, request_id="") for one in requests_of(prompts_of(KINDS), 4, 1, replace(way, name=name), arguments())]
         for name in ("policy", "plain")
