@@ -78,7 +78,7 @@ constexpr int64_t kAhead = 4096;             // bytes that weights are fetched a
 constexpr int64_t kCompactAhead = 8192;      // of compact layers
 constexpr int64_t kStretch = 64;             // widths of a block, at most, that stay near while all rows pass
 
-// Fetch a line: past the outer caches, if nobody reads it again before all other weights have been read, or soon enough.
+// Fetch a line: past the outer caches, if nobody reads it again before all other weights have been read, or if it is read again soon enough.
 template <bool kOnce>
 inline void fetch(const void* address) {
   _mm_prefetch((const char*)address, kOnce ? _MM_HINT_NTA : _MM_HINT_T0);
@@ -232,14 +232,14 @@ inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const 
   }
 }
 
-// Sums of a part's rows and one block into y [rows][64]. A stretch of the block is read from memory while the one before it is
+// Sums of a part's rows and one block into y [computed_rows][64]. A stretch of the block is read from memory while the one before it is
 // computed with, by all passes evenly; `next` is what this thread reads from memory after these rows, or null.
 inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part, const char* block, const char* next, float* y) {
   WholeSums whole[kPartRows];
   const int64_t unit = l.unit(), num_units = l.block_bytes() / unit, most = kStretch * kWidth / unit, num_stretches = (num_units + most - 1) / most;
   const int rows = computed_rows(l, part.rows), passes = num_passes(l, rows);
   if (l.format == kInt8) {
-    std::memset(whole, 0, part.rows * sizeof(WholeSums));
+    std::memset(whole, 0, rows * sizeof(WholeSums));
   } else {
     std::memset(y, 0, rows * kBlock * sizeof(float));
   }
