@@ -237,7 +237,7 @@ inline void rows_by_stretch(const Linear& l, const Inputs& in, int64_t t, const 
 inline void rows_by_vectors(const Linear& l, const Inputs& in, const Part& part, const char* block, const char* next, float* y) {
   WholeSums whole[kPartRows];
   const int64_t unit = l.unit(), num_units = l.block_bytes() / unit, most = kStretch * kWidth / unit, num_stretches = (num_units + most - 1) / most;
-  const int rows = computed_rows(l, part.rows), passes = num_passes(l, rows);
+  const int rows = part.is_first ? computed_rows(l, part.rows) : part.rows, passes = num_passes(l, rows);
   if (l.format == kInt8) {
     std::memset(whole, 0, rows * sizeof(WholeSums));
   } else {

@@ -21,7 +21,8 @@ constexpr int int8_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : ro
 
 // Rows of the next pass over a block, of so many that are left.
 inline int next_rows(const Linear&, int left) { return std::min(kVectorRows, left); }
-// Rows that are computed for so many of a part.
+
+// Rows that are computed for so many of a part that reads its weights from memory.
 inline int computed_rows(const Linear&, int rows) { return rows; }
 
 // Sums of products of a row and a block.

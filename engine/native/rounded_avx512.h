@@ -27,8 +27,8 @@ inline int next_rows(const Linear& l, int left) {
   return (left + passes - 1) / passes;
 }
 
-// Rows that are computed for so many of a part. Two passes that are not even read memory unevenly, and then five or seven rows of bfloat16
-// take longer than six or eight: one more is computed, that nobody looks at.
+// Rows that are computed for so many of a part that reads its weights from memory. By two passes that are not even it is read unevenly, and
+// five or seven rows of bfloat16 take longer than six or eight: one more is computed, that nobody looks at.
 inline int computed_rows(const Linear& l, int rows) { return l.format == kBFloat16 && (rows == 5 || rows == 7) ? rows + 1 : rows; }
 
 // Sums of products of a row and a block, of its two bytes.
