@@ -315,8 +315,8 @@ inline void linear_task(const Linear& l, const Inputs& in, int64_t rows, int64_t
 // or -1 where that is not known.
 template <typename Use>
 inline void each_block(Worker& worker, int64_t rows, int64_t blocks, const Use& use) {
-  worker.each_run(num_panels(rows) * blocks, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; task++) use(task / blocks, task % blocks, task + 1 < end ? (task + 1) % blocks : -1);
+  worker.each_with_next(num_panels(rows) * blocks, [&](int64_t task, int64_t next) {
+    use(task / blocks, task % blocks, next < 0 ? -1 : next % blocks);
   });
 }
 

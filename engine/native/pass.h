@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -21,6 +22,30 @@ struct Layer {
   const float *query_norm, *key_norm;                                             // or null
   int64_t window;                                                                 // 0: none
   int64_t rotation;                                                               // which of a pass's rotations
+};
+
+// The layers that a token goes through before attention, as one run of blocks.
+class Projections {
+ public:
+  explicit Projections(const Layer& layer) : parts_{&layer.query, &layer.key, &layer.value} {}
+
+  int64_t num_blocks() const { return parts_[0]->num_blocks() + parts_[1]->num_blocks() + parts_[2]->num_blocks(); }
+  const char* block(int64_t b) const {
+    const auto [part, own] = place(b);
+    return parts_[part]->block(own);
+  }
+  int64_t block_bytes() const { return parts_[0]->block_bytes(); }
+  const Linear& operator[](int64_t part) const { return *parts_[part]; }
+
+  // Which layer a block is of, and which of its blocks.
+  std::pair<int64_t, int64_t> place(int64_t b) const {
+    int64_t part = 0;
+    while (b >= parts_[part]->num_blocks()) b -= parts_[part++]->num_blocks();
+    return {part, b};
+  }
+
+ private:
+  const Linear* parts_[3];
 };
 
 enum Activation : int64_t { kSiLU = 0, kGeluTanh = 1 };
@@ -140,15 +165,22 @@ class Run {
         attend(worker, layer, (float*)p_.keys[l], (float*)p_.values[l]);
       }
       const float* after = layer.after_attention_norm;
+      expect(worker, layer.gate);
       add(worker, layer.output, after);
       worker.each(T, [&](int64_t t) {
         if (after) add_normed(worker, t, after);
         read(worker, t, layer.mlp_norm, layer.gate);
       });
+      expect(worker, layer.down);
       gate(worker, layer);
       worker.each(T, [&](int64_t t) { s_.inputs.set(t, s_.hidden.data() + t * d_.inner, layer.down); });
-      add(worker, layer.down, layer.after_mlp_norm);
       const bool is_last = l + 1 == d_.num_layers;
+      if (is_last) {
+        expect(worker, d_.head);
+      } else {
+        expect(worker, Projections(d_.layers[l + 1]));
+      }
+      add(worker, layer.down, layer.after_mlp_norm);
       worker.each(T, [&](int64_t t) {
         if (layer.after_mlp_norm) add_normed(worker, t, layer.after_mlp_norm);
         const float* x = s_.x.data() + t * d_.width;
@@ -219,6 +251,13 @@ class Run {
     s_.inputs.set(t, normed, linear);
   }
 
+  // Have the block that a thread's share of a later phase begins with fetched while it waits for others.
+  template <typename Blocks>
+  static void expect(Worker& worker, const Blocks& blocks) {
+    const int64_t count = blocks.num_blocks(), first = worker.first_of(count);
+    if (first < count) worker.expect(blocks.block(first), blocks.block_bytes());
+  }
+
   // x += layer(inputs); if a norm comes between, its input is left in `branch`.
   void add(Worker& worker, const Linear& linear, const float* norm) {
     all_outputs(worker, linear, s_.inputs, p_.num_tokens, norm ? s_.branch.data() : s_.x.data(), !norm);
@@ -232,22 +271,13 @@ class Run {
 
   template <typename Cached>
   void attend(Worker& worker, const Layer& layer, Cached* keys, Cached* values) {
-    const Linear* parts[] = {&layer.query, &layer.key, &layer.value};
+    const Projections projections(layer);
     const int64_t begins[] = {0, q_width_, q_width_ + kv_width_};
-    const int64_t blocks[] = {layer.query.num_blocks(), layer.key.num_blocks(), layer.value.num_blocks()};
-    const int64_t all = blocks[0] + blocks[1] + blocks[2];
-    const auto place = [&](int64_t b) {
-      int64_t part = 0;
-      while (b >= blocks[part]) b -= blocks[part++];
-      return std::pair(part, b);
-    };
-    const auto weights = [&](int64_t b) {
-      const auto [part, own] = place(b);
-      return parts[part]->block(own);
-    };
-    each_block(worker, p_.num_tokens, all, [&](int64_t panel, int64_t b, int64_t next) {
-      const auto [part, own] = place(b);
-      linear_task(*parts[part], s_.inputs, p_.num_tokens, panel, own, next < 0 ? nullptr : weights(next), s_.qkv.data() + begins[part], row_, false);
+    expect(worker, layer.output);
+    each_block(worker, p_.num_tokens, projections.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
+      const auto [part, own] = projections.place(b);
+      const char* following = next < 0 ? nullptr : projections.block(next);
+      linear_task(projections[part], s_.inputs, p_.num_tokens, panel, own, following, s_.qkv.data() + begins[part], row_, false);
     });
     worker.each(p_.num_tokens, [&](int64_t t) {
       float* qkv = s_.qkv.data() + t * row_;

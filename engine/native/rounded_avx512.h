@@ -17,19 +17,19 @@ static_assert(kPartRows >= 2 * kTileTokens);
 
 // Vectors that a pass over a block takes of its columns, of so many rows: as many as leave every sum in a register.
 constexpr int float32_columns(int) { return 4; }
-constexpr int bfloat16_columns(int rows) { return rows <= 4 ? 4 : 2; }
+constexpr int bfloat16_columns(int) { return 4; }
 constexpr int int8_columns(int rows) { return rows <= 3 ? 4 : 2; }
 
 // Rows of the next pass over a block, of so many that are left: as even as can be, since few wait for what is read for all of them.
-// Four leave all columns of bfloat16 in registers, five a group's products of a compact layer.
+// Five leave a group's products of a compact layer in registers.
 inline int next_rows(const Linear& l, int left) {
-  const int most = l.format == kBFloat16 ? 4 : l.is_compact() ? 5 : kVectorRows, passes = (left + most - 1) / most;
+  const int most = l.is_compact() ? 5 : kVectorRows, passes = (left + most - 1) / most;
   return (left + passes - 1) / passes;
 }
 
-// Rows that are computed for so many of a part that reads its weights from memory. By two passes that are not even it is read unevenly, and
-// five or seven rows of bfloat16 take longer than six or eight: one more is computed, that nobody looks at.
-inline int computed_rows(const Linear& l, int rows) { return l.format == kBFloat16 && (rows == 5 || rows == 7) ? rows + 1 : rows; }
+// Rows that are computed for so many of a part that reads its weights from memory: seven of bfloat16 may take longer than eight, and
+// one more is computed, that nobody looks at.
+inline int computed_rows(const Linear& l, int rows) { return l.format == kBFloat16 && rows == 7 ? 8 : rows; }
 
 // Sums of products of a row and a block, of its two bytes.
 struct WholeSums {

@@ -1,8 +1,8 @@
 // Threads that go through a pass together, phase by phase.
 //
-// A phase is a number of tasks that any thread may claim, one or a run of neighbours; the next begins when all are done. Who comes
-// late finds phases over and skips them: a thread that the system has put aside holds up nobody, unless it was put aside with a
-// claim of its own, of which the first in a phase are the longest.
+// A phase is a number of tasks, of which every thread has a share of neighbours. It takes them one by one from the front of its
+// share, and then, from the back, what others have left of theirs; the next phase begins when all are done. Who comes late finds
+// phases over and skips them: a thread that the system has put aside holds up nobody, unless it was put aside with a task of its own.
 #pragma once
 #include <immintrin.h>
 #include <sched.h>
@@ -19,10 +19,18 @@
 namespace latebranch {
 
 struct Team {
-  explicit Team(int num_threads) : num_threads(num_threads) {}
+  struct alignas(64) Share {
+    std::atomic<uint64_t> taken{0};  // phase, 16 bits << 48 | tasks taken from the front << 24 | from the back
+  };
+
+  explicit Team(int num_threads) : num_threads(num_threads), shares(num_threads) {}
+
+  // The first task of a share of so many; of the share after the last, their number.
+  uint32_t begin_of(int share, uint32_t count) const { return (uint32_t)(((uint64_t)count * share + num_threads - 1) / num_threads); }
 
   const int num_threads;
-  alignas(64) std::atomic<uint64_t> claim{0};  // phase << 32 | next task
+  std::vector<Share> shares;
+  alignas(64) std::atomic<uint32_t> phase{0};
   alignas(64) std::atomic<uint32_t> done{0};
 };
 
@@ -33,49 +41,74 @@ class Worker {
 
   const int id;  // below the number of threads asked for
 
-  // A phase of tasks that are claimed one by one.
+  // The first task of this thread's share of a phase.
+  uint32_t first_of(uint32_t count) const { return team_ ? team_->begin_of(id, count) : 0; }
+
+  // What this thread will read later: fetched while it waits for others.
+  void expect(const char* begin, int64_t bytes) { expected_ = begin, expected_end_ = begin + bytes; }
+
+  // A phase: call task(index) of all.
   template <typename Task>
   void each(uint32_t count, const Task& task) {
-    each_run(count, [](uint32_t) { return 1u; }, [&](uint32_t begin, uint32_t end) {
-      for (uint32_t i = begin; i < end; i++) task(i);
-    });
+    each_with_next(count, [&](uint32_t i, int64_t) { task(i); });
   }
 
-  // A phase of tasks of which neighbours are better done by one thread: long runs first, single ones at the end.
-  template <typename Tasks>
-  void each_run(uint32_t count, const Tasks& tasks) {
-    const uint32_t share = team_ ? 3 * team_->num_threads / 2 : 1;
-    each_run(count, [share](uint32_t left) { return std::max(1u, left / share); }, tasks);
-  }
-
- private:
-  // Call tasks(begin, end) of runs; length(left) says how many of those that are left are claimed together.
-  template <typename Length, typename Tasks>
-  void each_run(uint32_t count, const Length& length, const Tasks& tasks) {
+  // Call task(index, next): what this thread takes after it, unless another does; -1 if that is not known.
+  template <typename Task>
+  void each_with_next(uint32_t count, const Task& task) {
     if (!count) return;
-    if (!team_) return tasks(0, count);
-    const uint32_t phase = phase_++;
-    for (uint64_t claim = team_->claim.load(std::memory_order_acquire);;) {
-      const uint32_t begin = (uint32_t)claim;
-      if ((uint32_t)(claim >> 32) != phase || begin >= count) break;
-      const uint32_t run = length(count - begin);
-      if (!team_->claim.compare_exchange_weak(claim, claim + run, std::memory_order_acq_rel)) continue;
-      tasks(begin, begin + run);
-      if (team_->done.fetch_add(run, std::memory_order_acq_rel) + run == count) {
-        team_->done.store(0, std::memory_order_relaxed);
-        team_->claim.store((uint64_t)(phase + 1) << 32, std::memory_order_release);
-      }
-      claim = team_->claim.load(std::memory_order_acquire);
+    if (!team_) {
+      for (int64_t i = 0; i < count; i++) task(i, i + 1 < count ? i + 1 : -1);
+      return;
     }
-    for (int spins = 0; (uint32_t)(team_->claim.load(std::memory_order_acquire) >> 32) == phase; spins++) {
+    const uint32_t phase = phase_++;
+    uint32_t num_done = 0;
+    for (int other = 0; other < team_->num_threads; other++) num_done += from_share((id + other) % team_->num_threads, phase, count, task);
+    if (num_done && team_->done.fetch_add(num_done, std::memory_order_acq_rel) + num_done == count) {
+      team_->done.store(0, std::memory_order_relaxed);
+      for (Team::Share& share : team_->shares) share.taken.store((uint64_t)(phase + 1) << 48, std::memory_order_relaxed);
+      team_->phase.store(phase + 1, std::memory_order_release);
+    }
+    for (int spins = 0; team_->phase.load(std::memory_order_acquire) == phase; spins++) {
+      if (expected_ < expected_end_) {
+        for (int i = 0; i < kLinesTogether; i++) _mm_prefetch(expected_ + i * 64, _MM_HINT_T1);
+        expected_ += kLinesTogether * 64;
+        continue;
+      }
       _mm_pause();
       if (spins > kPatience) sched_yield();
     }
   }
 
-  static constexpr int kPatience = 20000;  // spins; some hundred microseconds
+ private:
+  // Do what is left of a share; return how many tasks that was.
+  template <typename Task>
+  uint32_t from_share(int share, uint32_t phase, uint32_t count, const Task& task) {
+    constexpr uint64_t kMost = (1 << 24) - 1;
+    const int64_t begin = team_->begin_of(share, count), size = team_->begin_of(share + 1, count) - begin;
+    std::atomic<uint64_t>& taken = team_->shares[share].taken;
+    uint32_t num_done = 0;
+    for (uint64_t now = taken.load(std::memory_order_acquire); now >> 48 == (phase & 0xFFFF);) {
+      const int64_t front = now >> 24 & kMost, back = now & kMost;
+      if (front + back >= size) break;
+      if (!taken.compare_exchange_weak(now, now + (share == id ? kMost + 1 : 1), std::memory_order_acq_rel)) continue;
+      const bool is_last = front + back + 1 == size;
+      if (share == id) {
+        task(begin + front, is_last ? -1 : begin + front + 1);
+      } else {
+        task(begin + size - 1 - back, is_last ? -1 : begin + size - 2 - back);
+      }
+      num_done++;
+      now = taken.load(std::memory_order_acquire);
+    }
+    return num_done;
+  }
+
+  static constexpr int kPatience = 20000;    // spins; some hundred microseconds
+  static constexpr int kLinesTogether = 4;
   Team* team_;
   uint32_t phase_ = 0;
+  const char *expected_ = nullptr, *expected_end_ = nullptr;
 };
 
 // Helpers that sleep between passes. One pass at a time has them; another that comes meanwhile does without.

@@ -199,15 +199,15 @@ def test_a_client_that_gives_up_gets_the_503(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_client_that_times_out_takes_its_request_along() -> None:
     engine = engine_of(gate=asyncio.Event(), num_free_events=1)
-    with served(app_of(engine)) as url:
-        with (
-            openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=0.5) as client,
-            pytest.raises(openai.APITimeoutError),
-        ):
-            client.completions.create(model=MODEL, prompt="x")
+    with served(app_of(engine)) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+        for patience_s in (0.5, 2.0, 8.0, PATIENCE_S):  # on a busy machine a client may give up before the engine has its request
+            with pytest.raises(openai.APITimeoutError):
+                client.completions.create(model=MODEL, prompt="x", timeout=patience_s)
+            if engine.requests:
+                break
         while engine.living:
             httpx.get(url + "/live", timeout=PATIENCE_S)
-        assert len(engine.aborted) == 1
+        assert engine.aborted == [request.request_id for request in engine.requests] != []
 
 
 def test_every_data_line_of_a_stream_is_json(url: str) -> None:
