@@ -40,11 +40,16 @@ class Judge:
         self._grammars = grammars
         self._verifiers: dict[str, Verifier] = {}
 
-    def judge(self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"]) -> list[Verdict | Unjudged]:
-        """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others."""
+    def judge(
+        self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"], best: Sequence[Likeliest] | None = None
+    ) -> list[Verdict | Unjudged]:
+        """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others.
+
+        `best` are the rows' likeliest tokens, for whoever knows them.
+        """
         is_read = native.can_read(logits_NV)
         rules = [_rule(row, tree, is_read) for row, tree in zip(rows, forest.trees, strict=True)]
-        best = likeliest(logits_NV)
+        best = likeliest(logits_NV) if best is None else best
         is_sound = has_law = [one.is_sound for one in best]
         edited_NV = logits_NV
         if any(row.sampling.edits_logits for row in rows):

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import NAME, AttentionContext, Gathered
 from engine.kv_cache import KVCache
+from engine.likeliest import Likeliest, likeliest
 from engine.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
 from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_by_configuration, require_equal, require_same_bits
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
@@ -90,6 +91,11 @@ class CausalModel:
         columns = Columns(tokens=(0, 0, cache.nobody), asked=())
         table = integers_32(table_of(batch, shape, columns), self.device)
         return self._run_table(PagedBatch(table, shape, columns), cache, logit_rows_N)
+
+    def likeliest(self, logits_NV: Float[Tensor, "N V"]) -> list[Likeliest]:
+        """Return each row's; of the latest pass's logits it may be known already."""
+        known = None if self.native is None else self.native.likeliest(logits_NV)
+        return likeliest(logits_NV) if known is None else [Likeliest(*one) for one in known]
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
         """Run one pass over a table; return float32 logits of the tokens that its column of places asked about names."""

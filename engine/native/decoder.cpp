@@ -32,6 +32,7 @@ void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads
   LentScratch scratch;
   Run run(*decoder, *pass, *scratch, num_threads);
   Pool::shared().run(num_threads, [&](Worker& worker) { run.work(worker); });
+  run.finish();
 }
 
 // y [T, out] = layer(x [T, in])

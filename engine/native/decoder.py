@@ -7,7 +7,7 @@ Shape key: T packed tokens, N rows of logits, V vocabulary, D width, P positions
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from jaxtyping import Float, Int
@@ -77,6 +77,7 @@ class NativeDecoder:
             ),
             precision,
         )
+        self._latest: tuple[ref[Tensor], list[tuple[float, int]]] | None = None
         self._watchers: list[_Watcher] = []
         self._features: WeakKeyDictionary[KVCache, Features] = WeakKeyDictionary()
 
@@ -106,7 +107,14 @@ class NativeDecoder:
         output = self._runner.run(batch, cache, rotations, logit_rows_N, wanted, features=features)
         for watcher in self._watchers:
             watcher.tell(output)
+        self._latest = ref(output.logits_NM), output.likeliest
         return output.logits_NM
+
+    def likeliest(self, logits_NV: Float[Tensor, "N V"]) -> list[tuple[float, int]] | None:
+        """Return what the latest pass saw of its logits, if these are they: as `laws.likeliest` does."""
+        if self._latest is None or self._latest[0]() is not logits_NV:
+            return None
+        return self._latest[1]
 
     def _layer(self, config: Any, layer: Any) -> library.Layer:
         attention, mlp = layer.self_attn, layer.mlp

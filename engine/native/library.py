@@ -81,7 +81,7 @@ class Pass(Structure):
         *((name, POINTER(c_void_p)) for name in ("keys", "values")),
         ("apart", c_int64),
         *((name, POINTER(c_void_p)) for name in ("cosines", "sines")),
-        *((name, c_void_p) for name in ("rows", "states", "logits")),
+        *((name, c_void_p) for name in ("rows", "states", "logits", "largest", "likeliest")),
         ("kept", POINTER(c_void_p)),
         ("features", POINTER(Features)),
         ("is_cached_in_half", c_int64),

@@ -1,6 +1,7 @@
 // One pass of a decoder over packed tokens. Pointers belong to the caller, who keeps what they point at.
 #pragma once
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -93,9 +94,41 @@ struct Pass {
   const int64_t* rows;                           // [num_rows] whose logits are wanted
   float *states;                                 // [num_rows, width]: what the head reads
   float *logits;                                 // [num_rows, V]
+  float* largest;                                // [num_rows] of a row's logits, NaN if any is; or null
+  int64_t* likeliest;                            // [num_rows] the first token that has it
   float *const *kept;                            // [num_layers + 1]: states after each layer [T, width], or null; the last: after its norm
   const Features* features;                      // of a model: to be kept of all tokens; of a head: to be given to them; or null
   int64_t is_cached_in_half;
+};
+
+// The largest logit of a row among those that a thread has made.
+struct Largest {
+  float value = -std::numeric_limits<float>::infinity();
+  int64_t token = std::numeric_limits<int64_t>::max();
+  bool is_broken = false;  // whether any logit is NaN
+
+  // Of `count` logits side by side, from token `first` on; where several are largest the first token is kept.
+  void see(const float* logits, int64_t first, int64_t count) {
+    const Floats none = spread(-std::numeric_limits<float>::infinity());
+    Floats most_of = none;
+    Where broken = nowhere();
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Floats x = load(none, lanes_left(count - i), logits + i);
+      broken = broken | is_nan(x);
+      most_of = larger(most_of, x);
+    }
+    const float found = most(most_of);
+    if (bits(broken)) {
+      is_broken = true;
+    } else if (found > value || (found == value && first < token)) {
+      value = found, token = first + (std::find(logits, logits + count, found) - logits);
+    }
+  }
+
+  void see(const Largest& other) {
+    is_broken |= other.is_broken;
+    if (other.value > value || (other.value == value && other.token < token)) value = other.value, token = other.token;
+  }
 };
 
 struct Scratch {
@@ -103,6 +136,7 @@ struct Scratch {
   std::vector<std::vector<float>> normed;  // of each thread
   Inputs inputs;
   std::vector<Attention> attention;  // of each thread
+  std::vector<std::vector<Largest>> largest;  // of each thread and row
   std::vector<float> logits, states, mixed;  // of a draft head that grows trees
 
   // Make room for a row of so many numbers for each thread.
@@ -133,6 +167,7 @@ class Run {
     kv_width_ = d_.num_kv_heads * d_.head_size, q_width_ = d_.num_heads * d_.head_size, row_ = q_width_ + 2 * kv_width_;
     grow(s_.x, T * d_.width), grow(s_.qkv, T * row_), grow(s_.attended, T * q_width_), grow(s_.hidden, T * d_.inner), grow(s_.branch, T * d_.width);
     s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
+    if (p_.largest) s_.largest.assign(num_threads, std::vector<Largest>(p_.num_rows));
     s_.lend_rooms(num_threads, std::max(2 * d_.width, p_.features ? p_.features->linear.in : 0));
     if (d_.is_head()) s_.inputs.reserve(T, d_.token);
     for (int64_t l = 0; l < d_.num_layers; l++)
@@ -201,10 +236,34 @@ class Run {
       rms_norm(x, d_.last_norm, d_.eps, d_.width, state);
       s_.inputs.set(n, state, d_.head);
     });
-    all_outputs(worker, d_.head, s_.inputs, p_.num_rows, p_.logits, false);
+    if (p_.largest) {
+      logits(worker);
+    } else {
+      all_outputs(worker, d_.head, s_.inputs, p_.num_rows, p_.logits, false);
+    }
+  }
+
+  // When all are through: tell of the likeliest tokens.
+  void finish() {
+    for (int64_t n = 0; p_.largest && n < p_.num_rows; n++) {
+      Largest all;
+      for (const auto& of_thread : s_.largest) all.see(of_thread[n]);
+      p_.largest[n] = all.is_broken ? std::numeric_limits<float>::quiet_NaN() : all.value;
+      p_.likeliest[n] = all.is_broken ? 0 : all.token;
+    }
   }
 
  private:
+  // The output head, and of each row the likeliest token while its logits are near.
+  void logits(Worker& worker) {
+    const int64_t vocab_size = d_.head.out;
+    each_block(worker, p_.num_rows, d_.head.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
+      linear_task(d_.head, s_.inputs, p_.num_rows, panel, b, next < 0 ? nullptr : d_.head.block(next), p_.logits, vocab_size, false);
+      const int64_t first = b * kBlock, count = std::min(kBlock, vocab_size - first), end = std::min(p_.num_rows, (panel + 1) * kPanel);
+      for (int64_t n = panel * kPanel; n < end; n++) s_.largest[worker.id][n].see(p_.logits + n * vocab_size + first, first, count);
+    });
+  }
+
   // Note a token's state after so many layers for whoever wants it.
   void keep(Worker& worker, int64_t l, int64_t t, const float* state) {
     if (p_.kept[l]) std::copy(state, state + d_.width, p_.kept[l] + t * d_.width);

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,12 +25,14 @@ Tables = tuple[Float[Tensor, "P K"], Float[Tensor, "P K"]]  # cosines and sines 
 class Output:
     """Logits of some tokens, what the output head was given for them, and states of all tokens after some layers.
 
+    `likeliest` has each row's largest logit, NaN if there is any in the row, and the first column that has it.
     `after[i]`: i < depth after layer i; depth: after the last norm.
     """
 
     logits_NM: Float[Tensor, "N M"]
     given_ND: Float[Tensor, "N D"]
     after: dict[int, Float[Tensor, "T D"]]
+    likeliest: list[tuple[float, int]]
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,19 @@ class Runner:
         """
         shape, num_rows = self.structure, len(rows_N)
         after = {index: torch.empty(batch.num_tokens, shape.width) for index in kept}
-        output = Output(torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width), after)
+        largest_N, likeliest_N = np.empty(num_rows, dtype=np.float32), np.empty(num_rows, dtype=np.int64)
+        logits_NM, given_ND = torch.empty(num_rows, shape.head.num_outputs), torch.empty(num_rows, shape.width)
         pass_ = self.pass_over(batch, cache, rotations, given)
         pass_.num_rows, pass_.rows = num_rows, rows_N.data_ptr()
-        pass_.states, pass_.logits = output.given_ND.data_ptr(), output.logits_NM.data_ptr()
+        pass_.states, pass_.logits = given_ND.data_ptr(), logits_NM.data_ptr()
+        pass_.largest, pass_.likeliest = library.address(largest_N), library.address(likeliest_N)
         pass_.kept = library.pointers([after[i].data_ptr() if i in after else 0 for i in range(shape.num_layers + 1)])
         if features is not None:
             pass_.features = ctypes.pointer(features.structure)
         library.library().latebranch_decode(ctypes.byref(shape), ctypes.byref(pass_), library.num_threads())
         cache.check_read(batch.flat.key_slots)
-        return output
+        likeliest = list(zip(largest_N.tolist(), likeliest_N.tolist(), strict=True))
+        return Output(logits_NM, given_ND, after, likeliest)
 
     def pass_over(
         self, batch: PackedBatch, cache: KVCache, rotations: Sequence[Tables], given: SlotStates | None = None

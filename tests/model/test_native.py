@@ -14,9 +14,10 @@ from engine.audit.reference import SameBitsReference
 from engine.blocks import IntegrityError
 from engine.canary import SlotCanary
 from engine.kv_cache import KVCache
+from engine.likeliest import Likeliest
 from engine.linears import NATIVE
 from engine.model import CausalModel, adopt, load_model, loaded_dtype
-from engine.native import library
+from engine.native import laws, library
 from engine.native.linear import QUANTISED
 from engine.native.passes import cache_dtype
 from engine.packing import PackedBatch, pack
@@ -33,6 +34,7 @@ from tests.model.tiny import model, own_module
 pytestmark = needs_library
 TEXT = [(7 * place + 3) % 61 for place in range(200)]
 WIDE = {"hidden_size": 160, "intermediate_size": 320, "head_dim": 32}
+NUM_EQUAL = 70
 ODD_SIZES = [  # no whole number of vectors, of blocks of outputs, or of heads that are read together
     {"hidden_size": 37, "intermediate_size": 43},
     {"num_attention_heads": 6, "head_dim": 10, "vocab_size": 131},
@@ -202,6 +204,40 @@ def test_the_audit_s_reference_has_the_same_bits(precision):
     logits = SameBitsReference(adopt(tiny_module("qwen2"), CPU, NATIVE, precision), precision).logits(texts, 2)
     for text, logits_NV in zip(texts, logits, strict=True):
         assert torch.equal(logits_NV.float(), alone(native("qwen2", precision), text)[-2:])
+
+
+# the likeliest tokens
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, 7, 200])
+def test_a_pass_tells_of_its_logits_what_reading_them_does(num_threads, num_tokens, monkeypatch):
+    """Of equals that lie in different blocks the first, and no number where a text has one."""
+    monkeypatch.setattr(library, "_taken", num_threads)
+    target = with_equal_outputs()
+    for _ in range(8):
+        logits_NV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
+        told = target.likeliest(logits_NV)
+        assert repr(told) == repr([Likeliest(*one) for one in laws.likeliest(logits_NV)])
+    assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in told if one.is_sound)
+    if num_tokens == 200:
+        assert {one.is_sound for one in told} == {False, True}
+
+
+def test_what_is_known_of_a_pass_is_not_said_of_other_logits():
+    target = with_equal_outputs()
+    logits_NV = target.forward(chunk(2), KVCache(2, CPU), torch.arange(2))
+    later_NV = target.forward(chunk(3), KVCache(3, CPU), torch.arange(3))
+    assert [len(target.likeliest(one)) for one in (logits_NV, later_NV, later_NV[1:])] == [2, 3, 2]
+
+
+def with_equal_outputs() -> CausalModel:
+    """Return a model with some outputs three times, and a token that makes no number."""
+    module = tiny_module("llama", vocab_size=4 * NUM_EQUAL, tie_word_embeddings=False, **WIDE)
+    weight = module.get_output_embeddings().weight.data
+    weight[:] = torch.cat([0.01 * weight[:NUM_EQUAL], *[weight[:NUM_EQUAL]] * 3])
+    module.get_input_embeddings().weight.data[TEXT[100]] = math.nan
+    return adopt(module, CPU, NATIVE, "float32")
 
 
 # threads
