@@ -99,13 +99,13 @@ class FirstRootsOnly(Judge):
 class SamplingOfTheFirst(Judge):
     """Uses one row's parameters for all."""
 
-    def judge(self, rows, forest, logits_NV):
-        return super().judge([replace(row, sampling=rows[-1].sampling) for row in rows], forest, logits_NV)
+    def judge(self, rows, forest, logits_NV, best=None):
+        return super().judge([replace(row, sampling=rows[-1].sampling) for row in rows], forest, logits_NV, best)
 
 
 class KeyOfTheFirst(Judge):
-    def judge(self, rows, forest, logits_NV):
-        return super().judge([replace(row, seed=rows[0].seed) for row in rows], forest, logits_NV)
+    def judge(self, rows, forest, logits_NV, best=None):
+        return super().judge([replace(row, seed=rows[0].seed) for row in rows], forest, logits_NV, best)
 
 
 @pytest.mark.parametrize("mutant", [Indifferent, BrokenTogether, FirstRootsOnly, SamplingOfTheFirst, KeyOfTheFirst])
