@@ -161,5 +161,5 @@ def test_rows_without_a_number_do_not_erase_the_others():
 
 def test_an_unjudged_row_foretells_nothing(monkeypatch):
     broken = Unjudged("broken", ErrorCode.VERIFICATION_FAILED)
-    monkeypatch.setattr(Judge, "judge", lambda self, rows, forest, logits: [broken for _ in rows])
+    monkeypatch.setattr(Judge, "judge", lambda self, rows, forest, logits, best: [broken for _ in rows])
     assert run(mixed_engine(), [greedy("r", (5, 9, 3))]).stats[0].num_expected_rows == 0
