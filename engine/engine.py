@@ -166,8 +166,7 @@ class Engine:
         # 3. One tree-masked pass of the target over every row.
         scored = scored_by(plan, growth.forest.trees)
         places = [place for one in scored for place in one.places]
-        logits_NV = self._target.forward(plan, growth.forest.trees, places)
-        best = self._target.model.likeliest(logits_NV)[: growth.forest.num_nodes]
+        passed_NV = logits_NV = self._target.forward(plan, growth.forest.trees, places)
         self._watch.note(plan, growth.forest.trees)
         prompts = NO_SCORES
         if scored:
@@ -175,6 +174,7 @@ class Engine:
             prompts = scores_of(scored, logits_SV)
         watch.lap("verify")
         # 4. Judge every tree.
+        best = self._target.model.likeliest(passed_NV, growth.forest.num_nodes)
         verdicts = self._judge.judge(plan.decoding, growth.forest, logits_NV, best)
         verdicts = [NOT_FINITE if row.request_id in prompts.broken else one for row, one in zip(plan.decoding, verdicts)]
         watch.lap("judge")

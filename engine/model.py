@@ -92,10 +92,10 @@ class CausalModel:
         table = integers_32(table_of(batch, shape, columns), self.device)
         return self._run_table(PagedBatch(table, shape, columns), cache, logit_rows_N)
 
-    def likeliest(self, logits_NV: Float[Tensor, "N V"]) -> list[Likeliest]:
-        """Return each row's; of the latest pass's logits it may be known already."""
+    def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int | None = None) -> list[Likeliest]:
+        """Return those of the first `count` rows, or of all; of the latest pass's logits they may be known already."""
         known = None if self.native is None else self.native.likeliest(logits_NV)
-        return likeliest(logits_NV) if known is None else [Likeliest(*one) for one in known]
+        return likeliest(logits_NV[:count]) if known is None else [Likeliest(*one) for one in known[:count]]
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
         """Run one pass over a table; return float32 logits of the tokens that its column of places asked about names."""

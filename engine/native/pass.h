@@ -107,7 +107,8 @@ struct Largest {
   int64_t token = std::numeric_limits<int64_t>::max();
   bool is_broken = false;  // whether any logit is NaN
 
-  // Of `count` logits side by side, from token `first` on; where several are largest the first token is kept.
+  // Of `count` logits side by side, from token `first` on; where several are largest the first token is kept. Most blocks have no
+  // larger one, and are not searched: `likeliest` of each takes a twentieth of a compact pass of 16 tokens longer.
   void see(const float* logits, int64_t first, int64_t count) {
     const Floats none = spread(-std::numeric_limits<float>::infinity());
     Floats most_of = none;
