@@ -27,6 +27,7 @@ _logger = logging.getLogger(__name__)
 # Steps for which a choice stands while the batch stays as it is: twice as many each time that it is confirmed, up to the most
 # where somebody drafts, and where nobody does. Where nobody does, all are divided by what is at stake.
 _SETTLED_STEPS, _MOST_SETTLED, _MOST_SETTLED_PLAIN = 4, 16, 32
+_MOST_UNPROBED = 64  # steps for which plain decoding stands, however little is at stake, while no probe can be made
 _SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step themselves
 _LEAST_STAKE = 1 / 16  # of plain decoding's rate, the least that is thought at stake: prices may be what is wrong
 _CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win
@@ -38,7 +39,7 @@ _OWN_SHARE = 0.1  # of what a step says, in what is known of a tree that a reque
 _BESIDE_PROMPTS = 4  # nodes of a tree that ends by their chances, while prompts are fed: what it may have is kept for it
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
 _CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is written off
-_CHEAP_FEEDING = 0.01  # of a plain step's seconds, for which drafters are kept up with sequences that are plain
+_CHEAP_FEEDING = 0.006  # of a plain step's seconds, for which drafters are kept up with sequences that are plain
 _FEEDING_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
 _MOST_TRIED = 3  # sequences that are due for a probe, of which the first that can be paid is asked
 _IS_NEWS = 0.7  # times what its seconds are worth, from which on what a probe brought is: they feed a drafter that was behind too
@@ -95,6 +96,7 @@ class AdaptiveExpansion:
         self._probes = Probes()
         self._model_share = ModelShare()
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
+        self._probe_tokens = 0.0  # the same
         self._is_plain_probe = False  # whether the step under way is plain so that it may be measured
         self._standing = _Standing({}, Choice(()))
         self._num_standing = 0  # steps for which it goes on standing
@@ -187,19 +189,19 @@ class AdaptiveExpansion:
         self._plain_s, self._plain_rate = plain.seconds, plain.rate
         self._stake = self._at_stake(allocator, plain) if reason is Reason.PLAIN_IS_BEST else 1.0
         self._save()
+        self._is_plain_probe = self._num_since_plain >= self._plain_every
+        probing = None if self._is_plain_probe else self._probe(batch, allocator, best)
         num_settled = self._num_settled(trees, reason, batch.menu)
         unfed = _num_unfed(views, choice.expansions)
         self._standing = _Standing(trees, choice, len(views), num_settled, self._feed_s, unfed, composition_of(views))
         self._num_standing = num_settled if reason is Reason.PLAIN_IS_BEST or _all_decode(views) else 0
-        if self._num_since_plain >= self._plain_every:
+        if self._is_plain_probe:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
-            self._is_plain_probe = True
             return self._choice(batch, allocator, plain, plain, Reason.PROBE, views)
-        probing = self._probe(batch, allocator, best)
         if probing is None:
             return choice
         choice = self._choice(batch, allocator, probing, plain, Reason.PROBE, views)
-        self._probe_s = choice.step_s
+        self._probe_s, self._probe_tokens = choice.step_s, probing.tokens
         return choice
 
     def _at_stake(self, allocator: Allocator, plain: Allocation) -> float:
@@ -213,11 +215,16 @@ class AdaptiveExpansion:
         self._probes.save(self._plain_s, self._stake)
 
     def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu) -> int:
-        """Return for how many steps a choice stands: longer each time that thinking again has led to the same."""
+        """Return for how many steps a choice stands: longer each time that thinking again has led to the same.
+
+        One of plain decoding stands until a probe can be made, once prices are known: nothing before that would say anything new.
+        """
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
         least, most = times * self._settled_steps, times * _MOST_SETTLED
         if reason is Reason.PLAIN_IS_BEST:
             least, most = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake)
+            if self._num_confirming >= _CONFIRMED:
+                least = max(least, int(min(_MOST_UNPROBED, self._probes.wait)))
         if last.choice.reason is not reason or any(last.trees.get(name) != tree for name, tree in trees.items()):
             return least
         return max(least, min(most, 2 * last.num_settled))
@@ -280,7 +287,7 @@ class AdaptiveExpansion:
             return
         self._learn_unlearnt()
         if self._probe_s is not None and not feedback.has_prefill:
-            self._probes.settle(feedback.draft_s + feedback.rest_s - self._probe_s)
+            self._probes.settle(self._lost_unforetold(feedback, self._probe_s))
             self._hear(feedback)
         self._probes.observe(feedback.outcomes if feedback.has_drafted else ())
 
@@ -314,6 +321,18 @@ class AdaptiveExpansion:
                 if one.request_id in self._own_tokens:
                     tokens, known = 1.0 + one.accepted_depth, self._own_tokens[one.request_id]
                     self._own_tokens[one.request_id] = tokens if known is None else known + _OWN_SHARE * (tokens - known)
+
+    def _lost_unforetold(self, feedback: StepFeedback, foretold_s: float) -> float:
+        """Return the seconds that a probe lost beyond what was foretold.
+
+        While all others are plain the tokens that came count with those that were expected: a tree that ends at once is a short
+        step, and brings nothing. Where others draft theirs would drown them.
+        """
+        overrun_s = feedback.draft_s + feedback.rest_s - foretold_s
+        if self._standing.choice.reason is not Reason.PLAIN_IS_BEST:
+            return overrun_s
+        tokens = sum(1.0 + one.accepted_depth for one in feedback.outcomes)
+        return overrun_s + (self._probe_tokens - tokens) / self._plain_rate
 
     def _hear(self, feedback: StepFeedback) -> None:
         """Think again soon, and more often, where a probe brought most of what its seconds are worth."""
@@ -431,6 +450,7 @@ class AdaptiveExpansion:
                 best = int(affordable[-1] if is_drafting else loss_C.argmin())
                 self._probes.pay([batch.views[index] for index in indices], float(loss_C[best]))
                 return probing[best]
+        self._probes.put_off(min(float(loss_C.min(initial=inf)) for _, loss_C in trials))
         return None
 
     def _without_numbers(self, views: Sequence[SequenceView]) -> Choice:
@@ -453,10 +473,12 @@ def _within_bounds(estimates: Estimates, batch: _Batch) -> Estimates:
     most_depth_B = np.minimum(np.array([float(remaining) for _, remaining in bounds]), most_nodes_B)
     if not is_cut_M.any() or (most_nodes_B.min() >= batch.menu.num_nodes[-1] and most_depth_B.min() >= batch.menu.depths[-1]):
         return estimates
-    # What is too deep is left out level by level: levels are taken to be alike.
+    # What is too deep is left out level by level. Levels are taken to be alike in nodes, and to come with one chance each, given
+    # the one before: that of which so many tokens would be expected if there were no end.
     share_BM = np.minimum(1.0, most_depth_B[:, None] / np.maximum(estimates.passes, 1.0))
+    more_BM = estimates.tokens - 1.0
     bounded = (
-        np.minimum(estimates.tokens, 1.0 + most_depth_B[:, None]),
+        1.0 + np.minimum(more_BM * (1.0 - (more_BM / (1.0 + more_BM)) ** most_depth_B[:, None]), most_depth_B[:, None]),
         np.minimum(estimates.nodes * share_BM, most_nodes_B[:, None]),
         np.minimum(estimates.passes, most_depth_B[:, None]),
         np.minimum(estimates.fed * share_BM, np.maximum(0.0, most_nodes_B - 1.0)[:, None]),

@@ -13,6 +13,7 @@ truly dear is not asked again until its share is saved. Deterministic: no clock,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from engine.policy import DraftOutcome, SequenceView
 
@@ -37,7 +38,9 @@ class Probes:
     def __init__(self) -> None:
         self._saved_s = self._most_s = self._most_overrun_s = float("inf")  # until the first step is known
         self._stake = 1.0
+        self._income_s = 0.0  # of a step
         self._paid_s = 0.0
+        self._price_s, self._due_in = 0.0, 0.0  # of the cheapest probe that was thought of last, and the steps until one is due
         self._interval = float(_FIRST_INTERVAL)  # that a new sequence begins with
         self._patience: dict[str, _Patience] = {}
         self._asked: set[str] = set()
@@ -49,10 +52,10 @@ class Probes:
         """
         if self._saved_s > 0.0:
             self._saved_s *= stake / self._stake
-        self._stake = stake
+        self._stake, self._income_s = stake, stake * _SHARE * step_s
         self._most_overrun_s = _MOST_SAVED_STEPS * step_s
         self._most_s = stake * self._most_overrun_s
-        self._saved_s = min(self._saved_s + stake * _SHARE * step_s, self._most_s)
+        self._saved_s = min(self._saved_s + self._income_s, self._most_s)
 
     def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool], can_probe: Sequence[bool]) -> list[int]:
         """Return the sequences that are due, the most overdue first, and only such as that one: all plain, or none.
@@ -61,6 +64,7 @@ class Probes:
         """
         found: list[tuple[float, int]] = []
         patience = {}
+        self._due_in = inf
         for index, (view, plain) in enumerate(zip(views, is_plain, strict=True)):
             now = view.num_generated
             one = self._patience.get(view.request_id) or _Patience(self._interval, now, now)
@@ -70,9 +74,21 @@ class Probes:
             overdue = (now - max(one.probed, one.drafted)) / one.interval if plain else (now - one.probed) / _PACE
             if overdue >= 1.0 and can_probe[index]:
                 found.append((-overdue, index))
+            if can_probe[index]:
+                self._due_in = min(self._due_in, (1.0 - overdue) * (one.interval if plain else _PACE))
         self._patience = patience
         order = [index for _, index in sorted(found)]
         return [index for index in order if is_plain[index] == is_plain[order[0]]]
+
+    @property
+    def wait(self) -> float:
+        """Steps until a probe is due and can be paid, as it looked when last asked who is due: infinite if nobody ever is."""
+        missing_s = min(self._price_s, self._most_s) - self._saved_s
+        return max(self._due_in, missing_s / self._income_s if missing_s > 0.0 else 0.0)
+
+    def put_off(self, price_s: float) -> None:
+        """Note that the cheapest probe of those who are due cannot be paid yet."""
+        self._price_s = price_s
 
     @property
     def is_asking(self) -> bool:
@@ -95,14 +111,14 @@ class Probes:
 
     def pay(self, views: Sequence[SequenceView], loss_s: float) -> None:
         """Pay a probe of these sequences, of that expected loss."""
-        self._paid_s = max(0.0, loss_s)
+        self._paid_s = self._price_s = max(0.0, loss_s)
         self._saved_s -= self._paid_s
         for view in views:
             self._patience[view.request_id].probed = view.num_generated
             self._asked.add(view.request_id)
 
     def settle(self, overrun_s: float) -> None:
-        """Correct what the last probe paid by what its step took beyond what was foretold (less, if negative).
+        """Correct what the last probe paid by what it lost beyond what was foretold (less, if negative).
 
         No more is given back than was paid; a step during which another program ran takes no more than an account can hold where
         all is at stake.

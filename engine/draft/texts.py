@@ -21,7 +21,7 @@ from engine.types import Request
 
 SURE = 0.8  # chance of a cached law from which on no model is asked
 MOST_INDEXED = 512  # tokens of all texts that are indexed in a step: milliseconds, and no slower than prompts are fed
-_FOLLOWED_TOGETHER = 4  # tokens of a text that nobody drafts from: following it costs less so than token by token
+_FOLLOWED_TOGETHER = 8  # tokens of a text that nobody drafts from: following it costs less so than token by token
 _NOTHING = RecentLimits()
 
 

@@ -23,7 +23,7 @@ from selector.cost import DRAFT_PRICES, KNOTS, CostModel
 from selector.estimators import CountedAcceptance, Estimates, Estimator
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
-from selector.policy import _LEAST_STAKE, AdaptiveExpansion, _pays
+from selector.policy import _LEAST_STAKE, AdaptiveExpansion, _pays, _within_bounds
 from selector.probing import Probes
 from tests.selector.machine import Machine, Ran, Text, feedback, fixed_rate, flat, run
 
@@ -369,6 +369,26 @@ def test_bounds_that_are_forgotten_are_noticed(monkeypatch):
     assert min(bounded_share(machine, odds) for machine in (CHEAP, USUAL, DEAR) for odds in (0.1, 0.95)) < 0.93
 
 
+def tokens_of_the_last(num_tokens: int) -> np.ndarray:
+    """Return the tokens that are expected of each tree by a text that has so many to go, where its like have come whole."""
+    policy = adaptive(CHEAP, BY_CHANCE)
+    run(policy, CHEAP, texts_by_chance((0.9, 0.6), 2), 100)
+    text = Text(flat(0.0), max_tokens=num_tokens, odds=(0.9,), temperature=0.0)
+    batch = policy._batch([text.view("late")])
+    estimates = policy._estimator.estimate(batch.views, batch.menu)
+    return np.asarray(_within_bounds(estimates, batch).tokens[0] - 1.0)
+
+
+def test_the_end_of_a_text_cuts_levels_off_and_the_tokens_that_they_would_bring():
+    """Of trees that are worth more than two tokens; the first levels bring more than the later ones."""
+    whole, cut = tokens_of_the_last(10**6), tokens_of_the_last(4)
+    many = whole > 2.0
+    assert many.any()
+    assert (cut <= whole + 1e-9).all()
+    assert (cut[many] < 0.9 * np.minimum(whole[many], 3.0)).all()
+    assert (cut[many] > 3.0 / 8.0 * np.minimum(whole[many], 3.0)).all()
+
+
 def test_who_may_have_no_node_or_has_no_room_for_one_is_plain():
     odds: dict[str, Any] = {"odds": (0.98,), "temperature": 0.0}
     none = Text(flat(0.0), speculation=Speculation(max_nodes=0), **odds)
@@ -657,14 +677,32 @@ def thinking(kind: type[Thinks], machine: Machine, chance: float, num_steps: int
 
 
 def test_a_choice_that_is_confirmed_stands_twice_as_long():
-    assert list(dict.fromkeys(thinking(Thinks, DEAR, 0.0))) == [5, 9, 17, 33]
+    assert list(dict.fromkeys(thinking(Thinks, DEAR, 0.0))) == [5, 9, 17, 33, 65]
     assert max(thinking(Thinks, CHEAP, 1.0)) == 17
     assert max(thinking(NeverStandsLonger, DEAR, 0.0)) == 5
 
 
+def times_thought_over(machine: Machine) -> int:
+    """Return how often a choice of plain decoding was thought over in 40 texts of 50 tokens, none of which can be drafted."""
+    policy, names = thinker(machine), count()
+    run(policy, machine, texts_of(0.0, 1), 400)
+    policy.thought.clear()
+    for seed in range(40):
+        run(policy, machine, [Text(flat(0.0), context=100, name=f"later {next(names)}")], 50, seed=seed)
+    return len(policy.thought)
+
+
+def test_plain_decoding_stands_until_a_probe_can_be_made(monkeypatch):
+    """Thought over for who comes, when that one's first probe is due, and seldom else."""
+    num_thought = times_thought_over(DEAR)
+    assert num_thought < 2.5 * 40
+    monkeypatch.setattr("selector.policy._MOST_UNPROBED", 0)
+    assert times_thought_over(DEAR) > 1.5 * num_thought
+
+
 def test_no_choice_stands_for_good():
     """Each token more takes two steps' seconds: nothing is to be won, and in 512 steps one looks again."""
-    gaps = thinking(Thinks, Machine(knee=1.0, beyond_s=0.02, **NOISY), 0.9, 2000)
+    gaps = thinking(Thinks, Machine(knee=1.0, beyond_s=0.02, **NOISY), 0.9, 3000)
     assert list(dict.fromkeys(gaps)) == [5, 9, 17, 33, 65, 129, 257, 513]
 
 
@@ -697,7 +735,8 @@ def in_a_crowd(kind: type[Thinks]) -> tuple[int, float]:
 
 def test_where_there_is_little_to_win_little_is_thought_and_probed():
     (num_thought, probed), (num_always, probed_always) = in_a_crowd(Thinks), in_a_crowd(HopesAlways)
-    assert num_thought < num_always / 4
+    assert num_thought < num_always / 2
+    assert num_thought < 1600 / 128
     assert probed < probed_always / 2
 
 
@@ -710,7 +749,7 @@ def test_where_there_is_little_to_win_who_comes_is_not_thought_over_at_once():
     for turn in range(1, 21):
         texts = [Text(flat(0.5), context=100, name=str(3 * turn + place)) for place in range(CROWD)]
         run(policy, USUAL, texts, 8, shown=partial(watched, composition=turn, looked=looked))
-    assert len(policy.thought) <= 6
+    assert min(policy.gaps()) >= 24  # three times that three have changed are more than a quarter
     assert len(looked) <= 20 + len(policy.thought)
 
 
@@ -761,6 +800,46 @@ def test_many_that_leave_one_by_one_are_thought_over_when_a_quarter_has_left():
     assert policy.thought[:1] == [begun + 4]
 
 
+class NotesCharges(AdaptiveExpansion):
+    """Notes the seconds that each probe lost, and what it was charged with."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.lost, self.charged = list[float](), list[float]()
+
+    def choose(self, views):
+        self._before_s = self._probes.saved_s
+        return super().choose(views)
+
+    def observe(self, feedback):
+        is_probe = self._probe_s is not None
+        super().observe(feedback)
+        if is_probe:
+            self.lost.append(feedback.draft_s + feedback.rest_s - self._plain_s)
+            self.charged.append(self._before_s - self._probes.saved_s)
+
+
+class ChargesForSecondsAlone(NotesCharges):
+    def _lost_unforetold(self, feedback, foretold_s):
+        return feedback.draft_s + feedback.rest_s - foretold_s
+
+
+def charges(kind: type[NotesCharges]) -> tuple[list[float], list[float]]:
+    """Return what probes lost, and what they were charged with, where trees end at once: short steps that bring nothing."""
+    machine = Machine(pass_s=0.004, draft_token_s=0.0002)
+    policy = kind(BY_CHANCE, CountedAcceptance(BY_CHANCE), profiled(machine), CHAIN)
+    run(policy, machine, texts_by_chance((0.02,), 1), 1500)
+    return policy.lost, policy.charged
+
+
+def test_a_probe_is_charged_with_what_it_lost():
+    lost, charged = charges(NotesCharges)
+    assert len(lost) > 1
+    assert charged == pytest.approx(lost, rel=0.05)
+    lost, charged = charges(ChargesForSecondsAlone)
+    assert sum(charged[:2]) < sum(lost[:2]) / 2
+
+
 def after_a_crowd(kind: type[AdaptiveExpansion], seed: int) -> list[bool]:
     """Return in which steps two sequences draft, after 16 whose drafts were useless, and who came and went, have gone."""
     policy, names = adaptive(USUAL, kind=kind), count()
@@ -773,16 +852,15 @@ def after_a_crowd(kind: type[AdaptiveExpansion], seed: int) -> list[bool]:
     return [not choice[0].is_plain for choice in ran.choices]
 
 
-class SavesSeconds(AdaptiveExpansion):
-    def _save(self):
-        self._probes._stake = self._stake  # as if it had been this all the time: nothing is worth more now
-        super()._save()
+class NeverProbesFew(AdaptiveExpansion):
+    def _probe(self, batch, allocator, chosen):
+        return super()._probe(batch, allocator, chosen) if len(batch.views) == CROWD else None
 
 
 def test_few_that_remain_of_many_draft_soon():
-    """What was saved while little was at stake is worth as much more when there is more to win."""
+    """They are probed, whatever the many before them brought."""
     assert sum(after_a_crowd(AdaptiveExpansion, 100)[100:]) > 45
-    assert sum(after_a_crowd(SavesSeconds, 100)) < 5
+    assert sum(after_a_crowd(NeverProbesFew, 100)) < 5
 
 
 def cached_late(kind: type[AdaptiveExpansion]) -> int:
@@ -829,7 +907,7 @@ def test_who_stays_plain_is_not_looked_at_and_chosen_for_as_if_looked_at():
     assert num_all == 400
     assert num_seen < 80
     with pytest.raises(ValueError, match="zip"):
-        seen_by(adaptive(USUAL), 400, lambda step: 0)  # who comes is not seen
+        seen_by(adaptive(USUAL), 380, lambda step: 0)  # who comes is not seen
 
 
 def test_the_seconds_of_a_step_with_a_tree_of_a_requests_own_are_its_own():
