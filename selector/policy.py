@@ -117,26 +117,39 @@ class AdaptiveExpansion:
         self._probe_s, self._is_plain_probe = None, False
         if self._stands_plain(views):
             return self._stood_plain()
-        choice = self._stood(views)
+        choice = self._stood_alike(views) if self._stands_alike(views) else self._stood(views)
         if choice is None:
             self._learn_unlearnt()
             choice = self._chosen(views)
-        choice = choice if _all_decode(views) else _beside_prompts(choice)
+        choice = choice if composition_of(views) is not None or _all_decode(views) else _beside_prompts(choice)
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
         return choice
 
     def _stands_plain(self, views: Sequence[SequenceView]) -> bool:
         """Return whether the last choice stands, is plain decoding, and is of these sequences: nobody need look at them."""
-        last, composition = self._standing, composition_of(views)
-        is_theirs = composition is not None and composition == last.composition
-        return bool(self._num_standing and is_theirs and not last.num_unfed and last.choice.reason is Reason.PLAIN_IS_BEST)
+        last = self._standing
+        return self._stands_alike(views) and not last.num_unfed and last.choice.reason is Reason.PLAIN_IS_BEST
+
+    def _stands_alike(self, views: Sequence[SequenceView]) -> bool:
+        """Return whether the last choice stands, and is of these sequences: all decode, and their trees need not be looked for."""
+        composition = composition_of(views)
+        return bool(self._num_standing and composition is not None and composition == self._standing.composition)
 
     def _stood_plain(self) -> Choice:
         self._save()
         self._num_standing -= 1
         self._num_since_plain = 0
         return self._standing.choice
+
+    def _stood_alike(self, views: Sequence[SequenceView]) -> Choice:
+        self._save()
+        self._num_standing -= 1
+        last = self._standing
+        if last.choice.step_s is None:
+            return last.choice
+        num_unfed = _num_unfed(views, last.choice.expansions)
+        return replace(last.choice, step_s=last.choice.step_s + last.feed_s * (num_unfed - last.num_unfed))
 
     def _stood(self, views: Sequence[SequenceView]) -> Choice | None:
         """Return the last choice while it stands: for a few steps, in which few sequences came or went; who came is plain.
