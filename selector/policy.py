@@ -32,7 +32,7 @@ _SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step
 _LEAST_STAKE = 1 / 16  # of plain decoding's rate, the least that is thought at stake: prices may be what is wrong
 _CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win
 _PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes do, and one of so many:
-_PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 16  # of those in which somebody drafts, and in which nobody does
+_PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 15  # of those in which somebody drafts, and in which nobody does
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _MOST_UNLEARNT = 8  # steps that wait for the next choice to be learnt from
 _OWN_SHARE = 0.1  # of what a step says, in what is known of a tree that a request asks for
@@ -96,7 +96,7 @@ class AdaptiveExpansion:
         self._probes = Probes()
         self._model_share = ModelShare()
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
-        self._probe_tokens = 0.0  # the same
+        self._probe_tokens = 0.0  # the same, more than without it
         self._is_plain_probe = False  # whether the step under way is plain so that it may be measured
         self._standing = _Standing({}, Choice(()))
         self._num_standing = 0  # steps for which it goes on standing
@@ -132,7 +132,7 @@ class AdaptiveExpansion:
         return self._stands_alike(views) and not last.num_unfed and last.choice.reason is Reason.PLAIN_IS_BEST
 
     def _stands_alike(self, views: Sequence[SequenceView]) -> bool:
-        """Return whether the last choice stands, and is of these sequences: all decode, and their trees need not be looked for."""
+        """Return whether the last choice stands, and is of these sequences: all decode, and need no look for their trees."""
         composition = composition_of(views)
         return bool(self._num_standing and composition is not None and composition == self._standing.composition)
 
@@ -202,19 +202,20 @@ class AdaptiveExpansion:
         self._plain_s, self._plain_rate = plain.seconds, plain.rate
         self._stake = self._at_stake(allocator, plain) if reason is Reason.PLAIN_IS_BEST else 1.0
         self._save()
-        self._is_plain_probe = self._num_since_plain >= self._plain_every
-        probing = None if self._is_plain_probe else self._probe(batch, allocator, best)
         num_settled = self._num_settled(trees, reason, batch.menu)
         unfed = _num_unfed(views, choice.expansions)
         self._standing = _Standing(trees, choice, len(views), num_settled, self._feed_s, unfed, composition_of(views))
         self._num_standing = num_settled if reason is Reason.PLAIN_IS_BEST or _all_decode(views) else 0
-        if self._is_plain_probe:
+        if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
+            self._is_plain_probe = True
             return self._choice(batch, allocator, plain, plain, Reason.PROBE, views)
+        probing = self._probe(batch, allocator, best)
         if probing is None:
+            self._stand_unprobed()
             return choice
         choice = self._choice(batch, allocator, probing, plain, Reason.PROBE, views)
-        self._probe_s, self._probe_tokens = choice.step_s, probing.tokens
+        self._probe_s, self._probe_tokens = choice.step_s, probing.tokens - best.tokens
         return choice
 
     def _at_stake(self, allocator: Allocator, plain: Allocation) -> float:
@@ -228,19 +229,19 @@ class AdaptiveExpansion:
         self._probes.save(self._plain_s, self._stake)
 
     def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu) -> int:
-        """Return for how many steps a choice stands: longer each time that thinking again has led to the same.
-
-        One of plain decoding stands until a probe can be made, once prices are known: nothing before that would say anything new.
-        """
+        """Return for how many steps a choice stands: longer each time that thinking again has led to the same."""
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
         least, most = times * self._settled_steps, times * _MOST_SETTLED
         if reason is Reason.PLAIN_IS_BEST:
             least, most = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake)
-            if self._num_confirming >= _CONFIRMED:
-                least = max(least, int(min(_MOST_UNPROBED, self._probes.wait)))
         if last.choice.reason is not reason or any(last.trees.get(name) != tree for name, tree in trees.items()):
             return least
         return max(least, min(most, 2 * last.num_settled))
+
+    def _stand_unprobed(self) -> None:
+        """Let plain decoding stand until a probe can be made, once prices are known: before that nothing is learnt of texts."""
+        if self._standing.choice.reason is Reason.PLAIN_IS_BEST and self._num_confirming >= _CONFIRMED:
+            self._num_standing = max(self._num_standing, int(min(_MOST_UNPROBED, self._probes.wait)))
 
     @property
     def _feed_s(self) -> float:
@@ -300,7 +301,8 @@ class AdaptiveExpansion:
             return
         self._learn_unlearnt()
         if self._probe_s is not None and not feedback.has_prefill:
-            self._probes.settle(self._lost_unforetold(feedback, self._probe_s))
+            self._settle(feedback, self._probe_s)
+            self._stand_unprobed()
             self._hear(feedback)
         self._probes.observe(feedback.outcomes if feedback.has_drafted else ())
 
@@ -335,17 +337,20 @@ class AdaptiveExpansion:
                     tokens, known = 1.0 + one.accepted_depth, self._own_tokens[one.request_id]
                     self._own_tokens[one.request_id] = tokens if known is None else known + _OWN_SHARE * (tokens - known)
 
-    def _lost_unforetold(self, feedback: StepFeedback, foretold_s: float) -> float:
-        """Return the seconds that a probe lost beyond what was foretold.
+    def _settle(self, feedback: StepFeedback, foretold_s: float) -> None:
+        """Charge a probe with what it lost beyond what was foretold; with nothing if it was not made.
 
-        While all others are plain the tokens that came count with those that were expected: a tree that ends at once is a short
-        step, and brings nothing. Where others draft theirs would drown them.
+        Where plain decoding stands the tokens that came of it count with those that were expected: a tree that ends at once is a
+        short step, and brings nothing. Where others draft theirs would drown them.
         """
+        depths = [one.accepted_depth for one in feedback.outcomes if self._probes.has_asked(one.request_id)]
+        if len(depths) < self._probes.num_asked:  # cached text was drafted instead, or somebody has ended
+            self._probes.cancel()
+            return
         overrun_s = feedback.draft_s + feedback.rest_s - foretold_s
-        if self._standing.choice.reason is not Reason.PLAIN_IS_BEST:
-            return overrun_s
-        tokens = sum(1.0 + one.accepted_depth for one in feedback.outcomes)
-        return overrun_s + (self._probe_tokens - tokens) / self._plain_rate
+        if self._standing.choice.reason is Reason.PLAIN_IS_BEST:
+            overrun_s += (self._probe_tokens - sum(depths)) / self._plain_rate
+        self._probes.settle(overrun_s)
 
     def _hear(self, feedback: StepFeedback) -> None:
         """Think again soon, and more often, where a probe brought most of what its seconds are worth."""
@@ -461,7 +466,9 @@ class AdaptiveExpansion:
             affordable = np.flatnonzero(loss_C <= self._probes.saved_s)
             if len(affordable) or (indices is on_credit and len(loss_C)):
                 best = int(affordable[-1] if is_drafting else loss_C.argmin())
-                self._probes.pay([batch.views[index] for index in indices], float(loss_C[best]))
+                # Where others draft, what a tree should bring is not counted, and neither is what it does.
+                loss_s = max(0.0, float(loss_C[best])) if is_drafting else float(loss_C[best])
+                self._probes.pay([batch.views[index] for index in indices], loss_s)
                 return probing[best]
         self._probes.put_off(min(float(loss_C.min(initial=inf)) for _, loss_C in trials))
         return None
@@ -483,15 +490,20 @@ def _within_bounds(estimates: Estimates, batch: _Batch) -> Estimates:
     is_cut_M = batch.menu.least_chances > 0.0
     bounds = [(one.speculation.max_nodes, max(0, one.num_remaining - 1)) for one in batch.views]
     most_nodes_B = np.array([inf if most is None else float(most) for most, _ in bounds])
-    most_depth_B = np.minimum(np.array([float(remaining) for _, remaining in bounds]), most_nodes_B)
+    remaining_B = np.array([float(remaining) for _, remaining in bounds])
+    most_depth_B = np.minimum(remaining_B, most_nodes_B)
     if not is_cut_M.any() or (most_nodes_B.min() >= batch.menu.num_nodes[-1] and most_depth_B.min() >= batch.menu.depths[-1]):
         return estimates
     # What is too deep is left out level by level. Levels are taken to be alike in nodes, and to come with one chance each, given
-    # the one before: that of which so many tokens would be expected if there were no end.
+    # the one before: that of which so many tokens would be expected if there were no end. Who has a bound on nodes tells of trees
+    # within it.
     share_BM = np.minimum(1.0, most_depth_B[:, None] / np.maximum(estimates.passes, 1.0))
-    more_BM = estimates.tokens - 1.0
+    more_BM, depths_M = estimates.tokens - 1.0, np.maximum(batch.menu.depths, 1)
+    chance_BM = more_BM / (1.0 + more_BM)
+    levels_BM = np.minimum(remaining_B[:, None], depths_M)
+    come_BM = more_BM * (1.0 - chance_BM**levels_BM) / (1.0 - chance_BM**depths_M)
     bounded = (
-        1.0 + np.minimum(more_BM * (1.0 - (more_BM / (1.0 + more_BM)) ** most_depth_B[:, None]), most_depth_B[:, None]),
+        1.0 + np.minimum(come_BM, most_depth_B[:, None]),
         np.minimum(estimates.nodes * share_BM, most_nodes_B[:, None]),
         np.minimum(estimates.passes, most_depth_B[:, None]),
         np.minimum(estimates.fed * share_BM, np.maximum(0.0, most_nodes_B - 1.0)[:, None]),

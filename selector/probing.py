@@ -95,6 +95,11 @@ class Probes:
         """Whether a probe is under way."""
         return bool(self._asked)
 
+    @property
+    def num_asked(self) -> int:
+        """How many sequences the probe under way asks."""
+        return len(self._asked)
+
     def has_asked(self, request_id: str) -> bool:
         """Return whether the probe under way is a sequence's."""
         return request_id in self._asked
@@ -110,9 +115,9 @@ class Probes:
         return self._saved_s >= self._most_s
 
     def pay(self, views: Sequence[SequenceView], loss_s: float) -> None:
-        """Pay a probe of these sequences, of that expected loss."""
-        self._paid_s = self._price_s = max(0.0, loss_s)
-        self._saved_s -= self._paid_s
+        """Pay a probe of these sequences, of that expected loss, which may be a gain."""
+        self._paid_s = self._price_s = loss_s
+        self._saved_s -= loss_s
         for view in views:
             self._patience[view.request_id].probed = view.num_generated
             self._asked.add(view.request_id)
@@ -120,11 +125,13 @@ class Probes:
     def settle(self, overrun_s: float) -> None:
         """Correct what the last probe paid by what it lost beyond what was foretold (less, if negative).
 
-        No more is given back than was paid; a step during which another program ran takes no more than an account can hold where
-        all is at stake.
+        A step during which another program ran takes no more than an account can hold where all is at stake.
         """
-        self._saved_s -= min(max(overrun_s, -self._paid_s), self._most_overrun_s)
-        self._paid_s = 0.0
+        self._saved_s -= min(overrun_s, self._most_overrun_s)
+
+    def cancel(self) -> None:
+        """Give back what the last probe paid: it was not made."""
+        self._saved_s += self._paid_s
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Be patient with a sequence whose probe brought nothing, and with those that come."""

@@ -176,7 +176,7 @@ class TextCache:
             self.num_follows += 1
             for request_id in running:
                 one = self._followed.get(request_id)
-                if one is not None and (one.is_asked or one.num_unknown >= _FOLLOWED_TOGETHER):
+                if one is not None and (one.is_asked or 2 * one.num_unknown >= _FOLLOWED_TOGETHER):
                     self._follow(one)
         self._indexer.advance(MOST_INDEXED)
 
