@@ -1,10 +1,10 @@
 """The selector's network: from what is known of a root to E[tau + 1] of every tree on the menu, or to a choice among them.
 
 Three projections with layer norms (the target's state, what the drafter will read, scalars), an MLP of 512 and 32, and a head for
-each rule that judges trees. The head of expectations says by how much each increment differs from the counted one: a level of
-the chain, or one more branch from a trunk on as deep as one more step of the menu. Increments are never negative, so a deeper or
-wider tree never brings less, and a network that has learnt nothing is the counting estimator. The other head is the paper's
-(Dynamic Delayed Tree Expansion, arXiv 2602.16994): scores of the menu's entries.
+each rule that judges trees. The head of expectations, to which a linear map of the scalars is added, says by how much each
+increment differs from the counted one: a level of the chain, or one more branch from a trunk on as deep as one more step of the
+menu. Increments are never negative, so a deeper or wider tree never brings less, and a network that has learnt nothing is the
+counting estimator. The other head is the paper's (Dynamic Delayed Tree Expansion, arXiv 2602.16994): scores of entries.
 
 Shape key: B sequences, M entries of the menu, P increments, D target width, W width of what the drafter reads, S scalars.
 """
@@ -28,10 +28,11 @@ from engine.tree import parse_expansion
 from selector.features import OF_DRAFT_LAW, SCALARS, Features
 from selector.menu import Menu
 
-_FORMAT = "latebranch-selector-1"
+_FORMAT = "latebranch-selector-2"
 _WIDTH, _HIDDEN, _CODE = 128, 512, 32
 _LEAST = 1e-3  # tokens of a counted increment
 _DROPOUT = 0.1
+_FARTHEST = 4.0  # deviations from the mean, of a scalar that is read straight
 
 Objective = Literal["tokens", "policy"]
 
@@ -107,6 +108,11 @@ class SelectorNet(nn.Module):
             assert isinstance(head, nn.Linear)
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
+        straight = shape.rules if shape.objective == "tokens" else ()  # the paper's has none
+        self.straight = nn.ModuleList(nn.Linear(len(shape.scalars), num_outputs, bias=False) for _ in straight)
+        for head in self.straight:
+            assert isinstance(head, nn.Linear)
+            nn.init.zeros_(head.weight)
 
     def standardise(self, scalars_RS: NDArray[np.float32]) -> None:
         """Take means and deviations of the scalars from examples; those of a draft law, from examples that have one."""
@@ -128,14 +134,18 @@ class SelectorNet(nn.Module):
         code_BC = self.body(
             torch.cat([projection(part) for projection, part in zip(self.projections, parts, strict=True)], dim=-1)
         )
-        outputs_BP = self._by_rule(code_BC, features.rules_B)
+        outputs_BP = self._by_rule(code_BC, scalars_BS, features.rules_B)
         return outputs_BP if self.shape.objective == "policy" else self._tokens(outputs_BP, features.counted_BM)
 
-    def _by_rule(self, code_BC: Tensor, rules_B: Tensor) -> Tensor:
+    def _by_rule(self, code_BC: Tensor, scalars_BS: Tensor, rules_B: Tensor) -> Tensor:
         found = sorted(set(rules_B.tolist()))
+        outputs = [self.heads[rule](code_BC) for rule in found]
+        if self.straight:
+            known_BS = scalars_BS.clamp(-_FARTHEST, _FARTHEST)
+            outputs = [one + self.straight[rule](known_BS) for one, rule in zip(outputs, found, strict=True)]
         if len(found) == 1:
-            return self.heads[found[0]](code_BC)  # type: ignore[no-any-return]
-        stacked = torch.stack([self.heads[rule](code_BC) for rule in found])
+            return outputs[0]  # type: ignore[no-any-return]
+        stacked = torch.stack(outputs)
         place_B = torch.searchsorted(torch.tensor(found), rules_B)
         return stacked[place_B, torch.arange(len(rules_B))]
 

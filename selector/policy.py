@@ -32,7 +32,8 @@ _SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step
 _LEAST_STAKE = 1 / 16  # of plain decoding's rate, the least that is thought at stake: prices may be what is wrong
 _CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win
 _PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes do, and one of so many:
-_PRICED_EVERY, _PRICED_EVERY_PLAIN = 4, 15  # of those in which somebody drafts, and in which nobody does
+_PRICED_EVERY = 4  # of those in which somebody drafts
+_PRICED_EVERY_PLAIN = 15  # of those in which nobody does; texts are followed in every eighth, and these fall on all of its places
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _MOST_UNLEARNT = 8  # steps that wait for the next choice to be learnt from
 _OWN_SHARE = 0.1  # of what a step says, in what is known of a tree that a request asks for
@@ -97,6 +98,7 @@ class AdaptiveExpansion:
         self._model_share = ModelShare()
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
         self._probe_tokens = 0.0  # the same, more than without it
+        self._is_plain_beside = False  # whether all others are plain in that step
         self._is_plain_probe = False  # whether the step under way is plain so that it may be measured
         self._standing = _Standing({}, Choice(()))
         self._num_standing = 0  # steps for which it goes on standing
@@ -300,9 +302,10 @@ class AdaptiveExpansion:
         if not is_probe:
             return
         self._learn_unlearnt()
+        if not self._probes.is_asking:
+            return
+        self._settle(feedback)
         if self._probe_s is not None and not feedback.has_prefill:
-            self._settle(feedback, self._probe_s)
-            self._stand_unprobed()
             self._hear(feedback)
         self._probes.observe(feedback.outcomes if feedback.has_drafted else ())
 
@@ -337,27 +340,32 @@ class AdaptiveExpansion:
                     tokens, known = 1.0 + one.accepted_depth, self._own_tokens[one.request_id]
                     self._own_tokens[one.request_id] = tokens if known is None else known + _OWN_SHARE * (tokens - known)
 
-    def _settle(self, feedback: StepFeedback, foretold_s: float) -> None:
+    def _settle(self, feedback: StepFeedback) -> None:
         """Charge a probe with what it lost beyond what was foretold; with nothing if it was not made.
 
         Where plain decoding stands the tokens that came of it count with those that were expected: a tree that ends at once is a
-        short step, and brings nothing. Where others draft theirs would drown them.
+        short step, and brings nothing. Where others draft theirs would drown them. Of a step in which somebody else's chain of
+        cached text was drafted, or a prompt fed, what was foretold stands.
         """
-        depths = [one.accepted_depth for one in feedback.outcomes if self._probes.has_asked(one.request_id)]
-        if len(depths) < self._probes.num_asked:  # cached text was drafted instead, or somebody has ended
+        asked = [one for one in feedback.outcomes if self._probes.has_asked(one.request_id)]
+        if not asked:  # cached text was drafted instead, or they have ended
             self._probes.cancel()
-            return
-        overrun_s = feedback.draft_s + feedback.rest_s - foretold_s
-        if self._standing.choice.reason is Reason.PLAIN_IS_BEST:
-            overrun_s += (self._probe_tokens - sum(depths)) / self._plain_rate
-        self._probes.settle(overrun_s)
+        elif self._probe_s is None or feedback.has_prefill or len(feedback.outcomes) < feedback.work.num_rows:
+            self._probes.keep()
+        else:
+            overrun_s = feedback.draft_s + feedback.rest_s - self._probe_s
+            hoped = self._probe_tokens - sum(one.accepted_depth for one in asked)
+            self._probes.settle(overrun_s, hoped / self._plain_rate if self._is_plain_beside else None)
 
     def _hear(self, feedback: StepFeedback) -> None:
         """Think again soon, and more often, where a probe brought most of what its seconds are worth."""
         tokens = sum(one.accepted_depth for one in feedback.outcomes if self._probes.has_asked(one.request_id))
         longer_s = feedback.draft_s + feedback.rest_s - self._plain_s
         is_good = tokens > _IS_NEWS * self._plain_rate * max(0.0, longer_s)
-        if self._standing.choice.reason is Reason.PLAIN_IS_BEST and is_good:
+        if self._standing.choice.reason is not Reason.PLAIN_IS_BEST:
+            return
+        self._stand_unprobed()
+        if is_good:
             self._num_standing = min(self._settled_steps, self._num_standing)
             self._standing = replace(self._standing, num_settled=0)
 
@@ -466,8 +474,8 @@ class AdaptiveExpansion:
             affordable = np.flatnonzero(loss_C <= self._probes.saved_s)
             if len(affordable) or (indices is on_credit and len(loss_C)):
                 best = int(affordable[-1] if is_drafting else loss_C.argmin())
-                # Where others draft, what a tree should bring is not counted, and neither is what it does.
-                loss_s = max(0.0, float(loss_C[best])) if is_drafting else float(loss_C[best])
+                self._is_plain_beside = not chosen.places_B.any()
+                loss_s = float(loss_C[best]) if self._is_plain_beside else max(0.0, float(loss_C[best]))
                 self._probes.pay([batch.views[index] for index in indices], loss_s)
                 return probing[best]
         self._probes.put_off(min(float(loss_C.min(initial=inf)) for _, loss_C in trials))
@@ -494,18 +502,15 @@ def _within_bounds(estimates: Estimates, batch: _Batch) -> Estimates:
     most_depth_B = np.minimum(remaining_B, most_nodes_B)
     if not is_cut_M.any() or (most_nodes_B.min() >= batch.menu.num_nodes[-1] and most_depth_B.min() >= batch.menu.depths[-1]):
         return estimates
-    # What is too deep is left out level by level. Levels are taken to be alike in nodes, and to come with one chance each, given
-    # the one before: that of which so many tokens would be expected if there were no end. Who has a bound on nodes tells of trees
-    # within it.
-    share_BM = np.minimum(1.0, most_depth_B[:, None] / np.maximum(estimates.passes, 1.0))
+    # What is too deep is left out level by level. Levels are taken to come with one chance each, given the one before: that of
+    # which so many tokens would be expected if there were no end. Who has a bound on nodes tells of trees within it.
     more_BM, depths_M = estimates.tokens - 1.0, np.maximum(batch.menu.depths, 1)
     chance_BM = more_BM / (1.0 + more_BM)
-    levels_BM = np.minimum(remaining_B[:, None], depths_M)
-    come_BM = more_BM * (1.0 - chance_BM**levels_BM) / (1.0 - chance_BM**depths_M)
+    share_BM = (1.0 - chance_BM ** np.minimum(remaining_B[:, None], depths_M)) / (1.0 - chance_BM**depths_M)
     bounded = (
-        1.0 + np.minimum(come_BM, most_depth_B[:, None]),
+        1.0 + np.minimum(more_BM * share_BM, most_depth_B[:, None]),
         np.minimum(estimates.nodes * share_BM, most_nodes_B[:, None]),
-        np.minimum(estimates.passes, most_depth_B[:, None]),
+        np.minimum(estimates.passes * share_BM, most_depth_B[:, None]),
         np.minimum(estimates.fed * share_BM, np.maximum(0.0, most_nodes_B - 1.0)[:, None]),
     )
     whole = (estimates.tokens, estimates.nodes, estimates.passes, estimates.fed)

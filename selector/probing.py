@@ -78,11 +78,16 @@ class Probes:
                 self._due_in = min(self._due_in, (1.0 - overdue) * (one.interval if plain else _PACE))
         self._patience = patience
         order = [index for _, index in sorted(found)]
+        if not found:
+            self._price_s = 0.0
         return [index for index in order if is_plain[index] == is_plain[order[0]]]
 
     @property
     def wait(self) -> float:
-        """Steps until a probe is due and can be paid, as it looked when last asked who is due: infinite if nobody ever is."""
+        """Steps until a probe is due and can be paid, as it looked when last asked who is due: infinite if nobody ever is.
+
+        Of what is not due yet the price is not known: nothing can be paid out of debts.
+        """
         missing_s = min(self._price_s, self._most_s) - self._saved_s
         return max(self._due_in, missing_s / self._income_s if missing_s > 0.0 else 0.0)
 
@@ -122,16 +127,27 @@ class Probes:
             self._patience[view.request_id].probed = view.num_generated
             self._asked.add(view.request_id)
 
-    def settle(self, overrun_s: float) -> None:
-        """Correct what the last probe paid by what it lost beyond what was foretold (less, if negative).
+    def settle(self, overrun_s: float, hoped_s: float | None) -> None:
+        """Correct what the last probe paid by its seconds beyond those foretold, and by what was hoped for and did not come.
 
-        A step during which another program ran takes no more than an account can hold where all is at stake.
+        Either may be negative. `hoped_s` is None where what came is not known: then no more is given back than was paid. A step
+        during which another program ran takes no more than an account can hold where all is at stake; luck, either way, no more
+        than this one does.
         """
-        self._saved_s -= min(overrun_s, self._most_overrun_s)
+        charged_s = min(overrun_s, self._most_overrun_s)
+        if hoped_s is None:
+            charged_s = max(charged_s, -self._paid_s)
+        else:
+            charged_s += min(max(hoped_s, -self._most_s), self._most_s)
+        self._saved_s -= charged_s
 
     def cancel(self) -> None:
         """Give back what the last probe paid: it was not made."""
         self._saved_s += self._paid_s
+
+    def keep(self) -> None:
+        """Leave the last probe at what it paid, as what it took is not known: no gain, and no more than an account holds."""
+        self._saved_s += self._paid_s - min(max(self._paid_s, 0.0), self._most_s)
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Be patient with a sequence whose probe brought nothing, and with those that come."""

@@ -2,6 +2,7 @@
 
 Prompts are split in three: most are learnt from, some say when to stop, some are left for evaluation. In half of what is shown
 the drafter's last law is hidden, anew at each update: where the step before was plain or its whole path accepted there is none.
+In half, drawn apart, all states are: they tell examples from each other, and few would be learnt by heart.
 
 Shape key: R examples, B examples of an update, M entries.
 """
@@ -33,11 +34,11 @@ class TrainingPlan:
     """
 
     objective: Objective = "tokens"
-    rate: float = 1e-3
+    rate: float = 3e-4
     weight_decay: float = 0.05
     batch: int = 32
     max_epochs: int = 200
-    patience: int = 15
+    patience: int = 30
     stop_share: float = 0.15
     test_share: float = 0.25
     shortfall_weight: float = 1.0
@@ -156,13 +157,16 @@ class _Part:
     def __len__(self) -> int:
         return len(self._inputs.rules_B)
 
-    def losses(self, net: SelectorNet, rows: Tensor, is_hidden_B: Tensor) -> Tensor:
-        """Return the losses of some examples; where `is_hidden_B`, the drafter's last law is not shown."""
+    def losses(self, net: SelectorNet, rows: Tensor, is_law_hidden_B: Tensor, is_state_hidden_B: Tensor | None = None) -> Tensor:
+        """Return the losses of some examples, of which the drafter's last law, or all states, may be hidden."""
         all_of = self._inputs
         scalars_BS = all_of.scalars_BS[rows].clone()
-        scalars_BS[is_hidden_B, OF_DRAFT_LAW] = 0.0
-        states = (all_of.target_BD[rows], all_of.draft_BW[rows], scalars_BS, all_of.counted_BM[rows], all_of.rules_B[rows])
-        return self.objective.losses(net(Inputs(*states)), rows)
+        scalars_BS[is_law_hidden_B, OF_DRAFT_LAW] = 0.0
+        target_BD, draft_BW = all_of.target_BD[rows], all_of.draft_BW[rows]
+        if is_state_hidden_B is not None:
+            target_BD, draft_BW = (one.masked_fill(is_state_hidden_B[:, None], 0.0) for one in (target_BD, draft_BW))
+        inputs = Inputs(target_BD, draft_BW, scalars_BS, all_of.counted_BM[rows], all_of.rules_B[rows])
+        return self.objective.losses(net(inputs), rows)
 
     def mean_loss(self, net: SelectorNet) -> float:
         """Return the mean loss, half of it without the drafter's last law."""
@@ -183,8 +187,9 @@ def _descend(net: SelectorNet, learnt: _Part, stopping: _Part, plan: TrainingPla
             net.train()
             total = 0.0
             for rows in torch.split(torch.randperm(len(learnt), generator=generator), plan.batch):
-                is_hidden_B = torch.rand(len(rows), generator=generator) < 0.5
-                loss = learnt.losses(net, rows, is_hidden_B).mean()
+                is_law_hidden_B, is_state_hidden_B = torch.rand((2, len(rows)), generator=generator) < 0.5
+                hides_states = plan.objective == "tokens"  # the paper's shows them
+                loss = learnt.losses(net, rows, is_law_hidden_B, is_state_hidden_B if hides_states else None).mean()
                 optimiser.zero_grad(set_to_none=True)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimiser.step()

@@ -23,9 +23,9 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         help="expect tokens, or choose as the paper's selector does",
     )
     train.add_argument("--epochs", type=int, default=200, help="at most")
-    train.add_argument("--patience", type=int, default=15, help="epochs without a gain, after which it ends")
+    train.add_argument("--patience", type=int, default=30, help="epochs without a gain, after which it ends")
     train.add_argument("--batch", type=int, default=32)
-    train.add_argument("--rate", type=float, default=1e-3)
+    train.add_argument("--rate", type=float, default=3e-4)
     train.add_argument("--shortfall-weight", type=float, default=1.0, help="objective policy: of the worst examples in the loss")
     train.add_argument("--seed", type=int, default=1)
     train.set_defaults(handler=_train)
