@@ -199,7 +199,8 @@ class Settings(BaseSettings):
     selector: str = Field(
         default="auto",
         description="What expects tokens of each tree under policy adaptive: counting (of acceptance), or the file of a trained "
-        "network; auto: the network that ships for the model and its shipped head, where one does, or else counting.",
+        "network; auto: where the server's rule draws (any but coupled), the network that ships for the model and its shipped "
+        "head, if one does; or else counting.",
     )
     dtype: Literal["float32", "bfloat16", "int8", "compact"] = Field(
         default="float32",
@@ -329,12 +330,16 @@ class Settings(BaseSettings):
         return replace(config, trace_file=None, audit_share=0.0, kv_canary=False, scheduler=scheduler)
 
     def _selector(self, drafter: str) -> str | None:
-        """Return the network's file, None for counting."""
+        """Return the network's file, None for counting.
+
+        One that ships is for servers whose rule draws: rows that rank their tokens have trees that it does not know, and are what
+        a server of the coupled rule runs.
+        """
         if self.selector != "auto":
             return None if self.selector == "counting" else self.selector
         shipped = SHIPPED_SELECTORS / f"{self.model}-head.safetensors"
-        has_one = self.drafter == "auto" and drafter == "head" and "/" not in self.model and shipped.is_file()
-        return str(shipped) if has_one else None
+        is_known = self.drafter == "auto" and drafter == "head" and "/" not in self.model
+        return str(shipped) if is_known and self.verifier != "coupled" and shipped.is_file() else None
 
     def to_engine_config(self) -> EngineConfig:
         """Return the engine's part."""

@@ -179,13 +179,14 @@ def test_the_shipped_head_drafts_unless_another_drafter_is_named() -> None:
 
 def test_the_shipped_network_chooses_beside_the_shipped_head_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.settings.SHIPPED_SELECTORS", tmp_path)
-    assert load_settings().to_engine_config().selector is None
+    draws = {"verifier": "traversal"}
+    assert load_settings(overrides=draws).to_engine_config().selector is None
     (tmp_path / "smollm2-135m-head.safetensors").write_bytes(b"")
-    config = load_settings().to_engine_config()
+    config = load_settings(overrides=draws).to_engine_config()
     assert config.selector == str(tmp_path / "smollm2-135m-head.safetensors")
     assert config.is_selector_optional
-    for other in ({"selector": "counting"}, {"drafter": "ngram"}, {"model": "gemma3-270m"}):
-        assert load_settings(overrides=other).to_engine_config().selector is None
+    for other in ({"selector": "counting"}, {"drafter": "ngram"}, {"model": "gemma3-270m"}, {"verifier": "coupled"}):
+        assert load_settings(overrides=draws | other).to_engine_config().selector is None, other
     named = load_settings(overrides={"selector": "own.safetensors", "drafter": "ngram"}).to_engine_config()
     assert (named.selector, named.is_selector_optional) == ("own.safetensors", False)
 
