@@ -104,15 +104,10 @@ class SelectorNet(nn.Module):
         )
         num_outputs = has_MP.shape[1] if shape.objective == "tokens" else len(self.menu)
         self.heads = nn.ModuleList(nn.Linear(_CODE, num_outputs) for _ in shape.rules)
-        for head in self.heads:
-            assert isinstance(head, nn.Linear)
-            nn.init.zeros_(head.weight)
-            nn.init.zeros_(head.bias)
         straight = shape.rules if shape.objective == "tokens" else ()  # the paper's has none
         self.straight = nn.ModuleList(nn.Linear(len(shape.scalars), num_outputs, bias=False) for _ in straight)
-        for head in self.straight:
-            assert isinstance(head, nn.Linear)
-            nn.init.zeros_(head.weight)
+        for parameter in (*self.heads.parameters(), *self.straight.parameters()):
+            nn.init.zeros_(parameter)
 
     def standardise(self, scalars_RS: NDArray[np.float32]) -> None:
         """Take means and deviations of the scalars from examples; those of a draft law, from examples that have one."""

@@ -98,7 +98,6 @@ class AdaptiveExpansion:
         self._model_share = ModelShare()
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
         self._probe_tokens = 0.0  # the same, more than without it
-        self._is_plain_beside = False  # whether all others are plain in that step
         self._is_plain_probe = False  # whether the step under way is plain so that it may be measured
         self._standing = _Standing({}, Choice(()))
         self._num_standing = 0  # steps for which it goes on standing
@@ -117,41 +116,38 @@ class AdaptiveExpansion:
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second, or nearly so, and what is expected of them."""
         self._probe_s, self._is_plain_probe = None, False
-        if self._stands_plain(views):
-            return self._stood_plain()
-        choice = self._stood_alike(views) if self._stands_alike(views) else self._stood(views)
+        if self._stands_alike(views):
+            return self._stood_alike(views)
+        choice = self._stood(views)
         if choice is None:
             self._learn_unlearnt()
             choice = self._chosen(views)
-        choice = choice if composition_of(views) is not None or _all_decode(views) else _beside_prompts(choice)
+        choice = choice if _all_decode(views) else _beside_prompts(choice)
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
         return choice
-
-    def _stands_plain(self, views: Sequence[SequenceView]) -> bool:
-        """Return whether the last choice stands, is plain decoding, and is of these sequences: nobody need look at them."""
-        last = self._standing
-        return self._stands_alike(views) and not last.num_unfed and last.choice.reason is Reason.PLAIN_IS_BEST
 
     def _stands_alike(self, views: Sequence[SequenceView]) -> bool:
         """Return whether the last choice stands, and is of these sequences: all decode, and need no look for their trees."""
         composition = composition_of(views)
         return bool(self._num_standing and composition is not None and composition == self._standing.composition)
 
-    def _stood_plain(self) -> Choice:
-        self._save()
-        self._num_standing -= 1
-        self._num_since_plain = 0
-        return self._standing.choice
-
     def _stood_alike(self, views: Sequence[SequenceView]) -> Choice:
+        """Return the last choice as that of the same sequences: who stays plain is not looked at."""
+        last = self._standing
+        is_plain = last.choice.reason is Reason.PLAIN_IS_BEST
         self._save()
         self._num_standing -= 1
+        self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
+        return last.choice if is_plain and not last.num_unfed else self._of_this_step(views, last.choice.expansions)
+
+    def _of_this_step(self, views: Sequence[SequenceView], expansions: tuple[Expansion, ...]) -> Choice:
+        """Return the last choice with the seconds that are foretold now, if any are: what drafters are behind has changed."""
         last = self._standing
         if last.choice.step_s is None:
             return last.choice
-        num_unfed = _num_unfed(views, last.choice.expansions)
-        return replace(last.choice, step_s=last.choice.step_s + last.feed_s * (num_unfed - last.num_unfed))
+        num_unfed = _num_unfed(views, expansions)
+        return replace(last.choice, expansions=expansions, step_s=last.choice.step_s + last.feed_s * (num_unfed - last.num_unfed))
 
     def _stood(self, views: Sequence[SequenceView]) -> Choice | None:
         """Return the last choice while it stands: for a few steps, in which few sequences came or went; who came is plain.
@@ -170,8 +166,7 @@ class AdaptiveExpansion:
         expansions = tuple(last.trees.get(view.request_id, PLAIN) for view in views)
         if num_changed or last.choice.step_s is None or not _all_decode(views):
             return self._stood_for_others(views, expansions)
-        num_unfed = _num_unfed(views, expansions)
-        return replace(last.choice, expansions=expansions, step_s=last.choice.step_s + last.feed_s * (num_unfed - last.num_unfed))
+        return self._of_this_step(views, expansions)
 
     def _stood_for_others(self, views: Sequence[SequenceView], expansions: tuple[Expansion, ...]) -> Choice:
         """Return the last choice as that of others, with no seconds foretold; one of plain decoding becomes theirs."""
@@ -355,7 +350,8 @@ class AdaptiveExpansion:
         else:
             overrun_s = feedback.draft_s + feedback.rest_s - self._probe_s
             hoped = self._probe_tokens - sum(one.accepted_depth for one in asked)
-            self._probes.settle(overrun_s, hoped / self._plain_rate if self._is_plain_beside else None)
+            is_plain_beside = self._standing.choice.reason is Reason.PLAIN_IS_BEST
+            self._probes.settle(overrun_s, hoped / self._plain_rate if is_plain_beside else None)
 
     def _hear(self, feedback: StepFeedback) -> None:
         """Think again soon, and more often, where a probe brought most of what its seconds are worth."""
@@ -474,9 +470,9 @@ class AdaptiveExpansion:
             affordable = np.flatnonzero(loss_C <= self._probes.saved_s)
             if len(affordable) or (indices is on_credit and len(loss_C)):
                 best = int(affordable[-1] if is_drafting else loss_C.argmin())
-                self._is_plain_beside = not chosen.places_B.any()
-                loss_s = float(loss_C[best]) if self._is_plain_beside else max(0.0, float(loss_C[best]))
-                self._probes.pay([batch.views[index] for index in indices], loss_s)
+                # Where others draft what a probe brings is not known (_settle), and a gain that is hoped for is none.
+                least_s = 0.0 if chosen.places_B.any() else -inf
+                self._probes.pay([batch.views[index] for index in indices], max(least_s, float(loss_C[best])))
                 return probing[best]
         self._probes.put_off(min(float(loss_C.min(initial=inf)) for _, loss_C in trials))
         return None

@@ -100,11 +100,6 @@ class Probes:
         """Whether a probe is under way."""
         return bool(self._asked)
 
-    @property
-    def num_asked(self) -> int:
-        """How many sequences the probe under way asks."""
-        return len(self._asked)
-
     def has_asked(self, request_id: str) -> bool:
         """Return whether the probe under way is a sequence's."""
         return request_id in self._asked

@@ -180,6 +180,7 @@ def _descend(net: SelectorNet, learnt: _Part, stopping: _Part, plan: TrainingPla
     """Train in place, and leave the best weights; return the losses by epoch."""
     generator = torch.Generator().manual_seed(plan.seed)
     optimiser = torch.optim.AdamW(net.parameters(), plan.rate, weight_decay=plan.weight_decay)
+    hides_states = plan.objective == "tokens"  # the paper's selector is shown them
     curve: list[dict[str, float]] = []
     best, best_weights = float("inf"), copy.deepcopy(net.state_dict())
     with progress_bar(what="training", total=plan.max_epochs, unit="epoch") as bar:
@@ -188,7 +189,6 @@ def _descend(net: SelectorNet, learnt: _Part, stopping: _Part, plan: TrainingPla
             total = 0.0
             for rows in torch.split(torch.randperm(len(learnt), generator=generator), plan.batch):
                 is_law_hidden_B, is_state_hidden_B = torch.rand((2, len(rows)), generator=generator) < 0.5
-                hides_states = plan.objective == "tokens"  # the paper's shows them
                 loss = learnt.losses(net, rows, is_law_hidden_B, is_state_hidden_B if hides_states else None).mean()
                 optimiser.zero_grad(set_to_none=True)
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -176,6 +176,7 @@ class TextCache:
             self.num_follows += 1
             for request_id in running:
                 one = self._followed.get(request_id)
+                # Half of them will do where somebody else was asked about meanwhile: none waits twice as long.
                 if one is not None and (one.is_asked or 2 * one.num_unknown >= _FOLLOWED_TOGETHER):
                     self._follow(one)
         self._indexer.advance(MOST_INDEXED)

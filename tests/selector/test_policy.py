@@ -824,7 +824,7 @@ class NotesCharges(AdaptiveExpansion):
         return super().choose(views)
 
     def observe(self, feedback):
-        is_probe = self._probe_s is not None and self._is_plain_beside
+        is_probe = self._probe_s is not None and self._standing.choice.reason is Reason.PLAIN_IS_BEST
         if is_probe:
             extra = sum(one.accepted_depth for one in feedback.outcomes if self._probes.has_asked(one.request_id))
             self.lost.append(feedback.draft_s + feedback.rest_s - self._plain_s - extra / self._plain_rate)
