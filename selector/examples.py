@@ -82,7 +82,10 @@ class Examples:
 
 
 class ExampleFolder:
-    """A folder of shards, one a prompt. `notes` say how they were made and what a step costs; all shards have the same."""
+    """A folder of shards, one a prompt. `notes` say how they were made, of how many prompts, and what a step costs.
+
+    All of them were made alike; a folder that was added to holds the notes of each run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,15 +105,24 @@ class ExampleFolder:
         partial.rename(self._path(prompt))
 
     def read(self) -> tuple[Examples, dict[str, object]]:
-        """Return all examples and the notes of the first shard; raise ValueError if there are none or not all alike."""
+        """Return all examples and the notes of the run that wanted most prompts of each kind: it alone makes all of them.
+
+        Raises ValueError if there are no examples or not all are alike.
+        """
         read = [_read(path) for path in sorted(self.folder.glob("roots-*.safetensors"))]
         designs = {str(notes.get("design")) for _, notes in read}
         if len(designs) > 1:
             raise ValueError(f"{self.folder} holds examples that were made differently: {'; '.join(sorted(designs))}")
-        return Examples.joined([examples for examples, _ in read]), read[0][1]
+        joined = Examples.joined([examples for examples, _ in read])
+        return joined, max((notes for _, notes in read), key=_num_prompts)
 
     def _path(self, prompt: str) -> Path:
         return self.folder / f"roots-{prompt}.safetensors"
+
+
+def _num_prompts(notes: Mapping[str, object]) -> int:
+    wanted = notes.get("num_prompts")
+    return wanted if isinstance(wanted, int) else 0  # shards of earlier versions do not say
 
 
 def _read(path: Path) -> tuple[Examples, dict[str, object]]:

@@ -81,9 +81,10 @@ def _collect(parsed: argparse.Namespace) -> int:
     tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
     prices = {"rest": profile.rest, "draft": profile.draft}
     kinds = f" --kinds {' '.join(parsed.kinds)}" if parsed.kinds else ""
-    command = f"{_command(parsed)}{kinds} --num-prompts {parsed.num_prompts}"
+    num_prompts: int = parsed.num_prompts
+    command = f"{_command(parsed)}{kinds} --num-prompts {num_prompts}"
     made_by = f"{_command(parsed)}, judged by {', '.join(collector.rules)}"  # settings come from the environment too
-    notes = {"command": command, "design": made_by, "model": settings.model, "prices": prices}
+    notes = {"command": command, "num_prompts": num_prompts, "design": made_by, "model": settings.model, "prices": prices}
     done = len(prompts) - len(missing)
     to_write = [(name, kind, chat_ids(tokenizer, text)) for name, (kind, text) in missing.items()]
     with progress_bar(what="measuring roots", total=len(prompts), initial=done, unit="prompt") as bar:

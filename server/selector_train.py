@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,15 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train = commands.add_parser("train", help="train the network on collected examples")
     train.add_argument("--examples", type=Path, required=True, help="folder that `collect` made")
     train.add_argument("--out", type=Path, required=True, help="safetensors file to write, with its curve (.jsonl) beside it")
-    train.add_argument(
-        "--objective",
-        choices=["tokens", "policy"],
-        default="tokens",
-        help="expect tokens, or choose as the paper's selector does",
-    )
-    train.add_argument("--epochs", type=int, default=200, help="at most")
-    train.add_argument("--patience", type=int, default=30, help="epochs without a gain, after which it ends")
-    train.add_argument("--batch", type=int, default=32)
-    train.add_argument("--rate", type=float, default=3e-4)
-    train.add_argument("--shortfall-weight", type=float, default=1.0, help="objective policy: of the worst examples in the loss")
-    train.add_argument("--seed", type=int, default=1)
+    # What is not asked for is the plan's own (selector.train).
+    plan = train.add_argument_group("plan", argument_default=argparse.SUPPRESS)
+    plan.add_argument("--objective", choices=["tokens", "policy"], help="expect tokens, or choose as the paper's selector does")
+    plan.add_argument("--epochs", dest="max_epochs", metavar="EPOCHS", type=int, help="at most")
+    plan.add_argument("--patience", type=int, help="epochs without a gain, after which it ends")
+    plan.add_argument("--batch", type=int, help="examples of an update")
+    plan.add_argument("--rate", type=float, help="learning rate")
+    plan.add_argument("--shortfall-weight", type=float, help="objective policy: of the worst examples in the loss")
+    plan.add_argument("--seed", type=int, help="of the split of the prompts, and of the network")
     train.set_defaults(handler=_train)
 
 
@@ -36,15 +34,8 @@ def _train(parsed: argparse.Namespace) -> int:
 
     try:
         examples, notes, seconds_RM = read_examples(parsed.examples)
-        plan = TrainingPlan(
-            objective=parsed.objective,
-            rate=parsed.rate,
-            batch=parsed.batch,
-            max_epochs=parsed.epochs,
-            patience=parsed.patience,
-            shortfall_weight=parsed.shortfall_weight,
-            seed=parsed.seed,
-        )
+        asked = {field.name: getattr(parsed, field.name) for field in fields(TrainingPlan) if hasattr(parsed, field.name)}
+        plan = TrainingPlan(**asked)
         trained = train(examples, seconds_RM, plan)
     except ValueError as error:
         sys.stderr.write(f"latebranch selector train: {error}\n")

@@ -77,6 +77,15 @@ def test_a_folder_gives_back_what_was_added(tmp_path):
         Examples.joined([EXAMPLES, other])
 
 
+def test_a_folder_tells_of_the_run_that_makes_all_of_it(tmp_path):
+    """One that was added to holds shards of several runs, of which only the widest command makes them all."""
+    folder = ExampleFolder(tmp_path)
+    for prompt, num_prompts in (("p-0", 2), ("p-1", 6), ("p-2", 4)):
+        rows = rows_by(EXAMPLES.prompts)[prompt]
+        folder.add(prompt, EXAMPLES.at(rows), {"command": f"collect {num_prompts}", "num_prompts": num_prompts})
+    assert folder.read()[1]["command"] == "collect 6"
+
+
 def test_choices_are_priced_by_hand():
     tokens_RM = np.array([[1.0, 1.5, 2.0], [1.0, 1.1, 1.2]])
     seconds_RM = np.array([[1.0, 1.2, 1.5], [1.0, 1.2, 1.5]])
