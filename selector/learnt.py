@@ -68,7 +68,8 @@ class NetEstimator:
         facts = self._roots.facts([views[row].request_id for row in asked])
         if facts.is_known_B.any():
             tokens_BM = self._told(views, asked, facts, counted.tokens)
-        return Estimates(tokens_BM[:, places], counted.nodes[:, places], counted.passes[:, places], counted.fed[:, places])
+        nodes_BM, passes_BM, fed_BM = (one[:, places] for one in (counted.nodes, counted.passes, counted.fed))
+        return Estimates(tokens_BM[:, places], nodes_BM, passes_BM, fed_BM, is_of_roots=tokens_BM is not counted.tokens)
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Count."""

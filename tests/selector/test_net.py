@@ -125,6 +125,8 @@ def test_what_it_knows_is_its_own_and_the_rest_is_counted():
         assert (estimates.nodes == counted.nodes[:, places]).all()
         assert (estimates.tokens[1] == counted.tokens[1, places]).all()
         assert (estimates.tokens[0] != counted.tokens[0, places]).any()
+        assert estimates.is_of_roots
+    assert not estimator.estimate([view("unknown")]).is_of_roots
     part = Menu(SMALL.entries[::2])
     for name in ("tokens", "nodes", "passes"):
         assert (getattr(estimator.estimate(views, part), name) == getattr(estimator.estimate(views), name)[:, ::2]).all()

@@ -663,7 +663,7 @@ class Thinks(AdaptiveExpansion):
 
 
 class NeverStandsLonger(Thinks):
-    def _num_settled(self, trees, reason, menu):
+    def _num_settled(self, trees, reason, menu, is_of_roots):
         return self._settled_steps
 
     def _stand_unprobed(self):
@@ -1096,6 +1096,41 @@ def test_what_is_learnt_late_is_learnt_before_it_is_needed(num_texts):
     ran = ran_by(AdaptiveExpansion, num_texts)
     assert {*ran.reasons} >= {Reason.SPECULATION_PAYS, Reason.PLAIN_IS_BEST, Reason.PROBE}
     assert ran == ran_by(LearnsAtOnce, num_texts) != ran_by(ForgetsWhatWaits, num_texts)
+
+
+STRETCH = 24  # tokens that are easily foretold, and then as many that are not
+
+
+class ReadsRoots:
+    """An estimator that reads off a root what its text is like there, as a network does, and says so or not."""
+
+    def __init__(self, text: Text, says_so: bool) -> None:
+        self._text, self._says_so = text, says_so
+        self._counted = CountedAcceptance(MENU)
+
+    def estimate(self, views, menu=None):
+        told = self._counted.estimate(views, menu)
+        tokens_BM = np.array([[self._text.expected_tokens(entry) for entry in (menu or MENU).entries] for _ in views])
+        return replace(told, tokens=tokens_BM, is_of_roots=self._says_so)
+
+    def observe(self, outcomes):
+        self._counted.observe(outcomes)
+
+
+def rate_where_roots_are_read(says_so: bool) -> float:
+    """Return the tokens a second over plain decoding's of a text whose stretches foretell themselves, or do not."""
+    text = Text(lambda depth, num_generated: 0.9 if num_generated // STRETCH % 2 else 0.05)
+    policy = AdaptiveExpansion(MENU, ReadsRoots(text, says_so), profiled(USUAL), CHAIN)
+    run(policy, USUAL, [text], 200)
+    return run(policy, USUAL, [text], 600, seed=1).rate / fixed_rate(USUAL, [text], PLAIN)
+
+
+def test_where_roots_are_read_a_choice_is_news_of_no_other_root():
+    assert rate_where_roots_are_read(says_so=True) > 1.2
+
+
+def test_if_it_were_stretches_that_are_foretold_would_be_missed():
+    assert rate_where_roots_are_read(says_so=False) < rate_where_roots_are_read(says_so=True) - 0.1
 
 
 class FailsNowAndThen(CountedAcceptance):
