@@ -31,15 +31,15 @@ class Estimates:
 
     `tokens` is E[tau + 1], the extra token included; `nodes` the drafted nodes that will be there to verify (a drafter may have
     nothing to say), of which `fed` are fed to the drafter; `passes` the draft passes they take where no cached text spares the
-    model any. `is_of_roots` says whether some were read off these very roots, so that they are others a few tokens on, with
-    nothing learnt in between.
+    model any. `reads_roots` says that the roots themselves were asked about some sequences: a few tokens on they may say
+    something else, though nothing was learnt in between.
     """
 
     tokens: Array
     nodes: Array
     passes: Array
     fed: Array
-    is_of_roots: bool = False
+    reads_roots: bool = False
 
 
 class Estimator(Protocol):

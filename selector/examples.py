@@ -105,9 +105,9 @@ class ExampleFolder:
         partial.rename(self._path(prompt))
 
     def read(self) -> tuple[Examples, dict[str, object]]:
-        """Return all examples and the notes of the run that wanted most prompts of each kind: it alone makes all of them.
+        """Return all examples, and the notes of the run that wanted most prompts of a kind.
 
-        Raises ValueError if there are no examples or not all are alike.
+        Of runs over the same kinds it alone makes all of them. Raises ValueError if there are no examples or not all are alike.
         """
         read = [_read(path) for path in sorted(self.folder.glob("roots-*.safetensors"))]
         designs = {str(notes.get("design")) for _, notes in read}

@@ -20,6 +20,7 @@ from selector.net import Inputs, SelectorNet
 _logger = logging.getLogger(__name__)
 
 _NAMED = 4  # trees in a message
+_RANKING = ("greedy", "coupled")  # rules whose rows take noise-aware trees where a menu has some
 _MOST_READ = 8  # sequences of a choice whose roots are read, the oldest: reading a law costs time for each, on a processor
 
 
@@ -62,21 +63,25 @@ class NetEstimator:
             return self._counting.estimate(views, menu)
         if menu not in self._places:
             self._places[menu] = np.array([self._both.index[entry] for entry in menu.entries])
-        counted = self._counting.estimate(views)
-        tokens_BM, places = counted.tokens, self._places[menu]
-        asked = [row for row, view in enumerate(views) if rule_of(view) in self._rules][:_MOST_READ]
+        counted, places = self._counting.estimate(views), self._places[menu]
+        asked = [row for row, view in enumerate(views) if self._tells_of(rule_of(view), menu)][:_MOST_READ]
         facts = self._roots.facts([views[row].request_id for row in asked])
-        if facts.is_known_B.any():
-            tokens_BM = self._told(views, asked, facts, counted.tokens)
+        told_BM = self._told(views, asked, facts, counted.tokens) if facts.is_known_B.any() else counted.tokens
+        tokens_BM = counted.tokens if told_BM is None else told_BM
         nodes_BM, passes_BM, fed_BM = (one[:, places] for one in (counted.nodes, counted.passes, counted.fed))
-        return Estimates(tokens_BM[:, places], nodes_BM, passes_BM, fed_BM, is_of_roots=tokens_BM is not counted.tokens)
+        reads_roots = bool(asked) and told_BM is not None
+        return Estimates(tokens_BM[:, places], nodes_BM, passes_BM, fed_BM, reads_roots)
+
+    def _tells_of(self, rule: str, menu: Menu) -> bool:
+        """Return whether the network tells of trees that rows under a rule may have: those that rank take noise-aware ones."""
+        return rule in self._rules and not (rule in _RANKING and menu.least_chances.any())
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Count."""
         self._counting.observe(outcomes)
 
-    def _told(self, views: Sequence[SequenceView], asked: Sequence[int], facts: RootFacts, counted_BM: Array) -> Array:
-        """Return the counted tokens with the network's in the rows asked about whose roots are known."""
+    def _told(self, views: Sequence[SequenceView], asked: Sequence[int], facts: RootFacts, counted_BM: Array) -> Array | None:
+        """Return the counted tokens with the network's in the rows asked about whose roots are known; None if it failed."""
         counted = counted_BM[asked][:, self._known]
         features = features_of([views[row] for row in asked], facts, counted, self._net.menu).at(facts.is_known_B)
         rows = [row for row, is_known in zip(asked, facts.is_known_B.tolist(), strict=True) if is_known]
@@ -84,16 +89,17 @@ class NetEstimator:
             with torch.inference_mode():
                 told = self._net(Inputs.of(features, [self._rules[rule_of(views[row])] for row in rows])).double().numpy()
         except RuntimeError as error:
-            return self._without(counted_BM, str(error))
+            self._say_once(str(error))
+            return None
         if not np.isfinite(told).all():
-            return self._without(counted_BM, "numbers that are not finite")
+            self._say_once("numbers that are not finite")
+            return None
         tokens_BM = counted_BM.copy()
         tokens_BM[np.array(rows)[:, None], self._known] = told
         return tokens_BM
 
-    def _without(self, counted_BM: Array, reason: str) -> Array:
-        """Return what was counted, and say why once."""
+    def _say_once(self, reason: str) -> None:
+        """Say once that what was counted is used in the network's place."""
         if not self._has_failed:
             self._has_failed = True
             _logger.error("the selector's network failed (%s); what was counted is used in its place", reason)
-        return counted_BM

@@ -67,8 +67,8 @@ class _Standing:
 
     It stands for `num_settled` steps. The choice's seconds are those of its first step; `feed_s` are seconds of a token that a
     drafter must be fed before it drafts, of which there were `num_unfed`. `composition` tells whose choice it is, and it was made
-    for `num_rows`; whose prompt was being fed has no tree by it. `is_of_roots` tells of one by what was read off its roots: it is
-    no news of later ones, however often it is confirmed.
+    for `num_rows`; whose prompt was being fed has no tree by it. One that `reads_roots` rests on what they said: it is no news of
+    later ones.
     """
 
     trees: dict[str, Expansion]
@@ -78,7 +78,7 @@ class _Standing:
     feed_s: float = 0.0
     num_unfed: int = 0
     composition: int | None = None
-    is_of_roots: bool = False
+    reads_roots: bool = False
 
 
 class AdaptiveExpansion:
@@ -201,10 +201,10 @@ class AdaptiveExpansion:
         self._plain_s, self._plain_rate = plain.seconds, plain.rate
         self._stake = self._at_stake(allocator, plain) if reason is Reason.PLAIN_IS_BEST else 1.0
         self._save()
-        num_settled = self._num_settled(trees, reason, batch.menu, estimates.is_of_roots)
+        num_settled = self._num_settled(trees, reason, batch.menu, estimates.reads_roots)
         unfed, composition = _num_unfed(views, choice.expansions), composition_of(views)
         self._standing = _Standing(
-            trees, choice, len(views), num_settled, self._feed_s, unfed, composition, estimates.is_of_roots
+            trees, choice, len(views), num_settled, self._feed_s, unfed, composition, estimates.reads_roots
         )
         self._num_standing = num_settled if reason is Reason.PLAIN_IS_BEST or _all_decode(views) else 0
         if self._num_since_plain >= self._plain_every:
@@ -229,16 +229,16 @@ class AdaptiveExpansion:
         """Save for probes, from a step like the last that was chosen, as far as there is anything to win."""
         self._probes.save(self._plain_s, self._stake)
 
-    def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu, is_of_roots: bool) -> int:
+    def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu, reads_roots: bool) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same.
 
-        What was read off roots is never confirmed: others may say something else.
+        What roots said confirms nothing: later ones may say something else.
         """
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
         least, most = times * self._settled_steps, times * _MOST_SETTLED
         if reason is Reason.PLAIN_IS_BEST:
             least, most = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake)
-        if is_of_roots or last.choice.reason is not reason or any(last.trees.get(name) != tree for name, tree in trees.items()):
+        if reads_roots or last.choice.reason is not reason or any(last.trees.get(name) != tree for name, tree in trees.items()):
             return least
         return max(least, min(most, 2 * last.num_settled))
 
@@ -248,7 +248,7 @@ class AdaptiveExpansion:
         Not where roots are read: the next ones may be those of text that is easily foretold.
         """
         last = self._standing
-        if last.choice.reason is Reason.PLAIN_IS_BEST and not last.is_of_roots and self._num_confirming >= _CONFIRMED:
+        if last.choice.reason is Reason.PLAIN_IS_BEST and not last.reads_roots and self._num_confirming >= _CONFIRMED:
             self._num_standing = max(self._num_standing, int(min(_MOST_UNPROBED, self._probes.wait)))
 
     @property

@@ -98,6 +98,8 @@ def test_kinds_of_prompts_are_chosen_and_unknown_ones_refused(work, tmp_path, ca
     of_file = ["--prompts", str(work / "prompts.yaml")]
     assert main(["selector", "collect", *where, *of_file, "--kinds", "two", "--num-prompts", "1"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["roots-two-0.safetensors"]
+    assert main(["selector", "collect", *where, *of_file, "--kinds", "two", "--num-prompts", "2"]) == 0
+    assert "--kinds two --num-prompts 2" in str(ExampleFolder(tmp_path).read()[1]["command"])
     for source in (of_file, []):  # of a grammar too
         assert main(["selector", "collect", *where, *source, "--kinds", "three"]) == 2
         assert "three" in capsys.readouterr().err

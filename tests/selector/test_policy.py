@@ -396,6 +396,16 @@ def test_the_end_of_a_text_cuts_levels_off_and_the_tokens_that_they_would_bring(
         before = cut
 
 
+def test_what_is_cut_was_read_off_roots_if_it_was_before():
+    policy = adaptive(CHEAP, BY_CHANCE)
+    batch = policy._batch([Text(flat(0.5), max_tokens=3, temperature=0.0).view("late")])
+    estimates = policy._estimator.estimate(batch.views, batch.menu)
+    for reads_roots in (False, True):
+        cut = _within_bounds(replace(estimates, reads_roots=reads_roots), batch)
+        assert (cut.tokens < estimates.tokens).any()
+        assert cut.reads_roots is reads_roots
+
+
 def test_who_may_have_no_node_or_has_no_room_for_one_is_plain():
     odds: dict[str, Any] = {"odds": (0.98,), "temperature": 0.0}
     none = Text(flat(0.0), speculation=Speculation(max_nodes=0), **odds)
@@ -663,7 +673,7 @@ class Thinks(AdaptiveExpansion):
 
 
 class NeverStandsLonger(Thinks):
-    def _num_settled(self, trees, reason, menu, is_of_roots):
+    def _num_settled(self, trees, reason, menu, reads_roots):
         return self._settled_steps
 
     def _stand_unprobed(self):
@@ -1098,27 +1108,27 @@ def test_what_is_learnt_late_is_learnt_before_it_is_needed(num_texts):
     assert ran == ran_by(LearnsAtOnce, num_texts) != ran_by(ForgetsWhatWaits, num_texts)
 
 
-STRETCH = 24  # tokens that are easily foretold, and then as many that are not
+STRETCH = 24  # tokens that are hardly foretold, and then as many that are
 
 
 class ReadsRoots:
     """An estimator that reads off a root what its text is like there, as a network does, and says so or not."""
 
-    def __init__(self, text: Text, says_so: bool) -> None:
+    def __init__(self, text: Text, says_so: bool = True) -> None:
         self._text, self._says_so = text, says_so
         self._counted = CountedAcceptance(MENU)
 
     def estimate(self, views, menu=None):
         told = self._counted.estimate(views, menu)
         tokens_BM = np.array([[self._text.expected_tokens(entry) for entry in (menu or MENU).entries] for _ in views])
-        return replace(told, tokens=tokens_BM, is_of_roots=self._says_so)
+        return replace(told, tokens=tokens_BM, reads_roots=self._says_so)
 
     def observe(self, outcomes):
         self._counted.observe(outcomes)
 
 
 def rate_where_roots_are_read(says_so: bool) -> float:
-    """Return the tokens a second over plain decoding's of a text whose stretches foretell themselves, or do not."""
+    """Return the tokens a second over plain decoding's of a text in stretches, each of which its roots tell of."""
     text = Text(lambda depth, num_generated: 0.9 if num_generated // STRETCH % 2 else 0.05)
     policy = AdaptiveExpansion(MENU, ReadsRoots(text, says_so), profiled(USUAL), CHAIN)
     run(policy, USUAL, [text], 200)
@@ -1126,11 +1136,18 @@ def rate_where_roots_are_read(says_so: bool) -> float:
 
 
 def test_where_roots_are_read_a_choice_is_news_of_no_other_root():
+    """Plain decoding waited for a probe, as where texts are counted alone: stretches that roots tell of went by undrafted."""
     assert rate_where_roots_are_read(says_so=True) > 1.2
-
-
-def test_if_it_were_stretches_that_are_foretold_would_be_missed():
     assert rate_where_roots_are_read(says_so=False) < rate_where_roots_are_read(says_so=True) - 0.1
+
+
+@pytest.mark.parametrize(("machine", "chance"), [(DEAR, 0.0), (CHEAP, 1.0)])
+def test_where_roots_are_read_no_choice_stands_longer_for_being_confirmed(machine, chance):
+    """Neither plain decoding nor trees: both are thought over every fifth step, where a step may win as much as it takes."""
+    (text,) = texts_of(chance, 1)
+    policy = Thinks(MENU, ReadsRoots(text), profiled(machine), CHAIN)
+    run(policy, machine, [text], 200)
+    assert set(policy.gaps()[4:]) == {5}
 
 
 class FailsNowAndThen(CountedAcceptance):

@@ -78,7 +78,7 @@ def test_a_folder_gives_back_what_was_added(tmp_path):
 
 
 def test_a_folder_tells_of_the_run_that_makes_all_of_it(tmp_path):
-    """One that was added to holds shards of several runs, of which only the widest command makes them all."""
+    """One that was added to holds shards of several runs: of those of the same kinds the widest command alone makes them all."""
     folder = ExampleFolder(tmp_path)
     for prompt, num_prompts in (("p-0", 2), ("p-1", 6), ("p-2", 4)):
         rows = rows_by(EXAMPLES.prompts)[prompt]
