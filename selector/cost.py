@@ -16,7 +16,8 @@ Shape key: K prices, F features of one part, C candidates.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import inf
+from math import inf, isfinite
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +28,12 @@ Array = NDArray[np.float64]
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens between which T(N) is a line
 _KNOTS = np.array(KNOTS, dtype=np.float64)
-_WIDTHS = np.append(np.diff(_KNOTS), np.inf)
+_WIDTHS = np.diff(_KNOTS)
+_SEGMENTS = tuple(zip(KNOTS, (*KNOTS[1:], inf), strict=True))
 REST_PRICES = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score")
 DRAFT_PRICES = ("round", "pass", "draft_token", "pass_key")
 NUM_REST = len(REST_PRICES)
+_NO_REST, _NO_DRAFT = (0.0,) * NUM_REST, (0.0,) * len(DRAFT_PRICES)
 _KEYS = 1000.0  # keys and scores are counted in thousands, so that all features are of like size
 
 # Without a profile: a token costs 2 % of a step and a round with its pass 10 %. Their scale is that of the first step seen.
@@ -75,29 +78,40 @@ class Works:
         return cls(**dict(zip(names, table.T, strict=True)))
 
 
-def rest_features(works: Works | StepWork) -> Array:
-    """Return float64 [C, F] of the part that is not drafting, in the order of REST_PRICES."""
-    tokens_C = np.atleast_1d(np.asarray(works.num_tokens, dtype=np.float64))
-    features_CF = np.empty((len(tokens_C), NUM_REST))
-    features_CF[:, 0] = 1.0
-    features_CF[:, 1:-4] = np.minimum(np.maximum(tokens_C[:, None] - _KNOTS, 0.0), _WIDTHS)
-    features_CF[:, -4] = works.num_rows
-    features_CF[:, -3] = works.num_drawn
-    features_CF[:, -2] = works.num_keys
-    features_CF[:, -1] = works.num_scores
-    features_CF[:, -2:] /= _KEYS
-    return features_CF
+def rest_features(works: Iterable[StepWork]) -> Array:
+    """Return float64 [C, F] of the part that is not drafting of steps that ran, in the order of REST_PRICES."""
+    return np.array([_rest_of(work) for work in works])
 
 
-def draft_features(works: Works | StepWork) -> Array:
-    """Return float64 [C, F] of drafting, in the order of DRAFT_PRICES."""
-    passes_C = np.atleast_1d(np.asarray(works.num_passes, dtype=np.float64))
-    features_CF = np.empty((len(passes_C), len(DRAFT_PRICES)))
-    features_CF[:, 0] = works.num_rounds
-    features_CF[:, 1] = passes_C
-    features_CF[:, 2] = works.num_draft_tokens
-    features_CF[:, 3] = passes_C * works.num_keys / _KEYS
-    return features_CF
+def draft_features(works: Iterable[StepWork]) -> Array:
+    """Return float64 [C, F] of drafting of steps that ran, in the order of DRAFT_PRICES."""
+    return np.array([_draft_of(work) for work in works])
+
+
+def _rest_of(work: StepWork) -> list[float]:
+    """Numbers of Python: one step's are few, and what numpy would need for them is not in the processor's caches after a step."""
+    tokens = work.num_tokens
+    of_tokens = [max(0.0, min(tokens, end) - begin) for begin, end in _SEGMENTS]
+    return [1.0, *of_tokens, work.num_rows, work.num_drawn, work.num_keys / _KEYS, work.num_scores / _KEYS]
+
+
+def _draft_of(work: StepWork) -> list[float]:
+    return [work.num_rounds, work.num_passes, work.num_draft_tokens, work.num_passes * work.num_keys / _KEYS]
+
+
+class _Prices(NamedTuple):
+    """Seconds by name; T(N)'s slopes, and its values at the knots."""
+
+    by_name: Mapping[str, float]
+    slopes: Sequence[float]
+    curve: Array
+
+    @classmethod
+    def of(cls, prices_K: Array) -> "_Prices":
+        """Return these prices."""
+        slopes_F = prices_K[1 : 1 + len(KNOTS)]
+        by_name = dict(zip((*REST_PRICES, *DRAFT_PRICES), prices_K.tolist(), strict=True))
+        return cls(by_name, slopes_F.tolist(), np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS)))
 
 
 @dataclass(frozen=True)
@@ -125,20 +139,24 @@ class CostModel:
         self._error_K = np.zeros(num_prices)
         self._prior_KK = np.full((num_prices, num_prices), _COMMON_VARIANCE) + _OWN_VARIANCE * np.eye(num_prices)
         self._covariance_KK = self._prior_KK.copy()
-        self._set_prices(self._prior_K.copy())
+        self._known: _Prices | None = None  # until something else is learnt
         self._was_clipped = {"rest": False, "draft": False}
 
     @property
     def prices(self) -> Mapping[str, float]:
         """Seconds by name, as learnt so far."""
-        return self._by_name
+        return self._prices.by_name
 
-    def _set_prices(self, prices_K: Array) -> None:
-        """Take these prices, with T(N) at its knots and beyond them."""
-        self._by_name = dict(zip((*REST_PRICES, *DRAFT_PRICES), prices_K.tolist(), strict=True))
-        slopes_F = prices_K[1 : 1 + len(KNOTS)]
-        self._slopes = slopes_F.tolist()
-        self._curve = np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS[:-1]))
+    @property
+    def _prices(self) -> "_Prices":
+        if self._known is None:
+            self._known = _Prices.of(self._prior_K * np.maximum(1.0 + self._error_K, _LEAST_FACTOR))
+        return self._known
+
+    @property
+    def is_surprised(self) -> bool:
+        """Whether the last step learnt from took what was not expected of it at all."""
+        return any(self._was_clipped.values())
 
     def step_s(self, works: Works) -> Array:
         """Return the predicted seconds of each candidate, float64 [C]."""
@@ -156,16 +174,17 @@ class CostModel:
 
     def rest_s(self, works: Works) -> Array:
         """Return the predicted seconds of all but drafting, float64 [C]."""
-        prices, tokens = self._by_name, works.num_tokens
+        (prices, slopes, curve), tokens = self._prices, works.num_tokens
         context_s = works.num_keys * (prices["key"] / _KEYS) + works.num_scores * (prices["score"] / _KEYS)
         rows_s = works.num_rows * prices["row"] + works.num_drawn * prices["drawn"]
-        tokens_s = np.interp(tokens, _KNOTS, self._curve) + np.maximum(tokens - _KNOTS[-1], 0.0) * self._slopes[-1]
+        tokens_s = np.interp(tokens, _KNOTS, curve) + np.maximum(tokens - _KNOTS[-1], 0.0) * slopes[-1]
         return np.atleast_1d(np.asarray(prices["step"] + tokens_s + rows_s + context_s, dtype=np.float64))
 
     def marginals(self, num_tokens: float) -> Marginals:
         """Return what one more of each thing costs in a step of that many packed tokens."""
-        prices, token_s = self._by_name, 0.0
-        for begin, end, slope in zip(KNOTS, (*KNOTS[1:], inf), self._slopes, strict=True):
+        prices, slopes, _ = self._prices
+        token_s = 0.0
+        for (begin, end), slope in zip(_SEGMENTS, slopes, strict=True):
             token_s += slope * max(0.0, min(num_tokens + 1.0, end) - max(num_tokens, begin))
         return Marginals(token_s, prices["drawn"], prices["score"] / _KEYS, prices["draft_token"])
 
@@ -175,27 +194,27 @@ class CostModel:
             self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(Works.of([work]))[0])
             self._has_scale = True
         self._forget(1.0 - _FORGETTING)
-        self._correct("rest", slice(0, NUM_REST), rest_features(work)[0], seconds.rest_s)
+        self._correct("rest", [*_rest_of(work), *_NO_DRAFT], seconds.rest_s)
         if work.num_passes or work.num_rounds:
-            self._correct("draft", slice(NUM_REST, None), draft_features(work)[0], seconds.draft_s)
-        self._set_prices(self._prior_K * np.maximum(1.0 + self._error_K, _LEAST_FACTOR))
+            self._correct("draft", [*_NO_REST, *_draft_of(work)], seconds.draft_s)
+        self._known = None
 
     def _forget(self, share: float) -> None:
         """Become as unsure as the prior, by that share."""
         self._covariance_KK *= 1.0 - share
         self._covariance_KK += share * self._prior_KK
 
-    def _correct(self, name: str, part: slice, features_F: Array, seen_s: float) -> None:
-        """Move the prices of a part towards what would have predicted the seconds seen; errors are relative to the prior's."""
-        weights_F = features_F * self._prior_K[part]
-        scale_s = float(weights_F.sum())
-        if scale_s <= 0.0 or not np.isfinite(seen_s):
+    def _correct(self, name: str, features: Sequence[float], seen_s: float) -> None:
+        """Move prices towards what would have predicted the seconds seen of a part; errors are relative to the prior's."""
+        weights_K = np.array(features) * self._prior_K
+        scale_s = float(weights_K.sum())
+        if scale_s <= 0.0 or not isfinite(seen_s):
             return
-        weights_F = weights_F / scale_s
-        expected = 1.0 + float(weights_F @ self._error_K[part])
-        towards_K = self._covariance_KK[:, part] @ weights_F
+        weights_K /= scale_s
+        expected = 1.0 + float(weights_K @ self._error_K)
+        towards_K = self._covariance_KK @ weights_K
         noise = (_NOISE * max(expected, _LEAST_FACTOR)) ** 2
-        variance = float(weights_F @ towards_K[part]) + noise
+        variance = float(weights_K @ towards_K) + noise
         surprise = seen_s / scale_s - expected
         bound = _MOST_SIGMAS * variance**0.5
         is_clipped = abs(surprise) > bound

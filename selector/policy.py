@@ -31,8 +31,10 @@ _MOST_UNPROBED = 64  # steps for which plain decoding stands, however little is 
 _SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step themselves
 _LEAST_STAKE = 1 / 16  # of plain decoding's rate, the least that is thought at stake: prices may be what is wrong
 _CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win
-_PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes do, and one of so many:
-_PRICED_EVERY = 4  # of those in which somebody drafts
+_PRICED_ALWAYS = (
+    48  # first steps that all teach prices; of later ones probes do, those after one that surprised, and one of so many:
+)
+_PRICED_EVERY = 8  # of those in which somebody drafts
 _PRICED_EVERY_PLAIN = 15  # of those in which nobody does; texts are followed in every eighth, and these fall on all of its places
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _MOST_UNLEARNT = 8  # steps that wait for the next choice to be learnt from
@@ -65,18 +67,15 @@ class _Batch:
 class _Standing:
     """A choice that stands for some steps: the tree of each sequence, and what was expected of the batch.
 
-    It stands for `num_settled` steps. The choice's seconds are those of its first step; `feed_s` are seconds of a token that a
-    drafter must be fed before it drafts, of which there were `num_unfed`. `composition` tells whose choice it is, and it was made
-    for `num_rows`; whose prompt was being fed has no tree by it. One that `reads_roots` rests on what they said: it is no news of
-    later ones.
+    It stands for `num_settled` steps. The choice's seconds are those of a step after its own: drafters are behind by the tokens
+    that are expected of one. `composition` tells whose choice it is, and it was made for `num_rows`; whose prompt was being fed
+    has no tree by it. One that `reads_roots` rests on what they said: it is no news of later ones.
     """
 
     trees: dict[str, Expansion]
     choice: Choice
     num_rows: int = 0
     num_settled: int = 0
-    feed_s: float = 0.0
-    num_unfed: int = 0
     composition: int | None = None
     reads_roots: bool = False
 
@@ -105,6 +104,7 @@ class AdaptiveExpansion:
         self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
+        self._was_surprised = False  # when it was last thought
         self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each teaches prices
         self._has_failed_to_learn = False
         self._own_tokens: dict[str, float | None] = {}  # a step, of sequences whose requests ask for trees; None: not known yet
@@ -119,10 +119,11 @@ class AdaptiveExpansion:
         """Return the expansions with the most expected tokens a second, or nearly so, and what is expected of them."""
         self._probe_s, self._is_plain_probe = None, False
         if self._stands_alike(views):
-            return self._stood_alike(views)
+            return self._stood_alike()
         choice = self._stood(views)
         if choice is None:
             self._learn_unlearnt()
+            self._was_surprised = self._costs.is_surprised
             choice = self._chosen(views)
         choice = choice if _all_decode(views) else _beside_prompts(choice)
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
@@ -134,22 +135,13 @@ class AdaptiveExpansion:
         composition = composition_of(views)
         return bool(self._num_standing and composition is not None and composition == self._standing.composition)
 
-    def _stood_alike(self, views: Sequence[SequenceView]) -> Choice:
-        """Return the last choice as that of the same sequences: who stays plain is not looked at."""
-        last = self._standing
-        is_plain = last.choice.reason is Reason.PLAIN_IS_BEST
+    def _stood_alike(self) -> Choice:
+        """Return the last choice as that of the same sequences, which are not looked at."""
+        choice = self._standing.choice
         self._save()
         self._num_standing -= 1
-        self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
-        return last.choice if is_plain and not last.num_unfed else self._of_this_step(views, last.choice.expansions)
-
-    def _of_this_step(self, views: Sequence[SequenceView], expansions: tuple[Expansion, ...]) -> Choice:
-        """Return the last choice with the seconds that are foretold now, if any are: what drafters are behind has changed."""
-        last = self._standing
-        if last.choice.step_s is None:
-            return last.choice
-        num_unfed = _num_unfed(views, expansions)
-        return replace(last.choice, expansions=expansions, step_s=last.choice.step_s + last.feed_s * (num_unfed - last.num_unfed))
+        self._num_since_plain = 0 if choice.reason is Reason.PLAIN_IS_BEST else self._num_since_plain + 1
+        return choice
 
     def _stood(self, views: Sequence[SequenceView]) -> Choice | None:
         """Return the last choice while it stands: for a few steps, in which few sequences came or went; who came is plain.
@@ -168,7 +160,7 @@ class AdaptiveExpansion:
         expansions = tuple(last.trees.get(view.request_id, PLAIN) for view in views)
         if num_changed or last.choice.step_s is None or not _all_decode(views):
             return self._stood_for_others(views, expansions)
-        return self._of_this_step(views, expansions)
+        return replace(last.choice, expansions=expansions)
 
     def _stood_for_others(self, views: Sequence[SequenceView], expansions: tuple[Expansion, ...]) -> Choice:
         """Return the last choice as that of others, with no seconds foretold; one of plain decoding becomes theirs."""
@@ -181,7 +173,8 @@ class AdaptiveExpansion:
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
         own = [view.request_id for view in views if not _own_tree(view).is_plain]
         self._own_tokens = {name: self._own_tokens.get(name) for name in own}
-        if not any(_is_free(view) for view in views):
+        if not any(_is_free(view) and _decodes(view) for view in views):
+            self._num_standing = 0
             return Choice((PLAIN,) * len(views))
         batch = self._batch(views)
         estimates = _within_bounds(self._estimator.estimate(batch.views, batch.menu), batch)
@@ -202,10 +195,8 @@ class AdaptiveExpansion:
         self._stake = self._at_stake(allocator, plain) if reason is Reason.PLAIN_IS_BEST else 1.0
         self._save()
         num_settled = self._num_settled(trees, reason, batch.menu, estimates.reads_roots)
-        unfed, composition = _num_unfed(views, choice.expansions), composition_of(views)
-        self._standing = _Standing(
-            trees, choice, len(views), num_settled, self._feed_s, unfed, composition, estimates.reads_roots
-        )
+        later = self._of_later_steps(choice, best, views)
+        self._standing = _Standing(trees, later, len(views), num_settled, composition_of(views), estimates.reads_roots)
         self._num_standing = num_settled if reason is Reason.PLAIN_IS_BEST or _all_decode(views) else 0
         if self._num_since_plain >= self._plain_every:
             self._plain_every = min(_PLAIN_EVERY, 2 * self._plain_every)
@@ -218,6 +209,14 @@ class AdaptiveExpansion:
         choice = self._choice(batch, allocator, probing, plain, Reason.PROBE, views)
         self._probe_s, self._probe_tokens = choice.step_s, probing.tokens - best.tokens
         return choice
+
+    def _of_later_steps(self, choice: Choice, chosen: Allocation, views: Sequence[SequenceView]) -> Choice:
+        """Return a choice with the seconds of steps after its own: drafters will be behind by what one is expected to bring."""
+        drafting = _drafting(views, choice.expansions)
+        if choice.step_s is None or not drafting:
+            return choice
+        num_behind = chosen.tokens - (len(views) - len(drafting))
+        return replace(choice, step_s=choice.step_s + self._feed_s * (num_behind - _num_unfed(drafting)))
 
     def _at_stake(self, allocator: Allocator, plain: Allocation) -> float:
         """Return what thinking and probing may win while plain decoding stands: no more than perfect drafts would."""
@@ -273,8 +272,9 @@ class AdaptiveExpansion:
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, chosen.places_B.tolist(), strict=True):
             expansions[index] = batch.menu.entries[place]
-        charged = sum(_catch_up(one) for one in _drafting(views, expansions))
-        step_s = chosen.seconds + self._feed_s * (_num_unfed(views, expansions) - charged)
+        drafting = _drafting(views, expansions)
+        charged = sum(_catch_up(one) for one in drafting)
+        step_s = chosen.seconds + self._feed_s * (_num_unfed(drafting) - charged)
         return Choice(
             expansions=tuple(expansions),
             reason=reason,
@@ -331,7 +331,8 @@ class AdaptiveExpansion:
             return False
         self._num_priced += 1
         every = _PRICED_EVERY if feedback.has_drafted else _PRICED_EVERY_PLAIN
-        return self._num_priced <= _PRICED_ALWAYS or is_probe or self._num_priced % every == 0
+        is_unsure = self._num_priced <= _PRICED_ALWAYS or self._was_surprised
+        return is_unsure or is_probe or self._num_priced % every == 0
 
     def _learn(self, feedback: StepFeedback, is_priced: bool) -> None:
         if is_priced and feedback.outcomes:
@@ -552,9 +553,9 @@ def _drafting(views: Sequence[SequenceView], expansions: Sequence[Expansion]) ->
     return [one for one, tree in zip(views, expansions, strict=True) if not (tree.is_plain and _own_tree(one).is_plain)]
 
 
-def _num_unfed(views: Sequence[SequenceView], expansions: Sequence[Expansion]) -> int:
-    """Return the tokens that drafters must be fed before they draft so."""
-    return sum(one.num_unfed for one in _drafting(views, expansions))
+def _num_unfed(drafting: Sequence[SequenceView]) -> int:
+    """Return the tokens that drafters must be fed before they draft for these sequences."""
+    return sum(one.num_unfed for one in drafting)
 
 
 def _all_decode(views: Sequence[SequenceView]) -> bool:

@@ -28,7 +28,6 @@ from selector.cost import (
     KNOTS,
     Array,
     CostModel,
-    Works,
     draft_features,
     fitted_prices,
     rest_features,
@@ -198,7 +197,7 @@ def _typical(steps: Sequence[StepFeedback]) -> StepFeedback:
 
 def _rest_prices(works: Sequence[StepWork], seconds_C: Array) -> tuple[float, ...]:
     """Return prices that fit the passes; segments of T(N) beyond what was measured go on like the last."""
-    prices = fitted_prices(rest_features(Works.of(works)), seconds_C, GENERIC_REST)
+    prices = fitted_prices(rest_features(works), seconds_C, GENERIC_REST)
     largest = max(work.num_tokens for work in works)
     last = max(1, sum(knot < largest for knot in KNOTS))
     prices[1 + last : 1 + len(KNOTS)] = [prices[last]] * (len(KNOTS) - last)
@@ -211,7 +210,7 @@ def _draft_prices(steps: Sequence[StepFeedback], step_s: float) -> tuple[float, 
     drafting = [step for step in steps if step.work.num_rounds and step.draft_s > 0.0]
     if not drafting:
         return generic
-    features_CF = draft_features(Works.of([step.work for step in drafting]))
+    features_CF = draft_features(step.work for step in drafting)
     fitted = fitted_prices(features_CF, np.array([step.draft_s for step in drafting]), GENERIC_DRAFT)
     is_seen = [bool(feature_C.any()) for feature_C in features_CF.T]
     return tuple(price if seen else _UNSEEN * low for price, low, seen in zip(fitted, generic, is_seen, strict=True))

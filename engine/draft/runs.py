@@ -18,16 +18,16 @@ _LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
 
 
 class _Seen(NamedTuple):
-    """What a look was at: a policy's choice, for whom, and how often texts had been followed by then."""
+    """A look that found no chain: at which choice, for whom, who of them may have chains, how often texts had been followed."""
 
     choice: Choice
     composition: int | None
+    request_ids: tuple[str, ...]
     num_follows: int
 
-    def is_like(self, other: "_Seen") -> bool:
-        """Return whether there is nothing new to see: the same choice for the same sequences, and texts not followed since."""
-        is_same = self.composition is not None and self.composition == other.composition and self.choice is other.choice
-        return is_same and self.num_follows == other.num_follows
+    def is_of(self, choice: Choice, composition: int | None) -> bool:
+        """Return whether it was a look at the same choice for the same sequences."""
+        return composition is not None and composition == self.composition and choice is self.choice
 
 
 class RunningPolicy:
@@ -43,33 +43,43 @@ class RunningPolicy:
         self._texts = texts
         self._longest = longest
         self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
-        self._seen: _Seen | None = None  # of the last look, if nobody drafted and there was no chain
+        self._seen: _Seen | None = None  # the last look, if there was no chain
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
-        choice = self._policy.choose(views)
-        seen = _Seen(choice, composition_of(views), self._texts.num_follows)
-        if self._seen is not None and self._seen.is_like(seen):
+        choice, composition = self._policy.choose(views), composition_of(views)
+        if self._sees_nothing_new(choice, composition):
             return choice
         least_chance = max(_LEAST_CHANCE, choice.prices.node)
         chains = [self._chain(view, wish, least_chance) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
-        is_quiet = not self._running and all(wish.is_plain for wish in choice.expansions)
-        self._seen = seen if is_quiet else None
         if not self._running:
+            asked = tuple(view.request_id for view in views if _may_have_chains(view))
+            self._seen = _Seen(choice, composition, asked, self._texts.num_follows)
             return choice
+        self._seen = None
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
         reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None)
+
+    def _sees_nothing_new(self, choice: Choice, composition: int | None) -> bool:
+        """Return whether there is no chain for those who had none of late, whose choice is what it was: no look is needed."""
+        seen, num_follows = self._seen, self._texts.num_follows
+        if seen is None or not seen.is_of(choice, composition):
+            return False
+        if seen.num_follows == num_follows and all(wish.is_plain for wish in choice.expansions):
+            return True
+        self._seen = seen._replace(num_follows=num_follows)
+        return not any(map(self._texts.begins_run, seen.request_ids))
 
     def _chain(self, view: SequenceView, wish: Expansion, least_chance: float) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.
 
         A tree that ends by its nodes' chances is as deep as what is known is as likely as that.
         """
-        asked = view.speculation
-        if not asked.is_enabled or asked.expansion is not None:
+        if not _may_have_chains(view):
             return None
+        asked = view.speculation
         most = min(self._longest, view.num_remaining - 1, self._longest if asked.max_nodes is None else asked.max_nodes)
         known = self._texts.run(view.request_id, most, least_chance)
         depth = wish.max_depth
@@ -84,3 +94,8 @@ class RunningPolicy:
             own = tuple(one for one in feedback.outcomes if one.request_id not in self._running or one.expansion.is_plain)
             feedback = replace(feedback, tell=lambda work=feedback.work: (work, own))  # type: ignore[misc]
         self._policy.observe(feedback)
+
+
+def _may_have_chains(view: SequenceView) -> bool:
+    """Return whether the request has chosen neither a tree nor none."""
+    return view.speculation.is_enabled and view.speculation.expansion is None

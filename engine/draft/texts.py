@@ -169,17 +169,24 @@ class TextCache:
             self._recent.add(one.request.tenant, one.request.prompt_ids, one.history[prompt_len:])
 
     def advance(self, running: Iterable[str]) -> None:
-        """Learn what was committed of these requests since, and index a bounded number of tokens of what waits."""
+        """Learn what was committed of these requests since, and index a bounded number of tokens of what waits.
+
+        Of those that somebody asked about, what is said of the next token is looked up: it will be asked for again.
+        """
         self._num_waited += 1
+        asked = []
         if self._is_asked or self._num_waited >= _FOLLOWED_TOGETHER:
             self._is_asked, self._num_waited = False, 0
             self.num_follows += 1
-            for request_id in running:
-                one = self._followed.get(request_id)
+            followed = [one for one in map(self._followed.get, running) if one is not None]
+            asked = [one for one in followed if one.is_asked]
+            for one in followed:
                 # Half of them will do where somebody else was asked about meanwhile: none waits twice as long.
-                if one is not None and (one.is_asked or 2 * one.num_unknown >= _FOLLOWED_TOGETHER):
+                if one.is_asked or 2 * one.num_unknown >= _FOLLOWED_TOGETHER:
                     self._follow(one)
         self._indexer.advance(MOST_INDEXED)
+        for one in asked:
+            self._told(one, ())
 
     def _follow(self, one: _Followed) -> None:
         """Learn the tokens that were committed since, and how well each was foretold before it was known."""
@@ -209,10 +216,10 @@ class TextCache:
         one, context = self._followed.get(row.request_id), row.law_context(tuple(path_ids))
         if one is not None:
             one.is_asked = self._is_asked = True
-            return self._law(self._told(one, context), context)
+            return self._law(self._told(one, context.path_ids), context)
         if not self.has_own_texts:
             return None
-        return self._law(self._told_by(_Trees(), _tree_of(row.history), context), context)
+        return self._law(self._told_by(_Trees(), _tree_of(row.history), row.history, context.path_ids), context)
 
     def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
         """Return how many tokens after a request's text are foretold so surely that they should be drafted as one chain.
@@ -221,14 +228,14 @@ class TextCache:
         followed token by token this is told when some tokens have come together.
         """
         one = self._followed.get(request_id)
-        if one is None or one.num_unknown:
+        if one is None or not self.begins_run(request_id):
             return 0
         path_ids: tuple[int, ...] = ()
         chance = 1.0
         while len(path_ids) < most_tokens:
             context = LawContext(one.request.sampling, one.history, len(one.request.prompt_ids), path_ids)
-            told = self._told(one, context)
-            if not any(self._agreement.chance(*said) >= SURE for said in told):
+            told = self._told(one, path_ids)
+            if not self._is_sure(told):
                 break
             law = self._law(told, context)
             if law is None or not law.is_sure or (chance := chance * law.chance) < least_chance:
@@ -238,18 +245,26 @@ class TextCache:
             one.is_asked = self._is_asked = True
         return len(path_ids)
 
-    def _told(self, one: _Followed, context: LawContext) -> Sequence[_Told]:
+    def begins_run(self, request_id: str) -> bool:
+        """Return whether a source is sure of the token after a request's text; where none is there is no run."""
+        one = self._followed.get(request_id)
+        return one is not None and not one.num_unknown and self._is_sure(self._told(one, ()))
+
+    def _is_sure(self, told: Sequence[_Told]) -> bool:
+        return any(self._agreement.chance(source, match) >= SURE for source, match in told)
+
+    def _told(self, one: _Followed, path_ids: Sequence[int]) -> Sequence[_Told]:
         """Return what the sources say of the token after a request's text and a path."""
-        trees, position = self._trees_of(one), len(one.history)
-        if context.path_ids:
-            return self._told_by(trees, one.output, context)
+        if path_ids:
+            return self._told_by(self._trees_of(one), one.output, one.history, path_ids)
+        position = len(one.history)
         if one.said.position != position:
-            one.said = _Said(position, _kept(self._told_by(trees, one.output, context)))
+            one.said = _Said(position, _kept(self._told_by(self._trees_of(one), one.output, one.history, ())))
         return one.said.told
 
-    def _told_by(self, trees: _Trees, output: ContextTree, context: LawContext) -> list[_Told]:
+    def _told_by(self, trees: _Trees, output: ContextTree, history: Sequence[int], path_ids: Sequence[int]) -> list[_Told]:
         """Return what is said now: the trees go on counting in it."""
-        end = [*context.history[-MAX_CONTEXT:], *context.path_ids]
+        end = [*history[-MAX_CONTEXT:], *path_ids]
         return trees.told(end, len(end), self._min_tokens, output.match(end, least=self._min_tokens))
 
     def _law(self, told: Sequence[_Told], context: LawContext) -> CachedLaw | None:

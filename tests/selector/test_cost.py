@@ -142,10 +142,11 @@ def test_many_candidates_cost_what_each_costs_alone():
 def test_what_is_foretold_is_what_is_learnt_from(tokens, passes, keys):
     """Seconds are prices times the features that prices are learnt by, on T(N)'s bends, between them and beyond the last."""
     costs = taught(CostModel())
-    works = Works.of([work(one, passes, 3, keys) for one in tokens])
+    ran = [work(one, passes, 3, keys) for one in tokens]
+    works = Works.of(ran)
     prices = np.array(list(costs.prices.values()))
-    assert costs.rest_s(works) == pytest.approx(rest_features(works) @ prices[: cost.NUM_REST])
-    assert costs.draft_s(works) == pytest.approx(draft_features(works) @ prices[cost.NUM_REST :])
+    assert costs.rest_s(works) == pytest.approx(rest_features(ran) @ prices[: cost.NUM_REST])
+    assert costs.draft_s(works) == pytest.approx(draft_features(ran) @ prices[cost.NUM_REST :])
 
 
 def test_marginals_are_differences():
@@ -162,11 +163,11 @@ def test_prices_are_found_again():
     chance = random.Random(1)
     ones = [work(chance.randint(1, 200), chance.randint(1, 5), chance.randint(1, 8), chance.randint(1, 4000)) for _ in range(80)]
     seconds = np.array([true_seconds(one).rest_s for one in ones])
-    prices = np.array(fitted_prices(rest_features(Works.of(ones)), seconds, GENERIC_REST))
+    prices = np.array(fitted_prices(rest_features(ones), seconds, GENERIC_REST))
     assert (prices > 0).all()
-    assert np.abs(rest_features(Works.of(ones)) @ prices / seconds - 1.0).max() < 0.1
+    assert np.abs(rest_features(ones) @ prices / seconds - 1.0).max() < 0.1
     drafted = np.array([true_seconds(one).draft_s for one in ones])
-    found = fitted_prices(draft_features(Works.of(ones)), drafted, GENERIC_DRAFT)
+    found = fitted_prices(draft_features(ones), drafted, GENERIC_DRAFT)
     assert sum(found[:3]) == pytest.approx(0.003, rel=0.1)
 
 

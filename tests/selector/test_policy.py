@@ -994,28 +994,38 @@ def test_who_drafts_by_a_choice_that_stands_is_chosen_for_as_if_looked_at():
     assert sum(not choice[0].is_plain for choice in seldom.choices) > 150
 
 
-def test_the_seconds_of_a_step_with_a_tree_of_a_requests_own_are_its_own():
-    """What its drafter is behind changes from step to step, whoever else is plain."""
+def standing_after_a_long_lag() -> tuple[float, float]:
+    """Return the seconds foretold of a step whose drafter is 41 tokens behind, and of the next, for which the choice stands."""
     own = Speculation(expansion=CHAIN)
     texts = [*texts_of(0.0, 2), Text(flat(0.0), context=100, name="own", speculation=own)]
     policy = adaptive(USUAL)
     run(policy, USUAL, texts, 60)
+    texts[-1].num_unfed = 41
+    views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
 
-    def foretold(num_unfed: int) -> float:
-        texts[-1].num_unfed = num_unfed
-        views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
+    def foretold() -> float:
         choice = policy.choose(BatchViews(lambda: views, len(views), 5))
         assert choice.step_s is not None
         return choice.step_s
 
-    first = foretold(1)
+    first = foretold()
     while policy._standing.composition != 5:  # until it has been chosen for these
-        first = foretold(1)
+        first = foretold()
     assert policy._num_standing > 2
     assert policy._standing.choice.reason is Reason.PLAIN_IS_BEST
-    seconds = [foretold(num_unfed) for num_unfed in (1, 41)]
-    assert seconds[0] == pytest.approx(first, rel=0.05)
-    assert seconds[1] - seconds[0] == pytest.approx(40 * USUAL.draft_token_s, rel=0.3)
+    return first, foretold()
+
+
+def test_the_seconds_of_a_choice_that_stands_are_those_of_drafters_that_are_behind_by_what_a_step_brings():
+    """That of a request's own tree, of which nothing is ever accepted, by the one token that each step brings."""
+    first, later = standing_after_a_long_lag()
+    assert first - later == pytest.approx(40 * USUAL.draft_token_s, rel=0.3)
+
+
+def test_seconds_that_stand_as_they_were_chosen_have_a_lag_that_is_gone(monkeypatch):
+    monkeypatch.setattr(AdaptiveExpansion, "_of_later_steps", lambda self, choice, chosen, views: choice)
+    first, later = standing_after_a_long_lag()
+    assert first == later
 
 
 def steps_until_it_drafts(kind: type[Thinks]) -> int:
@@ -1080,6 +1090,28 @@ def test_trees_must_bring_more_than_their_seconds_are_worth():
     assert _pays(tree, plain, 1.15)
     assert not _pays(replace(tree, tokens=2.9), plain, 1.15)
     assert not _pays(replace(tree, tokens=2.0), plain, 1.0)
+
+
+def num_priced(slower: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many of 64 steps with drafts teach prices, on a machine that has just become so much slower."""
+    policy, texts = adaptive(USUAL), texts_of(0.8, 1)
+    run(policy, USUAL, texts, 200)
+    priced, observe = [], CostModel.observe
+    monkeypatch.setattr(CostModel, "observe", lambda self, *step: (priced.append(step), observe(self, *step)))
+    later = replace(USUAL, base_s=slower * USUAL.base_s)
+    run(policy, later, texts, 64, seed=1)
+    return len(priced)
+
+
+def test_prices_are_learnt_from_more_steps_after_one_that_surprised(monkeypatch):
+    """One step in eight, while they take what is foretold."""
+    usual = num_priced(1.0, monkeypatch)
+    assert usual <= 64 // 8 + 2 <= num_priced(4.0, monkeypatch) - 4
+
+
+def test_more_steps_than_usual_are_not_learnt_from_where_surprises_are_not_seen(monkeypatch):
+    monkeypatch.setattr(CostModel, "is_surprised", False)
+    assert num_priced(4.0, monkeypatch) <= 64 // 8 + 2
 
 
 class LearnsAtOnce(AdaptiveExpansion):

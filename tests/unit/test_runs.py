@@ -37,6 +37,9 @@ class Sure(TextCache):
         worth = (length for length in range(most_tokens, 0, -1) if self._chance**length >= least_chance)
         return min(self._lengths[request_id], next(worth, 0))
 
+    def begins_run(self, request_id: str) -> bool:
+        return self._lengths[request_id] > 0
+
 
 class Listening(FixedExpansion):
     """A fixed policy that remembers what it was told."""
@@ -146,6 +149,10 @@ class Counting(Sure):
         self.num_asked += 1
         return super().run(request_id, most_tokens, least_chance)
 
+    def begins_run(self, request_id: str) -> bool:
+        self.num_asked += 1
+        return super().begins_run(request_id)
+
 
 def looks(policy: ExpansionPolicy, compositions: Sequence[int | None]) -> list[bool]:
     """Return in which of some steps over one request a policy's cached text is looked at."""
@@ -216,5 +223,5 @@ def test_a_text_that_begins_to_repeat_itself_is_seen_as_soon_as_if_looked_at_in_
 
 def test_looks_in_another_phase_than_texts_are_followed_in_see_it_late(monkeypatch):
     steps = count()
-    monkeypatch.setattr("engine.draft.runs._Seen.is_like", lambda self, other: next(steps) % 4 != 1)
+    monkeypatch.setattr(RunningPolicy, "_sees_nothing_new", lambda self, choice, composition: next(steps) % 4 != 1)
     assert max(first_chain(1000, num_known, 7) for num_known in range(4, 9)) == 200
