@@ -137,8 +137,7 @@ class Choice:
     keeps_up: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class NodeChances:
+class NodeChances(NamedTuple):
     """What a noise-aware tree took its nodes to be worth, the root aside: chances to be accepted, and depths from 1.
 
     `accepted` are the places of those that were, in order.
@@ -149,8 +148,7 @@ class NodeChances:
     accepted: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOutcome:
+class DraftOutcome(NamedTuple):
     """What became of a decoding row: the tree it was to grow, what grew (the root aside), how deep, how deep it was accepted.
 
     Of a tree that finds its own shape `drafted_depth` is the rounds it took to grow; the last levels it may not have kept. Of a
@@ -165,8 +163,7 @@ class DraftOutcome:
     nodes: NodeChances | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What a step runs, as far as its seconds depend on it; sums over its rows.
 
     `num_tokens` are packed tokens of the target's forward, `num_drawn` those of them that are nodes of rows that draw (the root

@@ -100,12 +100,13 @@ class AdaptiveExpansion:
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
         self._probe_tokens = 0.0  # the same, more than without it
         self._is_plain_probe = False  # whether the step under way is plain so that it may be measured
+        self._num_unsaved = 0  # steps that the probes' account does not know of yet
         self._standing = _Standing({}, Choice(()))
         self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
         self._was_surprised = False  # when it was last thought
-        self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each teaches prices
+        self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each was a probe
         self._has_failed_to_learn = False
         self._own_tokens: dict[str, float | None] = {}  # a step, of sequences whose requests ask for trees; None: not known yet
         self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
@@ -138,7 +139,7 @@ class AdaptiveExpansion:
     def _stood_alike(self) -> Choice:
         """Return the last choice as that of the same sequences, which are not looked at."""
         choice = self._standing.choice
-        self._save()
+        self._num_unsaved += 1
         self._num_standing -= 1
         self._num_since_plain = 0 if choice.reason is Reason.PLAIN_IS_BEST else self._num_since_plain + 1
         return choice
@@ -153,7 +154,7 @@ class AdaptiveExpansion:
         num_changed = len(decoding ^ last.trees.keys())
         if not self._num_standing or max(abs(len(views) - last.num_rows), self._stake * num_changed) * 4 > len(views):
             return None
-        self._save()
+        self._num_unsaved += 1
         # Who came in between is plain, and not for long where there is much to win.
         most = self._num_standing if decoding <= last.trees.keys() else int(self._settled_steps / self._stake)
         self._num_standing = min(self._num_standing, most) - 1
@@ -191,9 +192,10 @@ class AdaptiveExpansion:
         reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, allocator, best, plain, reason, views)
         trees = {view.request_id: tree for view, tree in zip(views, choice.expansions, strict=True) if _decodes(view)}
+        self._save()
         self._plain_s, self._plain_rate = plain.seconds, plain.rate
         self._stake = self._at_stake(allocator, plain) if reason is Reason.PLAIN_IS_BEST else 1.0
-        self._save()
+        self._probes.save(self._plain_s, self._stake)
         num_settled = self._num_settled(trees, reason, batch.menu, estimates.reads_roots)
         later = self._of_later_steps(choice, best, views)
         self._standing = _Standing(trees, later, len(views), num_settled, composition_of(views), estimates.reads_roots)
@@ -225,8 +227,10 @@ class AdaptiveExpansion:
         return min(1.0, max(_LEAST_STAKE, allocator.ceiling() / plain.rate - 1.0))
 
     def _save(self) -> None:
-        """Save for probes, from a step like the last that was chosen, as far as there is anything to win."""
-        self._probes.save(self._plain_s, self._stake)
+        """Save for probes from the steps for which the last choice stood, as far as there was anything to win."""
+        if self._num_unsaved:
+            self._probes.save(self._plain_s, self._stake, self._num_unsaved)
+            self._num_unsaved = 0
 
     def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu, reads_roots: bool) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same.
@@ -299,15 +303,16 @@ class AdaptiveExpansion:
         Of a step that was no probe that can wait for the next choice, which is the first to need it: what learning takes has left
         the processor's caches after each step, and is brought there once for several.
         """
-        is_probe = self._probe_s is not None or self._is_plain_probe or self._probes.is_asking
-        is_priced = self._prices_are_due(feedback, is_probe)
-        if is_priced or feedback.has_drafted:
-            self._unlearnt.append((feedback, is_priced))
-        if len(self._unlearnt) >= _MOST_UNLEARNT:  # each keeps what its step was made of
+        is_probe = self._is_plain_probe or self._probes.is_asking
+        self._unlearnt.append((feedback, is_probe))
+        if is_probe:
             self._learn_unlearnt()
-        if not is_probe:
-            return
-        self._learn_unlearnt()
+            self._judge_probe(feedback)
+        elif len(self._unlearnt) >= _MOST_UNLEARNT:  # each keeps what its step was made of
+            self._learn_unlearnt()
+
+    def _judge_probe(self, feedback: StepFeedback) -> None:
+        """Charge a probe, if it was one with a tree, and hear what it says."""
         if not self._probes.is_asking:
             return
         self._settle(feedback)
@@ -318,7 +323,10 @@ class AdaptiveExpansion:
     def _learn_unlearnt(self) -> None:
         """Learn from the steps since the last choice. A lesson that fails is lost, and costs no choice."""
         lessons, self._unlearnt = self._unlearnt, []
-        for feedback, is_priced in lessons:
+        for feedback, is_probe in lessons:
+            is_priced = self._prices_are_due(feedback, is_probe)
+            if not is_priced and not feedback.has_drafted:
+                continue
             try:
                 self._learn(feedback, is_priced)
             except Exception:

@@ -45,8 +45,8 @@ class Probes:
         self._patience: dict[str, _Patience] = {}
         self._asked: set[str] = set()
 
-    def save(self, step_s: float, stake: float = 1.0) -> None:
-        """Put the share of a step into the account, which holds the less the less is at stake.
+    def save(self, step_s: float, stake: float = 1.0, num_steps: int = 1) -> None:
+        """Put the share of some steps into the account, which holds the less the less is at stake.
 
         As full as it was it stays when the stake changes; what is owed are seconds that were spent, and stays as it is.
         """
@@ -55,7 +55,7 @@ class Probes:
         self._stake, self._income_s = stake, stake * _SHARE * step_s
         self._most_overrun_s = _MOST_SAVED_STEPS * step_s
         self._most_s = stake * self._most_overrun_s
-        self._saved_s = min(self._saved_s + self._income_s, self._most_s)
+        self._saved_s = min(self._saved_s + num_steps * self._income_s, self._most_s)
 
     def due(self, views: Sequence[SequenceView], is_plain: Sequence[bool], can_probe: Sequence[bool]) -> list[int]:
         """Return the sequences that are due, the most overdue first, and only such as that one: all plain, or none.

@@ -11,6 +11,7 @@ Shape key: K least chances of a menu, the greatest first; B sequences; F sums (F
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,35 +172,39 @@ class NodeSums:
     def __init__(self, least: Sequence[float]) -> None:
         self._dearest_first = [-chance for chance in least]
         self.sums = [[0.0] * len(least) for _ in FEATURES]
-        self.num_told, self.came = [0.0] * len(least), [0.0] * len(least)
+        self.came = [0.0] * len(least)
         self.num_trees = 0
+        self._num_telling = [0] * (len(least) + 1)  # trees by how many of the least chances they tell of
+
+    @property
+    def num_told(self) -> list[float]:
+        """The trees that tell of nodes of each least chance."""
+        return [float(count) for count in [*accumulate(reversed(self._num_telling))][-2::-1]]
 
     def add(self, outcome: DraftOutcome, least_told: float) -> None:
         """Add a tree, which tells of nodes of some chance at least."""
         nodes, num_rounds = outcome.nodes, outcome.drafted_depth
         assert nodes is not None, "a tree that does not know its nodes"
-        num_told = bisect_right(self._dearest_first, -least_told)
+        dearest_first, came = self._dearest_first, self.came
+        num_told = bisect_right(dearest_first, -least_told)
         self.num_trees += 1
-        for place in range(num_told):
-            self.num_told[place] += 1.0
+        self._num_telling[num_told] += 1
         deepest = 0
-        by_chance = sorted(zip(nodes.chances, nodes.depths, range(len(nodes.chances)), strict=True), key=_dearest)
         chances, counts, rounds, fed = self.sums
-        for chance, depth, node in by_chance:
-            place = bisect_left(self._dearest_first, -chance)
+        for node in sorted(range(len(nodes.chances)), key=nodes.chances.__getitem__, reverse=True):
+            chance, depth = nodes.chances[node], nodes.depths[node]
+            place = bisect_left(dearest_first, -chance)
             if place >= num_told:
                 break
             chances[place] += chance
             counts[place] += 1.0
-            self.came[place] += node in nodes.accepted
+            if node in nodes.accepted:
+                came[place] += 1.0
             if depth < num_rounds:
                 fed[place] += 1.0
-                rounds[place] += max(0, depth - deepest)
-                deepest = max(deepest, depth)
-
-
-def _dearest(node: tuple[float, int, int]) -> float:
-    return -node[0]
+                if depth > deepest:
+                    rounds[place] += depth - deepest
+                    deepest = depth
 
 
 def _start(entries: Sequence[Expansion]) -> Array:

@@ -18,16 +18,12 @@ _LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
 
 
 class _Seen(NamedTuple):
-    """A look that found no chain: at which choice, for whom, who of them may have chains, how often texts had been followed."""
+    """A look that found no chain: at which choice, whether it has anybody draft, for whom, and who of them may have chains."""
 
     choice: Choice
+    is_quiet: bool
     composition: int | None
     request_ids: tuple[str, ...]
-    num_follows: int
-
-    def is_of(self, choice: Choice, composition: int | None) -> bool:
-        """Return whether it was a look at the same choice for the same sequences."""
-        return composition is not None and composition == self.composition and choice is self.choice
 
 
 class RunningPolicy:
@@ -44,6 +40,7 @@ class RunningPolicy:
         self._longest = longest
         self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
         self._seen: _Seen | None = None  # the last look, if there was no chain
+        self._num_follows = 0  # times that texts had been followed by then
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
@@ -55,7 +52,7 @@ class RunningPolicy:
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:
             asked = tuple(view.request_id for view in views if _may_have_chains(view))
-            self._seen = _Seen(choice, composition, asked, self._texts.num_follows)
+            self._seen = _Seen(choice, all(wish.is_plain for wish in choice.expansions), composition, asked)
             return choice
         self._seen = None
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
@@ -64,12 +61,12 @@ class RunningPolicy:
 
     def _sees_nothing_new(self, choice: Choice, composition: int | None) -> bool:
         """Return whether there is no chain for those who had none of late, whose choice is what it was: no look is needed."""
-        seen, num_follows = self._seen, self._texts.num_follows
-        if seen is None or not seen.is_of(choice, composition):
+        seen, before = self._seen, self._num_follows
+        self._num_follows = self._texts.num_follows
+        if seen is None or seen.choice is not choice or composition is None or seen.composition != composition:
             return False
-        if seen.num_follows == num_follows and all(wish.is_plain for wish in choice.expansions):
+        if seen.is_quiet and before == self._num_follows:
             return True
-        self._seen = seen._replace(num_follows=num_follows)
         return not any(map(self._texts.begins_run, seen.request_ids))
 
     def _chain(self, view: SequenceView, wish: Expansion, least_chance: float) -> Expansion | None:

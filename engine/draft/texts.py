@@ -90,10 +90,11 @@ class _Trees(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What all sources said of the token at the position that was asked about last."""
+    """What all sources said of the token at the position that was asked about last, and whether one was sure."""
 
     position: int = -1
     told: Sequence[_Told] = ()
+    is_sure: bool = False
 
 
 @dataclass(slots=True)
@@ -186,7 +187,7 @@ class TextCache:
                     self._follow(one)
         self._indexer.advance(MOST_INDEXED)
         for one in asked:
-            self._told(one, ())
+            self._said(one)
 
     def _follow(self, one: _Followed) -> None:
         """Learn the tokens that were committed since, and how well each was foretold before it was known."""
@@ -248,7 +249,7 @@ class TextCache:
     def begins_run(self, request_id: str) -> bool:
         """Return whether a source is sure of the token after a request's text; where none is there is no run."""
         one = self._followed.get(request_id)
-        return one is not None and not one.num_unknown and self._is_sure(self._told(one, ()))
+        return one is not None and not one.num_unknown and self._said(one).is_sure
 
     def _is_sure(self, told: Sequence[_Told]) -> bool:
         return any(self._agreement.chance(source, match) >= SURE for source, match in told)
@@ -257,10 +258,15 @@ class TextCache:
         """Return what the sources say of the token after a request's text and a path."""
         if path_ids:
             return self._told_by(self._trees_of(one), one.output, one.history, path_ids)
+        return self._said(one).told
+
+    def _said(self, one: _Followed) -> _Said:
+        """Return what is said of the token after a request's text."""
         position = len(one.history)
         if one.said.position != position:
-            one.said = _Said(position, _kept(self._told_by(self._trees_of(one), one.output, one.history, ())))
-        return one.said.told
+            told = _kept(self._told_by(self._trees_of(one), one.output, one.history, ()))
+            one.said = _Said(position, told, self._is_sure(told))
+        return one.said
 
     def _told_by(self, trees: _Trees, output: ContextTree, history: Sequence[int], path_ids: Sequence[int]) -> list[_Told]:
         """Return what is said now: the trees go on counting in it."""

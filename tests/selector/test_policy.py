@@ -830,6 +830,7 @@ class NotesCharges(AdaptiveExpansion):
         self.lost, self.charged = list[float](), list[float]()
 
     def choose(self, views):
+        self._save()
         self._before_s = self._probes.saved_s
         return super().choose(views)
 
@@ -874,6 +875,7 @@ def probing_in(num_texts: int) -> tuple[AdaptiveExpansion, list[SequenceView], f
     policy, texts = adaptive(DEAR), texts_of(0.0, num_texts)
     run(policy, DEAR, texts, 60)
     for _ in range(2000):
+        policy._save()
         views, saved_s = [text.view(str(place)) for place, text in enumerate(texts)], policy._probes.saved_s
         if policy.choose(views).reason is Reason.PROBE:
             return policy, views, saved_s
@@ -1097,7 +1099,7 @@ def num_priced(slower: float, monkeypatch: pytest.MonkeyPatch) -> int:
     policy, texts = adaptive(USUAL), texts_of(0.8, 1)
     run(policy, USUAL, texts, 200)
     priced, observe = [], CostModel.observe
-    monkeypatch.setattr(CostModel, "observe", lambda self, *step: (priced.append(step), observe(self, *step)))
+    monkeypatch.setattr(CostModel, "observe", lambda self, *step: [priced.append(step), observe(self, *step)])  # type: ignore[func-returns-value]
     later = replace(USUAL, base_s=slower * USUAL.base_s)
     run(policy, later, texts, 64, seed=1)
     return len(priced)
