@@ -107,7 +107,8 @@ class Allocator:
         load = self._load
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
         more = self._costs.marginals(float(load.base.num_tokens) + num_nodes)
-        node_s = more.token_s + more.drawn_s * float(load.draws_B.mean()) + more.score_s * float(load.context_B.mean())
+        shared_s = more.drawn_s * float(load.draws_B.sum()) + more.score_s * float(load.context_B.sum())
+        node_s = more.token_s + shared_s / len(self._rows)
         level_s = self._costs.prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
         level_s = level_s / max(1, num_sharing) + load.model_share * more.draft_token_s
         return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate)

@@ -14,6 +14,7 @@ another it is the filter that is wrong, as after a profile that was disturbed, a
 Shape key: K prices, F features of one part, C candidates.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf, isfinite
@@ -164,9 +165,9 @@ class CostModel:
 
     def draft_s(self, works: Works) -> Array:
         """Return the predicted seconds of drafting, float64 [C]."""
-        rounds_s = works.num_rounds * self.prices["round"] + works.num_passes * self.pass_s(works.num_keys)
-        seconds = rounds_s + works.num_draft_tokens * self.prices["draft_token"]
-        return np.atleast_1d(np.asarray(seconds, dtype=np.float64))
+        prices = self._prices.by_name
+        rounds_s = works.num_rounds * prices["round"] + works.num_passes * self.pass_s(works.num_keys)
+        return _as_array(rounds_s + works.num_draft_tokens * prices["draft_token"])
 
     def pass_s(self, num_keys: Array | float) -> Array | float:
         """Return the predicted seconds of a pass of the model that drafts, what is fed in it aside."""
@@ -178,14 +179,14 @@ class CostModel:
         context_s = works.num_keys * (prices["key"] / _KEYS) + works.num_scores * (prices["score"] / _KEYS)
         rows_s = works.num_rows * prices["row"] + works.num_drawn * prices["drawn"]
         tokens_s = np.interp(tokens, _KNOTS, curve) + np.maximum(tokens - _KNOTS[-1], 0.0) * slopes[-1]
-        return np.atleast_1d(np.asarray(prices["step"] + tokens_s + rows_s + context_s, dtype=np.float64))
+        return _as_array(prices["step"] + tokens_s + rows_s + context_s)
 
     def marginals(self, num_tokens: float) -> Marginals:
         """Return what one more of each thing costs in a step of that many packed tokens."""
         prices, slopes, _ = self._prices
-        token_s = 0.0
-        for (begin, end), slope in zip(_SEGMENTS, slopes, strict=True):
-            token_s += slope * max(0.0, min(num_tokens + 1.0, end) - max(num_tokens, begin))
+        first = max(0, bisect_right(KNOTS, num_tokens) - 1)
+        until = min(1.0, KNOTS[first + 1] - num_tokens) if first + 1 < len(KNOTS) else 1.0
+        token_s = until * slopes[first] + (1.0 - until) * slopes[min(first + 1, len(KNOTS) - 1)]
         return Marginals(token_s, prices["drawn"], prices["score"] / _KEYS, prices["draft_token"])
 
     def observe(self, work: StepWork, seconds: StageSeconds) -> None:
@@ -225,6 +226,10 @@ class CostModel:
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))
         self._covariance_KK -= gain_K[:, None] * towards_K
+
+
+def _as_array(seconds: Array | float) -> Array:
+    return seconds if isinstance(seconds, np.ndarray) else np.array([float(seconds)])
 
 
 def fitted_prices(features_CF: Array, seconds_C: Array, generic: Sequence[float]) -> list[float]:

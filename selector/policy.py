@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 # where somebody drafts, and where nobody does. Where nobody does, all are divided by what is at stake.
 _SETTLED_STEPS, _MOST_SETTLED, _MOST_SETTLED_PLAIN = 4, 16, 32
 _MOST_UNPROBED = 64  # steps for which plain decoding stands, however little is at stake, while no probe can be made
-_SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step themselves
+_SETTLED_BY_CHANCE = 2  # times as long, and as much longer: such trees find their size at each step themselves
 _LEAST_STAKE = 1 / 16  # of plain decoding's rate, the least that is thought at stake: prices may be what is wrong
 _CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win
 _PRICED_ALWAYS = (
@@ -37,7 +37,7 @@ _PRICED_ALWAYS = (
 _PRICED_EVERY = 8  # of those in which somebody drafts
 _PRICED_EVERY_PLAIN = 15  # of those in which nobody does; texts are followed in every eighth, and these fall on all of its places
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
-_MOST_UNLEARNT = 8  # steps that wait for the next choice to be learnt from
+_MOST_UNLEARNT = 16  # steps that wait for the next choice to be learnt from
 _OWN_SHARE = 0.1  # of what a step says, in what is known of a tree that a request asks for
 _BESIDE_PROMPTS = 4  # nodes of a tree that ends by their chances, while prompts are fed: what it may have is kept for it
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
@@ -243,7 +243,7 @@ class AdaptiveExpansion:
             least, most = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake)
         if reads_roots or last.choice.reason is not reason or any(last.trees.get(name) != tree for name, tree in trees.items()):
             return least
-        return max(least, min(most, 2 * last.num_settled))
+        return max(least, min(most, 2 * times * last.num_settled))
 
     def _stand_unprobed(self) -> None:
         """Let plain decoding stand until a probe can be made, once prices are known: before that nothing is learnt of texts.

@@ -93,8 +93,10 @@ class WorthOfNodes:
 
     def expect(self, seats: Sequence[int], kinds: Sequence[str]) -> tuple[Array, Array, Array, Array]:
         """Return expected tokens (the extra one included), nodes, rounds and nodes fed to the drafter, [B, K] each."""
-        means = {name: self.kind(name).means for name in dict.fromkeys(kinds)}
-        usual_BFK, comes_BK = (np.stack(rows) for rows in zip(*(means[name] for name in kinds), strict=True))
+        distinct = [*dict.fromkeys(kinds)]
+        usual_GFK, comes_GK = (np.array(rows) for rows in zip(*(self.kind(name).means for name in distinct), strict=True))
+        group_B = [distinct.index(name) for name in kinds]
+        usual_BFK, comes_BK = usual_GFK[group_B], comes_GK[group_B]
         weights_BK = self._trees[seats] + _KIND_TREES
         sums_BFK = (self._sums[seats] + _KIND_TREES * usual_BFK) / weights_BK[:, None]
         sums_BFK[:, _CHANCES] *= comes_BK * self._own_share(seats)[:, None]
