@@ -45,6 +45,11 @@ class SequenceView(NamedTuple):
     speculation: Speculation
     verifier: str
 
+    @property
+    def is_free(self) -> bool:
+        """Whether the request leaves the choice to the policy: it asks neither for a tree nor for none."""
+        return self.speculation.is_enabled and self.speculation.expansion is None
+
 
 class BatchViews(Sequence[SequenceView]):
     """What a policy may see of a step's sequences, oldest first; made when somebody looks.

@@ -119,20 +119,18 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
 def _work_of(record: StepRecord) -> StepWork:
     """Return what the step ran. A level that came out empty cost the round that found it so."""
     rows = record.plan.rows
-    num_tokens = num_drawn = num_keys = num_scores = 0
+    num_drawn = num_keys = num_scores = 0
     for row in rows:
-        num_tokens += len(row.certain_ids)
         num_keys += row.end
         num_scores += len(row.certain_ids) * row.end
     for outcome in record.outcomes:
         row, num_nodes = outcome.row, outcome.tree.num_nodes
-        num_tokens += num_nodes - 1
         num_scores += (num_nodes - 1) * row.end
         num_drawn += 0 if row.sampling.is_greedy else num_nodes
     passes = record.draft_passes
     return StepWork(
         num_rows=len(rows),
-        num_tokens=num_tokens,
+        num_tokens=record.num_target_tokens,
         num_drawn=num_drawn,
         num_keys=num_keys,
         num_scores=num_scores,

@@ -31,9 +31,8 @@ _MOST_UNPROBED = 64  # steps for which plain decoding stands, however little is 
 _SETTLED_BY_CHANCE = 2  # times as long, and as much longer: such trees find their size at each step themselves
 _LEAST_STAKE = 1 / 16  # of plain decoding's rate, the least that is thought at stake: prices may be what is wrong
 _CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win
-_PRICED_ALWAYS = (
-    48  # first steps that all teach prices; of later ones probes do, those after one that surprised, and one of so many:
-)
+# The first steps all teach prices, and all that follow a choice before which one surprised; else probes do, and one of so many:
+_PRICED_ALWAYS = 48
 _PRICED_EVERY = 8  # of those in which somebody drafts
 _PRICED_EVERY_PLAIN = 15  # of those in which nobody does; texts are followed in every eighth, and these fall on all of its places
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
@@ -105,8 +104,9 @@ class AdaptiveExpansion:
         self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
-        self._was_surprised = False  # when it was last thought
-        self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each was a probe
+        self._is_surprised = False  # whether seconds of a step since the last choice were out of bounds
+        self._was_surprised = False  # the same of the choice before
+        self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each teaches prices
         self._has_failed_to_learn = False
         self._own_tokens: dict[str, float | None] = {}  # a step, of sequences whose requests ask for trees; None: not known yet
         self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
@@ -124,7 +124,7 @@ class AdaptiveExpansion:
         choice = self._stood(views)
         if choice is None:
             self._learn_unlearnt()
-            self._was_surprised = self._costs.is_surprised
+            self._was_surprised, self._is_surprised = self._is_surprised, False
             choice = self._chosen(views)
         choice = choice if _all_decode(views) else _beside_prompts(choice)
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
@@ -172,11 +172,14 @@ class AdaptiveExpansion:
         return choice
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
+        self._num_standing = 0
         own = [view.request_id for view in views if not _own_tree(view).is_plain]
         self._own_tokens = {name: self._own_tokens.get(name) for name in own}
-        if not any(_is_free(view) and _decodes(view) for view in views):
-            self._num_standing = 0
+        free = [view for view in views if view.is_free]
+        if not free:
             return Choice((PLAIN,) * len(views))
+        if not any(map(_decodes, free)):
+            return self._while_fed(len(views))
         batch = self._batch(views)
         estimates = _within_bounds(self._estimator.estimate(batch.views, batch.menu), batch)
         if not np.isfinite(estimates.tokens.sum() + estimates.nodes.sum() + estimates.passes.sum()):
@@ -212,13 +215,21 @@ class AdaptiveExpansion:
         self._probe_s, self._probe_tokens = choice.step_s, probing.tokens - best.tokens
         return choice
 
+    def _while_fed(self, num_rows: int) -> Choice:
+        """Return plain decoding while there is nobody to choose for but who is fed a prompt: drafters are kept up as they were."""
+        last = self._standing.choice
+        choice = Choice((PLAIN,) * num_rows, prices=last.prices, keeps_up=last.keeps_up)
+        self._standing = _Standing({}, choice)
+        return choice
+
     def _of_later_steps(self, choice: Choice, chosen: Allocation, views: Sequence[SequenceView]) -> Choice:
-        """Return a choice with the seconds of steps after its own: drafters will be behind by what one is expected to bring."""
+        """Return a choice with the seconds of later steps: no drafter is behind by more than one is expected to bring."""
         drafting = _drafting(views, choice.expansions)
         if choice.step_s is None or not drafting:
             return choice
-        num_behind = chosen.tokens - (len(views) - len(drafting))
-        return replace(choice, step_s=choice.step_s + self._feed_s * (num_behind - _num_unfed(drafting)))
+        most = (chosen.tokens - (len(views) - len(drafting))) / len(drafting)
+        caught_up = sum(max(0.0, one.num_unfed - most) for one in drafting)
+        return replace(choice, step_s=choice.step_s - self._feed_s * caught_up)
 
     def _at_stake(self, allocator: Allocator, plain: Allocation) -> float:
         """Return what thinking and probing may win while plain decoding stands: no more than perfect drafts would."""
@@ -238,12 +249,12 @@ class AdaptiveExpansion:
         What roots said confirms nothing: later ones may say something else.
         """
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
-        least, most = times * self._settled_steps, times * _MOST_SETTLED
+        least, most, longer = times * self._settled_steps, times * _MOST_SETTLED, 2 * times
         if reason is Reason.PLAIN_IS_BEST:
-            least, most = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake)
+            least, most, longer = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake), 2
         if reads_roots or last.choice.reason is not reason or any(last.trees.get(name) != tree for name, tree in trees.items()):
             return least
-        return max(least, min(most, 2 * times * last.num_settled))
+        return max(least, min(most, longer * last.num_settled))
 
     def _stand_unprobed(self) -> None:
         """Let plain decoding stand until a probe can be made, once prices are known: before that nothing is learnt of texts.
@@ -304,7 +315,9 @@ class AdaptiveExpansion:
         the processor's caches after each step, and is brought there once for several.
         """
         is_probe = self._is_plain_probe or self._probes.is_asking
-        self._unlearnt.append((feedback, is_probe))
+        is_priced = self._prices_are_due(feedback, is_probe)
+        if is_priced or feedback.has_drafted:
+            self._unlearnt.append((feedback, is_priced))
         if is_probe:
             self._learn_unlearnt()
             self._judge_probe(feedback)
@@ -323,10 +336,7 @@ class AdaptiveExpansion:
     def _learn_unlearnt(self) -> None:
         """Learn from the steps since the last choice. A lesson that fails is lost, and costs no choice."""
         lessons, self._unlearnt = self._unlearnt, []
-        for feedback, is_probe in lessons:
-            is_priced = self._prices_are_due(feedback, is_probe)
-            if not is_priced and not feedback.has_drafted:
-                continue
+        for feedback, is_priced in lessons:
             try:
                 self._learn(feedback, is_priced)
             except Exception:
@@ -344,7 +354,7 @@ class AdaptiveExpansion:
 
     def _learn(self, feedback: StepFeedback, is_priced: bool) -> None:
         if is_priced and feedback.outcomes:
-            self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
+            self._is_surprised |= self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
             self._num_confirming += feedback.has_drafted
         if feedback.has_drafted:
             if not feedback.has_prefill:
@@ -390,7 +400,7 @@ class AdaptiveExpansion:
 
         Every sequence is priced as one that decodes: a prompt is fed once, whatever is chosen, and the choice outlives it.
         """
-        free = tuple(index for index, view in enumerate(views) if _is_free(view))
+        free = tuple(index for index, view in enumerate(views) if view.is_free)
         chosen_for = tuple(views[i] for i in free)
         trees = [_own_tree(one) for one in views]
         rows = list(zip(views, trees, strict=True))
@@ -574,8 +584,3 @@ def _all_decode(views: Sequence[SequenceView]) -> bool:
 def _decodes(view: SequenceView) -> bool:
     """Return whether its prompt has been fed."""
     return view.num_uncached == 1
-
-
-def _is_free(view: SequenceView) -> bool:
-    """Return whether the request leaves the choice to the policy."""
-    return view.speculation.is_enabled and view.speculation.expansion is None

@@ -18,7 +18,7 @@ _LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
 
 
 class _Seen(NamedTuple):
-    """A look that found no chain: at which choice, whether it has anybody draft, for whom, and who of them may have chains."""
+    """A look that found no chain: at which choice, whether nobody drafts by it, for whom, and who of them may have chains."""
 
     choice: Choice
     is_quiet: bool
@@ -51,7 +51,7 @@ class RunningPolicy:
         chains = [self._chain(view, wish, least_chance) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:
-            asked = tuple(view.request_id for view in views if _may_have_chains(view))
+            asked = tuple(view.request_id for view in views if view.is_free)
             self._seen = _Seen(choice, all(wish.is_plain for wish in choice.expansions), composition, asked)
             return choice
         self._seen = None
@@ -74,7 +74,7 @@ class RunningPolicy:
 
         A tree that ends by its nodes' chances is as deep as what is known is as likely as that.
         """
-        if not _may_have_chains(view):
+        if not view.is_free:
             return None
         asked = view.speculation
         most = min(self._longest, view.num_remaining - 1, self._longest if asked.max_nodes is None else asked.max_nodes)
@@ -91,8 +91,3 @@ class RunningPolicy:
             own = tuple(one for one in feedback.outcomes if one.request_id not in self._running or one.expansion.is_plain)
             feedback = replace(feedback, tell=lambda work=feedback.work: (work, own))  # type: ignore[misc]
         self._policy.observe(feedback)
-
-
-def _may_have_chains(view: SequenceView) -> bool:
-    """Return whether the request has chosen neither a tree nor none."""
-    return view.speculation.is_enabled and view.speculation.expansion is None

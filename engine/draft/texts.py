@@ -172,7 +172,7 @@ class TextCache:
     def advance(self, running: Iterable[str]) -> None:
         """Learn what was committed of these requests since, and index a bounded number of tokens of what waits.
 
-        Of those that somebody asked about, what is said of the next token is looked up: it will be asked for again.
+        Of those that somebody asked about and that have grown, what is said of the next token is looked up: it will be asked again.
         """
         self._num_waited += 1
         asked = []
@@ -180,7 +180,7 @@ class TextCache:
             self._is_asked, self._num_waited = False, 0
             self.num_follows += 1
             followed = [one for one in map(self._followed.get, running) if one is not None]
-            asked = [one for one in followed if one.is_asked]
+            asked = [one for one in followed if one.is_asked and one.num_unknown]
             for one in followed:
                 # Half of them will do where somebody else was asked about meanwhile: none waits twice as long.
                 if one.is_asked or 2 * one.num_unknown >= _FOLLOWED_TOGETHER:
@@ -236,7 +236,7 @@ class TextCache:
         while len(path_ids) < most_tokens:
             context = LawContext(one.request.sampling, one.history, len(one.request.prompt_ids), path_ids)
             told = self._told(one, path_ids)
-            if not self._is_sure(told):
+            if path_ids and not self._is_sure(told):
                 break
             law = self._law(told, context)
             if law is None or not law.is_sure or (chance := chance * law.chance) < least_chance:

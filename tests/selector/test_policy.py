@@ -19,7 +19,7 @@ from engine.policy import BatchViews, Choice, DraftOutcome, ExpansionPolicy, Rea
 from engine.tree import PLAIN, Expansion
 from engine.types import Speculation
 from selector.allocation import Allocation, Allocator
-from selector.cost import DRAFT_PRICES, KNOTS, CostModel
+from selector.cost import DRAFT_PRICES, KNOTS, CostModel, StageSeconds
 from selector.estimators import CountedAcceptance, Estimates, Estimator
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
@@ -586,6 +586,22 @@ def test_a_drafter_is_kept_up_where_that_is_cheap():
     assert not left.choose([dear[0].view("0")]).keeps_up
 
 
+def test_while_a_prompt_is_fed_drafters_are_kept_up_as_they_were_before():
+    """And who comes then is drafted for by what his own trees promise: it is nobody's choice that goes on."""
+    policy = adaptive(USUAL)
+    run(policy, USUAL, texts_of(0.8, 1), 100)
+    last = policy._standing.choice
+    assert last.reason is Reason.SPECULATION_PAYS
+    for keeps_up in (True, False):
+        policy._standing, policy._num_standing = replace(policy._standing, choice=replace(last, keeps_up=keeps_up)), 4
+        for num_prompt in (300, 100):
+            choice = policy.choose([Text(flat(0.5), num_prompt=num_prompt, name="new").view("new")])
+            assert (choice.expansions, choice.reason, choice.keeps_up) == ((PLAIN,), Reason.FIXED, keeps_up)
+            assert choice.prices == last.prices
+        assert not policy._num_standing
+        assert policy._standing.choice.reason is not Reason.SPECULATION_PAYS
+
+
 def test_a_prompt_is_fed_before_anything_is_drafted_and_foretold_of():
     text = Text(flat(0.9), context=700, num_prompt=600, num_unfed=601)
     policy = adaptive(USUAL)
@@ -702,6 +718,19 @@ def test_a_choice_that_is_confirmed_stands_twice_as_long():
     assert max(gaps) == 65  # while no probe can be paid
     assert max(thinking(Thinks, CHEAP, 1.0)) == 17
     assert max(thinking(NeverStandsLonger, DEAR, 0.0)) == 5
+
+
+def thinking_by_chance(odds: tuple[float, ...]) -> list[int]:
+    """Return the same where trees are noise-aware, and have chances of `odds`."""
+    machine = Machine(pass_s=0.001)
+    policy = Thinks(BY_CHANCE, CountedAcceptance(BY_CHANCE), profiled(machine), CHAIN)
+    run(policy, machine, texts_by_chance(odds, 1), 400)
+    return policy.gaps()
+
+
+def test_a_choice_of_noise_aware_trees_that_is_confirmed_stands_four_times_as_long_but_none_of_plain_decoding():
+    assert [*dict.fromkeys(thinking_by_chance((0.98,)))][-2:] == [9, 33]
+    assert {*thinking_by_chance((0.02,))} >= {9, 17, 33}
 
 
 def times_thought_over(machine: Machine) -> int:
@@ -1099,7 +1128,12 @@ def num_priced(slower: float, monkeypatch: pytest.MonkeyPatch) -> int:
     policy, texts = adaptive(USUAL), texts_of(0.8, 1)
     run(policy, USUAL, texts, 200)
     priced, observe = [], CostModel.observe
-    monkeypatch.setattr(CostModel, "observe", lambda self, *step: [priced.append(step), observe(self, *step)])  # type: ignore[func-returns-value]
+
+    def noted(self: CostModel, work: StepWork, seconds: StageSeconds) -> bool:
+        priced.append(work)
+        return observe(self, work, seconds)
+
+    monkeypatch.setattr(CostModel, "observe", noted)
     later = replace(USUAL, base_s=slower * USUAL.base_s)
     run(policy, later, texts, 64, seed=1)
     return len(priced)
@@ -1112,7 +1146,7 @@ def test_prices_are_learnt_from_more_steps_after_one_that_surprised(monkeypatch)
 
 
 def test_more_steps_than_usual_are_not_learnt_from_where_surprises_are_not_seen(monkeypatch):
-    monkeypatch.setattr(CostModel, "is_surprised", False)
+    monkeypatch.setattr(AdaptiveExpansion, "_is_surprised", property(lambda self: False, lambda self, value: None), raising=False)
     assert num_priced(4.0, monkeypatch) <= 64 // 8 + 2
 
 

@@ -183,42 +183,68 @@ def test_where_nobody_drafts_cached_text_is_looked_at_as_often_as_it_is_followed
     assert looks(plain, [7, 7, 8]) == [True, False, True], "others run than before"
     assert looks(plain, [None] * 3) == [True] * 3, "a prompt is fed"
     assert looks(FixedExpansion(PLAIN), [7] * 3) == [True] * 3, "every choice is a new one"
-    assert looks(SaysTheSame(TREE), [7] * 3) == [True] * 3, "somebody drafts"
+    assert looks(SaysTheSame(TREE), [7] * 3) == [True] * 3, "somebody drafts: at whether a run begins"
+
+
+class CountingRuns(Sure):
+    """A cache that counts how often it is asked for a run."""
+
+    num_asked = 0
+
+    def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
+        self.num_asked += 1
+        return super().run(request_id, most_tokens, least_chance)
+
+
+def test_where_somebody_drafts_no_more_is_looked_at_than_whether_a_run_begins():
+    """By a choice that stands for the same sequences."""
+    texts = CountingRuns({"r": 0})
+    policy = RunningPolicy(SaysTheSame(TREE), texts)
+    asked = []
+    for composition in (7, 7, 7, 8, None, None):
+        before = texts.num_asked
+        policy.choose(BatchViews(lambda: [view("r")], 1, composition))
+        asked.append(texts.num_asked - before)
+    assert asked == [1, 0, 0, 1, 1, 1]
 
 
 class StandsFor(FixedExpansion):
-    """A plain policy that makes its choice anew after so many steps."""
+    """A policy that makes its choice, always the same, anew after so many steps."""
 
-    def __init__(self, num_steps: int) -> None:
-        super().__init__(PLAIN)
-        self._num_steps, self._num_left = num_steps, 0
+    def __init__(self, num_steps: int, expansion: Expansion) -> None:
+        super().__init__(expansion)
+        self._num_steps, self._num_left, self._expansion = num_steps, 0, expansion
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         if not self._num_left:
-            self._choice, self._num_left = Choice((PLAIN,)), self._num_steps
+            self._choice, self._num_left = Choice((self._expansion,)), self._num_steps
         self._num_left -= 1
         return self._choice
 
 
-def first_chain(num_standing: int, num_known: int, composition: int | None) -> int:
+SHALLOW = Expansion(1, 1, 0)
+
+
+def first_chain(num_standing: int, num_known: int, composition: int | None, wish: Expansion = PLAIN) -> int:
     """Return the first step that runs on a text which repeats itself, of which so many tokens are new."""
     prompt = tuple(range(100, 100 + num_known))
     texts, history = TextCache(), [*prompt]
     texts.begin(Request("r", prompt, SamplingParams(max_tokens=500)), history)
-    policy = RunningPolicy(StandsFor(num_standing), texts)
+    policy = RunningPolicy(StandsFor(num_standing, wish), texts)
     for step in range(200):
         history.append(step % 12)
         texts.advance(["r"])
         choice = policy.choose(BatchViews(lambda: [view("r")], 1, composition))
-        if not choice.expansions[0].is_plain:
+        if choice.expansions[0] != wish:
             return step
     return 200
 
 
 @pytest.mark.parametrize("num_known", range(4, 9))
 @pytest.mark.parametrize("num_standing", [4, 16, 33, 1000])
-def test_a_text_that_begins_to_repeat_itself_is_seen_as_soon_as_if_looked_at_in_every_step(num_standing, num_known):
-    assert first_chain(num_standing, num_known, 7) == first_chain(num_standing, num_known, None) < 100
+@pytest.mark.parametrize("wish", [PLAIN, SHALLOW], ids=["nobody drafts", "somebody drafts"])
+def test_a_text_that_begins_to_repeat_itself_is_seen_as_soon_as_if_looked_at_in_every_step(num_standing, num_known, wish):
+    assert first_chain(num_standing, num_known, 7, wish) == first_chain(num_standing, num_known, None, wish) < 100
 
 
 def test_looks_in_another_phase_than_texts_are_followed_in_see_it_late(monkeypatch):
