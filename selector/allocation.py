@@ -160,6 +160,8 @@ class Allocator:
         Where entries differ by the least chance of a node that is all: what a node costs is the same for everybody.
         """
         num_rows = len(self._rows)
+        if num_rows == 1:
+            return self._best_of(np.flatnonzero(self._is_allowed_BM[0])[:, None])
         gain_MB = np.where(self._is_allowed_BM, self._estimates.tokens - 1.0, -1.0)[:, 1:].T
         spent_MB = (self._estimates.nodes + self._fed_BM)[:, 1:].T
         rank_MB = np.argsort(np.argsort(-gain_MB / np.maximum(spent_MB, 1e-9), axis=1, kind="stable"), axis=1)

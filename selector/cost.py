@@ -184,32 +184,28 @@ class CostModel:
         token_s = until * slopes[first] + (1.0 - until) * slopes[min(first + 1, len(KNOTS) - 1)]
         return Marginals(token_s, prices["drawn"], prices["score"] / _KEYS, prices["draft_token"])
 
-    def observe(self, work: StepWork, seconds: StageSeconds) -> bool:
-        """Learn from a step that ran; return whether its seconds were out of bounds."""
+    def observe(self, work: StepWork, seconds: StageSeconds) -> None:
+        """Learn from a step that ran."""
         if not self._has_scale and seconds.rest_s > 0.0:
             self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(Works.of([work]))[0])
             self._has_scale = True
         self._forget(1.0 - _FORGETTING)
-        is_surprised = self._correct("rest", [*_rest_of(work), *_NO_DRAFT], seconds.rest_s)
+        self._correct("rest", [*_rest_of(work), *_NO_DRAFT], seconds.rest_s)
         if work.num_passes or work.num_rounds:
-            is_surprised |= self._correct("draft", [*_NO_REST, *_draft_of(work)], seconds.draft_s)
+            self._correct("draft", [*_NO_REST, *_draft_of(work)], seconds.draft_s)
         self._known = None
-        return is_surprised
 
     def _forget(self, share: float) -> None:
         """Become as unsure as the prior, by that share."""
         self._covariance_KK *= 1.0 - share
         self._covariance_KK += share * self._prior_KK
 
-    def _correct(self, name: str, features: Sequence[float], seen_s: float) -> bool:
-        """Move prices towards what would have predicted the seconds seen of a part; return whether those were out of bounds.
-
-        Errors are relative to the prior's.
-        """
+    def _correct(self, name: str, features: Sequence[float], seen_s: float) -> None:
+        """Move prices towards what would have predicted the seconds seen of a part; errors are relative to the prior's."""
         weights_K = np.array(features) * self._prior_K
         scale_s = float(weights_K.sum())
         if scale_s <= 0.0 or not isfinite(seen_s):
-            return False
+            return
         weights_K /= scale_s
         expected = 1.0 + float(weights_K @ self._error_K)
         towards_K = self._covariance_KK @ weights_K
@@ -217,7 +213,7 @@ class CostModel:
         variance = float(weights_K @ towards_K) + noise
         surprise = seen_s / scale_s - expected
         bound = _MOST_SIGMAS * variance**0.5
-        is_clipped = bool(abs(surprise) > bound)
+        is_clipped = abs(surprise) > bound
         if is_clipped and self._was_clipped[name]:
             # Back towards the prior and no farther: what is not seen would become unsure without bound.
             self._forget(_FORGOTTEN)
@@ -225,7 +221,6 @@ class CostModel:
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))
         self._covariance_KK -= gain_K[:, None] * towards_K
-        return is_clipped
 
 
 def _as_array(seconds: Array | float) -> Array:

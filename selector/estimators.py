@@ -212,9 +212,10 @@ class CountedAcceptance:
 
     def _part(self, menu: Menu) -> "_Part":
         """Return what is known of the trees of a part of the menu."""
-        if menu not in self._parts:
-            self._parts[menu] = _part_of(menu, self._menu, self._whole.table_SG)
-        return self._parts[menu]
+        part = self._parts.get(menu)
+        if part is None:
+            part = self._parts[menu] = _part_of(menu, self._menu, self._whole.table_SG)
+        return part
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from trees; a row that was plain says nothing."""

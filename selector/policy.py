@@ -28,12 +28,11 @@ _logger = logging.getLogger(__name__)
 # where somebody drafts, and where nobody does. Where nobody does, all are divided by what is at stake.
 _SETTLED_STEPS, _MOST_SETTLED, _MOST_SETTLED_PLAIN = 4, 16, 32
 _MOST_UNPROBED = 64  # steps for which plain decoding stands, however little is at stake, while no probe can be made
-_SETTLED_BY_CHANCE = 2  # times as long, and as much longer: such trees find their size at each step themselves
+_SETTLED_BY_CHANCE = 2  # times as long: such trees find their size at each step themselves
 _LEAST_STAKE = 1 / 16  # of plain decoding's rate, the least that is thought at stake: prices may be what is wrong
 _CONFIRMED = 4  # steps with drafts, that must have taught prices before those are believed to leave little to win
-# The first steps all teach prices, and all that follow a choice before which one surprised; else probes do, and one of so many:
-_PRICED_ALWAYS = 48
-_PRICED_EVERY = 8  # of those in which somebody drafts
+_PRICED_ALWAYS = 48  # first steps that all teach prices; of later ones probes do, and one of so many:
+_PRICED_EVERY = 4  # of those in which somebody drafts
 _PRICED_EVERY_PLAIN = 15  # of those in which nobody does; texts are followed in every eighth, and these fall on all of its places
 _FIRST_PLAIN, _PLAIN_EVERY = 8, 128  # steps in a row in which somebody drafts, before plain decoding is measured again
 _MOST_UNLEARNT = 16  # steps that wait for the next choice to be learnt from
@@ -104,8 +103,6 @@ class AdaptiveExpansion:
         self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
-        self._is_surprised = False  # whether seconds of a step since the last choice were out of bounds
-        self._was_surprised = False  # the same of the choice before
         self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each teaches prices
         self._has_failed_to_learn = False
         self._own_tokens: dict[str, float | None] = {}  # a step, of sequences whose requests ask for trees; None: not known yet
@@ -124,7 +121,6 @@ class AdaptiveExpansion:
         choice = self._stood(views)
         if choice is None:
             self._learn_unlearnt()
-            self._was_surprised, self._is_surprised = self._is_surprised, False
             choice = self._chosen(views)
         choice = choice if _all_decode(views) else _beside_prompts(choice)
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
@@ -216,7 +212,7 @@ class AdaptiveExpansion:
         return choice
 
     def _while_fed(self, num_rows: int) -> Choice:
-        """Return plain decoding while there is nobody to choose for but who is fed a prompt: drafters are kept up as they were."""
+        """Return plain decoding while all to choose for are fed their prompts: drafters are kept up as they were before."""
         last = self._standing.choice
         choice = Choice((PLAIN,) * num_rows, prices=last.prices, keeps_up=last.keeps_up)
         self._standing = _Standing({}, choice)
@@ -249,12 +245,12 @@ class AdaptiveExpansion:
         What roots said confirms nothing: later ones may say something else.
         """
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
-        least, most, longer = times * self._settled_steps, times * _MOST_SETTLED, 2 * times
+        least, most = times * self._settled_steps, times * _MOST_SETTLED
         if reason is Reason.PLAIN_IS_BEST:
-            least, most, longer = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake), 2
+            least, most = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake)
         if reads_roots or last.choice.reason is not reason or any(last.trees.get(name) != tree for name, tree in trees.items()):
             return least
-        return max(least, min(most, longer * last.num_settled))
+        return max(least, min(most, 2 * last.num_settled))
 
     def _stand_unprobed(self) -> None:
         """Let plain decoding stand until a probe can be made, once prices are known: before that nothing is learnt of texts.
@@ -349,12 +345,11 @@ class AdaptiveExpansion:
             return False
         self._num_priced += 1
         every = _PRICED_EVERY if feedback.has_drafted else _PRICED_EVERY_PLAIN
-        is_unsure = self._num_priced <= _PRICED_ALWAYS or self._was_surprised
-        return is_unsure or is_probe or self._num_priced % every == 0
+        return self._num_priced <= _PRICED_ALWAYS or is_probe or self._num_priced % every == 0
 
     def _learn(self, feedback: StepFeedback, is_priced: bool) -> None:
         if is_priced and feedback.outcomes:
-            self._is_surprised |= self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
+            self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
             self._num_confirming += feedback.has_drafted
         if feedback.has_drafted:
             if not feedback.has_prefill:
@@ -521,16 +516,19 @@ def _pays(best: Allocation, plain: Allocation, margin: float) -> bool:
 
 def _within_bounds(estimates: Estimates, batch: _Batch) -> Estimates:
     """Return what trees that end by their nodes' chances bring within each sequence's bound and what remains of its text."""
-    is_cut_M = batch.menu.least_chances > 0.0
+    menu = batch.menu
     bounds = [(one.speculation.max_nodes, max(0, one.num_remaining - 1)) for one in batch.views]
+    least_room = min(remaining if most is None else min(most, remaining) for most, remaining in bounds)
+    is_bounded = any(most is not None and most < menu.num_nodes[-1] for most, _ in bounds)
+    is_cut_M = menu.least_chances > 0.0
+    if not is_cut_M.any() or not (is_bounded or least_room < menu.depths[-1]):
+        return estimates
     most_nodes_B = np.array([inf if most is None else float(most) for most, _ in bounds])
     remaining_B = np.array([float(remaining) for _, remaining in bounds])
     most_depth_B = np.minimum(remaining_B, most_nodes_B)
-    if not is_cut_M.any() or (most_nodes_B.min() >= batch.menu.num_nodes[-1] and most_depth_B.min() >= batch.menu.depths[-1]):
-        return estimates
     # What is too deep is left out level by level. Levels are taken to come with one chance each, given the one before: that of
     # which so many tokens would be expected if there were no end. Who has a bound on nodes tells of trees within it.
-    more_BM, depths_M = estimates.tokens - 1.0, np.maximum(batch.menu.depths, 1)
+    more_BM, depths_M = estimates.tokens - 1.0, np.maximum(menu.depths, 1)
     chance_BM = more_BM / (1.0 + more_BM)
     share_BM = (1.0 - chance_BM ** np.minimum(remaining_B[:, None], depths_M)) / (1.0 - chance_BM**depths_M)
     bounded = (

@@ -172,7 +172,7 @@ class TextCache:
     def advance(self, running: Iterable[str]) -> None:
         """Learn what was committed of these requests since, and index a bounded number of tokens of what waits.
 
-        Of those that somebody asked about and that have grown, what is said of the next token is looked up: it will be asked again.
+        Of those that have grown and that somebody asked about, what is said of the next token is looked up: it will be asked.
         """
         self._num_waited += 1
         asked = []

@@ -19,7 +19,7 @@ from engine.policy import BatchViews, Choice, DraftOutcome, ExpansionPolicy, Rea
 from engine.tree import PLAIN, Expansion
 from engine.types import Speculation
 from selector.allocation import Allocation, Allocator
-from selector.cost import DRAFT_PRICES, KNOTS, CostModel, StageSeconds
+from selector.cost import DRAFT_PRICES, KNOTS, CostModel
 from selector.estimators import CountedAcceptance, Estimates, Estimator
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
@@ -720,19 +720,6 @@ def test_a_choice_that_is_confirmed_stands_twice_as_long():
     assert max(thinking(NeverStandsLonger, DEAR, 0.0)) == 5
 
 
-def thinking_by_chance(odds: tuple[float, ...]) -> list[int]:
-    """Return the same where trees are noise-aware, and have chances of `odds`."""
-    machine = Machine(pass_s=0.001)
-    policy = Thinks(BY_CHANCE, CountedAcceptance(BY_CHANCE), profiled(machine), CHAIN)
-    run(policy, machine, texts_by_chance(odds, 1), 400)
-    return policy.gaps()
-
-
-def test_a_choice_of_noise_aware_trees_that_is_confirmed_stands_four_times_as_long_but_none_of_plain_decoding():
-    assert [*dict.fromkeys(thinking_by_chance((0.98,)))][-2:] == [9, 33]
-    assert {*thinking_by_chance((0.02,))} >= {9, 17, 33}
-
-
 def times_thought_over(machine: Machine) -> int:
     """Return how often a choice of plain decoding was thought over in 40 texts of 50 tokens, none of which can be drafted."""
     policy, names = thinker(machine), count()
@@ -1121,33 +1108,6 @@ def test_trees_must_bring_more_than_their_seconds_are_worth():
     assert _pays(tree, plain, 1.15)
     assert not _pays(replace(tree, tokens=2.9), plain, 1.15)
     assert not _pays(replace(tree, tokens=2.0), plain, 1.0)
-
-
-def num_priced(slower: float, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how many of 64 steps with drafts teach prices, on a machine that has just become so much slower."""
-    policy, texts = adaptive(USUAL), texts_of(0.8, 1)
-    run(policy, USUAL, texts, 200)
-    priced, observe = [], CostModel.observe
-
-    def noted(self: CostModel, work: StepWork, seconds: StageSeconds) -> bool:
-        priced.append(work)
-        return observe(self, work, seconds)
-
-    monkeypatch.setattr(CostModel, "observe", noted)
-    later = replace(USUAL, base_s=slower * USUAL.base_s)
-    run(policy, later, texts, 64, seed=1)
-    return len(priced)
-
-
-def test_prices_are_learnt_from_more_steps_after_one_that_surprised(monkeypatch):
-    """One step in eight, while they take what is foretold."""
-    usual = num_priced(1.0, monkeypatch)
-    assert usual <= 64 // 8 + 2 <= num_priced(4.0, monkeypatch) - 4
-
-
-def test_more_steps_than_usual_are_not_learnt_from_where_surprises_are_not_seen(monkeypatch):
-    monkeypatch.setattr(AdaptiveExpansion, "_is_surprised", property(lambda self: False, lambda self, value: None), raising=False)
-    assert num_priced(4.0, monkeypatch) <= 64 // 8 + 2
 
 
 class LearnsAtOnce(AdaptiveExpansion):
