@@ -168,14 +168,10 @@ class AdaptiveExpansion:
         return choice
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
-        self._num_standing = 0
         own = [view.request_id for view in views if not _own_tree(view).is_plain]
         self._own_tokens = {name: self._own_tokens.get(name) for name in own}
-        free = [view for view in views if view.is_free]
-        if not free:
+        if not any(view.is_free for view in views):
             return Choice((PLAIN,) * len(views))
-        if not any(map(_decodes, free)):
-            return self._while_fed(len(views))
         batch = self._batch(views)
         estimates = _within_bounds(self._estimator.estimate(batch.views, batch.menu), batch)
         if not np.isfinite(estimates.tokens.sum() + estimates.nodes.sum() + estimates.passes.sum()):
@@ -209,13 +205,6 @@ class AdaptiveExpansion:
             return choice
         choice = self._choice(batch, allocator, probing, plain, Reason.PROBE, views)
         self._probe_s, self._probe_tokens = choice.step_s, probing.tokens - best.tokens
-        return choice
-
-    def _while_fed(self, num_rows: int) -> Choice:
-        """Return plain decoding while all to choose for are fed their prompts: drafters are kept up as they were before."""
-        last = self._standing.choice
-        choice = Choice((PLAIN,) * num_rows, prices=last.prices, keeps_up=last.keeps_up)
-        self._standing = _Standing({}, choice)
         return choice
 
     def _of_later_steps(self, choice: Choice, chosen: Allocation, views: Sequence[SequenceView]) -> Choice:

@@ -586,22 +586,6 @@ def test_a_drafter_is_kept_up_where_that_is_cheap():
     assert not left.choose([dear[0].view("0")]).keeps_up
 
 
-def test_while_a_prompt_is_fed_drafters_are_kept_up_as_they_were_before():
-    """And who comes then is drafted for by what his own trees promise: it is nobody's choice that goes on."""
-    policy = adaptive(USUAL)
-    run(policy, USUAL, texts_of(0.8, 1), 100)
-    last = policy._standing.choice
-    assert last.reason is Reason.SPECULATION_PAYS
-    for keeps_up in (True, False):
-        policy._standing, policy._num_standing = replace(policy._standing, choice=replace(last, keeps_up=keeps_up)), 4
-        for num_prompt in (300, 100):
-            choice = policy.choose([Text(flat(0.5), num_prompt=num_prompt, name="new").view("new")])
-            assert (choice.expansions, choice.reason, choice.keeps_up) == ((PLAIN,), Reason.FIXED, keeps_up)
-            assert choice.prices == last.prices
-        assert not policy._num_standing
-        assert policy._standing.choice.reason is not Reason.SPECULATION_PAYS
-
-
 def test_a_prompt_is_fed_before_anything_is_drafted_and_foretold_of():
     text = Text(flat(0.9), context=700, num_prompt=600, num_unfed=601)
     policy = adaptive(USUAL)
