@@ -32,15 +32,22 @@ struct InputGroup {
   int32_t from_zero[2];  // of each half: what codes of 0, which stand for -32, come to
 };
 
-struct CompactRows {
-  std::vector<InputGroup> groups;  // [T, padded / 32]
+constexpr int64_t kRowsTogether = 24;  // whose parts of a group lie together: no part of a pass has more
 
-  void reserve(int64_t rows, int64_t padded) { grow(groups, rows * padded / kGroup); }
+struct CompactRows {
+  std::vector<InputGroup> groups;  // [T / 24, padded / 32, stride]
+  int64_t stride = 1;              // rows that lie together: 24, or all that there are
+
+  void begin(int64_t rows) { stride = std::min(rows, kRowsTogether); }
+  void reserve(int64_t rows, int64_t padded) { grow(groups, (rows + kRowsTogether - 1) / kRowsTogether * stride * (padded / kGroup)); }
+
+  // Where row t's group g of so many lies, next to those of the rows after it; the next group lies a stride on.
+  int64_t place(int64_t t, int64_t g, int64_t num_groups) const { return (t / kRowsTogether * num_groups + g) * stride + t % kRowsTogether; }
 
   // Row t: x [n], rounded.
   void set(int64_t t, const float* x, int64_t n, int64_t padded) {
-    InputGroup* group = groups.data() + t * (padded / kGroup);
-    for (int64_t i = 0; i < padded; i += kGroup, group++) {
+    InputGroup* group = groups.data() + place(t, 0, padded / kGroup);
+    for (int64_t i = 0; i < padded; i += kGroup, group += stride) {
       const Floats first = load(lanes_left(std::max<int64_t>(0, n - i)), x + i);
       const Floats second = load(lanes_left(std::max<int64_t>(0, n - i - kLanes)), x + i + kLanes);
       const float range = most(larger(magnitude(first), magnitude(second)));

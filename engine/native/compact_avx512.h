@@ -15,7 +15,7 @@ inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_
   static_assert(C * kLanes == kBlock);
   constexpr int kLines = lines_of(Bits), kParts = Bits == 6 ? 2 : 1;  // of a group, that have a scale each
   constexpr int kAll = 8, kQuads = kAll / kParts, kFetches = kLines / 4;  // quads of a group, and of a part
-  const InputGroup* rows = in.groups.data() + t * num_groups;
+  const InputGroup* x = in.groups.data() + in.place(t, stretch.begin, num_groups);
   const __m512i low = _mm512_set1_epi8(0x0F), high_two = _mm512_set1_epi8(0x30);
   const auto fetch_now = [&](int step) {  // evenly over a record
     LATEBRANCH_UNROLL for (int i = step * kFetches / kAll; i < (step + 1) * kFetches / kAll; i++) stretch.fetch_some<true>();
@@ -24,14 +24,13 @@ inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_
   Floats sums[R][C];
   LATEBRANCH_UNROLL for (int r = 0; kStay && r < R; r++)
     LATEBRANCH_UNROLL for (int c = 0; c < C; c++) sums[r][c] = load(y + r * kBlock + c * kLanes);
-  for (int64_t g = stretch.begin; g < stretch.end; g++) {
+  for (int64_t g = stretch.begin; g < stretch.end; g++, x += in.stride) {
     const char* record = block + g * kLines * kLine;
     const char* scales = record + (kLines - 4) * kLine;
     LATEBRANCH_UNROLL for (int part = 0; part < kParts; part++) {
       __m512i dots[R][C];
       LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-        const InputGroup& x = rows[r * num_groups + g];
-        const int32_t from = Bits == 4 ? 0 : Bits == 6 ? x.from_zero[part] : 4 * (x.from_zero[0] + x.from_zero[1]);  // 128 is 4 x 32
+        const int32_t from = Bits == 4 ? 0 : Bits == 6 ? x[r].from_zero[part] : 4 * (x[r].from_zero[0] + x[r].from_zero[1]);  // 128 is 4 x 32
         LATEBRANCH_UNROLL for (int c = 0; c < C; c++) dots[r][c] = _mm512_set1_epi32(from);
       }
       __m512i twos[C];
@@ -56,7 +55,7 @@ inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_
         }
         LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
           int32_t inputs;
-          std::memcpy(&inputs, rows[r * num_groups + g].inputs + 4 * quad, 4);
+          std::memcpy(&inputs, x[r].inputs + 4 * quad, 4);
           const __m512i four = _mm512_set1_epi32(inputs);
           LATEBRANCH_UNROLL for (int c = 0; c < C; c++) add_dots(dots[r][c], w[c], four);
         }
@@ -67,8 +66,7 @@ inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_
         if constexpr (Bits == 4) offset[c] = load(0xFFFF, (const Half*)(scales + 128) + c * kLanes);
       }
       LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-        const InputGroup& x = rows[r * num_groups + g];
-        const Floats input_scale = spread(x.scale), total = spread(x.total);
+        const Floats input_scale = spread(x[r].scale), total = spread(x[r].total);
         LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
           float* to = y + r * kBlock + c * kLanes;
           Floats sum = fused(_mm512_cvtepi32_ps(dots[r][c]) * input_scale, scale[c], kStay ? sums[r][c] : load(to));

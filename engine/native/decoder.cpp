@@ -39,7 +39,7 @@ void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads
 void latebranch_linear(const Linear* linear, const float* x, int64_t num_rows, float* y, int num_threads) {
   LentScratch scratch;
   Inputs& inputs = (*scratch).inputs;
-  inputs.reserve(num_rows, *linear);
+  inputs.begin(num_rows), inputs.reserve(*linear);
   Pool::shared().run(num_threads, [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t t) { inputs.set(t, x + t * linear->in, *linear); });
     all_outputs(worker, *linear, inputs, num_rows, y, false);
@@ -57,7 +57,7 @@ void latebranch_keep(const Features* features, const float* const* states, int64
 void latebranch_fuse(const Features* features, const int64_t* slots, int64_t num_rows, float* out, int num_threads) {
   LentScratch lent;
   Scratch& scratch = *lent;
-  scratch.inputs.reserve(num_rows, features->linear), scratch.lend_rooms(num_threads, features->linear.in);
+  scratch.inputs.begin(num_rows), scratch.inputs.reserve(features->linear), scratch.lend_rooms(num_threads, features->linear.in);
   Pool::shared().run(num_threads, [&](Worker& worker) { fuse(worker, scratch, *features, slots, num_rows, out); });
 }
 

@@ -22,7 +22,7 @@
 namespace latebranch {
 
 constexpr int64_t kBlock = 64;
-constexpr int64_t kPanel = 96;  // rows whose inputs stay near while all weights pass
+constexpr int64_t kPanel = 4 * kRowsTogether;  // rows whose inputs stay near while all weights pass
 constexpr float kLargest = 127.0f * 128.0f;
 constexpr int64_t kLine = 64, kWidth = 256;  // bytes of memory that come together, and of a block that all columns read at a time
 
@@ -111,14 +111,21 @@ struct Stretch {
 
 namespace latebranch {
 
+static_assert(kPartRows == kRowsTogether);
+
 // Rows as linear layers read them.
 struct Inputs {
   std::vector<float> values;  // float32 and bfloat16 [T, padded]
   RoundedRows rounded;        // int8
   std::vector<float> scale;   // int8 [T]
   CompactRows compact;
+  int64_t rows = 0;
 
-  void reserve(int64_t rows, const Linear& linear) {
+  // Begin anew, with so many rows at most.
+  void begin(int64_t count) { rows = count, compact.begin(count); }
+
+  // Have room for what `linear` is to read.
+  void reserve(const Linear& linear) {
     if (linear.is_compact()) {
       compact.reserve(rows, linear.padded_in());
     } else if (linear.format == kInt8) {

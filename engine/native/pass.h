@@ -170,14 +170,15 @@ class Run {
     s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
     if (p_.largest) s_.largest.assign(num_threads, std::vector<Largest>(p_.num_rows));
     s_.lend_rooms(num_threads, std::max(2 * d_.width, p_.features ? p_.features->linear.in : 0));
-    if (d_.is_head()) s_.inputs.reserve(T, d_.token);
+    s_.inputs.begin(T);
+    if (d_.is_head()) s_.inputs.reserve(d_.token);
     for (int64_t l = 0; l < d_.num_layers; l++)
-      for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(T, *one);
-    s_.inputs.reserve(p_.num_rows, d_.head);
+      for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(*one);
+    s_.inputs.reserve(d_.head);
     keeps_last_ = p_.kept[d_.num_layers];
     if (const Features* f = p_.features) {
       if (d_.is_head()) {
-        s_.inputs.reserve(T, f->linear);
+        s_.inputs.reserve(f->linear);
       } else {
         keeps_last_ |= std::count(f->after, f->after + f->num_states, d_.num_layers) > 0;
       }
