@@ -60,7 +60,10 @@ class RunningPolicy:
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None)
 
     def _sees_nothing_new(self, choice: Choice, composition: int | None) -> bool:
-        """Return whether there is no chain for those who had none of late, whose choice is what it was: no look is needed."""
+        """Return whether there is no chain for those who had none of late, whose choice is what it was: no look is needed.
+
+        Asked once a choice: keeps how often texts had been followed by then.
+        """
         seen, before = self._seen, self._num_follows
         self._num_follows = self._texts.num_follows
         if seen is None or seen.choice is not choice or composition is None or seen.composition != composition:

@@ -5,9 +5,9 @@
 
 namespace latebranch {
 
-// Registers that a pass over a block takes of its columns: one, so that all that several rows' sums need stays in registers. One row,
-// which waits for memory, reads its weights once.
-constexpr int compact_columns(int rows) { return rows == 1 ? 8 : 1; }
+// Registers that a pass over a block takes of its columns: one, so that all that its sums need stays in registers, and one row's pass
+// is not the only one over what it reads.
+constexpr int compact_columns(int) { return 1; }
 
 inline __m256i four_of(const int8_t* from) {
   int32_t four;
@@ -27,93 +27,71 @@ inline __m256i half_line(const char* record, int line, int column) {
   return _mm256_load_si256((const __m256i*)(record + line * kLine + column % 2 * 32));
 }
 
-// Fetch some of a record that is read next: all of it, or what is a column's share.
-template <int kLines, bool kAllColumns>
-inline void fetch_some_of_record(Stretch& stretch) {
-  constexpr int kSteps = kLines / 4, kColumns = kBlock / kRegister, kShare = (kLines + kColumns - 1) / kColumns;
-  if constexpr (kAllColumns) {
-    for (int i = 0; i < kSteps; i++) stretch.fetch_some<true>();
-  } else {
-    LATEBRANCH_UNROLL for (int line = 0; line < kShare; line++) fetch<false>(stretch.next + line * kLine);
-    stretch.next += kSteps * stretch.step;
-  }
-}
-
-// R rows by C registers of 8 outputs of a stretch of groups, from register `column` on, added to y [R][64].
-template <int Bits, int R, int C>
+// R rows by the 8 outputs of a register of a stretch of groups, added to y [R][64].
+template <int Bits, int R>
 inline void tile_compact(const CompactRows& in, int64_t num_groups, int64_t t, const char* block, int column, Stretch& stretch, float* y) {
   constexpr int kParts = Bits == 6 ? 2 : 1, kLines = lines_of(Bits);
-  constexpr bool kStay = C == 1;  // sums of groups, in registers
+  constexpr int kColumns = kBlock / kRegister, kShare = (kLines + kColumns - 1) / kColumns;  // lines of a record for each column to fetch
+  const int vector = column / 2;
   const InputGroup* x = in.groups.data() + in.place(t, stretch.begin, num_groups);
   const __m256i low = _mm256_set1_epi8(0x0F), high_two = _mm256_set1_epi8(0x30);
   Register sums[R];
-  LATEBRANCH_UNROLL for (int r = 0; kStay && r < R; r++) sums[r] = load_register(y + r * kBlock + column * kRegister);
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++) sums[r] = load_register(y + r * kBlock + column * kRegister);
   for (int64_t g = stretch.begin; g < stretch.end; g++, x += in.stride) {
     const char *record = block + g * kLines * kLine, *scales = record + (kLines - 4) * kLine;
-    fetch_some_of_record<kLines, C * kRegister == kBlock>(stretch);
+    LATEBRANCH_UNROLL for (int line = 0; line < kShare; line++) fetch<false>(stretch.next + line * kLine);
+    stretch.next += kLines / 4 * stretch.step;
     LATEBRANCH_UNROLL for (int part = 0; part < kParts; part++) {
-      LATEBRANCH_UNROLL for (int c = 0; c < C; c++) {
-        const int at = column + c, vector = at / 2;
-        __m256i dots[R];
-        if constexpr (Bits == 4) {  // eight pairs of at most 2 x 15 x 127 are below 2^15
-          LATEBRANCH_UNROLL for (int r = 0; r < R; r++) dots[r] = _mm256_setzero_si256();
-          LATEBRANCH_UNROLL for (int i = 0; i < 4; i++) {
-            const __m256i both = half_line(record, 4 * i + vector, at);
-            const __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-            LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-              add_pairs(dots[r], _mm256_maddubs_epi16(first, four_of(x[r].inputs + 4 * i)));
-              add_pairs(dots[r], _mm256_maddubs_epi16(second, four_of(x[r].inputs + 4 * i + 16)));
-            }
-          }
-          LATEBRANCH_UNROLL for (int r = 0; r < R; r++) dots[r] = in_fours(dots[r]);
-        } else if constexpr (Bits == 6) {  // two pairs of at most 2 x 63 x 127 are
-          LATEBRANCH_UNROLL for (int r = 0; r < R; r++) dots[r] = _mm256_set1_epi32(x[r].from_zero[part]);
-          const __m256i twos = half_line(record, 16 + 4 * part + vector, at);
-          const __m256i two[] = {_mm256_slli_epi16(twos, 4), _mm256_slli_epi16(twos, 2), twos, _mm256_srli_epi16(twos, 2)};
-          LATEBRANCH_UNROLL for (int i = 0; i < 4; i += 2) {
-            __m256i w[2];
-            LATEBRANCH_UNROLL for (int j = 0; j < 2; j++) {
-              const __m256i both = half_line(record, 4 * (i + j) + vector, at), four = part ? _mm256_srli_epi16(both, 4) : both;
-              w[j] = _mm256_or_si256(_mm256_and_si256(four, low), _mm256_and_si256(two[i + j], high_two));
-            }
-            LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-              const int8_t* inputs = x[r].inputs + 16 * part + 4 * i;
-              __m256i pairs = _mm256_maddubs_epi16(w[0], four_of(inputs));
-              add_pairs(pairs, _mm256_maddubs_epi16(w[1], four_of(inputs + 4)));
-              add_fours(dots[r], in_fours(pairs));
-            }
-          }
-        } else {
-          LATEBRANCH_UNROLL for (int r = 0; r < R; r++) dots[r] = _mm256_setzero_si256();
-          LATEBRANCH_UNROLL for (int quad = 0; quad < 8; quad++) {
-            const __m256i w = _mm256_xor_si256(half_line(record, 4 * quad + vector, at), _mm256_set1_epi8((char)0x80)), size = _mm256_abs_epi8(w);
-            LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
-              add_fours(dots[r], in_fours(_mm256_maddubs_epi16(size, _mm256_sign_epi8(four_of(x[r].inputs + 4 * quad), w))));
+      __m256i dots[R];
+      LATEBRANCH_UNROLL for (int r = 0; r < R; r++) dots[r] = _mm256_set1_epi32(Bits == 6 ? x[r].from_zero[part] : 0);
+      if constexpr (Bits == 4) {  // eight pairs of at most 2 x 15 x 127 are below 2^15
+        LATEBRANCH_UNROLL for (int i = 0; i < 4; i++) {
+          const __m256i both = half_line(record, 4 * i + vector, column);
+          const __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+          LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+            add_pairs(dots[r], _mm256_maddubs_epi16(first, four_of(x[r].inputs + 4 * i)));
+            add_pairs(dots[r], _mm256_maddubs_epi16(second, four_of(x[r].inputs + 4 * i + 16)));
           }
         }
-        const Half* halves = (const Half*)scales + part * kBlock + at * kRegister;
-        const Register scale = Bits == 8 ? load_register((const float*)scales + at * kRegister) : load_register(0xFF, halves);
-        LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
-          float* to = y + r * kBlock + at * kRegister;
-          Register sum = fused(_mm256_cvtepi32_ps(dots[r]) * register_of(x[r].scale), scale, kStay ? sums[r] : load_register(to));
-          if constexpr (Bits == 4) sum = fused(register_of(x[r].total), load_register(0xFF, halves + kBlock), sum);
-          if constexpr (kStay) {
-            sums[r] = sum;
-          } else {
-            store_register(to, sum);
+        LATEBRANCH_UNROLL for (int r = 0; r < R; r++) dots[r] = in_fours(dots[r]);
+      } else if constexpr (Bits == 6) {  // two pairs of at most 2 x 63 x 127 are
+        const __m256i twos = half_line(record, 16 + 4 * part + vector, column);
+        const __m256i two[] = {_mm256_slli_epi16(twos, 4), _mm256_slli_epi16(twos, 2), twos, _mm256_srli_epi16(twos, 2)};
+        LATEBRANCH_UNROLL for (int i = 0; i < 4; i += 2) {
+          __m256i w[2];
+          LATEBRANCH_UNROLL for (int j = 0; j < 2; j++) {
+            const __m256i both = half_line(record, 4 * (i + j) + vector, column), four = part ? _mm256_srli_epi16(both, 4) : both;
+            w[j] = _mm256_or_si256(_mm256_and_si256(four, low), _mm256_and_si256(two[i + j], high_two));
+          }
+          LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+            const int8_t* inputs = x[r].inputs + 16 * part + 4 * i;
+            __m256i pairs = _mm256_maddubs_epi16(w[0], four_of(inputs));
+            add_pairs(pairs, _mm256_maddubs_epi16(w[1], four_of(inputs + 4)));
+            add_fours(dots[r], in_fours(pairs));
           }
         }
+      } else {
+        LATEBRANCH_UNROLL for (int quad = 0; quad < 8; quad++) {
+          const __m256i w = _mm256_xor_si256(half_line(record, 4 * quad + vector, column), _mm256_set1_epi8((char)0x80)), size = _mm256_abs_epi8(w);
+          LATEBRANCH_UNROLL for (int r = 0; r < R; r++)
+            add_fours(dots[r], in_fours(_mm256_maddubs_epi16(size, _mm256_sign_epi8(four_of(x[r].inputs + 4 * quad), w))));
+        }
+      }
+      const Half* halves = (const Half*)scales + part * kBlock + column * kRegister;
+      const Register scale = Bits == 8 ? load_register((const float*)scales + column * kRegister) : load_register(0xFF, halves);
+      LATEBRANCH_UNROLL for (int r = 0; r < R; r++) {
+        sums[r] = fused(_mm256_cvtepi32_ps(dots[r]) * register_of(x[r].scale), scale, sums[r]);
+        if constexpr (Bits == 4) sums[r] = fused(register_of(x[r].total), load_register(0xFF, halves + kBlock), sums[r]);
       }
     }
   }
-  LATEBRANCH_UNROLL for (int r = 0; kStay && r < R; r++) store_register(y + r * kBlock + column * kRegister, sums[r]);
+  LATEBRANCH_UNROLL for (int r = 0; r < R; r++) store_register(y + r * kBlock + column * kRegister, sums[r]);
 }
 
 // R rows by all columns of a stretch of groups, added to y [R][64].
 template <int Bits, int R>
 inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_t t, const char* block, Stretch& stretch, float* y) {
-  constexpr int kSome = compact_columns(R);
-  for (int c = 0; c < kBlock / kRegister; c += kSome) tile_compact<Bits, R, kSome>(in, num_groups, t, block, c, stretch, y);
+  for (int c = 0; c < kBlock / kRegister; c++) tile_compact<Bits, R>(in, num_groups, t, block, c, stretch, y);
 }
 
 }  // namespace latebranch

@@ -858,7 +858,7 @@ def charges(kind: type[NotesCharges], odds: float, num_others: int) -> tuple[lis
     return policy.lost, policy.charged
 
 
-@pytest.mark.parametrize("odds", [0.02, 0.15], ids=["trees end at once", "trees bring something"])
+@pytest.mark.parametrize("odds", [0.02, 0.2], ids=["trees end at once", "trees bring something"])
 def test_a_probe_is_charged_with_what_it_lost(odds):
     lost, charged = charges(NotesCharges, odds, 2)
     assert len(lost) > 1
@@ -996,13 +996,16 @@ def test_who_drafts_by_a_choice_that_stands_is_chosen_for_as_if_looked_at():
     assert sum(not choice[0].is_plain for choice in seldom.choices) > 150
 
 
-def standing_after_a_long_lag() -> tuple[float, float]:
-    """Return the seconds foretold of a step whose drafter is 41 tokens behind, and of the next, for which the choice stands."""
+def standing_after_a_lag(odds: float, lag: int) -> tuple[float, float]:
+    """Return the seconds foretold of a step whose drafter is so many tokens behind, and of the next, for which the choice stands.
+
+    That draws a request's own tree, of which tokens are accepted with those odds.
+    """
     own = Speculation(expansion=CHAIN)
-    texts = [*texts_of(0.0, 2), Text(flat(0.0), context=100, name="own", speculation=own)]
+    texts = [*texts_of(0.0, 2), Text(flat(odds), context=100, name="own", speculation=own)]
     policy = adaptive(USUAL)
     run(policy, USUAL, texts, 60)
-    texts[-1].num_unfed = 41
+    texts[-1].num_unfed = lag
     views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
 
     def foretold() -> float:
@@ -1018,15 +1021,20 @@ def standing_after_a_long_lag() -> tuple[float, float]:
     return first, foretold()
 
 
-def test_the_seconds_of_a_choice_that_stands_are_those_of_drafters_that_are_behind_by_what_a_step_brings():
-    """That of a request's own tree, of which nothing is ever accepted, by the one token that each step brings."""
-    first, later = standing_after_a_long_lag()
+def test_the_seconds_of_a_choice_that_stands_are_those_of_drafters_behind_by_no_more_than_a_step_brings():
+    """One token, where nothing is ever accepted."""
+    first, later = standing_after_a_lag(0.0, 41)
     assert first - later == pytest.approx(40 * USUAL.draft_token_s, rel=0.3)
+
+
+def test_drafters_that_are_behind_by_less_than_a_step_brings_are_taken_to_stay_so():
+    first, later = standing_after_a_lag(0.9, 1)
+    assert first == later
 
 
 def test_seconds_that_stand_as_they_were_chosen_have_a_lag_that_is_gone(monkeypatch):
     monkeypatch.setattr(AdaptiveExpansion, "_of_later_steps", lambda self, choice, chosen, views: choice)
-    first, later = standing_after_a_long_lag()
+    first, later = standing_after_a_lag(0.0, 41)
     assert first == later
 
 

@@ -21,6 +21,7 @@ from engine.policy import (
 from engine.tree import PLAIN, Expansion, GrowthPrices
 from engine.types import Request, SamplingParams, Speculation
 from tests.selector.machine import feedback
+from tests.unit.test_texts import row_of
 
 TREE = Expansion(2, 2, 3)
 
@@ -140,14 +141,18 @@ def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room()
     assert inner.told[1].outcomes == (tree,)
 
 
-class Counting(Sure):
-    """A cache that counts how often it is asked."""
+class CountingRuns(Sure):
+    """A cache that counts how often it is asked for a run."""
 
     num_asked = 0
 
     def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
         self.num_asked += 1
         return super().run(request_id, most_tokens, least_chance)
+
+
+class Counting(CountingRuns):
+    """One that counts how often it is asked whether one begins, too."""
 
     def begins_run(self, request_id: str) -> bool:
         self.num_asked += 1
@@ -184,16 +189,6 @@ def test_where_nobody_drafts_cached_text_is_looked_at_as_often_as_it_is_followed
     assert looks(plain, [None] * 3) == [True] * 3, "a prompt is fed"
     assert looks(FixedExpansion(PLAIN), [7] * 3) == [True] * 3, "every choice is a new one"
     assert looks(SaysTheSame(TREE), [7] * 3) == [True] * 3, "somebody drafts: at whether a run begins"
-
-
-class CountingRuns(Sure):
-    """A cache that counts how often it is asked for a run."""
-
-    num_asked = 0
-
-    def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
-        self.num_asked += 1
-        return super().run(request_id, most_tokens, least_chance)
 
 
 def test_where_somebody_drafts_no_more_is_looked_at_than_whether_a_run_begins():
@@ -237,6 +232,8 @@ def first_chain(num_standing: int, num_known: int, composition: int | None, wish
         choice = policy.choose(BatchViews(lambda: [view("r")], 1, composition))
         if choice.expansions[0] != wish:
             return step
+        if not wish.is_plain:
+            texts.law_after(row_of("r", history), ())  # as a tree does that grows
     return 200
 
 
