@@ -65,8 +65,8 @@ class _Batch:
 class _Standing:
     """A choice that stands for some steps: the tree of each sequence, and what was expected of the batch.
 
-    It stands for `num_settled` steps. The choice's seconds are those of a step after its own: no drafter is behind by more than one
-    is expected to bring. `composition` tells whose choice it is, and it was made for `num_rows`; whose prompt was being fed
+    It stands for `num_settled` steps. The choice's seconds are those of a step after its own: no drafter is behind by more than
+    one is expected to bring. `composition` tells whose choice it is, and it was made for `num_rows`; whose prompt was being fed
     has no tree by it. One that `reads_roots` rests on what they said: it is no news of later ones.
     """
 

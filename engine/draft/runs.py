@@ -44,8 +44,9 @@ class RunningPolicy:
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
-        choice, composition = self._policy.choose(views), composition_of(views)
-        if self._sees_nothing_new(choice, composition):
+        choice, composition, num_follows = self._policy.choose(views), composition_of(views), self._texts.num_follows
+        has_followed, self._num_follows = num_follows != self._num_follows, num_follows
+        if self._sees_nothing_new(choice, composition, has_followed):
             return choice
         least_chance = max(_LEAST_CHANCE, choice.prices.node)
         chains = [self._chain(view, wish, least_chance) for view, wish in zip(views, choice.expansions, strict=True)]
@@ -59,16 +60,12 @@ class RunningPolicy:
         reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None)
 
-    def _sees_nothing_new(self, choice: Choice, composition: int | None) -> bool:
-        """Return whether there is no chain for those who had none of late, whose choice is what it was: no look is needed.
-
-        Asked once a choice: keeps how often texts had been followed by then.
-        """
-        seen, before = self._seen, self._num_follows
-        self._num_follows = self._texts.num_follows
+    def _sees_nothing_new(self, choice: Choice, composition: int | None, has_followed: bool) -> bool:
+        """Return whether there is no chain for those who had none of late, whose choice is what it was: no look is needed."""
+        seen = self._seen
         if seen is None or seen.choice is not choice or composition is None or seen.composition != composition:
             return False
-        if seen.is_quiet and before == self._num_follows:
+        if seen.is_quiet and not has_followed:
             return True
         return not any(map(self._texts.begins_run, seen.request_ids))
 

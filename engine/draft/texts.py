@@ -90,7 +90,7 @@ class _Trees(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What all sources said of the token at the position that was asked about last, and whether one was sure when it was asked."""
+    """What all sources said of the token at the position that was asked about last, and whether one was sure then."""
 
     position: int = -1
     told: Sequence[_Told] = ()

@@ -22,21 +22,24 @@
 namespace latebranch {
 
 constexpr int64_t kGroup = 32;      // inputs
+constexpr int64_t kRowsTogether = 24;  // that lie side by side: no part of a pass has more
 constexpr float kLeastInput = 1e-30f;  // what is below is 0, so that 127 / range is a number
 constexpr int lines_of(int bits) { return bits == 4 ? 20 : bits == 6 ? 28 : 36; }  // of a record
 
-// A row's part of a group.
-struct InputGroup {
+// A row's part of a group: a line, as threads set neighbouring rows.
+struct alignas(64) InputGroup {
   int8_t inputs[kGroup];
   float scale, total;  // what the integers are to be multiplied with; what the inputs come to together
   int32_t from_zero[2];  // of each half: what codes of 0, which stand for -32, come to
 };
 
-constexpr int64_t kRowsTogether = 24;  // whose parts of a group lie together: no part of a pass has more
-
+// Rows as compact layers read them: those that are computed together lie side by side, group by group.
+//
+//   rows 0 to 23    group 0: row 0, row 1, ... row 23; group 1: row 0, ...
+//   rows 24 to 47   group 0: row 24, ...
 struct CompactRows {
-  std::vector<InputGroup> groups;  // [T / 24, padded / 32, stride]
-  int64_t stride = 1;              // rows that lie together: 24, or all that there are
+  std::vector<InputGroup> groups;  // [T / 24 rounded up, padded / 32, stride]
+  int64_t stride = 1;              // rows side by side: 24, or all that there are
 
   void begin(int64_t rows) { stride = std::min(rows, kRowsTogether); }
   void reserve(int64_t rows, int64_t padded) { grow(groups, (rows + kRowsTogether - 1) / kRowsTogether * stride * (padded / kGroup)); }

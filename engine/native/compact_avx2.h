@@ -5,9 +5,9 @@
 
 namespace latebranch {
 
-// Registers that a pass over a block takes of its columns: one, so that all that its sums need stays in registers, and one row's pass
-// is not the only one over what it reads.
-constexpr int compact_columns(int) { return 1; }
+// Registers that a pass over a block takes of its columns: one, so that sums of groups stay in registers. One row makes eight passes over
+// a stretch, too, while the next comes from memory.
+constexpr int kCompactColumns = 1;
 
 inline __m256i four_of(const int8_t* from) {
   int32_t four;
@@ -32,6 +32,7 @@ template <int Bits, int R>
 inline void tile_compact(const CompactRows& in, int64_t num_groups, int64_t t, const char* block, int column, Stretch& stretch, float* y) {
   constexpr int kParts = Bits == 6 ? 2 : 1, kLines = lines_of(Bits);
   constexpr int kColumns = kBlock / kRegister, kShare = (kLines + kColumns - 1) / kColumns;  // lines of a record for each column to fetch
+  static_assert(kCompactColumns == 1);
   const int vector = column / 2;
   const InputGroup* x = in.groups.data() + in.place(t, stretch.begin, num_groups);
   const __m256i low = _mm256_set1_epi8(0x0F), high_two = _mm256_set1_epi8(0x30);
@@ -39,7 +40,7 @@ inline void tile_compact(const CompactRows& in, int64_t num_groups, int64_t t, c
   LATEBRANCH_UNROLL for (int r = 0; r < R; r++) sums[r] = load_register(y + r * kBlock + column * kRegister);
   for (int64_t g = stretch.begin; g < stretch.end; g++, x += in.stride) {
     const char *record = block + g * kLines * kLine, *scales = record + (kLines - 4) * kLine;
-    LATEBRANCH_UNROLL for (int line = 0; line < kShare; line++) fetch<false>(stretch.next + line * kLine);
+    LATEBRANCH_UNROLL for (int line = 0; line < kShare; line++) fetch<R == 1>(stretch.next + line * kLine);
     stretch.next += kLines / 4 * stretch.step;
     LATEBRANCH_UNROLL for (int part = 0; part < kParts; part++) {
       __m256i dots[R];

@@ -5,13 +5,13 @@
 namespace latebranch {
 
 // Vectors that a pass over a block takes of its columns: all, as sums of groups need not stay in registers.
-constexpr int compact_columns(int) { return 4; }
+constexpr int kCompactColumns = 4;
 
 // R rows by all columns of a stretch of groups, added to y [R][64]. Products of a group stay in registers, and four inputs of a row are
 // read once for all columns. Sums of groups stay there too if there is room, and rest in y if not.
 template <int Bits, int R>
 inline void compact_by_stretch(const CompactRows& in, int64_t num_groups, int64_t t, const char* block, Stretch& stretch, float* y) {
-  constexpr int C = compact_columns(R);
+  constexpr int C = kCompactColumns;
   static_assert(C * kLanes == kBlock);
   constexpr int kLines = lines_of(Bits), kParts = Bits == 6 ? 2 : 1;  // of a group, that have a scale each
   constexpr int kAll = 8, kQuads = kAll / kParts, kFetches = kLines / 4;  // quads of a group, and of a part

@@ -75,7 +75,7 @@ struct Outputs {
 #define LATEBRANCH_UNROLL _Pragma("GCC unroll 8")
 
 constexpr int64_t kAhead = 4096;             // bytes that weights are fetched ahead of the only pass over them
-constexpr int64_t kCompactAhead = 8192;      // of compact layers
+constexpr int64_t kCompactAhead = 8192;      // of compact layers, which AVX-512 alone reads in one pass
 constexpr int64_t kStretch = 64;             // widths of a block, at most, that stay near while all rows pass
 
 // Fetch a line: past the outer caches, if nobody reads it again before all other weights have been read, or if it is read again soon enough.
@@ -121,7 +121,7 @@ struct Inputs {
   CompactRows compact;
   int64_t rows = 0;
 
-  // Begin anew, with so many rows at most.
+  // Begin anew, with so many rows at most; before any room is made.
   void begin(int64_t count) { rows = count, compact.begin(count); }
 
   // Have room for what `linear` is to read.
@@ -212,7 +212,7 @@ inline void tile_bfloat16(const Linear& l, const Inputs& in, int64_t t, const ch
 inline int num_passes(const Linear& l, int rows) {
   constexpr int kColumns = kBlock / kRegister;
   const auto columns = [&](int some) {
-    if (l.is_compact()) return compact_columns(some);
+    if (l.is_compact()) return kCompactColumns;
     return l.format == kFloat32 ? float32_columns(some) : l.format == kBFloat16 ? bfloat16_columns(some) : int8_columns(some);
   };
   int passes = 0;

@@ -170,7 +170,7 @@ class Run {
     s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
     if (p_.largest) s_.largest.assign(num_threads, std::vector<Largest>(p_.num_rows));
     s_.lend_rooms(num_threads, std::max(2 * d_.width, p_.features ? p_.features->linear.in : 0));
-    s_.inputs.begin(T);
+    s_.inputs.begin(std::max(T, p_.num_rows));  // a row may be asked for twice
     if (d_.is_head()) s_.inputs.reserve(d_.token);
     for (int64_t l = 0; l < d_.num_layers; l++)
       for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(*one);

@@ -16,7 +16,7 @@ from engine.canary import SlotCanary
 from engine.kv_cache import KVCache
 from engine.likeliest import Likeliest
 from engine.linears import NATIVE
-from engine.model import CausalModel, adopt, load_model, loaded_dtype
+from engine.model import CausalModel, adopt, load_model, loaded_dtype, weights_dtype
 from engine.native import laws, library
 from engine.native.linear import QUANTISED
 from engine.native.passes import cache_dtype
@@ -180,6 +180,15 @@ def test_values_beyond_float16_are_its_largest_and_what_is_no_number_stays_none(
 def test_a_pass_may_ask_for_no_logits():
     """As one does that feeds only the first part of a long prompt."""
     assert native("qwen2").forward(chunk(2), KVCache(2, CPU), torch.arange(0)).shape == (0, 61)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("num_tokens", "rows"), [(2, [1, 0, 1, 0, 1]), (50, [49, 3]), (50, [25, 24, 23])])
+def test_any_rows_of_a_pass_may_be_asked_for_and_more_than_once(num_tokens, rows, precision):
+    target = adopt(with_weights(tiny_module("qwen2", **WIDE), weights_dtype(precision)), CPU, NATIVE, precision)
+    logits_TV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
+    some_RV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.tensor(rows))
+    assert torch.equal(some_RV, logits_TV[rows])
 
 
 def chunk(num_tokens: int) -> PackedBatch:

@@ -1028,7 +1028,8 @@ def test_the_seconds_of_a_choice_that_stands_are_those_of_drafters_behind_by_no_
 
 
 def test_drafters_that_are_behind_by_less_than_a_step_brings_are_taken_to_stay_so():
-    first, later = standing_after_a_lag(0.9, 1)
+    """Two tokens, where three and more are expected of a step."""
+    first, later = standing_after_a_lag(0.9, 2)
     assert first == later
 
 
