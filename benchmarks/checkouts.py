@@ -3,10 +3,11 @@
     git worktree add ../before COMMIT && make -C ../before install
     python -m benchmarks.checkouts ../before --model smollm2-135m --precision compact --widths 1 4 8 16 --contexts 256 1500
 
-Each round runs every checkout once, this one last, in a process of its own: where a process's memory lies is luck, and moves its
-passes by some hundredths. A process says the median seconds of passes that feed so many tokens after a context and return all
-their logits. Prints how many times as fast this checkout is as each of the others, the median over rounds with the lowest and the
-highest; the last line is JSON.
+In each round every checkout has a process of its own, this one last: where a process's memory lies is luck, and moves its
+passes by some hundredths. The processes take turns pass by pass, so that what else happens on the machine meets them alike. A
+pass feeds so many tokens after a context and returns all their logits. Prints how many times as fast this checkout is as each of
+the others: in a round the median over its turns, then the median over rounds with the lowest and the highest; the last line is
+JSON.
 """
 
 import argparse
@@ -15,7 +16,9 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,49 +32,88 @@ from engine.weights import resolve
 
 _CPU = torch.device("cpu")
 _HERE = Path(__file__).resolve().parents[1]
-_PASSES = 7  # of each width in a process, at its best of two
+_TURNS = 9  # of each width in a round, each the best of two passes
 _MEASURE = "--measure"  # how a checkout's process is told from the one that starts it
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Seconds of passes by context and width, "256 8", and how many processors others used meanwhile."""
-
-    seconds: dict[str, float]
-    foreign_cpus: float
 
 
 def main() -> None:
     """Print a row for each context and width, then one line of JSON."""
     args = _arguments(sys.argv[1:])
     if args.measure:
-        print(json.dumps(asdict(_measured(args))))
+        _measure(args)
         return
     checkouts = [*(Path(one).resolve() for one in args.checkouts), _HERE]
-    seconds: dict[Path, dict[str, list[float]]] = {checkout: {} for checkout in checkouts}
+    places = [(context, width) for context in args.contexts for width in args.widths]
+    ratios: dict[tuple[int, int], list[list[float]]] = {place: [] for place in places}  # of a round, over each other checkout
     num_dropped = 0
     for _ in range(args.rounds):
-        taken = {checkout: _run_in(checkout) for checkout in checkouts}
-        if any(one.foreign_cpus > args.max_foreign for one in taken.values()):
+        foreign_cpus, found = _round(checkouts, places)
+        if foreign_cpus > args.max_foreign:
             num_dropped += 1
             continue
-        for checkout, one in taken.items():
-            for place, value in one.seconds.items():
-                seconds[checkout].setdefault(place, []).append(value)
-    if not seconds[_HERE]:
+        for place in places:
+            ratios[place].append(found[place])
+    if args.rounds == num_dropped:
         raise SystemExit("no quiet round: give more rounds, or a larger --max-foreign")
     rows, figures = [], []
-    for place, own in seconds[_HERE].items():
+    for (context, width), of_rounds in ratios.items():
         cells = []
-        for checkout in checkouts[:-1]:
-            ratios = sorted(before / after for before, after in zip(seconds[checkout][place], own, strict=True))
-            cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})")
-            figures.append({"checkout": str(checkout), "place": place, "ratios": ratios})
-        rows.append([*place.split(), *cells])
+        for checkout, over in zip(checkouts, map(sorted, zip(*of_rounds, strict=True)), strict=False):
+            cells.append(f"{statistics.median(over):.2f} ({over[0]:.2f}–{over[-1]:.2f})")
+            figures.append({"checkout": str(checkout), "place": f"{context} {width}", "ratios": over})
+        rows.append([str(context), str(width), *cells])
     print(table(["tokens before", "tokens", *(f"as fast as {one.name}" for one in checkouts[:-1])], rows))
     counts = f"{args.rounds - num_dropped} rounds counted, {num_dropped} dropped"
     print(f"{counts}; {args.model}, {args.precision}, {args.threads} threads")
     print(json.dumps(figures))
+
+
+def _round(checkouts: Sequence[Path], places: Sequence[tuple[int, int]]) -> tuple[float, dict[tuple[int, int], list[float]]]:
+    """Return how many processors others used, and at each place how many times as fast the last checkout is as each other."""
+    turns: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
+    foreign = ForeignCpu(_seconds_with_children)
+    with _processes(checkouts) as processes:
+        for _ in range(_TURNS):
+            for place in places:
+                *others, own = [_asked(process, place) for process in processes]
+                turns[place].append([one / own for one in others])
+    found = {place: [statistics.median(over) for over in zip(*of_turns, strict=True)] for place, of_turns in turns.items()}
+    return foreign.cpus() or 0.0, found
+
+
+def _seconds_with_children() -> float:
+    """Return the processor seconds of this process and of those that it has started and ended."""
+    return sum(os.times()[:4])
+
+
+@contextmanager
+def _processes(checkouts: Sequence[Path]) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Yield a process for each checkout, whose imports are its own, ready to be asked; end them."""
+    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], _MEASURE]
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for checkout in checkouts:
+            environment = {**os.environ, "PYTHONPATH": str(checkout)}
+            one = subprocess.Popen(
+                command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            )
+            started.append(one)
+            assert one.stdout is not None
+            if one.stdout.readline() != "ready\n":
+                raise SystemExit(f"{checkout} cannot be measured")
+        yield started
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+def _asked(process: "subprocess.Popen[str]", place: tuple[int, int]) -> float:
+    """Return the seconds of a process's pass after so much context of so many tokens."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(*place, file=process.stdin, flush=True)
+    return float(process.stdout.readline())
 
 
 def _arguments(words: list[str]) -> argparse.Namespace:
@@ -88,27 +130,17 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _run_in(checkout: Path) -> Measured:
-    """Measure in a process whose imports are a checkout's."""
-    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], _MEASURE]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def _measured(args: argparse.Namespace) -> Measured:
-    """Measure this process's passes."""
+def _measure(args: argparse.Namespace) -> None:
+    """Time passes of this process, one for each line of input: its context and its tokens."""
     torch.set_num_threads(args.threads)
     model = load_model(resolve(args.model).folder, args.precision, _CPU, "native")
     caches = {context: KVCache(context + max(args.widths), _CPU) for context in args.contexts}
     for context, cache in caches.items():
         timed_pass(model, cache, 0, context)
-    foreign, seconds = ForeignCpu(), dict[str, float]()
-    for context, cache in caches.items():
-        for width in args.widths:
-            best = [min(timed_pass(model, cache, context, width) for _ in range(2)) for _ in range(_PASSES)]
-            seconds[f"{context} {width}"] = statistics.median(best)
-    return Measured(seconds, foreign.cpus() or 0.0)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        context, width = map(int, line.split())
+        print(min(timed_pass(model, caches[context], context, width) for _ in range(2)), flush=True)
 
 
 if __name__ == "__main__":

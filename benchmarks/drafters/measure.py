@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.drafters.contenders import PLAINLY, Contender, Stable
 from benchmarks.drafters.report import lines_of
 from benchmarks.foreign import ForeignCpu
 from engine.engine import Engine
+from engine.native import library
 from engine.progress_bar import progress_bar
 from engine.types import Request, SamplingParams, StepStats
 from server.bench import OutputsDiffer, Run, run_case
@@ -125,7 +124,7 @@ class Measurement:
         drafters = {name: engine.info.drafter for name, engine in engines.items()}
         info = asdict(engines["none"].info)
         facts = {**{name: info[name] for name in ("name", "dtype", "device")}, "facts": dict(self._design.facts)}
-        return {"type": "header", "run": self._name, **facts, "threads": torch.get_num_threads(), "drafters": drafters, **design}
+        return {"type": "header", "run": self._name, **facts, "threads": library.num_threads(), "drafters": drafters, **design}
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         with self._out.open("a") as file:
