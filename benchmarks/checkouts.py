@@ -58,7 +58,7 @@ def main() -> None:
     rows, figures = [], []
     for (context, width), of_rounds in ratios.items():
         cells = []
-        for checkout, over in zip(checkouts, map(sorted, zip(*of_rounds, strict=True)), strict=False):
+        for checkout, over in zip(checkouts[:-1], map(sorted, zip(*of_rounds, strict=True)), strict=True):
             cells.append(f"{statistics.median(over):.2f} ({over[0]:.2f}–{over[-1]:.2f})")
             figures.append({"checkout": str(checkout), "place": f"{context} {width}", "ratios": over})
         rows.append([str(context), str(width), *cells])

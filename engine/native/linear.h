@@ -99,6 +99,12 @@ struct Stretch {
   }
 };
 
+// Rows of the next pass, of so many that are left and no more than `most`: as even as can be, since few wait for what is read for all.
+inline int even_share(int left, int most) {
+  const int passes = (left + most - 1) / most;
+  return (left + passes - 1) / passes;
+}
+
 }  // namespace latebranch
 
 #ifdef __AVX512F__

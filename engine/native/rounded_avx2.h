@@ -19,11 +19,8 @@ constexpr int float32_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 :
 constexpr int bfloat16_columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int int8_columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
 
-// Rows of the next pass over a block, of so many that are left: of compact layers as even as can be, of others as many as may be.
-inline int next_rows(const Linear& l, int left) {
-  const int passes = (left + kVectorRows - 1) / kVectorRows;
-  return l.is_compact() ? (left + passes - 1) / passes : std::min(kVectorRows, left);
-}
+// Rows of the next pass over a block, of so many that are left: of compact layers even shares, of others as many as may be.
+inline int next_rows(const Linear& l, int left) { return l.is_compact() ? even_share(left, kVectorRows) : std::min(kVectorRows, left); }
 
 // Rows that are computed for so many of a part that reads its weights from memory.
 inline int computed_rows(const Linear&, int rows) { return rows; }

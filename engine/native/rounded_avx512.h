@@ -20,12 +20,8 @@ constexpr int float32_columns(int) { return 4; }
 constexpr int bfloat16_columns(int) { return 4; }
 constexpr int int8_columns(int rows) { return rows <= 3 ? 4 : 2; }
 
-// Rows of the next pass over a block, of so many that are left: as even as can be, since few wait for what is read for all of them.
-// Five leave a group's products of a compact layer in registers.
-inline int next_rows(const Linear& l, int left) {
-  const int most = l.is_compact() ? 5 : kVectorRows, passes = (left + most - 1) / most;
-  return (left + passes - 1) / passes;
-}
+// Rows of the next pass over a block, of so many that are left. Five leave a group's products of a compact layer in registers.
+inline int next_rows(const Linear& l, int left) { return even_share(left, l.is_compact() ? 5 : kVectorRows); }
 
 // Rows that are computed for so many of a part that reads its weights from memory: seven of bfloat16 may take longer than eight, and
 // one more is computed, that nobody looks at.
