@@ -25,28 +25,36 @@ struct Layer {
   int64_t rotation;                                                               // which of a pass's rotations
 };
 
-// The layers that a token goes through before attention, as one run of blocks.
+// The layers that a token goes through before attention, as one run of blocks; without queries, where no token attends.
 class Projections {
  public:
-  explicit Projections(const Layer& layer) : parts_{&layer.query, &layer.key, &layer.value} {}
+  enum Part : int64_t { kQuery, kKey, kValue, kEnd };
 
-  int64_t num_blocks() const { return parts_[0]->num_blocks() + parts_[1]->num_blocks() + parts_[2]->num_blocks(); }
+  Projections(const Layer& layer, bool has_queries) : parts_{&layer.query, &layer.key, &layer.value}, first_(has_queries ? kQuery : kKey) {}
+
+  bool has_queries() const { return first_ == kQuery; }
+  int64_t num_blocks() const {
+    int64_t count = 0;
+    for (int64_t part = first_; part < kEnd; part++) count += parts_[part]->num_blocks();
+    return count;
+  }
   const char* block(int64_t b) const {
     const auto [part, own] = place(b);
     return parts_[part]->block(own);
   }
-  int64_t block_bytes() const { return parts_[0]->block_bytes(); }
+  int64_t block_bytes() const { return parts_[first_]->block_bytes(); }
   const Linear& operator[](int64_t part) const { return *parts_[part]; }
 
   // Which layer a block is of, and which of its blocks.
   std::pair<int64_t, int64_t> place(int64_t b) const {
-    int64_t part = 0;
+    int64_t part = first_;
     while (b >= parts_[part]->num_blocks()) b -= parts_[part++]->num_blocks();
     return {part, b};
   }
 
  private:
-  const Linear* parts_[3];
+  const Linear* parts_[kEnd];
+  int64_t first_;
 };
 
 enum Activation : int64_t { kSiLU = 0, kGeluTanh = 1 };
@@ -133,7 +141,7 @@ struct Largest {
 };
 
 struct Scratch {
-  std::vector<float> x, qkv, attended, hidden, branch;
+  std::vector<float> x, last, qkv, attended, hidden, branch;
   std::vector<std::vector<float>> normed;  // of each thread
   Inputs inputs;
   std::vector<Attention> attention;  // of each thread
@@ -183,47 +191,52 @@ class Run {
         keeps_last_ |= std::count(f->after, f->after + f->num_states, d_.num_layers) > 0;
       }
     }
-    make_spans(kTokensTogether);
-    for (int64_t together = kTokensTogether; together > kFewestTogether && would_wait(num_threads);) make_spans(together /= 2);
+    int64_t together = kTokensTogether;
+    make_spans(together);
+    while (together > kFewestTogether && would_wait(num_threads)) make_spans(together /= 2);
+    if (!wants_all()) find_last(together);
   }
 
   void work(Worker& worker) {
-    const int64_t T = p_.num_tokens;
     if (d_.is_head()) {
       begin_head(worker);
     } else {
       begin_model(worker);
     }
+    Going going{s_.x.data(), p_.num_tokens};
     for (int64_t l = 0; l < d_.num_layers; l++) {
       const Layer& layer = d_.layers[l];
+      const bool is_last = l + 1 == d_.num_layers;
       if (p_.is_cached_in_half) {
-        attend(worker, layer, (Half*)p_.keys[l], (Half*)p_.values[l]);
+        write(worker, l, (Half*)p_.keys[l], (Half*)p_.values[l]);
+        going = attend(worker, l, (Half*)p_.keys[l], (Half*)p_.values[l]);
       } else {
-        attend(worker, layer, (float*)p_.keys[l], (float*)p_.values[l]);
+        write(worker, l, (float*)p_.keys[l], (float*)p_.values[l]);
+        going = attend(worker, l, (float*)p_.keys[l], (float*)p_.values[l]);
       }
       const float* after = layer.after_attention_norm;
       expect(worker, layer.gate);
-      add(worker, layer.output, after);
-      worker.each(T, [&](int64_t t) {
-        if (after) add_normed(worker, t, after);
-        read(worker, t, layer.mlp_norm, layer.gate);
+      add(worker, layer.output, going, after);
+      worker.each(going.count, [&](int64_t t) {
+        if (after) add_normed(worker, going, t, after);
+        read(worker, going, t, layer.mlp_norm, layer.gate);
       });
       expect(worker, layer.down);
-      gate(worker, layer);
-      worker.each(T, [&](int64_t t) { s_.inputs.set(t, s_.hidden.data() + t * d_.inner, layer.down); });
-      const bool is_last = l + 1 == d_.num_layers;
+      gate(worker, layer, going.count);
+      worker.each(going.count, [&](int64_t t) { s_.inputs.set(t, s_.hidden.data() + t * d_.inner, layer.down); });
       if (is_last) {
         expect(worker, d_.head);
       } else {
-        expect(worker, Projections(d_.layers[l + 1]));
+        expect(worker, projections(l + 1));
       }
-      add(worker, layer.down, layer.after_mlp_norm);
-      worker.each(T, [&](int64_t t) {
-        if (layer.after_mlp_norm) add_normed(worker, t, layer.after_mlp_norm);
-        const float* x = s_.x.data() + t * d_.width;
+      add(worker, layer.down, going, layer.after_mlp_norm);
+      worker.each(going.count, [&](int64_t t) {
+        if (layer.after_mlp_norm) add_normed(worker, going, t, layer.after_mlp_norm);
+        if (is_last && is_trimmed_) return;  // nobody keeps what it is
+        const float* x = going.x + t * d_.width;
         keep(worker, l, t, x);
         if (!is_last) {
-          read(worker, t, d_.layers[l + 1].attention_norm, d_.layers[l + 1].query);
+          read(worker, going, t, d_.layers[l + 1].attention_norm, d_.layers[l + 1].query);
         } else if (keeps_last_) {
           float* normed = s_.normed[worker.id].data();
           rms_norm(x, d_.last_norm, d_.eps, d_.width, normed);
@@ -233,7 +246,7 @@ class Run {
     }
     worker.each(p_.num_rows, [&](int64_t n) {
       float* state = p_.states + n * d_.width;
-      const float* x = s_.x.data() + p_.rows[n] * d_.width;
+      const float* x = going.x + (is_trimmed_ ? place_in_last(p_.rows[n]) : p_.rows[n]) * d_.width;
       if (p_.pool) std::copy(x, x + d_.width, p_.pool + p_.write_slots[p_.rows[n]] * d_.width);
       rms_norm(x, d_.last_norm, d_.eps, d_.width, state);
       s_.inputs.set(n, state, d_.head);
@@ -256,6 +269,12 @@ class Run {
   }
 
  private:
+  // Tokens that go on through a layer: all of them, or behind the last layer's keys and values those whose states anybody reads.
+  struct Going {
+    float* x;  // [count, width]
+    int64_t count;
+  };
+
   // The output head, and of each row the likeliest token while its logits are near.
   void logits(Worker& worker) {
     const int64_t vocab_size = d_.head.out;
@@ -282,7 +301,7 @@ class Run {
         const Mask m = lanes_left(d_.width - i);
         store(x + i, m, load(m, from + i) * spread(d_.embedding_scale));
       }
-      read(worker, t, d_.layers[0].attention_norm, d_.layers[0].query);
+      read(worker, {s_.x.data(), p_.num_tokens}, t, d_.layers[0].attention_norm, d_.layers[0].query);
     });
   }
 
@@ -306,9 +325,9 @@ class Run {
     });
   }
 
-  void read(Worker& worker, int64_t t, const float* norm, const Linear& linear) {
+  void read(Worker& worker, const Going& going, int64_t t, const float* norm, const Linear& linear) {
     float* normed = s_.normed[worker.id].data();
-    rms_norm(s_.x.data() + t * d_.width, norm, d_.eps, d_.width, normed);
+    rms_norm(going.x + t * d_.width, norm, d_.eps, d_.width, normed);
     s_.inputs.set(t, normed, linear);
   }
 
@@ -320,31 +339,36 @@ class Run {
   }
 
   // x += layer(inputs); if a norm comes between, its input is left in `branch`.
-  void add(Worker& worker, const Linear& linear, const float* norm) {
-    all_outputs(worker, linear, s_.inputs, p_.num_tokens, norm ? s_.branch.data() : s_.x.data(), !norm);
+  void add(Worker& worker, const Linear& linear, const Going& going, const float* norm) {
+    all_outputs(worker, linear, s_.inputs, going.count, norm ? s_.branch.data() : going.x, !norm);
   }
 
-  void add_normed(Worker& worker, int64_t t, const float* norm) {
+  void add_normed(Worker& worker, const Going& going, int64_t t, const float* norm) {
     float* normed = s_.normed[worker.id].data();
     rms_norm(s_.branch.data() + t * d_.width, norm, d_.eps, d_.width, normed);
-    add_to(s_.x.data() + t * d_.width, normed, d_.width);
+    add_to(going.x + t * d_.width, normed, d_.width);
   }
 
+  // What a layer's tokens go through before attention; where none goes on they need no queries.
+  Projections projections(int64_t l) const { return {d_.layers[l], !(l + 1 == d_.num_layers && is_trimmed_ && last_.empty())}; }
+
+  // Make a layer's queries, keys and values; keep the keys and values.
   template <typename Cached>
-  void attend(Worker& worker, const Layer& layer, Cached* keys, Cached* values) {
-    const Projections projections(layer);
+  void write(Worker& worker, int64_t l, Cached* keys, Cached* values) {
+    const Layer& layer = d_.layers[l];
+    const Projections parts = projections(l);
     const int64_t begins[] = {0, q_width_, q_width_ + kv_width_};
     expect(worker, layer.output);
-    each_block(worker, p_.num_tokens, projections.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
-      const auto [part, own] = projections.place(b);
-      const char* following = next < 0 ? nullptr : projections.block(next);
-      linear_task(projections[part], s_.inputs, p_.num_tokens, panel, own, following, s_.qkv.data() + begins[part], row_, false);
+    each_block(worker, p_.num_tokens, parts.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
+      const auto [part, own] = parts.place(b);
+      const char* following = next < 0 ? nullptr : parts.block(next);
+      linear_task(parts[part], s_.inputs, p_.num_tokens, panel, own, following, s_.qkv.data() + begins[part], row_, false);
     });
     worker.each(p_.num_tokens, [&](int64_t t) {
       float* qkv = s_.qkv.data() + t * row_;
       const int64_t turn = p_.positions[t] * d_.head_size;
       const float *cosines = p_.cosines[layer.rotation] + turn, *sines = p_.sines[layer.rotation] + turn;
-      for (int64_t h = 0; h < d_.num_heads + d_.num_kv_heads; h++) {
+      for (int64_t h = parts.has_queries() ? 0 : d_.num_heads; h < d_.num_heads + d_.num_kv_heads; h++) {
         float* head = qkv + h * d_.head_size;
         const float* norm = h < d_.num_heads ? layer.query_norm : layer.key_norm;
         if (norm) rms_norm(head, norm, d_.eps, d_.head_size, head);
@@ -357,24 +381,38 @@ class Run {
         store_row(key + kv_width_, d_.head_size, values + place);
       }
     });
+  }
+
+  // Attend to a layer's keys and values; return who goes on.
+  template <typename Cached>
+  Going attend(Worker& worker, int64_t l, Cached* keys, Cached* values) {
+    const Layer& layer = d_.layers[l];
+    const bool is_trimmed = l + 1 == d_.num_layers && is_trimmed_;
+    const std::vector<Span>& spans = is_trimmed ? last_spans_ : spans_;
     const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, p_.apart, d_.scaling, layer.window};
-    worker.each(spans_.size() * d_.num_kv_heads, [&](int64_t task) {
-      const Span span = spans_[task / d_.num_kv_heads];
+    worker.each(spans.size() * d_.num_kv_heads, [&](int64_t task) {
+      const Span span = spans[task / d_.num_kv_heads];
       s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.begin, span.end, p_.positions, keys, values,
                                   s_.qkv.data(), row_, s_.attended.data());
     });
-    worker.each(p_.num_tokens, [&](int64_t t) { s_.inputs.set(t, s_.attended.data() + t * q_width_, layer.output); });
+    const Going going = is_trimmed ? Going{s_.last.data(), (int64_t)last_.size()} : Going{s_.x.data(), p_.num_tokens};
+    worker.each(going.count, [&](int64_t i) {
+      const int64_t t = is_trimmed ? last_[i] : i;
+      if (is_trimmed) std::copy_n(s_.x.data() + t * d_.width, d_.width, going.x + i * d_.width);
+      s_.inputs.set(i, s_.attended.data() + t * q_width_, layer.output);
+    });
+    return going;
   }
 
-  void gate(Worker& worker, const Layer& layer) {
-    each_block(worker, p_.num_tokens, layer.gate.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
-      gate_task(layer, panel, b, next < 0 ? nullptr : layer.gate.block(next));
+  void gate(Worker& worker, const Layer& layer, int64_t num_tokens) {
+    each_block(worker, num_tokens, layer.gate.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
+      gate_task(layer, num_tokens, panel, b, next < 0 ? nullptr : layer.gate.block(next));
     });
   }
 
-  void gate_task(const Layer& layer, int64_t panel, int64_t b, const char* next) {
+  void gate_task(const Layer& layer, int64_t num_tokens, int64_t panel, int64_t b, const char* next) {
     float gate[kPartRows * kBlock];
-    each_part(layer.gate, p_.num_tokens, panel, [&](const Part& part) {
+    each_part(layer.gate, num_tokens, panel, [&](const Part& part) {
       part_outputs(layer.gate, s_.inputs, part, b, part.is_first ? layer.up.block(b) : nullptr, [&](int r, int column, Mask, Floats v) {
         store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
       });
@@ -404,12 +442,43 @@ class Run {
     }
   }
 
+  // Whether the states of all tokens after the last layer are wanted, and not only of those whose logits are.
+  bool wants_all() const {
+    const Features* f = d_.is_head() ? nullptr : p_.features;
+    return keeps_last_ || p_.kept[d_.num_layers - 1] || (f && std::count(f->after, f->after + f->num_states, d_.num_layers - 1));
+  }
+
+  // Who goes on behind the last layer's keys and values, if not all do.
+  void find_last(int64_t together) {
+    last_.assign(p_.rows, p_.rows + p_.num_rows);
+    std::sort(last_.begin(), last_.end());
+    last_.erase(std::unique(last_.begin(), last_.end()), last_.end());
+    is_trimmed_ = (int64_t)last_.size() < p_.num_tokens;
+    if (!is_trimmed_) return;
+    grow(s_.last, last_.size() * d_.width);
+    int64_t segment = 0;
+    for (int64_t t : last_) {
+      const bool is_new = t >= p_.segments.first_token[segment + 1];
+      while (t >= p_.segments.first_token[segment + 1]) segment++;
+      if (is_new || last_spans_.empty() || last_spans_.back().end < t || t - last_spans_.back().begin >= together) {
+        last_spans_.push_back({segment, t, t + 1});
+      } else {
+        last_spans_.back().end++;
+      }
+    }
+  }
+
+  int64_t place_in_last(int64_t t) const { return std::lower_bound(last_.begin(), last_.end(), t) - last_.begin(); }
+
   const Decoder& d_;
   const Pass& p_;
   Scratch& s_;
   int64_t kv_width_, q_width_, row_;
   bool keeps_last_;  // whether anybody wants states after the last norm
   std::vector<Span> spans_;
+  bool is_trimmed_ = false;  // whether only some tokens go on behind the last layer's keys and values:
+  std::vector<int64_t> last_;
+  std::vector<Span> last_spans_;
 };
 
 // Scratch is lent to one pass at a time; passes side by side (a draft model's, an audit's) get one each. It is this library's own:

@@ -191,6 +191,25 @@ def test_any_rows_of_a_pass_may_be_asked_for_and_more_than_once(num_tokens, rows
     assert torch.equal(some_RV, logits_TV[rows])
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", KNOWN)
+def test_tokens_that_nobody_asks_about_leave_the_keys_that_others_read(family, precision):
+    """Behind the last layer's keys only those go on whose logits are wanted: in one pass nobody, in the next some of two texts."""
+    target, cache, whole = native(family, precision), KVCache(100, CPU), KVCache(100, CPU)
+    first, then = [two_texts(begin, end) for begin, end in ((0, 20), (20, 45))]
+    target.forward(first, cache, torch.arange(0))
+    target.forward(first, whole, torch.arange(first.num_tokens))
+    rows = [3, 4, 24, 25, 44, 49]  # of both texts, side by side or not
+    some_RV = target.forward(then, cache, torch.tensor(rows))
+    assert torch.equal(some_RV, target.forward(then, whole, torch.arange(then.num_tokens))[rows])
+
+
+def two_texts(begin: int, end: int) -> PackedBatch:
+    """A chunk of each of two texts."""
+    texts = (TEXT[begin:end], TEXT[50 + begin : 50 + end])
+    return pack([chain_segment(text, begin, range(50 * place, 50 * place + 50)) for place, text in enumerate(texts)], CPU)
+
+
 def chunk(num_tokens: int) -> PackedBatch:
     return pack([chain_segment(TEXT[:num_tokens], 0, range(num_tokens))], CPU)
 
