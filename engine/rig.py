@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.config import SchedulerConfig
-from engine.draft.drafter import Drafter
+from engine.draft.drafter import Drafter, unasked_share_of
 from engine.engine import Engine
 from engine.forest import Forest
 from engine.judge import Judge
@@ -67,6 +67,11 @@ class Rig:
             "drafter_weights": self._drafter_weights,
             "verifier": info.verifier,
         }
+
+    @property
+    def unasked_share(self) -> float:
+        """For how many tokens that the drafter is asked about one counts that it is merely fed."""
+        return unasked_share_of(self._drafter)
 
     def time_pass(self, size: PassSize) -> tuple[StepWork, float]:
         """Return what a pass of that size runs, with its judgement, and its seconds."""

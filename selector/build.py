@@ -30,7 +30,8 @@ def adaptive_policy(config: EngineConfig, bench: Bench, roots: RootSource) -> Ex
     Raises UnusableSelector.
     """
     menu = menu_for_all(config.expansion, config.verifier, config.largest_expansion)
-    policy = AdaptiveExpansion(menu, estimator_of(config, menu, roots), profiled_costs(bench), config.expansion)
+    estimator, costs = estimator_of(config, menu, roots), profiled_costs(bench)
+    policy = AdaptiveExpansion(menu, estimator, costs, config.expansion, unasked_share=bench.unasked_share)
     return GuardedPolicy(policy, config.expansion)
 
 

@@ -81,11 +81,19 @@ class _Standing:
 class AdaptiveExpansion:
     """Chooses each step's expansions from a menu. `fallback` is what runs where the estimator has no number to give.
 
+    A token that is merely fed to the drafter counts as `unasked_share` of one that it is asked about.
+
     The menu holds what the server's verifier is exact on; a sequence with another verifier gets what that is exact on too.
     """
 
     def __init__(
-        self, menu: Menu, estimator: Estimator, costs: CostModel, fallback: Expansion, settled_steps: int = _SETTLED_STEPS
+        self,
+        menu: Menu,
+        estimator: Estimator,
+        costs: CostModel,
+        fallback: Expansion,
+        settled_steps: int = _SETTLED_STEPS,
+        unasked_share: float = 1.0,
     ) -> None:
         self.name = f"adaptive up to {replace(menu.entries[-1], least_chance=0.0)}"
         self._menu = menu
@@ -93,6 +101,7 @@ class AdaptiveExpansion:
         self._costs = costs
         self._fallback = fallback
         self._settled_steps = settled_steps
+        self._unasked_share = unasked_share
         self._probes = Probes()
         self._model_share = ModelShare()
         self._probe_s: float | None = None  # foretold of the step under way, if it is a probe that was paid for
@@ -120,7 +129,6 @@ class AdaptiveExpansion:
             return self._stood_alike()
         choice = self._stood(views)
         if choice is None:
-            self._learn_unlearnt()
             choice = self._chosen(views)
         choice = choice if _all_decode(views) else _beside_prompts(choice)
         is_plain = all(expansion.is_plain for expansion in choice.expansions)
@@ -172,6 +180,7 @@ class AdaptiveExpansion:
         self._own_tokens = {name: self._own_tokens.get(name) for name in own}
         if not any(view.is_free for view in views):
             return Choice((PLAIN,) * len(views))
+        self._learn_unlearnt()
         batch = self._batch(views)
         estimates = _within_bounds(self._estimator.estimate(batch.views, batch.menu), batch)
         if not np.isfinite(estimates.tokens.sum() + estimates.nodes.sum() + estimates.passes.sum()):
@@ -253,7 +262,7 @@ class AdaptiveExpansion:
     @property
     def _feed_s(self) -> float:
         """Seconds of a token that a drafter must be fed before it drafts, if a model drafts."""
-        return self._model_share.share * self._costs.prices["draft_token"]
+        return self._model_share.share * self._unasked_share * self._costs.prices["draft_token"]
 
     def _choice(
         self,
@@ -290,7 +299,7 @@ class AdaptiveExpansion:
 
     def _is_feeding_cheap(self, load: BatchLoad, plain: Allocation) -> bool:
         """Return whether keeping drafters up with plain sequences costs next to nothing: a token of each, and seldom a pass."""
-        fed_s = float(load.base.num_rows) * self._costs.prices["draft_token"]
+        fed_s = float(load.base.num_rows) * self._unasked_share * self._costs.prices["draft_token"]
         return fed_s + float(self._costs.pass_s(load.base.num_keys)) / _FEEDING_STEPS <= _CHEAP_FEEDING * plain.seconds
 
     def observe(self, feedback: StepFeedback) -> None:
@@ -390,7 +399,7 @@ class AdaptiveExpansion:
         rows = list(zip(views, trees, strict=True))
         share = self._model_share.share
         num_rounds = max((tree.max_depth for tree in trees), default=0)
-        num_fed = sum(_catch_up(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in rows if not tree.is_plain)
+        num_fed = sum(self._fed(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in rows if not tree.is_plain)
         tokens = [1 + tree.num_draft_tokens for _, tree in rows]
         base = Works(
             num_rows=len(views),
@@ -406,13 +415,17 @@ class AdaptiveExpansion:
             base=base,
             base_tokens=len(views) - len(free) + sum(known - 1.0 for known in self._own_tokens.values() if known is not None),
             context_B=np.array([one.num_committed for one in chosen_for], dtype=np.float64),
-            unfed_B=np.array([_catch_up(one) for one in chosen_for], dtype=np.float64),
-            lag_B=np.array([one.num_unfed - _catch_up(one) for one in chosen_for], dtype=np.float64),
+            unfed_B=np.array([self._fed(one) for one in chosen_for], dtype=np.float64),
+            lag_B=self._unasked_share * np.array([one.num_unfed - _catch_up(one) for one in chosen_for], dtype=np.float64),
             draws_B=np.array([not one.sampling.is_greedy for one in chosen_for], dtype=np.float64),
             model_share=share,
         )
         menu, is_allowed_BM = self._allowed(chosen_for)
         return _Batch(free, chosen_for, menu, is_allowed_BM, load)
+
+    def _fed(self, view: SequenceView) -> float:
+        """Return the tokens that a tree costs the drafter beside its nodes: the root, and shares of those that are merely fed."""
+        return 1.0 + self._unasked_share * (_catch_up(view) - 1.0)
 
     def _allowed(self, views: Sequence[SequenceView]) -> tuple[Menu, NDArray[np.bool_]]:
         """Return the menu that is open to the sequences, and which of it each may have, [B, M].
@@ -538,7 +551,7 @@ def _beside_prompts(choice: Choice) -> Choice:
 
 
 def _catch_up(view: SequenceView) -> float:
-    """Return the tokens that a tree costs the drafter beside its nodes: what it lags far behind is spread over steps to come."""
+    """Return the tokens fed to a drafter for a tree, its root included: what it lags far behind is spread over steps to come."""
     usual = min(view.num_unfed, _USUAL_UNFED)
     return usual + (view.num_unfed - usual) / min(_CATCH_UP_STEPS, max(1, view.num_remaining))
 

@@ -35,7 +35,7 @@ from selector.cost import (
 
 _logger = logging.getLogger(__name__)
 
-_VERSION = 2  # of the file and of what its prices mean
+_VERSION = 3  # of the file and of what its prices mean
 _BUDGET_S = 6.0
 _MOST_BUDGETS = 4.0  # that are spent on a machine too slow for the fewest sizes and rounds within one
 _SHORT, _LONG = 64, 768  # tokens of context
@@ -59,6 +59,11 @@ class Bench(Protocol):
     @property
     def facts(self) -> dict[str, str]:
         """All that a time depends on."""
+        ...
+
+    @property
+    def unasked_share(self) -> float:
+        """For how many tokens that the drafter is asked about one counts that it is merely fed."""
         ...
 
     def time_pass(self, size: PassSize) -> tuple[StepWork, float]:

@@ -94,10 +94,10 @@ class FrontierNode:
 
 @dataclass(frozen=True, slots=True)
 class ModelPasses:
-    """Passes of a draft model, and the tokens fed in them."""
+    """Passes of a draft model, and the tokens fed in them, counted as those that it is asked about (`unasked_share_of`)."""
 
     num_passes: int = 0
-    num_fed: int = 0
+    num_fed: float = 0
 
     def __add__(self, other: "ModelPasses") -> "ModelPasses":
         return ModelPasses(self.num_passes + other.num_passes, self.num_fed + other.num_fed)
@@ -172,6 +172,18 @@ class Drafter(Protocol):
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Feed the frontier's nodes, those of one tree side by side and each after its ancestors, and propose for each."""
         ...
+
+
+@runtime_checkable
+class FeedsForLess(Protocol):
+    """A drafter for which a token that is merely fed is this share of one that it is asked about."""
+
+    unasked_share: float
+
+
+def unasked_share_of(drafter: Drafter | None) -> float:
+    """Return for how many tokens that a drafter is asked about one counts that it is merely fed."""
+    return drafter.unasked_share if isinstance(drafter, FeedsForLess) else 1.0
 
 
 @runtime_checkable

@@ -5,10 +5,13 @@ Shape key: V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import TypeVar
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from engine.draft.children import Offer
 from engine.draft.drafter import ModelPasses
@@ -56,12 +59,18 @@ class Growth:
     passes: ModelPasses = ModelPasses()
 
 
+@cache
+def no_laws(vocab_size: int, device: torch.device) -> Float[Tensor, "0 V"]:
+    """Return what a step leaves in which nothing was drawn from a draft's law."""
+    return torch.empty((0, vocab_size), device=device)
+
+
 def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
     """Return roots alone: the step of an engine without a drafter."""
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
     num_trees = len(trees)
     return Growth(
-        forest=Forest(trees, torch.empty((0, vocab_size), device=device), ((None,),) * num_trees),
+        forest=Forest(trees, no_laws(vocab_size, device), ((None,),) * num_trees),
         fed=(frozenset(),) * num_trees,
         offers=(_NO_OFFERS,) * num_trees,
         sources=((),) * num_trees,

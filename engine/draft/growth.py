@@ -17,7 +17,7 @@ from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold,
 from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer, offers_of
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses, Proposal
-from engine.draft.grown import Growth, Worth, origins_of, plain_growth, told_by_path
+from engine.draft.grown import Growth, Worth, no_laws, origins_of, plain_growth, told_by_path
 from engine.draft.ranked import GrowsRanked, can_rank, grow_ranked
 from engine.draft.strategies import Delayed, Static, Strategy
 from engine.draft.topology import best_topology
@@ -208,4 +208,4 @@ def _gathered(laws: Sequence[Tensor], used: Sequence[int], vocab_size: int, devi
         is_whole = len(rows) == len(laws_PV)
         parts.append(laws_PV if is_whole else laws_PV[integers(rows, device)])
         first += len(laws_PV)
-    return torch.cat(parts) if parts else torch.empty((0, vocab_size), device=device)
+    return torch.cat(parts) if parts else no_laws(vocab_size, device)

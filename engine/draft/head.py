@@ -47,6 +47,17 @@ class HeadShape:
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]
         return angles.cos(), angles.sin()
 
+    def unasked_share(self, num_known: int) -> float:
+        """Return which part of the products of a token that is asked about, among so many, one takes that is merely fed.
+
+        Of that no more is made than the last layer's queries, keys and values.
+        """
+        queries, pairs = self.num_heads * self.head_size, 2 * self.num_kv_heads * self.head_size
+        behind = queries + 3 * self.intermediate  # of a layer, what comes after attention; all are counted by inner width
+        read = (len(self.feature_layers) + 1) * self.target_width
+        layers = (self.num_layers + 1) * (queries + pairs) + self.num_layers * behind  # the first reads token and state
+        return (read + layers - behind) / (read + layers + num_known)
+
 
 class Norm(nn.RMSNorm):
     """Root mean square norm in its input's precision, whatever that of its weight."""

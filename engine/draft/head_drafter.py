@@ -66,6 +66,7 @@ class HeadDrafter:
         self._device = target.device
         embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # as they are, where a model scales them
         self._vocab = TrimmedVocabulary(head.vocab_M.to(self._device, torch.int64), target.vocab_size)
+        self.unasked_share = head.shape.unasked_share(len(head.vocab_M))
         rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
         precision = precision or str(target.module.dtype).removeprefix("torch.")
         self._head: NativeHead | LeanHead
@@ -136,7 +137,9 @@ class HeadDrafter:
 
     def ranked_grower(self) -> RankedGrower | None:
         """Return what grows ranked trees, if the library runs the head; a canary is shown what each pass reads, one by one."""
-        return None if self._has_canary or not isinstance(self._head, NativeHead) else RankedGrower(self._begin, self._vocab)
+        if self._has_canary or not isinstance(self._head, NativeHead):
+            return None
+        return RankedGrower(self._begin, self._vocab, self.unasked_share)
 
     def _begin(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> Growing:
         assert isinstance(self._head, NativeHead)
@@ -157,7 +160,8 @@ class HeadDrafter:
         if (logits_PM := self._replayed(fed, places)) is None:
             with torch.inference_mode():
                 logits_PM = self._head.proposed(self._pool, fed, asked, places, self._cache)
-        passes = ModelPasses(1, fed.batch.num_tokens)
+        num_asked = len(places)
+        passes = ModelPasses(1, num_asked + self.unasked_share * (fed.batch.num_tokens - num_asked))
         return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
 
     def _replayed(self, fed: Fed, places: Sequence[int]) -> Float[Tensor, "P M"] | None:

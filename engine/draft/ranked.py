@@ -14,12 +14,12 @@ from engine.draft.best_first import START_CONTINUED, START_OFFERED
 from engine.draft.calibration import Calibration, Calibrations
 from engine.draft.children import Offer
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
-from engine.draft.grown import Growth, Worth, origins_of
+from engine.draft.grown import Growth, Worth, no_laws, origins_of
 from engine.draft.mixture import UNTOLD, foretold, unknown_of
 from engine.draft.texts import CachedLaw, TextCache
 from engine.forest import Forest
 from engine.kinds import DraftSource, Origin
-from engine.native.growth import Growing, GrownTree, Offers, RankedRow
+from engine.native.growth import Fed, Growing, GrownTree, Offers, RankedRow
 from engine.plan import Row
 from engine.sampling import ranking_params, truncates
 from engine.sampling_limits import MIN_TEMPERATURE
@@ -30,11 +30,13 @@ from engine.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
 class RankedGrower:
     """What grows ranked trees for a drafter: a model that knows `vocab`, and the texts that are drafted from beside it.
 
-    `begin` takes the rows to be fed and, of those whose trees are to grow, what the library must know and their request ids.
+    `begin` takes the rows to be fed and, of those whose trees are to grow, what the library must know and their request ids. A
+    token that is merely fed counts as `unasked_share` of one that is asked about.
     """
 
     begin: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], Growing]
     vocab: TrimmedVocabulary
+    unasked_share: float
     texts: TextCache | None = None
 
 
@@ -69,8 +71,8 @@ class _Texts:
         self._paths: list[dict[int, tuple[int, ...]]] = [{ROOT: ()} for _ in rows]
         self.origins: list[dict[tuple[int, ...], Mapping[int, Origin]]] = [{} for _ in rows]
 
-    def answer(self, growing: Growing) -> int:
-        """Answer a round's nodes; return how many tokens were fed."""
+    def answer(self, growing: Growing) -> Fed:
+        """Answer a round's nodes; return what was fed."""
         asks = growing.asks
         if self._texts is None:
             return growing.round([UNTOLD] * len(asks), [False] * len(asks), ())[1]
@@ -79,11 +81,11 @@ class _Texts:
         unknown = unknown_of([law for law in laws if law is not None], self._vocab)
         column_of = {token_id: column for column, token_id in enumerate(unknown, len(self._vocab.ids_M))}
         told = [UNTOLD if law is None else foretold(law, self._columns(law, column_of)) for law in laws]
-        flags, num_fed = growing.round(told, [law is not None and law.is_sure for law in laws], unknown)
+        flags, fed = growing.round(told, [law is not None and law.is_sure for law in laws], unknown)
         for ask, path, law, of_law in zip(asks, paths, laws, flags, strict=True):
             if law is not None:
                 self.origins[ask.tree][path] = law.origins_beside(of_law)
-        return num_fed
+        return fed
 
     def _path(self, tree: int, node: int, parent: int, token_id: int) -> tuple[int, ...]:
         paths = self._paths[tree]
@@ -109,15 +111,16 @@ def grow_ranked(
             num_rounds += 1
             for tree in dict.fromkeys(ask.tree for ask in growing.asks):
                 rounds[tree] += 1
-            if num_fed := texts.answer(growing):
-                passes += ModelPasses(1, num_fed)
+            num_fed, num_asked = texts.answer(growing)
+            if num_fed:
+                passes += ModelPasses(1, num_asked + grower.unasked_share * (num_fed - num_asked))
         trees, offers = growing.finish()
     grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
     of_rows = [_Grown.single(row) if row.expansion.is_plain else _grown(*next(grown), offers) for row in rows if row.is_decoding]
     return Growth(
         forest=Forest(
             tuple(one.tree for one in of_rows),
-            torch.empty((0, vocab_size), device=device),
+            no_laws(vocab_size, device),
             tuple((None,) * one.tree.num_nodes for one in of_rows),
         ),
         fed=tuple(one.fed for one in of_rows),

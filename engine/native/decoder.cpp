@@ -131,14 +131,16 @@ void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, 
 }
 
 // Trees of rows that rank (growth.h): begin, rounds until nothing is asked, the trees, the end. `asks` [4, most] are the nodes of the
-// next round: their trees, numbers, parents and tokens; what returns is how many they are.
+// next round: their trees, numbers, parents and tokens; what returns is how many they are. `counts`: how many tokens were fed in this
+// round, and about how many of them the head was asked.
 Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows, const FedRow* fed, int64_t num_fed,
                          int64_t before_all) {
   return new Growing(*head, tokens, rows, num_rows, fed, num_fed, before_all);
 }
 
-int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pass, int64_t* asks, int64_t most, int64_t* num_fed, int num_threads) {
-  *num_fed = growing->round(*told, *pass, num_threads);
+int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pass, int64_t* asks, int64_t most, int64_t* counts, int num_threads) {
+  const Fed fed = growing->round(*told, *pass, num_threads);
+  counts[0] = fed.num_tokens, counts[1] = fed.num_asked;
   int64_t i = 0;
   for (const Ask& ask : growing->asks()) {
     const auto& node = growing->trees()[ask.tree].nodes()[ask.node];
@@ -150,20 +152,18 @@ int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pa
 
 // `counts` [trees] nodes of each tree; of all nodes, tree after tree, [5, most]: parents, tokens, places of what they were offered
 // (-1: nothing), whether they keep their slots, and, of each tree but for the last place, its nodes behind the root by age; and
-// [2, most] the nodes' chances to be accepted, and those given their parents, uncorrected.
-void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, double* chances, int64_t most) {
+// [2, most] the nodes' chances to be accepted, and those given their parents, uncorrected. Of each place what was offered: tokens and how
+// many they are [kScores + 1], scores [kScores].
+void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, double* chances, int64_t most, int64_t* tokens, double* scores) {
   int64_t first = 0;
   for (const RankedTree& tree : growing->trees()) {
     int64_t* of = nodes + first;
     first += *counts++ = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most, chances + (of - nodes), chances + most + (of - nodes));
   }
-}
-
-// What a place was offered: tokens and how many they are [kScores + 1], scores [kScores].
-void latebranch_offers(const Growing* growing, int64_t* tokens, double* scores) {
   std::copy(growing->offered_tokens().begin(), growing->offered_tokens().end(), tokens);
   std::copy(growing->offered_scores().begin(), growing->offered_scores().end(), scores);
 }
+
 
 void latebranch_end_growth(Growing* growing) { delete growing; }
 }

@@ -36,6 +36,11 @@ struct Ask {
   int64_t tree, node;
 };
 
+// What a round fed the head, and about how many of these tokens it was asked.
+struct Fed {
+  int64_t num_tokens, num_asked;
+};
+
 // The trees of a step. `head`, `tokens`, which its columns are, and the `fed` rows are the caller's. Who is fed from position 0 on
 // reads the slot `before_all`.
 class Growing {
@@ -50,9 +55,9 @@ class Growing {
   const std::vector<int64_t>& offered_tokens() const { return offered_tokens_; }
   const std::vector<double>& offered_scores() const { return offered_scores_; }
 
-  // Answer the nodes asked about, and find those to ask about next; return how many were fed: in the first round committed tokens, of
+  // Answer the nodes asked about, and find those to ask about next; return what was fed: in the first round committed tokens, of
   // which some are the trees' roots. `pass` says where everything lies; its tokens and segments are not looked at.
-  int64_t round(const Told& told, Pass pass, int num_threads) {
+  Fed round(const Told& told, Pass pass, int num_threads) {
     const bool is_first = offered_tokens_.empty();
     std::vector<int64_t> fed;  // asks that the head answers
     answers_.assign(asks_.size(), -1);
@@ -91,7 +96,7 @@ class Growing {
       if (count) trees_[asks_[i].tree].take(asks_[i].node, offer, tokens, scores, count, answers_[i] >= 0, is_cached);
     }
     ask();
-    return num_fed;
+    return {num_fed, (int64_t)fed.size()};
   }
 
  private:

@@ -1,17 +1,18 @@
 """Trees of rows that rank, grown by the library for a draft head that it runs: a call a round.
 
+Numbers lie in arrays of Python's own: they are few, and what numpy needs for each has left the processor's caches in the pass
+before.
 Shape key: M tokens that the head knows.
 """
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
-import numpy as np
 from jaxtyping import Int
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.native import library
@@ -71,17 +72,18 @@ class Offered(NamedTuple):
     scores: tuple[float, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Offers:
-    """What nodes were offered, by place."""
+    """What nodes were offered, by place: tokens and behind them how many they are, and scores."""
 
-    tokens: NDArray[np.int64]
-    scores: NDArray[np.float64]
+    tokens: library.Numbers
+    scores: library.Numbers
 
     def at(self, place: int) -> Offered:
         """Return one."""
-        *token_ids, count = self.tokens[place].tolist()
-        return Offered(tuple(token_ids[:count]), tuple(self.scores[place, :count].tolist()))
+        first, begin = place * (library.NUM_SCORES + 1), place * library.NUM_SCORES
+        count = self.tokens[first + library.NUM_SCORES]
+        return Offered(tuple(self.tokens[first : first + count]), tuple(self.scores[begin : begin + count]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,13 @@ class GrownTree:
     by_age: tuple[int, ...]
     chances: tuple[float, ...]
     given_parent: tuple[float, ...]
+
+
+class Fed(NamedTuple):
+    """Tokens that the head was fed in a round, and about how many of them it was asked."""
+
+    num_tokens: int
+    num_asked: int
 
 
 class Growing:
@@ -122,19 +131,22 @@ class Growing:
         assert all(len(row.slots) > row.root_position + row.max_nodes for row in rows), "a node has no slot"
         self._rows, self._pass = rows, where
         slots = [as_longs(row.slots) for row in rows]
-        shares = [np.array(row.shares, dtype=np.float64) for row in rows]
-        assert all(one.shape == (2, library.NUM_SHARES) for one in shares)
+        shares = [array("d", chain.from_iterable(row.shares)) for row in rows]
+        assert all(len(one) == 2 * library.NUM_SHARES for one in shares)
         fed_ids, fed_slots = [as_longs(row.token_ids) for row in fed], [as_longs(row.slots) for row in fed]
         self._library = library.library()
         structures = (library.RankedRow * len(rows))(
             *(
-                _structure(row, _address(own), library.address(own_shares))
+                _structure(row, library.place(own), library.place(own_shares))
                 for row, own, own_shares in zip(rows, slots, shares, strict=True)
             )
         )
         fed_structures = (library.FedRow * len(fed))(
             *(
-                library.FedRow(len(ids), row.first_position, _address(ids), _address(own), -1 if row.tree is None else row.tree)
+                library.FedRow(
+                    *(len(ids), row.first_position, library.place(ids), library.place(own)),
+                    -1 if row.tree is None else row.tree,
+                )
                 for row, ids, own in zip(fed, fed_ids, fed_slots, strict=True)
             )
         )
@@ -154,19 +166,19 @@ class Growing:
         """Let the library forget it."""
         self._library.latebranch_end_growth(self._handle)
 
-    def round(self, told: Sequence[Foretold], is_sure: Sequence[bool], unknown: Sequence[int]) -> tuple[list[list[bool]], int]:
+    def round(self, told: Sequence[Foretold], is_sure: Sequence[bool], unknown: Sequence[int]) -> tuple[list[list[bool]], Fed]:
         """Answer the nodes of `asks`, which become those of the next round; return how that went.
 
         What cached text foretells there is `told`; columns from M on are of `unknown` tokens. Where it `is_sure` the head is not
-        asked. Of each foretold token is returned whether more of its chance is the cache's, and of all how many tokens were fed.
+        asked. Of each foretold token is returned whether more of its chance is the cache's, and what was fed.
         """
         assert len(told) == len(is_sure) == len(self.asks)
         firsts, columns, odds = flattened(told)
-        places = np.array([*firsts, *columns, *unknown], dtype=np.int64)
-        flags = np.array([*is_sure, *(False for _ in range(firsts[-1]))], dtype=np.uint8)
-        begin, share, flag = library.address(places), library.address(odds), library.address(flags)
-        asks = np.empty((4, self._most_asks), dtype=np.int64)
-        num_fed = ctypes.c_int64()
+        places = array("q", [*firsts, *columns, *unknown])
+        flags = array("B", [*is_sure, *bytes(firsts[-1])])
+        begin, share, flag = library.place(places), library.place(odds), library.place(flags)
+        most = self._most_asks
+        asks, counts = library.room("q", 4 * most), library.room("q", len(Fed._fields))
         structure = library.Told(
             firsts=begin,
             columns=begin + 8 * len(firsts),
@@ -181,37 +193,31 @@ class Growing:
             self._handle,
             ctypes.byref(structure),
             ctypes.byref(self._pass),
-            library.address(asks),
-            self._most_asks,
-            ctypes.byref(num_fed),
-            library.num_threads(),
+            *(library.place(asks), most, library.place(counts), library.num_threads()),
         )
         self._num_offers += len(told)
-        self.asks = [Ask(*one) for one in asks[:, :count].T.tolist()]
-        is_rather_cached = flags[len(told) :].astype(np.bool_).tolist()
-        return [is_rather_cached[first:end] for first, end in pairwise(firsts)], num_fed.value
+        self.asks = [Ask(*one) for one in zip(*(asks[first : first + count] for first in range(0, 4 * most, most)), strict=True)]
+        is_rather_cached = [*map(bool, flags[len(told) :])]
+        return [is_rather_cached[first:end] for first, end in pairwise(firsts)], Fed(*counts)
 
     def finish(self) -> tuple[list[GrownTree], Offers]:
         """Return the trees, and what their nodes were offered."""
         most = sum(1 + row.max_nodes for row in self._rows)
-        counts, nodes = np.empty(len(self._rows), dtype=np.int64), np.empty((5, most), dtype=np.int64)
-        chances = np.empty((2, most), dtype=np.float64)
+        counts, nodes, chances = library.room("q", len(self._rows)), library.room("q", 5 * most), library.room("d", 2 * most)
+        tokens = library.room("q", self._num_offers * (library.NUM_SCORES + 1))
+        scores = library.room("d", self._num_offers * library.NUM_SCORES)
         self._library.latebranch_grown(
-            self._handle, library.address(counts), library.address(nodes), library.address(chances), most
+            *(self._handle, library.place(counts), library.place(nodes), library.place(chances), most),
+            *(library.place(tokens), library.place(scores)),
         )
         trees = []
-        for first, end in pairwise(accumulate(counts.tolist(), initial=0)):
-            parents, token_ids, offers, keeps_slot, by_age = map(tuple, nodes[:, first:end].tolist())
-            worth = map(tuple, chances[:, first:end].tolist())
+        for first, end in pairwise(accumulate(counts, initial=0)):
+            parents, token_ids, offers, keeps_slot, by_age = (
+                tuple(nodes[start + first : start + end]) for start in range(0, 5 * most, most)
+            )
+            worth = (tuple(chances[start + first : start + end]) for start in (0, most))
             trees.append(GrownTree(parents, token_ids, offers, keeps_slot, by_age[:-1], *worth))
-        tokens = np.empty((self._num_offers, library.NUM_SCORES + 1), dtype=np.int64)
-        scores = np.empty((self._num_offers, library.NUM_SCORES), dtype=np.float64)
-        self._library.latebranch_offers(self._handle, library.address(tokens), library.address(scores))
         return trees, Offers(tokens, scores)
-
-
-def _address(numbers: Any) -> int:
-    return int(numbers.buffer_info()[0])
 
 
 def _structure(row: RankedRow, slots: int, shares: int) -> library.RankedRow:

@@ -2,12 +2,13 @@
 
 import ctypes
 import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from numpy.typing import NDArray
@@ -15,6 +16,12 @@ from numpy.typing import NDArray
 SILU, GELU_TANH = 0, 1  # activations
 NUM_SCORES = 64  # best perturbed scores of a node that are compared: the rest weighs nothing in their softmax (ranked_tree.h)
 NUM_SHARES = 9  # of chances: the edges between them are engine.draft.calibration's (kShareEdges)
+
+
+if TYPE_CHECKING:
+    Numbers: TypeAlias = "array[Any]"
+else:
+    Numbers = array  # which names no type of its numbers at run time
 
 
 class Linear(Structure):
@@ -228,10 +235,8 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_grow.restype = c_void_p
     loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_int64, c_void_p, c_int]
     loaded.latebranch_grow_round.restype = c_int64
-    loaded.latebranch_grown.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
+    loaded.latebranch_grown.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
     loaded.latebranch_grown.restype = None
-    loaded.latebranch_offers.argtypes = [c_void_p, c_void_p, c_void_p]
-    loaded.latebranch_offers.restype = None
     loaded.latebranch_end_growth.argtypes = [c_void_p]
     loaded.latebranch_end_growth.restype = None
     return loaded
@@ -259,6 +264,16 @@ def num_threads() -> int:
 def address(array: NDArray[Any]) -> int:
     """Return where an array's numbers begin; they must lie side by side."""
     return int(array.__array_interface__["data"][0])
+
+
+def place(numbers: Numbers) -> int:
+    """Return where the numbers of an array of Python's begin."""
+    return numbers.buffer_info()[0]
+
+
+def room(typecode: str, count: int) -> Numbers:
+    """Return an array of so many numbers of 8 bytes for the library to write to."""
+    return array(typecode, bytes(8 * count))
 
 
 Pointers: TypeAlias = "ctypes.Array[c_void_p]"

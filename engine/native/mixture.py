@@ -3,14 +3,15 @@
 Shape key: R rows of a model, K tokens it knows, P proposals, M tokens known.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.native import library
@@ -25,12 +26,20 @@ class Foretold:
     chance: float
 
 
-def flattened(foretold: Sequence[Foretold]) -> tuple[list[int], list[int], NDArray[np.float32]]:
-    """Return where each one's tokens begin, and their end; all columns; and all probabilities with the trusts behind them."""
+class Flat(NamedTuple):
+    """Where each one's tokens begin, and their end; all columns; and, float32, all probabilities with the trusts behind them."""
+
+    firsts: list[int]
+    columns: list[int]
+    odds: library.Numbers
+
+
+def flattened(foretold: Sequence[Foretold]) -> Flat:
+    """Return what is foretold side by side."""
     firsts = [*accumulate((len(one.columns) for one in foretold), initial=0)]
     columns = [*chain.from_iterable(one.columns for one in foretold)]
-    odds = np.array([*chain.from_iterable(one.odds for one in foretold), *(one.chance for one in foretold)], dtype=np.float32)
-    return firsts, columns, odds
+    odds = array("f", [*chain.from_iterable(one.odds for one in foretold), *(one.chance for one in foretold)])
+    return Flat(firsts, columns, odds)
 
 
 def can_mix(device: torch.device) -> bool:
@@ -57,7 +66,7 @@ def mixed(
     places = np.array([*(-1 if row is None else row for row in rows), *firsts, *columns], dtype=np.int64)
     is_rather_cached = np.zeros(firsts[-1], dtype=np.uint8)
     logits_PM = torch.empty(num_proposals, num_columns)
-    begin, row, share = library.address(places), 8 * num_proposals, library.address(odds)
+    begin, row, share = library.address(places), 8 * num_proposals, library.place(odds)
     library.library().latebranch_mix(
         *(None if model_RK is None else model_RK.data_ptr(), num_known, begin, num_proposals),
         *(begin + row, begin + 2 * row + 8, share, share + 4 * firsts[-1]),
