@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from engine.build import BadConfiguration, build_engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.draft.combined import CombinedDrafter
-from engine.draft.drafter import FrontierNode, Proposal
+from engine.draft.drafter import FrontierNode, GrowingTree, ModelPasses, Proposal
 from engine.draft.feature_pool import FeaturePool
 from engine.draft.growth import grow
 from engine.draft.head import DraftHead
@@ -328,6 +328,25 @@ def test_a_prompt_alone_is_fed_without_a_proposal():
     engine.target.forward(StepPlan(0, (row,)), [TokenTree.single(4)])
     assert drafter.feed([row], []).logits_PV.shape == (0, 61)
     assert drafter._cache.num_layers == 2
+
+
+@pytest.mark.parametrize("linears", ["plain", pytest.param(NATIVE, marks=needs_library)])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_token_that_is_merely_fed_counts_as_its_share_of_the_products(num_layers, linears):
+    """Nothing is made of it behind the last layer's keys and values: a product for each weight."""
+    head = random_head(num_layers)
+    engine = head_engine(head, native("llama") if linears == NATIVE else model("llama"), linears=linears)
+    drafter = drafter_of(engine)
+    behind = sum(part.weight.numel() for part in (head.decoder[-1].output, head.decoder[-1].gate_up, head.decoder[-1].down))
+    behind += len(head.vocab_M) * head.shape.width
+    fed = sum(part.weight.numel() for layer in head.decoder for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    whole = fed + head.fuse.weight.numel() + head.token.weight.numel() + len(head.vocab_M) * head.shape.width
+    assert drafter.unasked_share == pytest.approx(1.0 - behind / whole)
+    row = decoding_row((5, 9, 33, 4), Expansion(0, 1, 0))
+    engine.target.forward(StepPlan(0, (row,)), [TokenTree.single(4)])
+    assert drafter.feed([row], []).passes == ModelPasses(1, len(row.draft_ids) * drafter.unasked_share)
+    root = FrontierNode(GrowingTree(row), 0, 1)
+    assert drafter.feed([row], [root]).passes == ModelPasses(1, 1 + (len(row.draft_ids) - 1) * drafter.unasked_share)
 
 
 def test_a_head_is_built_from_its_file(tmp_path):

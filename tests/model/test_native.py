@@ -194,7 +194,7 @@ def test_any_rows_of_a_pass_may_be_asked_for_and_more_than_once(num_tokens, rows
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", KNOWN)
 def test_tokens_that_nobody_asks_about_leave_the_keys_that_others_read(family, precision):
-    """Behind the last layer's keys only those go on whose logits are wanted: in one pass nobody, in the next some of two texts."""
+    """Behind the last layer's keys only those go on whose logits are wanted: first nobody, then some of two texts."""
     target, cache, whole = native(family, precision), KVCache(100, CPU), KVCache(100, CPU)
     first, then = [two_texts(begin, end) for begin, end in ((0, 20), (20, 45))]
     target.forward(first, cache, torch.arange(0))

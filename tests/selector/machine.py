@@ -63,7 +63,7 @@ class Text:
 
     `cached` is the chance that a tree is drafted from cached text, without the model. A noise-aware tree knows of each
     token its own chance, any of `odds`. The first `num_prompt` tokens of the context are a prompt that is still to be fed; the
-    drafter is behind by `num_unfed`, the root included.
+    drafter is behind by `num_unfed`, the root included; what it is merely fed costs `unasked_share` of what it is asked about.
     """
 
     chances: Chances
@@ -73,6 +73,7 @@ class Text:
     context: int = 200
     num_prompt: int = 0
     num_unfed: int = 1
+    unasked_share: float = 1.0
     temperature: float = 1.0
     max_tokens: int = 10**9
     speculation: Speculation = field(default_factory=Speculation)
@@ -207,19 +208,21 @@ class _Step:
         self._keeps_up = choice.keeps_up
         self._level_price = choice.prices.level
         self._num_rows = num_rows
-        self._sums = dict.fromkeys(("num_tokens", "num_drawn", "num_keys", "num_scores", "num_draft_tokens"), 0)
+        self._sums = dict.fromkeys(("num_tokens", "num_drawn", "num_keys", "num_scores"), 0)
+        self._num_fed = 0.0
         self._num_passes = self._num_rounds = 0
 
     @property
     def work(self) -> StepWork:
-        return StepWork(self._num_rows, **self._sums, num_passes=self._num_passes, num_rounds=self._num_rounds)
+        passes, rounds = self._num_passes, self._num_rounds
+        return StepWork(self._num_rows, **self._sums, num_passes=passes, num_draft_tokens=self._num_fed, num_rounds=rounds)
 
     def feed_prompt(self, text: Text) -> None:
         """Feed a chunk to both models."""
         chunk = min(text.num_prompt, _CHUNK)
         text.num_prompt -= chunk
         text.num_unfed = max(1, text.num_unfed - chunk)
-        self._add(text.context, num_tokens=chunk, num_drawn=0, num_draft_tokens=chunk)
+        self._add(text.context, num_tokens=chunk, num_drawn=0, num_fed=chunk)
         self.has_prefill, self._num_passes = True, max(1, self._num_passes)
 
     def decode(self, text: Text, view: SequenceView, wished: Expansion, chance: random.Random) -> float:
@@ -238,24 +241,25 @@ class _Step:
         self.outcomes.append(
             DraftOutcome(view.request_id, expansion, nodes, drafted if grown is None else rounds, accepted, grown)
         )
-        num_fed = 0
+        num_fed = 0.0
         if not expansion.is_plain:
             self._num_rounds = max(self._num_rounds, rounds)
             if not is_cached:
                 self._num_passes = max(self._num_passes, rounds)
                 num_inner = _num_inner(expansion) if grown is None else min(nodes, rounds - 1)
-                num_fed = text.num_unfed + (num_inner if drafted else 0)
+                num_fed = 1 + text.unasked_share * (text.num_unfed - 1) + (num_inner if drafted else 0)
                 text.num_unfed = -min(accepted, max(0, drafted - 1))  # of the path all but a leaf has been fed
         elif self._keeps_up and text.num_unfed > _MOST_BEHIND:
             self._num_passes = max(1, self._num_passes)
-            num_fed, text.num_unfed = text.num_unfed, 0
+            num_fed, text.num_unfed = text.unasked_share * text.num_unfed, 0
         text.num_unfed += accepted + 1
         text.num_generated += accepted + 1
         self._add(view.num_committed, 1 + nodes, (1 + nodes) if text.temperature else 0, num_fed)
         return expected
 
-    def _add(self, num_keys: int, num_tokens: int, num_drawn: int, num_draft_tokens: int) -> None:
-        amounts = (num_tokens, num_drawn, num_keys, num_tokens * num_keys, num_draft_tokens)
+    def _add(self, num_keys: int, num_tokens: int, num_drawn: int, num_fed: float) -> None:
+        self._num_fed += num_fed
+        amounts = (num_tokens, num_drawn, num_keys, num_tokens * num_keys)
         for name, amount in zip(self._sums, amounts, strict=True):
             self._sums[name] += amount
 

@@ -48,8 +48,10 @@ def profiled(machine: Machine) -> CostModel:
     )
 
 
-def adaptive(machine: Machine, menu: Menu = MENU, kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> AdaptiveExpansion:
-    return kind(menu, CountedAcceptance(menu), profiled(machine), CHAIN)
+def adaptive(
+    machine: Machine, menu: Menu = MENU, kind: type[AdaptiveExpansion] = AdaptiveExpansion, unasked_share: float = 1.0
+) -> AdaptiveExpansion:
+    return kind(menu, CountedAcceptance(menu), profiled(machine), CHAIN, unasked_share=unasked_share)
 
 
 def texts_of(chance: float, num_texts: int) -> list[Text]:
@@ -577,13 +579,30 @@ def test_written_off_it_would_cost_more(monkeypatch):
     assert rate_far_behind() < 0.9
 
 
-def test_a_drafter_is_kept_up_where_that_is_cheap():
-    cheap, dear = texts_of(0.0, 1), texts_of(0.0, 1)
-    kept, left = adaptive(CHEAP), adaptive(SLOW_FEED)
-    run(kept, CHEAP, cheap, 100)
-    run(left, SLOW_FEED, dear, 100)
-    assert kept.choose([cheap[0].view("0")]).keeps_up
-    assert not left.choose([dear[0].view("0")]).keeps_up
+def foretold_of_what_is_seen(unasked_share: float) -> float:
+    """Return which share of a step's seconds was foretold whose drafter is merely fed 39 tokens, for a tenth of their price."""
+    policy, text = adaptive(SLOW_FEED, unasked_share=unasked_share), Text(flat(0.9), unasked_share=0.1)
+    run(policy, SLOW_FEED, [text], 200)
+    text.num_unfed, policy._num_standing = 40, 0
+    ((foretold_s, seen_s),) = run(policy, SLOW_FEED, [text], 1).foretold
+    return foretold_s / seen_s
+
+
+def test_tokens_that_a_drafter_is_merely_fed_are_foretold_at_their_own_price():
+    assert foretold_of_what_is_seen(0.1) == pytest.approx(1.0, rel=0.1)
+
+
+def test_at_the_price_of_those_that_it_is_asked_about_they_would_not_be():
+    assert foretold_of_what_is_seen(1.0) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("machine", "unasked_share", "is_kept_up"), [(CHEAP, 0.2, True), (CHEAP, 1.0, False), (SLOW_FEED, 0.2, False)]
+)
+def test_a_drafter_is_kept_up_where_that_is_cheap(machine, unasked_share, is_kept_up):
+    text, policy = Text(flat(0.0), unasked_share=unasked_share), adaptive(machine, unasked_share=unasked_share)
+    run(policy, machine, [text], 100)
+    assert policy.choose([text.view("0")]).keeps_up == is_kept_up
 
 
 def test_a_prompt_is_fed_before_anything_is_drafted_and_foretold_of():
