@@ -5,7 +5,8 @@
 
 In each round every checkout has a process of its own, this one last: where a process's memory lies is luck, and moves its
 passes by some hundredths. The processes take turns pass by pass, so that what else happens on the machine meets them alike. A
-pass feeds so many tokens after a context and returns all their logits. Prints how many times as fast this checkout is as each of
+pass feeds so many tokens after a context and returns all their logits; with `--head FILE` it is one of that draft head in int8,
+which is asked about the last of them. Prints how many times as fast this checkout is as each of
 the others: in a round the median over its turns, then the median over rounds with the lowest and the highest; the last line is
 JSON.
 """
@@ -16,8 +17,9 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,8 +28,14 @@ import torch
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
 from benchmarks.precision import timed_pass
+from engine.draft.drafter import FrontierNode, GrowingTree
+from engine.draft.head import DraftHead
+from engine.draft.head_drafter import HeadDrafter
 from engine.kv_cache import KVCache
-from engine.model import load_model
+from engine.model import CausalModel, load_model
+from engine.plan import Row
+from engine.tree import PLAIN, ROOT
+from engine.types import SamplingParams
 from engine.weights import resolve
 
 _CPU = torch.device("cpu")
@@ -121,6 +129,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("checkouts", nargs="*", help="folders of other checkouts, each with its library compiled")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--precision", default="compact")
+    parser.add_argument("--head", type=Path, help="a draft head of the model, whose passes are timed and not the model's")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256])
     parser.add_argument("--rounds", type=int, default=3)
@@ -134,13 +143,40 @@ def _measure(args: argparse.Namespace) -> None:
     """Time passes of this process, one for each line of input: its context and its tokens."""
     torch.set_num_threads(args.threads)
     model = load_model(resolve(args.model).folder, args.precision, _CPU, "native")
-    caches = {context: KVCache(context + max(args.widths), _CPU) for context in args.contexts}
-    for context, cache in caches.items():
-        timed_pass(model, cache, 0, context)
+    timed = _feeds(model, args.head, args) if args.head else _passes(model, args)
     print("ready", flush=True)
     for line in sys.stdin:
         context, width = map(int, line.split())
-        print(min(timed_pass(model, caches[context], context, width) for _ in range(2)), flush=True)
+        print(min(timed(context, width) for _ in range(2)), flush=True)
+
+
+def _passes(model: CausalModel, args: argparse.Namespace) -> Callable[[int, int], float]:
+    """Return what times a pass of the model after so many tokens, of so many."""
+    caches = {context: KVCache(context + max(args.widths), _CPU) for context in args.contexts}
+    for context, cache in caches.items():
+        timed_pass(model, cache, 0, context)
+    return lambda context, width: timed_pass(model, caches[context], context, width)
+
+
+def _feeds(model: CausalModel, file: Path, args: argparse.Namespace) -> Callable[[int, int], float]:
+    """Return what times feeding a draft head so many committed tokens after others, of which the last is the root."""
+    most = max(args.contexts) + max(args.widths)
+    drafter = HeadDrafter("head", DraftHead.load(file)[0], model, most, "native", "int8")
+    drafter.follow(cache := KVCache(most, _CPU))
+    timed_pass(model, cache, 0, most)
+
+    def timed(context: int, width: int) -> float:
+        ids = tuple((97 * place + 11) % model.vocab_size for place in range(context + width))
+        fed, slots = ids[context:], range(len(ids))
+        row = Row("r", len(ids) - 1, ids[-1:], 0, True, context, fed, PLAIN, slots, SamplingParams(), "coupled", 0, ids, 0)
+        roots = [FrontierNode(GrowingTree(row), ROOT, 1)]
+        start = time.perf_counter()
+        drafter.feed([row], roots)
+        return time.perf_counter() - start
+
+    for context in args.contexts:
+        timed(0, context)
+    return timed
 
 
 if __name__ == "__main__":
