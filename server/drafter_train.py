@@ -42,12 +42,16 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument("--num-prompts", type=int, default=1536, help="texts to write")
     train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
     train.add_argument("--batch", type=int, default=192, help="texts written at a time")
-    train.add_argument("--begin-with", type=Path, help="a head to go on with, on more texts: its sizes and its vocabulary stay")
+    train.add_argument("--begin-with", type=Path, help="a head to go on with, on more texts: its sizes and its tokens stay")
     train.add_argument("--width", type=int, help="inner width of the head; default 576")
     train.add_argument("--intermediate", type=int, help="width of its feed-forward layer; default 2304")
     train.add_argument("--head-layers", type=int, help="its decoder layers; default 1")
     train.add_argument("--feature-layers", type=_numbers, help="counts of target layers whose output it reads; default thirds")
-    train.add_argument("--vocab", type=int, help="tokens it can propose: the target's likeliest; default 8192")
+    train.add_argument(
+        "--vocab",
+        type=int,
+        help="tokens it can propose: the target's likeliest; default 8192, or those of the head to begin with",
+    )
     train.add_argument("--epochs", type=int, default=16)
     train.add_argument("--rate", type=float, default=0.01, help="highest learning rate of matrices, by Muon")
     train.add_argument(
@@ -112,6 +116,8 @@ def _train(parsed: argparse.Namespace) -> int:
         begin: HeadShape | DraftHead
         if parsed.begin_with:
             begin, notes["began_with"] = _trained_before(parsed.begin_with, target)
+            if parsed.vocab is not None and parsed.vocab < len(begin.vocab_M):
+                raise ValueError(f"a head that is gone on with keeps its {len(begin.vocab_M)} tokens: --vocab cannot be less")
             layers = begin.shape.feature_layers
         else:
             layers = parsed.feature_layers or (depth // 3, 2 * depth // 3, depth)
@@ -149,8 +155,9 @@ def _complete(parsed: argparse.Namespace) -> None:
     from engine.distill.trainer import usual_precision
 
     given = [name for name in (*_SIZES, "feature_layers") if getattr(parsed, name) is not None]
-    if parsed.begin_with and given:
-        raise ValueError(f"a head that is gone on with keeps its sizes: leave out --{given[0].replace('_', '-')}")
+    kept = [name for name in given if name != "vocab"]
+    if parsed.begin_with and kept:
+        raise ValueError(f"a head that is gone on with keeps its sizes: leave out --{kept[0].replace('_', '-')}")
     if parsed.tokens_per_update < 1 or (parsed.tokens_per_update > _PASS and parsed.tokens_per_update % _PASS):
         raise ValueError(f"--tokens-per-update must be up to {_PASS}, or a multiple of it, not {parsed.tokens_per_update}")
     for name in ("batch", "num_prompts", "max_tokens", "threads"):

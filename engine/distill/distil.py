@@ -51,14 +51,15 @@ def distil(
     model: CausalModel,
     texts: Iterable[Text],
     begin: HeadShape | DraftHead,
-    vocab_size: int,
+    vocab_size: int | None,
     plan: TrainingPlan,
     work: Path,
     notes: Mapping[str, object],
 ) -> Distilled:
     """Train a head on texts of the target's; goes on from its checkpoint in `work`, if it has one. Raises NothingToLearn.
 
-    `begin` is the shape of a new head, of `vocab_size` tokens, or a head to go on with: it keeps its vocabulary, and is changed.
+    `begin` is the shape of a new head, of `vocab_size` tokens, or a head to go on with, which is changed: it keeps its tokens, and
+    gets others until it has `vocab_size`.
     `model` lends embeddings and output head, in its own precision; its layers are not run.
     """
     texts = sorted(texts, key=lambda text: text.index)
@@ -67,7 +68,13 @@ def distil(
     if not learned or not held_out:
         raise NothingToLearn(f"{len(texts)} texts are too few to learn from and to measure on")
     torch.manual_seed(plan.seed)
-    head = DraftHead(begin, frequent_tokens(model, learned, vocab_size)) if isinstance(begin, HeadShape) else begin
+    if isinstance(begin, HeadShape):
+        assert vocab_size is not None, "a new head has as many tokens as it is told"
+        head = DraftHead(begin, frequent_tokens(model, learned, vocab_size))
+    else:
+        head = begin
+        if vocab_size is not None:
+            head.vocab_M = frequent_tokens(model, learned, vocab_size, head.vocab_M).to(head.vocab_M)
     head = head.to(model.device).train().requires_grad_(True)
     vocab_M = head.vocab_M.long()
     embeddings_VD = model.module.get_input_embeddings().weight

@@ -33,9 +33,19 @@ def require_plain_output(model: CausalModel) -> None:
         raise UnsupportedModel(f"{type(model.module).__name__} scales, caps or shifts its logits; a head cannot be made for it")
 
 
-def frequent_tokens(model: CausalModel, texts: Sequence[Text], count: int) -> Int[Tensor, " M"]:
-    """Return the `count` tokens that carry most of the target's probability in the texts, ascending."""
-    return _mass(model, texts).topk(min(count, model.vocab_size)).indices.sort().values
+def frequent_tokens(
+    model: CausalModel, texts: Sequence[Text], count: int, known_M: Int[Tensor, " M"] | None = None
+) -> Int[Tensor, " C"]:
+    """Return `count` tokens, ascending: those that are known, and of the others those that come most.
+
+    A token comes as often as it was drawn in all answers, and as the target's laws say in the first ones.
+    """
+    mass_V = _mass(model, texts)
+    for text in texts:
+        mass_V += torch.bincount(text.ids_T[text.num_prompt :].to(model.device), minlength=model.vocab_size)
+    if known_M is not None:
+        mass_V[known_M.long()] = torch.inf
+    return mass_V.topk(min(count, model.vocab_size)).indices.sort().values
 
 
 def coverage(model: CausalModel, texts: Sequence[Text], ids_M: Int[Tensor, " M"]) -> float:

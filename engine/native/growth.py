@@ -1,7 +1,5 @@
 """Trees of rows that rank, grown by the library for a draft head that it runs: a call a round.
 
-Numbers lie in arrays of Python's own: they are few, and what numpy needs for each has left the processor's caches in the pass
-before.
 Shape key: M tokens that the head knows.
 """
 

@@ -319,6 +319,20 @@ def test_frequent_tokens_carry_the_mass() -> None:
     assert coverage(model, texts, torch.arange(10)) < carried < all_carried == pytest.approx(1.0, abs=1e-3)
 
 
+def test_known_tokens_stay_and_others_are_added_by_how_often_they_come() -> None:
+    """As drawn in all answers, not in the first ones alone."""
+    model, texts = tiny_model(), some_texts()
+    likeliest = frequent_tokens(model, texts, 20)
+    known_M = torch.tensor([token_id for token_id in range(61) if token_id not in likeliest][:5])
+    more = frequent_tokens(model, texts, 12, known_M)
+    assert len(more) == 12
+    assert set(known_M.tolist()) < set(more.tolist())
+    assert set(more.tolist()) - set(known_M.tolist()) == set(frequent_tokens(model, texts, 7).tolist())
+    rare = int(known_M[0])
+    often = [*texts, dataclasses.replace(texts[0], ids_T=torch.tensor([*texts[0].ids_T[: texts[0].num_prompt], *[rare] * 5000]))]
+    assert frequent_tokens(model, often, 1).tolist() == [rare]
+
+
 def test_a_target_that_does_more_to_its_logits_is_refused() -> None:
     module = tiny_module()
     require_plain_output(adopt(module, torch.device("cpu"), "packed"))

@@ -115,10 +115,17 @@ def test_training_goes_on_with_a_head(made, tmp_path, capsys, monkeypatch):
     assert "--width" not in str(recipe["command"])
     assert [weight.equal(first.widen.weight) for weight in begun] == [True]
     assert not head.widen.weight.equal(first.widen.weight)
+    wider = [*files[:-1], str(tmp_path / "wider.safetensors"), "--vocab", "50"]
+    assert main(["drafter", "train", "--target", str(target), *SMALL, *more, *begin, *wider]) == 0
+    head, recipe = DraftHead.load(tmp_path / "wider.safetensors")
+    assert len(head.vocab_M) == 50
+    assert set(first.vocab_M.tolist()) < set(head.vocab_M.tolist())
+    assert "--vocab 50" in str(recipe["command"])
     other = model_folder(tmp_path / "other", tiny_module("llama", seed=5))
     assert main(["drafter", "train", "--target", str(other), *SMALL, *more, *begin, *files]) == 1
     assert "made for other weights" in capsys.readouterr().err
-    for setting, why in ((["--vocab", "50"], "leave out --vocab"), (["--tokens-per-update", "3000"], "a multiple of it")):
+    refused = {"leave out --width": ["--width", "192"], "keeps its 40 tokens": ["--vocab", "39"]}
+    for why, setting in {**refused, "a multiple of it": ["--tokens-per-update", "3000"]}.items():
         assert main(["drafter", "train", "--target", str(target), *SMALL, *more, *begin, *files, *setting]) == 1
         assert why in capsys.readouterr().err
     (tmp_path / "no-head").write_text("nothing")
