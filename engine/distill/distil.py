@@ -58,8 +58,8 @@ def distil(
 ) -> Distilled:
     """Train a head on texts of the target's; goes on from its checkpoint in `work`, if it has one. Raises NothingToLearn.
 
-    `begin` is the shape of a new head, of `vocab_size` tokens, or a head to go on with, which is changed: it keeps its tokens, and
-    gets others until it has `vocab_size`.
+    `begin` is the shape of a new head, of `vocab_size` tokens, or a head to go on with, which is changed: it keeps its tokens
+    and gets others until it has `vocab_size`.
     `model` lends embeddings and output head, in its own precision; its layers are not run.
     """
     texts = sorted(texts, key=lambda text: text.index)
