@@ -6,7 +6,7 @@
 In each round every checkout has a process of its own, this one last: where a process's memory lies is luck, and moves its
 passes by some hundredths. The processes take turns pass by pass, so that what else happens on the machine meets them alike. A
 pass feeds so many tokens after a context and returns all their logits; with `--head FILE` it is one of that draft head in int8,
-which is asked about the last of them. Prints how many times as fast this checkout is as each of
+which is asked about the last of them, and packing its tokens counts. Prints how many times as fast this checkout is as each of
 the others: in a round the median over its turns, then the median over rounds with the lowest and the highest; the last line is
 JSON.
 """
@@ -72,7 +72,8 @@ def main() -> None:
         rows.append([str(context), str(width), *cells])
     print(table(["tokens before", "tokens", *(f"as fast as {one.name}" for one in checkouts[:-1])], rows))
     counts = f"{args.rounds - num_dropped} rounds counted, {num_dropped} dropped"
-    print(f"{counts}; {args.model}, {args.precision}, {args.threads} threads")
+    what = f"{args.head.name} for {args.model}, int8" if args.head else f"{args.model}, {args.precision}"
+    print(f"{counts}; {what}, {args.threads} threads")
     print(json.dumps(figures))
 
 
@@ -97,14 +98,17 @@ def _seconds_with_children() -> float:
 @contextmanager
 def _processes(checkouts: Sequence[Path]) -> Iterator[list["subprocess.Popen[str]"]]:
     """Yield a process for each checkout, whose imports are its own, ready to be asked; end them."""
-    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], _MEASURE]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        *sys.argv[1:],
+        _MEASURE,
+    ]  # run where we are: imports tell them apart
     started: list[subprocess.Popen[str]] = []
     try:
         for checkout in checkouts:
             environment = {**os.environ, "PYTHONPATH": str(checkout)}
-            one = subprocess.Popen(
-                command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-            )
+            one = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
             started.append(one)
             assert one.stdout is not None
             if one.stdout.readline() != "ready\n":
@@ -143,7 +147,7 @@ def _measure(args: argparse.Namespace) -> None:
     """Time passes of this process, one for each line of input: its context and its tokens."""
     torch.set_num_threads(args.threads)
     model = load_model(resolve(args.model).folder, args.precision, _CPU, "native")
-    timed = _feeds(model, args.head, args) if args.head else _passes(model, args)
+    timed = _feeds(model, args) if args.head else _passes(model, args)
     print("ready", flush=True)
     for line in sys.stdin:
         context, width = map(int, line.split())
@@ -158,10 +162,10 @@ def _passes(model: CausalModel, args: argparse.Namespace) -> Callable[[int, int]
     return lambda context, width: timed_pass(model, caches[context], context, width)
 
 
-def _feeds(model: CausalModel, file: Path, args: argparse.Namespace) -> Callable[[int, int], float]:
+def _feeds(model: CausalModel, args: argparse.Namespace) -> Callable[[int, int], float]:
     """Return what times feeding a draft head so many committed tokens after others, of which the last is the root."""
     most = max(args.contexts) + max(args.widths)
-    drafter = HeadDrafter("head", DraftHead.load(file)[0], model, most, "native", "int8")
+    drafter = HeadDrafter("head", DraftHead.load(args.head)[0], model, most, "native", "int8")
     drafter.follow(cache := KVCache(most, _CPU))
     timed_pass(model, cache, 0, most)
 

@@ -173,8 +173,8 @@ class StepWork(NamedTuple):
 
     `num_tokens` are packed tokens of the target's forward, `num_drawn` those of them that are nodes of rows that draw (the root
     included), `num_keys` the cached tokens its rows see and `num_scores` pairs of a token and a key it sees. A draft pass is one
-    of the model that drafts; `num_draft_tokens` are fed to it in all of them together, the roots' included, those that it is not
-    asked about as the parts of one that they are. Trees grow in `num_rounds`, a level of every tree in each; where cached text is
+    of the model that drafts; `num_draft_tokens` are fed to it in all of them together, the roots' included; one that it is
+    not asked about weighs less. Trees grow in `num_rounds`, a level of every tree in each; where cached text is
     sure of a level its round takes no pass.
     """
 

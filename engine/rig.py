@@ -70,7 +70,7 @@ class Rig:
 
     @property
     def unasked_share(self) -> float:
-        """For how many tokens that the drafter is asked about one counts that it is merely fed."""
+        """What a token costs the drafter that it is merely fed, as a share of one that it is asked about."""
         return unasked_share_of(self._drafter)
 
     def time_pass(self, size: PassSize) -> tuple[StepWork, float]:

@@ -81,7 +81,7 @@ class _Standing:
 class AdaptiveExpansion:
     """Chooses each step's expansions from a menu. `fallback` is what runs where the estimator has no number to give.
 
-    A token that is merely fed to the drafter counts as `unasked_share` of one that it is asked about.
+    A token that the drafter is merely fed costs `unasked_share` of one that it is asked about.
 
     The menu holds what the server's verifier is exact on; a sequence with another verifier gets what that is exact on too.
     """
@@ -112,7 +112,7 @@ class AdaptiveExpansion:
         self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
         self._num_priced = 0
-        self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps since the last choice, and whether each teaches prices
+        self._unlearnt: list[tuple[StepFeedback, bool]] = []  # of steps that wait to be learnt, and whether each teaches prices
         self._has_failed_to_learn = False
         self._own_tokens: dict[str, float | None] = {}  # a step, of sequences whose requests ask for trees; None: not known yet
         self._plain_s, self._plain_rate = 0.0, 0.0  # plain decoding's, foretold when last chosen
@@ -399,7 +399,9 @@ class AdaptiveExpansion:
         rows = list(zip(views, trees, strict=True))
         share = self._model_share.share
         num_rounds = max((tree.max_depth for tree in trees), default=0)
-        num_fed = sum(self._fed(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in rows if not tree.is_plain)
+        num_fed = sum(
+            self._fed_for_tree(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in rows if not tree.is_plain
+        )
         tokens = [1 + tree.num_draft_tokens for _, tree in rows]
         base = Works(
             num_rows=len(views),
@@ -415,7 +417,7 @@ class AdaptiveExpansion:
             base=base,
             base_tokens=len(views) - len(free) + sum(known - 1.0 for known in self._own_tokens.values() if known is not None),
             context_B=np.array([one.num_committed for one in chosen_for], dtype=np.float64),
-            unfed_B=np.array([self._fed(one) for one in chosen_for], dtype=np.float64),
+            unfed_B=np.array([self._fed_for_tree(one) for one in chosen_for], dtype=np.float64),
             lag_B=self._unasked_share * np.array([one.num_unfed - _catch_up(one) for one in chosen_for], dtype=np.float64),
             draws_B=np.array([not one.sampling.is_greedy for one in chosen_for], dtype=np.float64),
             model_share=share,
@@ -423,7 +425,7 @@ class AdaptiveExpansion:
         menu, is_allowed_BM = self._allowed(chosen_for)
         return _Batch(free, chosen_for, menu, is_allowed_BM, load)
 
-    def _fed(self, view: SequenceView) -> float:
+    def _fed_for_tree(self, view: SequenceView) -> float:
         """Return the tokens that a tree costs the drafter beside its nodes: the root, and shares of those that are merely fed."""
         return 1.0 + self._unasked_share * (_catch_up(view) - 1.0)
 

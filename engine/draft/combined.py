@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.draft.cached import FollowsTexts, law_at
-from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, TrimmedVocabulary, unasked_share_of
+from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.mixture import mixtures, vocabulary_of, with_tokens_of
 from engine.draft.ranked import GrowsRanked, RankedGrower
 from engine.draft.texts import CachedLaw, TextCache
@@ -38,7 +38,6 @@ class CombinedDrafter(FollowsTexts):
         self.name = f"{model.name}+ngram" if texts.has_own_texts else model.name
         self.feeding = model.feeding
         self._model = model
-        self.unasked_share = unasked_share_of(model)
         self._vocab_size = vocab_size
         self._device = device
 

@@ -94,10 +94,15 @@ class FrontierNode:
 
 @dataclass(frozen=True, slots=True)
 class ModelPasses:
-    """Passes of a draft model, and the tokens fed in them, counted as those that it is asked about (`unasked_share_of`)."""
+    """Passes of a draft model, and the tokens fed in them: one that it is not asked about weighs less (FeedsForLess)."""
 
     num_passes: int = 0
     num_fed: float = 0
+
+    @classmethod
+    def one(cls, num_tokens: int, num_asked: int, unasked_share: float) -> "ModelPasses":
+        """Return a pass over tokens of which some are asked about."""
+        return cls(1, num_asked + unasked_share * (num_tokens - num_asked))
 
     def __add__(self, other: "ModelPasses") -> "ModelPasses":
         return ModelPasses(self.num_passes + other.num_passes, self.num_fed + other.num_fed)
@@ -176,13 +181,13 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class FeedsForLess(Protocol):
-    """A drafter for which a token that is merely fed is this share of one that it is asked about."""
+    """A drafter for which a token that it is merely fed costs this share of one that it is asked about."""
 
     unasked_share: float
 
 
 def unasked_share_of(drafter: Drafter | None) -> float:
-    """Return for how many tokens that a drafter is asked about one counts that it is merely fed."""
+    """Return that share; most drafters take as long for the one as for the other."""
     return drafter.unasked_share if isinstance(drafter, FeedsForLess) else 1.0
 
 

@@ -48,9 +48,10 @@ class HeadShape:
         return angles.cos(), angles.sin()
 
     def unasked_share(self, num_known: int) -> float:
-        """Return which part of the products of a token that is asked about, among so many, one takes that is merely fed.
+        """Return what a token costs that is merely fed, as a share of one that the head is asked about, of whose vocabulary it
+        knows `num_known`: by products, in a pass that asks about somebody.
 
-        Of that no more is made than the last layer's queries, keys and values.
+        Of a token that is merely fed no more is made than the last layer's queries, keys and values.
         """
         queries, pairs = self.num_heads * self.head_size, 2 * self.num_kv_heads * self.head_size
         behind = queries + 3 * self.intermediate  # of a layer, what comes after attention; all are counted by inner width

@@ -160,8 +160,7 @@ class HeadDrafter:
         if (logits_PM := self._replayed(fed, places)) is None:
             with torch.inference_mode():
                 logits_PM = self._head.proposed(self._pool, fed, asked, places, self._cache)
-        num_asked = len(places)
-        passes = ModelPasses(1, num_asked + self.unasked_share * (fed.batch.num_tokens - num_asked))
+        passes = ModelPasses.one(fed.batch.num_tokens, len(places), self.unasked_share)
         return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
 
     def _replayed(self, fed: Fed, places: Sequence[int]) -> Float[Tensor, "P M"] | None:

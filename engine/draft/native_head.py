@@ -122,7 +122,7 @@ class NativeHead:
 
         `places` says where they are among the fed.
         """
-        del asked  # all are run whole: one layer more or less is nothing beside the target's pass
+        del asked  # `places` say it: the pass goes on with those alone behind the last layer's keys
         (self._states if fed.are_committed else pool).check(fed.before)
         pool_SW, features = pool.rows_SW, self._features if fed.are_committed else None
         before_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.before, places))

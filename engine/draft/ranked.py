@@ -19,7 +19,8 @@ from engine.draft.mixture import UNTOLD, foretold, unknown_of
 from engine.draft.texts import CachedLaw, TextCache
 from engine.forest import Forest
 from engine.kinds import DraftSource, Origin
-from engine.native.growth import Fed, Growing, GrownTree, Offers, RankedRow
+from engine.native.growth import Growing, GrownTree, Offers, RankedRow
+from engine.native.library import Fed
 from engine.plan import Row
 from engine.sampling import ranking_params, truncates
 from engine.sampling_limits import MIN_TEMPERATURE
@@ -30,8 +31,7 @@ from engine.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
 class RankedGrower:
     """What grows ranked trees for a drafter: a model that knows `vocab`, and the texts that are drafted from beside it.
 
-    `begin` takes the rows to be fed and, of those whose trees are to grow, what the library must know and their request ids. A
-    token that is merely fed counts as `unasked_share` of one that is asked about.
+    `begin` takes the rows to be fed and, of those whose trees are to grow, what the library must know and their request ids.
     """
 
     begin: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], Growing]
@@ -111,9 +111,8 @@ def grow_ranked(
             num_rounds += 1
             for tree in dict.fromkeys(ask.tree for ask in growing.asks):
                 rounds[tree] += 1
-            num_fed, num_asked = texts.answer(growing)
-            if num_fed:
-                passes += ModelPasses(1, num_asked + grower.unasked_share * (num_fed - num_asked))
+            if (fed := texts.answer(growing)).num_tokens:
+                passes += ModelPasses.one(fed.num_tokens, fed.num_asked, grower.unasked_share)
         trees, offers = growing.finish()
     grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
     of_rows = [_Grown.single(row) if row.expansion.is_plain else _grown(*next(grown), offers) for row in rows if row.is_decoding]

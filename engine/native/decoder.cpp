@@ -25,7 +25,7 @@ extern "C" {
 void latebranch_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Linear), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Decoder), sizes[3] = sizeof(Pass);
   sizes[4] = sizeof(RankedRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked), sizes[7] = sizeof(Features), sizes[8] = sizeof(FedRow);
-  sizes[9] = kScores, sizes[10] = kShares;
+  sizes[9] = sizeof(Fed), sizes[10] = kScores, sizes[11] = kShares;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {
@@ -131,16 +131,14 @@ void latebranch_mix(const float* model, int64_t num_known, const int64_t* rows, 
 }
 
 // Trees of rows that rank (growth.h): begin, rounds until nothing is asked, the trees, the end. `asks` [4, most] are the nodes of the
-// next round: their trees, numbers, parents and tokens; what returns is how many they are. `counts`: how many tokens were fed in this
-// round, and about how many of them the head was asked.
+// next round: their trees, numbers, parents and tokens; what returns is how many they are.
 Growing* latebranch_grow(const Decoder* head, const int64_t* tokens, const RankedRow* rows, int64_t num_rows, const FedRow* fed, int64_t num_fed,
                          int64_t before_all) {
   return new Growing(*head, tokens, rows, num_rows, fed, num_fed, before_all);
 }
 
-int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pass, int64_t* asks, int64_t most, int64_t* counts, int num_threads) {
-  const Fed fed = growing->round(*told, *pass, num_threads);
-  counts[0] = fed.num_tokens, counts[1] = fed.num_asked;
+int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pass, int64_t* asks, int64_t most, Fed* fed, int num_threads) {
+  *fed = growing->round(*told, *pass, num_threads);
   int64_t i = 0;
   for (const Ask& ask : growing->asks()) {
     const auto& node = growing->trees()[ask.tree].nodes()[ask.node];
@@ -163,7 +161,6 @@ void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, d
   std::copy(growing->offered_tokens().begin(), growing->offered_tokens().end(), tokens);
   std::copy(growing->offered_scores().begin(), growing->offered_scores().end(), scores);
 }
-
 
 void latebranch_end_growth(Growing* growing) { delete growing; }
 }

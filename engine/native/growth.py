@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from engine.native import library
+from engine.native.library import Fed
 from engine.native.mixture import Foretold, flattened
 from engine.transfer import as_longs
 
@@ -101,13 +102,6 @@ class GrownTree:
     given_parent: tuple[float, ...]
 
 
-class Fed(NamedTuple):
-    """Tokens that the head was fed in a round, and about how many of them it was asked."""
-
-    num_tokens: int
-    num_asked: int
-
-
 class Growing:
     """The trees of a step, a context: `round` until nothing is asked, then `finish`.
 
@@ -130,19 +124,19 @@ class Growing:
         self._rows, self._pass = rows, where
         slots = [as_longs(row.slots) for row in rows]
         shares = [array("d", chain.from_iterable(row.shares)) for row in rows]
-        assert all(len(one) == 2 * library.NUM_SHARES for one in shares)
+        assert all(len(own) == library.NUM_SHARES for row in rows for own in row.shares)
         fed_ids, fed_slots = [as_longs(row.token_ids) for row in fed], [as_longs(row.slots) for row in fed]
         self._library = library.library()
         structures = (library.RankedRow * len(rows))(
             *(
-                _structure(row, library.place(own), library.place(own_shares))
+                _structure(row, library.address_of(own), library.address_of(own_shares))
                 for row, own, own_shares in zip(rows, slots, shares, strict=True)
             )
         )
         fed_structures = (library.FedRow * len(fed))(
             *(
                 library.FedRow(
-                    *(len(ids), row.first_position, library.place(ids), library.place(own)),
+                    *(len(ids), row.first_position, library.address_of(ids), library.address_of(own)),
                     -1 if row.tree is None else row.tree,
                 )
                 for row, ids, own in zip(fed, fed_ids, fed_slots, strict=True)
@@ -174,9 +168,9 @@ class Growing:
         firsts, columns, odds = flattened(told)
         places = array("q", [*firsts, *columns, *unknown])
         flags = array("B", [*is_sure, *bytes(firsts[-1])])
-        begin, share, flag = library.place(places), library.place(odds), library.place(flags)
+        begin, share, flag = library.address_of(places), library.address_of(odds), library.address_of(flags)
         most = self._most_asks
-        asks, counts = library.room("q", 4 * most), library.room("q", len(Fed._fields))
+        asks, fed = library.room("q", 4 * most), Fed()
         structure = library.Told(
             firsts=begin,
             columns=begin + 8 * len(firsts),
@@ -191,12 +185,12 @@ class Growing:
             self._handle,
             ctypes.byref(structure),
             ctypes.byref(self._pass),
-            *(library.place(asks), most, library.place(counts), library.num_threads()),
+            *(library.address_of(asks), most, ctypes.byref(fed), library.num_threads()),
         )
         self._num_offers += len(told)
         self.asks = [Ask(*one) for one in zip(*(asks[first : first + count] for first in range(0, 4 * most, most)), strict=True)]
         is_rather_cached = [*map(bool, flags[len(told) :])]
-        return [is_rather_cached[first:end] for first, end in pairwise(firsts)], Fed(*counts)
+        return [is_rather_cached[first:end] for first, end in pairwise(firsts)], fed
 
     def finish(self) -> tuple[list[GrownTree], Offers]:
         """Return the trees, and what their nodes were offered."""
@@ -205,8 +199,8 @@ class Growing:
         tokens = library.room("q", self._num_offers * (library.NUM_SCORES + 1))
         scores = library.room("d", self._num_offers * library.NUM_SCORES)
         self._library.latebranch_grown(
-            *(self._handle, library.place(counts), library.place(nodes), library.place(chances), most),
-            *(library.place(tokens), library.place(scores)),
+            *(self._handle, library.address_of(counts), library.address_of(nodes), library.address_of(chances), most),
+            *(library.address_of(tokens), library.address_of(scores)),
         )
         trees = []
         for first, end in pairwise(accumulate(counts, initial=0)):

@@ -120,6 +120,12 @@ class FedRow(Structure):
     )
 
 
+class Fed(Structure):
+    """What a round fed the head, and about how many of these tokens it was asked."""
+
+    _fields_ = (("num_tokens", c_int64), ("num_asked", c_int64))
+
+
 class Told(Structure):
     """What cached text foretells at nodes."""
 
@@ -203,7 +209,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     """Return the library for an instruction set; raise OSError if it is not there."""
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
-    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked, Features, FedRow)
+    mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked, Features, FedRow, Fed)
     expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES, NUM_SHARES]
     sizes = (c_int64 * len(expected))()
     loaded.latebranch_sizes(sizes)
@@ -233,7 +239,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_mix.restype = None
     loaded.latebranch_grow.argtypes = [POINTER(Decoder), c_void_p, POINTER(RankedRow), c_int64, POINTER(FedRow), c_int64, c_int64]
     loaded.latebranch_grow.restype = c_void_p
-    loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_int64, c_void_p, c_int]
+    loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_int64, POINTER(Fed), c_int]
     loaded.latebranch_grow_round.restype = c_int64
     loaded.latebranch_grown.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
     loaded.latebranch_grown.restype = None
@@ -266,8 +272,8 @@ def address(array: NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def place(numbers: Numbers) -> int:
-    """Return where the numbers of an array of Python's begin."""
+def address_of(numbers: Numbers) -> int:
+    """Return the same of an array of Python's own."""
     return numbers.buffer_info()[0]
 
 

@@ -66,7 +66,7 @@ def mixed(
     places = np.array([*(-1 if row is None else row for row in rows), *firsts, *columns], dtype=np.int64)
     is_rather_cached = np.zeros(firsts[-1], dtype=np.uint8)
     logits_PM = torch.empty(num_proposals, num_columns)
-    begin, row, share = library.address(places), 8 * num_proposals, library.place(odds)
+    begin, row, share = library.address(places), 8 * num_proposals, library.address_of(odds)
     library.library().latebranch_mix(
         *(None if model_RK is None else model_RK.data_ptr(), num_known, begin, num_proposals),
         *(begin + row, begin + 2 * row + 8, share, share + 4 * firsts[-1]),

@@ -230,6 +230,7 @@ class Run {
         expect(worker, projections(l + 1));
       }
       add(worker, layer.down, going, layer.after_mlp_norm);
+      if (is_last && is_trimmed_ && !layer.after_mlp_norm) continue;
       worker.each(going.count, [&](int64_t t) {
         if (layer.after_mlp_norm) add_normed(worker, going, t, layer.after_mlp_norm);
         if (is_last && is_trimmed_) return;  // nobody keeps what it is

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -276,13 +277,13 @@ def test_threads_change_no_bit(precision, monkeypatch):
     """Passes wide enough that threads are in the same phase at once, and narrow ones that leave some without a task."""
     target = adopt(tiny_module("gemma3", **WIDE), CPU, NATIVE, precision)
 
-    def logits_of(num_threads: int, num_tokens: int) -> torch.Tensor:
+    def logits_of(num_threads: int, num_tokens: int, rows: Sequence[int]) -> torch.Tensor:
         monkeypatch.setattr(library, "_taken", num_threads)
-        return target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
+        return target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.tensor(rows))
 
-    for num_tokens in (1, 2, 7, 200):
-        expected = logits_of(1, num_tokens)
-        assert all(torch.equal(logits_of(3, num_tokens), expected) for _ in range(8)), num_tokens
+    for num_tokens, rows in ((1, range(1)), (2, range(2)), (7, range(7)), (7, [6]), (200, range(200)), (200, [3, 4, 60, 199])):
+        expected = logits_of(1, num_tokens, rows)
+        assert all(torch.equal(logits_of(3, num_tokens, rows), expected) for _ in range(8)), num_tokens
 
 
 def test_passes_side_by_side_have_their_own_rows(monkeypatch):

@@ -222,7 +222,7 @@ class _Step:
         chunk = min(text.num_prompt, _CHUNK)
         text.num_prompt -= chunk
         text.num_unfed = max(1, text.num_unfed - chunk)
-        self._add(text.context, num_tokens=chunk, num_drawn=0, num_fed=chunk)
+        self._add(text.context, num_tokens=chunk, num_drawn=0, num_fed=text.unasked_share * chunk)
         self.has_prefill, self._num_passes = True, max(1, self._num_passes)
 
     def decode(self, text: Text, view: SequenceView, wished: Expansion, chance: random.Random) -> float:

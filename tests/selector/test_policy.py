@@ -23,7 +23,7 @@ from selector.cost import DRAFT_PRICES, KNOTS, CostModel
 from selector.estimators import CountedAcceptance, Estimates, Estimator
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
-from selector.policy import _LEAST_STAKE, AdaptiveExpansion, _pays, _within_bounds
+from selector.policy import _LEAST_STAKE, _MOST_UNLEARNT, AdaptiveExpansion, _pays, _within_bounds
 from selector.probing import Probes
 from tests.selector.machine import Machine, Ran, Text, feedback, fixed_rate, flat, run
 
@@ -577,6 +577,27 @@ def test_what_a_drafter_is_behind_is_paid_for_by_the_probe_that_feeds_it():
 def test_written_off_it_would_cost_more(monkeypatch):
     monkeypatch.setattr("selector.policy.Allocator", FeedsForNothing)
     assert rate_far_behind() < 0.9
+
+
+@pytest.mark.parametrize("unasked_share", [0.1, 1.0])
+def test_what_a_drafter_is_behind_weighs_as_much_as_feeding_it_costs(unasked_share):
+    """Half of it is more than is spread over the steps of a choice: a probe pays for that."""
+    policy = adaptive(SLOW_FEED, unasked_share=unasked_share)
+    load = policy._batch([Text(flat(0.5), context=900, num_unfed=901).view("0")]).load
+    assert load.unfed_B[0] + load.lag_B[0] == pytest.approx(1.0 + 900 * unasked_share)
+    assert load.lag_B[0] > 0.5 * 900 * unasked_share
+
+
+def test_requests_own_trees_are_learnt_from_some_steps_at_a_time():
+    policy, text = adaptive(USUAL), Text(flat(0.9), speculation=Speculation(expansion=CHAIN))
+    run(policy, USUAL, [text], _MOST_UNLEARNT - 1)
+    assert len(policy._unlearnt) == _MOST_UNLEARNT - 1
+    run(policy, USUAL, [text], 1)
+    assert not policy._unlearnt
+    run(policy, USUAL, [text], 3)
+    policy.choose([text.view("0"), Text(flat(0.9)).view("1")])
+    assert not policy._unlearnt, "who may be chosen for is chosen for by all that is known"
+    assert policy._own_tokens["0"] is not None
 
 
 def foretold_of_what_is_seen(unasked_share: float) -> float:
