@@ -43,6 +43,9 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument("--max-tokens", type=int, default=192, help="tokens the target writes for each prompt")
     train.add_argument("--batch", type=int, default=192, help="texts written at a time")
     train.add_argument("--begin-with", type=Path, help="a head to go on with, on more texts: its sizes and its tokens stay")
+    train.add_argument(
+        "--kept-share", type=float, default=0.0, help="of the head to begin with, in the weights: what it knew is forgotten less"
+    )
     train.add_argument("--width", type=int, help="inner width of the head; default 576")
     train.add_argument("--intermediate", type=int, help="width of its feed-forward layer; default 2304")
     train.add_argument("--head-layers", type=int, help="its decoder layers; default 1")
@@ -137,7 +140,7 @@ def _train(parsed: argparse.Namespace) -> int:
             refusal_weight=parsed.refusal_weight,
             seed=parsed.seed,
         )
-        distilled = distil(model, texts, begin, parsed.vocab, plan, parsed.work, notes)
+        distilled = distil(model, texts, begin, parsed.vocab, plan, parsed.work, notes, parsed.kept_share)
     except (WeightsError, OSError, ValueError) as error:
         sys.stderr.write(f"latebranch drafter train: {error}\n")
         return 1
@@ -169,6 +172,8 @@ def _complete(parsed: argparse.Namespace) -> None:
         raise ValueError(f"{parsed.out} cannot be written: there is no such folder, it is one, or the curve has that name")
     if parsed.begin_with and parsed.begin_with.resolve() == parsed.out.resolve():
         raise ValueError("--out would replace the head to --begin-with: it is needed to make this one again")
+    if not 0.0 <= parsed.kept_share < 1.0 or (parsed.kept_share and not parsed.begin_with):
+        raise ValueError(f"--kept-share is from 0 to below 1, of a head to --begin-with, not {parsed.kept_share}")
     if not parsed.begin_with:
         vars(parsed).update({name: value for name, value in _SIZES.items() if name not in given})
     parsed.precision = parsed.precision or usual_precision(torch.device(parsed.device))

@@ -55,11 +55,14 @@ def distil(
     plan: TrainingPlan,
     work: Path,
     notes: Mapping[str, object],
+    kept_share: float = 0.0,
 ) -> Distilled:
     """Train a head on texts of the target's; goes on from its checkpoint in `work`, if it has one. Raises NothingToLearn.
 
     `begin` is the shape of a new head, of `vocab_size` tokens, or a head to go on with, which is changed: it keeps its tokens
     and gets others until it has `vocab_size`.
+    Of one to go on with `kept_share` stays in the weights, of which the rest is what was learnt: what it knew of other texts is
+    forgotten less (Wortsman et al., arXiv 2109.01903).
     `model` lends embeddings and output head, in its own precision; its layers are not run.
     """
     texts = sorted(texts, key=lambda text: text.index)
@@ -80,7 +83,11 @@ def distil(
     embeddings_VD = model.module.get_input_embeddings().weight
     output_VD = weight_of(model.module.get_output_embeddings())
     trainer = Trainer(head, embeddings_VD, output_VD[vocab_M], plan, work)
+    begun = {name: weight.detach().clone() for name, weight in head.named_parameters()} if kept_share else {}
     trainer.run(learned)
+    with torch.no_grad():
+        for name, weight in begun.items():
+            head.get_parameter(name).lerp_(weight, kept_share)
     reports = evaluate(head, embeddings_VD, output_VD, held_out)
     recipe = {
         **notes,

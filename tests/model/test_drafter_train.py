@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from torch import Tensor
 
@@ -84,6 +85,8 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
         (["--vocab", "0"], "--vocab must be at least 1"),
         (["--out", str(work / "no" / "head.safetensors")], "cannot be written"),
         (["--begin-with", str(work / "other.safetensors")], "would replace"),
+        (["--kept-share", "0.5"], "of a head to --begin-with"),
+        (["--begin-with", str(work / "head.safetensors"), "--kept-share", "1"], "from 0 to below 1"),
     ):
         assert main(["drafter", "train", "--target", str(target), *where, *setting]) == 1
         assert words in capsys.readouterr().err
@@ -115,6 +118,12 @@ def test_training_goes_on_with_a_head(made, tmp_path, capsys, monkeypatch):
     assert "--width" not in str(recipe["command"])
     assert [weight.equal(first.widen.weight) for weight in begun] == [True]
     assert not head.widen.weight.equal(first.widen.weight)
+    half = [*files[:-1], str(tmp_path / "half.safetensors"), "--kept-share", "0.25"]
+    assert main(["drafter", "train", "--target", str(target), *SMALL, *more, *begin, *half]) == 0
+    between, recipe = DraftHead.load(tmp_path / "half.safetensors")
+    assert "--kept-share 0.25" in str(recipe["command"])
+    half_way, learnt, known = (torch.cat([part.float().flatten() for part in one.parameters()]) for one in (between, head, first))
+    assert torch.dist(half_way, known).item() == pytest.approx(0.75 * torch.dist(learnt, known).item(), rel=0.1)
     wider = [*files[:-1], str(tmp_path / "wider.safetensors"), "--vocab", "50"]
     assert main(["drafter", "train", "--target", str(target), *SMALL, *more, *begin, *wider]) == 0
     head, recipe = DraftHead.load(tmp_path / "wider.safetensors")
