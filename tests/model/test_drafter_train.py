@@ -123,7 +123,8 @@ def test_training_goes_on_with_a_head(made, tmp_path, capsys, monkeypatch):
     between, recipe = DraftHead.load(tmp_path / "half.safetensors")
     assert "--kept-share 0.25" in str(recipe["command"])
     half_way, learnt, known = (torch.cat([part.float().flatten() for part in one.parameters()]) for one in (between, head, first))
-    assert torch.dist(half_way, known).item() == pytest.approx(0.75 * torch.dist(learnt, known).item(), rel=0.1)
+    way = float(torch.dist(half_way, known) / torch.dist(learnt, known))
+    assert way == pytest.approx(0.75, abs=0.12), "files are in bfloat16, and one update goes not far beyond its rounding"
     wider = [*files[:-1], str(tmp_path / "wider.safetensors"), "--vocab", "50"]
     assert main(["drafter", "train", "--target", str(target), *SMALL, *more, *begin, *wider]) == 0
     head, recipe = DraftHead.load(tmp_path / "wider.safetensors")
