@@ -98,12 +98,7 @@ def _seconds_with_children() -> float:
 @contextmanager
 def _processes(checkouts: Sequence[Path]) -> Iterator[list["subprocess.Popen[str]"]]:
     """Yield a process for each checkout, whose imports are its own, ready to be asked; end them."""
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        *sys.argv[1:],
-        _MEASURE,
-    ]  # run where we are: imports tell them apart
+    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], _MEASURE]
     started: list[subprocess.Popen[str]] = []
     try:
         for checkout in checkouts:

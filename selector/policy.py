@@ -82,7 +82,6 @@ class AdaptiveExpansion:
     """Chooses each step's expansions from a menu. `fallback` is what runs where the estimator has no number to give.
 
     A token that the drafter is merely fed costs `unasked_share` of one that it is asked about.
-
     The menu holds what the server's verifier is exact on; a sequence with another verifier gets what that is exact on too.
     """
 
