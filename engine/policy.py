@@ -145,12 +145,13 @@ class Choice:
 class NodeChances(NamedTuple):
     """What a noise-aware tree took its nodes to be worth, the root aside: chances to be accepted, and depths from 1.
 
-    `accepted` are the places of those that were, in order.
+    `accepted` are the places of those that were, in order. One more node would have had to be as likely as `least`.
     """
 
     chances: tuple[float, ...]
     depths: tuple[int, ...]
     accepted: tuple[int, ...]
+    least: float
 
 
 class DraftOutcome(NamedTuple):

@@ -112,7 +112,10 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     nodes = None
     if outcome.worth is not None:
         path = outcome.verdict.path[1 : 1 + accepted_depth] if isinstance(outcome.verdict, Verdict) else ()
-        nodes = NodeChances(outcome.worth.chances, tree.depths[1:], tuple(node - 1 for node in path))
+        accepted = tuple(node - 1 for node in path)
+        least_chances = row.prices.least_chances(row.expansion)
+        least = least_chances[min(tree.num_nodes, len(least_chances)) - 1]
+        nodes = NodeChances(outcome.worth.chances, tree.depths[1:], accepted, least)
     return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
 
 

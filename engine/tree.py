@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -181,11 +182,28 @@ PLAIN = Expansion(0, 1, 0)
 class GrowthPrices:
     """What more of a tree costs the step, in tokens that its seconds would bring: another node, another level.
 
-    A node pays if it is likelier than that to be accepted, a level if it brings more tokens than that.
+    A node pays if it is likelier than that to be accepted, a level if it brings more tokens than that. `node` is a node's in a step
+    as large as is expected; `nodes` are those of a tree's first node, its second and so on, none below the one before it, where they
+    are known: a step's seconds bend, so that one tree's first nodes may cost next to nothing and its last ones much.
     """
 
     node: float = 0.0
     level: float = 0.0
+    nodes: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(later < earlier for earlier, later in pairwise(self.nodes)):
+            raise ValueError("a tree's next node never costs less than the one before")
+
+    def least_chances(self, expansion: Expansion) -> tuple[float, ...]:
+        """Return the chance that each node of a noise-aware tree must have, the likeliest node first, [max_nodes].
+
+        Where it is not known what each costs, that is the expansion's own least chance, if it has one.
+        """
+        most = expansion.num_draft_tokens
+        if not self.nodes:
+            return (expansion.least_chance or self.node,) * most
+        return self.nodes[:most] + self.nodes[-1:] * (most - len(self.nodes))
 
 
 FREE_GROWTH = GrowthPrices()  # the whole expansion is grown

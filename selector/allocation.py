@@ -102,7 +102,7 @@ class Allocator:
         """Return what a node and a level more cost in a choice's step, in tokens that its seconds would bring.
 
         A node's is the mean over sequences. A level's is that of one that `num_sharing` sequences take together, and of a token
-        fed in it.
+        fed in it. A tree's first node is one more than what all others are expected to have, and so on.
         """
         load = self._load
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
@@ -111,7 +111,13 @@ class Allocator:
         node_s = more.token_s + shared_s / len(self._rows)
         level_s = self._costs.prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
         level_s = level_s / max(1, num_sharing) + load.model_share * more.draft_token_s
-        return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate)
+        places = chosen.places_B[chosen.places_B > 0]
+        if not len(places):
+            return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate)
+        others = float(load.base.num_tokens) + num_nodes * (1.0 - 1.0 / len(places))
+        sizes = others + np.arange(1.0 + float(self._menu.num_nodes[places].max()))
+        nodes_s = shared_s / len(self._rows) + np.diff(self._costs.tokens_s(sizes))
+        return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate, tuple(_never_less(nodes_s * chosen.rate)))
 
     def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list[tuple[list[Allocation], Array]]:
         """Return the choice with each of some entries for some sequences, and the seconds that each loses; no entry is plain.
@@ -246,3 +252,18 @@ class Allocator:
         more_C = np.maximum(self._menu.depths[places_CB].max(1) - 1.0, 0.0)
         goes_on_CB = np.minimum(np.maximum((passes_CB - 1.0) / np.maximum(more_C, 1.0)[:, None], 0.0), 1.0)
         return np.asarray(np.minimum(passes_CB.max(1), 1.0) + more_C * (1.0 - (1.0 - goes_on_CB).prod(1)))
+
+
+def _never_less(prices: Array) -> list[float]:
+    """Return prices of one thing after another of which none is below the one before: the nearest by least squares.
+
+    What costs less than what has to be bought first is bought with it, at their mean price.
+    """
+    blocks: list[tuple[float, int]] = []
+    for price in prices.tolist():
+        mean, count = price, 1
+        while blocks and blocks[-1][0] >= mean:
+            before, more = blocks.pop()
+            mean, count = (before * more + mean * count) / (more + count), more + count
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]

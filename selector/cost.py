@@ -5,9 +5,11 @@ piecewise linear curve T(N) (a roofline's flat part and slope, and whatever lies
 nodes add their own; drafting pays for each round of growth, each pass of the model that drafts, each token fed in it and each key
 that a pass sees. Units: seconds.
 
-Prices are learnt by a Kalman filter on their relative errors: x of price = prior x (1 + x). A machine that becomes slow becomes
-slow in everything, so the prior covariance of x has a large common part, which follows within a few steps, and a small part for
-each price, which moves slowly; a price that is not seen moves with the others and forgets. What is far from what the filter
+Prices are learnt by a Kalman filter on their relative errors: x of price = prior x (1 + x). Their prior covariance says how machines
+change. One part is common to all prices: a machine that is slow is slow in everything. One is memory's: where what a pass reads
+comes slower, products that run meanwhile are hidden longer, so that a step becomes dearer and a token more in it cheaper, up to
+where products take longer than reading (the roofline's corner). Both follow within a few steps; a small part of each price's own
+moves slowly. A price that is not seen moves with the others and forgets. What is far from what the filter
 expects is clipped: a step during which another program ran teaches no more than a slow one. Where one such surprise follows
 another it is the filter that is wrong, as after a profile that was disturbed, and it becomes unsure of itself.
 
@@ -41,7 +43,8 @@ _KEYS = 1000.0  # keys and scores are counted in thousands, so that all features
 GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01)
 GENERIC_DRAFT = (0.01, 0.09, 0.005, 0.005)
 
-_COMMON_VARIANCE, _OWN_VARIANCE = 1.0, 0.09
+_COMMON_VARIANCE, _MEMORY_VARIANCE, _OWN_VARIANCE = 0.5, 0.5, 0.09
+_READ = ("step", "key", "pass", "pass_key")  # prices of what is read from memory, whatever is computed with it
 _FORGETTING = 0.999  # of the filter's covariance, towards the prior's, each step
 _NOISE = 0.15  # standard deviation of a step's seconds, relative
 _MOST_SIGMAS = 2.5
@@ -136,9 +139,8 @@ class CostModel:
         self._prior_K = np.array([*rest, *draft], dtype=np.float64)
         if not np.isfinite(self._prior_K).all() or (self._prior_K <= 0.0).any():
             raise ValueError("prices must be positive")
-        num_prices = len(self._prior_K)
-        self._error_K = np.zeros(num_prices)
-        self._prior_KK = np.full((num_prices, num_prices), _COMMON_VARIANCE) + _OWN_VARIANCE * np.eye(num_prices)
+        self._error_K = np.zeros(len(self._prior_K))
+        self._prior_KK = _prior_covariance(self._prior_K)
         self._covariance_KK = self._prior_KK.copy()
         self._known: _Prices | None = None  # until something else is learnt
         self._was_clipped = {"rest": False, "draft": False}
@@ -170,11 +172,15 @@ class CostModel:
 
     def rest_s(self, works: Works) -> Array:
         """Return the predicted seconds of all but drafting, float64 [C]."""
-        (prices, slopes, curve), tokens = self._prices, works.num_tokens
+        prices = self._prices.by_name
         context_s = works.num_keys * (prices["key"] / _KEYS) + works.num_scores * (prices["score"] / _KEYS)
         rows_s = works.num_rows * prices["row"] + works.num_drawn * prices["drawn"]
-        tokens_s = np.interp(tokens, _KNOTS, curve) + np.maximum(tokens - _KNOTS[-1], 0.0) * slopes[-1]
-        return _as_array(prices["step"] + tokens_s + rows_s + context_s)
+        return _as_array(prices["step"] + self.tokens_s(works.num_tokens) + rows_s + context_s)
+
+    def tokens_s(self, num_tokens: Array | float) -> Array | float:
+        """Return T(N) of so many packed tokens, less T(1)."""
+        _, slopes, curve = self._prices
+        return np.interp(num_tokens, _KNOTS, curve) + np.maximum(num_tokens - _KNOTS[-1], 0.0) * slopes[-1]
 
     def marginals(self, num_tokens: float) -> Marginals:
         """Return what one more of each thing costs in a step of that many packed tokens."""
@@ -221,6 +227,27 @@ class CostModel:
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))
         self._covariance_KK -= gain_K[:, None] * towards_K
+
+
+def _prior_covariance(prior_K: Array) -> Array:
+    """Return the covariance of prices' relative errors before anything is seen, [K, K]."""
+    slower_K = _by_slower_memory(prior_K)
+    common_KK = np.full((len(prior_K), len(prior_K)), _COMMON_VARIANCE)
+    return common_KK + _MEMORY_VARIANCE * np.outer(slower_K, slower_K) + _OWN_VARIANCE * np.eye(len(prior_K))
+
+
+def _by_slower_memory(prior_K: Array) -> Array:
+    """Return by how much each price changes, relative to itself, for each part that memory is slower, [K].
+
+    What is read is that much dearer. Tokens are cheaper up to the roofline's corner, where a pass takes what it took before: that is
+    where tokens take as long as reading does, or the last knot.
+    """
+    step, slopes_F = prior_K[0], prior_K[1 : 1 + len(KNOTS)]
+    added = np.cumsum(slopes_F[:-1] * _WIDTHS)  # by tokens up to each knot but the first
+    corner = min(int(np.searchsorted(added, step)), len(added) - 1)
+    slower_K = np.isin((*REST_PRICES, *DRAFT_PRICES), _READ).astype(np.float64)
+    slower_K[1 : 2 + corner] = -min(1.0, step / added[corner])
+    return slower_K
 
 
 def _as_array(seconds: Array | float) -> Array:

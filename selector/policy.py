@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.pairs import is_exact
 from engine.policy import Choice, Reason, SequenceView, StepFeedback, composition_of
-from engine.tree import PLAIN, Expansion
+from engine.tree import PLAIN, Expansion, GrowthPrices
 from selector.allocation import Allocation, Allocator, BatchLoad
 from selector.cost import CostModel, StageSeconds, Works
 from selector.estimators import Estimates, Estimator
@@ -288,13 +288,16 @@ class AdaptiveExpansion:
             reason=reason,
             speedup=chosen.rate / plain.rate,
             step_s=step_s if _all_decode(views) else None,
-            prices=allocator.prices(chosen, self._num_sharing(chosen, reason)),
+            prices=self._prices(allocator, chosen, reason),
             keeps_up=self._is_feeding_cheap(batch.load, plain),
         )
 
     @staticmethod
-    def _num_sharing(chosen: Allocation, reason: Reason) -> int:
-        return len(chosen.places_B) if reason is Reason.PROBE else int(np.count_nonzero(chosen.places_B))
+    def _prices(allocator: Allocator, chosen: Allocation, reason: Reason) -> GrowthPrices:
+        """Return what trees are told to end by; a probe's by their least chance, whatever the nodes are thought to cost."""
+        if reason is Reason.PROBE:
+            return replace(allocator.prices(chosen, len(chosen.places_B)), nodes=())
+        return allocator.prices(chosen, int(np.count_nonzero(chosen.places_B)))
 
     def _is_feeding_cheap(self, load: BatchLoad, plain: Allocation) -> bool:
         """Return whether keeping drafters up with plain sequences costs next to nothing: a token of each, and seldom a pass."""

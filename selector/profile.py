@@ -35,7 +35,7 @@ from selector.cost import (
 
 _logger = logging.getLogger(__name__)
 
-_VERSION = 3  # of the file and of what its prices mean
+_VERSION = 4  # of the file and of what its prices mean
 _BUDGET_S = 6.0
 _MOST_BUDGETS = 4.0  # that are spent on a machine too slow for the fewest sizes and rounds within one
 _SHORT, _LONG = 64, 768  # tokens of context
@@ -122,7 +122,8 @@ def grid(limits: SchedulerConfig) -> list[PassSize]:
 def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget_s: float = _BUDGET_S) -> Profile:
     """Return this machine's prices. The first round stops short of what would not fit, others repeat it while they fit.
 
-    The fewest sizes and rounds are not cut short but by a larger budget.
+    What takes so many times as long as a token alone is repeated in every so manieth round: what a few tokens more take is small
+    beside a pass, and most steps are small. The fewest sizes and rounds are not cut short but by a larger budget.
     """
     begin_s = clock()
     sizes = grid(bench.limits)
@@ -140,14 +141,16 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
         bar.close()
         return Profile(GENERIC_REST, GENERIC_DRAFT, is_sound=False)
     one_s = min(min(times) for _, times in seen.values())
+    every = {size: max(1, round(times[0] / one_s)) for size, (_, times) in seen.items()}
     drafted = _drafted(bench, int(budget_s / 8 / one_s / len(_CHAINS)))
-    round_s = sum(times[0] for _, times in seen.values())
+    round_s = sum(times[0] / every[size] for size, (_, times) in seen.items())
     num_rounds = 1
     while clock() - begin_s + round_s < budget_s * (1.0 if num_rounds >= _FEWEST_ROUNDS else _MOST_BUDGETS):
         num_rounds += 1
         for size, (_, times) in seen.items():
-            times.append(bench.time_pass(size)[1])
-            bar.update()
+            if num_rounds % every[size] == 0:
+                times.append(bench.time_pass(size)[1])
+                bar.update()
         bar.total = bar.n + len(seen)  # if another round fits
     bar.close()
     works = [work for work, _ in seen.values()]

@@ -10,7 +10,6 @@ Shape key: K least chances of a menu, the greatest first; B sequences; F sums (F
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
 from itertools import accumulate
 
 import numpy as np
@@ -23,8 +22,9 @@ Array = NDArray[np.float64]
 
 FEATURES = ("chances", "nodes", "rounds", "fed")  # the root's own round aside
 _CHANCES, _NODES, _ROUNDS, _FED = range(len(FEATURES))
-_START_ACCEPTANCE = 0.5  # before anything is known: worth a try, soon refuted
-_START_TREES, _KIND_TREES = 4.0, 5.0  # what a kind begins with, and what its mean weighs in a sequence's, in trees
+# Before anything is known, for each factor of e between chances: tokens (worth a try, soon refuted), and rounds for each of them.
+_START_TOKENS, _START_ROUNDS = 0.7, 2.0
+_START_TREES, _KIND_TREES = 4.0, 5.0  # what the start weighs in a kind's mean, and a kind's mean in a sequence's, in trees
 _KIND_MEMORY, _OWN_MEMORY = 0.995, 0.95  # of a tree, at each later one
 _CAME_TOKENS = 4.0  # that are believed to have come as they were expected
 _CAME_MEMORY = 0.998
@@ -35,16 +35,26 @@ class _Kind:
 
     def __init__(self, start_FK: Array) -> None:
         num_chances = start_FK.shape[1]
-        self.sums_FK = _START_TREES * start_FK
-        self.trees_K = np.full(num_chances, _START_TREES)
+        self._start_FK = start_FK
+        self.sums_FK = np.zeros_like(start_FK)
+        self.trees_K = np.zeros(num_chances)
         self.came_2K = np.full((2, num_chances), _CAME_TOKENS)
         self._means: tuple[Array, Array] | None = None
 
     @property
     def means(self) -> tuple[Array, Array]:
-        """Of a tree, F by K, and the share of what is expected that comes, [K]."""
+        """Of a tree, F by K, and the share of what is expected that comes, [K].
+
+        Of nodes of which no tree tells there are as many, beside the start's, as of those that trees tell of.
+        """
         if self._means is None:
-            self._means = self.sums_FK / self.trees_K, self.came_2K[0] / self.came_2K[1]
+            start_FK = self._start_FK
+            begun_F = _START_TREES * start_FK.sum(1)
+            told_F = (start_FK * self.trees_K).sum(1)
+            scale_F = (self.sums_FK.sum(1) + begun_F) / (told_F + begun_F)
+            of_start_FK = scale_F[:, None] * start_FK
+            means_FK = (self.sums_FK + _START_TREES * of_start_FK) / (self.trees_K + _START_TREES)
+            self._means = means_FK, self.came_2K[0] / self.came_2K[1]
         return self._means
 
     def learn(self, sums_FK: Array, told_K: Array, came_K: Array, num_trees: int) -> None:
@@ -119,7 +129,7 @@ class WorthOfNodes:
         for outcome, seat in zip(outcomes, seats, strict=True):
             trees.setdefault(seat, []).append(outcome)
         own = [*trees]
-        found = [self._found(of_seat, lambda one: one.expansion.least_chance) for of_seat in trees.values()]
+        found = [self._found(of_seat, _least_told) for of_seat in trees.values()]
         whole = [
             self._found(of_seat, self._least_whole) if any(map(self._is_cut, of_seat)) else told
             for of_seat, told in zip(trees.values(), found, strict=True)
@@ -156,13 +166,19 @@ class WorthOfNodes:
         """Return the chance above which a tree has the nodes that it would have had uncut: children are no likelier."""
         expansion, nodes = outcome.expansion, outcome.nodes
         assert nodes is not None
-        least = expansion.least_chance
+        least = nodes.least
         if self._is_cut(outcome) and len(nodes.chances) >= expansion.max_nodes:
             least = max(least, min(nodes.chances))
         if expansion.max_depth < self._depth:
             last = [chance for chance, depth in zip(nodes.chances, nodes.depths, strict=True) if depth >= expansion.max_depth]
             least = max(least, *last, 0.0) + 1e-12 * bool(last)
         return least
+
+
+def _least_told(outcome: DraftOutcome) -> float:
+    """Return the chance above which a tree has all the nodes that it could have."""
+    assert outcome.nodes is not None, "a tree that does not know its nodes"
+    return outcome.nodes.least
 
 
 class NodeSums:
@@ -210,21 +226,15 @@ class NodeSums:
 
 
 def _start(entries: Sequence[Expansion]) -> Array:
-    """Return what is expected before any tree has grown: the best one, where every node is accepted with one chance, [F, K]."""
-    start_FK = np.zeros((len(FEATURES), len(entries)))
+    """Return what is expected before any tree has grown, [F, K]: as many tokens of nodes of any chance as of half that.
+
+    So trees are, where what a drafter is sure of differs from token to token: of half the chance there are twice as many nodes.
+    """
     if not entries:
-        return start_FK
-    least, largest, deepest = [entry.least_chance for entry in entries], entries[-1], 0
-    places = [(-_START_ACCEPTANCE, 1, 0)]  # (-chance to be accepted, depth, rank)
-    for _ in range(largest.max_nodes):
-        value, depth, rank = heappop(places)
-        admits = next((place for place, chance in enumerate(least) if -value >= chance), None)
-        if admits is None:
-            break
-        is_fed = depth < largest.max_depth
-        start_FK[:, admits] += (-value, 1.0, is_fed and depth > deepest, is_fed)
-        deepest = max(depth, deepest)
-        heappush(places, (value * _START_ACCEPTANCE, depth + 1, 0) if is_fed else (0.0, 0, 0))
-        if rank + 1 < largest.branches:
-            heappush(places, (value * (1.0 - _START_ACCEPTANCE), depth, rank + 1))
-    return start_FK
+        return np.zeros((len(FEATURES), 0))
+    least_K = np.array([entry.least_chance for entry in entries])
+    tokens_K = -_START_TOKENS * np.log(least_K)
+    nodes_K = np.minimum(_START_TOKENS * (1.0 / least_K - 1.0), [entry.max_nodes for entry in entries])
+    depth_K = np.array([float(entry.max_depth) for entry in entries])
+    up_to_FK = np.stack([np.minimum(tokens_K, depth_K), nodes_K, np.minimum(_START_ROUNDS * tokens_K, depth_K), nodes_K])
+    return np.diff(up_to_FK, axis=1, prepend=0.0)

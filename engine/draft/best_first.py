@@ -7,6 +7,7 @@ makes a trunk, a narrow one a branch. Only rules that need no draft law are exac
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from engine.draft.calibration import Calibration
 from engine.draft.children import Offer
@@ -53,7 +54,7 @@ class BestFirst:
         self._num_rounds = 0
         self._least = 1.0 / (self._expansion.max_nodes + 1)
         self._prices = FREE_GROWTH if calibration is None else tree.row.prices
-        self._least_kept = self._expansion.least_chance or self._prices.node
+        self._least_chances = self._prices.least_chances(self._expansion)
         self._continued = START_CONTINUED  # chances that an offer has one that is accepted, added up
 
     def asks(self) -> list[FrontierNode]:
@@ -108,8 +109,8 @@ class BestFirst:
 
     def _kept(self) -> list[_Candidate]:
         """Return the best candidates that are worth a node; a parent is always older than its children and at least as good."""
-        worthy = [one for one in self._candidates if one.value >= self._least_kept]
-        return sorted(worthy)[: self._expansion.max_nodes]
+        best = zip(sorted(self._candidates), self._least_chances, strict=False)
+        return [one for one, least in takewhile(lambda pair: pair[0].value >= pair[1], best)]
 
     def grown(self) -> Grown:
         """Renumber what is kept: fed nodes first, in the order in which they were fed, so that most keep their slots.

@@ -197,7 +197,7 @@ def _ranked(row: Row, calibration: Calibration) -> RankedRow:
         branches=expansion.branches,
         seed=row.seed,
         has_noise=row.draw_kind is TreeKind.SHARED_NOISE,
-        node_price=expansion.least_chance or prices.node,
+        least_chances=prices.least_chances(expansion),
         level_price=prices.level,
         offered=START_OFFERED,
         continued=START_CONTINUED,

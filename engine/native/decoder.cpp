@@ -25,7 +25,7 @@ extern "C" {
 void latebranch_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Linear), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Decoder), sizes[3] = sizeof(Pass);
   sizes[4] = sizeof(RankedRow), sizes[5] = sizeof(Told), sizes[6] = sizeof(Walked), sizes[7] = sizeof(Features), sizes[8] = sizeof(FedRow);
-  sizes[9] = sizeof(Fed), sizes[10] = kScores, sizes[11] = kShares;
+  sizes[9] = sizeof(Fed), sizes[10] = kScores, sizes[11] = kShares, sizes[12] = kLayout;
 }
 
 void latebranch_decode(const Decoder* decoder, const Pass* pass, int num_threads) {

@@ -23,7 +23,7 @@ from engine.transfer import as_longs
 class RankedRow:
     """A row whose tree is to grow: where it lies, how large the tree may become, what ranks its nodes and what they cost.
 
-    `slots` are by position, up to the last that a node may have. `scale` is the AgreementScale's, `shares` the Reliability's.
+    `least_chances` are those that its likeliest node must have, the next one and so on, [max_nodes], none below the one before it. `slots` are by position, up to the last that a node may have. `scale` is the AgreementScale's, `shares` the Reliability's.
     `offered` and `continued` are a prior: of so many offers so many have a token that is accepted, given that their node is.
     """
 
@@ -34,7 +34,7 @@ class RankedRow:
     branches: int
     seed: int
     has_noise: bool
-    node_price: float
+    least_chances: Sequence[float]
     level_price: float
     offered: float
     continued: float
@@ -124,13 +124,15 @@ class Growing:
         self._rows, self._pass = rows, where
         slots = [as_longs(row.slots) for row in rows]
         shares = [array("d", chain.from_iterable(row.shares)) for row in rows]
+        least_chances = [array("d", row.least_chances) for row in rows]
+        assert all(len(own) == row.max_nodes for own, row in zip(least_chances, rows, strict=True))
         assert all(len(own) == library.NUM_SHARES for row in rows for own in row.shares)
         fed_ids, fed_slots = [as_longs(row.token_ids) for row in fed], [as_longs(row.slots) for row in fed]
         self._library = library.library()
         structures = (library.RankedRow * len(rows))(
             *(
-                _structure(row, library.address_of(own), library.address_of(own_shares))
-                for row, own, own_shares in zip(rows, slots, shares, strict=True)
+                _structure(row, *map(library.address_of, lent))
+                for row, *lent in zip(rows, slots, shares, least_chances, strict=True)
             )
         )
         fed_structures = (library.FedRow * len(fed))(
@@ -142,7 +144,7 @@ class Growing:
                 for row, ids, own in zip(fed, fed_ids, fed_slots, strict=True)
             )
         )
-        self._kept = (head, vocab_M, slots, shares, fed_ids, fed_slots, keeps)
+        self._kept = (head, vocab_M, slots, shares, least_chances, fed_ids, fed_slots, keeps)
         self._most_asks = sum(max(1, min(row.branches, row.max_nodes)) for row in rows)
         self._handle = self._library.latebranch_grow(
             ctypes.byref(head), vocab_M.data_ptr(), structures, len(rows), fed_structures, len(fed), before_all
@@ -212,8 +214,8 @@ class Growing:
         return trees, Offers(tokens, scores)
 
 
-def _structure(row: RankedRow, slots: int, shares: int) -> library.RankedRow:
-    """Return a row for the library; its slots and shares lie at those addresses."""
+def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> library.RankedRow:
+    """Return a row for the library; its slots, shares and least chances lie at those addresses."""
     return library.RankedRow(
         root_position=row.root_position,
         slots=slots,
@@ -222,7 +224,7 @@ def _structure(row: RankedRow, slots: int, shares: int) -> library.RankedRow:
         branches=row.branches,
         seed=row.seed & (1 << 64) - 1,
         has_noise=row.has_noise,
-        node_price=row.node_price,
+        least_chances=least_chances,
         level_price=row.level_price,
         offered=row.offered,
         continued=row.continued,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
 NUM_SCORES = 64  # best perturbed scores of a node that are compared: the rest weighs nothing in their softmax (ranked_tree.h)
+LAYOUT = 2  # of what a row whose tree is to grow means, where no size tells it (ranked_tree.h)
 NUM_SHARES = 9  # of chances: the edges between them are engine.draft.calibration's (kShareEdges)
 
 
@@ -104,7 +105,8 @@ class RankedRow(Structure):
         *((name, c_int64) for name in ("max_nodes", "depth", "branches")),
         ("seed", c_uint64),
         ("has_noise", c_int64),
-        *((name, c_double) for name in ("node_price", "level_price", "offered", "continued", "scale")),
+        ("least_chances", c_void_p),
+        *((name, c_double) for name in ("level_price", "offered", "continued", "scale")),
         ("shares", c_void_p),
         ("temperature", c_double),
     )
@@ -210,7 +212,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     file = _file_of(instructions)
     loaded = ctypes.CDLL(str(file))
     mirrored: tuple[type[Structure], ...] = (Linear, Layer, Decoder, Pass, RankedRow, Told, Walked, Features, FedRow, Fed)
-    expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES, NUM_SHARES]
+    expected = [*map(ctypes.sizeof, mirrored), NUM_SCORES, NUM_SHARES, LAYOUT]
     sizes = (c_int64 * len(expected))()
     loaded.latebranch_sizes(sizes)
     if list(sizes) != expected:

@@ -7,6 +7,7 @@
 
 namespace latebranch {
 
+constexpr int64_t kLayout = 2;   // of what a row means, where no size tells it
 constexpr int64_t kScores = 64;  // best scores of a node that are compared: the rest weighs nothing in their softmax
 constexpr int64_t kShares = 9;   // by chance, between these edges
 constexpr double kShareEdges[kShares - 1] = {0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985};
@@ -17,7 +18,8 @@ struct RankedRow {
   int64_t max_nodes, depth, branches;
   uint64_t seed;
   int64_t has_noise;
-  double node_price, level_price;
+  const double* least_chances;  // [max_nodes], of the likeliest node, the next one...: none less than the one before
+  double level_price;
   double offered, continued;  // a prior: of so many offers so many have a token that is accepted, given that their node is
   double scale;  // of agreement
   const double* shares;  // [2, kShares] of the chances that it gives a model's tokens, and cached ones: what is to be kept of them
@@ -114,9 +116,12 @@ class RankedTree {
   std::vector<size_t> kept() const {
     std::vector<size_t> worthy;
     for (size_t i = 0; i < candidates_.size(); i++)
-      if (candidates_[i].value >= row_.node_price) worthy.push_back(i);
+      if (candidates_[i].value >= row_.least_chances[0]) worthy.push_back(i);
     std::stable_sort(worthy.begin(), worthy.end(), [&](size_t a, size_t b) { return candidates_[a].value > candidates_[b].value; });
-    if ((int64_t)worthy.size() > row_.max_nodes) worthy.resize(row_.max_nodes);
+    int64_t count = 0;
+    const int64_t most = std::min<int64_t>(worthy.size(), row_.max_nodes);
+    while (count < most && candidates_[worthy[count]].value >= row_.least_chances[count]) count++;
+    worthy.resize(count);
     return worthy;
   }
 
