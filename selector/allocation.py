@@ -26,6 +26,7 @@ Array = NDArray[np.float64]
 Places = NDArray[np.int64]
 
 _NUM_PRICES = 8
+_ODDS = np.linspace(0.0, 1.0, 65)  # of a tree to go on for another level
 _AHEAD = 4.0  # packed tokens a sequence, up to where prices of a token are taken from T(N)
 
 
@@ -244,14 +245,28 @@ class Allocator:
         )
 
     def _rounds(self, places_CB: Places, passes_CB: Array) -> Array:
-        """Return the rounds that all trees of each candidate take together.
+        """Return the rounds that all trees of each candidate take together: the step ends with the tree that goes on longest.
 
-        A tree goes on to its end or ends at once, for want of anything to propose, as often as its own expected passes say; the
-        step ends with the tree that goes on longest.
+        A tree goes on to its end or ends at once, for want of anything to propose, as often as its own expected passes say; one
+        that ends by its nodes' chances goes on from level to level, each time as likely.
         """
+        if self._menu.is_by_chance:
+            return self._rounds_by_chance(passes_CB)
         more_C = np.maximum(self._menu.depths[places_CB].max(1) - 1.0, 0.0)
         goes_on_CB = np.minimum(np.maximum((passes_CB - 1.0) / np.maximum(more_C, 1.0)[:, None], 0.0), 1.0)
         return np.asarray(np.minimum(passes_CB.max(1), 1.0) + more_C * (1.0 - (1.0 - goes_on_CB).prod(1)))
+
+    def _rounds_by_chance(self, passes_CB: Array) -> Array:
+        """Return the rounds of trees that end by their nodes' chances."""
+        num_more = int(self._menu.depths[-1]) - 1
+        means_O = (_ODDS[:, None] ** np.arange(1, num_more + 1)).sum(1)
+        odds_CB = np.interp(passes_CB - 1.0, means_O, _ODDS)
+        rounds_C = np.minimum(passes_CB.max(1), 1.0)
+        reaches_CB = np.ones_like(odds_CB)
+        for _ in range(num_more):
+            reaches_CB *= odds_CB
+            rounds_C = rounds_C + 1.0 - (1.0 - reaches_CB).prod(1)
+        return rounds_C
 
 
 def _never_less(prices: Array) -> list[float]:

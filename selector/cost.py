@@ -43,7 +43,7 @@ _KEYS = 1000.0  # keys and scores are counted in thousands, so that all features
 GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01)
 GENERIC_DRAFT = (0.01, 0.09, 0.005, 0.005)
 
-_COMMON_VARIANCE, _MEMORY_VARIANCE, _OWN_VARIANCE = 0.5, 0.5, 0.09
+_COMMON_VARIANCE, _MEMORY_VARIANCE, _OWN_VARIANCE = 0.75, 0.25, 0.09
 _READ = ("step", "key", "pass", "pass_key")  # prices of what is read from memory, whatever is computed with it
 _FORGETTING = 0.999  # of the filter's covariance, towards the prior's, each step
 _NOISE = 0.15  # standard deviation of a step's seconds, relative

@@ -36,6 +36,7 @@ class _Kind:
     def __init__(self, start_FK: Array) -> None:
         num_chances = start_FK.shape[1]
         self._start_FK = start_FK
+        self._begun_K = np.full(num_chances, _START_TREES)  # trees for which the start still stands
         self.sums_FK = np.zeros_like(start_FK)
         self.trees_K = np.zeros(num_chances)
         self.came_2K = np.full((2, num_chances), _CAME_TOKENS)
@@ -45,15 +46,13 @@ class _Kind:
     def means(self) -> tuple[Array, Array]:
         """Of a tree, F by K, and the share of what is expected that comes, [K].
 
-        Of nodes of which no tree tells there are as many, beside the start's, as of those that trees tell of.
+        Of nodes of which no tree tells as much is expected, beside the start, as those that trees tell of bring.
         """
         if self._means is None:
-            start_FK = self._start_FK
-            begun_F = _START_TREES * start_FK.sum(1)
-            told_F = (start_FK * self.trees_K).sum(1)
-            scale_F = (self.sums_FK.sum(1) + begun_F) / (told_F + begun_F)
-            of_start_FK = scale_F[:, None] * start_FK
-            means_FK = (self.sums_FK + _START_TREES * of_start_FK) / (self.trees_K + _START_TREES)
+            start_K, begun_K = self._start_FK[_CHANCES], self._begun_K
+            begun = float(start_K @ begun_K)
+            scale = (float(self.sums_FK[_CHANCES].sum()) + begun) / (float(start_K @ self.trees_K) + begun)
+            means_FK = (self.sums_FK + scale * begun_K * self._start_FK) / (self.trees_K + begun_K)
             self._means = means_FK, self.came_2K[0] / self.came_2K[1]
         return self._means
 
@@ -62,6 +61,7 @@ class _Kind:
         stays_K, stays = _KIND_MEMORY**told_K, _CAME_MEMORY**num_trees
         self.sums_FK = stays_K * self.sums_FK + sums_FK
         self.trees_K = stays_K * self.trees_K + told_K
+        self._begun_K = stays_K * self._begun_K
         self.came_2K = stays * self.came_2K + (1.0 - stays) * _CAME_TOKENS + np.stack([came_K, sums_FK[_CHANCES]])
         self._means = None
 

@@ -35,8 +35,9 @@ def any_expansions(max_nodes: int = 8, max_branches: int = 3, max_depth: int = 4
 
 
 def growth_prices() -> st.SearchStrategy[GrowthPrices]:
-    """None, and any that leave some of a tree out, or all but its first level."""
-    return st.just(FREE_GROWTH) | st.builds(GrowthPrices, st.floats(0.0, 1.0), st.floats(0.0, 2.0))
+    """None, and any that leave some of a tree out, or all but its first level; a node's may bend with the tree's size."""
+    nodes = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda prices: tuple(sorted(prices)))
+    return st.just(FREE_GROWTH) | st.builds(GrowthPrices, st.floats(0.0, 1.0), st.floats(0.0, 2.0), nodes)
 
 
 @st.composite

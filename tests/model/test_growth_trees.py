@@ -464,6 +464,19 @@ def check_nodes_pay(sampling: SamplingParams) -> None:
     assert num_left_out > 0
 
 
+def check_nodes_pay_as_they_come(sampling: SamplingParams) -> None:
+    """The likeliest nodes are kept as long as each is as likely as it costs: the first next to nothing, others more and more."""
+    prices = GrowthPrices(nodes=(0.0, 0.01, 0.05, 0.05, 0.2, 0.4))
+    num_left_out = 0
+    for seed in range(20):
+        whole = sorted(worths(priced(FREE_GROWTH, sampling, seed)[0]).items(), key=lambda one: -one[1])
+        kept = worths(priced(prices, sampling, seed)[0])
+        pays = [worth >= price for (_, worth), price in zip(whole, (*prices.nodes, *[0.4] * len(whole)), strict=False)]
+        assert sorted(kept.values(), reverse=True) == pytest.approx([worth for _, worth in whole][: [*pays, False].index(False)])
+        num_left_out += len(whole) - len(kept)
+    assert num_left_out > 0
+
+
 def check_levels_pay(sampling: SamplingParams) -> None:
     for seed in range(20):
         rounds = [priced(GrowthPrices(level=price), sampling, seed)[1] for price in (0.0, 0.1, 0.3, 1.1)]
@@ -474,17 +487,18 @@ def check_levels_pay(sampling: SamplingParams) -> None:
 @pytest.mark.parametrize("sampling", WORTH)
 def test_nodes_and_levels_that_cost_more_than_they_bring_are_left_out(sampling):
     check_nodes_pay(sampling)
+    check_nodes_pay_as_they_come(sampling)
     check_levels_pay(sampling)
 
 
 class Wasteful(BestFirst):
     def __init__(self, *args):
         super().__init__(*args)
-        self._prices, self._least_kept = FREE_GROWTH, 0.0
+        self._prices, self._least_chances = FREE_GROWTH, FREE_GROWTH.least_chances(self._expansion)
 
 
 @pytest.mark.parametrize("sampling", WORTH)
-@pytest.mark.parametrize("check", [check_nodes_pay, check_levels_pay])
+@pytest.mark.parametrize("check", [check_nodes_pay, check_nodes_pay_as_they_come, check_levels_pay])
 def test_prices_kill_a_tree_that_does_not_ask_for_them(check, sampling, monkeypatch):
     monkeypatch.setattr(growth, "BestFirst", Wasteful)
     with pytest.raises(AssertionError):

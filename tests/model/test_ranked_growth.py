@@ -55,7 +55,8 @@ class Changing:
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         self._step += 1
         trees = tuple(TREES[(self._step + place) % len(TREES)] for place in range(len(views)))
-        return Choice(trees, prices=GrowthPrices(0.05, 0.25) if self._step % 3 == 0 else FREE_GROWTH)
+        prices = (GrowthPrices(0.05, 0.25), GrowthPrices(0.05, 0.0, (0.0, 0.02, 0.1, 0.3)), FREE_GROWTH)
+        return Choice(trees, prices=prices[self._step % 3])
 
     def observe(self, feedback: StepFeedback) -> None:
         pass
@@ -189,7 +190,7 @@ def without_noise(row):
 
 
 def at_no_price(row):
-    return replace(row, node_price=0.0, level_price=0.0)
+    return replace(row, least_chances=[0.0] * row.max_nodes, level_price=0.0)
 
 
 def of_another_prior(row):
@@ -212,11 +213,16 @@ ranked_row = ranked._ranked
 
 
 def of_no_least_chance(row):
-    return replace(row, node_price=0.0 if row.node_price == 0.1 else row.node_price)
+    return replace(row, least_chances=[0.0 if least == 0.1 else least for least in row.least_chances])
+
+
+def of_the_first_node_s_price(row):
+    return replace(row, least_chances=row.least_chances[:1] * row.max_nodes)
 
 
 MUTANTS = [
     of_no_least_chance,
+    of_the_first_node_s_price,
     without_noise,
     at_no_price,
     of_another_prior,

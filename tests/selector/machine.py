@@ -97,21 +97,24 @@ class Text:
             total += alive
         return total
 
-    def draft_by_chance(self, expansion: Expansion, level_price: float, chance: random.Random) -> NodeChances:
-        """Return the nodes of a noise-aware tree grown here, a chain, and how many of them are accepted."""
+    def draft_by_chance(self, expansion: Expansion, prices: GrowthPrices, chance: random.Random) -> tuple[NodeChances, int]:
+        """Return the nodes of a noise-aware tree grown here, a chain, with how many of them are accepted, and its rounds."""
         kept: list[float] = []
-        worth, accepted, is_alive = 1.0, 0, True
+        worth, accepted, is_alive, rounds = 1.0, 0, True, 0
+        least_chances = prices.least_chances(expansion)
         while len(kept) < min(expansion.max_depth, expansion.max_nodes):
-            if kept and worth * sum(self.odds) / len(self.odds) < level_price:
+            if kept and worth * sum(self.odds) / len(self.odds) < prices.level:
                 break
+            rounds += 1
             odds = chance.choice(self.odds)
             worth *= odds
-            if worth < expansion.least_chance:
+            if worth < least_chances[len(kept)]:
                 break
             kept.append(worth)
             is_alive = is_alive and chance.random() < odds
             accepted += is_alive
-        return NodeChances(tuple(kept), tuple(range(1, len(kept) + 1)), tuple(range(accepted)))
+        least = least_chances[min(len(kept), len(least_chances) - 1)]
+        return NodeChances(tuple(kept), tuple(range(1, len(kept) + 1)), tuple(range(accepted)), least), rounds
 
     def draft(self, expansion: Expansion, chance: random.Random) -> tuple[int, int, int]:
         """Return nodes, drafted depth and accepted depth of a tree grown here."""
@@ -206,7 +209,7 @@ class _Step:
         self.outcomes: list[DraftOutcome] = []
         self.has_prefill = False
         self._keeps_up = choice.keeps_up
-        self._level_price = choice.prices.level
+        self._prices = choice.prices
         self._num_rows = num_rows
         self._sums = dict.fromkeys(("num_tokens", "num_drawn", "num_keys", "num_scores"), 0)
         self._num_fed = 0.0
@@ -229,15 +232,16 @@ class _Step:
         """Draft and accept; return the tokens that were to be expected."""
         expansion = _granted(text, wished)
         is_cached = chance.random() < text.cached
-        grown = text.draft_by_chance(expansion, self._level_price, chance) if text.odds and not expansion.is_plain else None
-        if grown is None:
+        grown = None
+        if not text.odds or expansion.is_plain:
             expected = text.expected_tokens(expansion)
             nodes, drafted, accepted = text.draft(expansion, chance)
+            rounds = min(expansion.max_depth, drafted + 1)
         else:
+            grown, rounds = text.draft_by_chance(expansion, self._prices, chance)
             expected = 1.0 + sum(grown.chances)
             nodes = drafted = len(grown.chances)
             accepted = len(grown.accepted)
-        rounds = min(expansion.max_depth, drafted + 1)
         self.outcomes.append(
             DraftOutcome(view.request_id, expansion, nodes, drafted if grown is None else rounds, accepted, grown)
         )

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.tree import PLAIN, Expansion
-from selector.allocation import Allocator, BatchLoad
+from selector.allocation import Allocator, BatchLoad, _never_less
 from selector.cost import KNOTS, NUM_REST, CostModel, Works
 from selector.estimators import Estimates
 from selector.menu import Menu, menu_of
@@ -158,6 +158,31 @@ def test_prices_are_what_a_node_and_a_level_cost_in_tokens_and_a_level_is_paid_t
     assert one.prices(single, 1).level == pytest.approx(0.4 * single.rate, rel=1e-4)
 
 
+def test_a_tree_s_nodes_cost_more_once_the_step_bends_and_never_less():
+    """T(N) rises by .1 up to 4 packed tokens, by .02 up to 8, by .6 after that: a third node is bought with those behind it."""
+    bending = CostModel([1.0, 0.1, 0.1, 0.02, 0.6, *[0.6] * 6, 1e-9, 1e-9, 1e-9, 1e-9], [1e-9, 0.01, 1e-9, 1e-9])
+    one = by_chance([[0.95], [0.95]], bending)
+    both = one.of(np.array([1, 1]))
+    prices = one.prices(both, 2).nodes
+    others = 3.0  # both roots, and the other's node
+    rises = np.diff([bending.tokens_s(others + count) for count in range(len(prices) + 1)]) * both.rate
+    assert list(prices) == sorted(prices)
+    assert sum(prices) == pytest.approx(sum(rises))
+    assert prices[-1] == pytest.approx(0.6 * both.rate, rel=1e-3)
+    assert prices[0] < 0.2 * prices[-1]
+    assert not one.prices(one.plain(), 0).nodes
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9))
+def test_what_is_bought_together_is_paid_together(prices):
+    """None is below the one before, and the first so many cost no more than they did; all of them the same."""
+    never_less = _never_less(np.array(prices))
+    assert never_less == sorted(never_less)
+    sums, wanted = np.cumsum(never_less), np.cumsum(prices)
+    assert (sums <= wanted + 1e-9).all()
+    assert sums[-1] == pytest.approx(wanted[-1])
+
+
 # Trees that differ by the least chance of their nodes.
 
 BY_CHANCE = menu_of(Expansion(0, 4, 8, "noise_aware", 16), "coupled")
@@ -208,3 +233,15 @@ def test_who_gains_most_drafts_first():
     assert found.best(found.plain()).places_B.tolist()[:2] == [0, 0]
     found.__class__ = OldestFirst
     assert found.best(found.plain()).places_B.tolist()[:2] != [0, 0]
+
+
+def test_trees_that_end_by_chance_together_take_as_many_rounds_as_the_longest():
+    """By chance of seeds: each goes on with one chance from level to level, that of its expected rounds."""
+    rng = np.random.default_rng(0)
+    one, odds = by_chance([[0.5]], costs((0.1,), 0.1)), np.array([0.3, 0.6, 0.85])
+    passes = 1.0 + (odds[None, :, None] ** np.arange(1, 8)).sum(2)
+    lengths = np.stack([np.minimum(rng.geometric(1.0 - q, 20000), 8) for q in odds])
+    assert one._rounds_by_chance(passes)[0] == pytest.approx(lengths.max(0).mean(), rel=0.02)
+    for alone in passes[0]:
+        assert one._rounds_by_chance(np.array([[alone]]))[0] == pytest.approx(alone, rel=0.01)
+    assert one._rounds_by_chance(np.zeros((1, 2)))[0] == 0.0

@@ -79,8 +79,41 @@ def test_it_follows_a_machine_that_slows_down():
 
 def test_own_errors_alone_would_not_follow(monkeypatch):
     monkeypatch.setattr(cost, "_COMMON_VARIANCE", 0.0)
+    monkeypatch.setattr(cost, "_MEMORY_VARIANCE", 0.0)
     with pytest.raises(AssertionError):
         test_it_follows_a_machine_that_slows_down()
+
+
+def roofline_s(one: StepWork, memory_s: float) -> float:
+    """Return the seconds of a machine that multiplies while it reads: what takes longer counts, and a third of the other."""
+    product_s = 0.001 * one.num_tokens
+    return max(memory_s, product_s) + min(memory_s, product_s) / 3
+
+
+def rise_where_memory_is_slow() -> float:
+    """Return what a step of 8 tokens is thought to take more than one of a token, over what it does, after small steps alone."""
+
+    def fitted(memory_s: float) -> list[float]:
+        ones = [work(tokens) for tokens in (1, 2, 4, 8, 16, 32, 64) for _ in range(2)]
+        return fitted_prices(rest_features(ones), np.array([roofline_s(one, memory_s) for one in ones]), GENERIC_REST)
+
+    costs, chance = CostModel(fitted(0.010), [1e-6] * 4), random.Random(5)
+    for _ in range(40):
+        one = work(chance.choice([1, 2, 2, 3]))
+        costs.observe(one, StageSeconds(0.0, roofline_s(one, 0.018) * math.exp(chance.gauss(0.0, 0.05))))
+    return (predicted(costs, work(8)) - predicted(costs, work(1))) / (roofline_s(work(8), 0.018) - roofline_s(work(1), 0.018))
+
+
+def test_what_slower_memory_hides_is_not_thought_dearer():
+    """Small steps take 1.6 times as long, because reading does; tokens more would cost less than before."""
+    assert 0.7 < rise_where_memory_is_slow() < 1.5
+
+
+def test_a_machine_slow_in_everything_would_be_thought_to_charge_more_for_tokens(monkeypatch):
+    monkeypatch.setattr(cost, "_MEMORY_VARIANCE", 0.0)
+    monkeypatch.setattr(cost, "_COMMON_VARIANCE", 1.0)
+    with pytest.raises(AssertionError):
+        test_what_slower_memory_hides_is_not_thought_dearer()
 
 
 def test_without_a_bound_outliers_lead_astray(monkeypatch):

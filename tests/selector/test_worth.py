@@ -1,7 +1,6 @@
 """What noise-aware trees bring by the least chance of a node: what they thought their nodes worth, corrected by what came."""
 
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ WHOLE = Expansion(0, 4, 8, "noise_aware", 64)
 def outcome(
     chances: list[float], depths: list[int], accepted: list[int], num_rounds: int, expansion: Expansion = WHOLE
 ) -> DraftOutcome:
-    nodes = NodeChances(tuple(chances), tuple(depths), tuple(accepted))
+    nodes = NodeChances(tuple(chances), tuple(depths), tuple(accepted), expansion.least_chance)
     return DraftOutcome("r", expansion, len(chances), num_rounds, len(accepted), nodes)
 
 
@@ -93,16 +92,12 @@ def test_chances_that_are_too_great_kill_who_believes_them(mutate, monkeypatch):
         test_what_is_expected_comes(0.6)
 
 
-def increments(found: np.ndarray) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(found.tolist())]
-
-
 def untold(expansion: Expansion, chances: list[float], seat: int = 1, depth: int = 1) -> list[bool]:
-    """Return of which least chances such trees of the sequence at 0 taught nothing; that at 1 is a new one of its kind."""
+    """Return of which least chances such trees of the sequence at 0 taught that sequence nothing, or at 1 its kind."""
     tree = outcome(chances, [depth] * len(chances), [], depth + 1, expansion)
-    start = WorthOfNodes(ENTRIES, 2).expect([seat], ["k"])[1][0]
-    after = taught([tree] * 50).expect([seat], ["k"])[1][0]
-    return [one == pytest.approx(other, abs=1e-12) for one, other in zip(increments(start), increments(after), strict=True)]
+    found = taught([tree] * 50)
+    trees_K = found.kind("k").trees_K if seat else found._trees[0]
+    return [count == 0.0 for count in trees_K[1:].tolist()]
 
 
 TOLD_TO = LEAST.index(0.48)
@@ -163,13 +158,41 @@ def test_the_order_of_trees_that_are_told_together_does_not_matter():
         assert mine == pytest.approx(others, rel=1e-9)
 
 
-def test_before_anything_has_grown_the_best_tree_of_an_even_chance_is_expected():
-    tokens, nodes, passes, _ = (found[0] for found in WorthOfNodes(ENTRIES, 1).expect([0], ["k"]))
-    assert (tokens[0], nodes[0], passes[0]) == (1.0, 0.0, 1.0)
-    assert nodes[LEAST.index(0.48)] == pytest.approx(1.0)  # .5
-    assert nodes[LEAST.index(0.23)] == pytest.approx(3.0)  # and .25 below it, and .25 beside it
-    assert tokens[LEAST.index(0.23)] == pytest.approx(2.0)
-    assert tokens[-1] > 3.0
+def test_before_anything_has_grown_nodes_of_half_the_chance_are_twice_as_many():
+    tokens, nodes, passes, fed = (found[0] for found in WorthOfNodes(ENTRIES, 1).expect([0], ["k"]))
+    brought, grown = tokens - 1.0, nodes
+    above, between, below = LEAST.index(0.48), LEAST.index(0.12), LEAST.index(0.03)
+    assert brought[between] - brought[above] == pytest.approx(brought[below] - brought[between])  # of each quarter of the chance
+    assert 4 * (grown[between] - grown[above]) == pytest.approx(grown[below] - grown[between])
+    assert 2.0 < tokens[between] < 3.0
+    assert passes[0] < 1.2 < 3.0 < passes[between] <= passes[-1] <= 8.0
+    assert fed == pytest.approx(nodes)
+
+
+def test_at_the_start_no_more_is_expected_than_there_is_room_for():
+    small = menu_of(Expansion(0, 4, 2, "noise_aware", 3), "coupled", Expansion(0, 4, 2, "noise_aware", 3)).entries[1:]
+    tokens, nodes, passes, _ = (found[0] for found in WorthOfNodes(small, 1).expect([0], ["k"]))
+    assert (tokens.max(), nodes.max(), passes.max()) <= (3.0, 3.0, 3.0)
+
+
+def test_of_nodes_that_no_tree_tells_of_there_are_as_many_as_of_those_that_trees_tell_of():
+    """Twice as many nodes as at the start, down to .3: twice as many below."""
+    start_FK = worth._start(ENTRIES)
+    told = LEAST.index(0.3) + 1
+    kind = worth._Kind(start_FK)
+    kind.learn(200 * 2 * start_FK * (np.arange(len(LEAST)) < told), 200.0 * (np.arange(len(LEAST)) < told), np.zeros(len(LEAST)), 200)
+    means_FK, _ = kind.means
+    assert means_FK[:, told:] == pytest.approx(2 * start_FK[:, told:], rel=0.05)
+
+
+def untold_as_at_the_start(monkeypatch) -> None:
+    monkeypatch.setattr(worth._Kind, "means", property(lambda self: (self._start_FK, np.ones(len(LEAST)))))
+
+
+def test_who_leaves_the_rest_as_it_was_is_noticed(monkeypatch):
+    untold_as_at_the_start(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_of_nodes_that_no_tree_tells_of_there_are_as_many_as_of_those_that_trees_tell_of()
 
 
 def test_least_chances_come_greatest_first():
