@@ -182,9 +182,9 @@ PLAIN = Expansion(0, 1, 0)
 class GrowthPrices:
     """What more of a tree costs the step, in tokens that its seconds would bring: another node, another level.
 
-    A node pays if it is likelier than that to be accepted, a level if it brings more tokens than that. `node` is a node's in a step
-    as large as is expected; `nodes` are those of a tree's first node, its second and so on, none below the one before it, where they
-    are known: a step's seconds bend, so that one tree's first nodes may cost next to nothing and its last ones much.
+    A node pays if it is likelier than that to be accepted, a level if it brings more tokens than that. `node` is that of a node
+    in a step as large as is expected; `nodes`, where they are known, are those of a tree's first node, its second and so on,
+    none below the one before it: a step's seconds bend, and the first nodes may cost next to nothing, the last ones much.
     """
 
     node: float = 0.0

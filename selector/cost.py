@@ -5,11 +5,11 @@ piecewise linear curve T(N) (a roofline's flat part and slope, and whatever lies
 nodes add their own; drafting pays for each round of growth, each pass of the model that drafts, each token fed in it and each key
 that a pass sees. Units: seconds.
 
-Prices are learnt by a Kalman filter on their relative errors: x of price = prior x (1 + x). Their prior covariance says how machines
-change. One part is common to all prices: a machine that is slow is slow in everything. One is memory's: where what a pass reads
-comes slower, products that run meanwhile are hidden longer, so that a step becomes dearer and a token more in it cheaper, up to
-where products take longer than reading (the roofline's corner). Both follow within a few steps; a small part of each price's own
-moves slowly. A price that is not seen moves with the others and forgets. What is far from what the filter
+Prices are learnt by a Kalman filter on their relative errors: x of price = prior x (1 + x). The prior covariance says how
+machines change. One part is common to all prices: a machine that is slow is slow in everything. One is memory's: where what a
+pass reads comes slower, products that run meanwhile stay hidden longer, so that a step becomes dearer and a token more in it
+cheaper, up to where products take longer than reading (the roofline's corner). Both follow within a few steps; a small part of
+each price's own moves slowly. A price that is not seen moves with the others and forgets. What is far from what the filter
 expects is clipped: a step during which another program ran teaches no more than a slow one. Where one such surprise follows
 another it is the filter that is wrong, as after a profile that was disturbed, and it becomes unsure of itself.
 
@@ -239,8 +239,8 @@ def _prior_covariance(prior_K: Array) -> Array:
 def _by_slower_memory(prior_K: Array) -> Array:
     """Return by how much each price changes, relative to itself, for each part that memory is slower, [K].
 
-    What is read is that much dearer. Tokens are cheaper up to the roofline's corner, where a pass takes what it took before: that is
-    where tokens take as long as reading does, or the last knot.
+    What is read is that much dearer. Tokens are cheaper up to the roofline's corner, where a pass takes what it took before: that
+    is where tokens take as long as reading does, or the last knot.
     """
     step, slopes_F = prior_K[0], prior_K[1 : 1 + len(KNOTS)]
     added = np.cumsum(slopes_F[:-1] * _WIDTHS)  # by tokens up to each knot but the first

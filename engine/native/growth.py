@@ -23,7 +23,8 @@ from engine.transfer import as_longs
 class RankedRow:
     """A row whose tree is to grow: where it lies, how large the tree may become, what ranks its nodes and what they cost.
 
-    `least_chances` are those that its likeliest node must have, the next one and so on, [max_nodes], none below the one before it. `slots` are by position, up to the last that a node may have. `scale` is the AgreementScale's, `shares` the Reliability's.
+    `slots` are by position, up to the last that a node may have. `least_chances` are those that its likeliest node must have, the
+    next one and so on, [max_nodes], none below the one before it. `scale` is the AgreementScale's, `shares` the Reliability's.
     `offered` and `continued` are a prior: of so many offers so many have a token that is accepted, given that their node is.
     """
 

@@ -55,8 +55,8 @@ class Changing:
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         self._step += 1
         trees = tuple(TREES[(self._step + place) % len(TREES)] for place in range(len(views)))
-        prices = (GrowthPrices(0.05, 0.25), GrowthPrices(0.05, 0.0, (0.0, 0.02, 0.1, 0.3)), FREE_GROWTH)
-        return Choice(trees, prices=prices[self._step % 3])
+        prices = (GrowthPrices(0.05, 0.25), FREE_GROWTH, FREE_GROWTH, GrowthPrices(0.05, 0.0, (0.0, 0.0, 0.05, 0.2)), FREE_GROWTH)
+        return Choice(trees, prices=prices[self._step % len(prices)])
 
     def observe(self, feedback: StepFeedback) -> None:
         pass

@@ -179,8 +179,9 @@ def test_of_nodes_that_no_tree_tells_of_there_are_as_many_as_of_those_that_trees
     """Twice as many nodes as at the start, down to .3: twice as many below."""
     start_FK = worth._start(ENTRIES)
     told = LEAST.index(0.3) + 1
+    told_K = 200.0 * (np.arange(len(LEAST)) < told)
     kind = worth._Kind(start_FK)
-    kind.learn(200 * 2 * start_FK * (np.arange(len(LEAST)) < told), 200.0 * (np.arange(len(LEAST)) < told), np.zeros(len(LEAST)), 200)
+    kind.learn(2 * start_FK * told_K, told_K, np.zeros(len(LEAST)), 200)
     means_FK, _ = kind.means
     assert means_FK[:, told:] == pytest.approx(2 * start_FK[:, told:], rel=0.05)
 
