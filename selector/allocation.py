@@ -261,7 +261,7 @@ class Allocator:
         num_more = int(self._menu.depths[-1]) - 1
         means_O = (_ODDS[:, None] ** np.arange(1, num_more + 1)).sum(1)
         odds_CB = np.interp(passes_CB - 1.0, means_O, _ODDS)
-        rounds_C = np.minimum(passes_CB.max(1), 1.0)
+        rounds_C: Array = np.minimum(passes_CB.max(1), 1.0)
         reaches_CB = np.ones_like(odds_CB)
         for _ in range(num_more):
             reaches_CB *= odds_CB

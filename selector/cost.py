@@ -180,7 +180,8 @@ class CostModel:
     def tokens_s(self, num_tokens: Array | float) -> Array | float:
         """Return T(N) of so many packed tokens, less T(1)."""
         _, slopes, curve = self._prices
-        return np.interp(num_tokens, _KNOTS, curve) + np.maximum(num_tokens - _KNOTS[-1], 0.0) * slopes[-1]
+        seconds: Array | float = np.interp(num_tokens, _KNOTS, curve) + np.maximum(num_tokens - _KNOTS[-1], 0.0) * slopes[-1]
+        return seconds
 
     def marginals(self, num_tokens: float) -> Marginals:
         """Return what one more of each thing costs in a step of that many packed tokens."""

@@ -132,8 +132,8 @@ class Growing:
         self._library = library.library()
         structures = (library.RankedRow * len(rows))(
             *(
-                _structure(row, *map(library.address_of, lent))
-                for row, *lent in zip(rows, slots, shares, least_chances, strict=True)
+                _structure(row, library.address_of(own), library.address_of(own_shares), library.address_of(least))
+                for row, own, own_shares, least in zip(rows, slots, shares, least_chances, strict=True)
             )
         )
         fed_structures = (library.FedRow * len(fed))(

@@ -179,7 +179,7 @@ def test_of_nodes_that_no_tree_tells_of_there_are_as_many_as_of_those_that_trees
     """Twice as many nodes as at the start, down to .3: twice as many below."""
     start_FK = worth._start(ENTRIES)
     told = LEAST.index(0.3) + 1
-    told_K = 200.0 * (np.arange(len(LEAST)) < told)
+    told_K = np.where(np.arange(len(LEAST)) < told, 200.0, 0.0)
     kind = worth._Kind(start_FK)
     kind.learn(2 * start_FK * told_K, told_K, np.zeros(len(LEAST)), 200)
     means_FK, _ = kind.means
