@@ -145,7 +145,7 @@ class Choice:
 class NodeChances(NamedTuple):
     """What a noise-aware tree took its nodes to be worth, the root aside: chances to be accepted, and depths from 1.
 
-    `accepted` are the places of those that were, in order. One more node would have had to be as likely as `least`.
+    `accepted` are the places of those that were, in order. Of nodes at least as likely as `least` it has all that there were.
     """
 
     chances: tuple[float, ...]

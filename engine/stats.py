@@ -113,10 +113,19 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     if outcome.worth is not None:
         path = outcome.verdict.path[1 : 1 + accepted_depth] if isinstance(outcome.verdict, Verdict) else ()
         accepted = tuple(node - 1 for node in path)
-        least_chances = row.prices.least_chances(row.expansion)
-        least = least_chances[min(tree.num_nodes, len(least_chances)) - 1]
-        nodes = NodeChances(outcome.worth.chances, tree.depths[1:], accepted, least)
+        nodes = NodeChances(outcome.worth.chances, tree.depths[1:], accepted, _least_told(row, outcome.worth.chances))
     return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
+
+
+def _least_told(row: Row, chances: Sequence[float]) -> float:
+    """Return the chance above which a noise-aware tree has all the nodes that it could have: the price of the next one.
+
+    One that is full has none that are less likely than its own, nor than it was asked for.
+    """
+    least_chances = row.prices.least_chances(row.expansion)
+    if len(chances) < len(least_chances):
+        return least_chances[len(chances)]
+    return max(least_chances[-1], min(*chances, row.expansion.least_chance))
 
 
 def _work_of(record: StepRecord) -> StepWork:

@@ -26,6 +26,7 @@ Array = NDArray[np.float64]
 Places = NDArray[np.int64]
 
 _NUM_PRICES = 8
+_SPREAD = np.array([-1.28, -0.52, 0.0, 0.52, 1.28])  # standard deviations, each as likely
 _ODDS = np.linspace(0.0, 1.0, 65)  # of a tree to go on for another level
 _AHEAD = 4.0  # packed tokens a sequence, up to where prices of a token are taken from T(N)
 
@@ -103,7 +104,8 @@ class Allocator:
         """Return what a node and a level more cost in a choice's step, in tokens that its seconds would bring.
 
         A node's is the mean over sequences. A level's is that of one that `num_sharing` sequences take together, and of a token
-        fed in it. A tree's first node is one more than what all others are expected to have, and so on.
+        fed in it. A tree's first node is one more than what all others have, and so on: the mean over what they may have, each
+        of them as widely spread as what is expected of it is large. No node is less likely than the menu has any.
         """
         load = self._load
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
@@ -115,10 +117,12 @@ class Allocator:
         places = chosen.places_B[chosen.places_B > 0]
         if not len(places):
             return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate)
-        others = float(load.base.num_tokens) + num_nodes * (1.0 - 1.0 / len(places))
-        sizes = others + np.arange(1.0 + float(self._menu.num_nodes[places].max()))
-        nodes_s = shared_s / len(self._rows) + np.diff(self._costs.tokens_s(sizes))
-        return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate, tuple(_never_less(nodes_s * chosen.rate)))
+        own, num_others = num_nodes / len(places), len(places) - 1
+        others_Z = np.maximum(0.0, num_others * own + _SPREAD * own * num_others**0.5)
+        sizes_N = float(load.base.num_tokens) + np.arange(1.0 + float(self._menu.num_nodes[places].max()))
+        tokens_s = np.array([self._costs.tokens_s(sizes_N + others) for others in others_Z.tolist()]).mean(0)
+        nodes = np.maximum((shared_s / len(self._rows) + np.diff(tokens_s)) * chosen.rate, self._menu.least_chance)
+        return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate, tuple(_never_less(nodes)))
 
     def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list[tuple[list[Allocation], Array]]:
         """Return the choice with each of some entries for some sequences, and the seconds that each loses; no entry is plain.

@@ -68,6 +68,12 @@ class Menu:
         return np.array([entry.least_chance for entry in self.entries])
 
     @cached_property
+    def least_chance(self) -> float:
+        """The least of the entries that end by their nodes' chances."""
+        chances = self.least_chances[self.least_chances > 0.0]
+        return float(chances.min(initial=1.0)) if len(chances) else 0.0
+
+    @cached_property
     def is_by_chance(self) -> bool:
         """Whether all trees differ by the least chance of their nodes alone, or nearly so."""
         return len(self) > 1 and bool((self.least_chances[1:] > 0.0).all())

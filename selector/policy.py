@@ -549,9 +549,12 @@ def _within_bounds(estimates: Estimates, batch: _Batch) -> Estimates:
 
 
 def _beside_prompts(choice: Choice) -> Choice:
-    """Return a choice whose trees leave a step's room to prompts: what a tree may have is kept for it, and most have less."""
+    """Return a choice whose trees leave a step's room to prompts: what a tree may have is kept for it, and most have less.
+
+    Beside a prompt no node is hidden by what is read: they end by the least chance that was chosen.
+    """
     small = (one.limited(one.max_depth, _BESIDE_PROMPTS) if one.least_chance else one for one in choice.expansions)
-    return replace(choice, expansions=tuple(small))
+    return replace(choice, expansions=tuple(small), prices=replace(choice.prices, nodes=()))
 
 
 def _catch_up(view: SequenceView) -> float:

@@ -141,17 +141,15 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
         bar.close()
         return Profile(GENERIC_REST, GENERIC_DRAFT, is_sound=False)
     one_s = min(min(times) for _, times in seen.values())
-    every = {size: max(1, round(times[0] / one_s)) for size, (_, times) in seen.items()}
     drafted = _drafted(bench, int(budget_s / 8 / one_s / len(_CHAINS)))
-    round_s = sum(times[0] / every[size] for size, (_, times) in seen.items())
-    num_rounds = 1
-    while clock() - begin_s + round_s < budget_s * (1.0 if num_rounds >= _FEWEST_ROUNDS else _MOST_BUDGETS):
+    num_rounds, due = 1, _due(seen, 2)
+    while clock() - begin_s + sum(map(min, due.values())) < budget_s * (1.0 if num_rounds >= _FEWEST_ROUNDS else _MOST_BUDGETS):
+        for size, times in due.items():
+            times.append(bench.time_pass(size)[1])
+            bar.update()
         num_rounds += 1
-        for size, (_, times) in seen.items():
-            if num_rounds % every[size] == 0:
-                times.append(bench.time_pass(size)[1])
-                bar.update()
-        bar.total = bar.n + len(seen)  # if another round fits
+        due = _due(seen, num_rounds + 1)
+        bar.total = bar.n + len(due)  # if another round fits
     bar.close()
     works = [work for work, _ in seen.values()]
     medians = np.array([float(np.median(times)) for _, times in seen.values()])
@@ -171,9 +169,17 @@ def _are_prices(found: Any, count: int) -> bool:
     return isinstance(found, list) and len(found) == count and all(isinstance(one, float) and isfinite(one) for one in found)
 
 
+def _due(seen: dict[PassSize, tuple[StepWork, list[float]]], num_round: int) -> dict[PassSize, list[float]]:
+    """Return the sizes that a round repeats, and their times: what takes k times as long as the fastest, each k-th round."""
+    least_s = {size: min(times) for size, (_, times) in seen.items()}
+    one_s = min(least_s.values())
+    return {size: times for size, (_, times) in seen.items() if num_round % max(1, round(least_s[size] / one_s)) == 0}
+
+
 def _is_calm(alike: Sequence[Sequence[float]]) -> bool:
-    """Return whether times that should be alike are, on the whole."""
-    return not alike or float(np.median([np.median(times) / max(min(times), 1e-9) for times in alike])) < _CALM
+    """Return whether times that should be alike are, on the whole; a single one is like itself and says nothing."""
+    several = [times for times in alike if len(times) > 1]
+    return not several or float(np.median([np.median(times) / max(min(times), 1e-9) for times in several])) < _CALM
 
 
 def _drafted(bench: Bench, num_turns: int) -> list[list[StepFeedback]]:

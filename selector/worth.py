@@ -25,6 +25,7 @@ _CHANCES, _NODES, _ROUNDS, _FED = range(len(FEATURES))
 # Before anything is known, for each factor of e between chances: tokens (worth a try, soon refuted), and rounds for each of them.
 _START_TOKENS, _START_ROUNDS = 0.7, 2.0
 _START_TREES, _KIND_TREES = 4.0, 5.0  # what the start weighs in a kind's mean, and a kind's mean in a sequence's, in trees
+_EDGE = 1e-9
 _KIND_MEMORY, _OWN_MEMORY = 0.995, 0.95  # of a tree, at each later one
 _CAME_TOKENS = 4.0  # that are believed to have come as they were expected
 _CAME_MEMORY = 0.998
@@ -46,12 +47,13 @@ class _Kind:
     def means(self) -> tuple[Array, Array]:
         """Of a tree, F by K, and the share of what is expected that comes, [K].
 
-        Of nodes of which no tree tells as much is expected, beside the start, as those that trees tell of bring.
+        The start stands for some trees. It is scaled by what trees bring of the nodes they tell of, over what it foretold of
+        these: so much more or less is expected of others. The likeliest are left aside, of which sure texts have many.
         """
         if self._means is None:
-            start_K, begun_K = self._start_FK[_CHANCES], self._begun_K
-            begun = float(start_K @ begun_K)
-            scale = (float(self.sums_FK[_CHANCES].sum()) + begun) / (float(start_K @ self.trees_K) + begun)
+            start_K, begun_K = self._start_FK[_CHANCES, 1:], self._begun_K
+            begun = _START_TREES * float(start_K.sum()) + _EDGE
+            scale = (float(self.sums_FK[_CHANCES, 1:].sum()) + begun) / (float(start_K @ self.trees_K[1:]) + begun)
             means_FK = (self.sums_FK + scale * begun_K * self._start_FK) / (self.trees_K + begun_K)
             self._means = means_FK, self.came_2K[0] / self.came_2K[1]
         return self._means
@@ -73,7 +75,8 @@ class WorthOfNodes:
         self._entries = frozenset(entries)
         self._depth = max((entry.max_depth for entry in entries), default=0)
         self._least = [entry.least_chance for entry in entries]
-        self._most_tokens_K = 1.0 + np.array([entry.max_depth for entry in entries], dtype=np.float64)
+        self._depth_K = np.array([entry.max_depth for entry in entries], dtype=np.float64)
+        self._most_nodes_K = np.array([entry.max_nodes for entry in entries], dtype=np.float64)
         if self._least != sorted(self._least, reverse=True):
             raise ValueError("the greatest least chance comes first")
         self._start_FK = _start(entries)
@@ -111,8 +114,10 @@ class WorthOfNodes:
         sums_BFK = (self._sums[seats] + _KIND_TREES * usual_BFK) / weights_BK[:, None]
         sums_BFK[:, _CHANCES] *= comes_BK * self._own_share(seats)[:, None]
         up_to_BFK = sums_BFK.cumsum(2)
-        tokens_BK = np.minimum(1.0 + up_to_BFK[:, _CHANCES], self._most_tokens_K)
-        return tokens_BK, up_to_BFK[:, _NODES], 1.0 + up_to_BFK[:, _ROUNDS], up_to_BFK[:, _FED]
+        tokens_BK = 1.0 + np.minimum(up_to_BFK[:, _CHANCES], self._depth_K)
+        rounds_BK = np.minimum(1.0 + up_to_BFK[:, _ROUNDS], self._depth_K)
+        nodes_BK, fed_BK = np.minimum(up_to_BFK[:, [_NODES, _FED]], self._most_nodes_K).swapaxes(0, 1)
+        return tokens_BK, nodes_BK, rounds_BK, fed_BK
 
     def _own_share(self, seats: Sequence[int]) -> Array:
         """Return what came of what was expected of each sequence as one of its kind, [B]."""
@@ -236,5 +241,6 @@ def _start(entries: Sequence[Expansion]) -> Array:
     tokens_K = -_START_TOKENS * np.log(least_K)
     nodes_K = np.minimum(_START_TOKENS * (1.0 / least_K - 1.0), [entry.max_nodes for entry in entries])
     depth_K = np.array([float(entry.max_depth) for entry in entries])
-    up_to_FK = np.stack([np.minimum(tokens_K, depth_K), nodes_K, np.minimum(_START_ROUNDS * tokens_K, depth_K), nodes_K])
+    rounds_K = np.minimum(_START_ROUNDS * tokens_K, depth_K - 1.0)
+    up_to_FK = np.stack([np.minimum(tokens_K, depth_K), nodes_K, rounds_K, np.where(depth_K > 1.0, nodes_K, 0.0)])
     return np.diff(up_to_FK, axis=1, prepend=0.0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from engine.draft.texts import TextCache
 from engine.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
-from engine.tree import Expansion
+from engine.tree import Expansion, GrowthPrices
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
 _LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
@@ -49,7 +49,8 @@ class RunningPolicy:
         if self._sees_nothing_new(choice, composition, has_followed):
             return choice
         least_chance = max(_LEAST_CHANCE, choice.prices.node)
-        chains = [self._chain(view, wish, least_chance) for view, wish in zip(views, choice.expansions, strict=True)]
+        wishes = zip(views, choice.expansions, strict=True)
+        chains = [self._chain(view, wish, least_chance, choice.prices) for view, wish in wishes]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:
             asked = tuple(view.request_id for view in views if view.is_free)
@@ -69,10 +70,10 @@ class RunningPolicy:
             return True
         return not any(map(self._texts.begins_run, seen.request_ids))
 
-    def _chain(self, view: SequenceView, wish: Expansion, least_chance: float) -> Expansion | None:
+    def _chain(self, view: SequenceView, wish: Expansion, least_chance: float, prices: GrowthPrices) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.
 
-        A tree that ends by its nodes' chances is as deep as what is known is as likely as that.
+        A tree that ends by its nodes' chances is as deep as each node of what is known is as likely as that one must be.
         """
         if not view.is_free:
             return None
@@ -81,7 +82,9 @@ class RunningPolicy:
         known = self._texts.run(view.request_id, most, least_chance)
         depth = wish.max_depth
         if wish.least_chance and known >= LENGTHS[-1]:
-            depth = self._texts.run(view.request_id, depth, wish.least_chance)
+            least = prices.least_chances(wish)[:depth]
+            depths = range(len(least), 0, -1)
+            depth = next((one for one in depths if self._texts.run(view.request_id, one, least[one - 1]) == one), 0)
         lengths = (length for length in LENGTHS if depth < length <= known)
         return next((Expansion(length, 1, 0) for length in lengths), None)
 

@@ -161,16 +161,38 @@ def test_prices_are_what_a_node_and_a_level_cost_in_tokens_and_a_level_is_paid_t
 def test_a_tree_s_nodes_cost_more_once_the_step_bends_and_never_less():
     """T(N) rises by .1 up to 4 packed tokens, by .02 up to 8, by .6 after that: a third node is bought with those behind it."""
     bending = CostModel([1.0, 0.1, 0.1, 0.02, 0.6, *[0.6] * 6, 1e-9, 1e-9, 1e-9, 1e-9], [1e-9, 0.01, 1e-9, 1e-9])
-    one = by_chance([[0.95], [0.95]], bending)
-    both = one.of(np.array([1, 1]))
-    prices = one.prices(both, 2).nodes
-    others = 3.0  # both roots, and the other's node
-    rises = np.diff([bending.tokens_s(others + count) for count in range(len(prices) + 1)]) * both.rate
+    one = by_chance([[0.95]], bending)
+    alone = one.of(np.array([1]))
+    prices = one.prices(alone, 1).nodes
+    rises = np.diff([bending.tokens_s(1.0 + count) for count in range(len(prices) + 1)]) * alone.rate
     assert list(prices) == sorted(prices)
-    assert sum(prices) == pytest.approx(sum(rises))
-    assert prices[-1] == pytest.approx(0.6 * both.rate, rel=1e-3)
-    assert prices[0] < 0.2 * prices[-1]
+    assert sum(prices) == pytest.approx(sum(rises), rel=0.01)
+    assert prices[-1] == pytest.approx(0.6 * alone.rate, rel=1e-3)
+    assert BY_CHANCE.least_chance <= prices[0] < 0.2 * prices[-1]
     assert not one.prices(one.plain(), 0).nodes
+
+
+def prices_in_a_crowd(num_rows: int) -> list[float]:
+    """Return what nodes cost where a tree of a node each would just fill what is hidden."""
+    hidden = 2.0 * num_rows
+    knots = [0.01 if knot < hidden else 0.6 for knot in KNOTS]
+    crowd = by_chance([[0.95]] * num_rows, CostModel([1.0, *knots, *[1e-9] * 4], [1e-9, 0.01, 1e-9, 1e-9]))
+    chosen = crowd.of(np.ones(num_rows, dtype=np.int64))
+    return [price / chosen.rate for price in crowd.prices(chosen, num_rows).nodes]
+
+
+def test_of_many_trees_none_has_the_hidden_room_for_itself():
+    """What the others have is spread: of sixteen trees a first node costs nearly what a fifth does, alone next to nothing."""
+    (first, *_), (alone, *_) = prices_in_a_crowd(16), prices_in_a_crowd(1)
+    assert first > 0.3 * prices_in_a_crowd(16)[4]
+    assert alone < 0.1
+
+
+@pytest.mark.parametrize("spread", [np.zeros(1)])
+def test_who_knows_what_others_have_would_have_it(spread, monkeypatch):
+    monkeypatch.setattr("selector.allocation._SPREAD", spread)
+    with pytest.raises(AssertionError):
+        test_of_many_trees_none_has_the_hidden_room_for_itself()
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9))
@@ -181,6 +203,12 @@ def test_what_is_bought_together_is_paid_together(prices):
     sums, wanted = np.cumsum(never_less), np.cumsum(prices)
     assert (sums <= wanted + 1e-9).all()
     assert sums[-1] == pytest.approx(wanted[-1])
+
+
+def test_the_dearest_so_far_is_not_what_is_paid_together():
+    prices = np.array([0.5, 0.1, 0.3])
+    assert _never_less(prices) == pytest.approx([0.3] * 3)
+    assert _never_less(prices) != np.maximum.accumulate(prices).tolist()
 
 
 # Trees that differ by the least chance of their nodes.
@@ -245,3 +273,11 @@ def test_trees_that_end_by_chance_together_take_as_many_rounds_as_the_longest():
     for alone in passes[0]:
         assert one._rounds_by_chance(np.array([[alone]]))[0] == pytest.approx(alone, rel=0.01)
     assert one._rounds_by_chance(np.zeros((1, 2)))[0] == 0.0
+    at_once_or_never = Allocator._rounds(replaced_menu(one), np.array([[1, 1, 1]]), passes)[0]
+    assert at_once_or_never != pytest.approx(lengths.max(0).mean(), rel=0.05)
+
+
+def replaced_menu(one: Allocator) -> Allocator:
+    """Return an allocator over a menu of which not all trees end by chance."""
+    one._menu = Menu((PLAIN, *BY_CHANCE.entries[1:], Expansion(8, 1, 0)))
+    return one

@@ -28,6 +28,10 @@ def calm(length: int, turn: int) -> float:
     return 0.1 * length
 
 
+def by_length(size: PassSize, count: int) -> float:
+    return 1.0 if size.num_tokens < 16 else float(size.num_tokens // 8)
+
+
 @dataclass
 class PaperBench:
     """Passes and drafts that last what scripts say, on a clock that only passes move. `seconds(size, n)` is the n-th time's."""
@@ -156,3 +160,41 @@ def test_times_that_are_no_numbers_are_no_profile(tmp_path, monkeypatch, caplog)
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     assert profiled_costs(PaperBench(lambda size, count: float("nan"))).prices == CostModel().prices
     assert not list(tmp_path.rglob("*.json"))
+
+
+def seconds_by_length(budget_s: float) -> PaperBench:
+    bench = PaperBench(by_length)
+    measure(bench, bench.clock, budget_s)
+    return bench
+
+
+def check_small_passes_are_repeated_most() -> None:
+    bench = seconds_by_length(2000.0)
+    least, most = (min(bench.counts.items(), key=lambda one: sign * by_length(one[0], 0)) for sign in (1.0, -1.0))
+    longer = by_length(most[0], 0) / by_length(least[0], 0)
+    assert longer > 8
+    assert least[1] - 2 == pytest.approx(longer * (most[1] - 2), abs=longer)
+    assert bench.now_s < 2000.0
+
+
+def test_what_takes_ten_times_as_long_is_repeated_every_tenth_time():
+    check_small_passes_are_repeated_most()
+
+
+def test_all_alike_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(profiles, "_due", lambda seen, num_round: {size: times for size, (_, times) in seen.items()})
+    with pytest.raises(AssertionError):
+        check_small_passes_are_repeated_most()
+
+
+def test_one_time_alone_is_not_calm_nor_disturbed():
+    assert profiles._is_calm([[1.0], [1.0, 1.1]])
+    assert not profiles._is_calm([[1.0], [1.0], [1.0], [1.0, 9.0, 9.0]])
+
+
+def test_a_first_time_that_was_disturbed_is_repeated_with_the_small_ones():
+    """Its second one, which is the first that counts, took twelve times as long; those after it count too."""
+    disturbed = SIZES[1]
+    bench = PaperBench(lambda size, count: 12.0 if (size, count) == (disturbed, 2) else by_length(size, count))
+    measure(bench, bench.clock, 1000.0)
+    assert bench.counts[disturbed] > 0.5 * bench.counts[SIZES[0]]

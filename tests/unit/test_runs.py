@@ -110,6 +110,25 @@ def test_a_chain_goes_no_farther_than_its_nodes_are_worth_what_they_cost(node_pr
     assert policy.choose([view("r")]).expansions == (expected,)
 
 
+class Pricing(Listening):
+    """Wishes for a tree that ends by its nodes' chances, of which the price is known for each."""
+
+    wish = Expansion(0, 4, 8, "noise_aware", 8, least_chance=0.9)
+
+    def __init__(self, nodes: tuple[float, ...]) -> None:
+        super().__init__()
+        self._nodes = nodes
+
+    def choose(self, views):
+        return Choice((self.wish,) * len(views), prices=GrowthPrices(nodes=self._nodes))
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [((0.01,) * 8, Pricing.wish), ((0.01, 0.9), Expansion(6, 1, 0))])
+def test_a_chain_takes_the_place_of_a_tree_that_would_end_before_it(nodes, expected):
+    """Six tokens of .95 each: a tree of cheap nodes has them all, one whose second costs .9 has two; its wish does not count."""
+    assert RunningPolicy(Pricing(nodes), Sure({"r": 6}, 0.95)).choose([view("r")]).expansions == (expected,)
+
+
 @pytest.mark.parametrize(
     "speculation", [{"expansion": Expansion(3, 1, 0)}, {"is_enabled": False}, {"max_nodes": 5}], ids=lambda one: next(iter(one))
 )

@@ -1,5 +1,6 @@
 """Shape laws of expansions and token trees."""
 
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.tree import PLAIN, ROOT, Expansion, TokenTree, parse_expansion
+from engine.tree import PLAIN, ROOT, Expansion, GrowthPrices, TokenTree, parse_expansion
 from tests.strategies import any_expansions, expansions, token_trees
 
 # root - 1 -+- 2 - 5        node 4 was drawn first and twice
@@ -267,3 +268,16 @@ def test_a_limited_expansion_is_the_same_tree_within_its_limits(expansion, max_d
 def test_trees_that_are_none_are_refused(wrong):
     with pytest.raises(ValueError, match="tree"):
         Expansion(*wrong)
+
+
+def test_a_tree_s_next_node_never_costs_less():
+    with pytest.raises(ValueError, match="never"):
+        GrowthPrices(nodes=(0.2, 0.1))
+
+
+def test_least_chances_are_a_node_s_price_or_the_expansion_s_own():
+    tree = parse_expansion("noise_aware.3@0.2")
+    assert GrowthPrices(node=0.4).least_chances(tree) == (0.2,) * 3
+    assert GrowthPrices(node=0.4).least_chances(replace(tree, least_chance=0.0)) == (0.4,) * 3
+    assert GrowthPrices(nodes=(0.1, 0.3)).least_chances(tree) == (0.1, 0.3, 0.3)
+    assert GrowthPrices(nodes=(0.1, 0.2, 0.3, 0.4)).least_chances(tree) == (0.1, 0.2, 0.3)
