@@ -25,7 +25,7 @@ _CHANCES, _NODES, _ROUNDS, _FED = range(len(FEATURES))
 # Before anything is known, for each factor of e between chances: tokens (worth a try, soon refuted), and rounds for each of them.
 _START_TOKENS, _START_ROUNDS = 0.7, 2.0
 _START_TREES, _KIND_TREES = 4.0, 5.0  # what the start weighs in a kind's mean, and a kind's mean in a sequence's, in trees
-_EDGE = 1e-9
+_EDGE = 1e-9  # so that nothing is divided by nothing
 _KIND_MEMORY, _OWN_MEMORY = 0.995, 0.95  # of a tree, at each later one
 _CAME_TOKENS = 4.0  # that are believed to have come as they were expected
 _CAME_MEMORY = 0.998
