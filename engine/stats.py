@@ -120,7 +120,7 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
 def _least_told(row: Row, chances: Sequence[float]) -> float:
     """Return the chance above which a noise-aware tree has all the nodes that it could have: the price of the next one.
 
-    A full one has all that are as likely as its least likely node, and as the least chance that it was asked for, if that is less.
+    A full one has all that are as likely as its least likely node, or as it was asked for, if that is less likely.
     """
     least_chances = row.prices.least_chances(row.expansion)
     if len(chances) < len(least_chances):
