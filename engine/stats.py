@@ -113,19 +113,9 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     if outcome.worth is not None:
         path = outcome.verdict.path[1 : 1 + accepted_depth] if isinstance(outcome.verdict, Verdict) else ()
         accepted = tuple(node - 1 for node in path)
-        nodes = NodeChances(outcome.worth.chances, tree.depths[1:], accepted, _least_told(row, outcome.worth.chances))
+        chances = outcome.worth.chances
+        nodes = NodeChances(chances, tree.depths[1:], accepted, row.prices.least_told(row.expansion, chances))
     return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
-
-
-def _least_told(row: Row, chances: Sequence[float]) -> float:
-    """Return the chance above which a noise-aware tree has all the nodes that it could have: the price of the next one.
-
-    A full one has all that are as likely as its least likely node, or as it was asked for, if that is less likely.
-    """
-    least_chances = row.prices.least_chances(row.expansion)
-    if len(chances) < len(least_chances):
-        return least_chances[len(chances)]
-    return max(least_chances[-1], min(*chances, row.expansion.least_chance))
 
 
 def _work_of(record: StepRecord) -> StepWork:

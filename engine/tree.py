@@ -205,6 +205,16 @@ class GrowthPrices:
             return (expansion.least_chance or self.node,) * most
         return self.nodes[:most] + self.nodes[-1:] * (most - len(self.nodes))
 
+    def least_told(self, expansion: Expansion, chances: Sequence[float]) -> float:
+        """Return the chance above which a tree with nodes of these chances has all that it could have: the price of the next one.
+
+        A full one has all that are as likely as its least likely node, or as it was asked for, if that is less likely.
+        """
+        least_chances = self.least_chances(expansion)
+        if len(chances) < len(least_chances):
+            return least_chances[len(chances)]
+        return max(least_chances[-1], min(*chances, expansion.least_chance))
+
 
 FREE_GROWTH = GrowthPrices()  # the whole expansion is grown
 

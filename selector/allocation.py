@@ -12,6 +12,7 @@ Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C can
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -263,14 +264,19 @@ class Allocator:
     def _rounds_by_chance(self, passes_CB: Array) -> Array:
         """Return the rounds of trees that end by their nodes' chances."""
         num_more = int(self._menu.depths[-1]) - 1
-        means_O = (_ODDS[:, None] ** np.arange(1, num_more + 1)).sum(1)
-        odds_CB = np.interp(passes_CB - 1.0, means_O, _ODDS)
+        odds_CB = np.interp(passes_CB - 1.0, _mean_levels(num_more), _ODDS)
         rounds_C: Array = np.minimum(passes_CB.max(1), 1.0)
         reaches_CB = np.ones_like(odds_CB)
         for _ in range(num_more):
             reaches_CB *= odds_CB
             rounds_C = rounds_C + 1.0 - (1.0 - reaches_CB).prod(1)
         return rounds_C
+
+
+@cache
+def _mean_levels(num_more: int) -> Array:
+    """Return the levels behind the first that a tree has on the mean, of so many, if it goes on with each of `_ODDS`."""
+    return np.asarray((_ODDS[:, None] ** np.arange(1, num_more + 1)).sum(1))
 
 
 def _never_less(prices: Array) -> list[float]:

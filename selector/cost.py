@@ -16,7 +16,6 @@ another it is the filter that is wrong, as after a profile that was disturbed, a
 Shape key: K prices, F features of one part, C candidates.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf, isfinite
@@ -185,10 +184,8 @@ class CostModel:
 
     def marginals(self, num_tokens: float) -> Marginals:
         """Return what one more of each thing costs in a step of that many packed tokens."""
-        prices, slopes, _ = self._prices
-        first = max(0, bisect_right(KNOTS, num_tokens) - 1)
-        until = min(1.0, KNOTS[first + 1] - num_tokens) if first + 1 < len(KNOTS) else 1.0
-        token_s = until * slopes[first] + (1.0 - until) * slopes[min(first + 1, len(KNOTS) - 1)]
+        prices = self._prices.by_name
+        token_s = float(self.tokens_s(num_tokens + 1.0) - self.tokens_s(num_tokens))
         return Marginals(token_s, prices["drawn"], prices["score"] / _KEYS, prices["draft_token"])
 
     def observe(self, work: StepWork, seconds: StageSeconds) -> None:

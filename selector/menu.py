@@ -71,7 +71,7 @@ class Menu:
     def least_chance(self) -> float:
         """The least of the entries that end by their nodes' chances."""
         chances = self.least_chances[self.least_chances > 0.0]
-        return float(chances.min(initial=1.0)) if len(chances) else 0.0
+        return float(chances.min()) if len(chances) else 0.0
 
     @cached_property
     def is_by_chance(self) -> bool:

@@ -48,9 +48,7 @@ class RunningPolicy:
         has_followed, self._num_follows = num_follows != self._num_follows, num_follows
         if self._sees_nothing_new(choice, composition, has_followed):
             return choice
-        least_chance = max(_LEAST_CHANCE, choice.prices.node)
-        wishes = zip(views, choice.expansions, strict=True)
-        chains = [self._chain(view, wish, least_chance, choice.prices) for view, wish in wishes]
+        chains = [self._chain(view, wish, choice.prices) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:
             asked = tuple(view.request_id for view in views if view.is_free)
@@ -70,7 +68,7 @@ class RunningPolicy:
             return True
         return not any(map(self._texts.begins_run, seen.request_ids))
 
-    def _chain(self, view: SequenceView, wish: Expansion, least_chance: float, prices: GrowthPrices) -> Expansion | None:
+    def _chain(self, view: SequenceView, wish: Expansion, prices: GrowthPrices) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.
 
         A tree that ends by its nodes' chances is as deep as each node of what is known is as likely as that one must be.
@@ -79,7 +77,7 @@ class RunningPolicy:
             return None
         asked = view.speculation
         most = min(self._longest, view.num_remaining - 1, self._longest if asked.max_nodes is None else asked.max_nodes)
-        known = self._texts.run(view.request_id, most, least_chance)
+        known = self._texts.run(view.request_id, most, max(_LEAST_CHANCE, prices.node))
         depth = wish.max_depth
         if wish.least_chance and known >= LENGTHS[-1]:
             least = prices.least_chances(wish)[:depth]

@@ -25,7 +25,6 @@ from engine.draft.strategies import Delayed, Static
 from engine.draft.topology import Topology, best_topology
 from engine.keys import Stream, stream_key
 from engine.noise import gumbels
-from engine.stats import _least_told
 from engine.tree import FREE_GROWTH, ROOT, TREE_NAMES, Expansion, GrowthPrices, TokenTree, TreeKind, TreeName
 from engine.types import SamplingParams
 from engine.verify.verdict import Verdict
@@ -504,21 +503,6 @@ def test_prices_kill_a_tree_that_does_not_ask_for_them(check, sampling, monkeypa
     monkeypatch.setattr(growth, "BestFirst", Wasteful)
     with pytest.raises(AssertionError):
         check(sampling)
-
-
-LEAST_TOLD = [  # what nodes a tree has, its expansion, its prices, and down to which chance it has all that there were
-    ((0.9, 0.4), replace(PRICED, least_chance=0.3), FREE_GROWTH, 0.3),
-    ((0.9, 0.4), replace(PRICED, least_chance=0.3), GrowthPrices(nodes=(0.0, 0.01, 0.05, 0.2)), 0.05),
-    ((0.9, 0.4, 0.1), replace(PRICED, least_chance=0.3, max_nodes=3), GrowthPrices(nodes=(0.0, 0.01, 0.05)), 0.1),  # it is full
-    ((0.9, 0.4, 0.4), replace(PRICED, least_chance=0.3, max_nodes=3), FREE_GROWTH, 0.3),
-    ((), replace(PRICED, least_chance=0.3), GrowthPrices(nodes=(0.07,)), 0.07),
-]
-
-
-@pytest.mark.parametrize(("chances", "expansion", "prices", "least"), LEAST_TOLD)
-def test_a_tree_tells_down_to_which_chance_it_has_all_nodes(chances, expansion, prices, least):
-    row = replace(decoding_row((1, 0), expansion, SAMPLED, "coupled", 0), prices=prices)
-    assert _least_told(row, chances) == least
 
 
 def test_each_tree_tells_how_many_rounds_it_took():

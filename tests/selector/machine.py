@@ -113,7 +113,7 @@ class Text:
             kept.append(worth)
             is_alive = is_alive and chance.random() < odds
             accepted += is_alive
-        least = least_chances[min(len(kept), len(least_chances) - 1)]
+        least = prices.least_told(expansion, kept)
         return NodeChances(tuple(kept), tuple(range(1, len(kept) + 1)), tuple(range(accepted)), least), rounds
 
     def draft(self, expansion: Expansion, chance: random.Random) -> tuple[int, int, int]:

@@ -188,9 +188,8 @@ def test_of_many_trees_none_has_the_hidden_room_for_itself():
     assert alone < 0.1
 
 
-@pytest.mark.parametrize("spread", [np.zeros(1)])
-def test_who_knows_what_others_have_would_have_it(spread, monkeypatch):
-    monkeypatch.setattr("selector.allocation._SPREAD", spread)
+def test_who_knows_what_others_have_would_have_it(monkeypatch):
+    monkeypatch.setattr("selector.allocation._SPREAD", np.zeros(1))
     with pytest.raises(AssertionError):
         test_of_many_trees_none_has_the_hidden_room_for_itself()
 

@@ -162,14 +162,9 @@ def test_times_that_are_no_numbers_are_no_profile(tmp_path, monkeypatch, caplog)
     assert not list(tmp_path.rglob("*.json"))
 
 
-def seconds_by_length(budget_s: float) -> PaperBench:
-    bench = PaperBench(by_length)
-    measure(bench, bench.clock, budget_s)
-    return bench
-
-
 def check_small_passes_are_repeated_most() -> None:
-    bench = seconds_by_length(2000.0)
+    bench = PaperBench(by_length)
+    measure(bench, bench.clock, 2000.0)
     least, most = (min(bench.counts.items(), key=lambda one: sign * by_length(one[0], 0)) for sign in (1.0, -1.0))
     longer = by_length(most[0], 0) / by_length(least[0], 0)
     assert longer > 8
