@@ -4,7 +4,7 @@ The texts of a batch begin together, prompts aligned at their ends, so each step
 lie in one dense block a layer and attention reads them where they lie. (The engine's slots must be gathered first, which takes
 most of a step when hundreds of short texts are written.)
 Shape key: B texts, T new columns, C columns in all, H key-value heads, G query heads for each, K head size, F tapped layers,
-D model width.
+D model width, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,43 @@ from engine.taps import StateTap
 
 NAME = "latebranch-columns"
 _DONE_SHARE = 8  # rows that are done leave the batch when one in this many is
+_TOKENS = 65_536  # of a pass: hundreds of long prompts are fed some columns at a time
 
 
 def write_in_columns(model: CausalModel, rows: Sequence[OpenText], num_rows: int, tap: StateTap | None) -> Iterator[Written]:
     """Yield texts as they are done, `num_rows` of them written together."""
-    with _columns_attention(model):
+    with columns_attended(model):
         for first in range(0, len(rows), num_rows):
             yield from _Batch(model, list(rows[first : first + num_rows]), tap).run()
+
+
+def aligned(prompts: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B T"], list[int]]:
+    """Return prompts that end at one column, and where each begins.
+
+    A row's columns before its prompt hold the prompt's first token; nobody sees them.
+    """
+    width = max(len(ids) for ids in prompts)
+    begins = [width - len(ids) for ids in prompts]
+    return torch.tensor([[ids[0]] * begin + [*ids] for ids, begin in zip(prompts, begins, strict=True)]), begins
+
+
+def parts_of(ids_BT: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "B T"]]:
+    """Yield new columns in parts that are fed one after the other."""
+    yield from torch.split(ids_BT, max(1, _TOKENS // len(ids_BT)), dim=1)
+
+
+def feed(model: CausalModel, columns: "Columns", ids_BT: Int[Tensor, "B T"]) -> Float[Tensor, "B V"]:
+    """Run one pass over new columns; return the logits after the last."""
+    columns.open(ids_BT.shape[1])
+    with torch.inference_mode():
+        out = model.module(
+            input_ids=ids_BT.to(model.device),
+            position_ids=columns.positions_BT,
+            use_cache=False,
+            logits_to_keep=1,
+            attention_context=columns,
+        )
+    return out.logits[:, -1]  # type: ignore[no-any-return]
 
 
 class _Batch:
@@ -38,11 +68,9 @@ class _Batch:
 
     def __init__(self, model: CausalModel, rows: list[OpenText], tap: StateTap | None) -> None:
         self._model, self._tap, self._rows = model, tap, rows
-        width = max(len(row.ids) for row in self._rows)
-        begins = [width - len(row.ids) for row in self._rows]
-        self._columns = _Columns(begins, width + max(row.order.max_tokens for row in self._rows), model.device)
-        # A row's columns before its prompt hold the prompt's first token; nobody sees them.
-        self._ids_BT = torch.tensor([[row.ids[0]] * begin + row.ids for row, begin in zip(self._rows, begins, strict=True)])
+        self._ids_BT, begins = aligned([row.ids for row in self._rows])
+        num_columns = self._ids_BT.shape[1] + max(row.order.max_tokens for row in self._rows)
+        self._columns = Columns(begins, num_columns, model.device)
         self._states_BCFD: Tensor | None = None
 
     def run(self) -> Iterator[Written]:
@@ -57,23 +85,21 @@ class _Batch:
 
     def _step(self) -> list[int]:
         """Feed the newest columns; return what each row says next."""
+        for ids_BT in parts_of(self._ids_BT):
+            logits_BV = self._feed(ids_BT)
+        return next_tokens(logits_BV, self._rows)
+
+    def _feed(self, ids_BT: Int[Tensor, "B T"]) -> Float[Tensor, "B V"]:
+        """Run one pass over columns; keep its states and return the logits after the last."""
         begin = self._columns.end
-        self._columns.open(self._ids_BT.shape[1])
-        with torch.inference_mode():
-            out = self._model.module(
-                input_ids=self._ids_BT.to(self._model.device),
-                position_ids=self._columns.positions_BT,
-                use_cache=False,
-                logits_to_keep=1,
-                attention_context=self._columns,
-            )
+        logits_BV = feed(self._model, self._columns, ids_BT)
         if self._tap is not None:
-            states = torch.unflatten(self._tap.latest().to("cpu", torch.bfloat16), 0, tuple(self._ids_BT.shape))
+            states = torch.unflatten(self._tap.latest().to("cpu", torch.bfloat16), 0, tuple(ids_BT.shape))
             if self._states_BCFD is None:
                 shape = (len(self._rows), self._columns.num_columns, *states.shape[2:])
                 self._states_BCFD = torch.empty(shape, dtype=torch.bfloat16)
             self._states_BCFD[: len(self._rows), begin : self._columns.end] = states
-        return next_tokens(out.logits[:, -1], self._rows)
+        return logits_BV
 
     def _written(self, index: int) -> Written:
         row, end = self._rows[index], self._columns.end
@@ -97,7 +123,7 @@ class _Batch:
         del self._rows[num_left:]
 
 
-class _Columns:
+class Columns:
     """Keys and values of a batch, [B, H, C, K] a layer, of which the columns before `end` are filled.
 
     Row b begins at column `begin_B[b]`; what is before is masked.
@@ -128,7 +154,7 @@ class _Columns:
     ) -> tuple[Float[Tensor, "B H C K"], Float[Tensor, "B H C V"]]:
         """Write a layer's new columns; return all that are filled."""
         if layer not in self._pools:
-            pools = [new.new_empty(*new.shape[:2], self.num_columns, new.shape[3]) for new in (keys, values)]
+            pools = [new.new_zeros(*new.shape[:2], self.num_columns, new.shape[3]) for new in (keys, values)]
             self._pools[layer] = (pools[0], pools[1])
         filled = [pool[: len(self._begin_B), :, : self.end] for pool in self._pools[layer]]
         for columns, new in zip(filled, (keys, values), strict=True):
@@ -150,11 +176,11 @@ class _Columns:
 
     def move(self, sources: Sequence[int], targets: Sequence[int], num_left: int) -> None:
         """Copy rows over others, then forget all but the first `num_left`."""
+        from_N, to_N = (torch.tensor(rows, dtype=torch.int64, device=self._begin_B.device) for rows in (sources, targets))
         with torch.inference_mode():  # in which the pools were made
             for pool in (pool for pools in self._pools.values() for pool in pools):
-                for source, target in zip(sources, targets, strict=True):
-                    pool[target, :, : self.end] = pool[source, :, : self.end]
-        self._begin_B[list(targets)] = self._begin_B[list(sources)]
+                pool[to_N, :, : self.end] = pool[from_N, :, : self.end]
+        self._begin_B[to_N] = self._begin_B[from_N]
         self._begin_B = self._begin_B[:num_left]
 
 
@@ -167,7 +193,7 @@ def columns_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    attention_context: _Columns | None = None,
+    attention_context: Columns | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B T HG V"], None]:
     """Write the layer's new columns, then attend to all; the signature is transformers' AttentionInterface."""
@@ -186,7 +212,7 @@ def columns_attention(
 
 
 @contextmanager
-def _columns_attention(model: CausalModel) -> Iterator[None]:
+def columns_attended(model: CausalModel) -> Iterator[None]:
     """Let the model attend to columns, and to the engine's slots again after."""
     model.module.set_attn_implementation(NAME)
     try:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.sampling_limits import MIN_TEMPERATURE
 
 _ROWS = 16  # of logits at a time, so that their laws stay in the processor's cache
+_ROWS_ELSEWHERE = 256  # where a launch costs more, and it is their memory that counts
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class OpenText:
         self.ids = list(order.prompt_ids)
         self.is_done = False
         generator = torch.Generator().manual_seed(order.seed)
-        self._uniforms = torch.rand(order.max_tokens, generator=generator).tolist()
+        self.uniforms: list[float] = torch.rand(order.max_tokens, generator=generator).tolist()  # decide a token each
 
     @property
     def uniform(self) -> float:
         """What decides the next token."""
-        return float(self._uniforms[min(len(self.ids) - len(self.order.prompt_ids), len(self._uniforms) - 1)])
+        return self.uniforms[min(len(self.ids) - len(self.order.prompt_ids), len(self.uniforms) - 1)]
 
     def append(self, token_id: int, end_ids: Sequence[int]) -> bool:
         """Take the next token; return whether the text is done by it."""
@@ -68,17 +69,20 @@ def next_tokens(logits_BV: Float[Tensor, "B V"], rows: Sequence[OpenText]) -> li
     """Return what each text says next."""
     temperatures = torch.tensor([row.order.temperature for row in rows], device=logits_BV.device)
     uniforms = torch.tensor([row.uniform for row in rows], device=logits_BV.device)
-    return drawn(logits_BV, temperatures, uniforms)
+    return drawn(logits_BV, temperatures, uniforms).tolist()
 
 
-def drawn(logits_BV: Float[Tensor, "B V"], temperature_B: Float[Tensor, " B"], uniform_B: Float[Tensor, " B"]) -> list[int]:
+def drawn(
+    logits_BV: Float[Tensor, "B V"], temperature_B: Float[Tensor, " B"], uniform_B: Float[Tensor, " B"]
+) -> Int[Tensor, " B"]:
     """Return a token of each row's law, by the inverse of its distribution function; the arg max at temperature 0."""
-    tokens: list[int] = []
-    for first in range(0, len(logits_BV), _ROWS):
-        logits = logits_BV[first : first + _ROWS].float()
-        temperature_B1 = temperature_B[first : first + _ROWS, None]
+    tokens: list[Tensor] = []
+    num_rows = _ROWS if logits_BV.device.type == "cpu" else _ROWS_ELSEWHERE
+    for first in range(0, len(logits_BV), num_rows):
+        logits = logits_BV[first : first + num_rows].float()
+        temperature_B1 = temperature_B[first : first + num_rows, None]
         mass = torch.softmax(logits / temperature_B1.clamp_min(MIN_TEMPERATURE), -1).cumsum(-1)
-        place = torch.searchsorted(mass, uniform_B[first : first + _ROWS, None] * mass[:, -1:], right=True)
-        token_B = torch.where(temperature_B1 > 0.0, place.clamp_max(logits.shape[-1] - 1), logits.argmax(-1, keepdim=True))
-        tokens += token_B[:, 0].tolist()
-    return tokens
+        place = torch.searchsorted(mass, uniform_B[first : first + num_rows, None] * mass[:, -1:], right=True)
+        token_B1 = torch.where(temperature_B1 > 0.0, place.clamp_max(logits.shape[-1] - 1), logits.argmax(-1, keepdim=True))
+        tokens.append(token_B1[:, 0])
+    return torch.cat(tokens)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,7 +111,7 @@ class PackedBatch:
     segment, and the end.
     """
 
-    tokens_3T: Int[NDArray[np.int64], "3 T"]
+    tokens_3T: Int[np.ndarray[Any, np.dtype[np.int64]], "3 T"]
     starts: tuple[int, ...]
     segments: tuple[Segment, ...]
     device: torch.device

@@ -1,7 +1,8 @@
 """Texts that a target writes without speculation, many at a time: what drafters are made from."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from engine.column_graphs import write_by_graphs
 from engine.columns import write_in_columns
 from engine.lanes import write_in_lanes
 from engine.model import CausalModel
@@ -21,7 +22,13 @@ def write(model: CausalModel, orders: Mapping[int, Order], batch: int, layers: S
     rows = [OpenText(name, order) for name, order in orders.items()]
     tap = StateTap(model, layers) if layers else None
     try:
-        yield from (write_in_columns if model.native is None else write_in_lanes)(model, rows, batch, tap)
+        yield from _way(model)(model, rows, batch, tap)
     finally:
         if tap is not None:
             tap.close()
+
+
+def _way(model: CausalModel) -> Callable[[CausalModel, Sequence[OpenText], int, StateTap | None], Iterator[Written]]:
+    if model.native is not None:
+        return write_in_lanes
+    return write_in_columns if model.device.type == "cpu" else write_by_graphs

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _NOT_RECORDED = {"handler", "command", "threads", "device"}
 _SIZES = {"width": 576, "intermediate": 2304, "head_layers": 1, "vocab": 8192}  # of a new head
-_PASS = 2000  # tokens
 _ROOT = Path(__file__).parent.parent
 _PROMPTS = _ROOT / "configs" / "drafters" / "prompts.yaml"
 
@@ -35,7 +34,9 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument(
         "--out", type=Path, required=True, help="safetensors file to write, with its curve (.jsonl, .png) beside it"
     )
-    train.add_argument("--prompt-grammar", type=Path, default=_PROMPTS, help="YAML file of templates and fillers")
+    train.add_argument(
+        "--prompt-grammar", type=Path, nargs="+", default=[_PROMPTS], help="YAML files of templates, drawn from in turn"
+    )
     train.add_argument(
         "--weights", type=_weights, default={}, help="of kinds of prompts, where not the grammar's: code=20,prose=2"
     )
@@ -60,9 +61,10 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument(
         "--tokens-per-update",
         type=int,
-        default=_PASS,
-        help=f"more than {_PASS} add up passes of {_PASS}",
+        default=2000,
+        help="more than of a pass add up whole passes",
     )
+    train.add_argument("--tokens-per-pass", type=int, default=2000, help="of training, padding included; a GPU wants more")
     train.add_argument(
         "--precision", choices=("float32", "bfloat16"), help="what training multiplies in; default bfloat16 where the device can"
     )
@@ -102,15 +104,17 @@ def _weights(text: str) -> dict[str, int]:
 def _train(parsed: argparse.Namespace) -> int:
     from engine.distill.corpus import Corpus, collect  # torch is slow to import, and other commands need not wait
     from engine.distill.distil import distil, shape_for
-    from engine.distill.prompts import PromptGrammar
+    from engine.distill.prompts import PromptGrammar, draw_in_turn
     from engine.distill.rows import require_plain_output
     from engine.distill.trainer import TrainingPlan
 
     try:
         _complete(parsed)
         folder = resolve(parsed.target).folder
-        grammar = PromptGrammar.load(parsed.prompt_grammar, parsed.weights)
-        prompts = _as_chats(folder, grammar.draw(parsed.num_prompts, parsed.seed))
+        grammars = [PromptGrammar.load(path, parsed.weights) for path in parsed.prompt_grammar]
+        if unknown := set(parsed.weights).difference(*(grammar.kinds for grammar in grammars)):
+            raise ValueError(f"--weights names kinds of prompts that there are not: {', '.join(sorted(unknown))}")
+        prompts = _as_chats(folder, draw_in_turn(grammars, parsed.num_prompts, parsed.seed))
         model = _load(parsed, folder)
         require_plain_output(model)
         depth = len(model.module.model.layers)
@@ -135,7 +139,7 @@ def _train(parsed: argparse.Namespace) -> int:
             num_epochs=parsed.epochs,
             precision=parsed.precision,
             tokens_per_update=parsed.tokens_per_update,
-            tokens_per_pass=min(_PASS, parsed.tokens_per_update),
+            tokens_per_pass=min(parsed.tokens_per_pass, parsed.tokens_per_update),
             matrix_rate=parsed.rate,
             refusal_weight=parsed.refusal_weight,
             seed=parsed.seed,
@@ -161,11 +165,12 @@ def _complete(parsed: argparse.Namespace) -> None:
     kept = [name for name in given if name != "vocab"]
     if parsed.begin_with and kept:
         raise ValueError(f"a head that is gone on with keeps its sizes: leave out --{kept[0].replace('_', '-')}")
-    if parsed.tokens_per_update < 1 or (parsed.tokens_per_update > _PASS and parsed.tokens_per_update % _PASS):
-        raise ValueError(f"--tokens-per-update must be up to {_PASS}, or a multiple of it, not {parsed.tokens_per_update}")
-    for name in ("batch", "num_prompts", "max_tokens", "threads"):
+    for name in ("batch", "num_prompts", "max_tokens", "threads", "tokens_per_pass", "tokens_per_update"):
         if getattr(parsed, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(parsed, name)}")
+    one, all_ = parsed.tokens_per_pass, parsed.tokens_per_update
+    if all_ > one and all_ % one:
+        raise ValueError(f"--tokens-per-update must be up to {one}, or a multiple of it, not {all_}")
     if parsed.vocab is not None and parsed.vocab < 1:
         raise ValueError(f"--vocab must be at least 1, not {parsed.vocab}")
     if parsed.out.is_dir() or not parsed.out.resolve().parent.is_dir() or parsed.out.suffix in (".jsonl", ".png"):
@@ -194,12 +199,12 @@ def _trained_before(path: Path, target: str) -> "tuple[DraftHead, dict[str, obje
 
 def _made_with(parsed: argparse.Namespace, target: str, layers: Sequence[int]) -> dict[str, str]:
     """Return all that texts of a folder must have in common."""
-    grammar = hashlib.sha256(parsed.prompt_grammar.read_bytes()).hexdigest()[:16]
+    grammars = [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in parsed.prompt_grammar]
     return {
         "target": target,
         "precision": parsed.dtype,
         "feature layers": " ".join(map(str, layers)),
-        "prompt grammar": grammar,
+        "prompt grammar": " ".join(grammars),
         "weights": json.dumps(parsed.weights, sort_keys=True),
         "seed": str(parsed.seed),
         "number of tokens": str(parsed.max_tokens),
@@ -264,9 +269,8 @@ def _as_chats(folder: Path, messages: Sequence[str]) -> list[tuple[int, ...]]:
 def _command(parsed: argparse.Namespace) -> str:
     """Return the command line that makes this head again, every setting spelt out."""
     settings = {
-        name: value for name, value in vars(parsed).items() if name not in _NOT_RECORDED and value not in (None, {}, _PROMPTS)
+        name: value for name, value in vars(parsed).items() if name not in _NOT_RECORDED and value not in (None, {}, [_PROMPTS])
     }
-    settings |= {name: _place(path) for name, path in settings.items() if isinstance(path, Path)}
     return " ".join(
         ["latebranch drafter train", *(f"--{name.replace('_', '-')} {_as_text(settings[name])}" for name in settings)]
     )
@@ -279,6 +283,10 @@ def _place(path: Path) -> str:
 
 
 def _as_text(value: object) -> str:
+    if isinstance(value, Path):
+        return _place(value)
+    if isinstance(value, list):
+        return " ".join(map(_as_text, value))
     if isinstance(value, dict):
         return ",".join(f"{kind}={weight}" for kind, weight in value.items())
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -79,7 +79,8 @@ class Corpus:
         self.folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max((int(path.stem.removeprefix("shard-")) for path in self.shards), default=-1)
         path = self.folder / f"shard-{number:05d}.safetensors"
-        tensors = {"ids": torch.cat([text.ids_T for text in texts]), "states": torch.cat([text.states_TFD for text in texts])}
+        states = torch.cat([text.states_TFD for text in texts]).cpu()
+        tensors = {"ids": torch.cat([text.ids_T for text in texts]), "states": states}
         layout = [(text.index, len(text.ids_T), text.num_prompt) for text in texts]
         save_file(tensors, path.with_suffix(".partial"), metadata={"layout": json.dumps(layout)})
         path.with_suffix(".partial").rename(path)

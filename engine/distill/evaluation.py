@@ -15,6 +15,8 @@ from engine.distill.corpus import Text
 from engine.distill.trainer import batched, sampled_starts
 from engine.draft.head import DraftHead
 
+_TEXTS = 4  # of a pass: their laws over the whole vocabulary lie in memory
+
 
 @dataclass(frozen=True, slots=True)
 class DepthReport:
@@ -44,18 +46,18 @@ def evaluate(
     vocab_M = head.vocab_M.long()
     rows_MD, output_DV = output_VD[vocab_M].float(), output_VD.float().T
     with torch.inference_mode():
-        for text in texts:
-            batch = batched([text], output_VD.device)
+        for first in range(0, len(texts), _TEXTS):
+            batch = batched(texts[first : first + _TEXTS], output_VD.device)
             starts_BC, is_start_BC = sampled_starts(batch.counts_BT, share, num_steps, generator)
             if not bool(is_start_BC.any()):
                 continue
-            starts = starts_BC[is_start_BC]
             states = batch.states_BTFD.float()
-            steps = chain_states(head, states, embeddings_VD[batch.ids_BT].float(), starts[None], num_steps)
+            row_B1 = torch.arange(len(states), device=states.device)[:, None]
+            steps = chain_states(head, states, embeddings_VD[batch.ids_BT].float(), starts_BC, num_steps)
             for step, state in enumerate(steps):
-                chosen = state[0, starts] if step == 0 else state[0]
-                p_logits = states[0, starts + step, -1] @ output_DV
-                q_logits = head.predicted(chosen) @ rows_MD.T
+                chosen = state[row_B1, starts_BC] if step == 0 else state
+                p_logits = states[row_B1, starts_BC + step, -1][is_start_BC] @ output_DV
+                q_logits = head.predicted(chosen[is_start_BC]) @ rows_MD.T
                 sums[step] += torch.tensor(_compared(p_logits, q_logits, vocab_M), dtype=torch.float64)
     return [_report(step, sums[step]) for step in range(num_steps) if sums[step, 0]]
 

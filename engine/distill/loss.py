@@ -10,13 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 _ROWS = 512  # positions at a time, so that their laws stay in the processor's cache
+_ROWS_ELSEWHERE = 8192  # where a launch costs more, and it is their memory that counts
 
 
 def teacher_laws(states_ND: Float[Tensor, "N D"], rows_MD: Float[Tensor, "M D"]) -> Float[Tensor, "N M"]:
     """Return the target's laws over the head's vocabulary alone, scaled to sum to 1, bfloat16."""
     laws_NM = torch.empty(len(states_ND), len(rows_MD), dtype=torch.bfloat16, device=states_ND.device)
-    for first in range(0, len(states_ND), _ROWS):
-        laws_NM[first : first + _ROWS] = (states_ND[first : first + _ROWS] @ rows_MD.T).float().softmax(-1)
+    for part in _parts(states_ND):
+        laws_NM[part] = (states_ND[part] @ rows_MD.T).float().softmax(-1)
     return laws_NM
 
 
@@ -31,8 +32,7 @@ class _Distilled(torch.autograd.Function):
     def forward(ctx: Any, predicted_ND: Tensor, laws_NM: Tensor, rows_MD: Tensor, refusal_weight: float) -> Tensor:
         grad_ND = torch.empty_like(predicted_ND)
         loss = torch.zeros((), device=predicted_ND.device)
-        for first in range(0, len(predicted_ND), _ROWS):
-            part = slice(first, first + _ROWS)
+        for part in _parts(predicted_ND):
             logits, p = predicted_ND[part] @ rows_MD.T, laws_NM[part]
             q = logits.softmax(-1, dtype=torch.float32)
             # sum p log q = sum p logits - log of the sum of exp(logits), and that is logits - log q at any token
@@ -53,6 +53,12 @@ class _Distilled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.saved_tensors[0] * grads[0].to(ctx.saved_tensors[0].dtype), None, None, None
+
+
+def _parts(rows_ND: Tensor) -> list[slice]:
+    """Return rows that are looked at together."""
+    size = _ROWS if rows_ND.device.type == "cpu" else _ROWS_ELSEWHERE
+    return [slice(first, first + size) for first in range(0, len(rows_ND), size)]
 
 
 def distillation_loss(

@@ -11,6 +11,13 @@ import yaml
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
+def draw_in_turn(grammars: Sequence["PromptGrammar"], count: int, seed: int) -> list[str]:
+    """Return `count` prompts, of each grammar in turn; raise ValueError if one has not so many."""
+    each = -(-count // len(grammars))
+    drawn = [grammar.draw(each, seed) for grammar in grammars]
+    return [prompt for prompts in zip(*drawn, strict=True) for prompt in prompts][:count]
+
+
 class PromptGrammar:
     """Templates by kind, each kind with its weight, and what their {names} stand for."""
 
@@ -23,9 +30,15 @@ class PromptGrammar:
 
     @classmethod
     def load(cls, path: Path, weights: Mapping[str, int] | None = None) -> "PromptGrammar":
-        """Read a YAML file with `templates`, `fillers` and `weights`; `weights` given here count instead."""
+        """Read a YAML file with `templates`, `fillers` and `weights`; those given here count instead, of kinds that it has."""
         parts: dict[str, Any] = yaml.safe_load(path.read_text())
-        return cls(parts["templates"], parts["fillers"], {**parts["weights"], **(weights or {})})
+        given = {kind: weight for kind, weight in (weights or {}).items() if kind in parts["templates"]}
+        return cls(parts["templates"], parts["fillers"], {**parts["weights"], **given})
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What kinds of prompts there are."""
+        return frozenset(self._weights)
 
     def draw(self, count: int, seed: int) -> list[str]:
         """Return `count` different prompts; raise ValueError if the grammar has not so many."""

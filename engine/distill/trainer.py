@@ -9,9 +9,10 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,6 +27,7 @@ from engine.draft.head import DraftHead
 from engine.progress_bar import progress_bar
 
 _logger = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,15 @@ def batched(texts: Sequence[Text], device: torch.device) -> Batch:
     return Batch(ids_BT.to(device), states.to(device), counts_BT.to(device))
 
 
+def made_ahead(parts: Iterator[Made]) -> Iterator[Made]:
+    """Yield what an iterator makes; a thread makes the next meanwhile."""
+    with ThreadPoolExecutor(1) as maker:
+        ahead = maker.submit(next, parts, None)
+        while (made := ahead.result()) is not None:
+            ahead = maker.submit(next, parts, None)
+            yield made
+
+
 class Trainer:
     """Trains a head against the target's embeddings and output rows. Owns the optimisers, the curve and the checkpoint.
 
@@ -106,10 +117,9 @@ class Trainer:
         checkpoint = self._work / f"checkpoint-{name}.pt"
         done = self._resume(checkpoint)
         bar = progress_bar(what="training", total=len(updates), initial=done, unit="update")
-        for index in range(done, len(updates)):
-            progress = index / len(updates)
-            groups = [[texts[i] for i in group] for group in updates[index]]
-            self.curve.append({"update": index, **self._update(groups, progress, index)})
+        passes = ([batched([texts[i] for i in group], self._rows_MD.device) for group in update] for update in updates[done:])
+        for index, batches in enumerate(made_ahead(passes), done):
+            self.curve.append({"update": index, **self._update(batches, index / len(updates), index)})
             bar.set_postfix(loss=f"{self.curve[-1]['loss']:.3f}", overlap=f"{self.curve[-1]['overlap']:.3f}")
             bar.update()
             if (index + 1) % self.plan.checkpoint_every == 0:
@@ -128,7 +138,7 @@ class Trainer:
             updates += [groups[i : i + per_update] for i in range(0, len(groups), per_update)]
         return updates
 
-    def _update(self, groups: list[list[Text]], progress: float, index: int) -> dict[str, float]:
+    def _update(self, batches: Sequence[Batch], progress: float, index: int) -> dict[str, float]:
         rise = min(1.0, (index + 1) / self.plan.num_warmup)
         fall = 1.0 - progress
         for optimiser, rate in self._optimisers:
@@ -137,18 +147,17 @@ class Trainer:
             optimiser.zero_grad(set_to_none=True)
         loss = overlap = 0.0
         generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + index)
-        for texts in groups:
-            one_loss, one_overlap = self._learn(texts, progress, generator, 1.0 / len(groups))
-            loss, overlap = loss + one_loss / len(groups), overlap + one_overlap / len(groups)
+        for batch in batches:
+            one_loss, one_overlap = self._learn(batch, progress, generator, 1.0 / len(batches))
+            loss, overlap = loss + one_loss / len(batches), overlap + one_overlap / len(batches)
         norm = float(clip_grad_norm_(self.head.parameters(), 1.0))
         for optimiser, _ in self._optimisers:
             optimiser.step()
         return {"loss": loss, "overlap": overlap, "norm": norm}
 
-    def _learn(self, texts: list[Text], progress: float, generator: torch.Generator, share: float) -> tuple[float, float]:
+    def _learn(self, batch: Batch, progress: float, generator: torch.Generator, share: float) -> tuple[float, float]:
         """Add one pass's gradient; return its loss and, at step 0, the overlap with the target over the head's vocabulary."""
         plan, device = self.plan, self._rows_MD.device
-        batch = batched(texts, device)
         laws_NM = teacher_laws(batch.states_BTFD[batch.counts_BT][:, -1].to(self._dtype), self._rows_MD)
         law_of_BT = batch.counts_BT.flatten().cumsum(0).view_as(batch.counts_BT) - 1
         starts_BC, is_start_BC = sampled_starts(batch.counts_BT, plan.chain_share, plan.num_steps, generator)
