@@ -17,9 +17,9 @@ from engine.distill.corpus import Corpus, OtherTexts, Text, collect, write_texts
 from engine.distill.distil import shape_for
 from engine.distill.evaluation import evaluate
 from engine.distill.loss import distillation_loss, teacher_laws
-from engine.distill.prompts import PromptGrammar
+from engine.distill.prompts import PromptGrammar, draw_in_turn
 from engine.distill.rows import coverage, frequent_tokens, require_plain_output
-from engine.distill.trainer import Trainer, TrainingPlan, batched, sampled_starts
+from engine.distill.trainer import Trainer, TrainingPlan, batched, made_ahead, sampled_starts
 from engine.draft.head import DraftHead, HeadShape
 from engine.model import adopt
 from engine.model_check import UnsupportedModel
@@ -308,6 +308,32 @@ def test_evaluation_is_perfect_where_head_and_target_say_the_same() -> None:
     assert reports[0].num_positions == reports[2].num_positions > 0
 
 
+def test_texts_are_measured_together_as_one_by_one() -> None:
+    """All positions of all of them count, in texts of any length."""
+    head, embeddings, output = tiny_head(), torch.randn(61, 32), torch.randn(61, 32)
+    texts = some_texts(9)
+    together = evaluate(head, embeddings, output, texts, num_steps=3, share=1.0)
+    alone = [evaluate(head, embeddings, output, [text], num_steps=3, share=1.0) for text in texts]
+    for depth, report in enumerate(together):
+        counts = [reports[depth].num_positions for reports in alone]
+        assert report.num_positions == sum(counts)
+        for figure in ("overlap", "overlap_07", "agreement"):
+            mean = sum(getattr(one[depth], figure) * count for one, count in zip(alone, counts, strict=True)) / sum(counts)
+            assert getattr(report, figure) == pytest.approx(mean, abs=1e-5)
+
+
+def test_what_is_made_ahead_comes_in_order_and_fails_where_it_is_asked_for() -> None:
+    def parts():
+        yield from range(5)
+        raise ValueError("no more")
+
+    ahead = made_ahead(parts())
+    assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="no more"):
+        next(ahead)
+    assert [*made_ahead(iter("abc"))] == ["a", "b", "c"]
+
+
 def test_frequent_tokens_carry_the_mass() -> None:
     model = tiny_model()
     texts = some_texts()
@@ -356,7 +382,23 @@ def test_a_grammar_draws_different_prompts_and_the_same_for_a_seed() -> None:
         PromptGrammar({"a": ["{y}"]}, {}, {"a": 1})
 
 
-@pytest.mark.parametrize("name", ["prompts", "prompts-code"])
+def test_grammars_are_drawn_from_in_turn_and_more_prompts_begin_with_the_same(tmp_path: Path) -> None:
+    one, other = (PromptGrammar({"a": [f"{name} {{number}}"]}, {}, {"a": 1}) for name in "xy")
+    drawn = draw_in_turn([one, other], 7, 3)
+    assert [prompt[0] for prompt in drawn] == list("xyxyxyx")
+    assert drawn == draw_in_turn([one, other], 20, 3)[:7]
+    assert drawn[::2] == one.draw(4, 3)
+
+
+def test_weights_count_for_the_kinds_that_a_grammar_has(tmp_path: Path) -> None:
+    path = tmp_path / "grammar.yaml"
+    path.write_text("weights: {a: 1, b: 1}\ntemplates: {a: ['a {number}'], b: ['b {number}']}\nfillers: {}\n")
+    grammar = PromptGrammar.load(path, {"a": 0, "c": 5})
+    assert grammar.kinds == {"a", "b"}
+    assert {prompt[0] for prompt in grammar.draw(50, 1)} == {"b"}
+
+
+@pytest.mark.parametrize("name", ["prompts", "prompts-code", "prompts-code-more"])
 def test_no_prompt_of_the_shipped_grammars_is_a_benchmarks(name) -> None:
     root = Path(__file__).parents[2]
     drawn = set(PromptGrammar.load(root / f"configs/drafters/{name}.yaml").draw(8000, random.Random(3).randrange(100)))

@@ -83,6 +83,9 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
     for setting, words in (
         (["--max-tokens", "0"], "--max-tokens must be at least 1"),
         (["--vocab", "0"], "--vocab must be at least 1"),
+        (["--tokens-per-pass", "0"], "--tokens-per-pass must be at least 1"),
+        (["--tokens-per-pass", "3000", "--tokens-per-update", "8000"], "up to 3000, or a multiple of it"),
+        (["--weights", "prose=1,poem=2"], "kinds of prompts that there are not: poem"),
         (["--out", str(work / "no" / "head.safetensors")], "cannot be written"),
         (["--begin-with", str(work / "other.safetensors")], "would replace"),
         (["--kept-share", "0.5"], "of a head to --begin-with"),
@@ -91,6 +94,22 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
         assert main(["drafter", "train", "--target", str(target), *where, *setting]) == 1
         assert words in capsys.readouterr().err
     assert not (work / "nothing").exists()  # before a text is written
+
+
+def test_prompts_come_of_several_grammars(made, tmp_path):
+    target, work = made
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({**GRAMMAR, "templates": {"a": ["w7 w{number}"]}}))
+    grammars = ["--prompt-grammar", str(work / "grammar.yaml"), str(tmp_path / "other.yaml")]
+    sizes = ["--num-prompts", "40", "--width", "192", "--vocab", "40", "--epochs", "1", "--tokens-per-pass", "500"]
+    files = ["--work", str(tmp_path), "--out", str(tmp_path / "head.safetensors")]
+    assert main(["drafter", "train", "--target", str(target), *SMALL, *sizes, *grammars, *files]) == 0
+    recipe = DraftHead.load(tmp_path / "head.safetensors")[1]
+    assert "--prompt-grammar grammar.yaml other.yaml --num-prompts" in str(recipe["command"])
+    assert "--tokens-per-pass 500" in str(recipe["command"])
+    assert isinstance(recipe["plan"], dict)
+    assert recipe["plan"]["tokens_per_pass"] == 500
+    assert isinstance(recipe["texts"], dict)
+    assert len(set(recipe["texts"]["prompt grammar"].split())) == 2
 
 
 def test_training_goes_on_with_a_head(made, tmp_path, capsys, monkeypatch):

@@ -83,6 +83,36 @@ def test_the_check_kills_a_broken_mask(family, monkeypatch):
         adopt(tiny_module(family), CPU)
 
 
+def rounding_module(family: str, sharpness: float):
+    """A model in bfloat16 whose attention is so sharp that what scores round to decides."""
+    module = tiny_module(family)
+    for layer in module.model.layers:
+        layer.self_attn.q_proj.weight.data *= sharpness
+    return module.bfloat16()
+
+
+def test_a_model_may_be_as_far_from_its_own_pass_as_that_is_from_itself(monkeypatch):
+    module = rounding_module("llama", 300.0)
+    one = CausalModel(module, CPU)
+    ids = model_check.check_text(one)
+    eager, sdpa = (model_check.own_logits(one, ids, attention) for attention in ("eager", "sdpa"))
+    noise = float((eager - sdpa).abs().max() / eager.abs().max())
+    assert noise > 0.05, "a model that rounds little shows nothing"
+    adopt(module, CPU)
+    monkeypatch.setattr(model_check, "_driven_logits", lambda *_: eager + 4 * noise * eager.abs().max())
+    with pytest.raises(UnsupportedModel, match="differs from the model's own"):
+        model_check.require_equal(one, ids, eager)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_check_kills_a_broken_mask_in_bfloat16(family, monkeypatch):
+    monkeypatch.setattr(
+        Group, "bias", lambda group, window, dtype: torch.zeros_like(group.visible_BTL[:, None, None], dtype=dtype)
+    )
+    with pytest.raises(UnsupportedModel, match="differs from the model's own"):
+        adopt(tiny_module(family).bfloat16(), CPU)
+
+
 def test_the_check_kills_wrong_positions(monkeypatch):
     def by_index(*arguments):
         segment = tree_segment(*arguments)

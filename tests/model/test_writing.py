@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from engine import columns
 from engine.column_graphs import write_by_graphs
 from engine.model import CausalModel
 from engine.orders import OpenText, Order, Written, drawn
@@ -72,6 +73,20 @@ def test_steps_that_are_replayed_write_the_same(family: str, batch: int) -> None
         assert {name: text.ids for name, text in replayed.items()} == {name: text.ids for name, text in expected.items()}
         for name, text in expected.items():
             assert torch.allclose(replayed[name].states_TFD.float(), text.states_TFD.float(), rtol=0.02, atol=0.02)
+
+
+def test_prompts_are_fed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    whole = written(model, 1.0)
+    monkeypatch.setattr(columns, "_TOKENS", 24)  # three columns of eight rows
+    tap, rows = StateTap(model, LAYERS), [OpenText(name, order) for name, order in orders(1.0).items()]
+    replayed = {text.name: text for text in write_by_graphs(model, rows, 8, tap, Unrecorded())}
+    tap.close()
+    for parts in (written(model, 1.0), replayed):
+        assert {name: text.ids for name, text in parts.items()} == {name: text.ids for name, text in whole.items()}
+        assert all(
+            torch.allclose(parts[name].states_TFD.float(), text.states_TFD.float(), atol=0.02) for name, text in whole.items()
+        )
 
 
 @both_ways
