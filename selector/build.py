@@ -1,11 +1,13 @@
 """Puts the adaptive policy together for one engine: its menu, what is counted of acceptance, and this machine's costs."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from engine.config import EngineConfig
+from engine.draft.head import head_digest
 from engine.policy import ExpansionPolicy, RootSource
 from engine.weights import WeightsCache, default_root
 from selector.cost import CostModel
@@ -41,12 +43,20 @@ def estimator_of(config: EngineConfig, menu: Menu, roots: RootSource) -> Estimat
         return CountedAcceptance(menu)
     path = Path(config.selector)
     try:
-        return NetEstimator(menu, SelectorNet.load(path)[0], roots)
+        net, recipe = SelectorNet.load(path)
+        _require_its_head(recipe, config)
+        return NetEstimator(menu, net, roots)
     except (OSError, SafetensorError, ValueError) as error:
         if not config.is_selector_optional:
             raise UnusableSelector(f"the selector {path.name} cannot be used: {error}") from error
         _logger.warning("the selector %s cannot be used, acceptance is counted: %s", path.name, error)
         return CountedAcceptance(menu)
+
+
+def _require_its_head(recipe: Mapping[str, object], config: EngineConfig) -> None:
+    """Raise ValueError if a network was trained on what another head reads; one of before heads were noted says nothing."""
+    if (head := recipe.get("head")) is not None and (config.head is None or head_digest(Path(config.head)) != head):
+        raise ValueError(f"it was trained beside another head ({head}) than {Path(config.head or 'none').name}")
 
 
 def profiled_costs(bench: Bench) -> CostModel:

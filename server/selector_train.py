@@ -41,6 +41,8 @@ def _train(parsed: argparse.Namespace) -> int:
         sys.stderr.write(f"latebranch selector train: {error}\n")
         return 1
     recipe = {**trained.recipe, "collected_by": notes["command"], "model": notes["model"]}
+    if "head" in notes:
+        recipe["head"] = notes["head"]
     trained.net.save(parsed.out, recipe)
     parsed.out.with_suffix(".jsonl").write_text("".join(json.dumps(point) + "\n" for point in trained.curve))
     shown = {name: recipe[name] for name in ("num_examples", "num_epochs", "stop_loss")}

@@ -1,12 +1,14 @@
 """`latebranch selector collect`, `train` and `evaluate` as a user runs them, on a tiny model; what comes out chooses trees."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
 from engine.build import BadConfiguration, build_engine
+from engine.draft.head import DraftHead, head_digest
 from engine.engine import Engine
 from engine.policy import Reason
 from selector.build import adaptive_policy
@@ -175,8 +177,38 @@ def test_a_file_that_does_not_fit_is_refused_and_a_shipped_one_is_left_out(work,
     assert "acceptance is counted" in caplog.text
 
 
+def test_a_network_of_another_head_is_not_used(work, tmp_path, caplog):
+    """It reads what a head makes of the target's states: another's numbers would mean something else to it."""
+    head, recipe = DraftHead.load(work / "head.safetensors")
+    head.save(tmp_path / "renamed.safetensors", {**recipe, "more": 1})
+    engine_of(work, selector=str(work / "tokens.safetensors"), head=str(tmp_path / "renamed.safetensors"))
+    head.fuse.weight.data += 0.1
+    head.save(tmp_path / "other.safetensors", recipe)
+    with pytest.raises(BadConfiguration, match="trained beside another head"):
+        engine_of(work, selector=str(work / "tokens.safetensors"), head=str(tmp_path / "other.safetensors"))
+    net, made = SelectorNet.load(work / "tokens.safetensors")
+    net.save(tmp_path / "old.safetensors", {name: value for name, value in made.items() if name != "head"})
+    engine_of(work, selector=str(tmp_path / "old.safetensors"), head=str(tmp_path / "other.safetensors"))  # it does not say
+
+
+def test_examples_beside_different_heads_are_not_joined(work, tmp_path):
+    head, recipe = DraftHead.load(work / "head.safetensors")
+    head.fuse.weight.data += 0.1
+    head.save(tmp_path / "other.safetensors", recipe)
+    settings = {**yaml.safe_load((work / "settings.yaml").read_text()), "head": str(tmp_path / "other.safetensors")}
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "roots").mkdir()
+    for one in ("one-0", "two-1"):
+        shutil.copy(work / f"roots/roots-{one}.safetensors", tmp_path / "roots")
+    where = ["--prompts", str(work / "prompts.yaml"), "--out", str(tmp_path / "roots"), "--verifiers", "coupled"]
+    assert main(["selector", "collect", "--config", str(tmp_path / "settings.yaml"), *where, *COLLECT]) == 0
+    with pytest.raises(ValueError, match="made differently"):
+        ExampleFolder(tmp_path / "roots").read()
+
+
 def test_the_recipe_says_how_it_was_made(work):
     net, recipe = SelectorNet.load(work / "tokens.safetensors")
+    assert recipe["head"] == head_digest(work / "head.safetensors")
     assert net.shape.rules == ("coupled", "greedy", "traversal")
     assert "selector collect" in str(recipe["collected_by"])
     assert set(recipe["prompts"]) == {"train", "stop", "test"}  # type: ignore[call-overload]
