@@ -7,9 +7,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from engine.config import EngineConfig
-from engine.draft.head import head_digest
 from engine.policy import ExpansionPolicy, RootSource
 from engine.weights import WeightsCache, default_root
+from engine.weights.fingerprint import tensors_digest
 from selector.cost import CostModel
 from selector.estimators import CountedAcceptance, Estimator
 from selector.guard import GuardedPolicy
@@ -55,7 +55,7 @@ def estimator_of(config: EngineConfig, menu: Menu, roots: RootSource) -> Estimat
 
 def _require_its_head(recipe: Mapping[str, object], config: EngineConfig) -> None:
     """Raise ValueError if a network was trained on what another head reads; one of before heads were noted says nothing."""
-    if (head := recipe.get("head")) is not None and (config.head is None or head_digest(Path(config.head)) != head):
+    if (head := recipe.get("head")) is not None and (config.head is None or tensors_digest(Path(config.head)) != head):
         raise ValueError(f"it was trained beside another head ({head}) than {Path(config.head or 'none').name}")
 
 

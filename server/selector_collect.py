@@ -56,9 +56,9 @@ def add_collect_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
 def _collect(parsed: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
-    from engine.draft.head import head_digest
     from engine.progress_bar import progress_bar
     from engine.weights import resolve
+    from engine.weights.fingerprint import tensors_digest
     from selector.examples import ExampleFolder
 
     try:
@@ -87,7 +87,7 @@ def _collect(parsed: argparse.Namespace) -> int:
     made_by = f"{_command(parsed)}, judged by {', '.join(collector.rules)}"  # settings come from the environment too
     notes = {"command": command, "num_prompts": num_prompts, "design": made_by, "model": settings.model, "prices": prices}
     if head := settings.to_tool_config().head:  # what it makes of the target's states is what a network reads
-        notes["head"] = head_digest(Path(head))
+        notes["head"] = tensors_digest(Path(head))
         notes["design"] = f"{made_by}, beside the head {notes['head']}"
     done = len(prompts) - len(missing)
     to_write = [(name, kind, chat_ids(tokenizer, text)) for name, (kind, text) in missing.items()]

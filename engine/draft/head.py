@@ -10,7 +10,6 @@ Shape key: T tokens, D target width, F feature layers, W inner width, M head voc
 each, K head size.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -166,16 +165,6 @@ class DraftHead(nn.Module):
             return head.requires_grad_(False).eval(), json.loads(metadata["recipe"])
         except (KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path} is a damaged draft head: {error}") from error
-
-
-def head_digest(path: Path) -> str:
-    """Return what tells the weights of a head's file from those of any other, whatever its recipe says."""
-    digest = hashlib.sha256()
-    with safe_open(path, framework="pt") as file:
-        for name in sorted(file.keys()):
-            tensor = file.get_tensor(name)
-            digest.update(f"{name} {tuple(tensor.shape)} ".encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def head_shape(path: Path) -> HeadShape:

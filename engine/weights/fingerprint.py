@@ -3,11 +3,13 @@
 Small enough for the metadata of a drafter's file, under `target_fingerprint` of its recipe. Knows files, no tensors.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine.weights.errors import WeightsError
 from engine.weights.facts import read_facts
@@ -70,19 +72,37 @@ def _weights_digest(folder: Path) -> str:
     return digest_of(parts)
 
 
-def _tensor_parts(path: Path) -> Iterator[bytes]:
-    """Yield a description and a sample, from the middle, of each tensor of a safetensors file.
-
-    The file is an 8-byte length (little-endian), that many bytes of JSON, and the tensors, whose offsets count from there.
-    """
+def tensors_digest(path: Path) -> str:
+    """Return a digest of all that one safetensors file holds but its metadata; raise OSError or ValueError if it is none."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > path.stat().st_size:
-            raise ValueError(f"{path.name} is no safetensors file")
-        header: dict[str, dict[str, Any]] = json.loads(file.read(header_bytes))
-        header.pop("__metadata__", None)
+        header, start = _header(file)
+        for name, entry in sorted(header.items()):
+            begin, end = entry["data_offsets"]
+            file.seek(start + begin)
+            digest.update(f"{name} {tuple(entry['shape'])} ".encode() + file.read(end - begin))
+    return digest.hexdigest()[:16]
+
+
+def _tensor_parts(path: Path) -> Iterator[bytes]:
+    """Yield a description and a sample, from the middle, of each tensor of a safetensors file."""
+    with path.open("rb") as file:
+        header, start = _header(file)
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            file.seek(8 + header_bytes + max(begin, (begin + end - _SAMPLE_BYTES) // 2))
+            file.seek(start + max(begin, (begin + end - _SAMPLE_BYTES) // 2))
             sample = file.read(min(_SAMPLE_BYTES, end - begin))
             yield f"{name} {entry['dtype']} {entry['shape']} ".encode() + sample
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, dict[str, Any]], int]:
+    """Read what a safetensors file says of its tensors, and where in it their offsets count from; raise ValueError if it is none.
+
+    The file is an 8-byte length (little-endian), that many bytes of JSON, and the tensors.
+    """
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if header_bytes > os.fstat(file.fileno()).st_size:
+        raise ValueError(f"{file.name} is no safetensors file")
+    header: dict[str, dict[str, Any]] = json.loads(file.read(header_bytes))
+    header.pop("__metadata__", None)
+    return header, 8 + header_bytes

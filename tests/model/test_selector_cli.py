@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from engine.build import BadConfiguration, build_engine
-from engine.draft.head import DraftHead, head_digest
+from engine.draft.head import DraftHead
 from engine.engine import Engine
 from engine.policy import Reason
+from engine.weights.fingerprint import tensors_digest
 from selector.build import adaptive_policy
 from selector.examples import ExampleFolder
 from selector.net import SelectorNet
@@ -208,7 +209,7 @@ def test_examples_beside_different_heads_are_not_joined(work, tmp_path):
 
 def test_the_recipe_says_how_it_was_made(work):
     net, recipe = SelectorNet.load(work / "tokens.safetensors")
-    assert recipe["head"] == head_digest(work / "head.safetensors")
+    assert recipe["head"] == tensors_digest(work / "head.safetensors")
     assert net.shape.rules == ("coupled", "greedy", "traversal")
     assert "selector collect" in str(recipe["collected_by"])
     assert set(recipe["prompts"]) == {"train", "stop", "test"}  # type: ignore[call-overload]
