@@ -119,7 +119,7 @@ class Allocator:
         if not len(places):
             return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate)
         own, num_others = num_nodes / len(places), len(places) - 1
-        others_Z = np.maximum(0.0, num_others * own + _SPREAD * own * num_others**0.5)
+        others_Z = np.maximum(0.0, num_others * own + _SPREAD * own * num_others**0.5) if num_others else np.zeros(1)
         sizes_N = float(load.base.num_tokens) + np.arange(1.0 + float(self._menu.num_nodes[places].max()))
         tokens_s = np.array([self._costs.tokens_s(sizes_N + others) for others in others_Z.tolist()]).mean(0)
         nodes = np.maximum((shared_s / len(self._rows) + np.diff(tokens_s)) * chosen.rate, self._menu.least_chance)
@@ -262,14 +262,13 @@ class Allocator:
         return np.asarray(np.minimum(passes_CB.max(1), 1.0) + more_C * (1.0 - (1.0 - goes_on_CB).prod(1)))
 
     def _rounds_by_chance(self, passes_CB: Array) -> Array:
-        """Return the rounds of trees that end by their nodes' chances."""
+        """Return the rounds of trees that end by their nodes' chances; one tree's are those expected of it."""
+        if passes_CB.shape[1] == 1:
+            return passes_CB[:, 0]
         num_more = int(self._menu.depths[-1]) - 1
         odds_CB = np.interp(passes_CB - 1.0, _mean_levels(num_more), _ODDS)
-        rounds_C: Array = np.minimum(passes_CB.max(1), 1.0)
-        reaches_CB = np.ones_like(odds_CB)
-        for _ in range(num_more):
-            reaches_CB *= odds_CB
-            rounds_C = rounds_C + 1.0 - (1.0 - reaches_CB).prod(1)
+        reaches_DCB = odds_CB ** np.arange(1, num_more + 1)[:, None, None]
+        rounds_C: Array = np.minimum(passes_CB.max(1), 1.0) + (1.0 - (1.0 - reaches_DCB).prod(2)).sum(0)
         return rounds_C
 
 
