@@ -7,7 +7,7 @@ Shape key: B texts, C columns in all, N tokens of an answer, V vocabulary, F tap
 K head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -54,7 +54,7 @@ class _Writer:
         self._ends_E = torch.tensor(model.eos_token_ids, device=device)
         self._states_BCFD: Tensor | None = None
         self._recorder = recorder
-        self._replay = self._step  # recorded once there are keys
+        self._replay: Callable[[], Int[Tensor, "B 1"]] | None = None
 
     def write(self, rows: list[OpenText]) -> Iterator[Written]:
         """Write some texts; yield them."""
@@ -66,6 +66,8 @@ class _Writer:
             if place % _LOOK_EVERY == 0 and self._are_done(rows, place):
                 break
             self._place_1.fill_(place)
+            if self._replay is None:  # now that there are keys, and a place for what the recorder may draw
+                self._replay = self._recorder.record(self._step)
             self._ids_B1.copy_(self._replay())
             self._columns.move_on()
         drawn_BN = self._drawn_BN.tolist()
@@ -96,9 +98,6 @@ class _Writer:
         self._drawn_BN[:, 0] = token_B
         self._ids_B1.copy_(token_B[:, None])
         self._columns.place()
-        if self._replay == self._step:
-            self._place_1.fill_(1)
-            self._replay = self._recorder.record(self._step)
 
     def _step(self) -> Int[Tensor, "B 1"]:
         """Feed the newest tokens; return the next."""

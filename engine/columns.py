@@ -154,6 +154,7 @@ class Columns:
     ) -> tuple[Float[Tensor, "B H C K"], Float[Tensor, "B H C V"]]:
         """Write a layer's new columns; return all that are filled."""
         if layer not in self._pools:
+            # Zeros: columns that are not filled may be read, and weigh nothing; but nothing times what is no number is none.
             pools = [new.new_zeros(*new.shape[:2], self.num_columns, new.shape[3]) for new in (keys, values)]
             self._pools[layer] = (pools[0], pools[1])
         filled = [pool[: len(self._begin_B), :, : self.end] for pool in self._pools[layer]]

@@ -17,7 +17,15 @@ from engine.attention import NAME, AttentionContext, Gathered
 from engine.kv_cache import KVCache
 from engine.likeliest import Likeliest, likeliest
 from engine.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
-from engine.model_check import UnsupportedModel, check_text, own_logits, refuse_by_configuration, require_equal, require_same_bits
+from engine.model_check import (
+    UnsupportedModel,
+    check_text,
+    own_logits,
+    refuse_by_configuration,
+    require_equal,
+    require_same_bits,
+    tolerance_of,
+)
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED
 from engine.packing import PackedBatch
@@ -208,10 +216,11 @@ def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain",
         require_same_bits(model, ids)
     else:
         expected_NV = own_logits(model, ids)
+        tolerance = tolerance_of(model, ids, expected_NV)
         model.restore_attention()
         prepare_linears(model.module, linears)
         model.attend = _attend_of(model)
-        require_equal(model, ids, expected_NV)
+        require_equal(model, ids, expected_NV, tolerance)
     return model
 
 

@@ -27,7 +27,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt with the target's answer, its end token included, and the tapped states at every token but the last, bfloat16."""
+    """A prompt with the target's answer, its end token included, and the tapped states at every token but the last, bfloat16.
+
+    States lie on the CPU, or where they were made (engine.column_graphs).
+    """
 
     name: int
     ids: list[int]

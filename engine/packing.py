@@ -111,7 +111,7 @@ class PackedBatch:
     segment, and the end.
     """
 
-    tokens_3T: Int[np.ndarray[Any, np.dtype[np.int64]], "3 T"]
+    tokens_3T: Int[np.ndarray[Any, np.dtype[np.int64]], "3 T"]  # NDArray is an alias that jaxtyping does not see through
     starts: tuple[int, ...]
     segments: tuple[Segment, ...]
     device: torch.device

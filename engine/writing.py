@@ -31,4 +31,4 @@ def write(model: CausalModel, orders: Mapping[int, Order], batch: int, layers: S
 def _way(model: CausalModel) -> Callable[[CausalModel, Sequence[OpenText], int, StateTap | None], Iterator[Written]]:
     if model.native is not None:
         return write_in_lanes
-    return write_in_columns if model.device.type == "cpu" else write_by_graphs
+    return write_by_graphs if model.device.type == "cuda" else write_in_columns

@@ -94,6 +94,10 @@ class ExampleFolder:
         """Return whether a prompt's examples are there."""
         return self._path(prompt).is_file()
 
+    def designs(self) -> set[str]:
+        """Return how its examples were made: one way, or they cannot be read together."""
+        return {str(_notes(path).get("design")) for path in self.folder.glob("roots-*.safetensors")}
+
     def add(self, prompt: str, examples: Examples, notes: Mapping[str, object]) -> None:
         """Write a prompt's shard, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +127,12 @@ class ExampleFolder:
 def _num_prompts(notes: Mapping[str, object]) -> int:
     wanted = notes.get("num_prompts")
     return wanted if isinstance(wanted, int) else 0  # shards of earlier versions do not say
+
+
+def _notes(path: Path) -> dict[str, object]:
+    with safe_open(path, framework="np") as file:
+        notes: dict[str, object] = json.loads((file.metadata() or {}).get("notes", "{}"))
+    return notes
 
 
 def _read(path: Path) -> tuple[Examples, dict[str, object]]:

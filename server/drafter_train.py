@@ -61,8 +61,7 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train.add_argument(
         "--tokens-per-update",
         type=int,
-        default=2000,
-        help="more than of a pass add up whole passes",
+        help="of learning; by default those of a pass, of more whole passes are added up",
     )
     train.add_argument("--tokens-per-pass", type=int, default=2000, help="of training, padding included; a GPU wants more")
     train.add_argument(
@@ -139,7 +138,7 @@ def _train(parsed: argparse.Namespace) -> int:
             num_epochs=parsed.epochs,
             precision=parsed.precision,
             tokens_per_update=parsed.tokens_per_update,
-            tokens_per_pass=min(parsed.tokens_per_pass, parsed.tokens_per_update),
+            tokens_per_pass=parsed.tokens_per_pass,
             matrix_rate=parsed.rate,
             refusal_weight=parsed.refusal_weight,
             seed=parsed.seed,
@@ -165,12 +164,18 @@ def _complete(parsed: argparse.Namespace) -> None:
     kept = [name for name in given if name != "vocab"]
     if parsed.begin_with and kept:
         raise ValueError(f"a head that is gone on with keeps its sizes: leave out --{kept[0].replace('_', '-')}")
+    if parsed.tokens_per_update is None:
+        parsed.tokens_per_update = parsed.tokens_per_pass
     for name in ("batch", "num_prompts", "max_tokens", "threads", "tokens_per_pass", "tokens_per_update"):
         if getattr(parsed, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(parsed, name)}")
-    one, all_ = parsed.tokens_per_pass, parsed.tokens_per_update
-    if all_ > one and all_ % one:
-        raise ValueError(f"--tokens-per-update must be up to {one}, or a multiple of it, not {all_}")
+    if parsed.tokens_per_update > parsed.tokens_per_pass and parsed.tokens_per_update % parsed.tokens_per_pass:
+        raise ValueError(
+            f"--tokens-per-update must be up to {parsed.tokens_per_pass}, or a multiple of it, not {parsed.tokens_per_update}"
+        )
+    parsed.tokens_per_pass = min(parsed.tokens_per_pass, parsed.tokens_per_update)
+    if len({path.resolve() for path in parsed.prompt_grammar}) < len(parsed.prompt_grammar):
+        raise ValueError("--prompt-grammar names one file twice: what is learnt would be measured on")
     if parsed.vocab is not None and parsed.vocab < 1:
         raise ValueError(f"--vocab must be at least 1, not {parsed.vocab}")
     if parsed.out.is_dir() or not parsed.out.resolve().parent.is_dir() or parsed.out.suffix in (".jsonl", ".png"):
@@ -256,6 +261,8 @@ def _load(parsed: argparse.Namespace, folder: Path) -> "CausalModel":
 
     torch.set_num_threads(parsed.threads)
     device = torch.device(parsed.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # graphs are captured on the current one
     return load_model(folder, parsed.dtype, device, fastest_linears(device))
 
 

@@ -89,6 +89,10 @@ def _collect(parsed: argparse.Namespace) -> int:
     if head := settings.to_tool_config().head:  # what it makes of the target's states is what a network reads
         notes["head"] = tensors_digest(Path(head))
         notes["design"] = f"{made_by}, beside the head {notes['head']}"
+    if others := folder.designs() - {str(notes["design"])}:
+        made = "; ".join(sorted(others))
+        sys.stderr.write(f"latebranch selector collect: {parsed.out} holds examples that were made differently: {made}\n")
+        return 1
     done = len(prompts) - len(missing)
     to_write = [(name, kind, chat_ids(tokenizer, text)) for name, (kind, text) in missing.items()]
     with progress_bar(what="measuring roots", total=len(prompts), initial=done, unit="prompt") as bar:

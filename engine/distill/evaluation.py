@@ -39,6 +39,8 @@ def evaluate(
 ) -> list[DepthReport]:
     """Compare head and target along chains of `num_steps` tokens that begin at a share of the texts' positions.
 
+    Of some texts that are looked at together it is a share of the longest one's, and as many of each other's.
+
     No report is made if no text is as long as a chain.
     """
     sums = torch.zeros(num_steps, 4, dtype=torch.float64)

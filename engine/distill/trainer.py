@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,9 +118,12 @@ class Trainer:
         checkpoint = self._work / f"checkpoint-{name}.pt"
         done = self._resume(checkpoint)
         bar = progress_bar(what="training", total=len(updates), initial=done, unit="update")
-        passes = ([batched([texts[i] for i in group], self._rows_MD.device) for group in update] for update in updates[done:])
-        for index, batches in enumerate(made_ahead(passes), done):
-            self.curve.append({"update": index, **self._update(batches, index / len(updates), index)})
+        groups = (group for update in updates[done:] for group in update)
+        batches = made_ahead(batched([texts[i] for i in group], self._rows_MD.device) for group in groups)
+        for index in range(done, len(updates)):
+            num_passes = len(updates[index])
+            learnt = self._update(islice(batches, num_passes), num_passes, index / len(updates), index)
+            self.curve.append({"update": index, **learnt})
             bar.set_postfix(loss=f"{self.curve[-1]['loss']:.3f}", overlap=f"{self.curve[-1]['overlap']:.3f}")
             bar.update()
             if (index + 1) % self.plan.checkpoint_every == 0:
@@ -138,7 +142,7 @@ class Trainer:
             updates += [groups[i : i + per_update] for i in range(0, len(groups), per_update)]
         return updates
 
-    def _update(self, batches: Sequence[Batch], progress: float, index: int) -> dict[str, float]:
+    def _update(self, batches: Iterable[Batch], num_passes: int, progress: float, index: int) -> dict[str, float]:
         rise = min(1.0, (index + 1) / self.plan.num_warmup)
         fall = 1.0 - progress
         for optimiser, rate in self._optimisers:
@@ -148,8 +152,8 @@ class Trainer:
         loss = overlap = 0.0
         generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + index)
         for batch in batches:
-            one_loss, one_overlap = self._learn(batch, progress, generator, 1.0 / len(batches))
-            loss, overlap = loss + one_loss / len(batches), overlap + one_overlap / len(batches)
+            one_loss, one_overlap = self._learn(batch, progress, generator, 1.0 / num_passes)
+            loss, overlap = loss + one_loss / num_passes, overlap + one_overlap / num_passes
         norm = float(clip_grad_norm_(self.head.parameters(), 1.0))
         for optimiser, _ in self._optimisers:
             optimiser.step()

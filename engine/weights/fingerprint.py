@@ -1,4 +1,4 @@
-"""The fingerprint of a model: what a drafter that was made for it must find again.
+"""The fingerprint of a model: what a drafter that was made for it must find again; and of one file of weights.
 
 Small enough for the metadata of a drafter's file, under `target_fingerprint` of its recipe. Knows files, no tensors.
 """
@@ -73,7 +73,7 @@ def _weights_digest(folder: Path) -> str:
 
 
 def tensors_digest(path: Path) -> str:
-    """Return a digest of all that one safetensors file holds but its metadata; raise OSError or ValueError if it is none."""
+    """Return a digest of names, shapes and bytes of a safetensors file's tensors; raise OSError or ValueError if it is none."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         header, start = _header(file)

@@ -8,10 +8,12 @@ from engine.draft.texts import TextCache
 from engine.keys import Stream, stream_key
 from engine.model import adopt
 from engine.noise import gumbels, uniforms
+from engine.orders import Order
 from engine.policy import FixedExpansion
 from engine.testing import FAMILIES, tiny_engine, tiny_module
 from engine.tree import Expansion
 from engine.types import SamplingParams
+from engine.writing import write
 from tests.model.driving import greedy, run, sampled
 from tests.model.laws import laws_of
 from tests.model.tiny import own_greedy_text
@@ -46,6 +48,20 @@ def engine_on(device: torch.device, family: str, drafter: str):
     target = adopt(tiny_module(family), device)
     draft = CachedDrafter(61, device, TextCache(min_tokens=1)) if drafter == "ngram" else adopt(tiny_module(family), device)
     return tiny_engine(target, draft, FixedExpansion(Expansion(2, 2, 2)))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_written_by_graphs_are_the_cpus(family, max_tokens):
+    """In batches of which the last is not full, greedy and drawn."""
+    orders = {name: Order(LONG[: 3 + 2 * name], float(name % 2), 100 + name, max_tokens) for name in range(5)}
+    on_gpu, on_cpu = (
+        {text.name: text for text in write(adopt(tiny_module(family), device), orders, 3, (1, 3))}
+        for device in (CUDA, torch.device("cpu"))
+    )
+    assert {name: text.ids for name, text in on_gpu.items()} == {name: text.ids for name, text in on_cpu.items()}
+    for name, text in on_cpu.items():
+        assert torch.allclose(on_gpu[name].states_TFD.cpu().float(), text.states_TFD.float(), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])

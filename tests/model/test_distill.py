@@ -382,7 +382,7 @@ def test_a_grammar_draws_different_prompts_and_the_same_for_a_seed() -> None:
         PromptGrammar({"a": ["{y}"]}, {}, {"a": 1})
 
 
-def test_grammars_are_drawn_from_in_turn_and_more_prompts_begin_with_the_same(tmp_path: Path) -> None:
+def test_grammars_are_drawn_from_in_turn_and_more_prompts_begin_with_the_same() -> None:
     one, other = (PromptGrammar({"a": [f"{name} {{number}}"]}, {}, {"a": 1}) for name in "xy")
     drawn = draw_in_turn([one, other], 7, 3)
     assert [prompt[0] for prompt in drawn] == list("xyxyxyx")

@@ -85,6 +85,7 @@ def test_what_cannot_be_made_is_refused_in_words(made, capsys):
         (["--vocab", "0"], "--vocab must be at least 1"),
         (["--tokens-per-pass", "0"], "--tokens-per-pass must be at least 1"),
         (["--tokens-per-pass", "3000", "--tokens-per-update", "8000"], "up to 3000, or a multiple of it"),
+        (["--prompt-grammar", str(work / "grammar.yaml"), str(work / "grammar.yaml")], "names one file twice"),
         (["--weights", "prose=1,poem=2"], "kinds of prompts that there are not: poem"),
         (["--out", str(work / "no" / "head.safetensors")], "cannot be written"),
         (["--begin-with", str(work / "other.safetensors")], "would replace"),
@@ -107,7 +108,7 @@ def test_prompts_come_of_several_grammars(made, tmp_path):
     assert "--prompt-grammar grammar.yaml other.yaml --num-prompts" in str(recipe["command"])
     assert "--tokens-per-pass 500" in str(recipe["command"])
     assert isinstance(recipe["plan"], dict)
-    assert recipe["plan"]["tokens_per_pass"] == 500
+    assert (recipe["plan"]["tokens_per_pass"], recipe["plan"]["tokens_per_update"]) == (500, 500)
     assert isinstance(recipe["texts"], dict)
     assert len(set(recipe["texts"]["prompt grammar"].split())) == 2
 

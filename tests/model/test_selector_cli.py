@@ -108,12 +108,23 @@ def test_kinds_of_prompts_are_chosen_and_unknown_ones_refused(work, tmp_path, ca
         assert "three" in capsys.readouterr().err
 
 
-def test_examples_judged_by_another_rule_are_not_joined(work, tmp_path, monkeypatch, capsys):
+def test_examples_judged_by_another_rule_are_not_added_to(work, tmp_path, monkeypatch, capsys):
     where = ["--config", str(work / "settings.yaml"), "--prompts", str(work / "prompts.yaml"), "--out", str(tmp_path), *COLLECT]
     assert main(["selector", "collect", *where, "--num-prompts", "1"]) == 0
     monkeypatch.setenv("LATEBRANCH_VERIFIER", "nss")
+    assert main(["selector", "collect", *where, "--num-prompts", "2"]) == 1
+    assert "made differently" in capsys.readouterr().err
+    monkeypatch.delenv("LATEBRANCH_VERIFIER")
     assert main(["selector", "collect", *where, "--num-prompts", "2"]) == 0
-    assert main(["selector", "train", "--examples", str(tmp_path), "--out", str(tmp_path / "net.safetensors")]) == 1
+
+
+def test_examples_that_were_made_differently_are_not_joined(work, tmp_path, monkeypatch, capsys):
+    where = ["--config", str(work / "settings.yaml"), "--prompts", str(work / "prompts.yaml"), *COLLECT, "--num-prompts", "1"]
+    assert main(["selector", "collect", *where, "--out", str(tmp_path / "one")]) == 0
+    monkeypatch.setenv("LATEBRANCH_VERIFIER", "nss")
+    assert main(["selector", "collect", *where, "--out", str(tmp_path / "other")]) == 0
+    (tmp_path / "other/roots-one-0.safetensors").rename(tmp_path / "one/roots-two-9.safetensors")
+    assert main(["selector", "train", "--examples", str(tmp_path / "one"), "--out", str(tmp_path / "net.safetensors")]) == 1
     assert "made differently" in capsys.readouterr().err
 
 
@@ -192,7 +203,7 @@ def test_a_network_of_another_head_is_not_used(work, tmp_path, caplog):
     engine_of(work, selector=str(tmp_path / "old.safetensors"), head=str(tmp_path / "other.safetensors"))  # it does not say
 
 
-def test_examples_beside_different_heads_are_not_joined(work, tmp_path):
+def test_examples_beside_another_head_are_not_added_to(work, tmp_path, capsys):
     head, recipe = DraftHead.load(work / "head.safetensors")
     head.fuse.weight.data += 0.1
     head.save(tmp_path / "other.safetensors", recipe)
@@ -202,9 +213,9 @@ def test_examples_beside_different_heads_are_not_joined(work, tmp_path):
     for one in ("one-0", "two-1"):
         shutil.copy(work / f"roots/roots-{one}.safetensors", tmp_path / "roots")
     where = ["--prompts", str(work / "prompts.yaml"), "--out", str(tmp_path / "roots"), "--verifiers", "coupled"]
-    assert main(["selector", "collect", "--config", str(tmp_path / "settings.yaml"), *where, *COLLECT]) == 0
-    with pytest.raises(ValueError, match="made differently"):
-        ExampleFolder(tmp_path / "roots").read()
+    assert main(["selector", "collect", "--config", str(tmp_path / "settings.yaml"), *where, *COLLECT]) == 1
+    assert "made differently" in capsys.readouterr().err
+    assert main(["selector", "collect", "--config", str(work / "settings.yaml"), *where, *COLLECT]) == 0
 
 
 def test_the_recipe_says_how_it_was_made(work):

@@ -1,7 +1,9 @@
 """Texts written many at a time: each is what the target alone would write, whoever else is in its batch and whoever leaves it."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from engine.writing import write
 from tests.model.native import KNOWN, native, needs_library
 
 LAYERS = (1, 3)
+T = TypeVar("T")
 PROMPTS = [tuple(range(5, 5 + length)) for length in (3, 9, 1, 14, 6, 2, 11, 4)]
 
 
@@ -73,6 +76,26 @@ def test_steps_that_are_replayed_write_the_same(family: str, batch: int) -> None
         assert {name: text.ids for name, text in replayed.items()} == {name: text.ids for name, text in expected.items()}
         for name, text in expected.items():
             assert torch.allclose(replayed[name].states_TFD.float(), text.states_TFD.float(), rtol=0.02, atol=0.02)
+
+
+class RunsWhatItRecords:
+    """As a recorder of graphs does."""
+
+    name = "runs"
+
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        run()
+        return run
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_texts_of_a_token_or_two_are_replayed(max_tokens: int) -> None:
+    model = tiny_model()
+    short = {name: dataclasses.replace(order, max_tokens=max_tokens) for name, order in orders(1.0).items()}
+    tap, rows = StateTap(model, LAYERS), [OpenText(name, order) for name, order in short.items()]
+    replayed = {text.name: text.ids for text in write_by_graphs(model, rows, 3, tap, RunsWhatItRecords())}
+    tap.close()
+    assert replayed == {text.name: text.ids for text in write(model, short, 8, LAYERS)}
 
 
 def test_prompts_are_fed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
