@@ -79,21 +79,16 @@ class _Writer:
 
     def _begin(self, rows: Sequence[OpenText]) -> None:
         """Feed the prompts and draw the first tokens."""
-        device, num_tokens = self._ids_B1.device, self._drawn_BN.shape[1]
+        num_tokens = self._drawn_BN.shape[1]
         ids_BT, begins = aligned([row.ids for row in rows])
         self._columns.begin(begins)
         uniforms = [row.uniforms + [0.0] * (num_tokens - len(row.uniforms)) for row in rows]
         self._uniforms_BN.copy_(torch.tensor(uniforms))
         self._temperature_B.copy_(torch.tensor([row.order.temperature for row in rows]))
         for part_BT in parts_of(ids_BT):
-            begin = self._columns.end
             logits_BV = feed(self._model, self._columns, part_BT)
             if self._tap is not None:
-                states = torch.unflatten(self._tap.latest().to(torch.bfloat16), 0, tuple(part_BT.shape))
-                if self._states_BCFD is None:
-                    shape = (len(rows), self._columns.num_columns, *states.shape[2:])
-                    self._states_BCFD = torch.empty(shape, dtype=torch.bfloat16, device=device)
-                self._states_BCFD[:, begin : self._columns.end] = states
+                self._states_BCFD = self._columns.keep(self._states_BCFD, self._tap.latest().to(torch.bfloat16))
         token_B = drawn(logits_BV, self._temperature_B, self._uniforms_BN[:, 0])
         self._drawn_BN[:, 0] = token_B
         self._ids_B1.copy_(token_B[:, None])
@@ -103,7 +98,7 @@ class _Writer:
         """Feed the newest tokens; return the next."""
         columns = self._columns
         with torch.inference_mode():
-            logits_BV = columns.feed(self._model, self._ids_B1)
+            logits_BV = feed(self._model, columns, self._ids_B1)
             if self._tap is not None and self._states_BCFD is not None:
                 states = self._tap.latest().to(torch.bfloat16)[:, None]
                 self._states_BCFD.index_copy_(1, columns.place_1, states)
@@ -149,37 +144,29 @@ class _PlacedColumns(Columns):
         """Let the next column be the one after it."""
         self.place_1 += 1
 
-    def feed(self, model: CausalModel, ids_B1: Int[Tensor, "B 1"]) -> Float[Tensor, "B V"]:
-        """Run one pass over the next column; return its logits."""
-        self._biases.clear()
-        out = model.module(
-            input_ids=ids_B1,
-            position_ids=self.place_1 - self._begin_B[:, None],
-            use_cache=False,
-            logits_to_keep=1,
-            attention_context=self,
-        )
-        return out.logits[:, -1]  # type: ignore[no-any-return]
+    @property
+    def new_T(self) -> Int[Tensor, " T"]:
+        """The new columns."""
+        return self.place_1 if self._is_placed else super().new_T
+
+    @property
+    def num_read(self) -> int:
+        """How many columns attention reads: all, where the bias hides those that are not there yet."""
+        return self.num_columns if self._is_placed else super().num_read
+
+    def open(self, count: int) -> None:
+        """Add columns to write; the next one is there as soon as its place is."""
+        if self._is_placed:
+            self._biases.clear()
+        else:
+            super().open(count)
 
     def extend(
         self, layer: int, keys: Float[Tensor, "B H T K"], values: Float[Tensor, "B H T V"]
     ) -> tuple[Float[Tensor, "B H C K"], Float[Tensor, "B H C V"]]:
-        """Write a layer's new columns; return all that are filled, or all there are where the bias hides the others."""
+        """Write a layer's new columns; return those that attention reads."""
         if not self._is_placed:
             return super().extend(layer, keys, values)
         for pool, new in zip(self._pools[layer], (keys, values), strict=True):
             pool.index_copy_(2, self.place_1, new)
         return self._pools[layer]
-
-    def bias(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 T C"]:
-        """Return 0 where a new column sees a column and -inf elsewhere."""
-        if not self._is_placed:
-            return super().bias(window, dtype)
-        if window not in self._biases:
-            column_C = torch.arange(self.num_columns, device=self._begin_B.device)
-            is_seen_BC = (column_C <= self.place_1) & (column_C >= self._begin_B[:, None])
-            if window is not None:
-                is_seen_BC &= column_C > self.place_1 - window
-            bias = torch.zeros(is_seen_BC.shape, dtype=dtype, device=is_seen_BC.device).masked_fill_(~is_seen_BC, float("-inf"))
-            self._biases[window] = bias[:, None, None, None]
-        return self._biases[window]

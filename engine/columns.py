@@ -91,14 +91,9 @@ class _Batch:
 
     def _feed(self, ids_BT: Int[Tensor, "B T"]) -> Float[Tensor, "B V"]:
         """Run one pass over columns; keep its states and return the logits after the last."""
-        begin = self._columns.end
         logits_BV = feed(self._model, self._columns, ids_BT)
         if self._tap is not None:
-            states = torch.unflatten(self._tap.latest().to("cpu", torch.bfloat16), 0, tuple(ids_BT.shape))
-            if self._states_BCFD is None:
-                shape = (len(self._rows), self._columns.num_columns, *states.shape[2:])
-                self._states_BCFD = torch.empty(shape, dtype=torch.bfloat16)
-            self._states_BCFD[: len(self._rows), begin : self._columns.end] = states
+            self._states_BCFD = self._columns.keep(self._states_BCFD, self._tap.latest().to("cpu", torch.bfloat16))
         return logits_BV
 
     def _written(self, index: int) -> Written:
@@ -138,10 +133,19 @@ class Columns:
         self._biases: dict[int | None, Tensor] = {}
 
     @property
+    def new_T(self) -> Int[Tensor, " T"]:
+        """The new columns."""
+        return torch.arange(self.end - self._num_new, self.end, device=self._begin_B.device)
+
+    @property
+    def num_read(self) -> int:
+        """How many columns attention reads, from the first on."""
+        return self.end
+
+    @property
     def positions_BT(self) -> Int[Tensor, "B T"]:
         """Positions of the new columns in each row's text; 0 before it begins."""
-        columns_T = torch.arange(self.end - self._num_new, self.end, device=self._begin_B.device)
-        return (columns_T - self._begin_B[:, None]).clamp_min(0)
+        return (self.new_T - self._begin_B[:, None]).clamp_min(0)
 
     def open(self, count: int) -> None:
         """Add columns to write."""
@@ -162,11 +166,18 @@ class Columns:
             columns[:, :, self.end - self._num_new :] = new
         return filled[0], filled[1]
 
+    def keep(self, kept_BCFD: Float[Tensor, "B C F D"] | None, states_TFD: Tensor) -> Float[Tensor, "B C F D"]:
+        """Write the new columns' states, row after row, beside those that are kept, if any are; return all."""
+        num_rows = len(self._begin_B)
+        if kept_BCFD is None:
+            kept_BCFD = states_TFD.new_empty(num_rows, self.num_columns, *states_TFD.shape[1:])
+        kept_BCFD[:num_rows, self.end - self._num_new : self.end] = torch.unflatten(states_TFD, 0, (num_rows, self._num_new))
+        return kept_BCFD
+
     def bias(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 T C"]:
         """Return 0 where a new column sees a column and -inf elsewhere; a column before its row begins sees itself."""
         if window not in self._biases:
-            column_C = torch.arange(self.end, device=self._begin_B.device)
-            query_T1 = column_C[self.end - self._num_new :, None]
+            column_C, query_T1 = torch.arange(self.num_read, device=self._begin_B.device), self.new_T[:, None]
             is_seen_TC = column_C <= query_T1
             if window is not None:
                 is_seen_TC &= column_C > query_T1 - window

@@ -3,13 +3,11 @@
 Small enough for the metadata of a drafter's file, under `target_fingerprint` of its recipe. Knows files, no tensors.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from engine.weights.errors import WeightsError
 from engine.weights.facts import read_facts
@@ -73,36 +71,23 @@ def _weights_digest(folder: Path) -> str:
 
 
 def tensors_digest(path: Path) -> str:
-    """Return a digest of names, shapes and bytes of a safetensors file's tensors; raise OSError or ValueError if it is none."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        header, start = _header(file)
-        for name, entry in sorted(header.items()):
-            begin, end = entry["data_offsets"]
-            file.seek(start + begin)
-            digest.update(f"{name} {tuple(entry['shape'])} ".encode() + file.read(end - begin))
-    return digest.hexdigest()[:16]
+    """Return a digest of one safetensors file's tensors; raise OSError, ValueError or KeyError if it is none."""
+    return digest_of(sorted(_tensor_parts(path)))
 
 
 def _tensor_parts(path: Path) -> Iterator[bytes]:
-    """Yield a description and a sample, from the middle, of each tensor of a safetensors file."""
+    """Yield a description and a sample, from the middle, of each tensor of a safetensors file.
+
+    The file is an 8-byte length (little-endian), that many bytes of JSON, and the tensors, whose offsets count from there.
+    """
     with path.open("rb") as file:
-        header, start = _header(file)
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > path.stat().st_size:
+            raise ValueError(f"{path.name} is no safetensors file")
+        header: dict[str, dict[str, Any]] = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            file.seek(start + max(begin, (begin + end - _SAMPLE_BYTES) // 2))
+            file.seek(8 + header_bytes + max(begin, (begin + end - _SAMPLE_BYTES) // 2))
             sample = file.read(min(_SAMPLE_BYTES, end - begin))
             yield f"{name} {entry['dtype']} {entry['shape']} ".encode() + sample
-
-
-def _header(file: BinaryIO) -> tuple[dict[str, dict[str, Any]], int]:
-    """Read what a safetensors file says of its tensors, and where in it their offsets count from; raise ValueError if it is none.
-
-    The file is an 8-byte length (little-endian), that many bytes of JSON, and the tensors.
-    """
-    header_bytes = int.from_bytes(file.read(8), "little")
-    if header_bytes > os.fstat(file.fileno()).st_size:
-        raise ValueError(f"{file.name} is no safetensors file")
-    header: dict[str, dict[str, Any]] = json.loads(file.read(header_bytes))
-    header.pop("__metadata__", None)
-    return header, 8 + header_bytes
