@@ -17,7 +17,7 @@ SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(fin
 INSTALLED := $(VENV)/.installed
 TOOLS := .venv-conformance
 # Compiled at installation, where there is a compiler.
-NATIVE := $(wildcard engine/native/*.cpp engine/native/*.h)
+NATIVE := $(wildcard engine/native/*.cpp engine/native/*.h selector/native/*.cpp)
 # After a bin/: where the environment's packages lie.
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 

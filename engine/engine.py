@@ -188,8 +188,8 @@ class Engine:
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_ends(), *(self._event(one, logits_NV) for one in committed)]
         events = with_scores(events, prompts.told)
-        watch.lap("commit")
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
+        watch.lap("commit")
         self._policy.observe(feedback_of(record))
         watch.lap("learn")
         stats = stats_of(record, self._scheduler)

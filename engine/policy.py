@@ -218,18 +218,19 @@ class StepFeedback:
     tell: Callable[[], tuple[StepWork, tuple[DraftOutcome, ...]]]
 
     @cached_property
-    def _told(self) -> tuple[StepWork, tuple[DraftOutcome, ...]]:
+    def told(self) -> tuple[StepWork, tuple[DraftOutcome, ...]]:
+        """What it ran, and what became of its decoding rows."""
         return self.tell()
 
     @property
     def work(self) -> StepWork:
         """What it ran."""
-        return self._told[0]
+        return self.told[0]
 
     @property
     def outcomes(self) -> tuple[DraftOutcome, ...]:
         """What became of its decoding rows."""
-        return self._told[1]
+        return self.told[1]
 
 
 class ExpansionPolicy(Protocol):

@@ -93,12 +93,16 @@ class StepRecord:
 
 def feedback_of(record: StepRecord) -> StepFeedback:
     """Return what a policy may learn, before it has learnt: what the step cost without the policy."""
-    laps, rows = record.laps, record.plan.rows
+    laps = record.laps
+    has_prefill = has_drafted = False
+    for row in record.plan.rows:
+        has_prefill = has_prefill or len(row.certain_ids) > 1
+        has_drafted = has_drafted or not row.expansion.is_plain
     return StepFeedback(
         draft_s=laps["draft"],
         rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
-        has_prefill=any(len(row.certain_ids) > 1 for row in rows),
-        has_drafted=any(not row.expansion.is_plain for row in rows),
+        has_prefill=has_prefill,
+        has_drafted=has_drafted,
         tell=lambda: (_work_of(record), tuple(_draft_outcome(outcome) for outcome in record.outcomes)),
     )
 
@@ -121,18 +125,21 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
 def _work_of(record: StepRecord) -> StepWork:
     """Return what the step ran. A level that came out empty cost the round that found it so."""
     rows = record.plan.rows
-    num_drawn = num_keys = num_scores = 0
+    num_tokens = num_drawn = num_keys = num_scores = 0
     for row in rows:
-        num_keys += row.end
-        num_scores += len(row.certain_ids) * row.end
+        num_certain, end = len(row.certain_ids), row.end
+        num_tokens += num_certain
+        num_keys += end
+        num_scores += num_certain * end
     for outcome in record.outcomes:
-        row, num_nodes = outcome.row, outcome.tree.num_nodes
-        num_scores += (num_nodes - 1) * row.end
-        num_drawn += 0 if row.sampling.is_greedy else num_nodes
+        row, num_drafted = outcome.row, outcome.tree.num_nodes - 1
+        num_tokens += num_drafted
+        num_scores += num_drafted * row.end
+        num_drawn += 0 if row.sampling.is_greedy else 1 + num_drafted
     passes = record.draft_passes
     return StepWork(
         num_rows=len(rows),
-        num_tokens=record.num_target_tokens,
+        num_tokens=num_tokens,
         num_drawn=num_drawn,
         num_keys=num_keys,
         num_scores=num_scores,

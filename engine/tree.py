@@ -210,10 +210,10 @@ class GrowthPrices:
 
         A full one has all that are as likely as its least likely node, or as it was asked for, if that is less likely.
         """
-        least_chances = self.least_chances(expansion)
-        if len(chances) < len(least_chances):
-            return least_chances[len(chances)]
-        return max(least_chances[-1], min(*chances, expansion.least_chance))
+        most, count = expansion.num_draft_tokens, len(chances)
+        place = min(count, most - 1)
+        least = self.nodes[min(place, len(self.nodes) - 1)] if self.nodes else expansion.least_chance or self.node
+        return least if count < most else max(least, min(*chances, expansion.least_chance))
 
 
 FREE_GROWTH = GrowthPrices()  # the whole expansion is grown

@@ -7,12 +7,15 @@ priced, and the best is kept. Sequences alike would all change at one price: on 
 switched one by one, those first that gain most for a node, and the best number of them is taken. Entries that differ by the
 least chance of a node need no prices: each is tried for all sequences, and for those alone that gain most.
 
-Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
+Where selector.native was compiled it prices candidates, and goes through those that need no prices, by the same sums. Shape key:
+B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
 """
 
+import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -22,6 +25,8 @@ from engine.tree import GrowthPrices
 from selector.cost import CostModel, Works
 from selector.estimators import Estimates
 from selector.menu import Menu
+from selector.native import library
+from selector.native.library import address
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -44,10 +49,10 @@ class BatchLoad:
 
     base: Works
     base_tokens: float
-    context_B: Array
-    unfed_B: Array
-    lag_B: Array
-    draws_B: Array
+    context_B: Sequence[float]
+    unfed_B: Sequence[float]
+    lag_B: Sequence[float]
+    draws_B: Sequence[float]
     model_share: float
 
 
@@ -69,21 +74,66 @@ class Allocator:
     """Finds allocations for one step. Knows its estimates, its costs and what the step runs anyway."""
 
     def __init__(
-        self, menu: Menu, estimates: Estimates, is_allowed_BM: NDArray[np.bool_], load: BatchLoad, costs: CostModel
+        self, menu: Menu, estimates: Estimates, is_allowed_BM: NDArray[np.bool_] | None, load: BatchLoad, costs: CostModel
     ) -> None:
+        """Allocate what `is_allowed_BM` says, anything if it is None."""
         self._menu = menu
         self._estimates = estimates
-        self._is_allowed_BM = is_allowed_BM
+        self._is_allowed_BM = _everything(len(load.context_B), len(menu)) if is_allowed_BM is None else is_allowed_BM
         self._load = load
         self._costs = costs
-        fed_BM = estimates.fed + np.where(menu.depths > 0, load.unfed_B[:, None], 0.0)
-        self._fed_BM = load.model_share * fed_BM
-        self._rows = np.arange(len(load.context_B))
+        self._num_rows = len(load.context_B)
+        self._library = library.library()
+        self._compiled = self._laid_out() if self._library is not None else library.Step()
+
+    def _laid_out(self) -> library.Step:
+        """Return where the compiled part finds everything."""
+        menu, load, estimates, num_rows = self._menu, self._load, self._estimates, self._num_rows
+        levels = _mean_levels(max(0, int(menu.depths[-1]) - 1))
+        rows = array("d", (*load.context_B, *load.unfed_B, *load.draws_B))
+        told = [np.ascontiguousarray(one) for one in (estimates.tokens, estimates.nodes, estimates.passes, estimates.fed)]
+        is_allowed_BM = np.ascontiguousarray(self._is_allowed_BM)
+        self._pointed_at = rows, told, is_allowed_BM
+        begin = rows.buffer_info()[0]
+        return library.Step(
+            ctypes.addressof(self._costs.compiled),
+            *map(address, told),
+            address(is_allowed_BM),
+            *(begin, begin + 8 * num_rows, begin + 16 * num_rows),
+            *(address(menu.depths), address(menu.num_nodes), address(levels)),
+            *(num_rows, len(menu), len(levels), menu.is_by_chance),
+            library.Work(*load.base),
+            *(load.base_tokens, load.model_share, menu.least_chance),
+        )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that is expected is a finite number."""
+        estimates = self._estimates
+        if self._library is not None:
+            return bool(self._library.selector_is_finite(self._compiled))
+        return bool(np.isfinite(estimates.tokens.sum() + estimates.nodes.sum() + estimates.passes.sum()))
+
+    @cached_property
+    def _fed_BM(self) -> Array:
+        unfed_BM = np.where(self._menu.depths > 0, np.array(self._load.unfed_B)[:, None], 0.0)
+        return np.asarray(self._load.model_share * (self._estimates.fed + unfed_BM))
+
+    @cached_property
+    def _rows(self) -> Places:
+        return np.arange(self._num_rows)
+
+    @cached_property
+    def _draws_B(self) -> Array:
+        return np.array(self._load.draws_B, dtype=np.float64)
+
+    @cached_property
+    def _context_B(self) -> Array:
+        return np.array(self._load.context_B, dtype=np.float64)
 
     def plain(self) -> Allocation:
         """Return plain decoding of every sequence."""
-        tokens = self._load.base_tokens + float(self._estimates.tokens[:, 0].sum())
-        return Allocation(np.zeros(len(self._rows), dtype=np.int64), tokens, float(self._costs.step_s(self._load.base)[0]))
+        return self.of(np.zeros(self._num_rows, dtype=np.int64))
 
     def ceiling(self) -> float:
         """Return the tokens a second that the best number of nodes would bring if every one came: no drafter brings more.
@@ -91,14 +141,21 @@ class Allocator:
         Drafting them is taken to cost nothing, for cached text needs no pass of a model; of sequences that differ all nodes are
         taken to be of the one whose nodes are cheapest.
         """
-        load, num_rows = self._load, len(self._rows)
+        load, num_rows = self._load, self._num_rows
+        if self._library is not None:
+            return float(self._library.selector_ceiling(self._compiled))
         nodes_C = np.arange(1.0, num_rows * float(self._menu.depths[-1]) + 1.0)
         nothing_C = np.zeros_like(nodes_C)
-        works = self._works(nodes_C, nodes_C * load.draws_B.min(), nodes_C * load.context_B.min(), nothing_C, nothing_C)
+        works = self._works(nodes_C, nodes_C * min(load.draws_B), nodes_C * min(load.context_B), nothing_C, nothing_C)
         return float(((load.base_tokens + num_rows + nodes_C) / self._costs.step_s(works)).max(initial=0.0))
 
     def of(self, places_B: Places) -> Allocation:
         """Return a given choice with what is expected of it."""
+        if self._library is not None:
+            found = array("d", (0.0, 0.0))
+            begin = found.buffer_info()[0]
+            self._library.selector_price(self._compiled, address(places_B), 1, begin, begin + 8)
+            return Allocation(places_B, *found)
         return self._best_of(places_B[None])
 
     def prices(self, chosen: Allocation, num_sharing: int) -> GrowthPrices:
@@ -108,11 +165,18 @@ class Allocator:
         fed in it. A tree's first node is one more than what all others have, and so on: the mean over what they may have, each
         of them as widely spread as what is expected of it is large. No node is less likely than the menu has any.
         """
+        if self._library is not None:
+            found, places_B = array("d", bytes(8 * (2 + self._menu.most_nodes))), chosen.places_B
+            count = self._library.selector_growth_prices(
+                *(self._compiled, address(places_B), chosen.rate, num_sharing),
+                *(address(_SPREAD), len(_SPREAD), found.buffer_info()[0]),
+            )
+            return GrowthPrices(found[0], found[1], tuple(found[2 : 2 + count]))
         load = self._load
         num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
         more = self._costs.marginals(float(load.base.num_tokens) + num_nodes)
-        shared_s = more.drawn_s * float(load.draws_B.sum()) + more.score_s * float(load.context_B.sum())
-        node_s = more.token_s + shared_s / len(self._rows)
+        shared_s = more.drawn_s * sum(load.draws_B) + more.score_s * sum(load.context_B)
+        node_s = more.token_s + shared_s / self._num_rows
         level_s = self._costs.prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
         level_s = level_s / max(1, num_sharing) + load.model_share * more.draft_token_s
         places = chosen.places_B[chosen.places_B > 0]
@@ -122,7 +186,7 @@ class Allocator:
         others_Z = np.maximum(0.0, num_others * own + _SPREAD * own * num_others**0.5) if num_others else np.zeros(1)
         sizes_N = float(load.base.num_tokens) + np.arange(1.0 + float(self._menu.num_nodes[places].max()))
         tokens_s = np.array([self._costs.tokens_s(sizes_N + others) for others in others_Z.tolist()]).mean(0)
-        nodes = np.maximum((shared_s / len(self._rows) + np.diff(tokens_s)) * chosen.rate, self._menu.least_chance)
+        nodes = np.maximum((shared_s / self._num_rows + np.diff(tokens_s)) * chosen.rate, self._menu.least_chance)
         return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate, tuple(_never_less(nodes)))
 
     def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list[tuple[list[Allocation], Array]]:
@@ -135,7 +199,7 @@ class Allocator:
         lags = []
         for end, (indices, entries) in zip(ends, asked, strict=True):
             places_CB[end - len(entries) : end, indices] = entries[:, None]
-            lags.append(float(self._load.lag_B[indices].sum()))
+            lags.append(sum(self._load.lag_B[index] for index in indices))
         tokens_C, seconds_C = self._priced(places_CB)
         loss_C = seconds_C - tokens_C / chosen.rate
         changed = [Allocation(*one) for one in zip(places_CB, tokens_C.tolist(), seconds_C.tolist(), strict=True)]
@@ -149,7 +213,7 @@ class Allocator:
         """Return the best allocation that is found; never a worse one than plain decoding."""
         if len(self._menu) == 1:
             return plain
-        if len(self._rows) == 1 or self._menu.is_by_chance:
+        if self._num_rows == 1 or self._menu.is_by_chance:
             return max(plain, self._best_alike(), key=lambda one: one.rate)
         chosen_PDB = self._by_price(plain)
         _, num_depths, num_rows = chosen_PDB.shape
@@ -171,7 +235,11 @@ class Allocator:
 
         Where entries differ by the least chance of a node that is all: what a node costs is the same for everybody.
         """
-        num_rows = len(self._rows)
+        num_rows = self._num_rows
+        if self._library is not None:
+            places_B, found = np.zeros(num_rows, dtype=np.int64), array("d", (0.0, 1.0))
+            self._library.selector_best_alike(self._compiled, address(places_B), found.buffer_info()[0])
+            return Allocation(places_B, *found)
         if num_rows == 1:
             return self._best_of(np.flatnonzero(self._is_allowed_BM[0])[:, None])
         gain_MB = np.where(self._is_allowed_BM, self._estimates.tokens - 1.0, -1.0)[:, 1:].T
@@ -197,12 +265,12 @@ class Allocator:
         than the dearest within reach (a second is worth more in a batch that speculates than in the plain one).
         """
         load, nodes_BM = self._load, self._estimates.nodes
-        start, reach = float(load.base.num_tokens), _AHEAD * len(self._rows)
+        start, reach = float(load.base.num_tokens), _AHEAD * self._num_rows
         marginals = self._costs.marginals(start)
         ends = (marginals.token_s, *(self._costs.marginals(start + reach * part).token_s for part in (0.25, 0.5, 1.0)))
         least, growth = 0.6 * min(ends), (5.0 * max(ends) / min(ends)) ** (1.0 / (_NUM_PRICES - 1))
         prices_P = np.array([least * growth**step for step in range(_NUM_PRICES)], dtype=np.float32)
-        else_B = marginals.drawn_s * load.draws_B + marginals.score_s * load.context_B
+        else_B = marginals.drawn_s * self._draws_B + marginals.score_s * self._context_B
         else_BM = nodes_BM * else_B[:, None] + self._fed_BM * marginals.draft_token_s
         else_BM = np.where(self._is_allowed_BM, else_BM, np.inf).astype(np.float32)
         return (prices_P[:, None, None] * nodes_BM.astype(np.float32) + else_BM).astype(np.float32, copy=False)
@@ -225,12 +293,17 @@ class Allocator:
 
     def _priced(self, places_CB: Places) -> tuple[Array, Array]:
         """Return the tokens and the seconds of each candidate."""
+        if self._library is not None:
+            places_CB, priced_2C = np.ascontiguousarray(places_CB), np.empty((2, len(places_CB)))
+            begin, count = address(priced_2C), len(places_CB)
+            self._library.selector_price(self._compiled, address(places_CB), count, begin, begin + 8 * count)
+            return priced_2C[0], priced_2C[1]
         load = self._load
         index_CB = places_CB + self._rows * len(self._menu)
         nodes_CB = self._estimates.nodes.take(index_CB)
         rounds_C = self._rounds(places_CB, self._estimates.passes.take(index_CB))
         fed_C = self._fed_BM.take(index_CB).sum(1)
-        works = self._works(nodes_CB.sum(1), nodes_CB @ load.draws_B, nodes_CB @ load.context_B, fed_C, rounds_C)
+        works = self._works(nodes_CB.sum(1), nodes_CB @ self._draws_B, nodes_CB @ self._context_B, fed_C, rounds_C)
         tokens_C = load.base_tokens + self._estimates.tokens.take(index_CB).sum(1)
         return tokens_C, self._costs.step_s(works)
 
@@ -270,6 +343,12 @@ class Allocator:
         reaches_DCB = odds_CB ** np.arange(1, num_more + 1)[:, None, None]
         rounds_C: Array = np.minimum(passes_CB.max(1), 1.0) + (1.0 - (1.0 - reaches_DCB).prod(2)).sum(0)
         return rounds_C
+
+
+@lru_cache
+def _everything(num_rows: int, num_entries: int) -> NDArray[np.bool_]:
+    """Return what is allowed where everything is, [B, M]."""
+    return np.ones((num_rows, num_entries), dtype=np.bool_)
 
 
 @cache

@@ -13,11 +13,14 @@ each price's own moves slowly. A price that is not seen moves with the others an
 expects is clipped: a step during which another program ran teaches no more than a slow one. Where one such surprise follows
 another it is the filter that is wrong, as after a profile that was disturbed, and it becomes unsure of itself.
 
+Where selector.native was compiled it corrects prices, by the same sums.
+
 Shape key: K prices, F features of one part, C candidates.
 """
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -25,6 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.policy import StepWork
+from selector.native import library
+from selector.native.library import address
 
 Array = NDArray[np.float64]
 
@@ -36,6 +41,7 @@ REST_PRICES = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn"
 DRAFT_PRICES = ("round", "pass", "draft_token", "pass_key")
 NUM_REST = len(REST_PRICES)
 _NO_REST, _NO_DRAFT = (0.0,) * NUM_REST, (0.0,) * len(DRAFT_PRICES)
+_REST, _DRAFTING = range(2)  # parts of a step
 _KEYS = 1000.0  # keys and scores are counted in thousands, so that all features are of like size
 
 # Without a profile: a token costs 2 % of a step and a round with its pass 10 %. Their scale is that of the first step seen.
@@ -60,8 +66,7 @@ class StageSeconds:
     rest_s: float
 
 
-@dataclass(frozen=True)
-class Works:
+class Works(NamedTuple):
     """Work of C candidate steps, as StepWork has it for one: numbers or float64 [C]; expectations need not be whole."""
 
     num_rows: Array | float
@@ -76,9 +81,7 @@ class Works:
     @classmethod
     def of(cls, works: Iterable[StepWork]) -> "Works":
         """Return steps that ran as candidates."""
-        names = [field.name for field in fields(cls)]
-        table = np.array([[getattr(work, name) for name in names] for work in works], dtype=np.float64)
-        return cls(**dict(zip(names, table.T, strict=True)))
+        return cls(*np.array([*works], dtype=np.float64).T)
 
 
 def rest_features(works: Iterable[StepWork]) -> Array:
@@ -100,21 +103,6 @@ def _rest_of(work: StepWork) -> list[float]:
 
 def _draft_of(work: StepWork) -> list[float]:
     return [work.num_rounds, work.num_passes, work.num_draft_tokens, work.num_passes * work.num_keys / _KEYS]
-
-
-class _Prices(NamedTuple):
-    """Seconds by name; T(N)'s slopes, and its values at the knots."""
-
-    by_name: Mapping[str, float]
-    slopes: Sequence[float]
-    curve: Array
-
-    @classmethod
-    def of(cls, prices_K: Array) -> "_Prices":
-        """Return these prices."""
-        slopes_F = prices_K[1 : 1 + len(KNOTS)]
-        by_name = dict(zip((*REST_PRICES, *DRAFT_PRICES), prices_K.tolist(), strict=True))
-        return cls(by_name, slopes_F.tolist(), np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS)))
 
 
 @dataclass(frozen=True)
@@ -141,19 +129,32 @@ class CostModel:
         self._error_K = np.zeros(len(self._prior_K))
         self._prior_KK = _prior_covariance(self._prior_K)
         self._covariance_KK = self._prior_KK.copy()
-        self._known: _Prices | None = None  # until something else is learnt
-        self._was_clipped = {"rest": False, "draft": False}
+        self._prices_K = self._prior_K.copy()
+        self._by_name: Mapping[str, float] | None = None  # the same, until something else is learnt
+        self._was_clipped = np.zeros(2, dtype=np.int64)  # the rest, drafting
+        self._library = library.library()
+        self.compiled = library.Costs(  # over these arrays, which nothing replaces
+            prior=address(self._prior_K),
+            error=address(self._error_K),
+            covariance=address(self._covariance_KK),
+            prior_covariance=address(self._prior_KK),
+            prices=address(self._prices_K),
+            was_clipped=address(self._was_clipped),
+            knots=address(_KNOTS),
+            num_knots=len(KNOTS),
+            forgetting=_FORGETTING,
+            noise=_NOISE,
+            most_sigmas=_MOST_SIGMAS,
+            least_factor=_LEAST_FACTOR,
+            forgotten=_FORGOTTEN,
+        )
 
     @property
     def prices(self) -> Mapping[str, float]:
         """Seconds by name, as learnt so far."""
-        return self._prices.by_name
-
-    @property
-    def _prices(self) -> "_Prices":
-        if self._known is None:
-            self._known = _Prices.of(self._prior_K * np.maximum(1.0 + self._error_K, _LEAST_FACTOR))
-        return self._known
+        if self._by_name is None:
+            self._by_name = dict(zip((*REST_PRICES, *DRAFT_PRICES), self._prices_K.tolist(), strict=True))
+        return self._by_name
 
     def step_s(self, works: Works) -> Array:
         """Return the predicted seconds of each candidate, float64 [C]."""
@@ -161,7 +162,7 @@ class CostModel:
 
     def draft_s(self, works: Works) -> Array:
         """Return the predicted seconds of drafting, float64 [C]."""
-        prices = self._prices.by_name
+        prices = self.prices
         rounds_s = works.num_rounds * prices["round"] + works.num_passes * self.pass_s(works.num_keys)
         return _as_array(rounds_s + works.num_draft_tokens * prices["draft_token"])
 
@@ -171,20 +172,22 @@ class CostModel:
 
     def rest_s(self, works: Works) -> Array:
         """Return the predicted seconds of all but drafting, float64 [C]."""
-        prices = self._prices.by_name
+        prices = self.prices
         context_s = works.num_keys * (prices["key"] / _KEYS) + works.num_scores * (prices["score"] / _KEYS)
         rows_s = works.num_rows * prices["row"] + works.num_drawn * prices["drawn"]
         return _as_array(prices["step"] + self.tokens_s(works.num_tokens) + rows_s + context_s)
 
     def tokens_s(self, num_tokens: Array | float) -> Array | float:
         """Return T(N) of so many packed tokens, less T(1)."""
-        _, slopes, curve = self._prices
-        seconds: Array | float = np.interp(num_tokens, _KNOTS, curve) + np.maximum(num_tokens - _KNOTS[-1], 0.0) * slopes[-1]
+        slopes_F = self._prices_K[1 : 1 + len(KNOTS)]
+        curve_F = np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS))
+        beyond = np.maximum(num_tokens - _KNOTS[-1], 0.0)
+        seconds: Array | float = np.interp(num_tokens, _KNOTS, curve_F) + beyond * slopes_F[-1]
         return seconds
 
     def marginals(self, num_tokens: float) -> Marginals:
         """Return what one more of each thing costs in a step of that many packed tokens."""
-        prices = self._prices.by_name
+        prices = self.prices
         token_s = float(self.tokens_s(num_tokens + 1.0) - self.tokens_s(num_tokens))
         return Marginals(token_s, prices["drawn"], prices["score"] / _KEYS, prices["draft_token"])
 
@@ -193,18 +196,23 @@ class CostModel:
         if not self._has_scale and seconds.rest_s > 0.0:
             self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(Works.of([work]))[0])
             self._has_scale = True
+        self._by_name = None
+        if self._library is not None:
+            ran = ctypes.byref(library.Work(*work))
+            self._library.selector_learn_prices(self.compiled, ran, seconds.draft_s, seconds.rest_s)
+            return
         self._forget(1.0 - _FORGETTING)
-        self._correct("rest", [*_rest_of(work), *_NO_DRAFT], seconds.rest_s)
+        self._correct(_REST, [*_rest_of(work), *_NO_DRAFT], seconds.rest_s)
         if work.num_passes or work.num_rounds:
-            self._correct("draft", [*_NO_REST, *_draft_of(work)], seconds.draft_s)
-        self._known = None
+            self._correct(_DRAFTING, [*_NO_REST, *_draft_of(work)], seconds.draft_s)
+        np.multiply(self._prior_K, np.maximum(1.0 + self._error_K, _LEAST_FACTOR), out=self._prices_K)
 
     def _forget(self, share: float) -> None:
         """Become as unsure as the prior, by that share."""
         self._covariance_KK *= 1.0 - share
         self._covariance_KK += share * self._prior_KK
 
-    def _correct(self, name: str, features: Sequence[float], seen_s: float) -> None:
+    def _correct(self, part: int, features: Sequence[float], seen_s: float) -> None:
         """Move prices towards what would have predicted the seconds seen of a part; errors are relative to the prior's."""
         weights_K = np.array(features) * self._prior_K
         scale_s = float(weights_K.sum())
@@ -218,10 +226,10 @@ class CostModel:
         surprise = seen_s / scale_s - expected
         bound = _MOST_SIGMAS * variance**0.5
         is_clipped = abs(surprise) > bound
-        if is_clipped and self._was_clipped[name]:
+        if is_clipped and self._was_clipped[part]:
             # Back towards the prior and no farther: what is not seen would become unsure without bound.
             self._forget(_FORGOTTEN)
-        self._was_clipped[name] = is_clipped
+        self._was_clipped[part] = is_clipped
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))
         self._covariance_KK -= gain_K[:, None] * towards_K

@@ -184,6 +184,11 @@ class CountedAcceptance:
         seats = [self._seat(view) for view in views]
         self._leave(views)
         kinds = [self._kind_of_seat[seat] for seat in seats]
+        if menu.is_by_chance:
+            told_4BM = np.zeros((4, len(seats), len(menu)))
+            told_4BM[0] = 1.0
+            self._worth.tell(seats, kinds, told_4BM, part.columns_W, part.places_W)
+            return Estimates(*told_4BM)
         places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
         groups, group_B = [self._groups[kind] for kind in places], np.array([places[kind] for kind in kinds])
         if part.has_delayed:
@@ -204,11 +209,10 @@ class CountedAcceptance:
             nodes_BM[:, part.columns_S] = nodes_GS[group_B]
             passes_BM[:, part.columns_S] = passes_GS[group_B]
         fed_BM = nodes_BM * menu.fed_share
+        told_4BM = np.array((tokens_BM, nodes_BM, passes_BM, fed_BM))
         if len(part.columns_W):
-            expected = self._worth.expect(seats, kinds)
-            for of_menu_BM, told_BK in zip((tokens_BM, nodes_BM, passes_BM, fed_BM), expected, strict=True):
-                of_menu_BM[:, part.columns_W] = told_BK[:, part.places_W]
-        return Estimates(tokens_BM, nodes_BM, passes_BM, fed_BM)
+            self._worth.tell(seats, kinds, told_4BM, part.columns_W, part.places_W)
+        return Estimates(*told_4BM)
 
     def _part(self, menu: Menu) -> "_Part":
         """Return what is known of the trees of a part of the menu."""

@@ -63,6 +63,11 @@ class Menu:
         return np.array([entry.num_draft_tokens for entry in self.entries])
 
     @cached_property
+    def most_nodes(self) -> int:
+        """Drafted tokens of the largest entry."""
+        return int(self.num_nodes.max())
+
+    @cached_property
     def least_chances(self) -> NDArray[np.float64]:
         """The chance that a node of each entry must have, float64 [M]; 0 where none is asked for."""
         return np.array([entry.least_chance for entry in self.entries])
@@ -84,6 +89,12 @@ class Menu:
         return np.where(self.least_chances > 0.0, np.minimum(self.num_nodes, 1), np.stack([self.num_nodes, self.depths]))
 
     @cached_property
+    def room_for_all(self) -> tuple[int, int]:
+        """Drafted tokens and levels with room for which any entry may be had."""
+        most_nodes, deepest = self.least_room.max(1).tolist()
+        return most_nodes, deepest
+
+    @cached_property
     def fed_share(self) -> NDArray[np.float64]:
         """Share of each entry's nodes that are fed to the drafter, float64 [M]: all but those of the last level."""
         return np.array([fed_share(entry) for entry in self.entries])
@@ -92,6 +103,11 @@ class Menu:
     def tells_most(self) -> NDArray[np.bool_]:
         """Which entries say most of acceptance, bool [M]: chains, a trial at each depth; trees of their own shape all do."""
         return np.array([not one.is_plain and (one.branches == 1 or not one.is_delayed) for one in self.entries])
+
+    @cached_property
+    def has_probes_for_all(self) -> bool:
+        """Whether there is something that tells most beside any choice."""
+        return int(self.tells_most.sum()) > 1
 
     @cached_property
     def index(self) -> dict[Expansion, int]:

@@ -7,7 +7,7 @@ Stays with the last choice unless another is clearly better; probes when plain d
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,8 +57,18 @@ class _Batch:
     free: tuple[int, ...]
     views: tuple[SequenceView, ...]
     menu: Menu
-    is_allowed_BM: NDArray[np.bool_]
+    is_allowed_BM: NDArray[np.bool_] | None  # all of it, if None
     load: BatchLoad
+
+    def may_probe_BM(self, places_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return what of the menu each sequence may be probed with in the place of what was chosen for it, [B, M].
+
+        For one that is plain that is any tree, for others those that tell most.
+        """
+        telling_BM = np.where(places_B[:, None] > 0, self.menu.tells_most, self.menu.num_nodes > 0)
+        is_open_BM = telling_BM if self.is_allowed_BM is None else self.is_allowed_BM & telling_BM
+        is_open_BM[np.arange(len(places_B)), places_B] = False
+        return is_open_BM
 
 
 @dataclass(frozen=True)
@@ -175,18 +185,16 @@ class AdaptiveExpansion:
         return choice
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
-        own = [view.request_id for view in views if not _own_tree(view).is_plain]
-        self._own_tokens = {name: self._own_tokens.get(name) for name in own}
+        own = [(view, tree) for view in views if not (tree := _own_tree(view)).is_plain]
+        self._own_tokens = {view.request_id: self._own_tokens.get(view.request_id) for view, _ in own}
         if not any(view.is_free for view in views):
             return Choice((PLAIN,) * len(views))
         self._learn_unlearnt()
-        batch = self._batch(views)
+        batch = self._batch(views, own)
         estimates = _within_bounds(self._estimator.estimate(batch.views, batch.menu), batch)
-        if not np.isfinite(estimates.tokens.sum() + estimates.nodes.sum() + estimates.passes.sum()):
-            return self._without_numbers(views)
         allocator = Allocator(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
         plain = allocator.plain()
-        if not np.isfinite(plain.rate):
+        if not (allocator.is_finite and isfinite(plain.rate)):
             return self._without_numbers(views)
         best = allocator.best(plain)
         margin = _GOES_ON_PAYING if self._standing.choice.reason is Reason.SPECULATION_PAYS else _PAYS
@@ -348,14 +356,15 @@ class AdaptiveExpansion:
         return self._num_priced <= _PRICED_ALWAYS or is_probe or self._num_priced % every == 0
 
     def _learn(self, feedback: StepFeedback, is_priced: bool) -> None:
-        if is_priced and feedback.outcomes:
-            self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
+        work, outcomes = feedback.told
+        if is_priced and outcomes:
+            self._costs.observe(work, StageSeconds(feedback.draft_s, feedback.rest_s))
             self._num_confirming += feedback.has_drafted
         if feedback.has_drafted:
             if not feedback.has_prefill:
-                self._model_share.observe(feedback)
-            self._estimator.observe(feedback.outcomes)
-            for one in feedback.outcomes:
+                self._model_share.observe(work, len(outcomes))
+            self._estimator.observe(outcomes)
+            for one in outcomes if self._own_tokens else ():
                 if one.request_id in self._own_tokens:
                     tokens, known = 1.0 + one.accepted_depth, self._own_tokens[one.request_id]
                     self._own_tokens[one.request_id] = tokens if known is None else known + _OWN_SHARE * (tokens - known)
@@ -390,38 +399,37 @@ class AdaptiveExpansion:
             self._num_standing = min(self._settled_steps, self._num_standing)
             self._standing = replace(self._standing, num_settled=0)
 
-    def _batch(self, views: Sequence[SequenceView]) -> _Batch:
-        """Tell the sequences that leave the choice to the policy from those whose request has made it.
+    def _batch(self, views: Sequence[SequenceView], own: Sequence[tuple[SequenceView, Expansion]]) -> _Batch:
+        """Tell the sequences that leave the choice to the policy from those whose request has made it, `own` with their trees.
 
         Every sequence is priced as one that decodes: a prompt is fed once, whatever is chosen, and the choice outlives it.
         """
         free = tuple(index for index, view in enumerate(views) if view.is_free)
         chosen_for = tuple(views[i] for i in free)
-        trees = [_own_tree(one) for one in views]
-        rows = list(zip(views, trees, strict=True))
         share = self._model_share.share
-        num_rounds = max((tree.max_depth for tree in trees), default=0)
-        num_fed = sum(
-            self._fed_for_tree(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in rows if not tree.is_plain
-        )
-        tokens = [1 + tree.num_draft_tokens for _, tree in rows]
+        num_drafted = sum(tree.num_draft_tokens for _, tree in own)
+        num_rounds = max((tree.max_depth for _, tree in own), default=0)
+        num_fed = sum(self._fed_for_tree(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in own)
+        num_keys = sum(one.num_committed for one in views)
         base = Works(
             num_rows=len(views),
-            num_tokens=sum(tokens),
-            num_drawn=sum(1 + tree.num_draft_tokens for one, tree in rows if not one.sampling.is_greedy),
-            num_keys=sum(one.num_committed for one in views),
-            num_scores=sum(count * one.num_committed for count, one in zip(tokens, views, strict=True)),
+            num_tokens=len(views) + num_drafted,
+            num_drawn=sum(not one.sampling.is_greedy for one in views)
+            + sum(tree.num_draft_tokens for one, tree in own if not one.sampling.is_greedy),
+            num_keys=num_keys,
+            num_scores=num_keys + sum(tree.num_draft_tokens * one.num_committed for one, tree in own),
             num_passes=share * num_rounds,
             num_draft_tokens=share * num_fed,
             num_rounds=num_rounds,
         )
+        caught_up = [_catch_up(one) for one in chosen_for]
         load = BatchLoad(
             base=base,
             base_tokens=len(views) - len(free) + sum(known - 1.0 for known in self._own_tokens.values() if known is not None),
-            context_B=np.array([one.num_committed for one in chosen_for], dtype=np.float64),
-            unfed_B=np.array([self._fed_for_tree(one) for one in chosen_for], dtype=np.float64),
-            lag_B=self._unasked_share * np.array([one.num_unfed - _catch_up(one) for one in chosen_for], dtype=np.float64),
-            draws_B=np.array([not one.sampling.is_greedy for one in chosen_for], dtype=np.float64),
+            context_B=[one.num_committed for one in chosen_for],
+            unfed_B=[1.0 + self._unasked_share * (count - 1.0) for count in caught_up],
+            lag_B=[self._unasked_share * (one.num_unfed - count) for one, count in zip(chosen_for, caught_up, strict=True)],
+            draws_B=[not one.sampling.is_greedy for one in chosen_for],
             model_share=share,
         )
         menu, is_allowed_BM = self._allowed(chosen_for)
@@ -431,8 +439,8 @@ class AdaptiveExpansion:
         """Return the tokens that a tree costs the drafter beside its nodes: the root, and shares of those that are merely fed."""
         return 1.0 + self._unasked_share * (_catch_up(view) - 1.0)
 
-    def _allowed(self, views: Sequence[SequenceView]) -> tuple[Menu, NDArray[np.bool_]]:
-        """Return the menu that is open to the sequences, and which of it each may have, [B, M].
+    def _allowed(self, views: Sequence[SequenceView]) -> tuple[Menu, NDArray[np.bool_] | None]:
+        """Return the menu that is open to the sequences, and which of it each may have, [B, M]; None if that is all of it.
 
         That is what its verifier is exact on, within its bound on nodes, no longer than what remains of its text; none while its
         prompt is fed. The coupled rule stands for all rows that rank their tokens, greedy ones too.
@@ -442,9 +450,13 @@ class AdaptiveExpansion:
         menu = self._menu_for(verifiers[0]) if are_alike else self._menu
         bounds = [0 if one.num_uncached > 1 else one.speculation.max_nodes for one in views]
         most_nodes_B = [inf if bound is None else bound for bound in bounds]
+        remaining_B = [max(1, one.num_remaining) for one in views]
+        most_needed, deepest = menu.room_for_all
+        if are_alike and min(most_nodes_B) >= most_needed and min(remaining_B) > deepest:
+            return menu, None
         least_nodes_M, least_depths_M = menu.least_room
         allowed_BM = least_nodes_M <= np.array(most_nodes_B)[:, None]
-        allowed_BM &= least_depths_M < np.array([max(1, one.num_remaining) for one in views])[:, None]
+        allowed_BM &= least_depths_M < np.array(remaining_B)[:, None]
         if not are_alike:
             allowed_BM &= np.stack([self._exact_for(verifier) for verifier in verifiers])
         return menu, allowed_BM
@@ -467,14 +479,16 @@ class AdaptiveExpansion:
 
     def _clearly_better(self, batch: _Batch, allocator: Allocator, best: Allocation) -> Allocation:
         """Return the best allocation, or the last choice if it is still allowed and about as good."""
-        index, trees = batch.menu.index, self._standing.trees
-        last_B = np.array([index.get(trees[one.request_id], -1) if one.request_id in trees else -1 for one in batch.views])
-        is_kept_B = (last_B >= 0) & batch.is_allowed_BM[np.arange(len(last_B)), last_B]
-        kept_B = np.where(is_kept_B, last_B, best.places_B)
-        if (kept_B == best.places_B).all():
+        index, trees, places = batch.menu.index, self._standing.trees, best.places_B.tolist()
+        kept = places.copy()
+        for row, one in enumerate(batch.views):
+            last = index.get(trees[one.request_id]) if one.request_id in trees else None
+            if last is not None and (batch.is_allowed_BM is None or batch.is_allowed_BM[row, last]):
+                kept[row] = last
+        if kept == places:
             return best
-        kept = allocator.of(kept_B)
-        return kept if best.rate < kept.rate * _CLEARLY_BETTER else best
+        standing = allocator.of(np.array(kept, dtype=np.int64))
+        return standing if best.rate < standing.rate * _CLEARLY_BETTER else best
 
     def _probe(self, batch: _Batch, allocator: Allocator, chosen: Allocation) -> Allocation | None:
         """Return the choice with a tree to learn from for the sequences that are due, or one of the first, if it can be paid.
@@ -483,12 +497,16 @@ class AdaptiveExpansion:
         be asked on credit, that whose drafter is least behind: else what looks too dear would never be seen again.
         """
         places_B = chosen.places_B
-        is_open_BM = batch.is_allowed_BM & np.where(places_B[:, None] > 0, batch.menu.tells_most, batch.menu.num_nodes > 0)
-        is_open_BM[np.arange(len(places_B)), places_B] = False
-        can_probe = [bool(is_open_M.any()) for is_open_M in is_open_BM]
-        due = self._probes.due(batch.views, (places_B == 0).tolist(), can_probe)
+        is_open_BM: NDArray[np.bool_] | None = None
+        can_probe = [True] * len(places_B)
+        if batch.is_allowed_BM is not None or not batch.menu.has_probes_for_all:
+            is_open_BM = batch.may_probe_BM(places_B)
+            can_probe = [bool(is_open_M.any()) for is_open_M in is_open_BM]
+        due = self._probes.due(batch.views, [place == 0 for place in places_B.tolist()], can_probe)
         if not due:
             return None
+        if is_open_BM is None:
+            is_open_BM = batch.may_probe_BM(places_B)
         together = [due] if len(due) > 1 else []
         asked = [*together, *([index] for index in due[:_MOST_TRIED])]
         is_drafting = bool(places_B[due[0]])
@@ -526,9 +544,9 @@ def _within_bounds(estimates: Estimates, batch: _Batch) -> Estimates:
     bounds = [(one.speculation.max_nodes, max(0, one.num_remaining - 1)) for one in batch.views]
     least_room = min(remaining if most is None else min(most, remaining) for most, remaining in bounds)
     is_bounded = any(most is not None and most < menu.num_nodes[-1] for most, _ in bounds)
-    is_cut_M = menu.least_chances > 0.0
-    if not is_cut_M.any() or not (is_bounded or least_room < menu.depths[-1]):
+    if not menu.least_chance or not (is_bounded or least_room < menu.depths[-1]):
         return estimates
+    is_cut_M = menu.least_chances > 0.0
     most_nodes_B = np.array([inf if most is None else float(most) for most, _ in bounds])
     remaining_B = np.array([float(remaining) for _, remaining in bounds])
     most_depth_B = np.minimum(remaining_B, most_nodes_B)

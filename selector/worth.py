@@ -5,9 +5,11 @@ nodes alone, would have been: its nodes, its levels, and the tokens that it expe
 admits them, for each sequence and for its kind, towards which a sequence's are shrunk; what came of nodes of each chance corrects
 them. A tree says nothing of nodes less likely than it was allowed.
 
-Shape key: K least chances of a menu, the greatest first; B sequences; F sums (FEATURES).
+Where selector.native was compiled it learns and expects, by the same sums. Shape key: K least chances of a menu, the greatest
+first; B sequences; F sums (FEATURES); S seats, and G kinds, for which there is room.
 """
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -17,8 +19,11 @@ from numpy.typing import NDArray
 
 from engine.policy import DraftOutcome
 from engine.tree import Expansion
+from selector.native import library
+from selector.native.library import address
 
 Array = NDArray[np.float64]
+Places = NDArray[np.int64]
 
 FEATURES = ("chances", "nodes", "rounds", "fed")  # the root's own round aside
 _CHANCES, _NODES, _ROUNDS, _FED = range(len(FEATURES))
@@ -31,43 +36,6 @@ _CAME_TOKENS = 4.0  # that are believed to have come as they were expected
 _CAME_MEMORY = 0.998
 
 
-class _Kind:
-    """Sums of one kind of sequences, F by K, the trees that they are of, and what came of what was expected, both by K."""
-
-    def __init__(self, start_FK: Array) -> None:
-        num_chances = start_FK.shape[1]
-        self._start_FK = start_FK
-        self._begun_K = np.full(num_chances, _START_TREES)  # trees for which the start still stands
-        self.sums_FK = np.zeros_like(start_FK)
-        self.trees_K = np.zeros(num_chances)
-        self.came_2K = np.full((2, num_chances), _CAME_TOKENS)
-        self._means: tuple[Array, Array] | None = None
-
-    @property
-    def means(self) -> tuple[Array, Array]:
-        """Of a tree, F by K, and the share of what is expected that comes, [K].
-
-        The start stands for some trees. It is scaled by what trees bring of the nodes they tell of, over what it foretold of
-        these: so much more or less is expected of others. The likeliest are left aside, of which sure texts have many.
-        """
-        if self._means is None:
-            start_K, begun_K = self._start_FK[_CHANCES, 1:], self._begun_K
-            begun = _START_TREES * float(start_K.sum()) + _EDGE
-            scale = (float(self.sums_FK[_CHANCES, 1:].sum()) + begun) / (float(start_K @ self.trees_K[1:]) + begun)
-            means_FK = (self.sums_FK + scale * begun_K * self._start_FK) / (self.trees_K + begun_K)
-            self._means = means_FK, self.came_2K[0] / self.came_2K[1]
-        return self._means
-
-    def learn(self, sums_FK: Array, told_K: Array, came_K: Array, num_trees: int) -> None:
-        """Add what some trees say."""
-        stays_K, stays = _KIND_MEMORY**told_K, _CAME_MEMORY**num_trees
-        self.sums_FK = stays_K * self.sums_FK + sums_FK
-        self.trees_K = stays_K * self.trees_K + told_K
-        self._begun_K = stays_K * self._begun_K
-        self.came_2K = stays * self.came_2K + (1.0 - stays) * _CAME_TOKENS + np.stack([came_K, sums_FK[_CHANCES]])
-        self._means = None
-
-
 class WorthOfNodes:
     """Expectations of a menu's noise-aware trees, for sequences by seat. The kinds are the caller's names."""
 
@@ -75,41 +43,102 @@ class WorthOfNodes:
         self._entries = frozenset(entries)
         self._depth = max((entry.max_depth for entry in entries), default=0)
         self._least = [entry.least_chance for entry in entries]
+        self._least_K = np.array(self._least)
         self._depth_K = np.array([entry.max_depth for entry in entries], dtype=np.float64)
         self._most_nodes_K = np.array([entry.max_nodes for entry in entries], dtype=np.float64)
         if self._least != sorted(self._least, reverse=True):
             raise ValueError("the greatest least chance comes first")
         self._start_FK = _start(entries)
-        self._kinds: dict[str, _Kind] = {}
-        self._sums = np.zeros((0, len(FEATURES), len(entries)))
-        self._trees = np.zeros((0, len(entries)))
-        self._came = np.zeros((0, 2))
+        size = (len(FEATURES), len(entries))
+        self._sums, self._trees, self._came = np.zeros((0, *size)), np.zeros((0, size[1])), np.zeros((0, 2))
+        # Of each kind: sums, trees that they are of, trees for which the start still stands, what came of what was expected.
+        self._kinds: dict[str, int] = {}
+        self._kind_sums, self._kind_trees = np.zeros((0, *size)), np.zeros((0, size[1]))
+        self._kind_begun, self._kind_came = np.zeros((0, size[1])), np.zeros((0, 2, size[1]))
+        self._library = library.library()
         self.make_room(num_seats)
 
     def make_room(self, num_seats: int) -> None:
         """Have so many seats."""
-        self._sums, self._trees, self._came = (
-            np.concatenate([one, np.zeros((num_seats - len(one), *one.shape[1:]))])
-            for one in (self._sums, self._trees, self._came)
-        )
+        self._sums, self._trees, self._came = (_with_rows(one, num_seats) for one in (self._sums, self._trees, self._came))
+        self._compiled = self._over_arrays()
 
     def clear(self, seat: int) -> None:
         """Forget what is known of a sequence."""
         for one in (self._sums, self._trees, self._came):
             one[seat] = 0.0
 
-    def kind(self, name: str) -> _Kind:
-        """Return what is known of a kind."""
-        if name not in self._kinds:
-            self._kinds[name] = _Kind(self._start_FK)
-        return self._kinds[name]
+    def _kind(self, name: str) -> int:
+        """Return where a kind's sums are kept."""
+        kind = self._kinds.get(name)
+        if kind is None:
+            kind = self._kinds[name] = len(self._kinds)
+            self._kind_sums, self._kind_trees = _with_rows(self._kind_sums, kind + 1), _with_rows(self._kind_trees, kind + 1)
+            self._kind_begun = _with_rows(self._kind_begun, kind + 1, _START_TREES)
+            self._kind_came = _with_rows(self._kind_came, kind + 1, _CAME_TOKENS)
+            self._compiled = self._over_arrays()
+        return kind
 
-    def expect(self, seats: Sequence[int], kinds: Sequence[str]) -> tuple[Array, Array, Array, Array]:
-        """Return expected tokens (the extra one included), nodes, rounds and nodes fed to the drafter, [B, K] each."""
-        distinct = [*dict.fromkeys(kinds)]
-        usual_GFK, comes_GK = (np.array(rows) for rows in zip(*(self.kind(name).means for name in distinct), strict=True))
-        group_B = [distinct.index(name) for name in kinds]
-        usual_BFK, comes_BK = usual_GFK[group_B], comes_GK[group_B]
+    def _over_arrays(self) -> library.Worth:
+        """Return where the compiled part finds everything, until an array is replaced."""
+        return library.Worth(
+            num_chances=len(self._least),
+            least=address(self._least_K),
+            depth=address(self._depth_K),
+            most_nodes=address(self._most_nodes_K),
+            start=address(self._start_FK),
+            sums=address(self._sums),
+            trees=address(self._trees),
+            came=address(self._came),
+            kind_sums=address(self._kind_sums),
+            kind_trees=address(self._kind_trees),
+            kind_begun=address(self._kind_begun),
+            kind_came=address(self._kind_came),
+            start_trees=_START_TREES,
+            kind_trees_weight=_KIND_TREES,
+            edge=_EDGE,
+            kind_memory=_KIND_MEMORY,
+            own_memory=_OWN_MEMORY,
+            came_tokens=_CAME_TOKENS,
+            came_memory=_CAME_MEMORY,
+        )
+
+    def _means(self, kind: int) -> Array:
+        """Return what a tree of a kind brings on the mean, before what comes of it is known, F by K.
+
+        The start stands for some trees. It is scaled by what trees bring of the nodes they tell of, over what it foretold of
+        these: so much more or less is expected of others. The likeliest are left aside, of which sure texts have many.
+        """
+        start_K, begun_K, trees_K = self._start_FK[_CHANCES, 1:], self._kind_begun[kind], self._kind_trees[kind]
+        begun = _START_TREES * float(start_K.sum()) + _EDGE
+        scale = (float(self._kind_sums[kind, _CHANCES, 1:].sum()) + begun) / (float(start_K @ trees_K[1:]) + begun)
+        return np.asarray((self._kind_sums[kind] + scale * begun_K * self._start_FK) / (trees_K + begun_K))
+
+    def _comes(self, kind: int) -> Array:
+        """Return the share of what is expected of a kind that comes, [K]."""
+        return np.asarray(self._kind_came[kind, 0] / self._kind_came[kind, 1])
+
+    def expect(self, seats: Sequence[int], kinds: Sequence[str]) -> Array:
+        """Return expected tokens (the extra one included), nodes, rounds and nodes fed to the drafter, [4, B, K]."""
+        told_4BK, places_K = np.empty((4, len(seats), len(self._least))), np.arange(len(self._least))
+        self.tell(seats, kinds, told_4BK, places_K, places_K)
+        return told_4BK
+
+    def tell(self, seats: Sequence[int], kinds: Sequence[str], told_4BM: Array, columns_W: Places, places_W: Places) -> None:
+        """Write the same of W of the entries, `places_W` in ascending order, into these columns."""
+        kind_B = [self._kind(name) for name in kinds]
+        if self._library is None:
+            told_4BM[:, :, columns_W] = self._expected(seats, kind_B)[:, :, places_W]
+            return
+        rows = array("q", [*seats, *kind_B])
+        begin, num_rows = rows.buffer_info()[0], len(seats)
+        self._library.selector_expect(
+            *(self._compiled, begin, begin + 8 * num_rows, num_rows, address(columns_W), address(places_W)),
+            *(len(places_W), address(told_4BM), told_4BM.shape[2]),
+        )
+
+    def _expected(self, seats: Sequence[int], kind_B: Sequence[int]) -> Array:
+        usual_BFK, comes_BK = (np.array([of(kind) for kind in kind_B]) for of in (self._means, self._comes))
         weights_BK = self._trees[seats] + _KIND_TREES
         sums_BFK = (self._sums[seats] + _KIND_TREES * usual_BFK) / weights_BK[:, None]
         sums_BFK[:, _CHANCES] *= comes_BK * self._own_share(seats)[:, None]
@@ -117,7 +146,7 @@ class WorthOfNodes:
         tokens_BK = 1.0 + np.minimum(up_to_BFK[:, _CHANCES], self._depth_K)
         rounds_BK = np.minimum(1.0 + up_to_BFK[:, _ROUNDS], self._depth_K)
         nodes_BK, fed_BK = np.minimum(up_to_BFK[:, [_NODES, _FED]], self._most_nodes_K).swapaxes(0, 1)
-        return tokens_BK, nodes_BK, rounds_BK, fed_BK
+        return np.array((tokens_BK, nodes_BK, rounds_BK, fed_BK))
 
     def _own_share(self, seats: Sequence[int]) -> Array:
         """Return what came of what was expected of each sequence as one of its kind, [B]."""
@@ -130,6 +159,25 @@ class WorthOfNodes:
         A tree that was cut, to its request's bound or to the room there was, tells its own sequence all that it may have, and the
         kind what it would have been whole.
         """
+        kind_of = [self._kind(name) for name in kinds]
+        if self._library is None:
+            self._learn(outcomes, seats, kind_of)
+            return
+        trees, least, chances, depths, accepted = array("q"), array("d"), array("d"), array("q"), array("q")
+        for one, seat, kind in zip(outcomes, seats, kind_of, strict=True):
+            nodes = one.nodes
+            assert nodes is not None, "a tree that does not know its nodes"
+            sizes = (len(chances), len(nodes.chances), len(accepted), len(nodes.accepted))
+            trees.extend((seat, kind, *sizes, one.drafted_depth))
+            least.extend((nodes.least, self._least_whole(one)))
+            chances.extend(nodes.chances)
+            depths.extend(nodes.depths)
+            accepted.extend(nodes.accepted)
+        begins = [numbers.buffer_info()[0] for numbers in (trees, least, chances, depths, accepted)]
+        told = library.Trees(begins[0], len(outcomes), *begins[1:])
+        self._library.selector_learn_worth(self._compiled, told)
+
+    def _learn(self, outcomes: Sequence[DraftOutcome], seats: Sequence[int], kinds: Sequence[int]) -> None:
         trees: dict[int, list[DraftOutcome]] = {}
         for outcome, seat in zip(outcomes, seats, strict=True):
             trees.setdefault(seat, []).append(outcome)
@@ -142,21 +190,27 @@ class WorthOfNodes:
         kind_of_seat = dict(zip(seats, kinds, strict=True))
         sums_BFK = np.array([one.sums for one in found])
         told_BK, came_BK = np.array([one.num_told for one in found]), np.array([one.came for one in found])
-        comes_BK = np.stack([self.kind(kind_of_seat[seat]).means[1] for seat in own])
+        comes_BK = np.stack([self._comes(kind_of_seat[seat]) for seat in own])
         expected_B = (sums_BFK[:, _CHANCES] * comes_BK).sum(1)
         stays_B1 = _OWN_MEMORY ** np.array([[float(one.num_trees)] for one in found])
         stays_BK = _OWN_MEMORY**told_BK
         self._came[own] = stays_B1 * self._came[own] + np.stack([came_BK.sum(1), expected_B], axis=1)
         self._sums[own] = stays_BK[:, None] * self._sums[own] + sums_BFK
         self._trees[own] = stays_BK * self._trees[own] + told_BK
-        for name in dict.fromkeys(kind_of_seat.values()):
-            of_kind = [one for seat, one in zip(own, whole, strict=True) if kind_of_seat[seat] == name]
-            self.kind(name).learn(
-                np.array([one.sums for one in of_kind]).sum(0),
-                np.array([one.num_told for one in of_kind]).sum(0),
-                np.array([one.came for one in of_kind]).sum(0),
-                sum(one.num_trees for one in of_kind),
-            )
+        for kind in dict.fromkeys(kind_of_seat.values()):
+            self._learn_of_kind(kind, [one for seat, one in zip(own, whole, strict=True) if kind_of_seat[seat] == kind])
+
+    def _learn_of_kind(self, kind: int, found: Sequence["NodeSums"]) -> None:
+        """Add what some trees say to what is known of their kind."""
+        sums_FK, told_K, came_K = (
+            np.array(rows).sum(0) for rows in zip(*((one.sums, one.num_told, one.came) for one in found), strict=True)
+        )
+        stays_K, stays = _KIND_MEMORY**told_K, _CAME_MEMORY ** sum(one.num_trees for one in found)
+        self._kind_sums[kind] = stays_K * self._kind_sums[kind] + sums_FK
+        self._kind_trees[kind] = stays_K * self._kind_trees[kind] + told_K
+        self._kind_begun[kind] *= stays_K
+        came_2K = np.stack([came_K, sums_FK[_CHANCES]])
+        self._kind_came[kind] = stays * self._kind_came[kind] + (1.0 - stays) * _CAME_TOKENS + came_2K
 
     def _found(self, trees: Sequence[DraftOutcome], least_told: Callable[[DraftOutcome], float]) -> "NodeSums":
         found = NodeSums(self._least)
@@ -172,7 +226,9 @@ class WorthOfNodes:
         expansion, nodes = outcome.expansion, outcome.nodes
         assert nodes is not None
         least = nodes.least
-        if self._is_cut(outcome) and len(nodes.chances) >= expansion.max_nodes:
+        if not self._is_cut(outcome):
+            return least
+        if len(nodes.chances) >= expansion.max_nodes:
             least = max(least, min(nodes.chances))
         if expansion.max_depth < self._depth:
             last = [chance for chance, depth in zip(nodes.chances, nodes.depths, strict=True) if depth >= expansion.max_depth]
@@ -228,6 +284,11 @@ class NodeSums:
                 if depth > deepest:
                     rounds[place] += depth - deepest
                     deepest = depth
+
+
+def _with_rows(array: Array, num_rows: int, value: float = 0.0) -> Array:
+    """Return an array with rows of a value behind its own, so many in all."""
+    return np.concatenate([array, np.full((num_rows - len(array), *array.shape[1:]), value)])
 
 
 def _start(entries: Sequence[Expansion]) -> Array:

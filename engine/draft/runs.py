@@ -18,10 +18,9 @@ _LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
 
 
 class _Seen(NamedTuple):
-    """A look that found no chain: at which choice, whether nobody drafts by it, for whom, and who of them may have chains."""
+    """A look that found no chain: at which choice, for whom, and who of them may have chains."""
 
     choice: Choice
-    is_quiet: bool
     composition: int | None
     request_ids: tuple[str, ...]
 
@@ -40,33 +39,29 @@ class RunningPolicy:
         self._longest = longest
         self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
         self._seen: _Seen | None = None  # the last look, if there was no chain
-        self._num_follows = 0  # times that texts had been followed by then
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
-        choice, composition, num_follows = self._policy.choose(views), composition_of(views), self._texts.num_follows
-        has_followed, self._num_follows = num_follows != self._num_follows, num_follows
-        if self._sees_nothing_new(choice, composition, has_followed):
+        choice, composition = self._policy.choose(views), composition_of(views)
+        if self._sees_nothing_new(choice, composition):
             return choice
         chains = [self._chain(view, wish, choice.prices) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:
             asked = tuple(view.request_id for view in views if view.is_free)
-            self._seen = _Seen(choice, all(wish.is_plain for wish in choice.expansions), composition, asked)
+            self._seen = _Seen(choice, composition, asked)
             return choice
         self._seen = None
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
         reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None)
 
-    def _sees_nothing_new(self, choice: Choice, composition: int | None, has_followed: bool) -> bool:
+    def _sees_nothing_new(self, choice: Choice, composition: int | None) -> bool:
         """Return whether there is no chain for those who had none of late, whose choice is what it was: no look is needed."""
-        seen = self._seen
+        seen, texts = self._seen, self._texts
         if seen is None or seen.choice is not choice or composition is None or seen.composition != composition:
             return False
-        if seen.is_quiet and not has_followed:
-            return True
-        return not any(map(self._texts.begins_run, seen.request_ids))
+        return not texts.may_begin_run or not any(map(texts.begins_run, seen.request_ids))
 
     def _chain(self, view: SequenceView, wish: Expansion, prices: GrowthPrices) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.

@@ -141,7 +141,7 @@ class TextCache:
         self._recent = RecentTexts(recent if has_own_texts else _NOTHING, self._indexer)
         self._followed: dict[str, _Followed] = {}
         self._is_asked, self._num_waited = False, 0  # whether anybody was since texts were last followed, and steps since
-        self.num_follows = 0  # times that they were: between two of them nothing new is known of texts that nobody drafts from
+        self.may_begin_run = False  # whether a run may begin at the end of some text, as it was when they were last advanced
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Follow a request from now on; `history` is its text, which grows as it is committed."""
@@ -175,19 +175,19 @@ class TextCache:
         Of those that have grown and that somebody asked about, what is said of the next token is looked up: it will be asked.
         """
         self._num_waited += 1
-        asked = []
+        self.may_begin_run, asked = False, []
         if self._is_asked or self._num_waited >= _FOLLOWED_TOGETHER:
             self._is_asked, self._num_waited = False, 0
-            self.num_follows += 1
             followed = [one for one in map(self._followed.get, running) if one is not None]
             asked = [one for one in followed if one.is_asked and one.num_unknown]
             for one in followed:
                 # Half of them will do where somebody else was asked about meanwhile: none waits twice as long.
                 if one.is_asked or 2 * one.num_unknown >= _FOLLOWED_TOGETHER:
+                    self.may_begin_run = self.may_begin_run or not (one.is_asked and one.num_unknown)
                     self._follow(one)
         self._indexer.advance(MOST_INDEXED)
         for one in asked:
-            self._said(one)
+            self.may_begin_run = self._said(one).is_sure or self.may_begin_run
 
     def _follow(self, one: _Followed) -> None:
         """Learn the tokens that were committed since, and how well each was foretold before it was known."""

@@ -14,6 +14,8 @@ from selector.cost import KNOTS, NUM_REST, CostModel, Works
 from selector.estimators import Estimates
 from selector.menu import Menu, menu_of
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 MENU = Menu((PLAIN, Expansion(1, 1, 0), Expansion(0, 2, 1), Expansion(2, 1, 0), Expansion(1, 2, 1), Expansion(3, 1, 0)))
 
 
@@ -38,8 +40,8 @@ def allocator(chances: list[float], model: CostModel, allowed: list[list[bool]] 
 
 
 def load_of(num_rows: int) -> BatchLoad:
-    zeros = np.zeros(num_rows)
-    return BatchLoad(Works(num_rows, num_rows, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, zeros, zeros + 1.0, zeros, zeros, 1.0)
+    zeros = [0.0] * num_rows
+    return BatchLoad(Works(num_rows, num_rows, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, zeros, [1.0] * num_rows, zeros, zeros, 1.0)
 
 
 def best_of_all(one: Allocator, num_rows: int) -> float:
@@ -62,9 +64,9 @@ def test_it_is_near_the_best_and_never_below_plain(chances, knees, pass_s):
 def unlike_rows(chances: list[float], contexts: list[float], draws: list[float], num_others: int, model: CostModel) -> Allocator:
     """Return an allocator for sequences that differ, beside others that have chosen for themselves."""
     one, num_rows = allocator(chances, model), len(chances) + num_others
-    base = replace(load_of(num_rows).base, num_drawn=sum(draws), num_keys=sum(contexts), num_scores=sum(contexts))
+    base = load_of(num_rows).base._replace(num_drawn=sum(draws), num_keys=sum(contexts), num_scores=sum(contexts))
     load = replace(load_of(len(chances)), base=base, base_tokens=float(num_others))
-    load = replace(load, context_B=np.array(contexts), draws_B=np.array(draws))
+    load = replace(load, context_B=contexts, draws_B=draws)
     return Allocator(MENU, one._estimates, one._is_allowed_BM, load, model)
 
 

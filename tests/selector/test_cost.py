@@ -22,6 +22,8 @@ from selector.cost import (
     rest_features,
 )
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 def work(num_tokens: int, num_passes: int = 0, num_rows: int = 1, num_keys: int = 200) -> StepWork:
     return StepWork(num_rows, num_tokens, num_tokens, num_keys, num_tokens * num_keys, num_passes, num_passes, num_passes)

@@ -379,7 +379,7 @@ def tokens_of_the_last(num_tokens: int) -> np.ndarray:
     policy = adaptive(CHEAP, BY_CHANCE)
     run(policy, CHEAP, texts_by_chance((0.9, 0.6), 2), 100)
     text, ending = Text(flat(0.0), max_tokens=num_tokens, temperature=0.0), Text(flat(0.0), max_tokens=1, temperature=0.0)
-    batch = policy._batch([text.view("late"), ending.view("ending")])
+    batch = policy._batch([text.view("late"), ending.view("ending")], [])
     estimates = policy._estimator.estimate(batch.views, batch.menu)
     return np.asarray(_within_bounds(estimates, batch).tokens[0] - 1.0)
 
@@ -400,7 +400,7 @@ def test_the_end_of_a_text_cuts_levels_off_and_the_tokens_that_they_would_bring(
 
 def test_what_is_cut_was_read_off_roots_if_it_was_before():
     policy = adaptive(CHEAP, BY_CHANCE)
-    batch = policy._batch([Text(flat(0.5), max_tokens=3, temperature=0.0).view("late")])
+    batch = policy._batch([Text(flat(0.5), max_tokens=3, temperature=0.0).view("late")], [])
     estimates = policy._estimator.estimate(batch.views, batch.menu)
     for reads_roots in (False, True):
         cut = _within_bounds(replace(estimates, reads_roots=reads_roots), batch)
@@ -558,7 +558,7 @@ SLOW_FEED = Machine(draft_token_s=0.002)
 
 class FeedsForNothing(Allocator):
     def trials(self, chosen, asked):
-        self._load = replace(self._load, lag_B=np.zeros_like(self._load.lag_B))
+        self._load = replace(self._load, lag_B=[0.0] * len(self._load.lag_B))
         return super().trials(chosen, asked)
 
 
@@ -584,7 +584,7 @@ def test_written_off_it_would_cost_more(monkeypatch):
 def test_what_a_drafter_is_behind_weighs_as_much_as_feeding_it_costs(unasked_share):
     """Half of it is more than is spread over the steps of a choice: a probe pays for that."""
     policy = adaptive(SLOW_FEED, unasked_share=unasked_share)
-    load = policy._batch([Text(flat(0.5), context=900, num_unfed=901).view("0")]).load
+    load = policy._batch([Text(flat(0.5), context=900, num_unfed=901).view("0")], []).load
     assert load.unfed_B[0] + load.lag_B[0] == pytest.approx(1.0 + 900 * unasked_share)
     assert load.lag_B[0] > 0.5 * 900 * unasked_share
 
@@ -1132,8 +1132,8 @@ def test_plain_steps_are_seldom_asked_what_they_were(monkeypatch):
     run(policy, DEAR, texts, 400)
     plain = [one for one in told if not one.has_drafted]
     assert len(plain) > 350
-    assert sum("_told" in vars(one) for one in plain) < len(plain) / 10
-    assert all("_told" in vars(one) for one in told if one.has_drafted)
+    assert sum("told" in vars(one) for one in plain) < len(plain) / 10
+    assert all("told" in vars(one) for one in told if one.has_drafted)
 
 
 def test_trees_must_bring_more_than_their_seconds_are_worth():

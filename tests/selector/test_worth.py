@@ -11,6 +11,8 @@ from selector import worth
 from selector.menu import menu_of
 from selector.worth import WorthOfNodes
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 LARGEST = Expansion(0, 4, 8, "noise_aware", 64)
 ENTRIES = menu_of(LARGEST, "coupled", LARGEST).entries[1:]
 LEAST = [entry.least_chance for entry in ENTRIES]
@@ -96,7 +98,7 @@ def untold(expansion: Expansion, chances: list[float], seat: int = 1, depth: int
     """Return of which least chances such trees of the sequence at 0 taught that sequence nothing, or at 1 its kind."""
     tree = outcome(chances, [depth] * len(chances), [], depth + 1, expansion)
     found = taught([tree] * 50)
-    trees_K = found.kind("k").trees_K if seat else found._trees[0]
+    trees_K = found._kind_trees[found._kind("k")] if seat else found._trees[0]
     return [count == 0.0 for count in trees_K[1:].tolist()]
 
 
@@ -179,17 +181,17 @@ def test_at_the_start_no_more_is_expected_than_there_is_room_for():
 
 def test_of_nodes_that_no_tree_tells_of_there_are_as_many_as_of_those_that_trees_tell_of():
     """Twice as many nodes as at the start, down to .3: twice as many below."""
-    start_FK = worth._start(ENTRIES)
     told = LEAST.index(0.3) + 1
     told_K = np.where(np.arange(len(LEAST)) < told, 200.0, 0.0)
-    kind = worth._Kind(start_FK)
-    kind.learn(2 * start_FK * told_K, told_K, np.zeros(len(LEAST)), 200)
-    means_FK, _ = kind.means
-    assert means_FK[:, told:] == pytest.approx(2 * start_FK[:, told:], rel=0.05)
+    found = WorthOfNodes(ENTRIES, 1)
+    kind, start_FK = found._kind("k"), found._start_FK
+    found._kind_sums[kind], found._kind_trees[kind] = 2 * start_FK * told_K, told_K
+    found._kind_begun[kind] *= worth._KIND_MEMORY**told_K
+    assert found._means(kind)[:, told:] == pytest.approx(2 * start_FK[:, told:], rel=0.05)
 
 
 def untold_as_at_the_start(monkeypatch) -> None:
-    monkeypatch.setattr(worth._Kind, "means", property(lambda self: (self._start_FK, np.ones(len(LEAST)))))
+    monkeypatch.setattr(WorthOfNodes, "_means", lambda self, kind: self._start_FK)
 
 
 def test_who_leaves_the_rest_as_it_was_is_noticed(monkeypatch):

@@ -170,23 +170,19 @@ class CountingRuns(Sure):
         return super().run(request_id, most_tokens, least_chance)
 
 
-class Counting(CountingRuns):
-    """One that counts how often it is asked whether one begins, too."""
-
-    def begins_run(self, request_id: str) -> bool:
-        self.num_asked += 1
-        return super().begins_run(request_id)
-
-
-def looks(policy: ExpansionPolicy, compositions: Sequence[int | None]) -> list[bool]:
-    """Return in which of some steps over one request a policy's cached text is looked at."""
-    texts = Counting({"r": 0})
+def looks(policy: ExpansionPolicy, compositions: Sequence[int | None], is_asked: bool = False) -> list[int]:
+    """Return how often a policy's cached text is looked at in each of some steps, over one request that repeats nothing."""
+    texts, history = CountingRuns({"r": 0}), [*range(5)]
+    texts.begin(Request("r", tuple(history), SamplingParams(max_tokens=500)), history)
     running, looked = RunningPolicy(policy, texts), []
     for composition in compositions:
-        texts.advance([])  # every eighth time texts are followed
+        history.append(len(history))
+        texts.advance(["r"])
+        if is_asked:
+            texts.law_after(row_of("r", history), ())
         before = texts.num_asked
         running.choose(BatchViews(lambda: [view("r")], 1, composition))
-        looked.append(texts.num_asked > before)
+        looked.append(texts.num_asked - before)
     return looked
 
 
@@ -201,25 +197,14 @@ class SaysTheSame(FixedExpansion):
         return self._choice
 
 
-def test_where_nobody_drafts_cached_text_is_looked_at_as_often_as_it_is_followed():
-    plain = SaysTheSame(PLAIN)
-    assert [step for step, looked in enumerate(looks(plain, [7] * 17)) if looked] == [0, 7, 15]
-    assert looks(plain, [7, 7, 8]) == [True, False, True], "others run than before"
-    assert looks(plain, [None] * 3) == [True] * 3, "a prompt is fed"
-    assert looks(FixedExpansion(PLAIN), [7] * 3) == [True] * 3, "every choice is a new one"
-    assert looks(SaysTheSame(TREE), [7] * 3) == [True] * 3, "somebody drafts: at whether a run begins"
-
-
-def test_where_somebody_drafts_no_more_is_looked_at_than_whether_a_run_begins():
-    """By a choice that stands for the same sequences."""
-    texts = CountingRuns({"r": 0})
-    policy = RunningPolicy(SaysTheSame(TREE), texts)
-    asked = []
-    for composition in (7, 7, 7, 8, None, None):
-        before = texts.num_asked
-        policy.choose(BatchViews(lambda: [view("r")], 1, composition))
-        asked.append(texts.num_asked - before)
-    assert asked == [1, 0, 0, 1, 1, 1]
+@pytest.mark.parametrize("tree", [PLAIN, TREE])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_who_repeats_nothing_is_not_looked_at_while_a_choice_stands_for_the_same_sequences(tree, is_asked):
+    policy = SaysTheSame(tree)
+    assert looks(policy, [7] * 40, is_asked) == [1, *[0] * 39]
+    assert looks(policy, [7, 7, 8], is_asked) == [1, 0, 1], "others run than before"
+    assert looks(policy, [None] * 3, is_asked) == [1] * 3, "a prompt is fed"
+    assert looks(FixedExpansion(tree), [7] * 3, is_asked) == [1] * 3, "every choice is a new one"
 
 
 class StandsFor(FixedExpansion):
@@ -276,4 +261,9 @@ def test_a_text_that_begins_to_repeat_itself_is_seen_as_soon_as_if_looked_at_in_
 def test_looks_in_another_phase_than_texts_are_followed_in_see_it_late(monkeypatch):
     steps = count()
     monkeypatch.setattr(RunningPolicy, "_sees_nothing_new", lambda self, *_: next(steps) % 4 != 1)
+    assert max(first_chain(1000, num_known, 7) for num_known in range(4, 9)) == 200
+
+
+def test_a_cache_that_never_says_that_a_run_may_begin_is_noticed(monkeypatch):
+    monkeypatch.setattr(TextCache, "may_begin_run", property(lambda self: False, lambda self, value: None), raising=False)
     assert max(first_chain(1000, num_known, 7) for num_known in range(4, 9)) == 200

@@ -1,0 +1,1 @@
+"""What choosing computes over numbers alone, compiled where there was a compiler; elsewhere numpy does the same."""
