@@ -5,7 +5,7 @@ weighs tokens against seconds is the selector's and implements the same Protocol
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, Protocol, overload
@@ -204,33 +204,39 @@ class PassSize:
         return self.num_rows * self.num_nodes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class StepFeedback:
     """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
 
-    `has_drafted` says whether any row was to grow a tree. What it ran and brought takes time to tell, and is told when asked for.
+    `has_drafted` says whether any of its `num_rows` was to grow a tree; trees grew in `num_rounds`, with `num_passes` of a model.
+    What else it ran and brought takes time to tell, and is told when asked for.
     """
 
     draft_s: float
     rest_s: float
     has_prefill: bool
     has_drafted: bool
-    tell: Callable[[], tuple[StepWork, tuple[DraftOutcome, ...]]]
-
-    @cached_property
-    def told(self) -> tuple[StepWork, tuple[DraftOutcome, ...]]:
-        """What it ran, and what became of its decoding rows."""
-        return self.tell()
+    num_rows: int
+    num_rounds: int
+    num_passes: int
+    tell_work: Callable[[], StepWork]
+    tell_outcomes: Callable[[], tuple[DraftOutcome, ...]]
+    _work: StepWork | None = field(default=None, init=False)
+    _outcomes: tuple[DraftOutcome, ...] | None = field(default=None, init=False)
 
     @property
     def work(self) -> StepWork:
         """What it ran."""
-        return self.told[0]
+        if self._work is None:
+            self._work = self.tell_work()
+        return self._work
 
     @property
     def outcomes(self) -> tuple[DraftOutcome, ...]:
         """What became of its decoding rows."""
-        return self.told[1]
+        if self._outcomes is None:
+            self._outcomes = self.tell_outcomes()
+        return self._outcomes
 
 
 class ExpansionPolicy(Protocol):

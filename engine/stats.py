@@ -103,23 +103,27 @@ def feedback_of(record: StepRecord) -> StepFeedback:
         rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
         has_prefill=has_prefill,
         has_drafted=has_drafted,
-        tell=lambda: (_work_of(record), tuple(_draft_outcome(outcome) for outcome in record.outcomes)),
+        num_rows=len(record.plan.rows),
+        num_rounds=record.num_draft_rounds,
+        num_passes=record.draft_passes.num_passes,
+        tell_work=lambda: _work_of(record),
+        tell_outcomes=lambda: tuple([_draft_outcome(outcome) for outcome in record.outcomes]),
     )
 
 
 def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     """Return what a policy learns of a row: what came after a stop token was worth nothing."""
-    row, tree, emission = outcome.row, outcome.tree, outcome.emission
-    is_stopped = emission is not None and emission.finish is FinishReason.STOP
-    accepted_depth = emission.num_accepted if emission is not None and is_stopped else outcome.accepted_depth
-    drafted_depth = max(tree.depths) if row.expansion.is_delayed else outcome.num_rounds
+    row, tree, emission, worth = outcome.row, outcome.tree, outcome.emission, outcome.worth
+    accepted_depth, expansion = outcome.accepted_depth, row.expansion
+    if emission is not None and emission.finish is FinishReason.STOP:
+        accepted_depth = emission.num_accepted
+    drafted_depth = max(tree.depths) if expansion.is_delayed else outcome.num_rounds
     nodes = None
-    if outcome.worth is not None:
+    if worth is not None:
         path = outcome.verdict.path[1 : 1 + accepted_depth] if isinstance(outcome.verdict, Verdict) else ()
-        accepted = tuple(node - 1 for node in path)
-        chances = outcome.worth.chances
-        nodes = NodeChances(chances, tree.depths[1:], accepted, row.prices.least_told(row.expansion, chances))
-    return DraftOutcome(row.request_id, row.expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
+        accepted = tuple([node - 1 for node in path])
+        nodes = NodeChances(worth.chances, tree.depths[1:], accepted, row.prices.least_told(expansion, worth.chances))
+    return DraftOutcome(row.request_id, expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
 
 
 def _work_of(record: StepRecord) -> StepWork:

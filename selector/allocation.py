@@ -70,6 +70,20 @@ class Allocation:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True)
+class Trials:
+    """Changes of a choice, what is expected of each, and the seconds that it loses."""
+
+    places_CB: Places
+    tokens_C: Array
+    seconds_C: Array
+    loss_C: Array
+
+    def of(self, candidate: int) -> Allocation:
+        """Return one as an allocation."""
+        return Allocation(self.places_CB[candidate], float(self.tokens_C[candidate]), float(self.seconds_C[candidate]))
+
+
 class Allocator:
     """Finds allocations for one step. Knows its estimates, its costs and what the step runs anyway."""
 
@@ -189,24 +203,24 @@ class Allocator:
         nodes = np.maximum((shared_s / self._num_rows + np.diff(tokens_s)) * chosen.rate, self._menu.least_chance)
         return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate, tuple(_never_less(nodes)))
 
-    def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list[tuple[list[Allocation], Array]]:
+    def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list["Trials"]:
         """Return the choice with each of some entries for some sequences, and the seconds that each loses; no entry is plain.
 
         A loss is what the step takes longer, less what the tokens that it brings are worth at the choice's own rate.
         """
         ends = list(accumulate(len(entries) for _, entries in asked))
         places_CB = np.repeat(chosen.places_B[None], ends[-1], axis=0)
+        lag_s = self._load.model_share * self._costs.prices["draft_token"]
         lags = []
         for end, (indices, entries) in zip(ends, asked, strict=True):
             places_CB[end - len(entries) : end, indices] = entries[:, None]
-            lags.append(sum(self._load.lag_B[index] for index in indices))
+            lags.append(lag_s * sum(self._load.lag_B[index] for index in indices))
         tokens_C, seconds_C = self._priced(places_CB)
         loss_C = seconds_C - tokens_C / chosen.rate
-        changed = [Allocation(*one) for one in zip(places_CB, tokens_C.tolist(), seconds_C.tolist(), strict=True)]
-        lag_s = self._load.model_share * self._costs.prices["draft_token"]
+        parts = [slice(end - len(entries), end) for end, (_, entries) in zip(ends, asked, strict=True)]
         return [
-            (changed[end - len(entries) : end], lag_s * lag + loss_C[end - len(entries) : end])
-            for end, lag, (_, entries) in zip(ends, lags, asked, strict=True)
+            Trials(places_CB[part], tokens_C[part], seconds_C[part], lag + loss_C[part])
+            for lag, part in zip(lags, parts, strict=True)
         ]
 
     def best(self, plain: Allocation) -> Allocation:

@@ -58,8 +58,7 @@ _FORGOTTEN = 0.5  # of what the filter has become sure of, each time that one su
 _PULL, _LEAST_FITTED = 1e-5, 1e-3  # of fitted prices towards the generic ones, and below which share of them none falls
 
 
-@dataclass(frozen=True)
-class StageSeconds:
+class StageSeconds(NamedTuple):
     """What a step cost: drafting, and all else."""
 
     draft_s: float

@@ -3,7 +3,7 @@
 Counted by rounds of the whole batch, which is what passes are paid for. Owns two sums.
 """
 
-from engine.policy import StepWork
+from engine.policy import StepFeedback
 
 _MEMORY = 0.98  # of a step, at each later one that drafts
 _ROUNDS = 16.0  # with the model, that are believed at first
@@ -20,9 +20,9 @@ class ModelShare:
         """Passes a round, above 0; at most 1 but where a late start takes a pass more."""
         return self._num_passes / self._num_rounds
 
-    def observe(self, work: StepWork, num_known: int) -> None:
-        """Count a step, of which so many rows' outcomes are known: where some are not it says nothing of the policy's trees."""
-        if not work.num_rounds or num_known < work.num_rows:
+    def observe(self, feedback: StepFeedback) -> None:
+        """Count a step. One in which some row's outcome is kept from the policy says nothing of the policy's own trees."""
+        if not feedback.num_rounds or len(feedback.outcomes) < feedback.num_rows:
             return
-        self._num_passes = _MEMORY * self._num_passes + work.num_passes
-        self._num_rounds = _MEMORY * self._num_rounds + work.num_rounds
+        self._num_passes = _MEMORY * self._num_passes + feedback.num_passes
+        self._num_rounds = _MEMORY * self._num_rounds + feedback.num_rounds

@@ -356,13 +356,13 @@ class AdaptiveExpansion:
         return self._num_priced <= _PRICED_ALWAYS or is_probe or self._num_priced % every == 0
 
     def _learn(self, feedback: StepFeedback, is_priced: bool) -> None:
-        work, outcomes = feedback.told
+        outcomes = feedback.outcomes
         if is_priced and outcomes:
-            self._costs.observe(work, StageSeconds(feedback.draft_s, feedback.rest_s))
+            self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
             self._num_confirming += feedback.has_drafted
         if feedback.has_drafted:
             if not feedback.has_prefill:
-                self._model_share.observe(work, len(outcomes))
+                self._model_share.observe(feedback)
             self._estimator.observe(outcomes)
             for one in outcomes if self._own_tokens else ():
                 if one.request_id in self._own_tokens:
@@ -379,7 +379,7 @@ class AdaptiveExpansion:
         asked = [one for one in feedback.outcomes if self._probes.has_asked(one.request_id)]
         if not asked:  # cached text was drafted instead, or they have ended
             self._probes.cancel()
-        elif self._probe_s is None or feedback.has_prefill or len(feedback.outcomes) < feedback.work.num_rows:
+        elif self._probe_s is None or feedback.has_prefill or len(feedback.outcomes) < feedback.num_rows:
             self._probes.keep()
         else:
             overrun_s = feedback.draft_s + feedback.rest_s - self._probe_s
@@ -503,7 +503,7 @@ class AdaptiveExpansion:
             is_open_BM = batch.may_probe_BM(places_B)
             can_probe = [bool(is_open_M.any()) for is_open_M in is_open_BM]
         due = self._probes.due(batch.views, [place == 0 for place in places_B.tolist()], can_probe)
-        if not due:
+        if not due or self._probes.is_short:
             return None
         if is_open_BM is None:
             is_open_BM = batch.may_probe_BM(places_B)
@@ -515,15 +515,16 @@ class AdaptiveExpansion:
             on_credit = [min(due, key=lambda index: batch.views[index].num_unfed)]
             asked = [*asked, on_credit]
         trials = allocator.trials(chosen, [(indices, np.flatnonzero(is_open_BM[indices].all(0))) for indices in asked])
-        for indices, (probing, loss_C) in zip(asked, trials, strict=True):
+        for indices, tried in zip(asked, trials, strict=True):
+            loss_C = tried.loss_C
             affordable = np.flatnonzero(loss_C <= self._probes.saved_s)
             if len(affordable) or (indices is on_credit and len(loss_C)):
                 best = int(affordable[-1] if is_drafting else loss_C.argmin())
                 # Where others draft what a probe brings is not known (_settle), and a gain that is hoped for is none.
                 least_s = 0.0 if chosen.places_B.any() else -inf
                 self._probes.pay([batch.views[index] for index in indices], max(least_s, float(loss_C[best])))
-                return probing[best]
-        self._probes.put_off(min(float(loss_C.min(initial=inf)) for _, loss_C in trials))
+                return tried.of(best)
+        self._probes.put_off(min(float(tried.loss_C.min(initial=inf)) for tried in trials))
         return None
 
     def _without_numbers(self, views: Sequence[SequenceView]) -> Choice:

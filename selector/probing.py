@@ -41,6 +41,7 @@ class Probes:
         self._income_s = 0.0  # of a step
         self._paid_s = 0.0
         self._price_s, self._due_in = 0.0, 0.0  # of the cheapest probe that was thought of last, and the steps until one is due
+        self._is_put_off = False  # whether that could not be paid
         self._interval = float(_FIRST_INTERVAL)  # that a new sequence begins with
         self._patience: dict[str, _Patience] = {}
         self._asked: set[str] = set()
@@ -79,7 +80,7 @@ class Probes:
         self._patience = patience
         order = [index for _, index in sorted(found)]
         if not found:
-            self._price_s = 0.0
+            self._price_s, self._is_put_off = 0.0, False
         return [index for index in order if is_plain[index] == is_plain[order[0]]]
 
     @property
@@ -93,7 +94,7 @@ class Probes:
 
     def put_off(self, price_s: float) -> None:
         """Note that the cheapest probe of those who are due cannot be paid yet."""
-        self._price_s = price_s
+        self._price_s, self._is_put_off = price_s, True
 
     @property
     def is_asking(self) -> bool:
@@ -114,9 +115,15 @@ class Probes:
         """Whether no more is saved, so that a probe that looks dearer than that is made all the same."""
         return self._saved_s >= self._most_s
 
+    @property
+    def is_short(self) -> bool:
+        """Whether less is saved than the cheapest probe cost that could not be paid, when it was last thought of."""
+        return self._is_put_off and self._saved_s < min(self._price_s, self._most_s)
+
     def pay(self, views: Sequence[SequenceView], loss_s: float) -> None:
         """Pay a probe of these sequences, of that expected loss, which may be a gain."""
         self._paid_s = self._price_s = loss_s
+        self._is_put_off = False
         self._saved_s -= loss_s
         for view in views:
             self._patience[view.request_id].probed = view.num_generated

@@ -38,12 +38,14 @@ def test_a_step_says_whether_it_drafted_and_the_rest_when_it_is_asked(monkeypatc
     heard: list[StepFeedback] = []
     monkeypatch.setattr(engine._policy, "observe", heard.append)
     run(engine, mixed_requests(max_tokens=16))
-    assert not any("_told" in vars(one) for one in heard), "nobody has asked"
+    assert not any(one._outcomes or one._work for one in heard), "nobody has asked"
     for one in heard:
         wished = [outcome for outcome in one.outcomes if not outcome.expansion.is_plain]
         assert one.has_drafted == bool(wished)
         assert one.has_drafted or not one.work.num_rounds
         assert len(one.outcomes) <= one.work.num_rows
+        work = one.work
+        assert (one.num_rows, one.num_rounds, one.num_passes) == (work.num_rows, work.num_rounds, work.num_passes)
         assert one.draft_s >= 0.0
         assert one.rest_s > 0.0
     assert sum(one.has_drafted for one in heard) > 3

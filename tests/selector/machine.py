@@ -19,9 +19,9 @@ def feedback(
     work: StepWork, outcomes: Sequence[DraftOutcome], draft_s: float, rest_s: float, has_prefill: bool = False
 ) -> StepFeedback:
     """Return what a policy is told of a step."""
-    told = work, tuple(outcomes)
-    has_drafted = any(not one.expansion.is_plain for one in outcomes)
-    return StepFeedback(draft_s, rest_s, has_prefill, has_drafted, lambda: told)
+    has_drafted, told = any(not one.expansion.is_plain for one in outcomes), tuple(outcomes)
+    sizes = work.num_rows, work.num_rounds, work.num_passes
+    return StepFeedback(draft_s, rest_s, has_prefill, has_drafted, *sizes, lambda: work, lambda: told)
 
 
 Chances = Callable[[int, int], float]  # (depth from 1, tokens generated): a drafted token is accepted, given that its parent was
