@@ -82,7 +82,8 @@ class BatchViews(Sequence[SequenceView]):
 
 def composition_of(views: Sequence[SequenceView]) -> int | None:
     """Return what tells that the sequences are those of an earlier step, if that is known."""
-    return views.composition if isinstance(views, BatchViews) else None
+    composition: int | None = getattr(views, "composition", None)
+    return composition
 
 
 # Of the last law before a root: the target's (at the request's temperature, 1 for a greedy one), and the drafter's where the
@@ -208,14 +209,13 @@ class PassSize:
 class StepFeedback:
     """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
 
-    `has_drafted` says whether any of its `num_rows` was to grow a tree; trees grew in `num_rounds`, with `num_passes` of a model.
-    What else it ran and brought takes time to tell, and is told when asked for.
+    Trees of its `num_rows` grew in `num_rounds`, with `num_passes` of a model. What else it ran and brought takes time to tell,
+    and is told when asked for.
     """
 
     draft_s: float
     rest_s: float
     has_prefill: bool
-    has_drafted: bool
     num_rows: int
     num_rounds: int
     num_passes: int
@@ -223,6 +223,11 @@ class StepFeedback:
     tell_outcomes: Callable[[], tuple[DraftOutcome, ...]]
     _work: StepWork | None = field(default=None, init=False)
     _outcomes: tuple[DraftOutcome, ...] | None = field(default=None, init=False)
+
+    @property
+    def has_drafted(self) -> bool:
+        """Whether any row was to grow a tree: to find nothing takes a round too."""
+        return self.num_rounds > 0
 
     @property
     def work(self) -> StepWork:

@@ -93,17 +93,12 @@ class StepRecord:
 
 def feedback_of(record: StepRecord) -> StepFeedback:
     """Return what a policy may learn, before it has learnt: what the step cost without the policy."""
-    laps = record.laps
-    has_prefill = has_drafted = False
-    for row in record.plan.rows:
-        has_prefill = has_prefill or len(row.certain_ids) > 1
-        has_drafted = has_drafted or not row.expansion.is_plain
+    laps, rows = record.laps, record.plan.rows
     return StepFeedback(
         draft_s=laps["draft"],
         rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
-        has_prefill=has_prefill,
-        has_drafted=has_drafted,
-        num_rows=len(record.plan.rows),
+        has_prefill=max([len(row.certain_ids) for row in rows], default=1) > 1,
+        num_rows=len(rows),
         num_rounds=record.num_draft_rounds,
         num_passes=record.draft_passes.num_passes,
         tell_work=lambda: _work_of(record),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -192,7 +191,7 @@ class GrowthPrices:
     nodes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if any(later < earlier for earlier, later in pairwise(self.nodes)):
+        if [*self.nodes] != sorted(self.nodes):
             raise ValueError("a tree's next node never costs less than the one before")
 
     def least_chances(self, expansion: Expansion) -> tuple[float, ...]:

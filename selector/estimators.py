@@ -169,12 +169,14 @@ class CountedAcceptance:
             self._accept = np.full((num_seats, depths), _START_ACCEPTANCE)
             self._beliefs = np.zeros((num_seats, len(_GRID)))
             self._kind_of_seat = [""] * num_seats
+            self._sampling_of_seat: list[SamplingParams | None] = [None] * num_seats
             return
         more = num_seats - old
         self._counts = np.concatenate([self._counts, np.zeros((more, _NUM_COUNTS, depths))])
         self._accept = np.concatenate([self._accept, np.full((more, depths), _START_ACCEPTANCE)])
         self._beliefs = np.concatenate([self._beliefs, np.zeros((more, len(_GRID)))])
         self._kind_of_seat += [""] * more
+        self._sampling_of_seat += [None] * more
 
     def estimate(self, views: Sequence[SequenceView], menu: Menu | None = None) -> Estimates:
         """Return the expectations for the sequences."""
@@ -339,8 +341,10 @@ class CountedAcceptance:
 
     def _seat(self, view: SequenceView) -> int:
         """Return where a sequence's state is kept; one not seen before (or whose id begins anew) starts as its kind."""
-        kind = kind_of(view.sampling, view.verifier)
         seat = self._seats.get(view.request_id)
+        if seat is not None and self._sampling_of_seat[seat] is view.sampling and view.num_generated:
+            return seat  # the request that it was
+        kind = kind_of(view.sampling, view.verifier)
         if seat is not None and self._kind_of_seat[seat] == kind and view.num_generated:
             return seat
         if seat is None:
@@ -349,7 +353,7 @@ class CountedAcceptance:
             seat = self._seats[view.request_id] = self._free.pop()
         if kind not in self._groups:
             self._groups[kind] = _Group(self._num_depths, self._menu)
-        self._kind_of_seat[seat] = kind
+        self._kind_of_seat[seat], self._sampling_of_seat[seat] = kind, view.sampling
         self._worth.clear(seat)
         self._counts[seat] = 0.0
         self._accept[seat] = _START_ACCEPTANCE

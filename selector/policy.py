@@ -134,7 +134,8 @@ class AdaptiveExpansion:
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second, or nearly so, and what is expected of them."""
         self._probe_s, self._is_plain_probe = None, False
-        if self._stands_alike(views):
+        composition = composition_of(views)
+        if self._num_standing and composition is not None and composition == self._standing.composition:
             return self._stood_alike()
         choice = self._stood(views)
         if choice is None:
@@ -144,13 +145,8 @@ class AdaptiveExpansion:
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
         return choice
 
-    def _stands_alike(self, views: Sequence[SequenceView]) -> bool:
-        """Return whether the last choice stands, and is of these sequences: all decode, and need no look for their trees."""
-        composition = composition_of(views)
-        return bool(self._num_standing and composition is not None and composition == self._standing.composition)
-
     def _stood_alike(self) -> Choice:
-        """Return the last choice as that of the same sequences, which are not looked at."""
+        """Return the last choice as that of the same sequences, all of which decode and which are not looked at."""
         choice = self._standing.choice
         self._num_unsaved += 1
         self._num_standing -= 1

@@ -40,7 +40,7 @@ class WorthOfNodes:
     """Expectations of a menu's noise-aware trees, for sequences by seat. The kinds are the caller's names."""
 
     def __init__(self, entries: Sequence[Expansion], num_seats: int) -> None:
-        self._entries = frozenset(entries)
+        self._entries, self._entry_ids = frozenset(entries), frozenset(map(id, entries))
         self._depth = max((entry.max_depth for entry in entries), default=0)
         self._least = [entry.least_chance for entry in entries]
         self._least_K = np.array(self._least)
@@ -219,7 +219,8 @@ class WorthOfNodes:
         return found
 
     def _is_cut(self, outcome: DraftOutcome) -> bool:
-        return outcome.expansion not in self._entries
+        expansion = outcome.expansion  # mostly an entry itself, which is found sooner than one like it
+        return id(expansion) not in self._entry_ids and expansion not in self._entries
 
     def _least_whole(self, outcome: DraftOutcome) -> float:
         """Return the chance above which a tree has the nodes that it would have had uncut: children are no likelier."""

@@ -42,9 +42,12 @@ class RunningPolicy:
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
-        choice, composition = self._policy.choose(views), composition_of(views)
-        if self._sees_nothing_new(choice, composition):
-            return choice
+        choice, composition, seen = self._policy.choose(views), composition_of(views), self._seen
+        # Where the choice is what it was, for those who had no chain of late, no look is needed.
+        if seen is not None and seen.choice is choice and composition is not None and seen.composition == composition:
+            texts = self._texts
+            if not texts.may_begin_run or not any(map(texts.begins_run, seen.request_ids)):
+                return choice
         chains = [self._chain(view, wish, choice.prices) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:
@@ -55,13 +58,6 @@ class RunningPolicy:
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
         reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None)
-
-    def _sees_nothing_new(self, choice: Choice, composition: int | None) -> bool:
-        """Return whether there is no chain for those who had none of late, whose choice is what it was: no look is needed."""
-        seen, texts = self._seen, self._texts
-        if seen is None or seen.choice is not choice or composition is None or seen.composition != composition:
-            return False
-        return not texts.may_begin_run or not any(map(texts.begins_run, seen.request_ids))
 
     def _chain(self, view: SequenceView, wish: Expansion, prices: GrowthPrices) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.

@@ -19,9 +19,8 @@ def feedback(
     work: StepWork, outcomes: Sequence[DraftOutcome], draft_s: float, rest_s: float, has_prefill: bool = False
 ) -> StepFeedback:
     """Return what a policy is told of a step."""
-    has_drafted, told = any(not one.expansion.is_plain for one in outcomes), tuple(outcomes)
-    sizes = work.num_rows, work.num_rounds, work.num_passes
-    return StepFeedback(draft_s, rest_s, has_prefill, has_drafted, *sizes, lambda: work, lambda: told)
+    sizes, told = (work.num_rows, work.num_rounds, work.num_passes), tuple(outcomes)
+    return StepFeedback(draft_s, rest_s, has_prefill, *sizes, lambda: work, lambda: told)
 
 
 Chances = Callable[[int, int], float]  # (depth from 1, tokens generated): a drafted token is accepted, given that its parent was
