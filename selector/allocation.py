@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 Places = NDArray[np.int64]
 
 _NUM_PRICES = 8
-_SPREAD = np.array([-1.28, -0.52, 0.0, 0.52, 1.28])  # standard deviations, each as likely
+_SPREAD = array("d", (-1.28, -0.52, 0.0, 0.52, 1.28))  # standard deviations, each as likely
 _ODDS = np.linspace(0.0, 1.0, 65)  # of a tree to go on for another level
 _AHEAD = 4.0  # packed tokens a sequence, up to where prices of a token are taken from T(N)
 
@@ -58,9 +58,9 @@ class BatchLoad:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Places on the menu, int64 [B], and what is expected of the step."""
+    """Each sequence's place on the menu, and what is expected of the step."""
 
-    places_B: Places
+    places: tuple[int, ...]
     tokens: float
     seconds: float
 
@@ -81,7 +81,7 @@ class Trials:
 
     def of(self, candidate: int) -> Allocation:
         """Return one as an allocation."""
-        return Allocation(self.places_CB[candidate], float(self.tokens_C[candidate]), float(self.seconds_C[candidate]))
+        return _of_candidate(self.places_CB, self.tokens_C, self.seconds_C, candidate)
 
 
 class Allocator:
@@ -102,20 +102,17 @@ class Allocator:
 
     def _laid_out(self) -> library.Step:
         """Return where the compiled part finds everything."""
-        menu, load, estimates, num_rows = self._menu, self._load, self._estimates, self._num_rows
-        levels = _mean_levels(max(0, int(menu.depths[-1]) - 1))
+        menu, load, num_rows = self._menu, self._load, self._num_rows
         rows = array("d", (*load.context_B, *load.unfed_B, *load.draws_B))
-        told = [np.ascontiguousarray(one) for one in (estimates.tokens, estimates.nodes, estimates.passes, estimates.fed)]
-        is_allowed_BM = np.ascontiguousarray(self._is_allowed_BM)
-        self._pointed_at = rows, told, is_allowed_BM
-        begin = rows.buffer_info()[0]
+        told_4BM, is_allowed_BM = (np.ascontiguousarray(one) for one in (self._estimates.told_4BM, self._is_allowed_BM))
+        self._pointed_at = rows, told_4BM, is_allowed_BM
+        begin, of_rows, told, of_told = rows.buffer_info()[0], 8 * num_rows, address(told_4BM), 8 * is_allowed_BM.size
         return library.Step(
             ctypes.addressof(self._costs.compiled),
-            *map(address, told),
-            address(is_allowed_BM),
-            *(begin, begin + 8 * num_rows, begin + 16 * num_rows),
-            *(address(menu.depths), address(menu.num_nodes), address(levels)),
-            *(num_rows, len(menu), len(levels), menu.is_by_chance),
+            *(told, told + of_told, told + 2 * of_told, told + 3 * of_told, address(is_allowed_BM)),
+            *(begin, begin + of_rows, begin + 2 * of_rows),
+            *(*menu.addresses, _address_of_levels(max(0, int(menu.depths[-1]) - 1))),
+            *(num_rows, len(menu), len(_ODDS), menu.is_by_chance),
             library.Work(*load.base),
             *(load.base_tokens, load.model_share, menu.least_chance),
         )
@@ -147,7 +144,7 @@ class Allocator:
 
     def plain(self) -> Allocation:
         """Return plain decoding of every sequence."""
-        return self.of(np.zeros(self._num_rows, dtype=np.int64))
+        return self.of((0,) * self._num_rows)
 
     def ceiling(self) -> float:
         """Return the tokens a second that the best number of nodes would bring if every one came: no drafter brings more.
@@ -163,14 +160,14 @@ class Allocator:
         works = self._works(nodes_C, nodes_C * min(load.draws_B), nodes_C * min(load.context_B), nothing_C, nothing_C)
         return float(((load.base_tokens + num_rows + nodes_C) / self._costs.step_s(works)).max(initial=0.0))
 
-    def of(self, places_B: Places) -> Allocation:
+    def of(self, places: Sequence[int]) -> Allocation:
         """Return a given choice with what is expected of it."""
-        if self._library is not None:
-            found = array("d", (0.0, 0.0))
-            begin = found.buffer_info()[0]
-            self._library.selector_price(self._compiled, address(places_B), 1, begin, begin + 8)
-            return Allocation(places_B, *found)
-        return self._best_of(places_B[None])
+        if self._library is None:
+            return self._best_of(np.array([places]))
+        chosen, found = array("q", places), array("d", (0.0, 0.0))
+        begin = found.buffer_info()[0]
+        self._library.selector_price(self._compiled, chosen.buffer_info()[0], 1, begin, begin + 8)
+        return Allocation((*places,), *found)
 
     def prices(self, chosen: Allocation, num_sharing: int) -> GrowthPrices:
         """Return what a node and a level more cost in a choice's step, in tokens that its seconds would bring.
@@ -180,25 +177,26 @@ class Allocator:
         of them as widely spread as what is expected of it is large. No node is less likely than the menu has any.
         """
         if self._library is not None:
-            found, places_B = array("d", bytes(8 * (2 + self._menu.most_nodes))), chosen.places_B
+            found, places = array("d", bytes(8 * (2 + self._menu.most_nodes))), array("q", chosen.places)
             count = self._library.selector_growth_prices(
-                *(self._compiled, address(places_B), chosen.rate, num_sharing),
-                *(address(_SPREAD), len(_SPREAD), found.buffer_info()[0]),
+                *(self._compiled, places.buffer_info()[0], chosen.rate, num_sharing),
+                *(_SPREAD.buffer_info()[0], len(_SPREAD), found.buffer_info()[0]),
             )
             return GrowthPrices(found[0], found[1], tuple(found[2 : 2 + count]))
-        load = self._load
-        num_nodes = float(self._estimates.nodes[self._rows, chosen.places_B].sum())
+        load, places_B = self._load, np.array(chosen.places)
+        num_nodes = float(self._estimates.nodes[self._rows, places_B].sum())
         more = self._costs.marginals(float(load.base.num_tokens) + num_nodes)
         shared_s = more.drawn_s * sum(load.draws_B) + more.score_s * sum(load.context_B)
         node_s = more.token_s + shared_s / self._num_rows
         level_s = self._costs.prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
         level_s = level_s / max(1, num_sharing) + load.model_share * more.draft_token_s
-        places = chosen.places_B[chosen.places_B > 0]
-        if not len(places):
+        num_drafting = np.count_nonzero(places_B)
+        if not num_drafting:
             return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate)
-        own, num_others = num_nodes / len(places), len(places) - 1
-        others_Z = np.maximum(0.0, num_others * own + _SPREAD * own * num_others**0.5) if num_others else np.zeros(1)
-        sizes_N = float(load.base.num_tokens) + np.arange(1.0 + float(self._menu.num_nodes[places].max()))
+        own, num_others = num_nodes / num_drafting, num_drafting - 1
+        spread_Z = np.array(_SPREAD) * own * num_others**0.5 if num_others else np.zeros(1)
+        others_Z = np.maximum(0.0, num_others * own + spread_Z)
+        sizes_N = float(load.base.num_tokens) + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
         tokens_s = np.array([self._costs.tokens_s(sizes_N + others) for others in others_Z.tolist()]).mean(0)
         nodes = np.maximum((shared_s / self._num_rows + np.diff(tokens_s)) * chosen.rate, self._menu.least_chance)
         return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate, tuple(_never_less(nodes)))
@@ -209,7 +207,7 @@ class Allocator:
         A loss is what the step takes longer, less what the tokens that it brings are worth at the choice's own rate.
         """
         ends = list(accumulate(len(entries) for _, entries in asked))
-        places_CB = np.repeat(chosen.places_B[None], ends[-1], axis=0)
+        places_CB = np.repeat(np.array([chosen.places]), ends[-1], axis=0)
         lag_s = self._load.model_share * self._costs.prices["draft_token"]
         lags = []
         for end, (indices, entries) in zip(ends, asked, strict=True):
@@ -234,12 +232,12 @@ class Allocator:
         places_CB = chosen_PDB.reshape(-1, num_rows)
         tokens_C, seconds_C = self._priced(places_CB)
         best = int((tokens_C / seconds_C).argmax())
-        found = [plain, Allocation(places_CB[best], float(tokens_C[best]), float(seconds_C[best]))]
+        found = [plain, _of_candidate(places_CB, tokens_C, seconds_C, best)]
         if num_rows > 1:
             depths = {min(1, num_depths - 1), best % num_depths}
-            goals = [*(to_B for depth in sorted(depths) for to_B in chosen_PDB[:, depth]), plain.places_B]
+            goals = [*(to_B for depth in sorted(depths) for to_B in chosen_PDB[:, depth]), np.array(plain.places)]
             if self._menu.least_chances.any():  # whose depths are all alike
-                goals.append(self._best_alike().places_B)
+                goals.append(np.array(self._best_alike().places))
             different = {to_B.tobytes(): to_B for to_B in goals}
             found.append(self._best_of(np.concatenate([self._switched(places_CB[best], to_B) for to_B in different.values()])))
         return max(found, key=lambda one: one.rate)
@@ -251,9 +249,9 @@ class Allocator:
         """
         num_rows = self._num_rows
         if self._library is not None:
-            places_B, found = np.zeros(num_rows, dtype=np.int64), array("d", (0.0, 1.0))
-            self._library.selector_best_alike(self._compiled, address(places_B), found.buffer_info()[0])
-            return Allocation(places_B, *found)
+            places, found = array("q", bytes(8 * num_rows)), array("d", (0.0, 1.0))
+            self._library.selector_best_alike(self._compiled, places.buffer_info()[0], found.buffer_info()[0])
+            return Allocation((*places,), *found)
         if num_rows == 1:
             return self._best_of(np.flatnonzero(self._is_allowed_BM[0])[:, None])
         gain_MB = np.where(self._is_allowed_BM, self._estimates.tokens - 1.0, -1.0)[:, 1:].T
@@ -302,8 +300,7 @@ class Allocator:
 
     def _best_of(self, places_CB: Places) -> Allocation:
         tokens_C, seconds_C = self._priced(places_CB)
-        best = int((tokens_C / seconds_C).argmax())
-        return Allocation(places_CB[best], float(tokens_C[best]), float(seconds_C[best]))
+        return _of_candidate(places_CB, tokens_C, seconds_C, int((tokens_C / seconds_C).argmax()))
 
     def _priced(self, places_CB: Places) -> tuple[Array, Array]:
         """Return the tokens and the seconds of each candidate."""
@@ -359,6 +356,10 @@ class Allocator:
         return rounds_C
 
 
+def _of_candidate(places_CB: Places, tokens_C: Array, seconds_C: Array, candidate: int) -> Allocation:
+    return Allocation((*places_CB[candidate].tolist(),), float(tokens_C[candidate]), float(seconds_C[candidate]))
+
+
 @lru_cache
 def _everything(num_rows: int, num_entries: int) -> NDArray[np.bool_]:
     """Return what is allowed where everything is, [B, M]."""
@@ -369,6 +370,11 @@ def _everything(num_rows: int, num_entries: int) -> NDArray[np.bool_]:
 def _mean_levels(num_more: int) -> Array:
     """Return the levels behind the first that a tree has on the mean, of so many, if it goes on with each of `_ODDS`."""
     return np.asarray((_ODDS[:, None] ** np.arange(1, num_more + 1)).sum(1))
+
+
+@cache
+def _address_of_levels(num_more: int) -> int:
+    return address(_mean_levels(num_more))
 
 
 def _never_less(prices: Array) -> list[float]:

@@ -27,19 +27,39 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimates:
-    """Expectations for each sequence and entry, float64 [B, M].
+    """Expectations for each sequence and entry, side by side: tokens, nodes, passes and nodes fed, float64 [4, B, M].
 
-    `tokens` is E[tau + 1], the extra token included; `nodes` the drafted nodes that will be there to verify (a drafter may have
-    nothing to say), of which `fed` are fed to the drafter; `passes` the draft passes they take where no cached text spares the
-    model any. `reads_roots` says that the roots themselves were asked about some sequences: a few tokens on they may say
-    something else, though nothing was learnt in between.
+    `reads_roots` says that the roots themselves were asked about some sequences: a few tokens on they may say something else,
+    though nothing was learnt in between.
     """
 
-    tokens: Array
-    nodes: Array
-    passes: Array
-    fed: Array
+    told_4BM: Array
     reads_roots: bool = False
+
+    @classmethod
+    def of(cls, tokens: Array, nodes: Array, passes: Array, fed: Array, reads_roots: bool = False) -> "Estimates":
+        """Return these expectations, [B, M] each."""
+        return cls(np.array((tokens, nodes, passes, fed), dtype=np.float64), reads_roots)
+
+    @property
+    def tokens(self) -> Array:
+        """E[tau + 1], the extra token included."""
+        return np.asarray(self.told_4BM[0])
+
+    @property
+    def nodes(self) -> Array:
+        """Drafted nodes that will be there to verify: a drafter may have nothing to say."""
+        return np.asarray(self.told_4BM[1])
+
+    @property
+    def passes(self) -> Array:
+        """Draft passes that they take where no cached text spares the model any."""
+        return np.asarray(self.told_4BM[2])
+
+    @property
+    def fed(self) -> Array:
+        """Nodes that are fed to the drafter."""
+        return np.asarray(self.told_4BM[3])
 
 
 class Estimator(Protocol):
@@ -190,7 +210,7 @@ class CountedAcceptance:
             told_4BM = np.zeros((4, len(seats), len(menu)))
             told_4BM[0] = 1.0
             self._worth.tell(seats, kinds, told_4BM, part.columns_W, part.places_W)
-            return Estimates(*told_4BM)
+            return Estimates(told_4BM)
         places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
         groups, group_B = [self._groups[kind] for kind in places], np.array([places[kind] for kind in kinds])
         if part.has_delayed:
@@ -214,7 +234,7 @@ class CountedAcceptance:
         told_4BM = np.array((tokens_BM, nodes_BM, passes_BM, fed_BM))
         if len(part.columns_W):
             self._worth.tell(seats, kinds, told_4BM, part.columns_W, part.places_W)
-        return Estimates(*told_4BM)
+        return Estimates(told_4BM)
 
     def _part(self, menu: Menu) -> "_Part":
         """Return what is known of the trees of a part of the menu."""

@@ -70,7 +70,7 @@ class NetEstimator:
         tokens_BM = counted.tokens if told_BM is None else told_BM
         nodes_BM, passes_BM, fed_BM = (one[:, places] for one in (counted.nodes, counted.passes, counted.fed))
         reads_roots = bool(asked) and told_BM is not None
-        return Estimates(tokens_BM[:, places], nodes_BM, passes_BM, fed_BM, reads_roots)
+        return Estimates.of(tokens_BM[:, places], nodes_BM, passes_BM, fed_BM, reads_roots)
 
     def _tells_of(self, rule: str, menu: Menu) -> bool:
         """Return whether the network tells of trees that rows under a rule may have: those that rank take noise-aware ones."""

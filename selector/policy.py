@@ -196,7 +196,7 @@ class AdaptiveExpansion:
         margin = _GOES_ON_PAYING if self._standing.choice.reason is Reason.SPECULATION_PAYS else _PAYS
         best = self._clearly_better(batch, allocator, best if _pays(best, plain, margin) else plain)
         best = best if _pays(best, plain, _GOES_ON_PAYING) else plain
-        reason = Reason.SPECULATION_PAYS if best.places_B.any() else Reason.PLAIN_IS_BEST
+        reason = Reason.SPECULATION_PAYS if any(best.places) else Reason.PLAIN_IS_BEST
         choice = self._choice(batch, allocator, best, plain, reason, views)
         trees = {view.request_id: tree for view, tree in zip(views, choice.expansions, strict=True) if _decodes(view)}
         self._save()
@@ -282,7 +282,7 @@ class AdaptiveExpansion:
         prompt: it was priced without. A probe's trees take levels as if all drafted, as they will if it finds that it pays.
         """
         expansions = [PLAIN] * len(views)
-        for index, place in zip(batch.free, chosen.places_B.tolist(), strict=True):
+        for index, place in zip(batch.free, chosen.places, strict=True):
             expansions[index] = batch.menu.entries[place]
         drafting = _drafting(views, expansions)
         charged = sum(_catch_up(one) for one in drafting)
@@ -300,8 +300,8 @@ class AdaptiveExpansion:
     def _prices(allocator: Allocator, chosen: Allocation, reason: Reason) -> GrowthPrices:
         """Return what trees are told to end by; a probe's by their least chance, whatever the nodes are thought to cost."""
         if reason is Reason.PROBE:
-            return replace(allocator.prices(chosen, len(chosen.places_B)), nodes=())
-        return allocator.prices(chosen, int(np.count_nonzero(chosen.places_B)))
+            return replace(allocator.prices(chosen, len(chosen.places)), nodes=())
+        return allocator.prices(chosen, sum(map(bool, chosen.places)))
 
     def _is_feeding_cheap(self, load: BatchLoad, plain: Allocation) -> bool:
         """Return whether keeping drafters up with plain sequences costs next to nothing: a token of each, and seldom a pass."""
@@ -475,15 +475,14 @@ class AdaptiveExpansion:
 
     def _clearly_better(self, batch: _Batch, allocator: Allocator, best: Allocation) -> Allocation:
         """Return the best allocation, or the last choice if it is still allowed and about as good."""
-        index, trees, places = batch.menu.index, self._standing.trees, best.places_B.tolist()
-        kept = places.copy()
+        index, trees, kept = batch.menu.index, self._standing.trees, [*best.places]
         for row, one in enumerate(batch.views):
             last = index.get(trees[one.request_id]) if one.request_id in trees else None
             if last is not None and (batch.is_allowed_BM is None or batch.is_allowed_BM[row, last]):
                 kept[row] = last
-        if kept == places:
+        if (*kept,) == best.places:
             return best
-        standing = allocator.of(np.array(kept, dtype=np.int64))
+        standing = allocator.of(kept)
         return standing if best.rate < standing.rate * _CLEARLY_BETTER else best
 
     def _probe(self, batch: _Batch, allocator: Allocator, chosen: Allocation) -> Allocation | None:
@@ -492,20 +491,20 @@ class AdaptiveExpansion:
         For those that are plain that is the tree that loses least, for others the deepest that can be paid. One that is plain may
         be asked on credit, that whose drafter is least behind: else what looks too dear would never be seen again.
         """
-        places_B = chosen.places_B
+        places = chosen.places
         is_open_BM: NDArray[np.bool_] | None = None
-        can_probe = [True] * len(places_B)
+        can_probe = [True] * len(places)
         if batch.is_allowed_BM is not None or not batch.menu.has_probes_for_all:
-            is_open_BM = batch.may_probe_BM(places_B)
+            is_open_BM = batch.may_probe_BM(np.array(places))
             can_probe = [bool(is_open_M.any()) for is_open_M in is_open_BM]
-        due = self._probes.due(batch.views, [place == 0 for place in places_B.tolist()], can_probe)
+        due = self._probes.due(batch.views, [not place for place in places], can_probe)
         if not due or self._probes.is_short:
             return None
         if is_open_BM is None:
-            is_open_BM = batch.may_probe_BM(places_B)
+            is_open_BM = batch.may_probe_BM(np.array(places))
         together = [due] if len(due) > 1 else []
         asked = [*together, *([index] for index in due[:_MOST_TRIED])]
-        is_drafting = bool(places_B[due[0]])
+        is_drafting = bool(places[due[0]])
         on_credit = None
         if not is_drafting and self._probes.is_full:
             on_credit = [min(due, key=lambda index: batch.views[index].num_unfed)]
@@ -517,7 +516,7 @@ class AdaptiveExpansion:
             if len(affordable) or (indices is on_credit and len(loss_C)):
                 best = int(affordable[-1] if is_drafting else loss_C.argmin())
                 # Where others draft what a probe brings is not known (_settle), and a gain that is hoped for is none.
-                least_s = 0.0 if chosen.places_B.any() else -inf
+                least_s = 0.0 if any(places) else -inf
                 self._probes.pay([batch.views[index] for index in indices], max(least_s, float(loss_C[best])))
                 return tried.of(best)
         self._probes.put_off(min(float(tried.loss_C.min(initial=inf)) for tried in trials))
@@ -560,7 +559,7 @@ def _within_bounds(estimates: Estimates, batch: _Batch) -> Estimates:
     )
     whole = (estimates.tokens, estimates.nodes, estimates.passes, estimates.fed)
     tokens, nodes, passes, fed = (np.where(is_cut_M, *pair) for pair in zip(bounded, whole, strict=True))
-    return replace(estimates, tokens=tokens, nodes=nodes, passes=passes, fed=fed)
+    return Estimates.of(tokens, nodes, passes, fed, estimates.reads_roots)
 
 
 def _beside_prompts(choice: Choice) -> Choice:

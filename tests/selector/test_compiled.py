@@ -96,7 +96,7 @@ def allocators(seed: random.Random, menu: Menu) -> Iterator[Allocator]:
     some = rng.random(size) * (np.arange(len(menu)) > 0)
     nodes = some * menu.num_nodes
     passes = np.minimum(some * menu.depths, menu.depths) * (rng.random(size) < 0.9)
-    estimates = Estimates(1.0 + some * menu.depths * rng.random((num_rows, 1)), nodes, passes, nodes * menu.fed_share)
+    estimates = Estimates.of(1.0 + some * menu.depths * rng.random((num_rows, 1)), nodes, passes, nodes * menu.fed_share)
     is_allowed = rng.random(size) < seed.choice((0.5, 1.0))
     is_allowed[:, 0] = True
     rounds = seed.choice((0, 3)) if num_others else 0
@@ -129,7 +129,7 @@ def test_choices_are_priced_alike(menu, seed):
     for mine, its in zip(one._priced(places_CB), other._priced(places_CB), strict=True):
         assert mine == pytest.approx(its, rel=1e-9)
     assert one.ceiling() == pytest.approx(other.ceiling(), rel=1e-9)
-    chosen = other.of(places_CB[0])
+    chosen = other.of(places_CB[0].tolist())
     for num_sharing in (1, num_rows):
         found, expected = one.prices(chosen, num_sharing), other.prices(chosen, num_sharing)
         assert (found.node, found.level) == pytest.approx((expected.node, expected.level), rel=1e-9)
@@ -144,5 +144,5 @@ def test_the_best_is_found_alike(menu, seed):
     assert (one.plain().tokens, one.plain().seconds) == pytest.approx((plain.tokens, plain.seconds), rel=1e-9)
     mine, its = one.best(plain), other.best(plain)
     assert mine.rate == pytest.approx(its.rate, rel=1e-9)
-    again = other.of(mine.places_B)
+    again = other.of(mine.places)
     assert (again.tokens, again.seconds) == pytest.approx((mine.tokens, mine.seconds), rel=1e-9)

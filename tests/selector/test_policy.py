@@ -241,7 +241,7 @@ class Nonsense:
         good = self._counted.estimate(views, menu)
         tokens = good.tokens.copy()
         tokens[0, 1] = self._value
-        return Estimates(tokens, good.nodes, good.passes, good.fed)
+        return Estimates.of(tokens, good.nodes, good.passes, good.fed)
 
     def observe(self, outcomes):
         self._counted.observe(outcomes)
@@ -1137,8 +1137,8 @@ def test_plain_steps_are_seldom_asked_what_they_were(monkeypatch):
 
 
 def test_trees_must_bring_more_than_their_seconds_are_worth():
-    plain = Allocation(np.zeros(1, dtype=np.int64), 2.0, 1.0)
-    tree = Allocation(np.ones(1, dtype=np.int64), 3.0, 1.4)  # 0.4 seconds more, worth 0.8 tokens
+    plain = Allocation((0,), 2.0, 1.0)
+    tree = Allocation((1,), 3.0, 1.4)  # 0.4 seconds more, worth 0.8 tokens
     assert _pays(tree, plain, 1.15)
     assert not _pays(replace(tree, tokens=2.9), plain, 1.15)
     assert not _pays(replace(tree, tokens=2.0), plain, 1.0)
@@ -1183,7 +1183,7 @@ class ReadsRoots:
     def estimate(self, views, menu=None):
         told = self._counted.estimate(views, menu)
         tokens_BM = np.array([[self._text.expected_tokens(entry) for entry in (menu or MENU).entries] for _ in views])
-        return replace(told, tokens=tokens_BM, reads_roots=self._says_so)
+        return Estimates.of(tokens_BM, told.nodes, told.passes, told.fed, self._says_so)
 
     def observe(self, outcomes):
         self._counted.observe(outcomes)
