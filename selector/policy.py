@@ -311,18 +311,19 @@ class AdaptiveExpansion:
     def observe(self, feedback: StepFeedback) -> None:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought.
 
-        Of a step that was no probe that can wait for the next choice, which is the first to need it: what learning takes has left
-        the processor's caches after each step, and is brought there once for several.
+        That can wait for the next choice, which is the first to need it: what learning takes has left the processor's caches after
+        each step, and is brought there once for several. It does not wait for a probe while plain decoding stands: what it says
+        may end that.
         """
         is_probe = self._is_plain_probe or self._probes.is_asking
         is_priced = self._prices_are_due(feedback, is_probe)
         if is_priced or feedback.has_drafted:
             self._unlearnt.append((feedback, is_priced))
+        is_news = is_probe and self._standing.choice.reason is Reason.PLAIN_IS_BEST
+        if is_news or len(self._unlearnt) >= _MOST_UNLEARNT:  # each keeps what its step was made of
+            self._learn_unlearnt()
         if is_probe:
-            self._learn_unlearnt()
             self._judge_probe(feedback)
-        elif len(self._unlearnt) >= _MOST_UNLEARNT:  # each keeps what its step was made of
-            self._learn_unlearnt()
 
     def _judge_probe(self, feedback: StepFeedback) -> None:
         """Charge a probe, if it was one with a tree, and hear what it says."""

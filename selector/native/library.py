@@ -76,12 +76,15 @@ class Step(Structure):
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """Return the library, or None where it was not compiled; raise OSError if it was compiled from another version."""
+def library() -> ctypes.PyDLL | None:
+    """Return the library, or None where it was not compiled; raise OSError if it was compiled from another version.
+
+    Its calls take microseconds: no other thread is let in meanwhile.
+    """
     spec = find_spec(_MODULE)
     if spec is None or spec.origin is None:
         return None
-    loaded = ctypes.CDLL(spec.origin)
+    loaded = ctypes.PyDLL(spec.origin)
     expected = [*map(ctypes.sizeof, (Work, Costs, Worth, Trees, Step)), NUM_OF_TREE]
     sizes = (c_int64 * len(expected))()
     loaded.selector_sizes(sizes)

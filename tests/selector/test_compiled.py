@@ -41,8 +41,13 @@ def step(seed: random.Random) -> tuple[StepWork, StageSeconds]:
 
 
 def prices_of(seed: random.Random) -> CostModel:
-    """Return a cost model of any positive prices."""
-    return CostModel([seed.uniform(1e-6, 0.1) for _ in range(NUM_REST)], [seed.uniform(1e-6, 0.1) for _ in DRAFT_PRICES])
+    """Return a cost model of any prices, tokens and drafting dear in one and next to nothing in another."""
+
+    def prices(count: int) -> list[float]:
+        greatest = seed.choice((-1.0, -3.0))
+        return [10.0 ** seed.uniform(-5.0, greatest) for _ in range(count)]
+
+    return CostModel([0.1, *prices(NUM_REST - 1)], prices(len(DRAFT_PRICES)))
 
 
 @given(seeds, st.booleans())
