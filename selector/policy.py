@@ -311,9 +311,9 @@ class AdaptiveExpansion:
     def observe(self, feedback: StepFeedback) -> None:
         """Learn what the step cost (of steps without prompt chunks, which need fewer logits) and what its trees brought.
 
-        That can wait for the next choice, which is the first to need it: what learning takes has left the processor's caches after
-        each step, and is brought there once for several. It does not wait for a probe while plain decoding stands: what it says
-        may end that.
+        That can wait for the next choice, which is the first to need it: what learning takes has left the processor's caches
+        after each step, and is brought there once for several. It does not wait for a probe while plain decoding stands: what it
+        says may end that.
         """
         is_probe = self._is_plain_probe or self._probes.is_asking
         is_priced = self._prices_are_due(feedback, is_probe)
