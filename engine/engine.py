@@ -188,7 +188,7 @@ class Engine:
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_ends(), *(self._event(one, logits_NV) for one in committed)]
         events = with_scores(events, prompts.told)
-        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
+        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)  # which go on
         watch.lap("commit")
         self._policy.observe(feedback_of(record))
         watch.lap("learn")

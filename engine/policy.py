@@ -82,8 +82,7 @@ class BatchViews(Sequence[SequenceView]):
 
 def composition_of(views: Sequence[SequenceView]) -> int | None:
     """Return what tells that the sequences are those of an earlier step, if that is known."""
-    composition: int | None = getattr(views, "composition", None)
-    return composition
+    return views.composition if type(views) is BatchViews else None
 
 
 # Of the last law before a root: the target's (at the request's temperature, 1 for a greedy one), and the drafter's where the
@@ -210,7 +209,7 @@ class StepFeedback:
     """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
 
     Trees of its `num_rows` grew in `num_rounds`, with `num_passes` of a model. What else it ran and brought takes time to tell,
-    and is told when asked for.
+    and is told, once, when asked for: nothing else of it changes.
     """
 
     draft_s: float

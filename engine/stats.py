@@ -97,12 +97,12 @@ def feedback_of(record: StepRecord) -> StepFeedback:
     return StepFeedback(
         draft_s=laps["draft"],
         rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
-        has_prefill=max([len(row.certain_ids) for row in rows], default=1) > 1,
+        has_prefill=any(len(row.certain_ids) > 1 for row in rows),
         num_rows=len(rows),
         num_rounds=record.num_draft_rounds,
         num_passes=record.draft_passes.num_passes,
         tell_work=lambda: _work_of(record),
-        tell_outcomes=lambda: tuple([_draft_outcome(outcome) for outcome in record.outcomes]),
+        tell_outcomes=lambda: tuple(map(_draft_outcome, record.outcomes)),
     )
 
 
@@ -116,7 +116,7 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     nodes = None
     if worth is not None:
         path = outcome.verdict.path[1 : 1 + accepted_depth] if isinstance(outcome.verdict, Verdict) else ()
-        accepted = tuple([node - 1 for node in path])
+        accepted = tuple(node - 1 for node in path)
         nodes = NodeChances(worth.chances, tree.depths[1:], accepted, row.prices.least_told(expansion, worth.chances))
     return DraftOutcome(row.request_id, expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
 
@@ -124,21 +124,19 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
 def _work_of(record: StepRecord) -> StepWork:
     """Return what the step ran. A level that came out empty cost the round that found it so."""
     rows = record.plan.rows
-    num_tokens = num_drawn = num_keys = num_scores = 0
+    num_drawn = num_keys = num_scores = 0
     for row in rows:
-        num_certain, end = len(row.certain_ids), row.end
-        num_tokens += num_certain
+        end = row.end
         num_keys += end
-        num_scores += num_certain * end
+        num_scores += len(row.certain_ids) * end
     for outcome in record.outcomes:
         row, num_drafted = outcome.row, outcome.tree.num_nodes - 1
-        num_tokens += num_drafted
         num_scores += num_drafted * row.end
         num_drawn += 0 if row.sampling.is_greedy else 1 + num_drafted
     passes = record.draft_passes
     return StepWork(
         num_rows=len(rows),
-        num_tokens=num_tokens,
+        num_tokens=record.num_target_tokens,
         num_drawn=num_drawn,
         num_keys=num_keys,
         num_scores=num_scores,

@@ -121,10 +121,12 @@ class Expansion:
         return not (self.trunk or self.depth)
 
     def limited(self, max_depth: int, max_draft_tokens: int) -> "Expansion":
-        """Return the nearest expansion with at most that depth and that many drafted tokens.
+        """Return the nearest expansion with at most that depth and that many drafted tokens, itself if it is that.
 
         Depth is cut from the branches first, then the trunk; a branch is dropped before depth is lost to the budget.
         """
+        if self.max_depth <= max_depth and self.num_draft_tokens <= max_draft_tokens:
+            return self
         if not self.is_delayed:
             depth, max_nodes = min(self.depth, max_depth), min(self.max_nodes, max_draft_tokens)
             return replace(self, depth=depth, max_nodes=max_nodes) if depth and max_nodes else PLAIN
@@ -201,7 +203,7 @@ class GrowthPrices:
         """
         most = expansion.num_draft_tokens
         if not self.nodes:
-            return (expansion.least_chance or self.node,) * most
+            return (self._least_chance(expansion, 0),) * most
         return self.nodes[:most] + self.nodes[-1:] * (most - len(self.nodes))
 
     def least_told(self, expansion: Expansion, chances: Sequence[float]) -> float:
@@ -210,9 +212,12 @@ class GrowthPrices:
         A full one has all that are as likely as its least likely node, or as it was asked for, if that is less likely.
         """
         most, count = expansion.num_draft_tokens, len(chances)
-        place = min(count, most - 1)
-        least = self.nodes[min(place, len(self.nodes) - 1)] if self.nodes else expansion.least_chance or self.node
+        least = self._least_chance(expansion, min(count, most - 1))
         return least if count < most else max(least, min(*chances, expansion.least_chance))
+
+    def _least_chance(self, expansion: Expansion, place: int) -> float:
+        """Return the chance that the node of a tree at this place must have, the likeliest being the first."""
+        return self.nodes[min(place, len(self.nodes) - 1)] if self.nodes else expansion.least_chance or self.node
 
 
 FREE_GROWTH = GrowthPrices()  # the whole expansion is grown

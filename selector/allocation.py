@@ -7,12 +7,9 @@ priced, and the best is kept. Sequences alike would all change at one price: on 
 switched one by one, those first that gain most for a node, and the best number of them is taken. Entries that differ by the
 least chance of a node need no prices: each is tried for all sequences, and for those alone that gain most.
 
-Where selector.native was compiled it prices candidates, and goes through those that need no prices, by the same sums. Shape key:
-B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
+Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C candidates.
 """
 
-import ctypes
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -25,15 +22,13 @@ from engine.tree import GrowthPrices
 from selector.cost import CostModel, Works
 from selector.estimators import Estimates
 from selector.menu import Menu
-from selector.native import library
-from selector.native.library import address
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
 
 _NUM_PRICES = 8
-_SPREAD = array("d", (-1.28, -0.52, 0.0, 0.52, 1.28))  # standard deviations, each as likely
-_ODDS = np.linspace(0.0, 1.0, 65)  # of a tree to go on for another level
+SPREAD = (-1.28, -0.52, 0.0, 0.52, 1.28)  # standard deviations, each as likely
+ODDS = np.linspace(0.0, 1.0, 65)  # of a tree to go on for another level
 _AHEAD = 4.0  # packed tokens a sequence, up to where prices of a token are taken from T(N)
 
 
@@ -97,33 +92,11 @@ class Allocator:
         self._load = load
         self._costs = costs
         self._num_rows = len(load.context_B)
-        self._library = library.library()
-        self._compiled = self._laid_out() if self._library is not None else library.Step()
-
-    def _laid_out(self) -> library.Step:
-        """Return where the compiled part finds everything."""
-        menu, load, num_rows = self._menu, self._load, self._num_rows
-        rows = array("d", (*load.context_B, *load.unfed_B, *load.draws_B))
-        told_4BM, is_allowed_BM = (np.ascontiguousarray(one) for one in (self._estimates.told_4BM, self._is_allowed_BM))
-        self._pointed_at = rows, told_4BM, is_allowed_BM
-        begin, of_rows, told, of_told = rows.buffer_info()[0], 8 * num_rows, address(told_4BM), 8 * is_allowed_BM.size
-        return library.Step(
-            ctypes.addressof(self._costs.compiled),
-            *(told, told + of_told, told + 2 * of_told, told + 3 * of_told, address(is_allowed_BM)),
-            *(begin, begin + of_rows, begin + 2 * of_rows),
-            *(*menu.addresses, _address_of_levels(max(0, int(menu.depths[-1]) - 1))),
-            *(num_rows, len(menu), len(_ODDS), menu.is_by_chance),
-            library.Work(*load.base),
-            *(load.base_tokens, load.model_share, menu.least_chance),
-        )
 
     @property
     def is_finite(self) -> bool:
         """Whether all that is expected is a finite number."""
-        estimates = self._estimates
-        if self._library is not None:
-            return bool(self._library.selector_is_finite(self._compiled))
-        return bool(np.isfinite(estimates.tokens.sum() + estimates.nodes.sum() + estimates.passes.sum()))
+        return bool(np.isfinite(self._estimates.told_4BM.sum()))
 
     @cached_property
     def _fed_BM(self) -> Array:
@@ -153,8 +126,6 @@ class Allocator:
         taken to be of the one whose nodes are cheapest.
         """
         load, num_rows = self._load, self._num_rows
-        if self._library is not None:
-            return float(self._library.selector_ceiling(self._compiled))
         nodes_C = np.arange(1.0, num_rows * float(self._menu.depths[-1]) + 1.0)
         nothing_C = np.zeros_like(nodes_C)
         works = self._works(nodes_C, nodes_C * min(load.draws_B), nodes_C * min(load.context_B), nothing_C, nothing_C)
@@ -162,12 +133,7 @@ class Allocator:
 
     def of(self, places: Sequence[int]) -> Allocation:
         """Return a given choice with what is expected of it."""
-        if self._library is None:
-            return self._best_of(np.array([places]))
-        chosen, found = array("q", places), array("d", (0.0, 0.0))
-        begin = found.buffer_info()[0]
-        self._library.selector_price(self._compiled, chosen.buffer_info()[0], 1, begin, begin + 8)
-        return Allocation((*places,), *found)
+        return self._best_of(np.array([places]))
 
     def prices(self, chosen: Allocation, num_sharing: int) -> GrowthPrices:
         """Return what a node and a level more cost in a choice's step, in tokens that its seconds would bring.
@@ -176,13 +142,6 @@ class Allocator:
         fed in it. A tree's first node is one more than what all others have, and so on: the mean over what they may have, each
         of them as widely spread as what is expected of it is large. No node is less likely than the menu has any.
         """
-        if self._library is not None:
-            found, places = array("d", bytes(8 * (2 + self._menu.most_nodes))), array("q", chosen.places)
-            count = self._library.selector_growth_prices(
-                *(self._compiled, places.buffer_info()[0], chosen.rate, num_sharing),
-                *(_SPREAD.buffer_info()[0], len(_SPREAD), found.buffer_info()[0]),
-            )
-            return GrowthPrices(found[0], found[1], tuple(found[2 : 2 + count]))
         load, places_B = self._load, np.array(chosen.places)
         num_nodes = float(self._estimates.nodes[self._rows, places_B].sum())
         more = self._costs.marginals(float(load.base.num_tokens) + num_nodes)
@@ -194,14 +153,14 @@ class Allocator:
         if not num_drafting:
             return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate)
         own, num_others = num_nodes / num_drafting, num_drafting - 1
-        spread_Z = np.array(_SPREAD) * own * num_others**0.5 if num_others else np.zeros(1)
+        spread_Z = np.array(SPREAD) * own * num_others**0.5 if num_others else np.zeros(1)
         others_Z = np.maximum(0.0, num_others * own + spread_Z)
         sizes_N = float(load.base.num_tokens) + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
         tokens_s = np.array([self._costs.tokens_s(sizes_N + others) for others in others_Z.tolist()]).mean(0)
         nodes = np.maximum((shared_s / self._num_rows + np.diff(tokens_s)) * chosen.rate, self._menu.least_chance)
         return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate, tuple(_never_less(nodes)))
 
-    def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list["Trials"]:
+    def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list[Trials]:
         """Return the choice with each of some entries for some sequences, and the seconds that each loses; no entry is plain.
 
         A loss is what the step takes longer, less what the tokens that it brings are worth at the choice's own rate.
@@ -248,10 +207,6 @@ class Allocator:
         Where entries differ by the least chance of a node that is all: what a node costs is the same for everybody.
         """
         num_rows = self._num_rows
-        if self._library is not None:
-            places, found = array("q", bytes(8 * num_rows)), array("d", (0.0, 1.0))
-            self._library.selector_best_alike(self._compiled, places.buffer_info()[0], found.buffer_info()[0])
-            return Allocation((*places,), *found)
         if num_rows == 1:
             return self._best_of(np.flatnonzero(self._is_allowed_BM[0])[:, None])
         gain_MB = np.where(self._is_allowed_BM, self._estimates.tokens - 1.0, -1.0)[:, 1:].T
@@ -304,11 +259,6 @@ class Allocator:
 
     def _priced(self, places_CB: Places) -> tuple[Array, Array]:
         """Return the tokens and the seconds of each candidate."""
-        if self._library is not None:
-            places_CB, priced_2C = np.ascontiguousarray(places_CB), np.empty((2, len(places_CB)))
-            begin, count = address(priced_2C), len(places_CB)
-            self._library.selector_price(self._compiled, address(places_CB), count, begin, begin + 8 * count)
-            return priced_2C[0], priced_2C[1]
         load = self._load
         index_CB = places_CB + self._rows * len(self._menu)
         nodes_CB = self._estimates.nodes.take(index_CB)
@@ -350,7 +300,7 @@ class Allocator:
         if passes_CB.shape[1] == 1:
             return passes_CB[:, 0]
         num_more = int(self._menu.depths[-1]) - 1
-        odds_CB = np.interp(passes_CB - 1.0, _mean_levels(num_more), _ODDS)
+        odds_CB = np.interp(passes_CB - 1.0, mean_levels(num_more), ODDS)
         reaches_DCB = odds_CB ** np.arange(1, num_more + 1)[:, None, None]
         rounds_C: Array = np.minimum(passes_CB.max(1), 1.0) + (1.0 - (1.0 - reaches_DCB).prod(2)).sum(0)
         return rounds_C
@@ -363,18 +313,15 @@ def _of_candidate(places_CB: Places, tokens_C: Array, seconds_C: Array, candidat
 @lru_cache
 def _everything(num_rows: int, num_entries: int) -> NDArray[np.bool_]:
     """Return what is allowed where everything is, [B, M]."""
-    return np.ones((num_rows, num_entries), dtype=np.bool_)
+    everything_BM = np.ones((num_rows, num_entries), dtype=np.bool_)
+    everything_BM.flags.writeable = False
+    return everything_BM
 
 
 @cache
-def _mean_levels(num_more: int) -> Array:
-    """Return the levels behind the first that a tree has on the mean, of so many, if it goes on with each of `_ODDS`."""
-    return np.asarray((_ODDS[:, None] ** np.arange(1, num_more + 1)).sum(1))
-
-
-@cache
-def _address_of_levels(num_more: int) -> int:
-    return address(_mean_levels(num_more))
+def mean_levels(num_more: int) -> Array:
+    """Return the levels behind the first that a tree has on the mean, of so many, if it goes on with each of `ODDS`."""
+    return np.asarray((ODDS[:, None] ** np.arange(1, num_more + 1)).sum(1))
 
 
 def _never_less(prices: Array) -> list[float]:

@@ -15,6 +15,7 @@ from selector.estimators import CountedAcceptance, Estimator
 from selector.guard import GuardedPolicy
 from selector.learnt import NetEstimator
 from selector.menu import Menu, menu_for_all
+from selector.native.costs import cost_model
 from selector.net import SelectorNet
 from selector.policy import AdaptiveExpansion
 from selector.profile import Bench, cached_profile
@@ -65,4 +66,4 @@ def profiled_costs(bench: Bench) -> CostModel:
         return cached_profile(bench, WeightsCache(default_root())).costs()
     except Exception:
         _logger.exception("this machine cannot be profiled: the policy begins with generic costs and learns from each step")
-        return CostModel()
+        return cost_model()

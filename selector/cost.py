@@ -13,12 +13,9 @@ each price's own moves slowly. A price that is not seen moves with the others an
 expects is clipped: a step during which another program ran teaches no more than a slow one. Where one such surprise follows
 another it is the filter that is wrong, as after a profile that was disturbed, and it becomes unsure of itself.
 
-Where selector.native was compiled it corrects prices, by the same sums.
-
 Shape key: K prices, F features of one part, C candidates.
 """
 
-import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -28,21 +25,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.policy import StepWork
-from selector.native import library
-from selector.native.library import address
 
 Array = NDArray[np.float64]
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of packed tokens between which T(N) is a line
-_KNOTS = np.array(KNOTS, dtype=np.float64)
-_WIDTHS = np.diff(_KNOTS)
+KNOTS_F = np.array(KNOTS, dtype=np.float64)
+_WIDTHS = np.diff(KNOTS_F)
 _SEGMENTS = tuple(zip(KNOTS, (*KNOTS[1:], inf), strict=True))
 REST_PRICES = ("step", *(f"token_from_{knot}" for knot in KNOTS), "row", "drawn", "key", "score")
 DRAFT_PRICES = ("round", "pass", "draft_token", "pass_key")
 NUM_REST = len(REST_PRICES)
 _NO_REST, _NO_DRAFT = (0.0,) * NUM_REST, (0.0,) * len(DRAFT_PRICES)
 _REST, _DRAFTING = range(2)  # parts of a step
-_KEYS = 1000.0  # keys and scores are counted in thousands, so that all features are of like size
+KEYS = 1000.0  # keys and scores are counted in thousands, so that all features are of like size
 
 # Without a profile: a token costs 2 % of a step and a round with its pass 10 %. Their scale is that of the first step seen.
 GENERIC_REST = (1.0, *(0.02,) * len(KNOTS), 0.002, 0.002, 0.01, 0.01)
@@ -50,11 +45,11 @@ GENERIC_DRAFT = (0.01, 0.09, 0.005, 0.005)
 
 _COMMON_VARIANCE, _MEMORY_VARIANCE, _OWN_VARIANCE = 0.75, 0.25, 0.09
 _READ = ("step", "key", "pass", "pass_key")  # prices of what is read from memory, whatever is computed with it
-_FORGETTING = 0.999  # of the filter's covariance, towards the prior's, each step
-_NOISE = 0.15  # standard deviation of a step's seconds, relative
-_MOST_SIGMAS = 2.5
-_LEAST_FACTOR = 0.002  # no price falls below this share of its prior
-_FORGOTTEN = 0.5  # of what the filter has become sure of, each time that one surprise after another is out of bounds
+FORGETTING = 0.999  # of the filter's covariance, towards the prior's, each step
+NOISE = 0.15  # standard deviation of a step's seconds, relative
+MOST_SIGMAS = 2.5
+LEAST_FACTOR = 0.002  # no price falls below this share of its prior
+FORGOTTEN = 0.5  # of what the filter has become sure of, each time that one surprise after another is out of bounds
 _PULL, _LEAST_FITTED = 1e-5, 1e-3  # of fitted prices towards the generic ones, and below which share of them none falls
 
 
@@ -97,11 +92,11 @@ def _rest_of(work: StepWork) -> list[float]:
     """Numbers of Python: one step's are few, and what numpy would need for them is not in the processor's caches after a step."""
     tokens = work.num_tokens
     of_tokens = [max(0.0, min(tokens, end) - begin) for begin, end in _SEGMENTS]
-    return [1.0, *of_tokens, work.num_rows, work.num_drawn, work.num_keys / _KEYS, work.num_scores / _KEYS]
+    return [1.0, *of_tokens, work.num_rows, work.num_drawn, work.num_keys / KEYS, work.num_scores / KEYS]
 
 
 def _draft_of(work: StepWork) -> list[float]:
-    return [work.num_rounds, work.num_passes, work.num_draft_tokens, work.num_passes * work.num_keys / _KEYS]
+    return [work.num_rounds, work.num_passes, work.num_draft_tokens, work.num_passes * work.num_keys / KEYS]
 
 
 @dataclass(frozen=True)
@@ -129,24 +124,9 @@ class CostModel:
         self._prior_KK = _prior_covariance(self._prior_K)
         self._covariance_KK = self._prior_KK.copy()
         self._prices_K = self._prior_K.copy()
-        self._by_name: Mapping[str, float] | None = None  # the same, until something else is learnt
+        self._by_name: Mapping[str, float] | None = None  # the same, until something else is learnt, and T(N) at the knots
+        self._curve: Array | None = None
         self._was_clipped = np.zeros(2, dtype=np.int64)  # the rest, drafting
-        self._library = library.library()
-        self.compiled = library.Costs(  # over these arrays, which nothing replaces
-            prior=address(self._prior_K),
-            error=address(self._error_K),
-            covariance=address(self._covariance_KK),
-            prior_covariance=address(self._prior_KK),
-            prices=address(self._prices_K),
-            was_clipped=address(self._was_clipped),
-            knots=address(_KNOTS),
-            num_knots=len(KNOTS),
-            forgetting=_FORGETTING,
-            noise=_NOISE,
-            most_sigmas=_MOST_SIGMAS,
-            least_factor=_LEAST_FACTOR,
-            forgotten=_FORGOTTEN,
-        )
 
     @property
     def prices(self) -> Mapping[str, float]:
@@ -167,44 +147,45 @@ class CostModel:
 
     def pass_s(self, num_keys: Array | float) -> Array | float:
         """Return the predicted seconds of a pass of the model that drafts, what is fed in it aside."""
-        return self.prices["pass"] + num_keys * (self.prices["pass_key"] / _KEYS)
+        return self.prices["pass"] + num_keys * (self.prices["pass_key"] / KEYS)
 
     def rest_s(self, works: Works) -> Array:
         """Return the predicted seconds of all but drafting, float64 [C]."""
         prices = self.prices
-        context_s = works.num_keys * (prices["key"] / _KEYS) + works.num_scores * (prices["score"] / _KEYS)
+        context_s = works.num_keys * (prices["key"] / KEYS) + works.num_scores * (prices["score"] / KEYS)
         rows_s = works.num_rows * prices["row"] + works.num_drawn * prices["drawn"]
         return _as_array(prices["step"] + self.tokens_s(works.num_tokens) + rows_s + context_s)
 
     def tokens_s(self, num_tokens: Array | float) -> Array | float:
         """Return T(N) of so many packed tokens, less T(1)."""
         slopes_F = self._prices_K[1 : 1 + len(KNOTS)]
-        curve_F = np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS))
-        beyond = np.maximum(num_tokens - _KNOTS[-1], 0.0)
-        seconds: Array | float = np.interp(num_tokens, _KNOTS, curve_F) + beyond * slopes_F[-1]
+        if self._curve is None:
+            self._curve = np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS))
+        beyond = np.maximum(num_tokens - KNOTS_F[-1], 0.0)
+        seconds: Array | float = np.interp(num_tokens, KNOTS_F, self._curve) + beyond * slopes_F[-1]
         return seconds
 
     def marginals(self, num_tokens: float) -> Marginals:
         """Return what one more of each thing costs in a step of that many packed tokens."""
         prices = self.prices
         token_s = float(self.tokens_s(num_tokens + 1.0) - self.tokens_s(num_tokens))
-        return Marginals(token_s, prices["drawn"], prices["score"] / _KEYS, prices["draft_token"])
+        return Marginals(token_s, prices["drawn"], prices["score"] / KEYS, prices["draft_token"])
 
     def observe(self, work: StepWork, seconds: StageSeconds) -> None:
         """Learn from a step that ran."""
         if not self._has_scale and seconds.rest_s > 0.0:
             self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(Works.of([work]))[0])
             self._has_scale = True
-        self._by_name = None
-        if self._library is not None:
-            ran = ctypes.byref(library.Work(*work))
-            self._library.selector_learn_prices(self.compiled, ran, seconds.draft_s, seconds.rest_s)
-            return
-        self._forget(1.0 - _FORGETTING)
+        self._learn(work, seconds)
+        self._by_name = self._curve = None
+
+    def _learn(self, work: StepWork, seconds: StageSeconds) -> None:
+        """Correct the prices in place, and all that they are corrected by."""
+        self._forget(1.0 - FORGETTING)
         self._correct(_REST, [*_rest_of(work), *_NO_DRAFT], seconds.rest_s)
         if work.num_passes or work.num_rounds:
             self._correct(_DRAFTING, [*_NO_REST, *_draft_of(work)], seconds.draft_s)
-        np.multiply(self._prior_K, np.maximum(1.0 + self._error_K, _LEAST_FACTOR), out=self._prices_K)
+        np.multiply(self._prior_K, np.maximum(1.0 + self._error_K, LEAST_FACTOR), out=self._prices_K)
 
     def _forget(self, share: float) -> None:
         """Become as unsure as the prior, by that share."""
@@ -220,14 +201,14 @@ class CostModel:
         weights_K /= scale_s
         expected = 1.0 + float(weights_K @ self._error_K)
         towards_K = self._covariance_KK @ weights_K
-        noise = (_NOISE * max(expected, _LEAST_FACTOR)) ** 2
+        noise = (NOISE * max(expected, LEAST_FACTOR)) ** 2
         variance = float(weights_K @ towards_K) + noise
         surprise = seen_s / scale_s - expected
-        bound = _MOST_SIGMAS * variance**0.5
+        bound = MOST_SIGMAS * variance**0.5
         is_clipped = abs(surprise) > bound
         if is_clipped and self._was_clipped[part]:
             # Back towards the prior and no farther: what is not seen would become unsure without bound.
-            self._forget(_FORGOTTEN)
+            self._forget(FORGOTTEN)
         self._was_clipped[part] = is_clipped
         gain_K = towards_K / variance
         self._error_K += gain_K * min(bound, max(-bound, surprise))

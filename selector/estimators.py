@@ -20,7 +20,7 @@ from engine.policy import DraftOutcome, SequenceView
 from engine.tree import Expansion
 from engine.types import SamplingParams
 from selector.menu import Menu
-from selector.worth import WorthOfNodes
+from selector.native.worths import worth_of_nodes
 
 Array = NDArray[np.float64]
 
@@ -165,7 +165,7 @@ class CountedAcceptance:
     def __init__(self, menu: Menu) -> None:
         self._menu = menu
         self._num_depths = max(1, int(menu.depths.max()))
-        self._worth = WorthOfNodes([entry for entry in menu.entries if entry.least_chance], 0)
+        self._worth = worth_of_nodes([entry for entry in menu.entries if entry.least_chance], 0)
         reach = [_reach(entry) for entry in menu.entries if _is_sized(entry)]
         table_SG = np.array([1.0 + reach_DG.sum(0) for reach_DG in reach])
         self._whole = _part_of(menu, menu, table_SG)
@@ -189,14 +189,14 @@ class CountedAcceptance:
             self._accept = np.full((num_seats, depths), _START_ACCEPTANCE)
             self._beliefs = np.zeros((num_seats, len(_GRID)))
             self._kind_of_seat = [""] * num_seats
-            self._sampling_of_seat: list[SamplingParams | None] = [None] * num_seats
+            self._begun_as: list[tuple[SamplingParams, str] | None] = [None] * num_seats
             return
         more = num_seats - old
         self._counts = np.concatenate([self._counts, np.zeros((more, _NUM_COUNTS, depths))])
         self._accept = np.concatenate([self._accept, np.full((more, depths), _START_ACCEPTANCE)])
         self._beliefs = np.concatenate([self._beliefs, np.zeros((more, len(_GRID)))])
         self._kind_of_seat += [""] * more
-        self._sampling_of_seat += [None] * more
+        self._begun_as += [None] * more
 
     def estimate(self, views: Sequence[SequenceView], menu: Menu | None = None) -> Estimates:
         """Return the expectations for the sequences."""
@@ -362,8 +362,10 @@ class CountedAcceptance:
     def _seat(self, view: SequenceView) -> int:
         """Return where a sequence's state is kept; one not seen before (or whose id begins anew) starts as its kind."""
         seat = self._seats.get(view.request_id)
-        if seat is not None and self._sampling_of_seat[seat] is view.sampling and view.num_generated:
-            return seat  # the request that it was
+        if seat is not None and view.num_generated and (begun_as := self._begun_as[seat]) is not None:
+            sampling, verifier = begun_as
+            if sampling is view.sampling and verifier == view.verifier:
+                return seat
         kind = kind_of(view.sampling, view.verifier)
         if seat is not None and self._kind_of_seat[seat] == kind and view.num_generated:
             return seat
@@ -373,7 +375,7 @@ class CountedAcceptance:
             seat = self._seats[view.request_id] = self._free.pop()
         if kind not in self._groups:
             self._groups[kind] = _Group(self._num_depths, self._menu)
-        self._kind_of_seat[seat], self._sampling_of_seat[seat] = kind, view.sampling
+        self._kind_of_seat[seat], self._begun_as[seat] = kind, (view.sampling, view.verifier)
         self._worth.clear(seat)
         self._counts[seat] = 0.0
         self._accept[seat] = _START_ACCEPTANCE

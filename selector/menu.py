@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from engine.pairs import default_tree, is_exact
 from engine.tree import DELAYED_TREES, PLAIN, Expansion, TreeName
-from selector.native.library import address
 
 _TRUNKS = (0, 1, 2, 3, 4, 6)
 _DEPTHS = (1, 2, 3, 4, 6)
@@ -62,11 +61,6 @@ class Menu:
     def num_nodes(self) -> NDArray[np.int64]:
         """Drafted tokens of each entry at most, int64 [M]."""
         return np.array([entry.num_draft_tokens for entry in self.entries])
-
-    @cached_property
-    def addresses(self) -> tuple[int, int]:
-        """Where the entries' depths lie, and their sizes, for the compiled part."""
-        return address(self.depths), address(self.num_nodes)
 
     @cached_property
     def most_nodes(self) -> int:

@@ -20,6 +20,7 @@ from selector.cost import CostModel, StageSeconds, Works
 from selector.estimators import Estimates, Estimator
 from selector.menu import Menu, fed_share
 from selector.model_share import ModelShare
+from selector.native.allocators import allocator_of
 from selector.probing import Probes
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class _Batch:
     is_allowed_BM: NDArray[np.bool_] | None  # all of it, if None
     load: BatchLoad
 
-    def may_probe_BM(self, places_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def probes_open_BM(self, places_B: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return what of the menu each sequence may be probed with in the place of what was chosen for it, [B, M].
 
         For one that is plain that is any tree, for others those that tell most.
@@ -188,9 +189,8 @@ class AdaptiveExpansion:
         self._learn_unlearnt()
         batch = self._batch(views, own)
         estimates = _within_bounds(self._estimator.estimate(batch.views, batch.menu), batch)
-        allocator = Allocator(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
-        plain = allocator.plain()
-        if not (allocator.is_finite and isfinite(plain.rate)):
+        allocator = allocator_of(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
+        if not (allocator.is_finite and isfinite((plain := allocator.plain()).rate)):
             return self._without_numbers(views)
         best = allocator.best(plain)
         margin = _GOES_ON_PAYING if self._standing.choice.reason is Reason.SPECULATION_PAYS else _PAYS
@@ -496,13 +496,13 @@ class AdaptiveExpansion:
         is_open_BM: NDArray[np.bool_] | None = None
         can_probe = [True] * len(places)
         if batch.is_allowed_BM is not None or not batch.menu.has_probes_for_all:
-            is_open_BM = batch.may_probe_BM(np.array(places))
+            is_open_BM = batch.probes_open_BM(np.array(places))
             can_probe = [bool(is_open_M.any()) for is_open_M in is_open_BM]
         due = self._probes.due(batch.views, [not place for place in places], can_probe)
         if not due or self._probes.is_short:
             return None
         if is_open_BM is None:
-            is_open_BM = batch.may_probe_BM(np.array(places))
+            is_open_BM = batch.probes_open_BM(np.array(places))
         together = [due] if len(due) > 1 else []
         asked = [*together, *([index] for index in due[:_MOST_TRIED])]
         is_drafting = bool(places[due[0]])

@@ -8,7 +8,8 @@ probes bring nothing is asked less often, a new one as often as the others latel
 
 What a probe will lose is a belief, and the belief may be what is wrong. So a full account buys any probe, on credit, and the
 account is charged with what the step really took: a price that was measured badly is found out by one probe, a drafter that is
-truly dear is not asked again until its share is saved. Deterministic: no clock, no chance.
+truly dear is not asked again until its share is saved. What no probe of those who are due could be paid for is not priced anew
+before that. Deterministic: no clock, no chance.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ class Probes:
         self._income_s = 0.0  # of a step
         self._paid_s = 0.0
         self._price_s, self._due_in = 0.0, 0.0  # of the cheapest probe that was thought of last, and the steps until one is due
-        self._is_put_off = False  # whether that could not be paid
+        self._who: dict[str, bool] = {}  # were due last, and whether they were plain
+        self._is_put_off = False  # whether no probe of theirs could be paid
         self._interval = float(_FIRST_INTERVAL)  # that a new sequence begins with
         self._patience: dict[str, _Patience] = {}
         self._asked: set[str] = set()
@@ -80,7 +82,10 @@ class Probes:
         self._patience = patience
         order = [index for _, index in sorted(found)]
         if not found:
-            self._price_s, self._is_put_off = 0.0, False
+            self._price_s = 0.0
+        who = {views[index].request_id: is_plain[index] for index in order}
+        if who != self._who:
+            self._who, self._is_put_off = who, False
         return [index for index in order if is_plain[index] == is_plain[order[0]]]
 
     @property
@@ -117,7 +122,7 @@ class Probes:
 
     @property
     def is_short(self) -> bool:
-        """Whether less is saved than the cheapest probe cost that could not be paid, when it was last thought of."""
+        """Whether no probe of those who are due could be paid, and what the cheapest cost then is not saved yet."""
         return self._is_put_off and self._saved_s < min(self._price_s, self._most_s)
 
     def pay(self, views: Sequence[SequenceView], loss_s: float) -> None:

@@ -5,11 +5,9 @@ nodes alone, would have been: its nodes, its levels, and the tokens that it expe
 admits them, for each sequence and for its kind, towards which a sequence's are shrunk; what came of nodes of each chance corrects
 them. A tree says nothing of nodes less likely than it was allowed.
 
-Where selector.native was compiled it learns and expects, by the same sums. Shape key: K least chances of a menu, the greatest
-first; B sequences; F sums (FEATURES); S seats, and G kinds, for which there is room.
+Shape key: K least chances of a menu, the greatest first; B sequences; F sums (FEATURES).
 """
 
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -19,8 +17,6 @@ from numpy.typing import NDArray
 
 from engine.policy import DraftOutcome
 from engine.tree import Expansion
-from selector.native import library
-from selector.native.library import address
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -29,11 +25,11 @@ FEATURES = ("chances", "nodes", "rounds", "fed")  # the root's own round aside
 _CHANCES, _NODES, _ROUNDS, _FED = range(len(FEATURES))
 # Before anything is known, for each factor of e between chances: tokens (worth a try, soon refuted), and rounds for each of them.
 _START_TOKENS, _START_ROUNDS = 0.7, 2.0
-_START_TREES, _KIND_TREES = 4.0, 5.0  # what the start weighs in a kind's mean, and a kind's mean in a sequence's, in trees
-_EDGE = 1e-9  # so that nothing is divided by nothing
-_KIND_MEMORY, _OWN_MEMORY = 0.995, 0.95  # of a tree, at each later one
-_CAME_TOKENS = 4.0  # that are believed to have come as they were expected
-_CAME_MEMORY = 0.998
+START_TREES, KIND_TREES = 4.0, 5.0  # what the start weighs in a kind's mean, and a kind's mean in a sequence's, in trees
+EDGE = 1e-9  # so that nothing is divided by nothing
+KIND_MEMORY, OWN_MEMORY = 0.995, 0.95  # of a tree, at each later one
+CAME_TOKENS = 4.0  # that are believed to have come as they were expected
+CAME_MEMORY = 0.998
 
 
 class WorthOfNodes:
@@ -55,13 +51,11 @@ class WorthOfNodes:
         self._kinds: dict[str, int] = {}
         self._kind_sums, self._kind_trees = np.zeros((0, *size)), np.zeros((0, size[1]))
         self._kind_begun, self._kind_came = np.zeros((0, size[1])), np.zeros((0, 2, size[1]))
-        self._library = library.library()
         self.make_room(num_seats)
 
     def make_room(self, num_seats: int) -> None:
         """Have so many seats."""
         self._sums, self._trees, self._came = (_with_rows(one, num_seats) for one in (self._sums, self._trees, self._came))
-        self._compiled = self._over_arrays()
 
     def clear(self, seat: int) -> None:
         """Forget what is known of a sequence."""
@@ -71,37 +65,14 @@ class WorthOfNodes:
     def _kind(self, name: str) -> int:
         """Return where a kind's sums are kept."""
         kind = self._kinds.get(name)
-        if kind is None:
-            kind = self._kinds[name] = len(self._kinds)
-            self._kind_sums, self._kind_trees = _with_rows(self._kind_sums, kind + 1), _with_rows(self._kind_trees, kind + 1)
-            self._kind_begun = _with_rows(self._kind_begun, kind + 1, _START_TREES)
-            self._kind_came = _with_rows(self._kind_came, kind + 1, _CAME_TOKENS)
-            self._compiled = self._over_arrays()
-        return kind
+        return self._new_kind(name) if kind is None else kind
 
-    def _over_arrays(self) -> library.Worth:
-        """Return where the compiled part finds everything, until an array is replaced."""
-        return library.Worth(
-            num_chances=len(self._least),
-            least=address(self._least_K),
-            depth=address(self._depth_K),
-            most_nodes=address(self._most_nodes_K),
-            start=address(self._start_FK),
-            sums=address(self._sums),
-            trees=address(self._trees),
-            came=address(self._came),
-            kind_sums=address(self._kind_sums),
-            kind_trees=address(self._kind_trees),
-            kind_begun=address(self._kind_begun),
-            kind_came=address(self._kind_came),
-            start_trees=_START_TREES,
-            kind_trees_weight=_KIND_TREES,
-            edge=_EDGE,
-            kind_memory=_KIND_MEMORY,
-            own_memory=_OWN_MEMORY,
-            came_tokens=_CAME_TOKENS,
-            came_memory=_CAME_MEMORY,
-        )
+    def _new_kind(self, name: str) -> int:
+        kind = self._kinds[name] = len(self._kinds)
+        self._kind_sums, self._kind_trees = _with_rows(self._kind_sums, kind + 1), _with_rows(self._kind_trees, kind + 1)
+        self._kind_begun = _with_rows(self._kind_begun, kind + 1, START_TREES)
+        self._kind_came = _with_rows(self._kind_came, kind + 1, CAME_TOKENS)
+        return kind
 
     def _means(self, kind: int) -> Array:
         """Return what a tree of a kind brings on the mean, before what comes of it is known, F by K.
@@ -110,7 +81,7 @@ class WorthOfNodes:
         these: so much more or less is expected of others. The likeliest are left aside, of which sure texts have many.
         """
         start_K, begun_K, trees_K = self._start_FK[_CHANCES, 1:], self._kind_begun[kind], self._kind_trees[kind]
-        begun = _START_TREES * float(start_K.sum()) + _EDGE
+        begun = START_TREES * float(start_K.sum()) + EDGE
         scale = (float(self._kind_sums[kind, _CHANCES, 1:].sum()) + begun) / (float(start_K @ trees_K[1:]) + begun)
         return np.asarray((self._kind_sums[kind] + scale * begun_K * self._start_FK) / (trees_K + begun_K))
 
@@ -127,30 +98,20 @@ class WorthOfNodes:
     def tell(self, seats: Sequence[int], kinds: Sequence[str], told_4BM: Array, columns_W: Places, places_W: Places) -> None:
         """Write the same of W of the entries, `places_W` in ascending order, into these columns."""
         kind_B = [self._kind(name) for name in kinds]
-        if self._library is None:
-            told_4BM[:, :, columns_W] = self._expected(seats, kind_B)[:, :, places_W]
-            return
-        rows = array("q", [*seats, *kind_B])
-        begin, num_rows = rows.buffer_info()[0], len(seats)
-        self._library.selector_expect(
-            *(self._compiled, begin, begin + 8 * num_rows, num_rows, address(columns_W), address(places_W)),
-            *(len(places_W), address(told_4BM), told_4BM.shape[2]),
-        )
-
-    def _expected(self, seats: Sequence[int], kind_B: Sequence[int]) -> Array:
         usual_BFK, comes_BK = (np.array([of(kind) for kind in kind_B]) for of in (self._means, self._comes))
-        weights_BK = self._trees[seats] + _KIND_TREES
-        sums_BFK = (self._sums[seats] + _KIND_TREES * usual_BFK) / weights_BK[:, None]
+        weights_BK = self._trees[seats] + KIND_TREES
+        sums_BFK = (self._sums[seats] + KIND_TREES * usual_BFK) / weights_BK[:, None]
         sums_BFK[:, _CHANCES] *= comes_BK * self._own_share(seats)[:, None]
-        up_to_BFK = sums_BFK.cumsum(2)
-        tokens_BK = 1.0 + np.minimum(up_to_BFK[:, _CHANCES], self._depth_K)
-        rounds_BK = np.minimum(1.0 + up_to_BFK[:, _ROUNDS], self._depth_K)
-        nodes_BK, fed_BK = np.minimum(up_to_BFK[:, [_NODES, _FED]], self._most_nodes_K).swapaxes(0, 1)
-        return np.array((tokens_BK, nodes_BK, rounds_BK, fed_BK))
+        up_to_BFW = sums_BFK.cumsum(2)[:, :, places_W]
+        depth_W, most_nodes_W = self._depth_K[places_W], self._most_nodes_K[places_W]
+        told_4BM[0, :, columns_W] = (1.0 + np.minimum(up_to_BFW[:, _CHANCES], depth_W)).T
+        told_4BM[1, :, columns_W] = np.minimum(up_to_BFW[:, _NODES], most_nodes_W).T
+        told_4BM[2, :, columns_W] = np.minimum(1.0 + up_to_BFW[:, _ROUNDS], depth_W).T
+        told_4BM[3, :, columns_W] = np.minimum(up_to_BFW[:, _FED], most_nodes_W).T
 
     def _own_share(self, seats: Sequence[int]) -> Array:
         """Return what came of what was expected of each sequence as one of its kind, [B]."""
-        came_B2 = self._came[seats] + _CAME_TOKENS
+        came_B2 = self._came[seats] + CAME_TOKENS
         return np.asarray(came_B2[:, 0] / came_B2[:, 1])
 
     def observe(self, outcomes: Sequence[DraftOutcome], seats: Sequence[int], kinds: Sequence[str]) -> None:
@@ -159,25 +120,7 @@ class WorthOfNodes:
         A tree that was cut, to its request's bound or to the room there was, tells its own sequence all that it may have, and the
         kind what it would have been whole.
         """
-        kind_of = [self._kind(name) for name in kinds]
-        if self._library is None:
-            self._learn(outcomes, seats, kind_of)
-            return
-        trees, least, chances, depths, accepted = array("q"), array("d"), array("d"), array("q"), array("q")
-        for one, seat, kind in zip(outcomes, seats, kind_of, strict=True):
-            nodes = one.nodes
-            assert nodes is not None, "a tree that does not know its nodes"
-            sizes = (len(chances), len(nodes.chances), len(accepted), len(nodes.accepted))
-            trees.extend((seat, kind, *sizes, one.drafted_depth))
-            least.extend((nodes.least, self._least_whole(one)))
-            chances.extend(nodes.chances)
-            depths.extend(nodes.depths)
-            accepted.extend(nodes.accepted)
-        begins = [numbers.buffer_info()[0] for numbers in (trees, least, chances, depths, accepted)]
-        told = library.Trees(begins[0], len(outcomes), *begins[1:])
-        self._library.selector_learn_worth(self._compiled, told)
-
-    def _learn(self, outcomes: Sequence[DraftOutcome], seats: Sequence[int], kinds: Sequence[int]) -> None:
+        kind_of_seat = dict(zip(seats, (self._kind(name) for name in kinds), strict=True))
         trees: dict[int, list[DraftOutcome]] = {}
         for outcome, seat in zip(outcomes, seats, strict=True):
             trees.setdefault(seat, []).append(outcome)
@@ -187,13 +130,12 @@ class WorthOfNodes:
             self._found(of_seat, self._least_whole) if any(map(self._is_cut, of_seat)) else told
             for of_seat, told in zip(trees.values(), found, strict=True)
         ]
-        kind_of_seat = dict(zip(seats, kinds, strict=True))
         sums_BFK = np.array([one.sums for one in found])
         told_BK, came_BK = np.array([one.num_told for one in found]), np.array([one.came for one in found])
         comes_BK = np.stack([self._comes(kind_of_seat[seat]) for seat in own])
         expected_B = (sums_BFK[:, _CHANCES] * comes_BK).sum(1)
-        stays_B1 = _OWN_MEMORY ** np.array([[float(one.num_trees)] for one in found])
-        stays_BK = _OWN_MEMORY**told_BK
+        stays_B1 = OWN_MEMORY ** np.array([[float(one.num_trees)] for one in found])
+        stays_BK = OWN_MEMORY**told_BK
         self._came[own] = stays_B1 * self._came[own] + np.stack([came_BK.sum(1), expected_B], axis=1)
         self._sums[own] = stays_BK[:, None] * self._sums[own] + sums_BFK
         self._trees[own] = stays_BK * self._trees[own] + told_BK
@@ -205,12 +147,12 @@ class WorthOfNodes:
         sums_FK, told_K, came_K = (
             np.array(rows).sum(0) for rows in zip(*((one.sums, one.num_told, one.came) for one in found), strict=True)
         )
-        stays_K, stays = _KIND_MEMORY**told_K, _CAME_MEMORY ** sum(one.num_trees for one in found)
+        stays_K, stays = KIND_MEMORY**told_K, CAME_MEMORY ** sum(one.num_trees for one in found)
         self._kind_sums[kind] = stays_K * self._kind_sums[kind] + sums_FK
         self._kind_trees[kind] = stays_K * self._kind_trees[kind] + told_K
         self._kind_begun[kind] *= stays_K
         came_2K = np.stack([came_K, sums_FK[_CHANCES]])
-        self._kind_came[kind] = stays * self._kind_came[kind] + (1.0 - stays) * _CAME_TOKENS + came_2K
+        self._kind_came[kind] = stays * self._kind_came[kind] + (1.0 - stays) * CAME_TOKENS + came_2K
 
     def _found(self, trees: Sequence[DraftOutcome], least_told: Callable[[DraftOutcome], float]) -> "NodeSums":
         found = NodeSums(self._least)

@@ -183,6 +183,7 @@ class TextCache:
             for one in followed:
                 # Half of them will do where somebody else was asked about meanwhile: none waits twice as long.
                 if one.is_asked or 2 * one.num_unknown >= _FOLLOWED_TOGETHER:
+                    # Who is followed and not looked up below may begin a run: that is not told before somebody looks.
                     self.may_begin_run = self.may_begin_run or not (one.is_asked and one.num_unknown)
                     self._follow(one)
         self._indexer.advance(MOST_INDEXED)

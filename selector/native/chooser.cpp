@@ -1,6 +1,6 @@
 // What choosing computes over numbers alone, compiled: numpy takes longer to begin than these sums take, most of all right after
-// a pass, which has emptied the processor's caches. selector/cost.py, worth.py and allocation.py say the same in numpy, and why;
-// constants are theirs. All state lies in their arrays. Pointers belong to the caller, who keeps what they point at.
+// a pass, which has emptied the processor's caches. selector/cost.py, worth.py and allocation.py say the same in numpy, and why.
+// All state lies in their arrays. Pointers belong to the caller, who keeps what they point at.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -10,7 +10,9 @@
 
 namespace {
 
-constexpr double kKeys = 1000.0;  // keys and scores are counted in thousands
+constexpr int64_t kLayout = 1;       // of what Python lays out, where no size tells it
+constexpr int64_t kOtherPrices = 9;  // beside those of tokens: of a step, of four things in the rest of it, of four in drafting
+constexpr int64_t kMostKnots = 32, kMostPrices = kMostKnots + kOtherPrices;
 
 // What a step runs (engine.policy.StepWork), in its order; expectations need not be whole.
 struct Work {
@@ -23,7 +25,7 @@ struct Costs {
   int64_t* was_clipped;  // of the rest, of drafting
   const double* knots;
   int64_t num_knots;
-  double forgetting, noise, most_sigmas, least_factor, forgotten;
+  double forgetting, noise, most_sigmas, least_factor, forgotten, keys;  // keys and scores are counted by so many
 
   int64_t num_rest() const { return 1 + num_knots + 4; }
   int64_t num_prices() const { return num_rest() + 4; }
@@ -31,10 +33,10 @@ struct Costs {
   double slope(int64_t knot) const { return prices[1 + knot]; }
   double row() const { return prices[1 + num_knots]; }
   double drawn() const { return prices[2 + num_knots]; }
-  double key() const { return prices[3 + num_knots] / kKeys; }
-  double score() const { return prices[4 + num_knots] / kKeys; }
+  double key() const { return prices[3 + num_knots] / keys; }
+  double score() const { return prices[4 + num_knots] / keys; }
   double round() const { return prices[5 + num_knots]; }
-  double pass(double num_keys) const { return prices[6 + num_knots] + num_keys * (prices[8 + num_knots] / kKeys); }
+  double pass(double num_keys) const { return prices[6 + num_knots] + num_keys * (prices[8 + num_knots] / keys); }
   double draft_token() const { return prices[7 + num_knots]; }
 
   // T(N) less T(1).
@@ -58,7 +60,7 @@ struct Costs {
   // Moves prices towards what would have predicted the seconds of a part, whose features are `count` numbers from `first` on.
   void correct(int part, const double* features, int64_t first, int64_t count, double seen) {
     const int64_t n = num_prices();
-    double weights[64], towards[64], scale = 0.0;
+    double weights[kMostPrices], towards[kMostPrices], scale = 0.0;
     for (int64_t i = 0; i < count; i++) scale += weights[i] = features[i] * prior[first + i];
     if (scale <= 0.0 || !std::isfinite(seen)) return;
     double expected = 1.0, variance = 0.0;
@@ -82,16 +84,16 @@ struct Costs {
   }
 
   void learn(const Work& w, double draft_s, double rest_s) {
-    double features[64];
+    double features[kMostPrices];
     forget(1.0 - forgetting);
     features[0] = 1.0;
     for (int64_t i = 0; i < num_knots; i++)
       features[1 + i] = std::max(0.0, (i + 1 < num_knots ? std::min(w.tokens, knots[i + 1]) : w.tokens) - knots[i]);
     double* more = features + 1 + num_knots;
-    more[0] = w.rows, more[1] = w.drawn, more[2] = w.keys / kKeys, more[3] = w.scores / kKeys;
+    more[0] = w.rows, more[1] = w.drawn, more[2] = w.keys / keys, more[3] = w.scores / keys;
     correct(0, features, 0, num_rest(), rest_s);
     if (w.passes != 0.0 || w.rounds != 0.0) {
-      const double drafting[] = {w.rounds, w.passes, w.draft_tokens, w.passes * w.keys / kKeys};
+      const double drafting[] = {w.rounds, w.passes, w.draft_tokens, w.passes * w.keys / keys};
       correct(1, drafting, num_rest(), 4, draft_s);
     }
     for (int64_t k = 0; k < num_prices(); k++) prices[k] = prior[k] * std::max(1.0 + error[k], least_factor);
@@ -215,7 +217,7 @@ struct Step {
   // The chance with which a tree of so many expected passes goes on from level to level.
   double odds(double num_passes) const {
     const double more = num_passes - 1.0, last = (double)(num_levels - 1);
-    if (more <= levels[0]) return 0.0;
+    if (!(more > levels[0])) return 0.0;
     if (more >= levels[num_levels - 1]) return 1.0;
     const int64_t above = std::upper_bound(levels, levels + num_levels, more) - levels;
     return ((double)(above - 1) + (more - levels[above - 1]) / (levels[above] - levels[above - 1])) / last;
@@ -287,7 +289,7 @@ extern "C" {
 // Sizes of what Python lays out, so that it can see whether it was compiled from another version of it.
 void selector_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Work), sizes[1] = sizeof(Costs), sizes[2] = sizeof(Worth), sizes[3] = sizeof(Trees), sizes[4] = sizeof(Step);
-  sizes[5] = sizeof(Tree) / sizeof(int64_t);
+  sizes[5] = sizeof(Tree) / sizeof(int64_t), sizes[6] = kSums, sizes[7] = kOtherPrices, sizes[8] = kMostKnots, sizes[9] = kLayout;
 }
 
 void selector_learn_prices(Costs* costs, const Work* work, double draft_s, double rest_s) { costs->learn(*work, draft_s, rest_s); }
@@ -357,7 +359,7 @@ void selector_expect(
 // Whether all that is expected is a finite number.
 int64_t selector_is_finite(const Step* step) {
   double all = 0.0;
-  for (int64_t i = 0; i < step->num_rows * step->num_entries; i++) all += step->tokens[i] + step->nodes[i] + step->passes[i];
+  for (int64_t i = 0; i < step->num_rows * step->num_entries; i++) all += step->tokens[i] + step->nodes[i] + step->passes[i] + step->fed[i];
   return std::isfinite(all);
 }
 

@@ -11,7 +11,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+LAYOUT = 1  # of what these structures mean, and functions take, where no size tells it (kLayout)
 NUM_OF_TREE = 7  # whole numbers
+NUM_SUMS = 4  # of trees, by the least chance that admits a node
+NUM_OTHER_PRICES = 9  # beside those of tokens: of a step, of four things more in the rest of it, and of four in drafting
+MOST_KNOTS = 32  # between which tokens have prices
 _MODULE = "selector.native.chooser"
 
 
@@ -30,7 +34,7 @@ class Costs(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("prior", "error", "covariance", "prior_covariance", "prices", "was_clipped", "knots")),
         ("num_knots", c_int64),
-        *((name, c_double) for name in ("forgetting", "noise", "most_sigmas", "least_factor", "forgotten")),
+        *((name, c_double) for name in ("forgetting", "noise", "most_sigmas", "least_factor", "forgotten", "keys")),
     )
 
 
@@ -85,7 +89,14 @@ def library() -> ctypes.PyDLL | None:
     if spec is None or spec.origin is None:
         return None
     loaded = ctypes.PyDLL(spec.origin)
-    expected = [*map(ctypes.sizeof, (Work, Costs, Worth, Trees, Step)), NUM_OF_TREE]
+    expected = [
+        *map(ctypes.sizeof, (Work, Costs, Worth, Trees, Step)),
+        NUM_OF_TREE,
+        NUM_SUMS,
+        NUM_OTHER_PRICES,
+        MOST_KNOTS,
+        LAYOUT,
+    ]
     sizes = (c_int64 * len(expected))()
     loaded.selector_sizes(sizes)
     if list(sizes) != expected:
@@ -107,6 +118,13 @@ def library() -> ctypes.PyDLL | None:
     loaded.selector_ceiling.argtypes = [POINTER(Step)]
     loaded.selector_ceiling.restype = c_double
     return loaded
+
+
+def required() -> ctypes.PyDLL:
+    """Return the library; raise OSError if it was not compiled."""
+    if (found := library()) is None:
+        raise OSError(f"{_MODULE} was not compiled")
+    return found
 
 
 def address(array: NDArray[Any]) -> int:

@@ -14,8 +14,6 @@ from selector.cost import KNOTS, NUM_REST, CostModel, Works
 from selector.estimators import Estimates
 from selector.menu import Menu, menu_of
 
-pytestmark = pytest.mark.usefixtures("by_numpy")
-
 MENU = Menu((PLAIN, Expansion(1, 1, 0), Expansion(0, 2, 1), Expansion(2, 1, 0), Expansion(1, 2, 1), Expansion(3, 1, 0)))
 
 
@@ -191,7 +189,7 @@ def test_of_many_trees_none_has_the_hidden_room_for_itself():
 
 
 def test_who_knows_what_others_have_would_have_it(monkeypatch):
-    monkeypatch.setattr("selector.allocation._SPREAD", np.zeros(1))
+    monkeypatch.setattr("selector.allocation.SPREAD", (0.0,))
     with pytest.raises(AssertionError):
         test_of_many_trees_none_has_the_hidden_room_for_itself()
 

@@ -15,6 +15,9 @@ from selector.cost import DRAFT_PRICES, NUM_REST, CostModel, StageSeconds, Works
 from selector.estimators import Estimates
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.native import library
+from selector.native.allocators import CompiledAllocator
+from selector.native.costs import CompiledCosts
+from selector.native.worths import CompiledWorth
 from selector.worth import WorthOfNodes
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the compiled part of choosing is not here")
@@ -23,11 +26,6 @@ LARGEST = Expansion(0, 4, 8, "noise_aware", 64)
 BY_CHANCE = menu_of(LARGEST, "coupled", LARGEST)
 MIXED = menu_for_all(Expansion(4, 1, 0), "coupled")
 seeds = st.integers(0, 10**6).map(random.Random)
-
-
-def without(made: CostModel | WorthOfNodes | Allocator) -> None:
-    """Have numpy compute what something says from now on."""
-    made._library = None
 
 
 def step(seed: random.Random) -> tuple[StepWork, StageSeconds]:
@@ -40,21 +38,20 @@ def step(seed: random.Random) -> tuple[StepWork, StageSeconds]:
     return work, StageSeconds(seed.random() * 0.01 * rounds, seed.random() * 0.1 * slow)
 
 
-def prices_of(seed: random.Random) -> CostModel:
-    """Return a cost model of any prices, tokens and drafting dear in one and next to nothing in another."""
+def prices_of(seed: random.Random) -> tuple[list[float], list[float]]:
+    """Return any prices, tokens and drafting dear in one and next to nothing in another."""
 
     def prices(count: int) -> list[float]:
         greatest = seed.choice((-1.0, -3.0))
         return [10.0 ** seed.uniform(-5.0, greatest) for _ in range(count)]
 
-    return CostModel([0.1, *prices(NUM_REST - 1)], prices(len(DRAFT_PRICES)))
+    return [0.1, *prices(NUM_REST - 1)], prices(len(DRAFT_PRICES))
 
 
 @given(seeds, st.booleans())
 def test_prices_are_learnt_alike(seed, has_profile):
-    one = prices_of(random.Random(7)) if has_profile else CostModel()
-    other = prices_of(random.Random(7)) if has_profile else CostModel()
-    without(other)
+    profile = prices_of(seed) if has_profile else ()
+    one, other = CompiledCosts(*profile), CostModel(*profile)
     for _ in range(30):
         taught = step(seed)
         one.observe(*taught)
@@ -78,8 +75,7 @@ def outcome(seed: random.Random, request_id: str) -> DraftOutcome:
 
 @given(seeds)
 def test_trees_are_learnt_and_foretold_alike(seed):
-    one, other = WorthOfNodes(BY_CHANCE.entries[1:], 2), WorthOfNodes(BY_CHANCE.entries[1:], 2)
-    without(other)
+    one, other = CompiledWorth(BY_CHANCE.entries[1:], 2), WorthOfNodes(BY_CHANCE.entries[1:], 2)
     kinds = ["greedy", "coupled warm", "greedy", "coupled cool", "greedy"]
     for found in (one, other):
         found.make_room(5)
@@ -118,11 +114,9 @@ def allocators(seed: random.Random, menu: Menu) -> Iterator[Allocator]:
         draws_B=rng.integers(0, 2, num_rows).tolist(),
         model_share=share,
     )
-    costs = prices_of(seed)
+    costs = CompiledCosts(*prices_of(seed))
+    yield CompiledAllocator(menu, estimates, is_allowed, load, costs)
     yield Allocator(menu, estimates, is_allowed, load, costs)
-    other = Allocator(menu, estimates, is_allowed, load, costs)
-    without(other)
-    yield other
 
 
 @pytest.mark.parametrize("menu", [BY_CHANCE, MIXED, menu_of(Expansion(4, 1, 0), "traversal")])
@@ -151,3 +145,21 @@ def test_the_best_is_found_alike(menu, seed):
     assert mine.rate == pytest.approx(its.rate, rel=1e-9)
     again = other.of(mine.places)
     assert (again.tokens, again.seconds) == pytest.approx((mine.tokens, mine.seconds), rel=1e-9)
+
+
+@pytest.mark.parametrize("menu", [BY_CHANCE, MIXED])
+def test_numbers_that_are_not_finite_are_noticed_and_read_nothing_else(menu):
+    for place in range(4):
+        one, _ = allocators(random.Random(1), menu)
+        told_4BM = one._estimates.told_4BM.copy()
+        told_4BM[place] = np.nan
+        broken = CompiledAllocator(menu, Estimates(told_4BM), None, one._load, CompiledCosts())
+        assert not broken.is_finite
+        broken.best(broken.plain())
+
+
+def test_numbers_of_other_sizes_are_refused():
+    one, _ = allocators(random.Random(1), BY_CHANCE)
+    narrow = Estimates(one._estimates.told_4BM[:, :, :-1])
+    with pytest.raises(ValueError, match="permissions"):
+        CompiledAllocator(BY_CHANCE, narrow, None, one._load, CompiledCosts())

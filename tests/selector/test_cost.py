@@ -22,8 +22,6 @@ from selector.cost import (
     rest_features,
 )
 
-pytestmark = pytest.mark.usefixtures("by_numpy")
-
 
 def work(num_tokens: int, num_passes: int = 0, num_rows: int = 1, num_keys: int = 200) -> StepWork:
     return StepWork(num_rows, num_tokens, num_tokens, num_keys, num_tokens * num_keys, num_passes, num_passes, num_passes)
@@ -119,7 +117,7 @@ def test_a_machine_slow_in_everything_would_be_thought_to_charge_more_for_tokens
 
 
 def test_without_a_bound_outliers_lead_astray(monkeypatch):
-    monkeypatch.setattr(cost, "_MOST_SIGMAS", 1e9)
+    monkeypatch.setattr(cost, "MOST_SIGMAS", 1e9)
     with pytest.raises(AssertionError):
         test_noise_and_outliers_do_not_lead_it_astray()
 
@@ -162,7 +160,7 @@ def test_disturbances_teach_nothing_of_what_is_not_seen():
 
 def test_the_share_kills_a_filter_that_is_ever_less_sure(monkeypatch):
     """To grow what it is unsure of, each time, leaves no bound; in the end no variance is one."""
-    monkeypatch.setattr(cost, "_FORGOTTEN", -1.0)
+    monkeypatch.setattr(cost, "FORGOTTEN", -1.0)
     with pytest.raises((AssertionError, TypeError)):
         check_share()
 

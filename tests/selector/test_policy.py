@@ -23,6 +23,7 @@ from selector.cost import DRAFT_PRICES, KNOTS, CostModel
 from selector.estimators import CountedAcceptance, Estimates, Estimator
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.model_share import ModelShare
+from selector.native.costs import cost_model
 from selector.policy import _LEAST_STAKE, _MOST_UNLEARNT, AdaptiveExpansion, _pays, _within_bounds
 from selector.probing import Probes
 from tests.selector.machine import Machine, Ran, Text, feedback, fixed_rate, flat, run
@@ -43,7 +44,7 @@ def profiled(machine: Machine) -> CostModel:
     slopes = [(target_s(end) - target_s(start)) / (end - start) for start, end in zip(KNOTS, ends, strict=True)]
     rest = [target_s(1.0), *slopes, machine.row_s, 1e-7, 1e-7, max(1e-9, 1000 * machine.key_s)]
     wrong = [1.0 + 0.08 * (place * 7 % 13 - 6) / 6 for place in range(len(rest))]
-    return CostModel(
+    return cost_model(
         [price * factor for price, factor in zip(rest, wrong, strict=True)], [1e-7, machine.pass_s, machine.draft_token_s, 1e-7]
     )
 
@@ -490,6 +491,35 @@ def test_a_probe_pays_what_its_step_took():
     assert probes.saved_s == pytest.approx(0.5 - 2.0)
 
 
+def test_what_nobody_could_pay_is_priced_again_once_as_much_is_saved_or_others_are_due():
+    probes, views = Probes(), [Text(flat(0.0)).view(name) for name in "ab"]
+    probes.save(1.0)
+    probes.due(views, [True] * 2, [True] * 2)
+    probes.pay(views[:1], 1.9)
+    probes.observe([])
+    late = [one._replace(num_generated=500) for one in views]
+
+    def is_short(*which: int, is_plain: bool = True) -> bool:
+        assert sorted(probes.due(late, [is_plain] * 2, [index in which for index in range(2)])) == sorted(which)
+        return probes.is_short
+
+    assert not is_short(0)
+    probes.put_off(0.5)
+    assert is_short(0)
+    probes.save(1.0, num_steps=100)
+    assert not is_short(0)
+    probes.put_off(5.0)  # more than is ever saved
+    assert is_short(0)
+    assert not is_short(0, 1), "another may be cheaper"
+    probes.put_off(5.0)
+    assert is_short(1, 0)
+    assert not is_short(0, 1, is_plain=False), "they draft now"
+    probes.put_off(5.0)
+    assert is_short(0, 1, is_plain=False)
+    probes.save(1.0, num_steps=1000)
+    assert not is_short(0, 1, is_plain=False), "a full account buys anything"
+
+
 def test_what_is_saved_is_worth_more_where_more_is_at_stake():
     """As full as the account was it stays; and it never owes less for what other programs took."""
     probes, view = Probes(), Text(flat(0.0)).view("r")
@@ -512,7 +542,7 @@ def misjudged(machine: Machine, kind: type[AdaptiveExpansion] = AdaptiveExpansio
     prices = list(profiled(machine).prices.values())
     rest, draft = prices[: -len(DRAFT_PRICES)], prices[-len(DRAFT_PRICES) :]
     rest[1 : 1 + len(KNOTS)] = [100.0 * price for price in rest[1 : 1 + len(KNOTS)]]
-    return kind(MENU, CountedAcceptance(MENU), CostModel(rest, [100.0 * price for price in draft]), CHAIN)
+    return kind(MENU, CountedAcceptance(MENU), cost_model(rest, [100.0 * price for price in draft]), CHAIN)
 
 
 @pytest.mark.parametrize("num_texts", [1, 4])
@@ -576,7 +606,7 @@ def test_what_a_drafter_is_behind_is_paid_for_by_the_probe_that_feeds_it():
 
 
 def test_written_off_it_would_cost_more(monkeypatch):
-    monkeypatch.setattr("selector.policy.Allocator", FeedsForNothing)
+    monkeypatch.setattr("selector.policy.allocator_of", FeedsForNothing)
     assert rate_far_behind() < 0.9
 
 

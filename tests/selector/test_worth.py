@@ -11,8 +11,6 @@ from selector import worth
 from selector.menu import menu_of
 from selector.worth import WorthOfNodes
 
-pytestmark = pytest.mark.usefixtures("by_numpy")
-
 LARGEST = Expansion(0, 4, 8, "noise_aware", 64)
 ENTRIES = menu_of(LARGEST, "coupled", LARGEST).entries[1:]
 LEAST = [entry.least_chance for entry in ENTRIES]
@@ -84,7 +82,7 @@ def test_what_is_expected_comes(chance_of):
 
 
 def uncorrected(monkeypatch) -> None:
-    monkeypatch.setattr(worth, "_CAME_TOKENS", 1e9)
+    monkeypatch.setattr(worth, "CAME_TOKENS", 1e9)
 
 
 @pytest.mark.parametrize("mutate", [uncorrected])
@@ -186,7 +184,7 @@ def test_of_nodes_that_no_tree_tells_of_there_are_as_many_as_of_those_that_trees
     found = WorthOfNodes(ENTRIES, 1)
     kind, start_FK = found._kind("k"), found._start_FK
     found._kind_sums[kind], found._kind_trees[kind] = 2 * start_FK * told_K, told_K
-    found._kind_begun[kind] *= worth._KIND_MEMORY**told_K
+    found._kind_begun[kind] *= worth.KIND_MEMORY**told_K
     assert found._means(kind)[:, told:] == pytest.approx(2 * start_FK[:, told:], rel=0.05)
 
 
