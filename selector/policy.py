@@ -406,7 +406,7 @@ class AdaptiveExpansion:
         share = self._model_share.share
         num_drafted = sum(tree.num_draft_tokens for _, tree in own)
         num_rounds = max((tree.max_depth for _, tree in own), default=0)
-        num_fed = sum(self._fed_for_tree(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in own)
+        num_fed = sum(self._fed_for_tree(_catch_up(one)) + tree.num_draft_tokens * fed_share(tree) for one, tree in own)
         num_keys = sum(one.num_committed for one in views)
         base = Works(
             num_rows=len(views),
@@ -424,7 +424,7 @@ class AdaptiveExpansion:
             base=base,
             base_tokens=len(views) - len(free) + sum(known - 1.0 for known in self._own_tokens.values() if known is not None),
             context_B=[one.num_committed for one in chosen_for],
-            unfed_B=[1.0 + self._unasked_share * (count - 1.0) for count in caught_up],
+            unfed_B=[self._fed_for_tree(count) for count in caught_up],
             lag_B=[self._unasked_share * (one.num_unfed - count) for one, count in zip(chosen_for, caught_up, strict=True)],
             draws_B=[not one.sampling.is_greedy for one in chosen_for],
             model_share=share,
@@ -432,9 +432,9 @@ class AdaptiveExpansion:
         menu, is_allowed_BM = self._allowed(chosen_for)
         return _Batch(free, chosen_for, menu, is_allowed_BM, load)
 
-    def _fed_for_tree(self, view: SequenceView) -> float:
-        """Return the tokens that a tree costs the drafter beside its nodes: the root, and shares of those that are merely fed."""
-        return 1.0 + self._unasked_share * (_catch_up(view) - 1.0)
+    def _fed_for_tree(self, num_fed: float) -> float:
+        """Return the tokens that a tree costs beside its nodes, of so many to be fed: the root, and shares of the others."""
+        return 1.0 + self._unasked_share * (num_fed - 1.0)
 
     def _allowed(self, views: Sequence[SequenceView]) -> tuple[Menu, NDArray[np.bool_] | None]:
         """Return the menu that is open to the sequences, and which of it each may have, [B, M]; None if that is all of it.
