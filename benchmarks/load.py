@@ -34,7 +34,7 @@ from benchmarks.markdown import table
 from engine.engine import Engine
 from engine.model import CausalModel
 from engine.pairs import verifier_for
-from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
+from engine.policy import Choice, ExpansionPolicy, HeldChoice, SequenceView, StepFeedback
 from engine.progress_bar import progress_bar
 from engine.tree import FREE_GROWTH, parse_expansion
 from engine.types import Request, SamplingParams, Speculation, StepStats
@@ -89,6 +89,7 @@ class Way:
             return cls(name, engine, Speculation(expansion=expansion, verifier=verifier_for(expansion, verifier)))
         if kind == "whole":
             engine._policy = GrownWhole(engine._policy)
+            engine._held = HeldChoice(engine._policy)
         elif kind != "policy":
             raise ValueError(f"a contender is policy, whole or static:TREE, not {name!r}")
         return cls(name, engine, Speculation(verifier=verifier))

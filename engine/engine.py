@@ -26,7 +26,7 @@ from engine.grammars import CompiledGrammars, no_grammars
 from engine.judge import NOT_FINITE, Judge, logprobs_of
 from engine.pairs import verifier_for
 from engine.plan import Feeding, Row, StepPlan
-from engine.policy import ExpansionPolicy
+from engine.policy import ExpansionPolicy, HeldChoice
 from engine.prompt_scores import NO_SCORES, scored_by, scores_of, with_scores
 from engine.refusal import refused, require_runnable
 from engine.roots import Ending, RootReader
@@ -72,7 +72,7 @@ class Engine:
         self._target = target
         self._drafter = drafter
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
-        self._policy = policy
+        self._policy, self._held = policy, HeldChoice(policy)
         self._roots = roots or RootReader(target.model, drafter)
         grammars = grammars or no_grammars()
         self.grammars = GrammarMasks(grammars, 2 * config.max_running)
@@ -151,10 +151,9 @@ class Engine:
         # 1. Who runs, and how far each may speculate.
         self._empty_anteroom()
         self._scheduler.admit()
-        if self._follower is not None:
-            self._follower.advance(self._scheduler.running_ids)
+        has_news = self._follower is not None and self._follower.advance(self._scheduler.running_ids)
         watch.lap("follow")
-        choice = self._policy.choose(self._scheduler.views())
+        choice = self._held.choose(self._scheduler.views(), has_news)
         watch.lap("choose")
         plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, prices=choice.prices)
         watch.lap("plan")

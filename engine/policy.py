@@ -131,7 +131,8 @@ class Choice:
 
     `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
     expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
-    sequences are plain, so that they do not fall far behind.
+    sequences are plain, so that they do not fall far behind. It holds for `num_steps`, its own included, as long as the same
+    sequences run, all of them decode, and cached text has no news (HeldChoice).
     """
 
     expansions: tuple[Expansion, ...]
@@ -140,6 +141,7 @@ class Choice:
     step_s: float | None = None
     prices: GrowthPrices = FREE_GROWTH
     keeps_up: bool = True
+    num_steps: int = 1
 
 
 class NodeChances(NamedTuple):
@@ -255,6 +257,25 @@ class ExpansionPolicy(Protocol):
     def observe(self, feedback: StepFeedback) -> None:
         """Learn from the step that ran."""
         ...
+
+
+class HeldChoice:
+    """A policy's choice, for as long as it holds; then the policy is asked again."""
+
+    def __init__(self, policy: ExpansionPolicy) -> None:
+        self._policy = policy
+        self._choice, self._num_left = Choice(()), 0
+        self._composition: int | None = None
+
+    def choose(self, views: BatchViews, has_news: bool) -> Choice:
+        """Return the choice for a step; it holds no longer where there is news of cached text."""
+        composition = views.composition
+        if self._num_left and composition == self._composition and composition is not None and not has_news:
+            self._num_left -= 1
+            return self._choice
+        self._choice = choice = self._policy.choose(views)
+        self._num_left, self._composition = choice.num_steps - 1, composition
+        return choice
 
 
 class FixedExpansion:

@@ -118,6 +118,7 @@ class AdaptiveExpansion:
         self._probe_tokens = 0.0  # the same, more than without it
         self._is_plain_probe = False  # whether the step under way is plain so that it may be measured
         self._num_unsaved = 0  # steps that the probes' account does not know of yet
+        self._num_run = 0  # steps since the last choice was made
         self._standing = _Standing({}, Choice(()))
         self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
@@ -135,6 +136,7 @@ class AdaptiveExpansion:
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second, or nearly so, and what is expected of them."""
         self._probe_s, self._is_plain_probe = None, False
+        self._pass_held()
         composition = composition_of(views)
         if self._num_standing and composition is not None and composition == self._standing.composition:
             return self._stood_alike()
@@ -146,13 +148,22 @@ class AdaptiveExpansion:
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
         return choice
 
+    def _pass_held(self) -> None:
+        """Count the steps in which the last choice was held: those that ran since, but the first."""
+        held, self._num_run = max(0, self._num_run - 1), 0
+        if held:
+            self._count_stood(held)
+
     def _stood_alike(self) -> Choice:
         """Return the last choice as that of the same sequences, all of which decode and which are not looked at."""
-        choice = self._standing.choice
-        self._num_unsaved += 1
-        self._num_standing -= 1
-        self._num_since_plain = 0 if choice.reason is Reason.PLAIN_IS_BEST else self._num_since_plain + 1
-        return choice
+        self._count_stood(1)
+        return replace(self._standing.choice, num_steps=1 + self._num_standing)
+
+    def _count_stood(self, num_steps: int) -> None:
+        """Count steps of the same sequences in which the last choice stands."""
+        self._num_unsaved += num_steps
+        self._num_standing = max(0, self._num_standing - num_steps)
+        self._num_since_plain = 0 if self._standing.choice.reason is Reason.PLAIN_IS_BEST else self._num_since_plain + num_steps
 
     def _stood(self, views: Sequence[SequenceView]) -> Choice | None:
         """Return the last choice while it stands: for a few steps, in which few sequences came or went; who came is plain.
@@ -315,6 +326,7 @@ class AdaptiveExpansion:
         after each step, and is brought there once for several. It does not wait for a probe while plain decoding stands: what it
         says may end that.
         """
+        self._num_run += 1
         is_probe = self._is_plain_probe or self._probes.is_asking
         is_priced = self._prices_are_due(feedback, is_probe)
         if is_priced or feedback.has_drafted:

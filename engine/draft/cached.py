@@ -25,9 +25,9 @@ class FollowsTexts:
         """Follow a request's text."""
         self.texts.begin(request, history)
 
-    def advance(self, running: Iterable[str]) -> None:
-        """Follow these requests' texts up to what is committed."""
-        self.texts.advance(running)
+    def advance(self, running: Iterable[str]) -> bool:
+        """Follow these requests' texts up to what is committed; return whether a run may begin at the end of one of them."""
+        return self.texts.advance(running)
 
     def end(self, request_id: str) -> None:
         """Let go of a request."""

@@ -199,10 +199,11 @@ class RequestFollower(Protocol):
         """Take note of a request whose text, as it is committed, is `history`: it grows and is not to be changed."""
         ...
 
-    def advance(self, running: Iterable[str]) -> None:
+    def advance(self, running: Iterable[str]) -> bool:
         """Take note of what was committed of these requests, before a step; nothing was of the others.
 
-        What may take longer than a step can wait is done in parts, here.
+        What may take longer than a step can wait is done in parts, here. Return whether something may be known of one of them
+        that whoever chooses trees wants to see.
         """
         ...
 

@@ -7,22 +7,13 @@ one is told by committed text alone, before anything is drawn.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from engine.draft.texts import TextCache
-from engine.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
+from engine.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback
 from engine.tree import Expansion, GrowthPrices
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
 _LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
-
-
-class _Seen(NamedTuple):
-    """A look that found no chain: at which choice, for whom, and who of them may have chains."""
-
-    choice: Choice
-    composition: int | None
-    request_ids: tuple[str, ...]
 
 
 class RunningPolicy:
@@ -38,26 +29,17 @@ class RunningPolicy:
         self._texts = texts
         self._longest = longest
         self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
-        self._seen: _Seen | None = None  # the last look, if there was no chain
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
-        choice, composition, seen = self._policy.choose(views), composition_of(views), self._seen
-        # Where the choice is what it was, for those who had no chain of late, no look is needed.
-        if seen is not None and seen.choice is choice and composition is not None and seen.composition == composition:
-            texts = self._texts
-            if not texts.may_begin_run or not any(map(texts.begins_run, seen.request_ids)):
-                return choice
+        choice = self._policy.choose(views)
         chains = [self._chain(view, wish, choice.prices) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:
-            asked = tuple(view.request_id for view in views if view.is_free)
-            self._seen = _Seen(choice, composition, asked)
             return choice
-        self._seen = None
         expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
         reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
-        return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None)
+        return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None, num_steps=1)
 
     def _chain(self, view: SequenceView, wish: Expansion, prices: GrowthPrices) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.

@@ -141,7 +141,6 @@ class TextCache:
         self._recent = RecentTexts(recent if has_own_texts else _NOTHING, self._indexer)
         self._followed: dict[str, _Followed] = {}
         self._is_asked, self._num_waited = False, 0  # whether anybody was since texts were last followed, and steps since
-        self.may_begin_run = False  # whether a run may begin at the end of some text, as it was when they were last advanced
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
         """Follow a request from now on; `history` is its text, which grows as it is committed."""
@@ -169,13 +168,15 @@ class TextCache:
             prompt_len = len(one.request.prompt_ids)
             self._recent.add(one.request.tenant, one.request.prompt_ids, one.history[prompt_len:])
 
-    def advance(self, running: Iterable[str]) -> None:
+    def advance(self, running: Iterable[str]) -> bool:
         """Learn what was committed of these requests since, and index a bounded number of tokens of what waits.
 
         Of those that have grown and that somebody asked about, what is said of the next token is looked up: it will be asked.
+        Return whether a run may begin at the end of some text that has grown: of one that nobody asked about that is not told
+        before somebody looks.
         """
         self._num_waited += 1
-        self.may_begin_run, asked = False, []
+        may_begin_run, asked = False, []
         if self._is_asked or self._num_waited >= _FOLLOWED_TOGETHER:
             self._is_asked, self._num_waited = False, 0
             followed = [one for one in map(self._followed.get, running) if one is not None]
@@ -183,12 +184,12 @@ class TextCache:
             for one in followed:
                 # Half of them will do where somebody else was asked about meanwhile: none waits twice as long.
                 if one.is_asked or 2 * one.num_unknown >= _FOLLOWED_TOGETHER:
-                    # Who is followed and not looked up below may begin a run: that is not told before somebody looks.
-                    self.may_begin_run = self.may_begin_run or not (one.is_asked and one.num_unknown)
+                    may_begin_run = may_begin_run or not (one.is_asked and one.num_unknown)
                     self._follow(one)
         self._indexer.advance(MOST_INDEXED)
         for one in asked:
-            self.may_begin_run = self._said(one).is_sure or self.may_begin_run
+            may_begin_run = self._said(one).is_sure or may_begin_run
+        return may_begin_run
 
     def _follow(self, one: _Followed) -> None:
         """Learn the tokens that were committed since, and how well each was foretold before it was known."""

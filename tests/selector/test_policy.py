@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.policy import BatchViews, Choice, DraftOutcome, ExpansionPolicy, Reason, SequenceView, StepFeedback, StepWork
+from engine.policy import (
+    BatchViews,
+    Choice,
+    DraftOutcome,
+    ExpansionPolicy,
+    HeldChoice,
+    Reason,
+    SequenceView,
+    StepFeedback,
+    StepWork,
+)
 from engine.tree import PLAIN, Expansion
 from engine.types import Speculation
 from selector.allocation import Allocation, Allocator
@@ -1274,3 +1284,48 @@ def test_a_probe_beside_a_prompt_is_over_with_its_step():
     work = StepWork(1, 1, 0, 10, 10, 0, 0, 0)
     policy.observe(feedback(work, (), 0.0, 0.01, has_prefill=True))
     assert not policy._probes.has_asked("r")
+
+
+class Held:
+    """A policy whose choices an engine holds while it runs the same sequences; counts how often it is asked."""
+
+    def __init__(self, policy: AdaptiveExpansion, is_held: bool) -> None:
+        self.name, self._policy, self._is_held = policy.name, policy, is_held
+        self._held, self.num_asked = HeldChoice(self), 0
+
+    def choose(self, views):
+        if not isinstance(views, BatchViews):  # the machine's
+            together = BatchViews(lambda: [*views], len(views), 1)
+            return self._held.choose(together, has_news=False) if self._is_held else self.choose(together)
+        self.num_asked += 1
+        return self._policy.choose(views)
+
+    def observe(self, feedback: StepFeedback) -> None:
+        self._policy.observe(feedback)
+
+
+class ForgetsWhatWasHeld(AdaptiveExpansion):
+    def _pass_held(self) -> None:
+        self._num_run = 0
+
+
+def check_held(machine: Machine, odds: float, menu: Menu, kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> None:
+    ran, asked = [], []
+    for is_held in (False, True):
+        policy = Held(adaptive(machine, menu, kind), is_held)
+        ran.append(run(policy, machine, texts_of(odds, 3), 600))
+        asked.append(policy.num_asked)
+    assert (ran[0].choices, ran[0].reasons, ran[0].foretold) == (ran[1].choices, ran[1].reasons, ran[1].foretold)
+    assert asked[1] < 0.5 * asked[0] == 300
+
+
+@pytest.mark.parametrize("machine", [CHEAP, USUAL, DEAR])
+@pytest.mark.parametrize(("odds", "menu"), [(0.9, MENU), (0.5, BY_CHANCE), (0.05, MENU)])
+def test_choices_that_are_held_are_those_that_would_be_made(machine, odds, menu):
+    """In every step, and the policy is seldom asked."""
+    check_held(machine, odds, menu)
+
+
+def test_who_forgets_the_steps_in_which_a_choice_was_held_stays_with_it_too_long():
+    with pytest.raises(AssertionError):
+        check_held(USUAL, 0.9, MENU, ForgetsWhatWasHeld)

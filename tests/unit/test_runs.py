@@ -12,6 +12,7 @@ from engine.policy import (
     DraftOutcome,
     ExpansionPolicy,
     FixedExpansion,
+    HeldChoice,
     Reason,
     SequenceView,
     StepFeedback,
@@ -173,24 +174,24 @@ def looks(policy: ExpansionPolicy, compositions: Sequence[int | None], is_asked:
     """Return how often a policy's cached text is looked at in each of some steps, over one request that repeats nothing."""
     texts, history = CountingRuns({"r": 0}), [*range(5)]
     texts.begin(Request("r", tuple(history), SamplingParams(max_tokens=500)), history)
-    running, looked = RunningPolicy(policy, texts), []
+    held, looked = HeldChoice(RunningPolicy(policy, texts)), []
     for composition in compositions:
         history.append(len(history))
-        texts.advance(["r"])
+        has_news = texts.advance(["r"])
         if is_asked:
             texts.law_after(row_of("r", history), ())
         before = texts.num_asked
-        running.choose(BatchViews(lambda: [view("r")], 1, composition))
+        held.choose(BatchViews(lambda: [view("r")], 1, composition), has_news)
         looked.append(texts.num_asked - before)
     return looked
 
 
-class SaysTheSame(FixedExpansion):
-    """A policy whose choice stands."""
+class Holds(FixedExpansion):
+    """A policy whose choices hold for so many steps."""
 
-    def __init__(self, expansion: Expansion) -> None:
+    def __init__(self, num_steps: int, expansion: Expansion) -> None:
         super().__init__(expansion)
-        self._choice = Choice((expansion,))
+        self._choice = Choice((expansion,), num_steps=num_steps)
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         return self._choice
@@ -198,33 +199,26 @@ class SaysTheSame(FixedExpansion):
 
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_who_repeats_nothing_is_not_looked_at_while_a_choice_stands_for_the_same_sequences(tree, is_asked):
-    policy = SaysTheSame(tree)
-    assert looks(policy, [7] * 40, is_asked) == [1, *[0] * 39]
-    assert looks(policy, [7, 7, 8], is_asked) == [1, 0, 1], "others run than before"
-    assert looks(policy, [None] * 3, is_asked) == [1] * 3, "a prompt is fed"
-    assert looks(FixedExpansion(tree), [7] * 3, is_asked) == [1] * 3, "every choice is a new one"
-
-
-class StandsFor(FixedExpansion):
-    """A policy that makes its choice, always the same, anew after so many steps."""
-
-    def __init__(self, num_steps: int, expansion: Expansion) -> None:
-        super().__init__(expansion)
-        self._num_steps, self._num_left, self._expansion = num_steps, 0, expansion
-
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
-        if not self._num_left:
-            self._choice, self._num_left = Choice((self._expansion,)), self._num_steps
-        self._num_left -= 1
-        return self._choice
+def test_who_repeats_nothing_is_seldom_looked_at_while_a_choice_holds_for_the_same_sequences(tree, is_asked):
+    """Text that nobody asks about is followed in every eighth step, and looked at then."""
+    looked = looks(Holds(1000, tree), [7] * 40, is_asked)
+    assert looked == [1, *[0] * 39] if is_asked else [step for step, one in enumerate(looked) if one] == [0, 8, 16, 24, 32]
+    assert looks(Holds(1000, tree), [7, 7, 8], is_asked) == [1, 0, 1], "others run than before"
+    assert looks(Holds(1000, tree), [None] * 3, is_asked) == [1] * 3, "a prompt is fed"
+    assert looks(Holds(2, tree), [7] * 4, is_asked) == [1, 0, 1, 0]
+    assert looks(Holds(1, tree), [7] * 3, is_asked) == [1] * 3
 
 
 SHALLOW = Expansion(1, 1, 0)
 
 
 def first_chain(
-    num_standing: int, num_known: int, composition: int | None, wish: Expansion = PLAIN, is_told: bool = False
+    num_held: int,
+    num_known: int,
+    composition: int | None,
+    wish: Expansion = PLAIN,
+    is_told: bool = False,
+    hears_news: bool = True,
 ) -> int:
     """Return the first step that runs on a text which repeats itself, of which so many tokens are new.
 
@@ -233,11 +227,11 @@ def first_chain(
     prompt = tuple(range(100, 100 + num_known))
     texts, history = TextCache(), [*prompt]
     texts.begin(Request("r", prompt, SamplingParams(max_tokens=500)), history)
-    policy = RunningPolicy(StandsFor(num_standing, wish), texts)
+    held = HeldChoice(RunningPolicy(Holds(num_held, wish), texts))
     for step in range(200):
         history.append(step % 12)
-        texts.advance(["r"])
-        choice = policy.choose(BatchViews(lambda: [view("r")], 1, composition))
+        has_news = texts.advance(["r"]) and hears_news
+        choice = held.choose(BatchViews(lambda: [view("r")], 1, composition), has_news)
         if choice.expansions[0] != wish:
             return step
         if is_told:
@@ -246,17 +240,14 @@ def first_chain(
 
 
 @pytest.mark.parametrize("num_known", range(4, 9))
-@pytest.mark.parametrize("num_standing", [4, 16, 33, 1000])
+@pytest.mark.parametrize("num_held", [4, 16, 33, 1000])
 @pytest.mark.parametrize(
     ("wish", "is_told"), [(PLAIN, False), (SHALLOW, False), (SHALLOW, True)], ids=["plain", "model", "cache"]
 )
-def test_a_text_that_begins_to_repeat_itself_is_seen_as_soon_as_if_looked_at_in_every_step(
-    num_standing, num_known, wish, is_told
-):
-    seldom, always = (first_chain(num_standing, num_known, composition, wish, is_told) for composition in (7, None))
+def test_a_text_that_begins_to_repeat_itself_is_seen_as_soon_as_if_looked_at_in_every_step(num_held, num_known, wish, is_told):
+    seldom, always = (first_chain(num_held, num_known, composition, wish, is_told) for composition in (7, None))
     assert seldom == always < 100
 
 
-def test_a_cache_that_never_says_that_a_run_may_begin_is_noticed(monkeypatch):
-    monkeypatch.setattr(TextCache, "may_begin_run", property(lambda self: False, lambda self, value: None), raising=False)
-    assert max(first_chain(1000, num_known, 7) for num_known in range(4, 9)) == 200
+def test_who_does_not_hear_that_a_run_may_begin_is_noticed():
+    assert max(first_chain(1000, num_known, 7, hears_news=False) for num_known in range(4, 9)) == 200
