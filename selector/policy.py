@@ -179,17 +179,15 @@ class AdaptiveExpansion:
         # Who came in between is plain, and not for long where there is much to win.
         most = self._num_standing if decoding <= last.trees.keys() else int(self._settled_steps / self._stake)
         self._num_standing = min(self._num_standing, most) - 1
-        expansions = tuple(last.trees.get(view.request_id, PLAIN) for view in views)
-        if num_changed or last.choice.step_s is None or not _all_decode(views):
-            return self._stood_for_others(views, expansions)
-        return replace(last.choice, expansions=expansions)
-
-    def _stood_for_others(self, views: Sequence[SequenceView], expansions: tuple[Expansion, ...]) -> Choice:
-        """Return the last choice as that of others, with no seconds foretold; one of plain decoding becomes theirs."""
-        choice = replace(self._standing.choice, expansions=expansions, speedup=1.0, step_s=None)
-        if choice.reason is Reason.PLAIN_IS_BEST:
+        choice = replace(last.choice, expansions=tuple(last.trees.get(view.request_id, PLAIN) for view in views))
+        if num_changed or not _all_decode(views):
+            choice = replace(choice, speedup=1.0, step_s=None)  # of others nothing was foretold
+        trees = last.trees
+        if choice.reason is Reason.PLAIN_IS_BEST and choice.step_s is None:  # it becomes theirs
             trees = {view.request_id: PLAIN for view in views if _decodes(view)}
-            self._standing = replace(self._standing, trees=trees, choice=choice, composition=composition_of(views))
+        composition = composition_of(views)
+        if trees is not last.trees or composition is not None:
+            self._standing = replace(last, trees=trees, choice=choice, composition=composition)
         return choice
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:

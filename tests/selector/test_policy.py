@@ -1094,9 +1094,8 @@ def standing_after_a_lag(odds: float, lag: int) -> tuple[float, float]:
         assert choice.step_s is not None
         return choice.step_s
 
+    policy._num_standing = 0  # it thinks again
     first = foretold()
-    while policy._standing.composition != 5:  # until it has been chosen for these
-        first = foretold()
     assert policy._num_standing > 2
     assert policy._standing.choice.reason is Reason.PLAIN_IS_BEST
     return first, foretold()
@@ -1145,6 +1144,19 @@ def test_who_comes_in_between_is_not_plain_for_long(machine, num_texts, chance):
     late = [Text(flat(chance), context=100, name=f"late {index}") for index in range(2)]
     ran = run(policy, machine, [*texts, *late], 12, seed=1)
     assert any(not choice[-1].is_plain for choice in ran.choices[:6])
+
+
+def test_who_stays_when_others_have_gone_is_looked_at_once_while_the_choice_stands():
+    """And keeps the tree that was chosen for it."""
+    policy, texts = adaptive(USUAL), texts_of(0.9, 8)
+    run(policy, USUAL, texts, 200)
+    while policy._num_standing < 6:
+        run(policy, USUAL, texts, 1)
+    looked = list[int | None]()
+    trees = [policy._standing.trees[str(index)] for index in range(7)]
+    ran = run(policy, USUAL, texts[:7], 5, shown=partial(watched, composition=9, looked=looked))
+    assert [[*choice] for choice in ran.choices] == [trees] * 5
+    assert len(looked) == 1
 
 
 def test_who_comes_beside_drafts_has_no_last_tree_to_stay_with():
