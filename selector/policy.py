@@ -41,6 +41,7 @@ _OWN_SHARE = 0.1  # of what a step says, in what is known of a tree that a reque
 _BESIDE_PROMPTS = 4  # nodes of a tree that ends by their chances, while prompts are fed: what it may have is kept for it
 _USUAL_UNFED = 4  # tokens that a drafter is behind from one tree to the next: the root, and accepted ones of the last
 _CATCH_UP_STEPS = 32  # over which feeding a drafter that lags farther behind is written off
+_NEARLY = 0.01  # of a step's seconds, by which steps are not told apart
 _CHEAP_FEEDING = 0.002  # of a plain step's seconds, for which drafters are kept up with sequences that are plain
 _FEEDING_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
 _MOST_TRIED = 3  # sequences that are due for a probe, of which the first that can be paid is asked
@@ -223,19 +224,23 @@ class AdaptiveExpansion:
         probing = self._probe(batch, allocator, best)
         if probing is None:
             self._stand_unprobed()
-            return choice
+            return replace(choice, num_steps=1 + self._num_standing) if choice is later else choice
         choice = self._choice(batch, allocator, probing, plain, Reason.PROBE, views)
         self._probe_s, self._probe_tokens = choice.step_s, probing.tokens - best.tokens
         return choice
 
     def _of_later_steps(self, choice: Choice, chosen: Allocation, views: Sequence[SequenceView]) -> Choice:
-        """Return a choice with the seconds of later steps: no drafter is behind by more than one is expected to bring."""
+        """Return a choice with the seconds of later steps: no drafter is behind by more than one is expected to bring.
+
+        The choice itself where that is next to nothing.
+        """
         drafting = _drafting(views, choice.expansions)
         if choice.step_s is None or not drafting:
             return choice
         most = (chosen.tokens - (len(views) - len(drafting))) / len(drafting)
         caught_up = sum(max(0.0, one.num_unfed - most) for one in drafting)
-        return replace(choice, step_s=choice.step_s - self._feed_s * caught_up)
+        sooner_s = self._feed_s * caught_up
+        return choice if sooner_s <= _NEARLY * choice.step_s else replace(choice, step_s=choice.step_s - sooner_s)
 
     def _at_stake(self, allocator: Allocator, plain: Allocation) -> float:
         """Return what thinking and probing may win while plain decoding stands: no more than perfect drafts would."""
