@@ -11,7 +11,7 @@ from engine.draft.grown import Worth
 from engine.plan import Row, StepPlan
 from engine.policy import Choice, DraftOutcome, NodeChances, StepFeedback, StepWork
 from engine.scheduler import Emission, Scheduler
-from engine.tree import Expansion, TokenTree
+from engine.tree import ROOT, Expansion, TokenTree
 from engine.types import DraftSource, FinishReason, StepStats
 from engine.verify.verdict import Unjudged, Verdict
 
@@ -108,16 +108,17 @@ def feedback_of(record: StepRecord) -> StepFeedback:
 
 def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     """Return what a policy learns of a row: what came after a stop token was worth nothing."""
-    row, tree, emission, worth = outcome.row, outcome.tree, outcome.emission, outcome.worth
-    accepted_depth, expansion = outcome.accepted_depth, row.expansion
+    row, tree, emission, worth, verdict = outcome.row, outcome.tree, outcome.emission, outcome.worth, outcome.verdict
+    path = verdict.path if isinstance(verdict, Verdict) else (ROOT,)
+    accepted_depth, expansion = len(path) - 1, row.expansion
     if emission is not None and emission.finish is FinishReason.STOP:
         accepted_depth = emission.num_accepted
-    drafted_depth = max(tree.depths) if expansion.is_delayed else outcome.num_rounds
-    nodes = None
+    drafted_depth, nodes = outcome.num_rounds, None
     if worth is not None:
-        path = outcome.verdict.path[1 : 1 + accepted_depth] if isinstance(outcome.verdict, Verdict) else ()
-        accepted = tuple(node - 1 for node in path)
+        accepted = tuple([node - 1 for node in path[1 : 1 + accepted_depth]])
         nodes = NodeChances(worth.chances, tree.depths[1:], accepted, row.prices.least_told(expansion, worth.chances))
+    elif expansion.is_delayed:
+        drafted_depth = max(tree.depths)
     return DraftOutcome(row.request_id, expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
 
 

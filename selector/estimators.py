@@ -245,11 +245,15 @@ class CountedAcceptance:
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from trees; a row that was plain says nothing."""
-        drafted = [one for one in outcomes if not one.expansion.is_plain and one.request_id in self._seats]
         by_group: dict[int, tuple[_Group, list[DraftOutcome]]] = {}
-        for outcome in [one for one in drafted if not self._knows_nodes(one)]:
-            group = self._group_of(outcome)
-            by_group.setdefault(id(group), (group, []))[1].append(outcome)
+        for outcome in outcomes:
+            if outcome.expansion.is_plain or outcome.request_id not in self._seats:
+                continue
+            if outcome.nodes is not None and len(self._whole.columns_W):  # the tree's own chances are what is learnt of it
+                self._knowing.append(outcome)
+            else:
+                group = self._group_of(outcome)
+                by_group.setdefault(id(group), (group, []))[1].append(outcome)
         for group, of_group in by_group.values():
             group.forget()
             for outcome in of_group:
@@ -257,7 +261,6 @@ class CountedAcceptance:
                     self._count(self._seats[outcome.request_id], group, outcome)
             if len(self._whole.places_S):
                 self._learn_shapes(group, [one for one in of_group if not one.expansion.is_delayed])
-        self._knowing += [one for one in drafted if self._knows_nodes(one)]
         if len(self._knowing) > _MOST_UNTOLD:
             self._tell_of_nodes()
 
@@ -267,10 +270,6 @@ class CountedAcceptance:
             knowing, self._knowing = self._knowing, []
             seats = [self._seats[one.request_id] for one in knowing]
             self._worth.observe(knowing, seats, [self._kind_of_seat[seat] for seat in seats])
-
-    def _knows_nodes(self, outcome: DraftOutcome) -> bool:
-        """Return whether a tree's own chances are what is learnt of it."""
-        return outcome.nodes is not None and len(self._whole.columns_W) > 0
 
     def _group_of(self, outcome: DraftOutcome) -> _Group:
         return self._groups[self._kind_of_seat[self._seats[outcome.request_id]]]
