@@ -187,7 +187,8 @@ class Engine:
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_ends(), *(self._event(one, logits_NV) for one in committed)]
         events = with_scores(events, prompts.told)
-        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)  # which go on
+        # Its laps go on: this one and what is learnt are still to come.
+        record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         watch.lap("commit")
         self._policy.observe(feedback_of(record))
         watch.lap("learn")

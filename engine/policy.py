@@ -131,8 +131,8 @@ class Choice:
 
     `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
     expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
-    sequences are plain, so that they do not fall far behind. It holds for `num_steps`, its own included, as long as the same
-    sequences run, all of them decode, and cached text has no news (HeldChoice).
+    sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own included, as long as the
+    same sequences run, all of them decode, and cached text has no news (HeldChoice).
     """
 
     expansions: tuple[Expansion, ...]
@@ -211,7 +211,7 @@ class StepFeedback:
     """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
 
     Trees of its `num_rows` grew in `num_rounds`, with `num_passes` of a model. What else it ran and brought takes time to tell,
-    and is told, once, when asked for: nothing else of it changes.
+    and is told when it is first asked for, and kept: nothing else changes.
     """
 
     draft_s: float
@@ -246,7 +246,10 @@ class StepFeedback:
 
 
 class ExpansionPolicy(Protocol):
-    """Chooses one expansion for every sequence, each step. It changes speed, never the law."""
+    """Chooses one expansion for every sequence and step. It changes speed, never the law.
+
+    While a choice holds `choose` is not called; `observe` is, after each step.
+    """
 
     name: str
 
@@ -270,7 +273,7 @@ class HeldChoice:
     def choose(self, views: BatchViews, has_news: bool) -> Choice:
         """Return the choice for a step; it holds no longer where there is news of cached text."""
         composition = views.composition
-        if self._num_left and composition == self._composition and composition is not None and not has_news:
+        if self._num_left > 0 and composition == self._composition and composition is not None and not has_news:
             self._num_left -= 1
             return self._choice
         self._choice = choice = self._policy.choose(views)

@@ -125,7 +125,8 @@ class Expansion:
 
         Depth is cut from the branches first, then the trunk; a branch is dropped before depth is lost to the budget.
         """
-        if self.max_depth <= max_depth and self.num_draft_tokens <= max_draft_tokens:
+        is_chain = not self.depth and self.branches == 1
+        if (self.depth or is_chain) and self.max_depth <= max_depth and self.num_draft_tokens <= max_draft_tokens:
             return self
         if not self.is_delayed:
             depth, max_nodes = min(self.depth, max_depth), min(self.max_nodes, max_draft_tokens)

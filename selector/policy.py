@@ -78,8 +78,9 @@ class _Standing:
     """A choice that stands for some steps: the tree of each sequence, and what was expected of the batch.
 
     It stands for `num_settled` steps. The choice's seconds are those of a step after its own: no drafter is behind by more than
-    one is expected to bring. `composition` tells whose choice it is, and it was made for `num_rows`; whose prompt was being fed
-    has no tree by it. One that `reads_roots` rests on what they said: it is no news of later ones.
+    one is expected to bring, or hardly. `composition` tells whose the choice's expansions are; `trees` are of all `num_rows` that
+    it was made for, but those whose prompt was being fed. One that `reads_roots` rests on what they said: it is no news of later
+    ones.
     """
 
     trees: dict[str, Expansion]
@@ -119,7 +120,7 @@ class AdaptiveExpansion:
         self._probe_tokens = 0.0  # the same, more than without it
         self._is_plain_probe = False  # whether the step under way is plain so that it may be measured
         self._num_unsaved = 0  # steps that the probes' account does not know of yet
-        self._num_run = 0  # steps since the last choice was made
+        self._num_since_choice = 0  # steps since the last choice was made
         self._standing = _Standing({}, Choice(()))
         self._num_standing = 0  # steps for which it goes on standing
         self._num_since_plain, self._plain_every = 0, _FIRST_PLAIN
@@ -135,9 +136,12 @@ class AdaptiveExpansion:
         self._has_failed = False
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
-        """Return the expansions with the most expected tokens a second, or nearly so, and what is expected of them."""
+        """Return the expansions with the most expected tokens a second, or nearly so, and what is expected of them.
+
+        Not asked in steps for which the last choice is held, which are counted by what is observed of them.
+        """
         self._probe_s, self._is_plain_probe = None, False
-        self._pass_held()
+        self._count_held()
         composition = composition_of(views)
         if self._num_standing and composition is not None and composition == self._standing.composition:
             return self._stood_alike()
@@ -149,9 +153,9 @@ class AdaptiveExpansion:
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
         return choice
 
-    def _pass_held(self) -> None:
+    def _count_held(self) -> None:
         """Count the steps in which the last choice was held: those that ran since, but the first."""
-        held, self._num_run = max(0, self._num_run - 1), 0
+        held, self._num_since_choice = max(0, self._num_since_choice - 1), 0
         if held:
             self._count_stood(held)
 
@@ -164,7 +168,8 @@ class AdaptiveExpansion:
         """Count steps of the same sequences in which the last choice stands."""
         self._num_unsaved += num_steps
         self._num_standing = max(0, self._num_standing - num_steps)
-        self._num_since_plain = 0 if self._standing.choice.reason is Reason.PLAIN_IS_BEST else self._num_since_plain + num_steps
+        is_plain = all(expansion.is_plain for expansion in self._standing.choice.expansions)
+        self._num_since_plain = 0 if is_plain else self._num_since_plain + num_steps
 
     def _stood(self, views: Sequence[SequenceView]) -> Choice | None:
         """Return the last choice while it stands: for a few steps, in which few sequences came or went; who came is plain.
@@ -179,7 +184,7 @@ class AdaptiveExpansion:
         self._num_unsaved += 1
         # Who came in between is plain, and not for long where there is much to win.
         most = self._num_standing if decoding <= last.trees.keys() else int(self._settled_steps / self._stake)
-        self._num_standing = min(self._num_standing, most) - 1
+        self._num_standing = max(0, min(self._num_standing, most) - 1)
         choice = replace(last.choice, expansions=tuple(last.trees.get(view.request_id, PLAIN) for view in views))
         if num_changed or not _all_decode(views):
             choice = replace(choice, speedup=1.0, step_s=None)  # of others nothing was foretold
@@ -200,7 +205,10 @@ class AdaptiveExpansion:
         batch = self._batch(views, own)
         estimates = _within_bounds(self._estimator.estimate(batch.views, batch.menu), batch)
         allocator = allocator_of(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
-        if not (allocator.is_finite and isfinite((plain := allocator.plain()).rate)):
+        if not allocator.is_finite:
+            return self._without_numbers(views)
+        plain = allocator.plain()
+        if not isfinite(plain.rate):
             return self._without_numbers(views)
         best = allocator.best(plain)
         margin = _GOES_ON_PAYING if self._standing.choice.reason is Reason.SPECULATION_PAYS else _PAYS
@@ -329,7 +337,7 @@ class AdaptiveExpansion:
         after each step, and is brought there once for several. It does not wait for a probe while plain decoding stands: what it
         says may end that.
         """
-        self._num_run += 1
+        self._num_since_choice += 1
         is_probe = self._is_plain_probe or self._probes.is_asking
         is_priced = self._prices_are_due(feedback, is_probe)
         if is_priced or feedback.has_drafted:

@@ -42,7 +42,7 @@ class Probes:
         self._income_s = 0.0  # of a step
         self._paid_s = 0.0
         self._price_s, self._due_in = 0.0, 0.0  # of the cheapest probe that was thought of last, and the steps until one is due
-        self._who: dict[str, bool] = {}  # were due last, and whether they were plain
+        self._who: dict[str, bool] = {}  # were returned as due last, and whether they were plain
         self._is_put_off = False  # whether no probe of theirs could be paid
         self._interval = float(_FIRST_INTERVAL)  # that a new sequence begins with
         self._patience: dict[str, _Patience] = {}
@@ -83,10 +83,11 @@ class Probes:
         order = [index for _, index in sorted(found)]
         if not found:
             self._price_s = 0.0
-        who = {views[index].request_id: is_plain[index] for index in order}
+        alike = [index for index in order if is_plain[index] == is_plain[order[0]]]
+        who = {views[index].request_id: is_plain[index] for index in alike}
         if who != self._who:
             self._who, self._is_put_off = who, False
-        return [index for index in order if is_plain[index] == is_plain[order[0]]]
+        return alike
 
     @property
     def wait(self) -> float:

@@ -202,8 +202,8 @@ class RequestFollower(Protocol):
     def advance(self, running: Iterable[str]) -> bool:
         """Take note of what was committed of these requests, before a step; nothing was of the others.
 
-        What may take longer than a step can wait is done in parts, here. Return whether something may be known of one of them
-        that whoever chooses trees wants to see.
+        What may take longer than a step can wait is done in parts, here. Return whether what is known now is news to who chooses
+        trees: a choice that is held is then made anew.
         """
         ...
 

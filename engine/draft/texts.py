@@ -115,6 +115,11 @@ class _Followed:
     is_asked: bool = True
 
     @property
+    def is_free(self) -> bool:
+        """Whether its request asks for no tree of its own."""
+        return self.request.speculation.expansion is None
+
+    @property
     def num_unknown(self) -> int:
         """Tokens of its text that have not been followed."""
         return len(self.history) - self.num_known
@@ -172,8 +177,8 @@ class TextCache:
         """Learn what was committed of these requests since, and index a bounded number of tokens of what waits.
 
         Of those that have grown and that somebody asked about, what is said of the next token is looked up: it will be asked.
-        Return whether a run may begin at the end of some text that has grown: of one that nobody asked about that is not told
-        before somebody looks.
+        Return whether a run may begin at the end of some text that has grown and whose request leaves its trees to us: of one
+        that nobody asked about that is not told before somebody looks.
         """
         self._num_waited += 1
         may_begin_run, asked = False, []
@@ -184,11 +189,11 @@ class TextCache:
             for one in followed:
                 # Half of them will do where somebody else was asked about meanwhile: none waits twice as long.
                 if one.is_asked or 2 * one.num_unknown >= _FOLLOWED_TOGETHER:
-                    may_begin_run = may_begin_run or not (one.is_asked and one.num_unknown)
+                    may_begin_run = may_begin_run or (one.is_free and not (one.is_asked and one.num_unknown))
                     self._follow(one)
         self._indexer.advance(MOST_INDEXED)
         for one in asked:
-            may_begin_run = self._said(one).is_sure or may_begin_run
+            may_begin_run = (self._said(one).is_sure and one.is_free) or may_begin_run
         return may_begin_run
 
     def _follow(self, one: _Followed) -> None:

@@ -1159,6 +1159,21 @@ def test_who_stays_when_others_have_gone_is_looked_at_once_while_the_choice_stan
     assert len(looked) == 1
 
 
+def test_where_all_who_drafted_have_gone_plain_decoding_is_being_measured():
+    """However the choice came about that stands."""
+    policy, texts = adaptive(USUAL), [Text(flat(0.95), context=100), *texts_of(0.0, 4)]
+    names = [text.name or str(index) for index, text in enumerate(texts)]
+    run(policy, USUAL, texts, 200)
+    while policy._num_standing < 6 or policy._standing.choice.reason is not Reason.SPECULATION_PAYS:
+        run(policy, USUAL, texts, 1)
+    assert [not policy._standing.trees[name].is_plain for name in names] == [True, False, False, False, False]
+    for index, text in enumerate(texts):
+        text.name = names[index]
+    run(policy, USUAL, texts[1:], 4, shown=partial(watched, composition=9, looked=[]))
+    assert policy._num_standing > 0
+    assert policy._num_since_plain == 0
+
+
 def test_who_comes_beside_drafts_has_no_last_tree_to_stay_with():
     """Being plain in between was nobody's choice: else what one more brings would have to be clearly better."""
     policy, texts = adaptive(USUAL), texts_of(0.9, 8)
@@ -1317,8 +1332,8 @@ class Held:
 
 
 class ForgetsWhatWasHeld(AdaptiveExpansion):
-    def _pass_held(self) -> None:
-        self._num_run = 0
+    def _count_held(self) -> None:
+        self._num_since_choice = 0
 
 
 def check_held(machine: Machine, odds: float, menu: Menu, kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> None:

@@ -259,7 +259,14 @@ def test_a_limited_expansion_is_the_same_tree_within_its_limits(expansion, max_d
     assert limited.num_draft_tokens <= min(max_nodes, expansion.num_draft_tokens)
     assert limited.is_plain or (limited.tree, limited.least_chance) == (expansion.tree, expansion.least_chance)
     assert limited.is_plain == (not max_depth or not max_nodes or expansion.is_plain)
-    assert expansion.limited(expansion.max_depth, expansion.num_draft_tokens).num_draft_tokens == expansion.num_draft_tokens
+    whole = expansion.limited(expansion.max_depth, expansion.num_draft_tokens)
+    assert whole.num_draft_tokens == expansion.num_draft_tokens
+    assert whole is whole.limited(expansion.max_depth, expansion.num_draft_tokens)
+
+
+def test_branches_without_depth_are_none_once_limited():
+    assert Expansion(4, 3, 0).limited(9, 9) == Expansion(4, 1, 0)
+    assert Expansion(0, 3, 0).limited(9, 9) == PLAIN
 
 
 @pytest.mark.parametrize(
