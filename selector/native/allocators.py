@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.native.library import address
 from engine.tree import GrowthPrices
 from selector.allocation import ODDS, SPREAD, Allocation, Allocator, Array, BatchLoad, Places, mean_levels
 from selector.cost import CostModel
@@ -18,7 +19,6 @@ from selector.estimators import Estimates
 from selector.menu import Menu
 from selector.native import library
 from selector.native.costs import CompiledCosts
-from selector.native.library import address
 
 _SPREAD = array("d", SPREAD)
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from engine.native.library import address
 from engine.policy import StepWork
 from selector import cost
 from selector.cost import CostModel, StageSeconds
 from selector.native import library
-from selector.native.library import address
 
 
 def cost_model(rest: Sequence[float] | None = None, draft: Sequence[float] | None = None) -> CostModel:

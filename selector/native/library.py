@@ -7,9 +7,6 @@ import ctypes
 from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
-
-from numpy.typing import NDArray
 
 LAYOUT = 1  # of what these structures mean, and functions take, where no size tells it (kLayout)
 NUM_OF_TREE = 7  # whole numbers
@@ -125,8 +122,3 @@ def required() -> ctypes.PyDLL:
     if (found := library()) is None:
         raise OSError(f"{_MODULE} was not compiled")
     return found
-
-
-def address(array: NDArray[Any]) -> int:
-    """Return where an array's numbers begin; they must lie side by side."""
-    return int(array.__array_interface__["data"][0])

@@ -6,11 +6,11 @@ Shape key: B sequences, M entries of a menu, W of them noise-aware.
 from array import array
 from collections.abc import Sequence
 
+from engine.native.library import address
 from engine.policy import DraftOutcome
 from engine.tree import Expansion
 from selector import worth
 from selector.native import library
-from selector.native.library import address
 from selector.worth import Array, Places, WorthOfNodes
 
 
