@@ -13,7 +13,6 @@ Shape key: B sequences, M entries by depth, P prices, D numbers of passes, C can
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +24,7 @@ from selector.menu import Menu
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
+Asked = tuple[Sequence[int], Sequence[int]]  # sequences, and places on the menu, each of which all of them would have
 
 _NUM_PRICES = 8
 SPREAD = (-1.28, -0.52, 0.0, 0.52, 1.28)  # standard deviations, each as likely
@@ -67,16 +67,21 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Trials:
-    """Changes of a choice, what is expected of each, and the seconds that it loses."""
+    """A choice with each of some entries for some of its sequences: what is expected of each, and the seconds that it loses."""
 
-    places_CB: Places
-    tokens_C: Array
-    seconds_C: Array
-    loss_C: Array
+    places: tuple[int, ...]  # of the choice
+    indices: Sequence[int]
+    entries: Sequence[int]
+    tokens: Sequence[float]
+    seconds: Sequence[float]
+    losses_s: Sequence[float]
 
-    def of(self, candidate: int) -> Allocation:
-        """Return one as an allocation."""
-        return _of_candidate(self.places_CB, self.tokens_C, self.seconds_C, candidate)
+    def of(self, entry: int) -> Allocation:
+        """Return the choice with one of the entries, which is told by its place among them."""
+        places = [*self.places]
+        for index in self.indices:
+            places[index] = self.entries[entry]
+        return Allocation((*places,), self.tokens[entry], self.seconds[entry])
 
 
 class Allocator:
@@ -126,7 +131,7 @@ class Allocator:
         taken to be of the one whose nodes are cheapest.
         """
         load, num_rows = self._load, self._num_rows
-        nodes_C = np.arange(1.0, num_rows * float(self._menu.depths[-1]) + 1.0)
+        nodes_C = np.arange(1.0, num_rows * self._menu.deepest + 1.0)
         nothing_C = np.zeros_like(nodes_C)
         works = self._works(nodes_C, nodes_C * min(load.draws_B), nodes_C * min(load.context_B), nothing_C, nothing_C)
         return float(((load.base_tokens + num_rows + nodes_C) / self._costs.step_s(works)).max(initial=0.0))
@@ -160,25 +165,32 @@ class Allocator:
         nodes = np.maximum((shared_s / self._num_rows + np.diff(tokens_s)) * chosen.rate, self._menu.least_chance)
         return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate, tuple(_never_less(nodes)))
 
-    def trials(self, chosen: Allocation, asked: Sequence[tuple[list[int], Places]]) -> list[Trials]:
+    def trials(self, chosen: Allocation, asked: Sequence[Asked]) -> list[Trials]:
         """Return the choice with each of some entries for some sequences, and the seconds that each loses; no entry is plain.
 
         A loss is what the step takes longer, less what the tokens that it brings are worth at the choice's own rate.
         """
-        ends = list(accumulate(len(entries) for _, entries in asked))
-        places_CB = np.repeat(np.array([chosen.places]), ends[-1], axis=0)
+        tokens, seconds = self._tried(chosen.places, asked)
         lag_s = self._load.model_share * self._costs.prices["draft_token"]
-        lags = []
-        for end, (indices, entries) in zip(ends, asked, strict=True):
-            places_CB[end - len(entries) : end, indices] = entries[:, None]
-            lags.append(lag_s * sum(self._load.lag_B[index] for index in indices))
-        tokens_C, seconds_C = self._priced(places_CB)
-        loss_C = seconds_C - tokens_C / chosen.rate
-        parts = [slice(end - len(entries), end) for end, (_, entries) in zip(ends, asked, strict=True)]
-        return [
-            Trials(places_CB[part], tokens_C[part], seconds_C[part], lag + loss_C[part])
-            for lag, part in zip(lags, parts, strict=True)
-        ]
+        found, begin = [], 0
+        for indices, entries in asked:
+            end = begin + len(entries)
+            told = tokens[begin:end], seconds[begin:end]
+            lost_s = lag_s * sum(self._load.lag_B[index] for index in indices)
+            losses_s = [lost_s + taken_s - brought / chosen.rate for brought, taken_s in zip(*told, strict=True)]
+            found.append(Trials(chosen.places, indices, entries, *told, losses_s))
+            begin = end
+        return found
+
+    def _tried(self, places: Sequence[int], asked: Sequence[Asked]) -> tuple[list[float], list[float]]:
+        """Return the tokens and the seconds of a choice with each entry that is asked about, question by question."""
+        parts = []
+        for indices, entries in asked:
+            places_CB = np.repeat(np.array([places]), len(entries), axis=0)
+            places_CB[:, indices] = np.array(entries, dtype=np.int64)[:, None]
+            parts.append(places_CB)
+        tokens_C, seconds_C = self._priced(np.concatenate(parts))
+        return tokens_C.tolist(), seconds_C.tolist()
 
     def best(self, plain: Allocation) -> Allocation:
         """Return the best allocation that is found; never a worse one than plain decoding."""
@@ -299,7 +311,7 @@ class Allocator:
         """Return the rounds of trees that end by their nodes' chances; one tree's are those expected of it."""
         if passes_CB.shape[1] == 1:
             return passes_CB[:, 0]
-        num_more = int(self._menu.depths[-1]) - 1
+        num_more = self._menu.deepest - 1
         odds_CB = np.interp(passes_CB - 1.0, mean_levels(num_more), ODDS)
         reaches_DCB = odds_CB ** np.arange(1, num_more + 1)[:, None, None]
         rounds_C: Array = np.minimum(passes_CB.max(1), 1.0) + (1.0 - (1.0 - reaches_DCB).prod(2)).sum(0)

@@ -68,6 +68,11 @@ class Menu:
         return int(self.num_nodes.max())
 
     @cached_property
+    def deepest(self) -> int:
+        """Levels of the deepest entry."""
+        return int(self.depths[-1])
+
+    @cached_property
     def least_chances(self) -> NDArray[np.float64]:
         """The chance that a node of each entry must have, float64 [M]; 0 where none is asked for."""
         return np.array([entry.least_chance for entry in self.entries])
@@ -100,14 +105,14 @@ class Menu:
         return np.array([fed_share(entry) for entry in self.entries])
 
     @cached_property
-    def tells_most(self) -> NDArray[np.bool_]:
-        """Which entries say most of acceptance, bool [M]: chains, a trial at each depth; trees of their own shape all do."""
-        return np.array([not one.is_plain and (one.branches == 1 or not one.is_delayed) for one in self.entries])
+    def drafting(self) -> tuple[int, ...]:
+        """Places of all entries but plain decoding."""
+        return tuple(place for place, one in enumerate(self.entries) if not one.is_plain)
 
     @cached_property
-    def has_probes_for_all(self) -> bool:
-        """Whether there is something that tells most beside any choice."""
-        return int(self.tells_most.sum()) > 1
+    def telling(self) -> tuple[int, ...]:
+        """Places of those that say most of acceptance: chains, a trial at each depth; trees of their own shape all do."""
+        return tuple(place for place in self.drafting if (one := self.entries[place]).branches == 1 or not one.is_delayed)
 
     @cached_property
     def index(self) -> dict[Expansion, int]:

@@ -62,15 +62,16 @@ class _Batch:
     is_allowed_BM: NDArray[np.bool_] | None  # all of it, if None
     load: BatchLoad
 
-    def probes_open_BM(self, places_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return what of the menu each sequence may be probed with in the place of what was chosen for it, [B, M].
+    def probes_open(self, places: Sequence[int], indices: Sequence[int]) -> list[int]:
+        """Return what of the menu all of these sequences may be probed with in the place of what was chosen for them.
 
-        For one that is plain that is any tree, for others those that tell most.
+        For those that are plain that is any tree, for others those that tell most: they are all of one kind.
         """
-        telling_BM = np.where(places_B[:, None] > 0, self.menu.tells_most, self.menu.num_nodes > 0)
-        is_open_BM = telling_BM if self.is_allowed_BM is None else self.is_allowed_BM & telling_BM
-        is_open_BM[np.arange(len(places_B)), places_B] = False
-        return is_open_BM
+        telling = self.menu.telling if places[indices[0]] else self.menu.drafting
+        chosen, allowed_BM = {places[index] for index in indices}, self.is_allowed_BM
+        if allowed_BM is not None:
+            telling = tuple(entry for entry in telling if all(allowed_BM[index, entry] for index in indices))
+        return [entry for entry in telling if entry not in chosen]
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class AdaptiveExpansion:
         return choice
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
-        own = [(view, tree) for view in views if not (tree := _own_tree(view)).is_plain]
+        own = [(view, tree) for view in views if not (view.is_free or (tree := _own_tree(view)).is_plain)]
         self._own_tokens = {view.request_id: self._own_tokens.get(view.request_id) for view, _ in own}
         if not any(view.is_free for view in views):
             return Choice((PLAIN,) * len(views))
@@ -265,15 +266,18 @@ class AdaptiveExpansion:
     def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu, reads_roots: bool) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same.
 
-        What roots said confirms nothing: later ones may say something else.
+        As long as before, if it is the same for those who have stayed and at least half of the batch are they. What roots said
+        confirms nothing: later ones may say something else.
         """
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
         least, most = times * self._settled_steps, times * _MOST_SETTLED
         if reason is Reason.PLAIN_IS_BEST:
             least, most = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake)
-        if reads_roots or last.choice.reason is not reason or any(last.trees.get(name) != tree for name, tree in trees.items()):
+        staying = trees.keys() & last.trees.keys()
+        is_same = last.choice.reason is reason and all(last.trees[name] == trees[name] for name in staying)
+        if reads_roots or not is_same or 2 * len(staying) < len(trees):
             return least
-        return max(least, min(most, 2 * last.num_settled))
+        return max(least, min(most, last.num_settled * (1 if len(staying) < len(trees) else 2)))
 
     def _stand_unprobed(self) -> None:
         """Let plain decoding stand until a probe can be made, once prices are known: before that nothing is learnt of texts.
@@ -424,36 +428,41 @@ class AdaptiveExpansion:
 
         Every sequence is priced as one that decodes: a prompt is fed once, whatever is chosen, and the choice outlives it.
         """
-        free = tuple(index for index, view in enumerate(views) if view.is_free)
-        chosen_for = tuple(views[i] for i in free)
         share = self._model_share.share
         num_drafted = sum(tree.num_draft_tokens for _, tree in own)
         num_rounds = max((tree.max_depth for _, tree in own), default=0)
         num_fed = sum(self._fed_for_tree(_catch_up(one)) + tree.num_draft_tokens * fed_share(tree) for one, tree in own)
-        num_keys = sum(one.num_committed for one in views)
+        num_drawn = sum(tree.num_draft_tokens for one, tree in own if not one.sampling.is_greedy)
+        num_scores = sum(tree.num_draft_tokens * one.num_committed for one, tree in own)
+        free: list[int] = []
+        context_B, unfed_B, lag_B, draws_B = [], [], [], []
+        num_keys = 0
+        for index, one in enumerate(views):  # once through, for what it looks at lies anywhere
+            draws = not one.sampling.is_greedy
+            num_keys += one.num_committed
+            num_drawn += draws
+            if one.is_free:
+                caught_up = _catch_up(one)
+                free.append(index)
+                context_B.append(one.num_committed)
+                unfed_B.append(self._fed_for_tree(caught_up))
+                lag_B.append(self._unasked_share * (one.num_unfed - caught_up))
+                draws_B.append(draws)
         base = Works(
             num_rows=len(views),
             num_tokens=len(views) + num_drafted,
-            num_drawn=sum(not one.sampling.is_greedy for one in views)
-            + sum(tree.num_draft_tokens for one, tree in own if not one.sampling.is_greedy),
+            num_drawn=num_drawn,
             num_keys=num_keys,
-            num_scores=num_keys + sum(tree.num_draft_tokens * one.num_committed for one, tree in own),
+            num_scores=num_keys + num_scores,
             num_passes=share * num_rounds,
             num_draft_tokens=share * num_fed,
             num_rounds=num_rounds,
         )
-        caught_up = [_catch_up(one) for one in chosen_for]
-        load = BatchLoad(
-            base=base,
-            base_tokens=len(views) - len(free) + sum(known - 1.0 for known in self._own_tokens.values() if known is not None),
-            context_B=[one.num_committed for one in chosen_for],
-            unfed_B=[self._fed_for_tree(count) for count in caught_up],
-            lag_B=[self._unasked_share * (one.num_unfed - count) for one, count in zip(chosen_for, caught_up, strict=True)],
-            draws_B=[not one.sampling.is_greedy for one in chosen_for],
-            model_share=share,
-        )
+        base_tokens = len(views) - len(free) + sum(known - 1.0 for known in self._own_tokens.values() if known is not None)
+        load = BatchLoad(base, base_tokens, context_B, unfed_B, lag_B, draws_B, model_share=share)
+        chosen_for = tuple([views[index] for index in free])
         menu, is_allowed_BM = self._allowed(chosen_for)
-        return _Batch(free, chosen_for, menu, is_allowed_BM, load)
+        return _Batch(tuple(free), chosen_for, menu, is_allowed_BM, load)
 
     def _fed_for_tree(self, num_fed: float) -> float:
         """Return the tokens that a tree costs beside its nodes, of so many to be fed: the root, and shares of the others."""
@@ -516,34 +525,30 @@ class AdaptiveExpansion:
         be asked on credit, that whose drafter is least behind: else what looks too dear would never be seen again.
         """
         places = chosen.places
-        is_open_BM: NDArray[np.bool_] | None = None
         can_probe = [True] * len(places)
-        if batch.is_allowed_BM is not None or not batch.menu.has_probes_for_all:
-            is_open_BM = batch.probes_open_BM(np.array(places))
-            can_probe = [bool(is_open_M.any()) for is_open_M in is_open_BM]
+        if batch.is_allowed_BM is not None or len(batch.menu.telling) < 2:
+            can_probe = [bool(batch.probes_open(places, [index])) for index in range(len(places))]
         due = self._probes.due(batch.views, [not place for place in places], can_probe)
         if not due or self._probes.is_short:
             return None
-        if is_open_BM is None:
-            is_open_BM = batch.probes_open_BM(np.array(places))
-        together = [due] if len(due) > 1 else []
-        asked = [*together, *([index] for index in due[:_MOST_TRIED])]
+        asked = [due] if len(due) > 1 else []
+        asked.extend([index] for index in due[:_MOST_TRIED])
         is_drafting = bool(places[due[0]])
         on_credit = None
         if not is_drafting and self._probes.is_full:
             on_credit = [min(due, key=lambda index: batch.views[index].num_unfed)]
-            asked = [*asked, on_credit]
-        trials = allocator.trials(chosen, [(indices, np.flatnonzero(is_open_BM[indices].all(0))) for indices in asked])
+            asked.append(on_credit)
+        trials = allocator.trials(chosen, [(indices, batch.probes_open(places, indices)) for indices in asked])
         for indices, tried in zip(asked, trials, strict=True):
-            loss_C = tried.loss_C
-            affordable = np.flatnonzero(loss_C <= self._probes.saved_s)
-            if len(affordable) or (indices is on_credit and len(loss_C)):
-                best = int(affordable[-1] if is_drafting else loss_C.argmin())
+            losses_s = tried.losses_s
+            affordable = [entry for entry, loss_s in enumerate(losses_s) if loss_s <= self._probes.saved_s]
+            if affordable or (indices is on_credit and losses_s):
+                best = affordable[-1] if is_drafting else min(range(len(losses_s)), key=losses_s.__getitem__)
                 # Where others draft what a probe brings is not known (_settle), and a gain that is hoped for is none.
                 least_s = 0.0 if any(places) else -inf
-                self._probes.pay([batch.views[index] for index in indices], max(least_s, float(loss_C[best])))
+                self._probes.pay([batch.views[index] for index in indices], max(least_s, losses_s[best]))
                 return tried.of(best)
-        self._probes.put_off(min(float(tried.loss_C.min(initial=inf)) for tried in trials))
+        self._probes.put_off(min(min(tried.losses_s, default=inf) for tried in trials))
         return None
 
     def _without_numbers(self, views: Sequence[SequenceView]) -> Choice:
@@ -561,14 +566,14 @@ def _pays(best: Allocation, plain: Allocation, margin: float) -> bool:
 def _within_bounds(estimates: Estimates, batch: _Batch) -> Estimates:
     """Return what trees that end by their nodes' chances bring within each sequence's bound and what remains of its text."""
     menu = batch.menu
-    bounds = [(one.speculation.max_nodes, max(0, one.num_remaining - 1)) for one in batch.views]
-    least_room = min(remaining if most is None else min(most, remaining) for most, remaining in bounds)
-    is_bounded = any(most is not None and most < menu.num_nodes[-1] for most, _ in bounds)
-    if not menu.least_chance or not (is_bounded or least_room < menu.depths[-1]):
+    if not menu.least_chance:
+        return estimates
+    remaining = [max(0, one.num_remaining - 1) for one in batch.views]
+    most_nodes = [inf if (most := one.speculation.max_nodes) is None else most for one in batch.views]
+    if min(most_nodes) >= menu.most_nodes and min(remaining) >= menu.deepest:
         return estimates
     is_cut_M = menu.least_chances > 0.0
-    most_nodes_B = np.array([inf if most is None else float(most) for most, _ in bounds])
-    remaining_B = np.array([float(remaining) for _, remaining in bounds])
+    most_nodes_B, remaining_B = np.array(most_nodes, dtype=np.float64), np.array(remaining, dtype=np.float64)
     most_depth_B = np.minimum(remaining_B, most_nodes_B)
     # What is too deep is left out level by level. Levels are taken to come with one chance each, given the one before: that of
     # which so many tokens would be expected if there were no end. Who has a bound on nodes tells of trees within it.
@@ -623,7 +628,7 @@ def _num_unfed(drafting: Sequence[SequenceView]) -> int:
 
 def _all_decode(views: Sequence[SequenceView]) -> bool:
     """Return whether no prompt is being fed."""
-    return all(map(_decodes, views))
+    return composition_of(views) is not None or all(map(_decodes, views))
 
 
 def _decodes(view: SequenceView) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.native.library import address
 from engine.tree import GrowthPrices
-from selector.allocation import ODDS, SPREAD, Allocation, Allocator, Array, BatchLoad, Places, mean_levels
+from selector.allocation import ODDS, SPREAD, Allocation, Allocator, Array, Asked, BatchLoad, Places, mean_levels
 from selector.cost import CostModel
 from selector.estimators import Estimates
 from selector.menu import Menu
@@ -48,7 +48,7 @@ class CompiledAllocator(Allocator):
             raise ValueError(f"{told_4BM.shape} numbers and {is_allowed.shape} permissions for {size} sequences and entries")
         self._pointed_at = rows, told_4BM, is_allowed
         told, of_told, begin, of_rows = address(told_4BM), 8 * is_allowed.size, rows.buffer_info()[0], 8 * num_rows
-        num_more = max(0, int(menu.depths[-1]) - 1)
+        num_more = max(0, menu.deepest - 1)
         self._compiled = library.Step(
             ctypes.addressof(costs.compiled),
             *(told, told + of_told, told + 2 * of_told, told + 3 * of_told, address(is_allowed)),
@@ -83,6 +83,20 @@ class CompiledAllocator(Allocator):
             *(_SPREAD.buffer_info()[0], len(_SPREAD), found.buffer_info()[0]),
         )
         return GrowthPrices(found[0], found[1], tuple(found[2 : 2 + count]))
+
+    def _tried(self, places: Sequence[int], asked: Sequence[Asked]) -> tuple[list[float], list[float]]:
+        questions, count = array("q"), 0
+        for indices, entries in asked:
+            questions.extend((len(indices), len(entries), *indices, *entries))
+            count += len(entries)
+        chosen, found = array("q", places), array("d", bytes(16 * count))
+        begin = found.buffer_info()[0]
+        self._library.selector_try(
+            *(self._compiled, chosen.buffer_info()[0], questions.buffer_info()[0], len(asked)),
+            *(begin, begin + 8 * count),
+        )
+        told = found.tolist()
+        return told[:count], told[count:]
 
     def _best_alike(self) -> Allocation:
         places, found = array("q", bytes(8 * self._num_rows)), array("d", (0.0, 1.0))

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t kLayout = 1;       // of what Python lays out, where no size tells it
+constexpr int64_t kLayout = 2;       // of what Python lays out, where no size tells it
 constexpr int64_t kOtherPrices = 9;  // beside those of tokens: of a step, of four things in the rest of it, of four in drafting
 constexpr int64_t kMostKnots = 32, kMostPrices = kMostKnots + kOtherPrices;
 
@@ -368,6 +368,23 @@ void selector_price(const Step* step, const int64_t* places, int64_t count, doub
   for (int64_t i = 0; i < count; i++) {
     const Sum sum = sum_of(*step, places + i * step->num_rows);
     tokens[i] = sum.tokens, seconds[i] = sum.seconds();
+  }
+}
+
+// tokens, seconds: what is expected of a choice, places [B], with each of the entries that are asked about for the rows that are. A
+// question is how many rows and how many entries, then these.
+void selector_try(
+    const Step* step, const int64_t* places, const int64_t* asked, int64_t num_questions, double* tokens, double* seconds
+) {
+  for (int64_t i = 0; i < num_questions; i++) {
+    const int64_t num_rows = asked[0], num_entries = asked[1], *rows = asked + 2, *entries = rows + num_rows;
+    std::vector<int64_t> changed(places, places + step->num_rows);
+    for (int64_t j = 0; j < num_entries; j++) {
+      for (int64_t row = 0; row < num_rows; row++) changed[rows[row]] = entries[j];
+      const Sum sum = sum_of(*step, changed.data());
+      *tokens++ = sum.tokens, *seconds++ = sum.seconds();
+    }
+    asked = entries + num_entries;
   }
 }
 

@@ -8,7 +8,7 @@ from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
 from functools import cache
 from importlib.util import find_spec
 
-LAYOUT = 1  # of what these structures mean, and functions take, where no size tells it (kLayout)
+LAYOUT = 2  # of what these structures mean, and functions take, where no size tells it (kLayout)
 NUM_OF_TREE = 7  # whole numbers
 NUM_SUMS = 4  # of trees, by the least chance that admits a node
 NUM_OTHER_PRICES = 9  # beside those of tokens: of a step, of four things more in the rest of it, and of four in drafting
@@ -108,6 +108,8 @@ def library() -> ctypes.PyDLL | None:
     loaded.selector_is_finite.restype = c_int64
     loaded.selector_price.argtypes = [POINTER(Step), c_void_p, c_int64, c_void_p, c_void_p]
     loaded.selector_price.restype = None
+    loaded.selector_try.argtypes = [POINTER(Step), c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
+    loaded.selector_try.restype = None
     loaded.selector_best_alike.argtypes = [POINTER(Step), c_void_p, c_void_p]
     loaded.selector_best_alike.restype = None
     loaded.selector_growth_prices.argtypes = [POINTER(Step), c_void_p, c_double, c_int64, c_void_p, c_int64, c_void_p]

@@ -69,16 +69,22 @@ class CompiledWorth(WorthOfNodes):
 
     def observe(self, outcomes: Sequence[DraftOutcome], seats: Sequence[int], kinds: Sequence[str]) -> None:
         """Learn from trees."""
-        trees, least, chances, depths, accepted = array("q"), array("d"), array("d"), array("q"), array("q")
+        place_of = {name: self._kind(name) for name in dict.fromkeys(kinds)}
+        trees: list[int] = []
+        chances: list[float] = []
+        least: list[float] = []
+        depths: list[int] = []
+        accepted: list[int] = []
         for one, seat, kind in zip(outcomes, seats, kinds, strict=True):
             nodes = one.nodes
             assert nodes is not None, "a tree that does not know its nodes"
             sizes = (len(chances), len(nodes.chances), len(accepted), len(nodes.accepted))
-            trees.extend((seat, self._kind(kind), *sizes, one.drafted_depth))
-            least.extend((nodes.least, self._least_whole(one)))
-            chances.extend(nodes.chances)
-            depths.extend(nodes.depths)
-            accepted.extend(nodes.accepted)
-        begins = [numbers.buffer_info()[0] for numbers in (trees, least, chances, depths, accepted)]
+            trees += (seat, place_of[kind], *sizes, one.drafted_depth)
+            least += (nodes.least, self._least_whole(one))
+            chances += nodes.chances
+            depths += nodes.depths
+            accepted += nodes.accepted
+        arrays = array("q", trees), array("d", least), array("d", chances), array("q", depths), array("q", accepted)
+        begins = [numbers.buffer_info()[0] for numbers in arrays]
         told = library.Trees(begins[0], len(outcomes), *begins[1:])
         self._library.selector_learn_worth(self._compiled, told)

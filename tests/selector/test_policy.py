@@ -128,8 +128,7 @@ class ForgetsItsCosts(AdaptiveExpansion):
     """Probes whenever anything could be learnt, whatever it costs."""
 
     def _probe(self, batch, allocator, chosen):
-        entries = np.flatnonzero(self._menu.num_nodes > 0)
-        return allocator.trials(chosen, [([0], entries)])[0].of(0)
+        return allocator.trials(chosen, [([0], self._menu.drafting)])[0].of(0)
 
 
 class DeafToOutcomes(AdaptiveExpansion):
