@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor
@@ -72,7 +73,7 @@ class Engine:
         self._target = target
         self._drafter = drafter
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
-        self._policy, self._held = policy, HeldChoice(policy)
+        self._held = HeldChoice(policy)
         self._roots = roots or RootReader(target.model, drafter)
         grammars = grammars or no_grammars()
         self.grammars = GrammarMasks(grammars, 2 * config.max_running)
@@ -187,10 +188,10 @@ class Engine:
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_ends(), *(self._event(one, logits_NV) for one in committed)]
         events = with_scores(events, prompts.told)
-        # Its laps go on: this one and what is learnt are still to come.
+        # Its laps go on: this one and the last are still to come.
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         watch.lap("commit")
-        self._policy.observe(feedback_of(record))
+        self._held.observe(partial(feedback_of, record))
         watch.lap("learn")
         stats = stats_of(record, self._scheduler)
         rows = traced_rows(record, probs)

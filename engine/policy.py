@@ -248,7 +248,7 @@ class StepFeedback:
 class ExpansionPolicy(Protocol):
     """Chooses one expansion for every sequence and step. It changes speed, never the law.
 
-    While a choice holds `choose` is not called; `observe` is, after each step.
+    While a choice holds `choose` is not called; `observe` is, once for each step in order, before `choose` is called again.
     """
 
     name: str
@@ -262,13 +262,21 @@ class ExpansionPolicy(Protocol):
         ...
 
 
+_MOST_UNTOLD = 16  # steps of which the policy is told later: each keeps what it was made of
+
+
 class HeldChoice:
-    """A policy's choice, for as long as it holds; then the policy is asked again."""
+    """A policy's choice, for as long as it holds; then the policy is told what became of it, and asked again.
+
+    Until then nothing that it is told could change anything, and what telling takes has left the processor's caches after each
+    step: it is brought there once for several.
+    """
 
     def __init__(self, policy: ExpansionPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._choice, self._num_left = Choice(()), 0
         self._composition: int | None = None
+        self._untold: list[Callable[[], StepFeedback]] = []
 
     def choose(self, views: BatchViews, has_news: bool) -> Choice:
         """Return the choice for a step; it holds no longer where there is news of cached text."""
@@ -276,9 +284,22 @@ class HeldChoice:
         if self._num_left > 0 and composition == self._composition and composition is not None and not has_news:
             self._num_left -= 1
             return self._choice
-        self._choice = choice = self._policy.choose(views)
+        self.tell()
+        self._choice = choice = self.policy.choose(views)
         self._num_left, self._composition = choice.num_steps - 1, composition
         return choice
+
+    def observe(self, step: Callable[[], StepFeedback]) -> None:
+        """Have the policy learn from a step that ran, before it is asked again."""
+        self._untold.append(step)
+        if len(self._untold) >= _MOST_UNTOLD:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the policy of all steps that it has not been told of."""
+        untold, self._untold = self._untold, []
+        for step in untold:
+            self.policy.observe(step())
 
 
 class FixedExpansion:

@@ -26,8 +26,9 @@ def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
     heard: list[StepFeedback] = []
-    monkeypatch.setattr(engine._policy, "observe", heard.append)
+    monkeypatch.setattr(engine._held.policy, "observe", heard.append)
     stats = run(engine, requests_of("traversal", num=60, stop_token_ids=tuple(range(30)))).stats
+    engine._held.tell()  # of the last step, which nobody has been asked after
     num_kept = sum(one.num_accepted_tokens for one in stats)
     assert sum(outcome.accepted_depth for one in heard for outcome in one.outcomes) == num_kept
     assert num_kept < sum(one.num_realised_tokens - one.num_expected_rows for one in stats)  # whole paths
@@ -36,7 +37,7 @@ def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):
 def test_a_step_says_whether_it_drafted_and_the_rest_when_it_is_asked(monkeypatch):
     engine = head_engine(learnt_head(), policy=SeldomDrafts(1), config=CROWDED)
     heard: list[StepFeedback] = []
-    monkeypatch.setattr(engine._policy, "observe", heard.append)
+    monkeypatch.setattr(engine._held.policy, "observe", heard.append)
     run(engine, mixed_requests(max_tokens=16))
     assert not any(one._outcomes or one._work for one in heard), "nobody has asked"
     for one in heard:

@@ -1312,22 +1312,34 @@ def test_a_probe_beside_a_prompt_is_over_with_its_step():
     assert not policy._probes.has_asked("r")
 
 
-class Held:
-    """A policy whose choices an engine holds while it runs the same sequences; counts how often it is asked."""
+class Asked:
+    """A policy that counts how often it is asked."""
 
-    def __init__(self, policy: AdaptiveExpansion, is_held: bool) -> None:
-        self.name, self._policy, self._is_held = policy.name, policy, is_held
-        self._held, self.num_asked = HeldChoice(self), 0
+    def __init__(self, policy: AdaptiveExpansion) -> None:
+        self.name, self._policy, self.num_asked = policy.name, policy, 0
+        self.observe = policy.observe
 
     def choose(self, views):
-        if not isinstance(views, BatchViews):  # the machine's
-            together = BatchViews(lambda: [*views], len(views), 1)
-            return self._held.choose(together, has_news=False) if self._is_held else self.choose(together)
         self.num_asked += 1
         return self._policy.choose(views)
 
+
+class Held:
+    """A policy whose choices an engine holds while it runs the same sequences, or is asked for in every step of theirs."""
+
+    def __init__(self, policy: Asked, is_held: bool) -> None:
+        self.name, self._policy = policy.name, policy
+        self._held = HeldChoice(policy) if is_held else None
+
+    def choose(self, views):
+        together = BatchViews(lambda: [*views], len(views), 1)
+        return self._held.choose(together, has_news=False) if self._held else self._policy.choose(together)
+
     def observe(self, feedback: StepFeedback) -> None:
-        self._policy.observe(feedback)
+        if self._held:
+            self._held.observe(lambda: feedback)
+        else:
+            self._policy.observe(feedback)
 
 
 class ForgetsWhatWasHeld(AdaptiveExpansion):
@@ -1338,8 +1350,8 @@ class ForgetsWhatWasHeld(AdaptiveExpansion):
 def check_held(machine: Machine, odds: float, menu: Menu, kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> None:
     ran, asked = [], []
     for is_held in (False, True):
-        policy = Held(adaptive(machine, menu, kind), is_held)
-        ran.append(run(policy, machine, texts_of(odds, 3), 600))
+        policy = Asked(adaptive(machine, menu, kind))
+        ran.append(run(Held(policy, is_held), machine, texts_of(odds, 3), 600))
         asked.append(policy.num_asked)
     for name in ("choices", "reasons", "foretold"):
         one, other = (getattr(how, name) for how in ran)
