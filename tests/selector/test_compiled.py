@@ -137,6 +137,23 @@ def test_choices_are_priced_alike(menu, seed):
 
 @pytest.mark.parametrize("menu", [BY_CHANCE, MIXED])
 @given(seed=seeds)
+def test_trials_are_priced_alike(menu, seed):
+    """One question of all sequences, some of one, one with nothing to try; each trial is a choice as any other."""
+    one, other = allocators(seed, menu)
+    rows, entries = range(len(one._rows)), range(1, len(menu))
+    chosen = other.of([seed.randrange(len(menu)) for _ in rows])
+    asked = [([*rows], seed.sample(entries, 3)), *(([row], seed.sample(entries, 2)) for row in rows), ([0], [])]
+    seed.shuffle(asked)
+    for mine, its in zip(one.trials(chosen, asked), other.trials(chosen, asked), strict=True):
+        assert (mine.tokens, mine.seconds) == (pytest.approx(its.tokens, rel=1e-9), pytest.approx(its.seconds, rel=1e-9))
+        assert mine.losses_s == pytest.approx(its.losses_s, rel=1e-6, abs=1e-9)
+        for place in range(len(its.entries)):
+            tried = other.of(its.of(place).places)
+            assert (tried.tokens, tried.seconds) == pytest.approx((its.tokens[place], its.seconds[place]), rel=1e-9)
+
+
+@pytest.mark.parametrize("menu", [BY_CHANCE, MIXED])
+@given(seed=seeds)
 def test_the_best_is_found_alike(menu, seed):
     one, other = allocators(seed, menu)
     plain = other.plain()
