@@ -1372,3 +1372,54 @@ def test_choices_that_are_held_are_those_that_would_be_made(machine, odds, menu)
 def test_who_forgets_the_steps_in_which_a_choice_was_held_stays_with_it_too_long():
     with pytest.raises(AssertionError):
         check_held(USUAL, 0.9, MENU, ForgetsWhatWasHeld)
+
+
+def test_a_probe_is_a_chain_where_something_else_is_drafted_and_any_tree_where_nothing_is():
+    """What was chosen for any of them is none, nor is what one of them may not have."""
+    policy, entries = adaptive(USUAL), MENU.entries
+    texts = [*texts_of(0.5, 3), Text(flat(0.5), max_tokens=3)]
+    batch = policy._batch([one.view(str(index)) for index, one in enumerate(texts)], [])
+    chains = {place for place, entry in enumerate(entries) if entry.branches == 1 and not entry.is_plain}
+    forked, chain = next(place for place, entry in enumerate(entries) if entry.branches > 1), min(chains)
+    places = (0, forked, chain, chain)
+    assert set(batch.probes_open(places, [0])) == set(range(1, len(entries)))
+    assert set(batch.probes_open(places, [1])) == chains
+    assert set(batch.probes_open(places, [1, 2])) == chains - {chain}
+    shallow = {place for place in chains if entries[place].max_depth < 3}
+    assert shallow
+    assert set(batch.probes_open(places, [1, 3])) == shallow - {chain}
+
+
+def test_a_step_draws_for_each_sequence_that_does_and_for_the_nodes_of_its_own_tree():
+    own = Speculation(expansion=CHAIN)
+    texts = [Text(flat(0.5), temperature=0.0, speculation=own), Text(flat(0.5), speculation=own), *texts_of(0.5, 2)]
+    views = [one.view(str(index)) for index, one in enumerate(texts)]
+    batch = adaptive(USUAL)._batch(views, [(view, CHAIN) for view in views[:2]])
+    assert (batch.free, batch.load.base.num_drawn) == ((2, 3), 3 + 4)
+    num_keys = sum(view.num_committed for view in views)
+    assert (batch.load.base.num_keys, batch.load.base.num_scores) == (num_keys, num_keys + 4 * 200 * 2)
+    assert batch.load.base_tokens == 2.0
+
+
+def settled(names: list[list[str]], kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> list[int]:
+    """Return for how many steps each of some choices stands, over sequences that all draft the same."""
+    policy, found = adaptive(CHEAP, kind=kind), []
+    for one in names:
+        policy._num_standing = 0
+        policy.choose([Text(flat(1.0)).view(name) for name in one])
+        found.append(policy._standing.num_settled)
+    return found
+
+
+class EverybodyConfirms(AdaptiveExpansion):
+    def _num_settled(self, trees, reason, menu, reads_roots):
+        self._standing = replace(self._standing, trees=trees)
+        return super()._num_settled(trees, reason, menu, reads_roots)
+
+
+def test_a_choice_stands_longer_each_time_it_is_the_same_and_as_long_where_some_have_come():
+    abc, abd, ade = ["a", "b", "c"], ["a", "b", "d"], ["a", "e", "f"]
+    assert settled([abc, abc, abc]) == [4, 8, 16]
+    assert settled([abc, abc, abd, abd]) == [4, 8, 8, 16]
+    assert settled([abc, abc, ade]) == [4, 8, 4], "most have come"
+    assert settled([abc, abc, abd, ade], EverybodyConfirms) == [4, 8, 16, 16]
