@@ -191,7 +191,7 @@ class Engine:
         # Its laps go on: this one and the last are still to come.
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         watch.lap("commit")
-        self._held.observe(partial(feedback_of, record))
+        self._held.observe(partial(feedback_of, record), has_drafted=growth.num_rounds > 0)
         watch.lap("learn")
         stats = stats_of(record, self._scheduler)
         rows = traced_rows(record, probs)

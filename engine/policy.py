@@ -4,6 +4,7 @@ Knows what a policy may see (SequenceView), what it says (Choice) and what it le
 weighs tokens against seconds is the selector's and implements the same Protocol; the engine never imports it.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -125,6 +126,9 @@ class RootSource(Protocol):
         ...
 
 
+_ALL = range(sys.maxsize)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One expansion for each view, in order, and what its chooser expects of the step.
@@ -132,7 +136,8 @@ class Choice:
     `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
     expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
     sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own included, as long as the
-    same sequences run, all of them decode, and cached text has no news (HeldChoice).
+    same sequences run, all of them decode, and cached text has no news (HeldChoice). Of its steps in which nobody drafts those
+    are told whose places among them are in `plain_told`, each for those before it too.
     """
 
     expansions: tuple[Expansion, ...]
@@ -142,6 +147,7 @@ class Choice:
     prices: GrowthPrices = FREE_GROWTH
     keeps_up: bool = True
     num_steps: int = 1
+    plain_told: range = _ALL
 
 
 class NodeChances(NamedTuple):
@@ -211,7 +217,8 @@ class StepFeedback:
     """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
 
     Trees of its `num_rows` grew in `num_rounds`, with `num_passes` of a model. What else it ran and brought takes time to tell,
-    and is told when it is first asked for, and kept: nothing else changes.
+    and is told when it is first asked for, and kept: nothing else changes. It stands for `num_steps` that are alike, the last of
+    them itself.
     """
 
     draft_s: float
@@ -222,6 +229,7 @@ class StepFeedback:
     num_passes: int
     tell_work: Callable[[], StepWork]
     tell_outcomes: Callable[[], tuple[DraftOutcome, ...]]
+    num_steps: int = 1
     _work: StepWork | None = field(default=None, init=False)
     _outcomes: tuple[DraftOutcome, ...] | None = field(default=None, init=False)
 
@@ -248,7 +256,7 @@ class StepFeedback:
 class ExpansionPolicy(Protocol):
     """Chooses one expansion for every sequence and step. It changes speed, never the law.
 
-    While a choice holds `choose` is not called; `observe` is, once for each step in order, before `choose` is called again.
+    While a choice holds `choose` is not called; `observe` is, of each step in order, before `choose` is called again.
     """
 
     name: str
@@ -276,7 +284,9 @@ class HeldChoice:
         self.policy = policy
         self._choice, self._num_left = Choice(()), 0
         self._composition: int | None = None
-        self._untold: list[Callable[[], StepFeedback]] = []
+        self._untold: list[tuple[Callable[[int], StepFeedback], int]] = []
+        self._last: Callable[[int], StepFeedback] | None = None  # of the steps in which nobody drafts, and what is not told yet
+        self._num_plain = self._num_alike = 0
 
     def choose(self, views: BatchViews, has_news: bool) -> Choice:
         """Return the choice for a step; it holds no longer where there is news of cached text."""
@@ -286,20 +296,34 @@ class HeldChoice:
             return self._choice
         self.tell()
         self._choice = choice = self.policy.choose(views)
-        self._num_left, self._composition = choice.num_steps - 1, composition
+        self._num_left, self._composition, self._num_plain = choice.num_steps - 1, composition, 0
         return choice
 
-    def observe(self, step: Callable[[], StepFeedback]) -> None:
-        """Have the policy learn from a step that ran, before it is asked again."""
-        self._untold.append(step)
+    def observe(self, tell: Callable[[int], StepFeedback], has_drafted: bool) -> None:
+        """Have the policy learn from a step that ran, before it is asked again; `tell` it for so many that are alike."""
+        if has_drafted:
+            self._keep_last()
+            self._untold.append((tell, 1))
+        else:
+            self._last, self._num_alike = tell, self._num_alike + 1
+            if self._num_plain in self._choice.plain_told:
+                self._keep_last()
+            self._num_plain += 1
         if len(self._untold) >= _MOST_UNTOLD:
             self.tell()
 
+    def _keep_last(self) -> None:
+        """Have the last of those steps in which nobody drafted wait to be told, for all of them."""
+        if self._last is not None:
+            self._untold.append((self._last, self._num_alike))
+            self._last, self._num_alike = None, 0
+
     def tell(self) -> None:
         """Tell the policy of all steps that it has not been told of."""
+        self._keep_last()
         untold, self._untold = self._untold, []
-        for step in untold:
-            self.policy.observe(step())
+        for tell, num_steps in untold:
+            self.policy.observe(tell(num_steps))
 
 
 class FixedExpansion:

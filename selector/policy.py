@@ -163,7 +163,15 @@ class AdaptiveExpansion:
     def _stood_alike(self) -> Choice:
         """Return the last choice as that of the same sequences, all of which decode and which are not looked at."""
         self._count_stood(1)
-        return replace(self._standing.choice, num_steps=1 + self._num_standing)
+        return self._held(self._standing.choice)
+
+    def _held(self, choice: Choice) -> Choice:
+        """Return a choice as one that is held while it stands; of plain steps those are told that teach prices."""
+        num_steps = 1 + self._num_standing
+        if choice.reason is not Reason.PLAIN_IS_BEST or self._num_priced < _PRICED_ALWAYS:
+            return replace(choice, num_steps=num_steps)
+        until = _PRICED_EVERY_PLAIN - self._num_priced % _PRICED_EVERY_PLAIN
+        return replace(choice, num_steps=num_steps, plain_told=range(until - 1, num_steps, _PRICED_EVERY_PLAIN))
 
     def _count_stood(self, num_steps: int) -> None:
         """Count steps of the same sequences in which the last choice stands."""
@@ -233,7 +241,7 @@ class AdaptiveExpansion:
         probing = self._probe(batch, allocator, best)
         if probing is None:
             self._stand_unprobed()
-            return replace(choice, num_steps=1 + self._num_standing) if choice is later else choice
+            return self._held(choice) if choice is later else choice
         choice = self._choice(batch, allocator, probing, plain, Reason.PROBE, views)
         self._probe_s, self._probe_tokens = choice.step_s, probing.tokens - best.tokens
         return choice
@@ -341,7 +349,7 @@ class AdaptiveExpansion:
         after each step, and is brought there once for several. It does not wait for a probe while plain decoding stands: what it
         says may end that.
         """
-        self._num_since_choice += 1
+        self._num_since_choice += feedback.num_steps
         is_probe = self._is_plain_probe or self._probes.is_asking
         is_priced = self._prices_are_due(feedback, is_probe)
         if is_priced or feedback.has_drafted:
@@ -375,9 +383,9 @@ class AdaptiveExpansion:
         """Return whether a step is one of those that teach prices."""
         if feedback.has_prefill:
             return False
-        self._num_priced += 1
+        before, self._num_priced = self._num_priced, self._num_priced + feedback.num_steps
         every = _PRICED_EVERY if feedback.has_drafted else _PRICED_EVERY_PLAIN
-        return self._num_priced <= _PRICED_ALWAYS or is_probe or self._num_priced % every == 0
+        return before < _PRICED_ALWAYS or is_probe or before // every < self._num_priced // every
 
     def _learn(self, feedback: StepFeedback, is_priced: bool) -> None:
         outcomes = feedback.outcomes

@@ -1324,6 +1324,11 @@ class Asked:
         return self._policy.choose(views)
 
 
+def told_for(feedback: StepFeedback, num_steps: int) -> StepFeedback:
+    """Return what is told of so many steps by the last of them."""
+    return replace(feedback, num_steps=num_steps)
+
+
 class Held:
     """A policy whose choices an engine holds while it runs the same sequences, or is asked for in every step of theirs."""
 
@@ -1337,7 +1342,7 @@ class Held:
 
     def observe(self, feedback: StepFeedback) -> None:
         if self._held:
-            self._held.observe(lambda: feedback)
+            self._held.observe(partial(told_for, feedback), has_drafted=feedback.has_drafted)
         else:
             self._policy.observe(feedback)
 

@@ -11,8 +11,8 @@ class Listens:
 
     name = "listens"
 
-    def __init__(self, num_steps: int) -> None:
-        self._choice = Choice((PLAIN,), num_steps=num_steps)
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
         self.heard: list[object] = []
 
     def choose(self, views):
@@ -23,19 +23,33 @@ class Listens:
         self.heard.append(feedback)
 
 
-def heard(num_held, num_steps, kind=HeldChoice):
-    """Return what a policy hears in so many steps, each told by its number."""
-    policy = Listens(num_held)
+def heard(choice, has_drafted, kind=HeldChoice):
+    """Return what a policy hears of steps of which some have drafted: each's place, and for how many it stands."""
+    policy = Listens(choice)
     held = kind(policy)
-    for step in range(num_steps):
+    for step, drafted in enumerate(has_drafted):
         held.choose(BatchViews(list, 1, 7), has_news=False)
-        held.observe(lambda step=step: step)
+        held.observe(lambda num_steps, step=step: (step, num_steps), has_drafted=bool(drafted))
     return policy.heard
 
 
+def held_for(num_steps, **told):
+    return Choice((PLAIN,), num_steps=num_steps, **told)
+
+
 def check_each_is_told_before_it_is_asked(kind: type[HeldChoice] = HeldChoice) -> None:
-    assert heard(4, 10, kind) == ["asked", 0, 1, 2, 3, "asked", 4, 5, 6, 7, "asked"]
-    assert heard(1, 3, kind) == ["asked", 0, "asked", 1, "asked"]
+    assert heard(held_for(3), [0, 1, 0, 1, 0, 0, 1], kind) == [
+        "asked",
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        "asked",
+        (3, 1),
+        (4, 1),
+        (5, 1),
+        "asked",
+    ]
+    assert heard(held_for(1), [0, 1, 0], kind) == ["asked", (0, 1), "asked", (1, 1), "asked"]
 
 
 def test_each_step_is_told_in_order_before_the_policy_is_asked_again():
@@ -43,7 +57,40 @@ def test_each_step_is_told_in_order_before_the_policy_is_asked_again():
 
 
 def test_no_more_steps_wait_than_a_few():
-    assert heard(1000, 3 * _MOST_UNTOLD + 1) == ["asked", *range(3 * _MOST_UNTOLD)]
+    all_told = ["asked", *((step, 1) for step in range(3 * _MOST_UNTOLD))]
+    assert heard(held_for(1000), [1] * (3 * _MOST_UNTOLD + 1)) == all_told
+
+
+def check_those_in_which_nobody_drafts_are_told_together(kind: type[HeldChoice] = HeldChoice) -> None:
+    choice = held_for(12, plain_told=range(2, 12, 4))
+    assert heard(choice, [0] * 13, kind) == ["asked", (2, 3), (6, 4), (10, 4), (11, 1), "asked"]
+    assert heard(choice, [0, 1, 0, 0, 0, 1, *[0] * 7], kind) == [
+        "asked",
+        (0, 1),
+        (1, 1),
+        (3, 2),
+        (4, 1),
+        (5, 1),
+        (8, 3),
+        (11, 3),
+        "asked",
+    ]
+
+
+def test_of_steps_in_which_nobody_drafts_one_is_told_for_several():
+    """All are counted, in their order beside those in which somebody does."""
+    check_those_in_which_nobody_drafts_are_told_together()
+
+
+class LosesSome(HeldChoice):
+    def tell(self):
+        self._last = None
+        super().tell()
+
+
+def test_steps_that_are_lost_are_noticed():
+    with pytest.raises(AssertionError):
+        check_those_in_which_nobody_drafts_are_told_together(LosesSome)
 
 
 class TellsLate(HeldChoice):
