@@ -274,8 +274,9 @@ class AdaptiveExpansion:
     def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu, reads_roots: bool) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same.
 
-        As long as before, if it is the same for those who have stayed and at least half of the batch are they. What roots said
-        confirms nothing: later ones may say something else.
+        As long as before where somebody drafts, if it is the same for those who have stayed and at least half of the batch are
+        they; who has come and is plain tells nothing of itself. What roots said confirms nothing: later ones may say something
+        else.
         """
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
         least, most = times * self._settled_steps, times * _MOST_SETTLED
@@ -283,9 +284,12 @@ class AdaptiveExpansion:
             least, most = int(least / self._stake), int(_MOST_SETTLED_PLAIN / self._stake)
         staying = trees.keys() & last.trees.keys()
         is_same = last.choice.reason is reason and all(last.trees[name] == trees[name] for name in staying)
-        if reads_roots or not is_same or 2 * len(staying) < len(trees):
+        if reads_roots or not is_same:
             return least
-        return max(least, min(most, last.num_settled * (1 if len(staying) < len(trees) else 2)))
+        if len(staying) == len(trees):
+            return max(least, min(most, 2 * last.num_settled))
+        confirms = reason is Reason.SPECULATION_PAYS and 2 * len(staying) >= len(trees)
+        return max(least, min(most, last.num_settled)) if confirms else least
 
     def _stand_unprobed(self) -> None:
         """Let plain decoding stand until a probe can be made, once prices are known: before that nothing is learnt of texts.

@@ -1406,9 +1406,9 @@ def test_a_step_draws_for_each_sequence_that_does_and_for_the_nodes_of_its_own_t
     assert batch.load.base_tokens == 2.0
 
 
-def settled(names: list[list[str]], kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> list[int]:
+def settled(names: list[list[str]], kind: type[AdaptiveExpansion] = AdaptiveExpansion, machine: Machine = CHEAP) -> list[int]:
     """Return for how many steps each of some choices stands, over sequences that all draft the same."""
-    policy, found = adaptive(CHEAP, kind=kind), []
+    policy, found = adaptive(machine, kind=kind), []
     for one in names:
         policy._num_standing = 0
         policy.choose([Text(flat(1.0)).view(name) for name in one])
@@ -1428,3 +1428,9 @@ def test_a_choice_stands_longer_each_time_it_is_the_same_and_as_long_where_some_
     assert settled([abc, abc, abd, abd]) == [4, 8, 8, 16]
     assert settled([abc, abc, ade]) == [4, 8, 4], "most have come"
     assert settled([abc, abc, abd, ade], EverybodyConfirms) == [4, 8, 16, 16]
+
+
+def test_where_nobody_drafts_who_has_come_is_thought_of_as_soon_as_at_first():
+    abc, abd, slow = ["a", "b", "c"], ["a", "b", "d"], Machine(pass_s=0.3)
+    assert settled([abc, abc, abd, abd], machine=slow) == [4, 8, 4, 8]
+    assert settled([abc, abc, abd, abd], EverybodyConfirms, slow) == [4, 8, 16, 32]
