@@ -137,7 +137,7 @@ class Choice:
     expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
     sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own included, as long as the
     same sequences run, all of them decode, and cached text has no news (HeldChoice). Of its steps in which nobody drafts those
-    are told whose places among them are in `plain_told`, each for those before it too.
+    are told whose places among them are in `plain_told`, and of the others how many they were.
     """
 
     expansions: tuple[Expansion, ...]
@@ -217,8 +217,8 @@ class StepFeedback:
     """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
 
     Trees of its `num_rows` grew in `num_rounds`, with `num_passes` of a model. What else it ran and brought takes time to tell,
-    and is told when it is first asked for, and kept: nothing else changes. It stands for `num_steps` that are alike, the last of
-    them itself.
+    and is told when it is first asked for, and kept: nothing else changes. It stands for `num_steps`: itself, and those before
+    it of which nothing else is told.
     """
 
     draft_s: float
@@ -285,8 +285,7 @@ class HeldChoice:
         self._choice, self._num_left = Choice(()), 0
         self._composition: int | None = None
         self._untold: list[tuple[Callable[[int], StepFeedback], int]] = []
-        self._last: Callable[[int], StepFeedback] | None = None  # of the steps in which nobody drafts, and what is not told yet
-        self._num_plain = self._num_alike = 0
+        self._num_plain = self._num_counted = 0  # steps of the choice in which nobody drafted, and the last that are only counted
 
     def choose(self, views: BatchViews, has_news: bool) -> Choice:
         """Return the choice for a step; it holds no longer where there is news of cached text."""
@@ -300,30 +299,40 @@ class HeldChoice:
         return choice
 
     def observe(self, tell: Callable[[int], StepFeedback], has_drafted: bool) -> None:
-        """Have the policy learn from a step that ran, before it is asked again; `tell` it for so many that are alike."""
+        """Have the policy learn from a step that ran, before it is asked again; `tell` it for so many steps, itself the last."""
         if has_drafted:
-            self._keep_last()
+            self._keep_count()
             self._untold.append((tell, 1))
         else:
-            self._last, self._num_alike = tell, self._num_alike + 1
+            self._num_counted += 1
             if self._num_plain in self._choice.plain_told:
-                self._keep_last()
+                self._untold.append((tell, self._num_counted))
+                self._num_counted = 0
             self._num_plain += 1
         if len(self._untold) >= _MOST_UNTOLD:
             self.tell()
 
-    def _keep_last(self) -> None:
-        """Have the last of those steps in which nobody drafted wait to be told, for all of them."""
-        if self._last is not None:
-            self._untold.append((self._last, self._num_alike))
-            self._last, self._num_alike = None, 0
+    def _keep_count(self) -> None:
+        """Have steps that are only counted wait to be told."""
+        if self._num_counted:
+            self._untold.append((_counted, self._num_counted))
+            self._num_counted = 0
 
     def tell(self) -> None:
         """Tell the policy of all steps that it has not been told of."""
-        self._keep_last()
+        self._keep_count()
         untold, self._untold = self._untold, []
         for tell, num_steps in untold:
             self.policy.observe(tell(num_steps))
+
+
+def _counted(num_steps: int) -> StepFeedback:
+    """Return what is told of plain steps that are only counted."""
+    return StepFeedback(0.0, 0.0, False, 0, 0, 0, _nothing_told, tuple, num_steps)
+
+
+def _nothing_told() -> StepWork:
+    return StepWork(0, 0, 0, 0, 0, 0, 0.0, 0)
 
 
 class FixedExpansion:
