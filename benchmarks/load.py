@@ -32,9 +32,10 @@ from benchmarks.drafters.report import interval
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
 from engine.engine import Engine
+from engine.held import HeldChoice
 from engine.model import CausalModel
 from engine.pairs import verifier_for
-from engine.policy import Choice, ExpansionPolicy, HeldChoice, SequenceView, StepFeedback
+from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
 from engine.progress_bar import progress_bar
 from engine.tree import FREE_GROWTH, parse_expansion
 from engine.types import Request, SamplingParams, Speculation, StepStats

@@ -24,10 +24,11 @@ from engine.draft.growth import grow, learn
 from engine.forcing import TeacherForcing
 from engine.grammar_masks import GrammarMasks
 from engine.grammars import CompiledGrammars, no_grammars
+from engine.held import HeldChoice
 from engine.judge import NOT_FINITE, Judge, logprobs_of
 from engine.pairs import verifier_for
 from engine.plan import Feeding, Row, StepPlan
-from engine.policy import ExpansionPolicy, HeldChoice
+from engine.policy import ExpansionPolicy
 from engine.prompt_scores import NO_SCORES, scored_by, scores_of, with_scores
 from engine.refusal import refused, require_runnable
 from engine.roots import Ending, RootReader
@@ -192,11 +193,17 @@ class Engine:
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         watch.lap("commit")
         self._held.observe(partial(feedback_of, record), has_drafted=growth.num_rounds > 0)
+        if not self._scheduler.has_work:
+            self._held.tell()
         watch.lap("learn")
         stats = stats_of(record, self._scheduler)
         rows = traced_rows(record, probs)
         self._tracer.on_step(stats, rows)
         return StepOutput(with_traces(events, stats, rows), stats)
+
+    def tell_policy(self) -> None:
+        """Tell the policy now of all steps that ran: it is told before it is asked again, and when nothing is left to run."""
+        self._held.tell()
 
     def trace_to(self, tracer: Tracer) -> None:
         """Tell `tracer` of every step from now on."""

@@ -126,7 +126,7 @@ class RootSource(Protocol):
         ...
 
 
-_ALL = range(sys.maxsize)
+_EVERY = range(sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Choice:
     `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
     expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
     sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own included, as long as the
-    same sequences run, all of them decode, and cached text has no news (HeldChoice). Of its steps in which nobody drafts those
+    same sequences run, all of them decode, and cached text has no news (engine.held). Of its steps in which nobody drafts those
     are told whose places among them are in `plain_told`, and of the others how many they were.
     """
 
@@ -147,7 +147,7 @@ class Choice:
     prices: GrowthPrices = FREE_GROWTH
     keeps_up: bool = True
     num_steps: int = 1
-    plain_told: range = _ALL
+    plain_told: range = _EVERY
 
 
 class NodeChances(NamedTuple):
@@ -256,7 +256,8 @@ class StepFeedback:
 class ExpansionPolicy(Protocol):
     """Chooses one expansion for every sequence and step. It changes speed, never the law.
 
-    While a choice holds `choose` is not called; `observe` is, of each step in order, before `choose` is called again.
+    While a choice holds `choose` is not called. Before it is called again `observe` is, once for each step in order, but for
+    those that are only counted (Choice.plain_told).
     """
 
     name: str
@@ -268,71 +269,6 @@ class ExpansionPolicy(Protocol):
     def observe(self, feedback: StepFeedback) -> None:
         """Learn from the step that ran."""
         ...
-
-
-_MOST_UNTOLD = 16  # steps of which the policy is told later: each keeps what it was made of
-
-
-class HeldChoice:
-    """A policy's choice, for as long as it holds; then the policy is told what became of it, and asked again.
-
-    Until then nothing that it is told could change anything, and what telling takes has left the processor's caches after each
-    step: it is brought there once for several.
-    """
-
-    def __init__(self, policy: ExpansionPolicy) -> None:
-        self.policy = policy
-        self._choice, self._num_left = Choice(()), 0
-        self._composition: int | None = None
-        self._untold: list[tuple[Callable[[int], StepFeedback], int]] = []
-        self._num_plain = self._num_counted = 0  # steps of the choice in which nobody drafted, and the last that are only counted
-
-    def choose(self, views: BatchViews, has_news: bool) -> Choice:
-        """Return the choice for a step; it holds no longer where there is news of cached text."""
-        composition = views.composition
-        if self._num_left > 0 and composition == self._composition and composition is not None and not has_news:
-            self._num_left -= 1
-            return self._choice
-        self.tell()
-        self._choice = choice = self.policy.choose(views)
-        self._num_left, self._composition, self._num_plain = choice.num_steps - 1, composition, 0
-        return choice
-
-    def observe(self, tell: Callable[[int], StepFeedback], has_drafted: bool) -> None:
-        """Have the policy learn from a step that ran, before it is asked again; `tell` it for so many steps, itself the last."""
-        if has_drafted:
-            self._keep_count()
-            self._untold.append((tell, 1))
-        else:
-            self._num_counted += 1
-            if self._num_plain in self._choice.plain_told:
-                self._untold.append((tell, self._num_counted))
-                self._num_counted = 0
-            self._num_plain += 1
-        if len(self._untold) >= _MOST_UNTOLD:
-            self.tell()
-
-    def _keep_count(self) -> None:
-        """Have steps that are only counted wait to be told."""
-        if self._num_counted:
-            self._untold.append((_counted, self._num_counted))
-            self._num_counted = 0
-
-    def tell(self) -> None:
-        """Tell the policy of all steps that it has not been told of."""
-        self._keep_count()
-        untold, self._untold = self._untold, []
-        for tell, num_steps in untold:
-            self.policy.observe(tell(num_steps))
-
-
-def _counted(num_steps: int) -> StepFeedback:
-    """Return what is told of plain steps that are only counted."""
-    return StepFeedback(0.0, 0.0, False, 0, 0, 0, _nothing_told, tuple, num_steps)
-
-
-def _nothing_told() -> StepWork:
-    return StepWork(0, 0, 0, 0, 0, 0, 0.0, 0)
 
 
 class FixedExpansion:

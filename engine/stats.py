@@ -92,7 +92,7 @@ class StepRecord:
 
 
 def feedback_of(record: StepRecord, num_steps: int = 1) -> StepFeedback:
-    """Return what a policy may learn, before it has learnt: what the step, or each of so many, cost without the policy."""
+    """Return what a policy may learn, before it has learnt: what the last of so many steps cost without the policy."""
     laps, rows = record.laps, record.plan.rows
     return StepFeedback(
         draft_s=laps["draft"],

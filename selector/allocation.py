@@ -76,12 +76,12 @@ class Trials:
     seconds: Sequence[float]
     losses_s: Sequence[float]
 
-    def of(self, entry: int) -> Allocation:
-        """Return the choice with one of the entries, which is told by its place among them."""
+    def of(self, trial: int) -> Allocation:
+        """Return one as an allocation."""
         places = [*self.places]
         for index in self.indices:
-            places[index] = self.entries[entry]
-        return Allocation((*places,), self.tokens[entry], self.seconds[entry])
+            places[index] = self.entries[trial]
+        return Allocation((*places,), self.tokens[trial], self.seconds[trial])
 
 
 class Allocator:

@@ -62,16 +62,27 @@ class _Batch:
     is_allowed_BM: NDArray[np.bool_] | None  # all of it, if None
     load: BatchLoad
 
+    def can_probe(self, places: Sequence[int]) -> list[bool]:
+        """Return whether there is something that each sequence may be probed with in the place of what was chosen for it."""
+        telling, drafting = self.menu.telling, self.menu.drafting
+        if self.is_allowed_BM is None:
+            return [len(telling) > 1 or any(entry != place for entry in (telling if place else drafting)) for place in places]
+        return [
+            any(self.is_allowed_BM[row, entry] and entry != place for entry in (telling if place else drafting))
+            for row, place in enumerate(places)
+        ]
+
     def probes_open(self, places: Sequence[int], indices: Sequence[int]) -> list[int]:
         """Return what of the menu all of these sequences may be probed with in the place of what was chosen for them.
 
         For those that are plain that is any tree, for others those that tell most: they are all of one kind.
         """
         telling = self.menu.telling if places[indices[0]] else self.menu.drafting
-        chosen, allowed_BM = {places[index] for index in indices}, self.is_allowed_BM
-        if allowed_BM is not None:
-            telling = tuple(entry for entry in telling if all(allowed_BM[index, entry] for index in indices))
-        return [entry for entry in telling if entry not in chosen]
+        chosen = {places[index] for index in indices}
+        if self.is_allowed_BM is None:
+            return [entry for entry in telling if entry not in chosen]
+        is_open_M = self.is_allowed_BM[[*indices]].all(0).tolist()
+        return [entry for entry in telling if is_open_M[entry] and entry not in chosen]
 
 
 @dataclass(frozen=True)
@@ -166,7 +177,7 @@ class AdaptiveExpansion:
         return self._held(self._standing.choice)
 
     def _held(self, choice: Choice) -> Choice:
-        """Return a choice as one that is held while it stands; of plain steps those are told that teach prices."""
+        """Return a choice as one that is held while it stands; where nobody drafts those steps are told that teach prices."""
         num_steps = 1 + self._num_standing
         if choice.reason is not Reason.PLAIN_IS_BEST or self._num_priced < _PRICED_ALWAYS:
             return replace(choice, num_steps=num_steps)
@@ -241,7 +252,7 @@ class AdaptiveExpansion:
         probing = self._probe(batch, allocator, best)
         if probing is None:
             self._stand_unprobed()
-            return self._held(choice) if choice is later else choice
+            return self._held(choice) if choice is later and _all_decode(views) else choice
         choice = self._choice(batch, allocator, probing, plain, Reason.PROBE, views)
         self._probe_s, self._probe_tokens = choice.step_s, probing.tokens - best.tokens
         return choice
@@ -274,9 +285,9 @@ class AdaptiveExpansion:
     def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu, reads_roots: bool) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same.
 
-        As long as before where somebody drafts, if it is the same for those who have stayed and at least half of the batch are
-        they; who has come and is plain tells nothing of itself. What roots said confirms nothing: later ones may say something
-        else.
+        As long as before where it is the same for those who have stayed, if they are half of those who decode or more, and trees
+        are drafted: what these bring tells of who has come, of whom nothing is learnt where all are plain. What roots said
+        confirms nothing: later ones may say something else.
         """
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
         least, most = times * self._settled_steps, times * _MOST_SETTLED
@@ -537,10 +548,7 @@ class AdaptiveExpansion:
         be asked on credit, that whose drafter is least behind: else what looks too dear would never be seen again.
         """
         places = chosen.places
-        can_probe = [True] * len(places)
-        if batch.is_allowed_BM is not None or len(batch.menu.telling) < 2:
-            can_probe = [bool(batch.probes_open(places, [index])) for index in range(len(places))]
-        due = self._probes.due(batch.views, [not place for place in places], can_probe)
+        due = self._probes.due(batch.views, [not place for place in places], batch.can_probe(places))
         if not due or self._probes.is_short:
             return None
         asked = [due] if len(due) > 1 else []

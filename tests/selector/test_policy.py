@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.held import HeldChoice
 from engine.policy import (
     BatchViews,
     Choice,
     DraftOutcome,
     ExpansionPolicy,
-    HeldChoice,
     Reason,
     SequenceView,
     StepFeedback,
@@ -1335,9 +1335,13 @@ class Held:
     def __init__(self, policy: Asked, is_held: bool) -> None:
         self.name, self._policy = policy.name, policy
         self._held = HeldChoice(policy) if is_held else None
+        self._compositions: dict[tuple[str, ...], int] = {}
 
     def choose(self, views):
-        together = BatchViews(lambda: [*views], len(views), 1)
+        names = tuple(view.request_id for view in views)
+        composition = self._compositions.setdefault(names, len(self._compositions))
+        is_calm = all(view.num_uncached == 1 for view in views)
+        together = BatchViews(lambda: [*views], len(views), composition if is_calm else None)
         return self._held.choose(together, has_news=False) if self._held else self._policy.choose(together)
 
     def observe(self, feedback: StepFeedback) -> None:
@@ -1352,26 +1356,43 @@ class ForgetsWhatWasHeld(AdaptiveExpansion):
         self._num_since_choice = 0
 
 
-def check_held(machine: Machine, odds: float, menu: Menu, kind: type[AdaptiveExpansion] = AdaptiveExpansion) -> None:
+def coming_and_going(odds: float) -> list[list[Text]]:
+    """Return sequences of some hundreds of steps each: who comes feeds a prompt first, and one has a tree of its own."""
+    many = [replace(one, name=name) for one, name in zip(texts_of(odds, 7), "abcdefg", strict=True)]
+    comes = [replace(one, num_prompt=300) for one in many[3:5]]
+    own = replace(many[5], speculation=Speculation(expansion=CHAIN), offers=0.5)
+    return [many[:3], [*many[1:3], comes[0]], [many[2], *comes], [many[2], own], [many[2]], [many[2], many[6]]]
+
+
+def check_held(
+    machine: Machine, odds: float, menu: Menu, kind: type[AdaptiveExpansion] = AdaptiveExpansion
+) -> list[tuple[int, int]]:
+    """Return how often a policy was asked while each of some sequences ran: in every step, and by who holds its choices."""
     ran, asked = [], []
     for is_held in (False, True):
         policy = Asked(adaptive(machine, menu, kind))
-        ran.append(run(Held(policy, is_held), machine, texts_of(odds, 3), 600))
-        asked.append(policy.num_asked)
+        held, counts = Held(policy, is_held), [0]
+        for part, texts in enumerate(coming_and_going(odds)):
+            ran.append(run(held, machine, texts, 300, seed=part))
+            counts.append(policy.num_asked)
+        asked.append(np.diff(counts).tolist())
+    half = len(ran) // 2
     for name in ("choices", "reasons", "foretold"):
-        one, other = (getattr(how, name) for how in ran)
-        assert len(one) == len(other)
-        # The first that differs: pytest's account of two long lists takes minutes where `CI` is set.
-        differs = next(((at, *pair) for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
-        assert differs is None, name
-    assert asked[1] < 0.5 * asked[0] == 300
+        for part, (one, other) in enumerate(zip(ran[:half], ran[half:], strict=True)):
+            pairs = enumerate(zip(getattr(one, name), getattr(other, name), strict=True))
+            # The first that differs: pytest's account of two long lists takes minutes where `CI` is set.
+            differs = next(((part, at, *pair) for at, pair in pairs if pair[0] != pair[1]), None)
+            assert differs is None, name
+    return [*zip(*asked, strict=True)]
 
 
 @pytest.mark.parametrize("machine", [CHEAP, USUAL, DEAR])
 @pytest.mark.parametrize(("odds", "menu"), [(0.9, MENU), (0.5, BY_CHANCE), (0.05, MENU)])
 def test_choices_that_are_held_are_those_that_would_be_made(machine, odds, menu):
     """In every step, and the policy is seldom asked."""
-    check_held(machine, odds, menu)
+    asked = check_held(machine, odds, menu)
+    assert [always for always, _ in asked] == [300] * len(asked)
+    assert asked[0][1] < 150
 
 
 def test_who_forgets_the_steps_in_which_a_choice_was_held_stays_with_it_too_long():
@@ -1393,6 +1414,22 @@ def test_a_probe_is_a_chain_where_something_else_is_drafted_and_any_tree_where_n
     shallow = {place for place in chains if entries[place].max_depth < 3}
     assert shallow
     assert set(batch.probes_open(places, [1, 3])) == shallow - {chain}
+    assert batch.can_probe(places) == [True] * 4
+    ending = policy._batch([Text(flat(0.5), max_tokens=1).view("0")], [])
+    assert ending.can_probe([0]) == [False]
+    two = replace(batch, menu=Menu((PLAIN, CHAIN)), is_allowed_BM=None)
+    assert two.can_probe([0, 1]) == [True, False]
+
+
+def test_a_bound_on_nodes_cuts_what_is_expected_of_larger_trees_though_the_deepest_has_no_more():
+    menu, bound = Menu((PLAIN, Expansion(0, 4, 8, "noise_aware", 64, least_chance=0.03), Expansion(16, 1, 0))), 18
+    policy, draws = adaptive(CHEAP, menu), Text(flat(0.5))
+    for most in (None, bound):
+        ranks = Text(flat(0.5), temperature=0.0, speculation=Speculation(max_nodes=most))
+        batch = policy._batch([ranks.view("0"), draws.view("1")], [])
+        assert batch.menu is menu, "that of both"
+        told = _within_bounds(policy._estimator.estimate(batch.views, batch.menu), batch).nodes[0]
+        assert (told.max() <= bound) == (most is not None)
 
 
 def test_a_step_draws_for_each_sequence_that_does_and_for_the_nodes_of_its_own_tree():

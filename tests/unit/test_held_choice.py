@@ -1,8 +1,11 @@
 """What a policy is told of steps in which its choice is held, and when."""
 
+from typing import Any
+
 import pytest
 
-from engine.policy import _MOST_UNTOLD, BatchViews, Choice, HeldChoice
+from engine.held import MOST_UNTOLD, HeldChoice
+from engine.policy import BatchViews, Choice
 from engine.tree import PLAIN
 
 
@@ -56,9 +59,22 @@ def test_each_step_is_told_in_order_before_the_policy_is_asked_again():
     check_each_is_told_before_it_is_asked()
 
 
+def test_a_lesson_that_fails_takes_no_other_with_it():
+    policy = Listens(held_for(9))
+    held = HeldChoice(policy)
+    held.choose(BatchViews(list, 1, 7), has_news=False)
+    lessons: Any = (lambda num_steps: (1, num_steps), lambda num_steps: 1 // 0, lambda num_steps: (3, num_steps))
+    for one in lessons:
+        held.observe(one, has_drafted=True)
+    with pytest.raises(ZeroDivisionError):
+        held.tell()
+    held.tell()
+    assert policy.heard == ["asked", (1, 1), (3, 1)]
+
+
 def test_no_more_steps_wait_than_a_few():
-    all_told = ["asked", *((step, 1) for step in range(3 * _MOST_UNTOLD))]
-    assert heard(held_for(1000), [1] * (3 * _MOST_UNTOLD + 1)) == all_told
+    all_told = ["asked", *((step, 1) for step in range(3 * MOST_UNTOLD))]
+    assert heard(held_for(1000), [1] * (3 * MOST_UNTOLD + 1)) == all_told
 
 
 def check_those_in_which_nobody_drafts_are_told_together(kind: type[HeldChoice] = HeldChoice) -> None:

@@ -1,18 +1,19 @@
 """Runs of cached text: taken where they are longer than the policy's trees, and kept out of what it learns."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from engine.draft.runs import RunningPolicy
 from engine.draft.texts import TextCache
+from engine.held import HeldChoice
 from engine.policy import (
     BatchViews,
     Choice,
     DraftOutcome,
     ExpansionPolicy,
     FixedExpansion,
-    HeldChoice,
     Reason,
     SequenceView,
     StepFeedback,
@@ -158,6 +159,21 @@ def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room()
     policy.choose([view("tree")])
     policy.observe(feedback_of(tree))
     assert inner.told[1].outcomes == (tree,)
+
+
+def told(outcomes: tuple[DraftOutcome, ...], num_steps: int) -> StepFeedback:
+    return feedback_of(*outcomes)
+
+
+def test_what_is_told_later_is_told_of_the_chains_of_its_own_step():
+    inner = Listening()
+    held = HeldChoice(RunningPolicy(inner, Sure({"run": 16, "tree": 0})))
+    run, tree = DraftOutcome("run", Expansion(16, 1, 0), 16, 16, 16), DraftOutcome("tree", TREE, 8, 5, 2)
+    for views, outcomes in (("run", "tree"), (run, tree)), (("tree",), (tree,)), (("run", "tree"), (run, tree)):
+        held.choose(BatchViews(partial(list, map(view, views)), len(views), len(views)), has_news=False)
+        held.observe(partial(told, outcomes), has_drafted=True)
+    held.tell()
+    assert [one.outcomes for one in inner.told] == [(tree,)] * 3
 
 
 class CountingRuns(Sure):
