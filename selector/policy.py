@@ -81,7 +81,7 @@ class _Batch:
         chosen = {places[index] for index in indices}
         if self.is_allowed_BM is None:
             return [entry for entry in telling if entry not in chosen]
-        is_open_M = self.is_allowed_BM[[*indices]].all(0).tolist()
+        is_open_M = np.asarray(self.is_allowed_BM[[*indices]].all(0)).tolist()
         return [entry for entry in telling if is_open_M[entry] and entry not in chosen]
 
 
