@@ -11,6 +11,7 @@ policy then costs is what it takes to find out.
 """
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -174,6 +175,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     ways = [Way.of(name, engine(drafter), config.verifier) for name in args.contenders]
     ways.append(Way("plain", engine("none"), Speculation(is_enabled=False)))
     prompts = mixed_prompts(config.model, args.kinds, args.num_prompts)
+    gc.collect()
+    gc.freeze()  # as a worker does: else a collection takes tenths of a second of whatever step it falls into
     loads = [(number, batch) for number in range(args.rounds) for batch in args.batches[:: -1 if number % 2 else 1]]
     loads.insert(0, (args.rounds, args.batches[0]))
     begun = time.strftime("%Y-%m-%dT%H:%M:%S")
