@@ -1,7 +1,7 @@
 """A policy's choice while it holds, and what the policy is told of its steps afterwards.
 
-While it holds nothing that the policy is told could change anything, and what telling takes has left the processor's caches after
-each step: it is brought there once for several.
+While it holds, nothing that the policy is told could change anything, and what telling takes has left the processor's caches
+after each step: it is brought there once for several.
 """
 
 from collections.abc import Callable

@@ -137,7 +137,7 @@ class Choice:
     expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
     sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own included, as long as the
     same sequences run, all of them decode, and cached text has no news (engine.held). Of its steps in which nobody drafts those
-    are told whose places among them are in `plain_told`, and of the others how many they were.
+    are told whose places among them, from 0, are in `plain_told`, and of the others how many they were.
     """
 
     expansions: tuple[Expansion, ...]
@@ -256,8 +256,8 @@ class StepFeedback:
 class ExpansionPolicy(Protocol):
     """Chooses one expansion for every sequence and step. It changes speed, never the law.
 
-    While a choice holds `choose` is not called. Before it is called again `observe` is, once for each step in order, but for
-    those that are only counted (Choice.plain_told).
+    While a choice holds, `choose` is not called. `observe` is called before the next `choose`, or when nothing is left to run:
+    once for each step, in order, but for those that are only counted (Choice.plain_told).
     """
 
     name: str

@@ -24,7 +24,7 @@ from selector.menu import Menu
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
-Asked = tuple[Sequence[int], Sequence[int]]  # sequences, and places on the menu, each of which all of them would have
+Question = tuple[Sequence[int], Sequence[int]]  # sequences, and places on the menu, each of which all of them would have
 
 _NUM_PRICES = 8
 SPREAD = (-1.28, -0.52, 0.0, 0.52, 1.28)  # standard deviations, each as likely
@@ -165,7 +165,7 @@ class Allocator:
         nodes = np.maximum((shared_s / self._num_rows + np.diff(tokens_s)) * chosen.rate, self._menu.least_chance)
         return GrowthPrices(node_s * chosen.rate, level_s * chosen.rate, tuple(_never_less(nodes)))
 
-    def trials(self, chosen: Allocation, asked: Sequence[Asked]) -> list[Trials]:
+    def trials(self, chosen: Allocation, asked: Sequence[Question]) -> list[Trials]:
         """Return the choice with each of some entries for some sequences, and the seconds that each loses; no entry is plain.
 
         A loss is what the step takes longer, less what the tokens that it brings are worth at the choice's own rate.
@@ -182,7 +182,7 @@ class Allocator:
             begin = end
         return found
 
-    def _tried(self, places: Sequence[int], asked: Sequence[Asked]) -> tuple[list[float], list[float]]:
+    def _tried(self, places: Sequence[int], asked: Sequence[Question]) -> tuple[list[float], list[float]]:
         """Return the tokens and the seconds of a choice with each entry that is asked about, question by question."""
         parts = []
         for indices, entries in asked:

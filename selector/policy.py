@@ -177,9 +177,12 @@ class AdaptiveExpansion:
         return self._held(self._standing.choice)
 
     def _held(self, choice: Choice) -> Choice:
-        """Return a choice as one that is held while it stands; where nobody drafts those steps are told that teach prices."""
+        """Return a choice as one that is held while it stands; where nobody drafts those steps are told that teach prices.
+
+        Where a request has a tree of its own, which may find no room, it is not known which those are.
+        """
         num_steps = 1 + self._num_standing
-        if choice.reason is not Reason.PLAIN_IS_BEST or self._num_priced < _PRICED_ALWAYS:
+        if choice.reason is not Reason.PLAIN_IS_BEST or self._own_tokens or self._num_priced < _PRICED_ALWAYS:
             return replace(choice, num_steps=num_steps)
         until = _PRICED_EVERY_PLAIN - self._num_priced % _PRICED_EVERY_PLAIN
         return replace(choice, num_steps=num_steps, plain_told=range(until - 1, num_steps, _PRICED_EVERY_PLAIN))
@@ -285,9 +288,8 @@ class AdaptiveExpansion:
     def _num_settled(self, trees: dict[str, Expansion], reason: Reason, menu: Menu, reads_roots: bool) -> int:
         """Return for how many steps a choice stands: longer each time that thinking again has led to the same.
 
-        As long as before where it is the same for those who have stayed, if they are half of those who decode or more, and trees
-        are drafted: what these bring tells of who has come, of whom nothing is learnt where all are plain. What roots said
-        confirms nothing: later ones may say something else.
+        As long as before where it is the same for those who have stayed, if those of them who draft are half of those who decode
+        or more: of who comes most is known from them. What roots said confirms nothing: later ones may say something else.
         """
         last, times = self._standing, _SETTLED_BY_CHANCE if menu.is_by_chance else 1
         least, most = times * self._settled_steps, times * _MOST_SETTLED
@@ -299,8 +301,8 @@ class AdaptiveExpansion:
             return least
         if len(staying) == len(trees):
             return max(least, min(most, 2 * last.num_settled))
-        confirms = reason is Reason.SPECULATION_PAYS and 2 * len(staying) >= len(trees)
-        return max(least, min(most, last.num_settled)) if confirms else least
+        num_drafting = sum(not trees[name].is_plain for name in staying)
+        return max(least, min(most, last.num_settled)) if 2 * num_drafting >= len(trees) else least
 
     def _stand_unprobed(self) -> None:
         """Let plain decoding stand until a probe can be made, once prices are known: before that nothing is learnt of texts.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.native.library import address
 from engine.tree import GrowthPrices
-from selector.allocation import ODDS, SPREAD, Allocation, Allocator, Array, Asked, BatchLoad, Places, mean_levels
+from selector.allocation import ODDS, SPREAD, Allocation, Allocator, Array, BatchLoad, Places, Question, mean_levels
 from selector.cost import CostModel
 from selector.estimators import Estimates
 from selector.menu import Menu
@@ -84,7 +84,7 @@ class CompiledAllocator(Allocator):
         )
         return GrowthPrices(found[0], found[1], tuple(found[2 : 2 + count]))
 
-    def _tried(self, places: Sequence[int], asked: Sequence[Asked]) -> tuple[list[float], list[float]]:
+    def _tried(self, places: Sequence[int], asked: Sequence[Question]) -> tuple[list[float], list[float]]:
         questions, count = array("q"), 0
         for indices, entries in asked:
             questions.extend((len(indices), len(entries), *indices, *entries))

@@ -28,6 +28,7 @@ def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):
     heard: list[StepFeedback] = []
     monkeypatch.setattr(engine._held.policy, "observe", heard.append)
     stats = run(engine, requests_of("traversal", num=60, stop_token_ids=tuple(range(30)))).stats
+    assert len(heard) == len(stats), "the last of them too"
     num_kept = sum(one.num_accepted_tokens for one in stats)
     assert sum(outcome.accepted_depth for one in heard for outcome in one.outcomes) == num_kept
     assert num_kept < sum(one.num_realised_tokens - one.num_expected_rows for one in stats)  # whole paths

@@ -1467,6 +1467,29 @@ def test_a_choice_stands_longer_each_time_it_is_the_same_and_as_long_where_some_
     assert settled([abc, abc, abd, ade], EverybodyConfirms) == [4, 8, 16, 16]
 
 
+def test_who_has_stayed_and_is_plain_confirms_nothing_for_who_comes():
+    """One of two that drafted has gone, and one that asks for no drafts has stayed."""
+    policy, off, settled = adaptive(CHEAP), Text(flat(1.0), speculation=Speculation(is_enabled=False)), []
+    for one in ("a", "a", "b"):
+        policy._num_standing = 0
+        policy.choose([Text(flat(1.0)).view(one), off.view("off")])
+        settled.append(policy._standing.num_settled)
+    assert settled == [4, 8, 4]
+
+
+def test_beside_a_requests_own_tree_every_step_is_told():
+    policy, texts = adaptive(DEAR), texts_of(0.0, 2)
+    own = replace(texts[1], speculation=Speculation(expansion=CHAIN))
+    run(policy, DEAR, texts, 100)
+    for beside, is_all in ((texts[1], False), (own, True)):
+        policy._num_standing = 0
+        views = [texts[0].view("0"), beside.view("1")]
+        choices = [policy.choose(BatchViews(lambda views=views: views, 2, is_all)) for _ in range(3)]
+        held = [one for one in choices if one.num_steps > 1]
+        assert held
+        assert all((one.plain_told == Choice(()).plain_told) is is_all for one in held)
+
+
 def test_where_nobody_drafts_who_has_come_is_thought_of_as_soon_as_at_first():
     abc, abd, slow = ["a", "b", "c"], ["a", "b", "d"], Machine(pass_s=0.3)
     assert settled([abc, abc, abd, abd], machine=slow) == [4, 8, 4, 8]
