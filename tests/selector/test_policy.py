@@ -1484,7 +1484,7 @@ def test_beside_a_requests_own_tree_every_step_is_told():
     for beside, is_all in ((texts[1], False), (own, True)):
         policy._num_standing = 0
         views = [texts[0].view("0"), beside.view("1")]
-        choices = [policy.choose(BatchViews(lambda views=views: views, 2, is_all)) for _ in range(3)]
+        choices = [policy.choose(BatchViews(partial(list, views), 2, is_all)) for _ in range(3)]
         held = [one for one in choices if one.num_steps > 1]
         assert held
         assert all((one.plain_told == Choice(()).plain_told) is is_all for one in held)
