@@ -64,25 +64,24 @@ class _Batch:
 
     def can_probe(self, places: Sequence[int]) -> list[bool]:
         """Return whether there is something that each sequence may be probed with in the place of what was chosen for it."""
-        telling, drafting = self.menu.telling, self.menu.drafting
-        if self.is_allowed_BM is None:
-            return [len(telling) > 1 or any(entry != place for entry in (telling if place else drafting)) for place in places]
+        allowed_BM = self.is_allowed_BM
         return [
-            any(self.is_allowed_BM[row, entry] and entry != place for entry in (telling if place else drafting))
+            any(entry != place and (allowed_BM is None or allowed_BM[row, entry]) for entry in self._telling_beside(place))
             for row, place in enumerate(places)
         ]
 
     def probes_open(self, places: Sequence[int], indices: Sequence[int]) -> list[int]:
-        """Return what of the menu all of these sequences may be probed with in the place of what was chosen for them.
-
-        For those that are plain that is any tree, for others those that tell most: they are all of one kind.
-        """
-        telling = self.menu.telling if places[indices[0]] else self.menu.drafting
+        """Return what of the menu all of these sequences, who all draft or none, may be probed with in the place of theirs."""
         chosen = {places[index] for index in indices}
+        telling = [entry for entry in self._telling_beside(places[indices[0]]) if entry not in chosen]
         if self.is_allowed_BM is None:
-            return [entry for entry in telling if entry not in chosen]
+            return telling
         is_open_M = np.asarray(self.is_allowed_BM[[*indices]].all(0)).tolist()
-        return [entry for entry in telling if is_open_M[entry] and entry not in chosen]
+        return [entry for entry in telling if is_open_M[entry]]
+
+    def _telling_beside(self, place: int) -> tuple[int, ...]:
+        """Return what says something beside a choice: any tree where that is plain, else those that tell most."""
+        return self.menu.telling if place else self.menu.drafting
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ class AdaptiveExpansion:
         return choice
 
     def _chosen(self, views: Sequence[SequenceView]) -> Choice:
-        own = [(view, tree) for view in views if not (view.is_free or (tree := _own_tree(view)).is_plain)]
+        own = [(view, tree) for view in views if not (tree := _own_tree(view)).is_plain]
         self._own_tokens = {view.request_id: self._own_tokens.get(view.request_id) for view, _ in own}
         if not any(view.is_free for view in views):
             return Choice((PLAIN,) * len(views))
