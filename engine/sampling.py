@@ -58,6 +58,11 @@ def ranking_params(sampling: SamplingParams) -> SamplingParams:
 _UNSHARPENED = SamplingParams()
 
 
+def ranking_temperature(sampling: SamplingParams) -> float:
+    """Return the temperature of that law, as laws heed it."""
+    return max(ranking_params(sampling).temperature, MIN_TEMPERATURE)
+
+
 def truncates(params: SamplingParams) -> bool:
     """Return whether a law is cut: more than a temperature makes it of the logits."""
     return _truncates(params) or _is_typical(params)

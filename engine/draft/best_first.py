@@ -15,6 +15,7 @@ from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.grown import Worth, origins_of
 from engine.draft.strategies import Grown
 from engine.native.library import NUM_SCORES
+from engine.sampling import ranking_temperature
 from engine.tree import FREE_GROWTH, ROOT, TokenTree
 
 START_OFFERED, START_CONTINUED = 1.0, 0.6  # a prior: of so many offers so many have a token that is accepted, given their node is
@@ -100,7 +101,8 @@ class BestFirst:
         token_ids = offer.token_ids[: self._expansion.branches]
         if self._calibration is None:
             return [(token_id, chance, chance) for token_id, chance in zip(token_ids, offer.odds, strict=False)]
-        chances, reliability = self._calibration.agreement.chances(offer.scores).tolist(), self._calibration.reliability
+        temperature, reliability = ranking_temperature(self.tree.row.sampling), self._calibration.reliability
+        chances = self._calibration.agreement.chances(offer.odds, offer.noise, temperature).tolist()
         cached = self.tree.origins.get(self._ask(node).law_context.path_ids, {}) if self.tree.origins else {}
         return [
             (token_id, chance, reliability.corrected(chance, token_id in cached and cached[token_id].is_rather_cached))

@@ -1,7 +1,7 @@
-"""What past steps taught about acceptance: by sibling rank, and how far perturbed scores can be trusted.
+"""What past steps taught about acceptance: by sibling rank, and how far a draft law and a position's noise can be trusted.
 
 Every growth policy that looks at the past alone is lossless, so this may learn while it serves. Owned by the engine's one thread.
-Shape key: S best scores of a node, G grid of scales.
+Shape key: N nodes, S best tokens of a node, W weights.
 """
 
 from bisect import bisect_right
@@ -15,7 +15,7 @@ from engine.plan import Row
 from engine.tree import TokenTree
 
 _MEMORY = 0.999  # weight of a past node for each new one
-_FITTED_TOGETHER = 16  # of a scale's observations
+_FITTED_TOGETHER = 16  # observations of an agreement
 
 
 class RankAcceptance:
@@ -79,54 +79,99 @@ class OddsAcceptance:
         return min(rank, self._NUM_RANKS - 1), int(np.searchsorted(self._EDGES, odds))
 
 
-class AgreementScale:
-    """How the target's perturbed scores scatter around the drafter's: one scale, fitted while it serves.
+class Agreement:
+    """Which token the target takes where its noise is known: how much a draft law says about that, and how much the noise.
 
-    At a position with noise g the drafter scores s = log q + g, the target log p + g. If their difference log p - log q were
-    independent Gumbel noise of scale b at every token, the target's best token would be drawn from softmax(s / b): a wide gap of
-    the best two scores then means certain agreement. b, `scale`, is the one of a grid with the largest likelihood of what came
-    out. Of a greedy row, without noise, the scores are log q, and b says how much likelier its best tokens are than the drafter
-    believes.
+    With noise g and temperature t the target takes the token with the largest log p + t g, p and q being laws at temperature 1. What is
+    known of it before is q: the target takes token j with a probability in proportion to exp(a log q_j + b t g_j). Were q the target's
+    own law, both weights would be large. It is not, and a target is surer than a drafter that is right about what it cannot know: its
+    law's best token then takes more noise to miss than the draft's would, so b is less than a. `sharpness` is a / b: tokens ranked by
+    sharpness * log q + t g are ranked by their chances. Of a greedy row, which has no noise, log q alone counts.
+
+    Both are fitted while it serves, by the likelihood of what came out, which has one maximum: a step of Newton's method for some
+    observations together, from what was known of the weights before them. One pair serves all temperatures.
     """
 
-    def __init__(self, start: float = 0.5, weight: float = 20.0) -> None:
-        self._scales_G = np.geomspace(0.05, 4.0, 24)
-        self._fit_G = -weight * np.log(self._scales_G / start) ** 2
-        self._seen: list[tuple[Sequence[float], int]] = []  # since the last fit: scores, and the place of what was taken
-        self.scale = self._likeliest()
+    _START = np.array([0.9, 0.5])
+    _WEIGHT = 20.0  # of the start, in observations that say one unit of information each
+    _LEAST, _MOST = 0.02, 20.0  # of a weight
+    _STEP = 1.5  # by which factor a weight changes at most in one step
+    _SHARPNESS = (0.25, 8.0)
 
-    def _likeliest(self) -> float:
-        return float(self._scales_G[self._fit_G.argmax()])
+    def __init__(self) -> None:
+        self._weights_W = self._START.copy()
+        self._information_WW = self._WEIGHT * np.eye(2)
+        self._seen: list[tuple[Sequence[float], Sequence[float], float, int]] = []  # since the last step
 
-    def chances(self, scores: Sequence[float]) -> NDArray[np.float64]:
-        """Return for each of a node's best scores, best first, the chance that the target agrees on its token."""
-        scaled_S = np.asarray(scores) / self.scale
-        weights_S = np.exp(scaled_S - scaled_S[0])
+    @property
+    def weights(self) -> tuple[float, float]:
+        """What a law's log-probabilities weigh, and what noise does: a and b."""
+        law, noise = self._weights_W.tolist()
+        return law, noise
+
+    @property
+    def sharpness(self) -> float:
+        """How many times log q counts beside the noise."""
+        law, noise = self.weights
+        least, most = self._SHARPNESS
+        return min(max(law / noise, least), most)
+
+    def of_rank(self, temperature: float) -> float:
+        """Return the scale of what ranks tokens, sharpness * log q at this temperature + g: chances are in proportion to exp(rank / scale)."""
+        return self.sharpness / (temperature * self.weights[0])
+
+    def chances(self, odds: Sequence[float], noise: Sequence[float], temperature: float) -> NDArray[np.float64]:
+        """Return for each of a node's best tokens the chance that the target agrees on it.
+
+        `odds` are the law's at this temperature; `noise` may be empty.
+        """
+        features_SW = _features(odds, noise, 1.0)
+        ranks_S = features_SW @ np.array([self.sharpness, 1.0]) / self.of_rank(temperature)
+        weights_S = np.exp(ranks_S - ranks_S.max())
         return np.asarray(weights_S / weights_S.sum())
 
-    def observe(self, scores: Sequence[float], rank: int | None) -> None:
-        """Learn that the target took the token of this rank, or (None) one that is not among the best.
-
-        The fit is made anew when some have come together: one or many take as long.
-        """
-        self._seen.append((scores, len(scores) - 1 if rank is None else rank))
+    def observe(self, odds: Sequence[float], noise: Sequence[float], temperature: float, rank: int | None) -> None:
+        """Learn that the target took the token of this rank, or (None) one that is not among the best: the last stands for it."""
+        self._seen.append((odds, noise, temperature, len(odds) - 1 if rank is None else rank))
         if len(self._seen) == _FITTED_TOGETHER:
-            self._fit()
+            self._step()
 
-    def _fit(self) -> None:
+    def _step(self) -> None:
         seen, self._seen = self._seen, []
-        scores_NS = np.full((len(seen), max(len(scores) for scores, _ in seen)), -np.inf)
-        for row_S, (scores, _) in zip(scores_NS, seen, strict=True):
-            row_S[: len(scores)] = scores
-        shifted_GNS = (scores_NS - scores_NS[:, :1]) / self._scales_G[:, None, None]
-        taken_GN = shifted_GNS[:, np.arange(len(seen)), [place for _, place in seen]] - np.log(np.exp(shifted_GNS).sum(-1))
+        features_NSW = np.zeros((len(seen), max(len(odds) for odds, _, _, _ in seen), 2))
+        is_there_NS = np.zeros(features_NSW.shape[:2], dtype=bool)
+        for own_SW, is_there_S, (odds, noise, temperature, _) in zip(features_NSW, is_there_NS, seen, strict=True):
+            own_SW[: len(odds)] = _features(odds, noise, temperature)
+            is_there_S[: len(odds)] = True
+        ranks_NS = np.where(is_there_NS, features_NSW @ self._weights_W, -np.inf)
+        chances_NS = np.exp(ranks_NS - ranks_NS.max(1, keepdims=True))
+        chances_NS /= chances_NS.sum(1, keepdims=True)
+        expected_NW = np.einsum("ns,nsw->nw", chances_NS, features_NSW)
+        taken_NW = features_NSW[np.arange(len(seen)), [place for *_, place in seen]]
+        beside_NSW = features_NSW - expected_NW[:, None]
         memory_N = _MEMORY ** np.arange(len(seen) - 1, -1, -1)
-        self._fit_G = _MEMORY ** len(seen) * self._fit_G + taken_GN @ memory_N
-        self.scale = self._likeliest()
+        self._information_WW *= _MEMORY ** len(seen)
+        self._information_WW += np.einsum("n,ns,nsw,nsv->wv", memory_N, chances_NS, beside_NSW, beside_NSW)
+        gradient_W = memory_N @ (taken_NW - expected_NW)
+        step_W = np.linalg.solve(self._information_WW + 1e-6 * np.eye(2), gradient_W)
+        moved_W = np.clip(self._weights_W + step_W, self._weights_W / self._STEP, self._weights_W * self._STEP)
+        self._weights_W = np.clip(moved_W, self._LEAST, self._MOST)
+
+
+_LEAST_ODDS = 1e-40  # of a token that can come: what is less was lost in rounding
+
+
+def _features(odds: Sequence[float], noise: Sequence[float], temperature: float) -> NDArray[np.float64]:
+    """Return what a token is judged by, in units of the law at temperature 1: log q, and the noise."""
+    features_SW = np.zeros((len(odds), 2))
+    features_SW[:, 0] = temperature * np.log(np.maximum(odds, _LEAST_ODDS))
+    if len(noise):
+        features_SW[:, 1] = np.multiply(temperature, noise)
+    return features_SW
 
 
 class Reliability:
-    """What came of tokens beside the chance that the scale gave them, given that their parents came: a share by chance.
+    """What came of tokens beside the chance that Agreement gave them, given that their parents came: a share by chance.
 
     A model's tokens and those that are rather cached text's are told apart: a mixture trusts the cache more than it has earned,
     because what the cache says where a model doubts it comes less often than what it says anywhere.
@@ -166,7 +211,7 @@ class Calibration:
     def __init__(self) -> None:
         self.ranks = RankAcceptance()
         self.odds = OddsAcceptance()
-        self.agreement = AgreementScale()
+        self.agreement = Agreement()
         self.reliability = Reliability()
 
 

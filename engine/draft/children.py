@@ -20,8 +20,7 @@ from engine.draft.drafter import FrontierNode, TrimmedVocabulary
 from engine.keys import Stream, stream_key, uniform
 from engine.native import noise as native
 from engine.noise import gumbels
-from engine.sampling import ranking_params, truncates, warped_laws
-from engine.sampling_limits import MIN_TEMPERATURE
+from engine.sampling import ranking_params, ranking_temperature, truncates, warped_laws
 from engine.transfer import floats, integers, rows_to_host
 from engine.tree import TreeKind
 from engine.types import SamplingParams
@@ -31,13 +30,13 @@ from engine.types import SamplingParams
 class Offer:
     """Children for one node in the order in which they were drawn; i.i.d. draws can repeat.
 
-    `odds[i]` is the draft probability of `token_ids[i]`, of the whole law; `scores[i]`, of a ranking, its log-probability, with
-    noise the perturbed one. `collision` is the sum of squares of the whole law: how probable a draw from it is in the mean.
+    `odds[i]` is the draft probability of `token_ids[i]`, of the whole law; `noise[i]`, of a ranking with noise, the token's.
+    `collision` is the sum of squares of the whole law: how probable a draw from it is in the mean.
     """
 
     token_ids: tuple[int, ...]
     odds: tuple[float, ...]
-    scores: tuple[float, ...] = ()
+    noise: tuple[float, ...] = ()
     collision: float = 0.0
 
 
@@ -74,8 +73,7 @@ def _offered(
     """Return what nodes of one kind are offered."""
     if kind in _RANKED and native.can_choose(logits_PM.device):
         sampling = [node.tree.row.sampling for node in asked]
-        sampling = sampling if kind is TreeKind.SHARED_NOISE else [*map(ranking_params, sampling)]
-        if not any(map(truncates, sampling)):  # laws of a temperature alone
+        if not any(truncates(ranking_params(params)) for params in sampling):  # laws of a temperature alone
             return _ranked_at_once(asked, logits_PM, sampling, kind is TreeKind.SHARED_NOISE, vocab)
     if kind in _RANKED:
         return _RANKED[kind](asked, logits_PM, vocab)
@@ -152,21 +150,23 @@ def _ranked(
     """Return the likeliest tokens: nothing is drawn."""
     laws_PM = warped_laws(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
     known_K = _known(laws_PM)
-    told = _best(asked, known_K, laws_PM.index_select(-1, known_K), laws_PM, vocab)
-    offers = [replace(offer, scores=tuple(map(math.log, offer.odds))) for offer in _offers(told)]
-    return _where_sound(offers, told)
+    known_PK = laws_PM.index_select(-1, known_K)
+    told = _best(asked, known_K, known_PK, known_PK[:, :0], laws_PM, vocab)
+    return _where_sound(_offers(told), told)
 
 
 def _ranked_with_noise(
     asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], vocab: TrimmedVocabulary | None
 ) -> list[Offer | None]:
-    """Return the best tokens by log q plus the Gumbel noise of the position itself: the noise that will decide the token."""
+    """Return the best tokens by log q and the Gumbel noise of the position itself: the noise that will decide the token."""
     laws_PM = warped_laws(logits_PM, [node.tree.row.sampling for node in asked])
     known_K = _known(laws_PM)
     known_ids_K, vocab_size = (known_K, laws_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
     noise_PK = gumbels(_noise_keys(asked), vocab_size, laws_PM.device, known_ids_K)
-    told = _best(asked, known_K, laws_PM.index_select(-1, known_K).double().log() + noise_PK, laws_PM, vocab)
-    offers = [replace(offer, scores=one.scores[: len(offer.token_ids)]) for offer, one in zip(_offers(told), told, strict=True)]
+    sharpness_P1 = floats([node.tree.sharpness for node in asked], laws_PM.device)[:, None]
+    scores_PK = sharpness_P1 * laws_PM.index_select(-1, known_K).double().log() + noise_PK
+    told = _best(asked, known_K, scores_PK, noise_PK, laws_PM, vocab)
+    offers = [replace(offer, noise=one.noise[: len(offer.token_ids)]) for offer, one in zip(_offers(told), told, strict=True)]
     return _where_sound(offers, told)
 
 
@@ -184,19 +184,20 @@ def _ranked_at_once(
 ) -> list[Offer | None]:
     """Return what the library ranks best."""
     most = max(node.num_draws for node in asked)
-    temperatures = [max(params.temperature, MIN_TEMPERATURE) for params in sampling]
+    temperatures = [*map(ranking_temperature, sampling)]
     ids_M = None if vocab is None else vocab.ids_M
-    ranked = native.rankings(logits_PM, temperatures, most, _noise_keys(asked) if is_noisy else None, ids_M)
+    sharpness = [node.tree.sharpness for node in asked]
+    ranked = native.rankings(logits_PM, temperatures, sharpness, most, _noise_keys(asked) if is_noisy else None, ids_M)
     return [_of_best(best, node.num_draws) for node, best in zip(asked, ranked, strict=True)]
 
 
 def _of_best(best: native.Best, num_draws: int) -> Offer | None:
     if not best.token_ids:
         return None
-    ids, odds, scores = best.token_ids, best.odds, best.scores
+    ids, odds, noise = best.token_ids, best.odds, best.noise
     if num_draws < len(ids):
-        ids, odds, scores = ids[:num_draws], odds[:num_draws], scores[:num_draws]
-    return Offer(ids, odds, scores, best.collision)
+        ids, odds, noise = ids[:num_draws], odds[:num_draws], noise[:num_draws]
+    return Offer(ids, odds, noise, best.collision)
 
 
 _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], TrimmedVocabulary | None], list[Offer]]] = {
@@ -209,13 +210,13 @@ _RANKED = {TreeKind.DETERMINISTIC: _ranked, TreeKind.SHARED_NOISE: _ranked_with_
 
 
 class _Told(NamedTuple):
-    """What the host is told of a node's tokens, in their order: ids and odds, the law's sum of squares, scores of a ranking."""
+    """What the host is told of a node's tokens, in their order: ids and odds, the law's sum of squares, the noise of a ranking."""
 
     num_children: int  # of the tokens
     ids: tuple[int, ...]
     odds: tuple[float, ...]
     collision: float
-    scores: tuple[float, ...]
+    noise: tuple[float, ...]
 
 
 def _known(laws_PM: Float[Tensor, "P M"]) -> Int[Tensor, " K"]:
@@ -232,14 +233,15 @@ def _best(
     asked: Sequence[FrontierNode],
     known_K: Int[Tensor, " K"],
     scores_PK: Float[Tensor, "P K"],
+    noise_PK: Float[Tensor, "P K"],
     laws_PM: Float[Tensor, "P M"],
     vocab: TrimmedVocabulary | None,
 ) -> list[_Told]:
-    """Return each node's best tokens of positive probability by score, and the scores."""
-    top = scores_PK.topk(min(max(node.num_draws for node in asked), len(known_K)), dim=-1)
-    columns_PC = known_K[top.indices]
+    """Return each node's best tokens of positive probability by score, and their noise if there is any (K may be 0)."""
+    best_PC = scores_PK.topk(min(max(node.num_draws for node in asked), len(known_K)), dim=-1).indices
+    columns_PC = known_K[best_PC]
     num_possible_P = (laws_PM.gather(-1, columns_PC) > 0.0).sum(-1)
-    return _told(asked, columns_PC, laws_PM, vocab, num_possible_P, top.values)
+    return _told(asked, columns_PC, laws_PM, vocab, num_possible_P, noise_PK.gather(-1, best_PC) if noise_PK.shape[-1] else noise_PK)
 
 
 def _told(
@@ -248,17 +250,17 @@ def _told(
     laws_PM: Float[Tensor, "P M"],
     vocab: TrimmedVocabulary | None,
     num_possible_P: Int[Tensor, " P"] | None = None,
-    scores_PC: Float[Tensor, "P C"] | None = None,
+    noise_PC: Float[Tensor, "P C"] | None = None,
 ) -> list[_Told]:
     """Bring all that a round decides by to the host, in one transfer. A node has no more children than it may, or can."""
     ids_PC = columns_PC if vocab is None else vocab.ids_M[columns_PC]
     collision_P1 = laws_PM.square().sum(-1, keepdim=True)
     possible_P1 = torch.full_like(collision_P1, math.inf) if num_possible_P is None else num_possible_P[:, None]
-    scores = laws_PM[:, :0] if scores_PC is None else scores_PC
-    rows = rows_to_host([possible_P1, collision_P1, ids_PC, laws_PM.gather(-1, columns_PC), scores])
+    noise = laws_PM[:, :0] if noise_PC is None else noise_PC
+    rows = rows_to_host([possible_P1, collision_P1, ids_PC, laws_PM.gather(-1, columns_PC), noise])
     return [
-        _Told(int(min(node.num_draws, *possible)), tuple(map(int, ids)), tuple(odds), collision, tuple(scores))
-        for node, (possible, (collision,), ids, odds, scores) in zip(asked, rows, strict=True)
+        _Told(int(min(node.num_draws, *possible)), tuple(map(int, ids)), tuple(odds), collision, tuple(noise))
+        for node, (possible, (collision,), ids, odds, noise) in zip(asked, rows, strict=True)
     ]
 
 

@@ -26,10 +26,11 @@ class GrowingTree:
 
     Drafters only read it, but for one: whoever feeds ancestors of the nodes asked about notes them in `fed`. `origins` has the
     tokens that cached text foretold, by the drafted tokens before them; `odds`, of a traced row, the draft probabilities of what
-    was offered there.
+    was offered there. Where tokens are ranked with noise log q counts `sharpness` times.
     """
 
     row: Row
+    sharpness: float = 1.0
     parents: list[int] = field(default_factory=lambda: [-1])
     token_ids: list[int] = field(default_factory=list)
     draws: list[list[int]] = field(default_factory=lambda: [[]])

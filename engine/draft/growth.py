@@ -25,6 +25,7 @@ from engine.forest import Forest
 from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import edited_logits
 from engine.plan import Row
+from engine.sampling import ranking_temperature
 from engine.transfer import integers
 from engine.tree import TokenTree, TreeKind
 from engine.verify.verdict import Unjudged, Verdict
@@ -89,7 +90,7 @@ def _nothing_grown(drafter: Drafter, rows: Sequence[Row], vocab_size: int, devic
 
 def strategy_of(row: Row, calibration: Calibration) -> Strategy:
     """Return what grows the row's tree. Rows that rank instead of drawing may take nodes back where the others sample."""
-    tree, expansion = GrowingTree(row), row.expansion
+    tree, expansion = GrowingTree(row, calibration.agreement.sharpness), row.expansion
     is_ranked = row.draw_kind in (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
     if expansion.is_delayed:
         return Delayed(tree)
@@ -118,7 +119,7 @@ def learn(calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdi
         if row.expansion.tree == "calibrated":
             _learn_odds(calibration, tree, growth.offers[index], verdict)
         if row.expansion.tree == "noise_aware":
-            _learn_agreement(calibration, tree, growth.offers[index], verdict)
+            _learn_agreement(calibration, row, tree, growth.offers[index], verdict)
             _learn_reliability(calibration, tree, growth.worth[index], verdict)
 
 
@@ -130,12 +131,15 @@ def _learn_odds(calibration: Calibration, tree: TokenTree, offers: Mapping[int, 
                 break
 
 
-def _learn_agreement(calibration: Calibration, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict) -> None:
+def _learn_agreement(
+    calibration: Calibration, row: Row, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict
+) -> None:
     following = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.extra_id]
+    temperature = ranking_temperature(row.sampling)
     for node, token_id in zip(verdict.path, following, strict=True):
         if (offer := offers.get(node)) is not None:
             rank = offer.token_ids.index(token_id) if token_id in offer.token_ids else None
-            calibration.agreement.observe(offer.scores, rank)
+            calibration.agreement.observe(offer.odds, offer.noise, temperature, rank)
 
 
 def _learn_reliability(calibration: Calibration, tree: TokenTree, worth: Worth | None, verdict: Verdict) -> None:

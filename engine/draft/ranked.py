@@ -22,8 +22,7 @@ from engine.kinds import DraftSource, Origin
 from engine.native.growth import Growing, GrownTree, Offers, RankedRow
 from engine.native.library import Fed
 from engine.plan import Row
-from engine.sampling import ranking_params, truncates
-from engine.sampling_limits import MIN_TEMPERATURE
+from engine.sampling import ranking_params, ranking_temperature, truncates
 from engine.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
 
 
@@ -174,7 +173,7 @@ class _Offers(Mapping[int, Offer]):
         if self._places[node] < 0:
             raise KeyError(node)
         best = self._offers.at(self._places[node])
-        return Offer(best.token_ids, (), best.scores)
+        return Offer(best.token_ids, best.odds, best.noise)
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the nodes that were offered something."""
@@ -189,6 +188,7 @@ def _ranked(row: Row, calibration: Calibration) -> RankedRow:
     """Return what the library must know of a row. A chain is a tree of one child a node, whatever that costs."""
     expansion = row.expansion
     prices = FREE_GROWTH if expansion.is_delayed else row.prices
+    temperature = ranking_temperature(row.sampling)
     return RankedRow(
         root_position=row.root_position,
         slots=row.slots,
@@ -201,7 +201,8 @@ def _ranked(row: Row, calibration: Calibration) -> RankedRow:
         level_price=prices.level,
         offered=START_OFFERED,
         continued=START_CONTINUED,
-        scale=calibration.agreement.scale,
+        scale=calibration.agreement.of_rank(temperature),
         shares=calibration.reliability.shares,
-        temperature=max(ranking_params(row.sampling).temperature, MIN_TEMPERATURE),
+        temperature=temperature,
+        sharpness=calibration.agreement.sharpness,
     )

@@ -104,17 +104,19 @@ void latebranch_walk(const float* logits, int64_t vocab_size, const Walked* tree
   });
 }
 
-// Of each row of logits [P, M] the best tokens and how many they are [P, most + 1], their scores [P, most], their odds and the
+// Of each row of logits [P, M] the best tokens and how many they are [P, most + 1], their noise [P, most], their odds and the
 // collision [P, most + 1]. `keys` null: without noise.
-void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns, const float* inverse_temperatures, const uint64_t* keys,
-                     const int64_t* tokens, int64_t most, int64_t* best, double* scores, float* odds, int num_threads) {
+void latebranch_rank(const float* logits, int64_t num_rows, int64_t num_columns, const float* inverse_temperatures, const float* sharpness,
+                     const uint64_t* keys, const int64_t* tokens, int64_t most, int64_t* best, double* noise, float* odds, int num_threads) {
   constexpr int64_t kAlone = 1 << 14;  // logits that take less time than another thread takes to wake
   Pool::shared().run(num_rows == 1 || num_rows * num_columns <= kAlone ? 1 : num_threads, [&](Worker& worker) {
     worker.each(num_rows, [&](int64_t p) {
       int64_t* row = best + p * (most + 1);
       float* shares = odds + p * (most + 1);
-      const Ranked out{row, scores + p * most, shares, shares + most, row + most};
-      rank(logits + p * num_columns, num_columns, inverse_temperatures[p], keys, keys ? keys[p] : 0, tokens, most, out);
+      thread_local std::vector<double> scores;
+      grow(scores, most);
+      const Ranked out{row, scores.data(), noise + p * most, shares, shares + most, row + most};
+      rank(logits + p * num_columns, num_columns, inverse_temperatures[p], keys, sharpness[p], keys ? keys[p] : 0, tokens, most, out);
     });
   });
 }
@@ -151,15 +153,17 @@ int64_t latebranch_grow_round(Growing* growing, const Told* told, const Pass* pa
 // `counts` [trees] nodes of each tree; of all nodes, tree after tree, [5, most]: parents, tokens, places of what they were offered
 // (-1: nothing), whether they keep their slots, and, of each tree but for the last place, its nodes behind the root by age; and
 // [2, most] the nodes' chances to be accepted, and those given their parents, uncorrected. Of each place what was offered: tokens and how
-// many they are [kScores + 1], scores [kScores].
-void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, double* chances, int64_t most, int64_t* tokens, double* scores) {
+// many they are [kScores + 1], odds and noise [kScores].
+void latebranch_grown(const Growing* growing, int64_t* counts, int64_t* nodes, double* chances, int64_t most, int64_t* tokens, float* odds,
+                      double* noise) {
   int64_t first = 0;
   for (const RankedTree& tree : growing->trees()) {
     int64_t* of = nodes + first;
     first += *counts++ = tree.finish(of, of + most, of + 2 * most, of + 3 * most, of + 4 * most, chances + (of - nodes), chances + most + (of - nodes));
   }
   std::copy(growing->offered_tokens().begin(), growing->offered_tokens().end(), tokens);
-  std::copy(growing->offered_scores().begin(), growing->offered_scores().end(), scores);
+  std::copy(growing->offered_odds().begin(), growing->offered_odds().end(), odds);
+  std::copy(growing->offered_noise().begin(), growing->offered_noise().end(), noise);
 }
 
 void latebranch_end_growth(Growing* growing) { delete growing; }

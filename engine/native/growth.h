@@ -53,7 +53,8 @@ class Growing {
   const std::vector<Ask>& asks() const { return asks_; }
   const std::vector<RankedTree>& trees() const { return trees_; }
   const std::vector<int64_t>& offered_tokens() const { return offered_tokens_; }
-  const std::vector<double>& offered_scores() const { return offered_scores_; }
+  const std::vector<float>& offered_odds() const { return offered_odds_; }
+  const std::vector<double>& offered_noise() const { return offered_noise_; }
 
   // Answer the nodes asked about, and find those to ask about next; return what was fed: in the first round committed tokens, of
   // which some are the trees' roots. `pass` says where everything lies; its tokens and segments are not looked at.
@@ -92,7 +93,7 @@ class Growing {
     for (size_t i = 0; i < asks_.size(); i++) {
       const int64_t offer = ranking.first + i, *tokens = offered_tokens_.data() + offer * (kScores + 1), count = tokens[kScores];
       const auto is_cached = [&](int64_t token) { return is_rather_cached(told, i, token); };
-      const double* scores = offered_scores_.data() + offer * kScores;
+      const double* scores = ranking.scores + i * kScores;
       if (count) trees_[asks_[i].tree].take(asks_[i].node, offer, tokens, scores, count, answers_[i] >= 0, is_cached);
     }
     ask();
@@ -125,18 +126,20 @@ class Growing {
     std::vector<int64_t> with_unknown;  // tokens of all columns, if there are others than the head's
     const float* logits;                // of the head
     float* mixed;
+    double* scores;  // [asks, kScores]
   };
 
   Ranking begin_ranking(const Told& told, Scratch& scratch) {
     const int64_t first = offered_tokens_.size() / (kScores + 1), end = first + asks_.size();
-    offered_tokens_.resize(end * (kScores + 1)), offered_scores_.resize(end * kScores);
+    offered_tokens_.resize(end * (kScores + 1)), offered_odds_.resize(end * kScores), offered_noise_.resize(end * kScores);
+    scores_.resize(asks_.size() * kScores);
     if (told.firsts[asks_.size()]) grow(scratch.mixed, asks_.size() * (head_.head.out + told.num_unknown));
     std::vector<int64_t> with_unknown;
     if (told.num_unknown) {
       with_unknown.assign(tokens_, tokens_ + head_.head.out);
       with_unknown.insert(with_unknown.end(), told.unknown, told.unknown + told.num_unknown);
     }
-    return {first, std::move(with_unknown), scratch.logits.data(), scratch.mixed.data()};
+    return {first, std::move(with_unknown), scratch.logits.data(), scratch.mixed.data(), scores_.data()};
   }
 
   // Offer the best tokens at a node: none where nobody says anything, or the law is none.
@@ -154,11 +157,11 @@ class Growing {
     }
     const RankedTree& tree = trees_[asks_[i].tree];
     const RankedRow& row = tree.row();
-    float odds[kScores], collision;
-    const Ranked out{tokens, offered_scores_.data() + offer * kScores, odds, &collision, count};
+    float collision;
+    const Ranked out{tokens, ranking.scores + i * kScores, offered_noise_.data() + offer * kScores, offered_odds_.data() + offer * kScores, &collision, count};
     const uint64_t key = token_key(row.seed, row.root_position + tree.nodes()[asks_[i].node].depth + 1);
-    rank(law, columns, 1.0f / (float)row.temperature, row.has_noise, key, columns > known ? ranking.with_unknown.data() : tokens_,
-         std::min(kScores, columns), out);
+    rank(law, columns, 1.0f / (float)row.temperature, row.has_noise, (float)row.sharpness, key,
+         columns > known ? ranking.with_unknown.data() : tokens_, std::min(kScores, columns), out);
   }
 
   // Whether more of a token's chance at a node is cached text's.
@@ -236,7 +239,9 @@ class Growing {
   const int64_t before_all_;
   std::vector<Ask> asks_;
   std::vector<int64_t> offered_tokens_;  // [offers, kScores + 1], the last: how many
-  std::vector<double> offered_scores_;   // [offers, kScores]
+  std::vector<float> offered_odds_;      // [offers, kScores]
+  std::vector<double> offered_noise_;    // [offers, kScores]
+  std::vector<double> scores_;           // [asks, kScores], of a round
   std::vector<int64_t> answers_;         // of the asks: which row of the head's is the answer, -1: none
 };
 

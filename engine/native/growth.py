@@ -24,8 +24,9 @@ class RankedRow:
     """A row whose tree is to grow: where it lies, how large the tree may become, what ranks its nodes and what they cost.
 
     `slots` are by position, up to the last that a node may have. `least_chances` are those that its likeliest node must have, the
-    next one and so on, [max_nodes], none below the one before it. `scale` is the AgreementScale's, `shares` the Reliability's.
-    `offered` and `continued` are a prior: of so many offers so many have a token that is accepted, given that their node is.
+    next one and so on, [max_nodes], none below the one before it. `scale` and `sharpness` are of what Agreement learns (its
+    `of_rank` and `sharpness`), `shares` are the Reliability's. `offered` and `continued` are a prior: of so many offers so many
+    have a token that is accepted, given that their node is.
     """
 
     root_position: int
@@ -42,6 +43,7 @@ class RankedRow:
     scale: float
     shares: Sequence[Sequence[float]]
     temperature: float
+    sharpness: float
 
 
 class FedRow(NamedTuple):
@@ -66,24 +68,27 @@ class Ask(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """The best tokens of a node's law, best first, with their scores."""
+    """The best tokens of a node's law, best first, with their odds and their noise (0 for a row that has none)."""
 
     token_ids: tuple[int, ...]
-    scores: tuple[float, ...]
+    odds: tuple[float, ...]
+    noise: tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Offers:
-    """What nodes were offered, by place: tokens and behind them how many they are, and scores."""
+    """What nodes were offered, by place: tokens and behind them how many they are, odds and noise."""
 
     tokens: library.Numbers
-    scores: library.Numbers
+    odds: library.Numbers
+    noise: library.Numbers
 
     def at(self, place: int) -> Offered:
         """Return one."""
         first, begin = place * (library.NUM_SCORES + 1), place * library.NUM_SCORES
         count = self.tokens[first + library.NUM_SCORES]
-        return Offered(tuple(self.tokens[first : first + count]), tuple(self.scores[begin : begin + count]))
+        of_tokens = slice(begin, begin + count)
+        return Offered(tuple(self.tokens[first : first + count]), tuple(self.odds[of_tokens]), tuple(self.noise[of_tokens]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +205,10 @@ class Growing:
         most = sum(1 + row.max_nodes for row in self._rows)
         counts, nodes, chances = library.room("q", len(self._rows)), library.room("q", 5 * most), library.room("d", 2 * most)
         tokens = library.room("q", self._num_offers * (library.NUM_SCORES + 1))
-        scores = library.room("d", self._num_offers * library.NUM_SCORES)
+        odds, noise = (library.room(kind, self._num_offers * library.NUM_SCORES) for kind in "fd")
         self._library.latebranch_grown(
             *(self._handle, library.address_of(counts), library.address_of(nodes), library.address_of(chances), most),
-            *(library.address_of(tokens), library.address_of(scores)),
+            *map(library.address_of, (tokens, odds, noise)),
         )
         trees = []
         for first, end in pairwise(accumulate(counts, initial=0)):
@@ -212,7 +217,7 @@ class Growing:
             )
             worth = (tuple(chances[start + first : start + end]) for start in (0, most))
             trees.append(GrownTree(parents, token_ids, offers, keeps_slot, by_age[:-1], *worth))
-        return trees, Offers(tokens, scores)
+        return trees, Offers(tokens, odds, noise)
 
 
 def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> library.RankedRow:
@@ -232,4 +237,5 @@ def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> l
         scale=row.scale,
         shares=shares,
         temperature=row.temperature,
+        sharpness=row.sharpness,
     )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 SILU, GELU_TANH = 0, 1  # activations
 NUM_SCORES = 64  # best perturbed scores of a node that are compared: the rest weighs nothing in their softmax (ranked_tree.h)
-LAYOUT = 2  # of what a row whose tree is to grow means, where no size tells it (ranked_tree.h)
+LAYOUT = 3  # of what a row whose tree is to grow means, where no size tells it (ranked_tree.h)
 NUM_SHARES = 9  # of chances: the edges between them are engine.draft.calibration's (kShareEdges)
 
 
@@ -108,7 +108,7 @@ class RankedRow(Structure):
         ("least_chances", c_void_p),
         *((name, c_double) for name in ("level_price", "offered", "continued", "scale")),
         ("shares", c_void_p),
-        ("temperature", c_double),
+        *((name, c_double) for name in ("temperature", "sharpness")),
     )
 
 
@@ -235,7 +235,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_choose.restype = None
     loaded.latebranch_walk.argtypes = [c_void_p, c_int64, POINTER(Walked), c_int64, c_int]
     loaded.latebranch_walk.restype = None
-    loaded.latebranch_rank.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int]
+    loaded.latebranch_rank.argtypes = [c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3, c_int]
     loaded.latebranch_rank.restype = None
     loaded.latebranch_mix.argtypes = [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_void_p]
     loaded.latebranch_mix.restype = None
@@ -243,7 +243,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
     loaded.latebranch_grow.restype = c_void_p
     loaded.latebranch_grow_round.argtypes = [c_void_p, POINTER(Told), POINTER(Pass), c_void_p, c_int64, POINTER(Fed), c_int]
     loaded.latebranch_grow_round.restype = c_int64
-    loaded.latebranch_grown.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
+    loaded.latebranch_grown.argtypes = [*[c_void_p] * 4, c_int64, *[c_void_p] * 3]
     loaded.latebranch_grown.restype = None
     loaded.latebranch_end_growth.argtypes = [c_void_p]
     loaded.latebranch_end_growth.restype = None
@@ -280,8 +280,8 @@ def address_of(numbers: Numbers) -> int:
 
 
 def room(typecode: str, count: int) -> Numbers:
-    """Return an array of so many numbers of 8 bytes for the library to write to."""
-    return array(typecode, bytes(8 * count))
+    """Return an array of so many numbers for the library to write to."""
+    return array(typecode, bytes(array(typecode).itemsize * count))
 
 
 Pointers: TypeAlias = "ctypes.Array[c_void_p]"

@@ -53,13 +53,13 @@ def choices(laws_NV: Float[Tensor, "N V"], rows: Sequence[int], keys: Sequence[i
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best tokens of one draft law, best first, their (perturbed) log-probabilities and probabilities.
+    """The best tokens of one draft law, best first, their noise (0 without any) and probabilities.
 
     `collision` is the sum of squares of the whole law; NaN where the logits make none.
     """
 
     token_ids: tuple[int, ...]
-    scores: tuple[float, ...]
+    noise: tuple[float, ...]
     odds: tuple[float, ...]
     collision: float
 
@@ -67,35 +67,38 @@ class Best:
 def rankings(
     logits_PM: Float[Tensor, "P M"],
     temperatures: Sequence[float],
+    sharpness: Sequence[float],
     most: int,
     keys: Sequence[int] | None,
     ids_M: Int[Tensor, " M"] | None,
 ) -> list[Best]:
-    """Return at most `most` tokens of softmax(logits / temperature) that can come, by log q, with `keys` by log q plus noise.
+    """Return at most `most` tokens of softmax(logits / temperature) that can come, by log q.
 
-    `ids_M` says which token each column is.
+    With `keys` they are ranked by sharpness * log q plus noise. `ids_M` says which token each column is.
     """
     num_rows, num_columns = logits_PM.shape
     logits_PM, most = logits_PM.contiguous(), min(most, num_columns)
     inverse_P = 1.0 / np.array(temperatures, dtype=np.float32)
+    sharpness_P = np.array(sharpness, dtype=np.float32)
     keys_P = None if keys is None else np.array(keys, dtype=np.uint64)
     # Beside the tokens how many there are, beside their odds the collision.
-    ids, scores = np.empty((num_rows, most + 1), dtype=np.int64), np.empty((num_rows, most))
+    ids, noise = np.empty((num_rows, most + 1), dtype=np.int64), np.empty((num_rows, most))
     odds = np.empty((num_rows, most + 1), dtype=np.float32)
     library.library().latebranch_rank(
         logits_PM.data_ptr(),
         num_rows,
         num_columns,
         library.address(inverse_P),
+        library.address(sharpness_P),
         None if keys_P is None else library.address(keys_P),
         None if ids_M is None else ids_M.data_ptr(),
         most,
         library.address(ids),
-        library.address(scores),
+        library.address(noise),
         library.address(odds),
         library.num_threads(),
     )
     found = []
-    for (*tokens, count), values, (*shares, collision) in zip(ids.tolist(), scores.tolist(), odds.tolist(), strict=True):
+    for (*tokens, count), values, (*shares, collision) in zip(ids.tolist(), noise.tolist(), odds.tolist(), strict=True):
         found.append(Best(tuple(tokens[:count]), tuple(values[:count]), tuple(shares[:count]), collision))
     return found

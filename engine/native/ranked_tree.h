@@ -7,7 +7,7 @@
 
 namespace latebranch {
 
-constexpr int64_t kLayout = 2;   // of what a row means, where no size tells it
+constexpr int64_t kLayout = 3;   // of what a row means, where no size tells it
 constexpr int64_t kScores = 64;  // best scores of a node that are compared: the rest weighs nothing in their softmax
 constexpr int64_t kShares = 9;   // by chance, between these edges
 constexpr double kShareEdges[kShares - 1] = {0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985};
@@ -21,9 +21,9 @@ struct RankedRow {
   const double* least_chances;  // [max_nodes], of the likeliest node, the next one...: none less than the one before
   double level_price;
   double offered, continued;  // a prior: of so many offers so many have a token that is accepted, given that their node is
-  double scale;  // of agreement
+  double scale;  // of s log q + g
   const double* shares;  // [2, kShares] of the chances that it gives a model's tokens, and cached ones: what is to be kept of them
-  double temperature;
+  double temperature, sharpness;
 };
 
 // One tree; nodes are numbered as they are fed. Candidates are tokens that could be nodes, in the order in which they were offered.

@@ -4,7 +4,7 @@ The mutants are the mistakes of public code: siblings reordered, a draw thrown a
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any, cast
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.draft import calibration, children, growth
 from engine.draft.best_first import BestFirst
 from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold
-from engine.draft.calibration import AgreementScale, Calibration, Calibrations, OddsAcceptance, RankAcceptance
+from engine.draft.calibration import Agreement, Calibration, Calibrations, OddsAcceptance, RankAcceptance
 from engine.draft.drafter import GrowingTree
 from engine.draft.growth import grow, strategy_of
 from engine.draft.strategies import Delayed, Static
@@ -414,12 +414,14 @@ def test_noise_aware_children_are_those_of_the_positions_own_noise():
     for row, tree in zip(rows, grow(TableDrafter(LAWS.log()), rows, 4, CPU).forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
             key = stream_key(row.seed, row.root_position + tree.depths[node] + 1, Stream.TOKEN)
-            scores = laws_of(LAWS[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log() + gumbels([key], 4)[0]
+            law = laws_of(LAWS[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log()
+            scores = Agreement().sharpness * law + gumbels([key], 4)[0]
             assert [tree.token_ids[child] for child in drawn] == scores.argsort(descending=True)[: len(drawn)].tolist()
 
 
 def test_a_wide_gap_makes_a_trunk_and_a_narrow_one_branches():
-    wide, narrow = AgreementScale().chances([5.0, 1.0, 0.5]), AgreementScale().chances([5.0, 4.9, 4.8])
+    odds = [0.4, 0.3, 0.3]
+    wide, narrow = Agreement().chances(odds, [12.0, 1.0, 0.5], 1.0), Agreement().chances(odds, [0.1, 0.2, 0.3], 1.0)
     assert wide[0] > 0.99
     assert narrow[0] < 0.45
     assert narrow.sum() == pytest.approx(1.0)
@@ -521,40 +523,91 @@ def test_a_tree_whose_values_are_no_chances_asks_for_no_prices():
 # What is learnt.
 
 
-def test_the_scale_is_found_again():
-    """Targets whose scores differ from the drafter's by Gumbel noise of a known scale."""
-    rng = np.random.default_rng(0)
-    for true in (0.2, 1.0):
-        agreement = AgreementScale()
-        for _ in range(3000):
-            scores = np.sort(rng.gumbel(size=20) * 2)[::-1]
-            taken = int((scores + true * rng.gumbel(size=20)).argmax())
-            agreement.observe(scores.tolist(), taken)
-        assert agreement.scale == pytest.approx(true, rel=0.25)
+Observed = tuple[list[float], list[float], float, int | None]  # a node's odds and noise, the temperature, the place of what was taken
 
 
-def scale_of(seen) -> float:
-    """Return the likeliest scale by one lesson after the other, each forgetting a little."""
-    scales_G = np.geomspace(0.05, 4.0, 24)
-    fit_G = -20.0 * np.log(scales_G / 0.5) ** 2
-    for scores, place in seen:
-        scaled_GS = np.asarray(scores) / scales_G[:, None]
-        fit_G = calibration._MEMORY * fit_G + scaled_GS[:, place] - np.log(np.exp(scaled_GS).sum(-1))
-    return float(scales_G[fit_G.argmax()])
+def outcomes(law: float, noise: float, count: int, seed: int = 0, temperatures: Sequence[float] = (0.7, 1.0, 0.0)) -> list[Observed]:
+    """Return what a target takes whose choices have these weights; 0 is a greedy row's temperature, which has no noise."""
+    rng, seen = np.random.default_rng(seed), []
+    for index in range(count):
+        temperature = temperatures[index % len(temperatures)]
+        logits = rng.normal(size=rng.integers(2, 20)) * 3
+        unit = temperature or 1.0
+        odds = np.exp(logits / unit - np.logaddexp.reduce(logits / unit))
+        gumbels = rng.gumbel(size=len(odds))
+        if not temperature:
+            gumbels = gumbels[:0]
+        ranks = law * unit * np.log(odds) + (noise * unit * gumbels if temperature else 0.0)
+        taken = int((ranks + rng.gumbel(size=len(odds))).argmax())
+        place = None if taken == len(odds) - 1 else taken  # the last stands for all that are not among the best
+        seen.append((odds.tolist(), gumbels.tolist(), unit, place))
+    return seen
 
 
-@pytest.mark.parametrize("true", [0.1, 0.3, 1.0])
-def test_lessons_that_come_together_teach_what_they_teach_one_by_one(true):
-    rng = np.random.default_rng(7)
-    agreement, seen = AgreementScale(), []
-    for _ in range(160):
-        scores = np.sort(rng.gumbel(size=rng.integers(1, 9)))[::-1].tolist()  # as many as a law has
-        taken = int((np.array(scores) + true * rng.gumbel(size=len(scores))).argmax())
-        rank = None if taken == len(scores) - 1 else taken  # the last stands for all that are not among the best
-        agreement.observe(scores, rank)
-        seen.append((scores, taken))
-    assert agreement.scale == scale_of(seen)
-    assert agreement.scale != 0.5
+def learnt_of(seen: Sequence[Observed]) -> Agreement:
+    agreement = Agreement()
+    for one in seen:
+        agreement.observe(*one)
+    return agreement
+
+
+WEIGHTS = [(0.9, 0.3), (1.0, 1.0), (3.0, 0.5), (0.4, 0.2)]
+
+
+@pytest.mark.parametrize("true", WEIGHTS)
+def test_weights_are_found_again_whatever_the_temperature(true):
+    assert learnt_of(outcomes(*true, 4000)).weights == pytest.approx(true, rel=0.25)
+
+
+def test_a_greedy_row_teaches_nothing_of_noise():
+    law, noise = learnt_of(outcomes(2.0, 0.5, 1600, temperatures=(0.0,))).weights
+    assert law == pytest.approx(2.0, rel=0.25)
+    assert noise == pytest.approx(Agreement().weights[1])
+
+
+def likeliest(seen: Sequence[Observed]) -> list[float]:
+    """Return the weights of the largest likelihood, those of later observations counting more."""
+    weights = np.array([0.9, 0.5])
+    for _ in range(60):
+        information, gradient = 1e-9 * np.eye(2), np.zeros(2)
+        for age, (odds, gumbels, unit, place) in enumerate(reversed(seen)):
+            features = np.stack([unit * np.log(odds), unit * np.array(gumbels or [0.0] * len(odds))], -1)
+            chances = np.exp(features @ weights - np.logaddexp.reduce(features @ weights))
+            expected = chances @ features
+            beside = features - expected
+            information += calibration._MEMORY**age * (beside.T * chances) @ beside
+            gradient += calibration._MEMORY**age * (features[-1 if place is None else place] - expected)
+        weights = np.clip(weights + np.linalg.solve(information, gradient), weights / 2, weights * 2)
+    return weights.tolist()
+
+
+@pytest.mark.parametrize("true", [(0.9, 0.3), (1.0, 1.0), (1.4, 0.5)])
+def test_lessons_that_come_step_by_step_teach_what_all_teach_at_once(true):
+    seen = outcomes(*true, 1600, seed=7)
+    assert learnt_of(seen).weights == pytest.approx(likeliest(seen), rel=0.1)
+
+
+def test_a_node_is_ranked_as_its_chances_are():
+    """What ranks tokens and what their chances are made of are one thing, at every temperature, after whatever was learnt."""
+    for true in WEIGHTS:
+        agreement = learnt_of(outcomes(*true, 320))
+        for odds, gumbels, unit, _ in outcomes(*true, 60, seed=3):
+            ranks = agreement.sharpness * np.log(odds) + np.array(gumbels or [0.0] * len(odds))
+            weights = np.exp(ranks / agreement.of_rank(unit) - np.logaddexp.reduce(ranks / agreement.of_rank(unit)))
+            assert agreement.chances(odds, gumbels, unit) == pytest.approx(weights)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda one: (one[0], [0.0] * len(one[1]), *one[2:]),  # the noise is not heard of
+        lambda one: (*one[:2], 1.0, one[3]),  # the temperature is not
+        lambda one: (*one[:3], 0),  # the drafter's best token is believed to be the one
+    ],
+)
+def test_weights_kill_what_is_learnt_otherwise(broken):
+    with pytest.raises(AssertionError):
+        assert learnt_of([*map(broken, outcomes(0.9, 0.3, 4000, temperatures=(0.3, 0.7)))]).weights == pytest.approx((0.9, 0.3), rel=0.25)
 
 
 def test_acceptance_by_odds_is_found_again():
@@ -601,7 +654,7 @@ def check_learning(learn) -> None:
 TRUST: dict[TreeName, Callable[[Calibration], float]] = {
     "static": lambda learnt: learnt.ranks.chances(3)[0],
     "calibrated": lambda learnt: min(learnt.odds.chance(0, odds) for odds in (0.05, 0.15, 0.3, 0.5)),
-    "noise_aware": lambda learnt: 1.0 / learnt.agreement.scale,
+    "noise_aware": lambda learnt: learnt.agreement.weights[0],
 }
 
 

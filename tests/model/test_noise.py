@@ -142,13 +142,14 @@ def test_gumbel_law_kills(mutant):
     assert arg_max_z(mutant) > FAILS_ABOVE
 
 
-def ranked(logits_PM, temperatures, keys, ids_M, most=9, vocab_size=400):
-    """What the library ranks, by torch: columns and scores, best first, and the law."""
+def ranked(logits_PM, temperatures, sharpness, keys, ids_M, most=9, vocab_size=400):
+    """What the library ranks, by torch: columns, best first, their noise, and the law."""
     laws_PM = torch.softmax(logits_PM / torch.tensor(temperatures)[:, None], -1)
-    scores_PM = laws_PM.double().log()
+    scores_PM, noise_PM = laws_PM.double().log() * torch.tensor(sharpness)[:, None], torch.zeros(logits_PM.shape, dtype=torch.float64)
     if keys is not None:
-        scores_PM = scores_PM - torch.log(-torch.log(uniforms(keys, vocab_size)))[:, ids_M]
-    return laws_PM, scores_PM.topk(most, -1)
+        noise_PM = -torch.log(-torch.log(uniforms(keys, vocab_size)))[:, ids_M]
+    best = (scores_PM + noise_PM).topk(most, -1).indices
+    return laws_PM, best, noise_PM.gather(-1, best)
 
 
 @needs_library
@@ -158,30 +159,31 @@ def test_the_library_ranks_the_best_tokens(is_noisy):
     logits_PM = torch.randn(6, 123, generator=generator) * 4.0
     logits_PM[0, 7], logits_PM[1] = -math.inf, -math.inf
     logits_PM[1, [100, 3]] = torch.tensor([1.0, 0.5])
-    temperatures = [1.0, 0.3, 0.7, 1.0, 2.0, 1.0]
+    temperatures, sharpness = [1.0, 0.3, 0.7, 1.0, 2.0, 1.0], [1.0, 3.0, 2.5, 1.0, 0.4, 8.0]
     ids_M = torch.randperm(400, generator=generator)[:123]
     keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(6)] if is_noisy else None
-    laws_PM, best = ranked(logits_PM, temperatures, keys, ids_M)
-    found = native.rankings(logits_PM, temperatures, 9, keys, ids_M)
+    laws_PM, best, noise = ranked(logits_PM, temperatures, sharpness, keys, ids_M)
+    found = native.rankings(logits_PM, temperatures, sharpness, 9, keys, ids_M)
     assert [len(one.token_ids) for one in found] == [9, 2, 9, 9, 9, 9]
     for row, one in enumerate(found):
-        columns = best.indices[row, : len(one.token_ids)]
+        columns = best[row, : len(one.token_ids)]
         assert one.token_ids == tuple(ids_M[columns].tolist())
-        assert one.scores == pytest.approx(best.values[row, : len(one.token_ids)].tolist(), abs=1e-5)
+        assert one.noise == pytest.approx(noise[row, : len(one.token_ids)].tolist())
         assert one.odds == pytest.approx(laws_PM[row, columns].tolist(), rel=1e-5)
         assert one.collision == pytest.approx(float(laws_PM[row].square().sum()), rel=1e-5)
 
 
 @needs_library
 @pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
-def test_no_draw_that_noise_lifts_is_missed(spread):
+@pytest.mark.parametrize("sharpness", [0.25, 1.0, 2.5, 8.0])
+def test_no_draw_that_noise_lifts_is_missed(spread, sharpness):
     """Draws whose noise cannot lift them among the best are passed over: of flat laws nearly all are still looked at."""
     logits_PM = torch.randn(8, 3000, generator=torch.Generator().manual_seed(3)) * spread
     keys = [stream_key(seed, 7, Stream.TOKEN) for seed in range(8)]
     for most in (1, 8, 64):
-        _, best = ranked(logits_PM, [1.0] * 8, keys, torch.arange(3000), most, 3000)
-        found = native.rankings(logits_PM, [1.0] * 8, most, keys, None)
-        assert [one.token_ids for one in found] == [tuple(row) for row in best.indices.tolist()]
+        _, best, _ = ranked(logits_PM, [1.0] * 8, [sharpness] * 8, keys, torch.arange(3000), most, 3000)
+        found = native.rankings(logits_PM, [1.0] * 8, [sharpness] * 8, most, keys, None)
+        assert [one.token_ids for one in found] == [tuple(row) for row in best.tolist()]
 
 
 @needs_library
@@ -190,14 +192,14 @@ def test_logits_that_make_no_law_have_no_best_tokens(broken):
     logits_PM = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     logits_PM[0, 33], logits_PM[1] = broken, -math.inf
     for keys in (None, [5, 6, 7]):
-        found = native.rankings(logits_PM, [1.0] * 3, 4, keys, None)
+        found = native.rankings(logits_PM, [1.0] * 3, [2.0] * 3, 4, keys, None)
         assert [len(one.token_ids) for one in found] == [0, 0, 4]
         assert [math.isnan(one.collision) for one in found] == [True, True, False]
 
 
 @needs_library
 def test_of_equals_the_first_ranks_first():
-    found = native.rankings(torch.zeros(1, 40), [1.0], 11, None, None)
+    found = native.rankings(torch.zeros(1, 40), [1.0], [2.0], 11, None, None)
     assert found[0].token_ids == tuple(range(11))
 
 
@@ -206,10 +208,10 @@ def test_of_equals_the_first_ranks_first():
 def test_of_equals_the_smallest_token_ranks_first_whatever_its_column(keys):
     """Where cached text alone speaks all scores are ties; columns behind the others hold tokens of any number."""
     ids_M = torch.tensor([7, 40, 3, 12, 0, 99, 1])
-    found = native.rankings(torch.zeros(1, 7), [1.0], 4, None, ids_M)
+    found = native.rankings(torch.zeros(1, 7), [1.0], [2.0], 4, None, ids_M)
     assert found[0].token_ids == (0, 1, 3, 7)
     assert sum(found[0].odds) == pytest.approx(4 / 7)
     if keys is not None:
-        by_noise = native.rankings(torch.zeros(1, 7), [1.0], 4, keys, ids_M)[0]
-        reversed_ = native.rankings(torch.zeros(1, 7), [1.0], 4, keys, ids_M.flip(0).contiguous())[0]
+        by_noise = native.rankings(torch.zeros(1, 7), [1.0], [2.0], 4, keys, ids_M)[0]
+        reversed_ = native.rankings(torch.zeros(1, 7), [1.0], [2.0], 4, keys, ids_M.flip(0).contiguous())[0]
         assert by_noise.token_ids == reversed_.token_ids

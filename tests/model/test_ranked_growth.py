@@ -9,6 +9,7 @@ from engine import engine as stepping
 from engine.canary import SlotCanary
 from engine.config import SchedulerConfig
 from engine.draft import growth, ranked
+from engine.draft.children import Offer
 from engine.draft.combined import CombinedDrafter
 from engine.draft.grown import Growth, Worth
 from engine.draft.head_drafter import HeadDrafter
@@ -89,7 +90,7 @@ def crowd() -> list[Request]:
     )
     seeded = [sampled(str(row), LONG[row:] * 2, row, 20, temperature=0.4 + 0.3 * row) for row in range(4)]
     tied = [greedy(str(ids), [5, ids[0], 5, ids[1], 5], 8) for ids in ((14, 7), (7, 21), (42, 3))]
-    return [greedy("greedy", LONG * 2, 24), *seeded, predicted, greedy("other", [7, 14, 21, 28, 35] * 6, 24), *tied]
+    return [greedy("greedy", LONG * 2, 32), *seeded, predicted, greedy("other", [7, 14, 21, 28, 35] * 6, 32), *tied]
 
 
 def plain_texts() -> dict[str, list[int]]:
@@ -102,7 +103,7 @@ Compare = Callable[[Growth, Growth], bool]
 
 
 def are_same(one: Growth, other: Growth) -> bool:
-    """Return whether two growths are equal; scores and what nodes are worth up to rounding."""
+    """Return whether two growths are equal; odds, noise and what nodes are worth up to rounding."""
     facts, others = (
         (g.forest.trees, g.forest.law_rows, g.fed, g.sources, g.rounds, g.num_rounds, g.passes, g.draft_probs)
         for g in (one, other)
@@ -112,10 +113,15 @@ def are_same(one: Growth, other: Growth) -> bool:
         and all(map(are_worth_the_same, one.worth, other.worth))
         and all(
             {*a} == {*b}
-            and all(a[v].token_ids == b[v].token_ids and a[v].scores == pytest.approx(b[v].scores, abs=1e-5) for v in a)
+            and all(are_the_same_offer(a[v], b[v]) for v in a)
             for a, b in zip(one.offers, other.offers, strict=True)
         )
     )
+
+
+def are_the_same_offer(one: Offer, other: Offer) -> bool:
+    are_alike = one.odds == pytest.approx(other.odds, rel=1e-4) and [*one.noise] == pytest.approx([*other.noise] or [0.0] * len(one.noise))
+    return one.token_ids == other.token_ids and are_alike
 
 
 def are_worth_the_same(one: Worth | None, other: Worth | None) -> bool:
