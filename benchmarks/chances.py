@@ -1,8 +1,8 @@
-"""How far the chances that noise-aware trees give their nodes come true: the shares that are learnt while texts are drafted.
+"""What noise-aware trees learn while texts are drafted: what law and noise weigh, and how far the chances of nodes come true.
 
 python -m benchmarks.chances --config configs/default.yaml --head HEAD
 
-A share is what came over what the scale of agreement foretold, given that the parent came: 1 is a chance that says what it is. Of
+A share is what came over what the weights foretold, given that the parent came: 1 is a chance that says what it is. Of
 tokens of the model, and of such as are rather cached text's. The last thousand nodes of each cell or so count.
 """
 
@@ -19,7 +19,7 @@ from server.settings import load_settings
 
 
 def main() -> None:
-    """Draft, and print a Markdown table."""
+    """Draft, and print two Markdown tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chances", description="what came of nodes' chances")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of settings")
     parser.add_argument("--head", type=Path, required=True, help="safetensors file of the draft head")
@@ -38,10 +38,13 @@ def main() -> None:
     for number in range(args.rounds):
         run_case(engine, requests_of(prompts, args.batch, number, way, args), args.batch)
     edges = [f"{low:g} to {high:g}" for low, high in pairwise((0.0, *Reliability.EDGES, 1.0))]
-    rows = []
+    rows, weights = [], []
     for rule, calibration in sorted(engine.calibrations.known.items()):
+        of_rule = calibration.agreement
+        weights.append([rule, *(f"{weight:.2f}" for weight in (of_rule.law, of_rule.noise, of_rule.sharpness))])
         for source, shares in zip(("model", "cached"), calibration.reliability.shares, strict=True):
             rows.append([rule, source, *(f"{share:.2f}" for share in shares)])
+    print(table(["rows", "law", "noise", "sharpness"], weights), end="\n\n")
     print(table(["rows", "tokens of", *edges], rows))
 
 

@@ -11,6 +11,7 @@ from server.auth import key_digest_of
 from server.errors import TooManyRequests
 
 RATE_HEADERS = ("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")  # OpenAI's
+_ONE = 1.0 - 1e-9  # request: whoever waits as long as told has so much left, by rounding
 _AGAIN_S = 1.0  # when to ask again where nobody knows which running request ends first
 
 
@@ -44,7 +45,7 @@ class Account:
             )
         if per_minute is not None:
             self._fill(per_minute, now_s)
-            if self._left < 1:
+            if self._left < _ONE:
                 wait_s = (1 - self._left) * 60 / per_minute
                 raise TooManyRequests(f"this key may make {per_minute} requests a minute", "rate_limit_exceeded", wait_s)
             self._left -= 1

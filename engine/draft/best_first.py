@@ -1,7 +1,7 @@
 """Trees that choose their nodes by value, and may take a node back: for rows whose children are ranked and not drawn.
 
 EAGLE-2's beam (arXiv 2406.16858) values a node by the draft probabilities on its path. The noise-aware tree values it by the
-chance that the target, under the same noise, agrees at every token of the path: a wide gap between the best two perturbed scores
+chance that the target, under the same noise, agrees at every token of the path: a wide gap between the best two scores
 makes a trunk, a narrow one a branch. Only rules that need no draft law are exact here: NSS, the coupled rule, greedy decoding.
 """
 

@@ -7,6 +7,7 @@ Shape key: N nodes, S best tokens of a node, W weights.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,90 +80,98 @@ class OddsAcceptance:
         return min(rank, self._NUM_RANKS - 1), int(np.searchsorted(self._EDGES, odds))
 
 
-class Agreement:
-    """Which token the target takes where its noise is known: how much a draft law says about that, and how much the noise.
+class _Taken(NamedTuple):
+    """What a node was offered (`odds` and `noise` of its best tokens, best first), and the place of what the target took."""
 
-    With noise g and temperature t the target takes the token with the largest log p + t g, p and q being laws at temperature 1. What is
-    known of it before is q: the target takes token j with a probability in proportion to exp(a log q_j + b t g_j). Were q the target's
-    own law, both weights would be large. It is not, and a target is surer than a drafter that is right about what it cannot know: its
-    law's best token then takes more noise to miss than the draft's would, so b is less than a. `sharpness` is a / b: tokens ranked by
-    sharpness * log q + t g are ranked by their chances. Of a greedy row, which has no noise, log q alone counts.
+    odds: Sequence[float]
+    noise: Sequence[float]
+    temperature: float
+    place: int
+
+
+class AgreementWeights:
+    """Which token the target takes where its noise is known: what a draft law says of that, and what the noise does.
+
+    With noise g and temperature t the target takes the token with the largest log p + t g, p and q being laws at temperature 1.
+    That is taken to be token j with a probability in proportion to exp(a log q_j + b t g_j). The better a drafter, the larger are
+    both weights. Its law is a mean over what it cannot know, and flatter than the target's: noise decides less than it would if
+    q were p, so that `sharpness`, a / b, is above 1 (1.4 and 2.5 for the heads that ship). Tokens ranked by
+    sharpness * log q + t g are ranked by their chances. Of a greedy row, which has no noise, a alone counts.
 
     Both are fitted while it serves, by the likelihood of what came out, which has one maximum: a step of Newton's method for some
-    observations together, from what was known of the weights before them. One pair serves all temperatures.
+    observations together, from what was known of the weights before them. At first q is taken for p. One pair serves all
+    temperatures but the lowest: below .05 a law is cut so short that hardly a second token is offered.
     """
 
-    _START = np.array([0.9, 0.5])
+    _START = (0.9, 0.9)
     _WEIGHT = 20.0  # of the start, in observations that say one unit of information each
-    _LEAST, _MOST = 0.02, 20.0  # of a weight
-    _STEP = 1.5  # by which factor a weight changes at most in one step
+    _LAW = (0.02, 20.0)  # bounds of its weight
     _SHARPNESS = (0.25, 8.0)
+    _MOST_CHANGE = 1.5  # of a weight in one step, as a factor
 
     def __init__(self) -> None:
-        self._weights_W = self._START.copy()
+        self.law, self.noise = self._START  # a and b
         self._information_WW = self._WEIGHT * np.eye(2)
-        self._seen: list[tuple[Sequence[float], Sequence[float], float, int]] = []  # since the last step
-
-    @property
-    def weights(self) -> tuple[float, float]:
-        """What a law's log-probabilities weigh, and what noise does: a and b."""
-        law, noise = self._weights_W.tolist()
-        return law, noise
+        self._seen: list[_Taken] = []  # since the last step
 
     @property
     def sharpness(self) -> float:
         """How many times log q counts beside the noise."""
-        law, noise = self.weights
-        least, most = self._SHARPNESS
-        return min(max(law / noise, least), most)
+        return self.law / self.noise
 
-    def of_rank(self, temperature: float) -> float:
-        """Return the scale of what ranks tokens, sharpness * log q at this temperature + g: chances are in proportion to exp(rank / scale)."""
-        return self.sharpness / (temperature * self.weights[0])
+    def score_scale(self, temperature: float) -> float:
+        """Return the scale of scores: chances are in proportion to exp(score / scale) by score sharpness * log q_t + g.
+
+        q_t is the law at this temperature, log q_t = log q / t + some number.
+        """
+        return 1.0 / (self.noise * temperature)
 
     def chances(self, odds: Sequence[float], noise: Sequence[float], temperature: float) -> NDArray[np.float64]:
         """Return for each of a node's best tokens the chance that the target agrees on it.
 
         `odds` are the law's at this temperature; `noise` may be empty.
         """
-        features_SW = _features(odds, noise, 1.0)
-        ranks_S = features_SW @ np.array([self.sharpness, 1.0]) / self.of_rank(temperature)
-        weights_S = np.exp(ranks_S - ranks_S.max())
+        scores_S = _features(odds, noise, temperature) @ (self.law, self.noise)
+        weights_S = np.exp(scores_S - scores_S.max())
         return np.asarray(weights_S / weights_S.sum())
 
-    def observe(self, odds: Sequence[float], noise: Sequence[float], temperature: float, rank: int | None) -> None:
-        """Learn that the target took the token of this rank, or (None) one that is not among the best: the last stands for it."""
-        self._seen.append((odds, noise, temperature, len(odds) - 1 if rank is None else rank))
-        if len(self._seen) == _FITTED_TOGETHER:
-            self._step()
+    def observe(self, odds: Sequence[float], noise: Sequence[float], temperature: float, place: int | None) -> None:
+        """Learn that the target took the token in this place, or (None) one that is not among the best.
 
-    def _step(self) -> None:
+        The last stands for those: the likeliest token's chance is thus what it is with misses counted.
+        """
+        self._seen.append(_Taken(odds, noise, temperature, len(odds) - 1 if place is None else place))
+        if len(self._seen) == _FITTED_TOGETHER:
+            self._fit()
+
+    def _fit(self) -> None:
         seen, self._seen = self._seen, []
-        features_NSW = np.zeros((len(seen), max(len(odds) for odds, _, _, _ in seen), 2))
+        features_NSW = np.zeros((len(seen), max(len(one.odds) for one in seen), 2))
         is_there_NS = np.zeros(features_NSW.shape[:2], dtype=bool)
-        for own_SW, is_there_S, (odds, noise, temperature, _) in zip(features_NSW, is_there_NS, seen, strict=True):
-            own_SW[: len(odds)] = _features(odds, noise, temperature)
-            is_there_S[: len(odds)] = True
-        ranks_NS = np.where(is_there_NS, features_NSW @ self._weights_W, -np.inf)
-        chances_NS = np.exp(ranks_NS - ranks_NS.max(1, keepdims=True))
+        for own_SW, is_there_S, one in zip(features_NSW, is_there_NS, seen, strict=True):
+            own_SW[: len(one.odds)] = _features(one.odds, one.noise, one.temperature)
+            is_there_S[: len(one.odds)] = True
+        weights_W = np.array([self.law, self.noise])
+        scores_NS = np.where(is_there_NS, features_NSW @ weights_W, -np.inf)
+        chances_NS = np.exp(scores_NS - scores_NS.max(1, keepdims=True))
         chances_NS /= chances_NS.sum(1, keepdims=True)
         expected_NW = np.einsum("ns,nsw->nw", chances_NS, features_NSW)
-        taken_NW = features_NSW[np.arange(len(seen)), [place for *_, place in seen]]
+        taken_NW = features_NSW[np.arange(len(seen)), [one.place for one in seen]]
         beside_NSW = features_NSW - expected_NW[:, None]
         memory_N = _MEMORY ** np.arange(len(seen) - 1, -1, -1)
         self._information_WW *= _MEMORY ** len(seen)
         self._information_WW += np.einsum("n,ns,nsw,nsv->wv", memory_N, chances_NS, beside_NSW, beside_NSW)
-        gradient_W = memory_N @ (taken_NW - expected_NW)
-        step_W = np.linalg.solve(self._information_WW + 1e-6 * np.eye(2), gradient_W)
-        moved_W = np.clip(self._weights_W + step_W, self._weights_W / self._STEP, self._weights_W * self._STEP)
-        self._weights_W = np.clip(moved_W, self._LEAST, self._MOST)
+        step_W = np.linalg.solve(self._information_WW + 1e-6 * np.eye(2), memory_N @ (taken_NW - expected_NW))
+        law, noise = np.clip(weights_W + step_W, weights_W / self._MOST_CHANGE, weights_W * self._MOST_CHANGE).tolist()
+        self.law = min(max(law, self._LAW[0]), self._LAW[1])
+        self.noise = min(max(noise, self.law / self._SHARPNESS[1]), self.law / self._SHARPNESS[0])
 
 
 _LEAST_ODDS = 1e-40  # of a token that can come: what is less was lost in rounding
 
 
 def _features(odds: Sequence[float], noise: Sequence[float], temperature: float) -> NDArray[np.float64]:
-    """Return what a token is judged by, in units of the law at temperature 1: log q, and the noise."""
+    """Return what tokens are judged by, in units of the law at temperature 1: log q, and the noise. [S, W]"""
     features_SW = np.zeros((len(odds), 2))
     features_SW[:, 0] = temperature * np.log(np.maximum(odds, _LEAST_ODDS))
     if len(noise):
@@ -171,7 +180,7 @@ def _features(odds: Sequence[float], noise: Sequence[float], temperature: float)
 
 
 class Reliability:
-    """What came of tokens beside the chance that Agreement gave them, given that their parents came: a share by chance.
+    """What came of tokens beside the chance that AgreementWeights gave them, given that their parents came: a share by chance.
 
     A model's tokens and those that are rather cached text's are told apart: a mixture trusts the cache more than it has earned,
     because what the cache says where a model doubts it comes less often than what it says anywhere.
@@ -211,7 +220,7 @@ class Calibration:
     def __init__(self) -> None:
         self.ranks = RankAcceptance()
         self.odds = OddsAcceptance()
-        self.agreement = Agreement()
+        self.agreement = AgreementWeights()
         self.reliability = Reliability()
 
 

@@ -9,7 +9,7 @@ them known to some law, C children of a node, R kept laws.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -151,7 +151,7 @@ def _ranked(
     laws_PM = warped_laws(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
     known_K = _known(laws_PM)
     known_PK = laws_PM.index_select(-1, known_K)
-    told = _best(asked, known_K, known_PK, known_PK[:, :0], laws_PM, vocab)
+    told = _best(asked, known_K, known_PK, None, laws_PM, vocab)
     return _where_sound(_offers(told), told)
 
 
@@ -166,8 +166,7 @@ def _ranked_with_noise(
     sharpness_P1 = floats([node.tree.sharpness for node in asked], laws_PM.device)[:, None]
     scores_PK = sharpness_P1 * laws_PM.index_select(-1, known_K).double().log() + noise_PK
     told = _best(asked, known_K, scores_PK, noise_PK, laws_PM, vocab)
-    offers = [replace(offer, noise=one.noise[: len(offer.token_ids)]) for offer, one in zip(_offers(told), told, strict=True)]
-    return _where_sound(offers, told)
+    return _where_sound(_offers(told), told)
 
 
 def _noise_keys(asked: Sequence[FrontierNode]) -> list[int]:
@@ -210,7 +209,7 @@ _RANKED = {TreeKind.DETERMINISTIC: _ranked, TreeKind.SHARED_NOISE: _ranked_with_
 
 
 class _Told(NamedTuple):
-    """What the host is told of a node's tokens, in their order: ids and odds, the law's sum of squares, the noise of a ranking."""
+    """What the host is told of a node's tokens, in their order: ids, odds, a ranking's noise, and the law's sum of squares."""
 
     num_children: int  # of the tokens
     ids: tuple[int, ...]
@@ -233,15 +232,16 @@ def _best(
     asked: Sequence[FrontierNode],
     known_K: Int[Tensor, " K"],
     scores_PK: Float[Tensor, "P K"],
-    noise_PK: Float[Tensor, "P K"],
+    noise_PK: Float[Tensor, "P K"] | None,
     laws_PM: Float[Tensor, "P M"],
     vocab: TrimmedVocabulary | None,
 ) -> list[_Told]:
-    """Return each node's best tokens of positive probability by score, and their noise if there is any (K may be 0)."""
+    """Return each node's best tokens of positive probability by score, and their noise if there is any."""
     best_PC = scores_PK.topk(min(max(node.num_draws for node in asked), len(known_K)), dim=-1).indices
     columns_PC = known_K[best_PC]
     num_possible_P = (laws_PM.gather(-1, columns_PC) > 0.0).sum(-1)
-    return _told(asked, columns_PC, laws_PM, vocab, num_possible_P, noise_PK.gather(-1, best_PC) if noise_PK.shape[-1] else noise_PK)
+    noise_PC = None if noise_PK is None else noise_PK.gather(-1, best_PC)
+    return _told(asked, columns_PC, laws_PM, vocab, num_possible_P, noise_PC)
 
 
 def _told(
@@ -265,7 +265,8 @@ def _told(
 
 
 def _offers(told: Sequence[_Told]) -> list[Offer]:
-    return [Offer(one.ids[: one.num_children], one.odds[: one.num_children], (), one.collision) for one in told]
+    firsts = [slice(one.num_children) for one in told]
+    return [Offer(one.ids[of], one.odds[of], one.noise[of], one.collision) for of, one in zip(firsts, told, strict=True)]
 
 
 def _where_sound(offers: Sequence[Offer], told: Sequence[_Told]) -> list[Offer | None]:

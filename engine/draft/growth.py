@@ -131,15 +131,13 @@ def _learn_odds(calibration: Calibration, tree: TokenTree, offers: Mapping[int, 
                 break
 
 
-def _learn_agreement(
-    calibration: Calibration, row: Row, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict
-) -> None:
+def _learn_agreement(calibration: Calibration, row: Row, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict) -> None:
     following = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.extra_id]
     temperature = ranking_temperature(row.sampling)
     for node, token_id in zip(verdict.path, following, strict=True):
         if (offer := offers.get(node)) is not None:
-            rank = offer.token_ids.index(token_id) if token_id in offer.token_ids else None
-            calibration.agreement.observe(offer.odds, offer.noise, temperature, rank)
+            place = offer.token_ids.index(token_id) if token_id in offer.token_ids else None
+            calibration.agreement.observe(offer.odds, offer.noise, temperature, place)
 
 
 def _learn_reliability(calibration: Calibration, tree: TokenTree, worth: Worth | None, verdict: Verdict) -> None:

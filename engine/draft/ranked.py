@@ -201,7 +201,7 @@ def _ranked(row: Row, calibration: Calibration) -> RankedRow:
         level_price=prices.level,
         offered=START_OFFERED,
         continued=START_CONTINUED,
-        scale=calibration.agreement.of_rank(temperature),
+        scale=calibration.agreement.score_scale(temperature),
         shares=calibration.reliability.shares,
         temperature=temperature,
         sharpness=calibration.agreement.sharpness,

@@ -24,8 +24,8 @@ class RankedRow:
     """A row whose tree is to grow: where it lies, how large the tree may become, what ranks its nodes and what they cost.
 
     `slots` are by position, up to the last that a node may have. `least_chances` are those that its likeliest node must have, the
-    next one and so on, [max_nodes], none below the one before it. `scale` and `sharpness` are of what Agreement learns (its
-    `of_rank` and `sharpness`), `shares` are the Reliability's. `offered` and `continued` are a prior: of so many offers so many
+    next one and so on, [max_nodes], none below the one before it. `scale` and `sharpness` are those of
+    AgreementWeights, `shares` are the Reliability's. `offered` and `continued` are a prior: of so many offers so many
     have a token that is accepted, given that their node is.
     """
 

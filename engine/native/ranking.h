@@ -39,7 +39,7 @@ inline void rank(const float* logits, int64_t count, float inverse_temperature, 
     *out.collision = std::numeric_limits<float>::quiet_NaN(), *out.count = 0;
     return;
   }
-  thread_local std::vector<float> shares;  // of the likeliest token's probability, to the power of the sharpness; no less than e^-87 of it
+  thread_local std::vector<float> shares;  // of the likeliest token's probability, to the power of the sharpness (with noise)
   grow(shares, count + kLanes);
   Floats all = spread(0.0f), squares = all;
   for (int64_t i = 0; i < count; i += kLanes) {

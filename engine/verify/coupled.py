@@ -92,7 +92,7 @@ def judge_greedy(trees: Sequence[TokenTree], choice_ids_N: Sequence[int]) -> lis
 class Coupled:
     """Same seed, same text: the token after a node of depth d is arg max (log p + g), g the noise of its own position.
 
-    A drafter that ranks its children by log q + g with the same g is accepted often; any other is exact as well.
+    A drafter that ranks its children by s log q + g with the same g is accepted often; any other is exact as well.
     """
 
     name = "coupled"

@@ -94,25 +94,27 @@ def test_sampled_trees_have_their_shape_and_their_laws(several, sampling, seed):
 
 
 @settings(max_examples=40)
-@given(batches, st.sampled_from(["greedy", "coupled"]), sampling_params(), st.integers(0, 2**62))
-def test_ranked_trees_take_the_best_of_their_ranking(several, kind, sampling, seed):
+@given(batches, st.sampled_from(["greedy", "coupled"]), sampling_params(), st.integers(0, 2**62), st.sampled_from([1.0, 2.5]))
+def test_ranked_trees_take_the_best_of_their_ranking(several, kind, sampling, seed, sharpness):
     rows = rows_of(several, GREEDY if kind == "greedy" else sampling, "coupled", seed)
-    grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU)
+    calibrations = Calibrations()
+    calibrations.of(rows[0]).agreement.law *= sharpness
+    grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU, calibrations)
     assert len(grown.forest.draft_laws_RV) == 0
     for row, tree in zip(rows, grown.forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
             asked = num_draws(row.expansion, tree.depths[node], 1)
             text = path_text(row.certain_ids, tree, node)
-            expected = ranking(text, row.sampling, row.seed)[:asked]
+            expected = ranking(text, row.sampling, row.seed, sharpness)[:asked]
             assert [tree.token_ids[child] for child in drawn] == expected
 
 
-def ranking(text: list[int], sampling: SamplingParams, seed: int) -> list[int]:
+def ranking(text: list[int], sampling: SamplingParams, seed: int, sharpness: float) -> list[int]:
     """Return the tokens of positive score, best first, at the position after the text."""
     scores = draft_logits(text).double()
     if not sampling.is_greedy:
         key = stream_key(seed, len(text), Stream.TOKEN)
-        scores = laws_of(scores[None].float(), [sampling])[0].double().log() + gumbels([key], VOCAB_SIZE)[0]
+        scores = sharpness * laws_of(scores[None].float(), [sampling])[0].double().log() + gumbels([key], VOCAB_SIZE)[0]
     order = scores.argsort(descending=True).tolist()
     return [token_id for token_id in order if scores[token_id] > float("-inf")]
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.draft import calibration, children, growth
 from engine.draft.best_first import BestFirst
 from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold
-from engine.draft.calibration import Agreement, Calibration, Calibrations, OddsAcceptance, RankAcceptance
+from engine.draft.calibration import AgreementWeights, Calibration, Calibrations, OddsAcceptance, RankAcceptance
 from engine.draft.drafter import GrowingTree
 from engine.draft.growth import grow, strategy_of
 from engine.draft.strategies import Delayed, Static
@@ -415,13 +415,13 @@ def test_noise_aware_children_are_those_of_the_positions_own_noise():
         for node, drawn in enumerate(tree.draws):
             key = stream_key(row.seed, row.root_position + tree.depths[node] + 1, Stream.TOKEN)
             law = laws_of(LAWS[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log()
-            scores = Agreement().sharpness * law + gumbels([key], 4)[0]
+            scores = AgreementWeights().sharpness * law + gumbels([key], 4)[0]
             assert [tree.token_ids[child] for child in drawn] == scores.argsort(descending=True)[: len(drawn)].tolist()
 
 
 def test_a_wide_gap_makes_a_trunk_and_a_narrow_one_branches():
     odds = [0.4, 0.3, 0.3]
-    wide, narrow = Agreement().chances(odds, [12.0, 1.0, 0.5], 1.0), Agreement().chances(odds, [0.1, 0.2, 0.3], 1.0)
+    wide, narrow = AgreementWeights().chances(odds, [12.0, 1.0, 0.5], 1.0), AgreementWeights().chances(odds, [0.1, 0.2, 0.3], 1.0)
     assert wide[0] > 0.99
     assert narrow[0] < 0.45
     assert narrow.sum() == pytest.approx(1.0)
@@ -523,32 +523,46 @@ def test_a_tree_whose_values_are_no_chances_asks_for_no_prices():
 # What is learnt.
 
 
-Observed = tuple[list[float], list[float], float, int | None]  # a node's odds and noise, the temperature, the place of what was taken
+class Outcome(NamedTuple):
+    """What a node was offered, the temperature (1 where noise is empty), and the place of what was taken."""
+
+    odds: list[float]
+    noise: list[float]
+    temperature: float
+    place: int | None
 
 
-def outcomes(law: float, noise: float, count: int, seed: int = 0, temperatures: Sequence[float] = (0.7, 1.0, 0.0)) -> list[Observed]:
-    """Return what a target takes whose choices have these weights; 0 is a greedy row's temperature, which has no noise."""
+def outcomes(
+    law: float, noise: float, count: int, seed: int = 0, temperatures: Sequence[float] = (0.7, 1.0, 0.0)
+) -> list[Outcome]:
+    """Return what a target takes whose choices have these weights. Of temperature 0 are greedy rows, which have no noise."""
     rng, seen = np.random.default_rng(seed), []
     for index in range(count):
-        temperature = temperatures[index % len(temperatures)]
+        unit = temperatures[index % len(temperatures)] or 1.0
+        is_greedy = not temperatures[index % len(temperatures)]
         logits = rng.normal(size=rng.integers(2, 20)) * 3
-        unit = temperature or 1.0
         odds = np.exp(logits / unit - np.logaddexp.reduce(logits / unit))
-        gumbels = rng.gumbel(size=len(odds))
-        if not temperature:
-            gumbels = gumbels[:0]
-        ranks = law * unit * np.log(odds) + (noise * unit * gumbels if temperature else 0.0)
-        taken = int((ranks + rng.gumbel(size=len(odds))).argmax())
+        gumbels = rng.gumbel(size=len(odds)) * (not is_greedy)
+        taken = int((unit * (law * np.log(odds) + noise * gumbels) + rng.gumbel(size=len(odds))).argmax())
         place = None if taken == len(odds) - 1 else taken  # the last stands for all that are not among the best
-        seen.append((odds.tolist(), gumbels.tolist(), unit, place))
+        seen.append(Outcome(odds.tolist(), [] if is_greedy else gumbels.tolist(), unit, place))
     return seen
 
 
-def learnt_of(seen: Sequence[Observed]) -> Agreement:
-    agreement = Agreement()
+def learnt_of(seen: Sequence[Outcome]) -> AgreementWeights:
+    agreement = AgreementWeights()
     for one in seen:
         agreement.observe(*one)
     return agreement
+
+
+def weights(agreement: AgreementWeights) -> tuple[float, float]:
+    return agreement.law, agreement.noise
+
+
+def check_weights(law: float, noise: float, as_told: Callable[[Outcome], Outcome] = lambda one: one) -> None:
+    seen = outcomes(law, noise, 4000, temperatures=(0.7, 0.3, 1.0, 0.0))
+    assert weights(learnt_of([*map(as_told, seen)])) == pytest.approx((law, noise), rel=0.25)
 
 
 WEIGHTS = [(0.9, 0.3), (1.0, 1.0), (3.0, 0.5), (0.4, 0.2)]
@@ -556,58 +570,94 @@ WEIGHTS = [(0.9, 0.3), (1.0, 1.0), (3.0, 0.5), (0.4, 0.2)]
 
 @pytest.mark.parametrize("true", WEIGHTS)
 def test_weights_are_found_again_whatever_the_temperature(true):
-    assert learnt_of(outcomes(*true, 4000)).weights == pytest.approx(true, rel=0.25)
+    check_weights(*true)
+
+
+@pytest.mark.parametrize(
+    "as_told",
+    [
+        lambda one: one._replace(noise=[0.0] * len(one.noise)),
+        lambda one: one._replace(noise=one.noise[::-1]),
+        lambda one: one._replace(temperature=1.0),
+        lambda one: one._replace(place=0),  # the drafter's best token is believed to be the one
+    ],
+)
+def test_weights_kill_what_is_learnt_of_something_else(as_told):
+    with pytest.raises(AssertionError):
+        check_weights(0.9, 0.3, as_told)
 
 
 def test_a_greedy_row_teaches_nothing_of_noise():
-    law, noise = learnt_of(outcomes(2.0, 0.5, 1600, temperatures=(0.0,))).weights
-    assert law == pytest.approx(2.0, rel=0.25)
-    assert noise == pytest.approx(Agreement().weights[1])
+    agreement = learnt_of(outcomes(2.0, 0.5, 1600, temperatures=(0.0,)))
+    assert agreement.law == pytest.approx(2.0, rel=0.25)
+    assert agreement.noise == pytest.approx(AgreementWeights().noise)
 
 
-def likeliest(seen: Sequence[Observed]) -> list[float]:
+@pytest.mark.parametrize("noise", [0.0, 50.0])
+def test_noise_is_never_all_and_never_nothing(noise):
+    agreement = learnt_of(outcomes(0.5, noise, 4000, temperatures=(1.0,)))
+    assert agreement.sharpness == pytest.approx(8.0 if noise == 0.0 else 0.25)
+
+
+def likeliest(seen: Sequence[Outcome]) -> tuple[float, ...]:
     """Return the weights of the largest likelihood, those of later observations counting more."""
-    weights = np.array([0.9, 0.5])
+    found = np.array([0.9, 0.5])
     for _ in range(60):
         information, gradient = 1e-9 * np.eye(2), np.zeros(2)
-        for age, (odds, gumbels, unit, place) in enumerate(reversed(seen)):
-            features = np.stack([unit * np.log(odds), unit * np.array(gumbels or [0.0] * len(odds))], -1)
-            chances = np.exp(features @ weights - np.logaddexp.reduce(features @ weights))
-            expected = chances @ features
-            beside = features - expected
+        for age, (odds, drawn, unit, place) in enumerate(reversed(seen)):
+            features = unit * np.stack([np.log(odds), drawn or [0.0] * len(odds)], -1)
+            chances = np.exp(features @ found - np.logaddexp.reduce(features @ found))
+            beside = features - chances @ features
             information += calibration._MEMORY**age * (beside.T * chances) @ beside
-            gradient += calibration._MEMORY**age * (features[-1 if place is None else place] - expected)
-        weights = np.clip(weights + np.linalg.solve(information, gradient), weights / 2, weights * 2)
-    return weights.tolist()
+            gradient += calibration._MEMORY**age * beside[-1 if place is None else place]
+        found = np.clip(found + np.linalg.solve(information, gradient), found / 2, found * 2)
+    return tuple(found.tolist())
 
 
 @pytest.mark.parametrize("true", [(0.9, 0.3), (1.0, 1.0), (1.4, 0.5)])
 def test_lessons_that_come_step_by_step_teach_what_all_teach_at_once(true):
     seen = outcomes(*true, 1600, seed=7)
-    assert learnt_of(seen).weights == pytest.approx(likeliest(seen), rel=0.1)
+    assert weights(learnt_of(seen)) == pytest.approx(likeliest(seen), rel=0.1)
 
 
-def test_a_node_is_ranked_as_its_chances_are():
-    """What ranks tokens and what their chances are made of are one thing, at every temperature, after whatever was learnt."""
-    for true in WEIGHTS:
-        agreement = learnt_of(outcomes(*true, 320))
-        for odds, gumbels, unit, _ in outcomes(*true, 60, seed=3):
-            ranks = agreement.sharpness * np.log(odds) + np.array(gumbels or [0.0] * len(odds))
-            weights = np.exp(ranks / agreement.of_rank(unit) - np.logaddexp.reduce(ranks / agreement.of_rank(unit)))
-            assert agreement.chances(odds, gumbels, unit) == pytest.approx(weights)
+def check_chances(agreement: AgreementWeights) -> None:
+    """Chances are those of the model, and so are those of scores and their scale, by which the library ranks."""
+    for odds, drawn, unit, _ in outcomes(0.9, 0.3, 60, seed=3):
+        log_q, noise = unit * np.log(odds), unit * np.array(drawn or [0.0] * len(odds))
+        model = np.exp(agreement.law * log_q + agreement.noise * noise)
+        assert agreement.chances(odds, drawn, unit) == pytest.approx(model / model.sum())
+        scores = agreement.sharpness * np.log(odds) + noise / unit
+        by_score = np.exp((scores - scores.max()) / agreement.score_scale(unit))
+        assert by_score / by_score.sum() == pytest.approx(model / model.sum())
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda one: (one[0], [0.0] * len(one[1]), *one[2:]),  # the noise is not heard of
-        lambda one: (*one[:2], 1.0, one[3]),  # the temperature is not
-        lambda one: (*one[:3], 0),  # the drafter's best token is believed to be the one
-    ],
-)
-def test_weights_kill_what_is_learnt_otherwise(broken):
+@pytest.mark.parametrize("true", [*WEIGHTS, (0.5, 0.0), (0.5, 50.0)])
+def test_scores_rank_tokens_by_their_chances(true):
+    check_chances(learnt_of(outcomes(*true, 320)))
+
+
+class Cold(AgreementWeights):
+    def score_scale(self, temperature: float) -> float:
+        return super().score_scale(1.0)
+
+
+class Blunt(AgreementWeights):
+    @property
+    def sharpness(self) -> float:
+        return 1.0
+
+
+class Warm(AgreementWeights):
+    def chances(self, odds, noise, temperature):
+        return super().chances(odds, noise, 1.0)
+
+
+@pytest.mark.parametrize("broken", [Cold, Blunt, Warm])
+def test_chances_kill_other_scores(broken):
+    agreement = broken()
+    agreement.law, agreement.noise = 0.9, 0.3
     with pytest.raises(AssertionError):
-        assert learnt_of([*map(broken, outcomes(0.9, 0.3, 4000, temperatures=(0.3, 0.7)))]).weights == pytest.approx((0.9, 0.3), rel=0.25)
+        check_chances(agreement)
 
 
 def test_acceptance_by_odds_is_found_again():
@@ -654,7 +704,7 @@ def check_learning(learn) -> None:
 TRUST: dict[TreeName, Callable[[Calibration], float]] = {
     "static": lambda learnt: learnt.ranks.chances(3)[0],
     "calibrated": lambda learnt: min(learnt.odds.chance(0, odds) for odds in (0.05, 0.15, 0.3, 0.5)),
-    "noise_aware": lambda learnt: learnt.agreement.weights[0],
+    "noise_aware": lambda learnt: sum(weights(learnt.agreement)),
 }
 
 

@@ -66,6 +66,7 @@ def test_passes_are_the_same(monkeypatch, precision, scene):
 @several
 def test_laws_noise_and_rankings_are_the_same(monkeypatch):
     temperatures, keys = [0.3, 0.7, 1.0, 1.5, 2.0], [3, 1 << 63, 5, 7, 11]
+    sharpness = [1.0, 2.5, 8.0, 0.25, 1.4]
     one, other = of_each_build(monkeypatch, lambda: laws.laws(LOGITS, range(5), temperatures))
     assert torch.equal(one, other)
     assert len({tuple(found) for found in of_each_build(monkeypatch, lambda: laws.likeliest(LOGITS))}) == 1
@@ -74,7 +75,8 @@ def test_laws_noise_and_rankings_are_the_same(monkeypatch):
     chosen = of_each_build(monkeypatch, lambda: [token for _, token in noise.choices(one, range(5), keys)])
     assert chosen[0] == chosen[1]
     for keys_or_none in (keys, None):
-        ranked = of_each_build(monkeypatch, lambda given=keys_or_none: noise.rankings(LOGITS, temperatures, 9, given, None))
+        given = (LOGITS, temperatures, sharpness, 9, keys_or_none, None)
+        ranked = of_each_build(monkeypatch, lambda given=given: noise.rankings(*given))
         assert ranked[0] == ranked[1]
 
 

@@ -145,7 +145,10 @@ def test_gumbel_law_kills(mutant):
 def ranked(logits_PM, temperatures, sharpness, keys, ids_M, most=9, vocab_size=400):
     """What the library ranks, by torch: columns, best first, their noise, and the law."""
     laws_PM = torch.softmax(logits_PM / torch.tensor(temperatures)[:, None], -1)
-    scores_PM, noise_PM = laws_PM.double().log() * torch.tensor(sharpness)[:, None], torch.zeros(logits_PM.shape, dtype=torch.float64)
+    scores_PM, noise_PM = (
+        laws_PM.double().log() * torch.tensor(sharpness)[:, None],
+        torch.zeros(logits_PM.shape, dtype=torch.float64),
+    )
     if keys is not None:
         noise_PM = -torch.log(-torch.log(uniforms(keys, vocab_size)))[:, ids_M]
     best = (scores_PM + noise_PM).topk(most, -1).indices

@@ -112,16 +112,18 @@ def are_same(one: Growth, other: Growth) -> bool:
         facts == others
         and all(map(are_worth_the_same, one.worth, other.worth))
         and all(
-            {*a} == {*b}
-            and all(are_the_same_offer(a[v], b[v]) for v in a)
-            for a, b in zip(one.offers, other.offers, strict=True)
+            {*a} == {*b} and all(are_the_same_offer(a[v], b[v]) for v in a) for a, b in zip(one.offers, other.offers, strict=True)
         )
     )
 
 
 def are_the_same_offer(one: Offer, other: Offer) -> bool:
-    are_alike = one.odds == pytest.approx(other.odds, rel=1e-4) and [*one.noise] == pytest.approx([*other.noise] or [0.0] * len(one.noise))
-    return one.token_ids == other.token_ids and are_alike
+    noise = [*other.noise] or [0.0] * len(other.odds)  # a greedy row's
+    return (
+        one.token_ids == other.token_ids
+        and one.odds == pytest.approx(other.odds, rel=1e-4)
+        and [*one.noise] == pytest.approx(noise)
+    )
 
 
 def are_worth_the_same(one: Worth | None, other: Worth | None) -> bool:
@@ -207,6 +209,14 @@ def of_another_scale(row):
     return replace(row, scale=3.0 * row.scale)
 
 
+def of_another_sharpness(row):
+    return replace(row, sharpness=3.0 * row.sharpness)
+
+
+def of_another_temperature(row):
+    return replace(row, temperature=3.0 * row.temperature)
+
+
 def of_no_shares(row):
     return replace(row, shares=[[1.0] * 9] * 2)
 
@@ -233,6 +243,8 @@ MUTANTS = [
     at_no_price,
     of_another_prior,
     of_another_scale,
+    of_another_sharpness,
+    of_another_temperature,
     of_no_shares,
     of_the_other_s_shares,
 ]
