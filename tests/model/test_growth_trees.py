@@ -568,9 +568,9 @@ def check_weights(law: float, noise: float, as_told: Callable[[Outcome], Outcome
 WEIGHTS = [(0.9, 0.3), (1.0, 1.0), (3.0, 0.5), (0.4, 0.2)]
 
 
-@pytest.mark.parametrize("true", WEIGHTS)
-def test_weights_are_found_again_whatever_the_temperature(true):
-    check_weights(*true)
+@pytest.mark.parametrize(("law", "noise"), WEIGHTS)
+def test_weights_are_found_again_whatever_the_temperature(law, noise):
+    check_weights(law, noise)
 
 
 @pytest.mark.parametrize(
@@ -614,9 +614,9 @@ def likeliest(seen: Sequence[Outcome]) -> tuple[float, ...]:
     return tuple(found.tolist())
 
 
-@pytest.mark.parametrize("true", [(0.9, 0.3), (1.0, 1.0), (1.4, 0.5)])
-def test_lessons_that_come_step_by_step_teach_what_all_teach_at_once(true):
-    seen = outcomes(*true, 1600, seed=7)
+@pytest.mark.parametrize(("law", "noise"), [(0.9, 0.3), (1.0, 1.0), (1.4, 0.5)])
+def test_lessons_that_come_step_by_step_teach_what_all_teach_at_once(law, noise):
+    seen = outcomes(law, noise, 1600, seed=7)
     assert weights(learnt_of(seen)) == pytest.approx(likeliest(seen), rel=0.1)
 
 
@@ -631,9 +631,9 @@ def check_chances(agreement: AgreementWeights) -> None:
         assert by_score / by_score.sum() == pytest.approx(model / model.sum())
 
 
-@pytest.mark.parametrize("true", [*WEIGHTS, (0.5, 0.0), (0.5, 50.0)])
-def test_scores_rank_tokens_by_their_chances(true):
-    check_chances(learnt_of(outcomes(*true, 320)))
+@pytest.mark.parametrize(("law", "noise"), [*WEIGHTS, (0.5, 0.0), (0.5, 50.0)])
+def test_scores_rank_tokens_by_their_chances(law, noise):
+    check_chances(learnt_of(outcomes(law, noise, 320)))
 
 
 class Cold(AgreementWeights):
