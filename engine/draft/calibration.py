@@ -99,11 +99,12 @@ class AgreementWeights:
     sharpness * log q + t g are ranked by their chances. Of a greedy row, which has no noise, a alone counts.
 
     Both are fitted while it serves, by the likelihood of what came out, which has one maximum: a step of Newton's method for some
-    observations together, from what was known of the weights before them. At first q is taken for p. One pair serves all
-    temperatures but the lowest: below .05 a law is cut so short that hardly a second token is offered.
+    observations together, from what was known of the weights before them. At first a drafter is thought better than most are:
+    who is thought worse is not asked, and nothing is learnt of it. One pair serves all temperatures but the lowest: below .05 a
+    law is cut so short that hardly a second token is offered.
     """
 
-    _START = (0.9, 0.9)
+    _START = (2.0, 2.0)
     _WEIGHT = 20.0  # of the start, in observations that say one unit of information each
     _LAW = (0.02, 20.0)  # bounds of its weight
     _SHARPNESS = (0.25, 8.0)

@@ -684,7 +684,7 @@ def learnt_from(expansion: Expansion, accepts_first: bool, learn=growth.learn, s
     """Grow many trees whose first child, or whose last one, is always accepted; return what was learnt."""
     row = decoding_row((1, 0), expansion, sampling, "coupled")
     calibrations = Calibrations()
-    for _ in range(300):
+    for _ in range(600):
         grown = grow(TableDrafter(LAWS.log()), [row], 4, CPU, calibrations)
         tree = grown.forest.trees[0]
         child = tree.children[ROOT][0 if accepts_first else -1]
