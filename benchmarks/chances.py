@@ -40,8 +40,9 @@ def main() -> None:
     edges = [f"{low:g} to {high:g}" for low, high in pairwise((0.0, *Reliability.EDGES, 1.0))]
     rows, weights = [], []
     for rule, calibration in sorted(engine.calibrations.known.items()):
-        of_rule = calibration.agreement
-        weights.append([rule, *(f"{weight:.2f}" for weight in (of_rule.law, of_rule.noise, of_rule.sharpness))])
+        agreement = calibration.agreement
+        of_noise = [] if rule == "greedy" else [agreement.noise, agreement.sharpness]  # greedy rows have none
+        weights.append([rule, *(f"{weight:.2f}" for weight in (agreement.law, *of_noise)), *["–"] * (2 - len(of_noise))])
         for source, shares in zip(("model", "cached"), calibration.reliability.shares, strict=True):
             rows.append([rule, source, *(f"{share:.2f}" for share in shares)])
     print(table(["rows", "law", "noise", "sharpness"], weights), end="\n\n")

@@ -87,7 +87,8 @@ def add_evaluate_command(commands: "argparse._SubParsersAction[argparse.Argument
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="reference of the target's weights")
-    parser.add_argument("--dtype", default="bfloat16", help="precision of the target's pass")
+    dtypes = ("float32", "bfloat16", "int8", "compact")
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="precision of the target's pass")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
 
@@ -166,8 +167,9 @@ def _complete(parsed: argparse.Namespace) -> None:
         raise ValueError(f"a head that is gone on with keeps its sizes: leave out --{kept[0].replace('_', '-')}")
     if parsed.tokens_per_update is None:
         parsed.tokens_per_update = parsed.tokens_per_pass
-    for name in ("batch", "num_prompts", "max_tokens", "threads", "tokens_per_pass", "tokens_per_update"):
-        if getattr(parsed, name) < 1:
+    counts = ("batch", "num_prompts", "max_tokens", "threads", "epochs", "tokens_per_pass", "tokens_per_update")
+    for name in (*counts, "head_layers", "intermediate"):
+        if getattr(parsed, name) is not None and getattr(parsed, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(parsed, name)}")
     if parsed.tokens_per_update > parsed.tokens_per_pass and parsed.tokens_per_update % parsed.tokens_per_pass:
         raise ValueError(
@@ -184,6 +186,10 @@ def _complete(parsed: argparse.Namespace) -> None:
         raise ValueError("--out would replace the head to --begin-with: it is needed to make this one again")
     if not 0.0 <= parsed.kept_share < 1.0 or (parsed.kept_share and not parsed.begin_with):
         raise ValueError(f"--kept-share is from 0 to below 1, of a head to --begin-with, not {parsed.kept_share}")
+    if not parsed.rate > 0.0:
+        raise ValueError(f"--rate must be above 0, not {parsed.rate}")
+    if not 0.0 <= parsed.refusal_weight <= 1.0:
+        raise ValueError(f"--refusal-weight is a share, from 0 to 1, not {parsed.refusal_weight}")
     if not parsed.begin_with:
         vars(parsed).update({name: value for name, value in _SIZES.items() if name not in given})
     parsed.precision = parsed.precision or usual_precision(torch.device(parsed.device))

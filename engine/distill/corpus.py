@@ -61,7 +61,7 @@ class Corpus:
     def bind(self, made_with: Mapping[str, str]) -> None:
         """Note what its texts are made with; raise OtherTexts if those it has were made with something else."""
         note = self.folder / "made_with.json"
-        if not note.exists() and not self.shards:
+        if not self.shards:
             self.folder.mkdir(parents=True, exist_ok=True)
             note.write_text(json.dumps(dict(made_with), indent=1))
         found = json.loads(note.read_text()) if note.exists() else {}

@@ -1,5 +1,6 @@
 """From a corpus to a head's file: vocabulary, training, held-out figures, recipe."""
 
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from engine.draft.head import DraftHead, HeadShape
 from engine.linears import weight_of
 from engine.model import CausalModel
 
-_HELD_OUT = 20  # one text in this many is kept to measure on
+_HELD_OUT = 20  # one prompt in so many is kept to measure on
 
 
 class NothingToLearn(ValueError):
@@ -33,9 +34,9 @@ class Distilled:
 def shape_for(model: CausalModel, width: int, num_layers: int, intermediate: int, feature_layers: tuple[int, ...]) -> HeadShape:
     """Return a head's shape for a target: attention heads of 64, a third as many for keys. Raise ValueError if it cannot be."""
     depth = len(model.module.model.layers)
-    if list(feature_layers) != sorted(set(feature_layers)) or feature_layers[-1] != depth:
-        raise ValueError(f"the feature layers must ascend and end with the last of {depth}, not be {list(feature_layers)}")
-    if width % 192:
+    if list(feature_layers) != sorted(set(feature_layers)) or feature_layers[0] < 1 or feature_layers[-1] != depth:
+        raise ValueError(f"the feature layers must ascend from 1 and end with the last of {depth}, not be {list(feature_layers)}")
+    if width < 1 or width % 192:
         raise ValueError(f"the inner width must be a multiple of 192, not {width}")
     target_width = model.module.get_input_embeddings().weight.shape[1]
     heads = width // 64
@@ -43,8 +44,8 @@ def shape_for(model: CausalModel, width: int, num_layers: int, intermediate: int
 
 
 def is_held_out(text: Text) -> bool:
-    """Return whether a text is measured on instead of learned."""
-    return text.index % _HELD_OUT == 0
+    """Return whether a text is measured on instead of learned: by its prompt, which is thus on one side in every training."""
+    return zlib.crc32(text.ids_T[: text.num_prompt].to(torch.int32).numpy().tobytes()) % _HELD_OUT == 0
 
 
 def distil(

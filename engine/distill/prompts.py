@@ -4,18 +4,29 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import yaml
 
 _SLOT = re.compile(r"\{(\w+)\}")
+_Texts = Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+class _File(msgspec.Struct):
+    templates: dict[str, _Texts]
+    fillers: dict[str, _Texts]
+    weights: dict[str, int]
+
+
+_TOGETHER = 6  # prompts of one grammar: texts take temperatures in turn, and each grammar's are to have all of them
 
 
 def draw_in_turn(grammars: Sequence["PromptGrammar"], count: int, seed: int) -> list[str]:
-    """Return `count` prompts, of each grammar in turn; raise ValueError if one has not so many."""
-    each = -(-count // len(grammars))
-    drawn = [grammar.draw(each, seed) for grammar in grammars]
-    return [prompt for prompts in zip(*drawn, strict=True) for prompt in prompts][:count]
+    """Return `count` prompts, some of each grammar in turn; raise ValueError if one has not so many."""
+    turns = [index // _TOGETHER % len(grammars) for index in range(count)]
+    drawn = [iter(grammar.draw(turns.count(number), seed)) for number, grammar in enumerate(grammars)]
+    return [next(drawn[number]) for number in turns]
 
 
 class PromptGrammar:
@@ -30,10 +41,16 @@ class PromptGrammar:
 
     @classmethod
     def load(cls, path: Path, weights: Mapping[str, int] | None = None) -> "PromptGrammar":
-        """Read a YAML file with `templates`, `fillers` and `weights`; those given here count instead, of kinds that it has."""
-        parts: dict[str, Any] = yaml.safe_load(path.read_text())
-        given = {kind: weight for kind, weight in (weights or {}).items() if kind in parts["templates"]}
-        return cls(parts["templates"], parts["fillers"], {**parts["weights"], **given})
+        """Read a YAML file with `templates`, `fillers` and `weights`; those given here count instead, of kinds that it has.
+
+        Raise ValueError for another.
+        """
+        try:
+            parts = msgspec.convert(yaml.safe_load(path.read_text()), _File)
+        except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
+            raise ValueError(f"{path} is no grammar: {str(error).splitlines()[0]}") from error
+        given = {kind: weight for kind, weight in (weights or {}).items() if kind in parts.templates}
+        return cls(parts.templates, parts.fillers, {**parts.weights, **given})
 
     @property
     def kinds(self) -> frozenset[str]:

@@ -95,7 +95,7 @@ class AgreementWeights:
     With noise g and temperature t the target takes the token with the largest log p + t g, p and q being laws at temperature 1.
     That is taken to be token j with a probability in proportion to exp(a log q_j + b t g_j). The better a drafter, the larger are
     both weights. Its law is a mean over what it cannot know, and flatter than the target's: noise decides less than it would if
-    q were p, so that `sharpness`, a / b, is above 1 (1.4 and 2.5 for the heads that ship). Tokens ranked by
+    q were p, so that `sharpness`, a / b, is above 1 (1.2 and 2.0 for the heads that ship). Tokens ranked by
     sharpness * log q + t g are ranked by their chances. Of a greedy row, which has no noise, a alone counts.
 
     Both are fitted while it serves, by the likelihood of what came out, which has one maximum: a step of Newton's method for some

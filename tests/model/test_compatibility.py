@@ -315,6 +315,9 @@ def test_the_shipped_drafters_belong_to_their_targets():
     from server.settings import SHIPPED_DRAFTERS
 
     pair = compare_models(resolve("qwen2.5-coder-1.5b").folder, resolve("qwen2.5-coder-0.5b").folder, 32768)
-    lens = compare_made_for(resolve("smollm2-135m").folder, SHIPPED_DRAFTERS / "smollm2-135m-lens.safetensors")
-    assert (pair.refusals, pair.warnings, lens.refusals, lens.warnings) == ((), (), (), ())
+    assert (pair.refusals, pair.warnings) == ((), ())
+    for file in SHIPPED_DRAFTERS.glob("*.safetensors"):
+        own = compare_made_for(resolve(file.stem.rpartition("-")[0]).folder, file)
+        assert (own.refusals, own.warnings) == ((), ())
+        assert file.stat().st_size < 20_000_000
     assert compare_models(resolve("qwen2.5-coder-1.5b").folder, resolve("smollm2-135m").folder, 8192).refusals

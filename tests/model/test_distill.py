@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.distill.chains import chain_states
-from engine.distill.corpus import Corpus, OtherTexts, Text, collect, write_texts
-from engine.distill.distil import shape_for
+from engine.distill.corpus import TEMPERATURES, Corpus, OtherTexts, Text, collect, write_texts
+from engine.distill.distil import is_held_out, shape_for
 from engine.distill.evaluation import evaluate
 from engine.distill.loss import distillation_loss, teacher_laws
 from engine.distill.prompts import PromptGrammar, draw_in_turn
@@ -385,9 +385,32 @@ def test_a_grammar_draws_different_prompts_and_the_same_for_a_seed() -> None:
 def test_grammars_are_drawn_from_in_turn_and_more_prompts_begin_with_the_same() -> None:
     one, other = (PromptGrammar({"a": [f"{name} {{number}}"]}, {}, {"a": 1}) for name in "xy")
     drawn = draw_in_turn([one, other], 7, 3)
-    assert [prompt[0] for prompt in drawn] == list("xyxyxyx")
+    assert [prompt[0] for prompt in drawn] == list("xxxxxxy")
+    assert [prompt[0] for prompt in draw_in_turn([one, other], 20, 3)] == list("xxxxxxyyyyyyxxxxxxyy")
     assert drawn == draw_in_turn([one, other], 20, 3)[:7]
-    assert drawn[::2] == one.draw(4, 3)
+    assert drawn[:6] == one.draw(6, 3)
+
+
+def test_each_grammar_is_answered_at_every_temperature() -> None:
+    for count in (1, 2, 3):
+        grammars = [PromptGrammar({"a": [f"{name} {{number}}"]}, {}, {"a": 1}) for name in "xyz"[:count]]
+        drawn = draw_in_turn(grammars, 36, 3)
+        for name in "xyz"[:count]:
+            given = Counter(TEMPERATURES[index % len(TEMPERATURES)] for index, prompt in enumerate(drawn) if prompt[0] == name)
+            assert given == {one: TEMPERATURES.count(one) * 36 // count // len(TEMPERATURES) for one in TEMPERATURES}
+
+
+def test_a_prompt_is_learnt_in_every_training_or_in_none() -> None:
+    def text(index: int, prompt: Tensor, answer: int) -> Text:
+        return Text(
+            index, torch.cat([prompt, torch.tensor([answer], dtype=torch.int32)]), len(prompt), torch.zeros(len(prompt), 1, 1)
+        )
+
+    prompts = torch.randint(0, 1000, (2000, 9), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    sides = [is_held_out(text(index, prompt, 3)) for index, prompt in enumerate(prompts)]
+    assert sides == [is_held_out(text(index + 7, prompt, 5)) for index, prompt in enumerate(prompts)]
+    assert sum(sides) == pytest.approx(100, abs=35)
+    assert 20 < sum(sides[::2]) < 80
 
 
 def test_weights_count_for_the_kinds_that_a_grammar_has(tmp_path: Path) -> None:
@@ -398,7 +421,27 @@ def test_weights_count_for_the_kinds_that_a_grammar_has(tmp_path: Path) -> None:
     assert {prompt[0] for prompt in grammar.draw(50, 1)} == {"b"}
 
 
-@pytest.mark.parametrize("name", ["prompts", "prompts-code", "prompts-code-more"])
+GRAMMARS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/drafters").glob("prompts*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fillers: {}",
+        "weights: {a: 1}\ntemplates: {a: [3]}\nfillers: {}",
+        "weights: {a: 1}\ntemplates: {a: []}\nfillers: {}",
+        "a: [",
+        "",
+    ],
+)
+def test_a_file_that_is_no_grammar_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "grammar.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"grammar\.yaml is no grammar: "):
+        PromptGrammar.load(path)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
 def test_no_prompt_of_the_shipped_grammars_is_a_benchmarks(name) -> None:
     root = Path(__file__).parents[2]
     drawn = set(PromptGrammar.load(root / f"configs/drafters/{name}.yaml").draw(8000, random.Random(3).randrange(100)))
