@@ -61,7 +61,7 @@ def test_a_head_comes_with_its_recipe_and_its_curve(made):
     head, recipe = DraftHead.load(work / "head.safetensors")
     assert head.shape.feature_layers == (1, 2, 3)
     assert len(head.vocab_M) == 40
-    assert 30 <= int(str(recipe["num_texts"])) <= 119  # two were kept to measure on; the shortest teach no chain
+    assert 90 <= int(str(recipe["num_texts"])) < 120  # some were kept to measure on; the shortest teach no chain
     assert recipe[RECIPE_KEY] == fingerprint(target).as_text()
     command = str(recipe["command"])
     assert all(part in command for part in ("--width 192", "--dtype float32", "--refusal-weight 0.0", "--weights a=2"))

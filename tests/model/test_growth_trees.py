@@ -712,6 +712,28 @@ def test_trees_that_learn_do_so_from_what_came_out():
     check_learning(growth.learn)
 
 
+class Attentive(AgreementWeights):
+    """Notes at which temperatures it was taught."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperatures: set[float] = set()
+
+    def observe(self, odds, noise, temperature, place):
+        self.temperatures.add(temperature)
+        super().observe(odds, noise, temperature, place)
+
+
+@pytest.mark.parametrize(("temperature", "taught"), [(0.7, 0.7), (1.3, 1.3), (0.0, 1.0)])
+def test_what_is_learnt_is_learnt_at_the_rows_temperature(monkeypatch, temperature, taught):
+    monkeypatch.setattr(calibration, "AgreementWeights", Attentive)
+    learnt = learnt_from(
+        Expansion(0, 3, 1, "noise_aware", 3), True, sampling=SamplingParams(temperature=temperature, max_tokens=8, seed=1)
+    )
+    assert isinstance(learnt.agreement, Attentive)
+    assert learnt.agreement.temperatures == {taught}
+
+
 def test_learning_kills_what_is_learnt_from_other_outcomes():
     def inverted(calibrations, rows, grown, verdicts):
         children_of_root = grown.forest.trees[0].children[ROOT]
