@@ -9,6 +9,8 @@ from typing import Annotated
 import msgspec
 import yaml
 
+from engine.distill.corpus import TEMPERATURES
+
 _SLOT = re.compile(r"\{(\w+)\}")
 _Texts = Annotated[list[str], msgspec.Meta(min_length=1)]
 
@@ -19,12 +21,12 @@ class _File(msgspec.Struct):
     weights: dict[str, int]
 
 
-_TOGETHER = 6  # prompts of one grammar: texts take temperatures in turn, and each grammar's are to have all of them
-
-
 def draw_in_turn(grammars: Sequence["PromptGrammar"], count: int, seed: int) -> list[str]:
-    """Return `count` prompts, some of each grammar in turn; raise ValueError if one has not so many."""
-    turns = [index // _TOGETHER % len(grammars) for index in range(count)]
+    """Return `count` prompts, some of each grammar in turn; raise ValueError if one has not so many.
+
+    As texts take temperatures in turn, so many come of one grammar together: each grammar's texts have all temperatures.
+    """
+    turns = [index // len(TEMPERATURES) % len(grammars) for index in range(count)]
     drawn = [iter(grammar.draw(turns.count(number), seed)) for number, grammar in enumerate(grammars)]
     return [next(drawn[number]) for number in turns]
 
