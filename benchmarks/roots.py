@@ -38,7 +38,7 @@ from selector.cost import CostModel
 from selector.estimators import CountedAcceptance
 from selector.menu import menu_for_all, menu_with
 from selector.profile import cached_profile
-from selector.replay import best_places, step_s
+from selector.network.replay import best_places, step_s
 from selector.worth import NodeSums
 from server.bench import run_case
 from server.chat_ids import chat_ids

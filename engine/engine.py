@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from engine.anteroom import Anteroom
 from engine.black_box import StepNote, note_of
 from engine.canary import SlotCanary
+from engine.choice_cache import CachedChoice
 from engine.config import SchedulerConfig
 from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, RequestFollower
@@ -24,7 +24,6 @@ from engine.draft.growth import grow, learn
 from engine.forcing import TeacherForcing
 from engine.grammar_masks import GrammarMasks
 from engine.grammars import CompiledGrammars, no_grammars
-from engine.held import HeldChoice
 from engine.judge import NOT_FINITE, Judge, logprobs_of
 from engine.pairs import verifier_for
 from engine.plan import Feeding, Row, StepPlan
@@ -74,7 +73,7 @@ class Engine:
         self._target = target
         self._drafter = drafter
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
-        self._held = HeldChoice(policy)
+        self._cached_choice = CachedChoice(policy)
         self._roots = roots or RootReader(target.model, drafter)
         grammars = grammars or no_grammars()
         self.grammars = GrammarMasks(grammars, 2 * config.max_running)
@@ -155,7 +154,7 @@ class Engine:
         self._scheduler.admit()
         has_news = self._follower is not None and self._follower.advance(self._scheduler.running_ids)
         watch.lap("follow")
-        choice = self._held.choose(self._scheduler.views(), has_news)
+        choice = self._cached_choice.choose(self._scheduler.views(), has_news)
         watch.lap("choose")
         plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, prices=choice.prices)
         watch.lap("plan")
@@ -192,18 +191,12 @@ class Engine:
         # Its laps go on: this one and the last are still to come.
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         watch.lap("commit")
-        self._held.observe(partial(feedback_of, record), has_drafted=growth.num_rounds > 0)
-        if not self._scheduler.has_work:
-            self._held.tell()
+        self._cached_choice.policy.observe(feedback_of(record))
         watch.lap("learn")
         stats = stats_of(record, self._scheduler)
         rows = traced_rows(record, probs)
         self._tracer.on_step(stats, rows)
         return StepOutput(with_traces(events, stats, rows), stats)
-
-    def tell_policy(self) -> None:
-        """Tell the policy now of all steps that ran: it is told before it is asked again, and when nothing is left to run."""
-        self._held.tell()
 
     def trace_to(self, tracer: Tracer) -> None:
         """Tell `tracer` of every step from now on."""

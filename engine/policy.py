@@ -4,7 +4,6 @@ Knows what a policy may see (SequenceView), what it says (Choice) and what it le
 weighs tokens against seconds is the selector's and implements the same Protocol; the engine never imports it.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -126,9 +125,6 @@ class RootSource(Protocol):
         ...
 
 
-_EVERY = range(sys.maxsize)
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One expansion for each view, in order, and what its chooser expects of the step.
@@ -136,8 +132,7 @@ class Choice:
     `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
     expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
     sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own included, as long as the
-    same sequences run, all of them decode, and cached text has no news (engine.held). Of its steps in which nobody drafts those
-    are told whose places among them, from 0, are in `plain_told`, and of the others how many they were.
+    same sequences run, all of them decode, and cached text has no news (engine.choice_cache).
     """
 
     expansions: tuple[Expansion, ...]
@@ -147,7 +142,6 @@ class Choice:
     prices: GrowthPrices = FREE_GROWTH
     keeps_up: bool = True
     num_steps: int = 1
-    plain_told: range = _EVERY
 
 
 class NodeChances(NamedTuple):
@@ -217,8 +211,7 @@ class StepFeedback:
     """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
 
     Trees of its `num_rows` grew in `num_rounds`, with `num_passes` of a model. What else it ran and brought takes time to tell,
-    and is told when it is first asked for, and kept: nothing else changes. It stands for `num_steps`: itself, and those before
-    it of which nothing else is told.
+    and is told when it is first asked for, and kept: nothing else changes.
     """
 
     draft_s: float
@@ -229,7 +222,6 @@ class StepFeedback:
     num_passes: int
     tell_work: Callable[[], StepWork]
     tell_outcomes: Callable[[], tuple[DraftOutcome, ...]]
-    num_steps: int = 1
     _work: StepWork | None = field(default=None, init=False)
     _outcomes: tuple[DraftOutcome, ...] | None = field(default=None, init=False)
 
@@ -256,8 +248,7 @@ class StepFeedback:
 class ExpansionPolicy(Protocol):
     """Chooses one expansion for every sequence and step. It changes speed, never the law.
 
-    While a choice holds, `choose` is not called. `observe` is called before the next `choose`, or when nothing is left to run:
-    once for each step, in order, but for those that are only counted (Choice.plain_told).
+    While a choice holds, `choose` is not called. `observe` is called after every step.
     """
 
     name: str

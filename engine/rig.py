@@ -103,7 +103,6 @@ class Rig:
             engine.add(Request(f"rig-{row}", (token_id,) * num_prompt, sampling))
         while engine.has_work and len(script.seen) < len(expansions):
             engine.step()
-            engine.tell_policy()
         for row in range(num_rows):
             engine.abort(f"rig-{row}")
         return script.seen

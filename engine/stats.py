@@ -91,8 +91,8 @@ class StepRecord:
         return sum(len(outcome.emission.new_ids) for outcome in self.outcomes if outcome.emission)
 
 
-def feedback_of(record: StepRecord, num_steps: int = 1) -> StepFeedback:
-    """Return what a policy may learn, before it has learnt: what the last of so many steps cost without the policy."""
+def feedback_of(record: StepRecord) -> StepFeedback:
+    """Return what a policy may learn, before it has learnt: what a step cost without the policy."""
     laps, rows = record.laps, record.plan.rows
     return StepFeedback(
         draft_s=laps["draft"],
@@ -103,7 +103,6 @@ def feedback_of(record: StepRecord, num_steps: int = 1) -> StepFeedback:
         num_passes=record.draft_passes.num_passes,
         tell_work=lambda: _work_of(record),
         tell_outcomes=lambda: tuple(map(_draft_outcome, record.outcomes)),
-        num_steps=num_steps,
     )
 
 

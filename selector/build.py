@@ -11,12 +11,11 @@ from engine.policy import ExpansionPolicy, RootSource
 from engine.weights import WeightsCache, default_root
 from engine.weights.fingerprint import tensors_digest
 from selector.cost import CostModel
-from selector.estimators import CountedAcceptance, Estimator
+from selector.acceptance import CountedAcceptance, Estimator
 from selector.guard import GuardedPolicy
-from selector.learnt import NetEstimator
+from selector.network.learnt import NetEstimator
 from selector.menu import Menu, menu_for_all
-from selector.native.costs import cost_model
-from selector.net import SelectorNet
+from selector.network.net import SelectorNet
 from selector.policy import AdaptiveExpansion
 from selector.profile import Bench, cached_profile
 
@@ -66,4 +65,4 @@ def profiled_costs(bench: Bench) -> CostModel:
         return cached_profile(bench, WeightsCache(default_root())).costs()
     except Exception:
         _logger.exception("this machine cannot be profiled: the policy begins with generic costs and learns from each step")
-        return cost_model()
+        return CostModel()

@@ -17,7 +17,6 @@ Shape key: K prices, F features of one part, C candidates.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -99,16 +98,6 @@ def _draft_of(work: StepWork) -> list[float]:
     return [work.num_rounds, work.num_passes, work.num_draft_tokens, work.num_passes * work.num_keys / KEYS]
 
 
-@dataclass(frozen=True)
-class Marginals:
-    """Seconds of one more of each thing, about a given step."""
-
-    token_s: float
-    drawn_s: float
-    score_s: float
-    draft_token_s: float
-
-
 class CostModel:
     """Predicts a step's seconds and learns from each. Owns its state; prices are a profile's, or the generic ones."""
 
@@ -165,11 +154,14 @@ class CostModel:
         seconds: Array | float = np.interp(num_tokens, KNOTS_F, self._curve) + beyond * slopes_F[-1]
         return seconds
 
-    def marginals(self, num_tokens: float) -> Marginals:
-        """Return what one more of each thing costs in a step of that many packed tokens."""
-        prices = self.prices
-        token_s = float(self.tokens_s(num_tokens + 1.0) - self.tokens_s(num_tokens))
-        return Marginals(token_s, prices["drawn"], prices["score"] / KEYS, prices["draft_token"])
+    def slope_s(self, num_tokens: float) -> float:
+        """Return what one more packed token costs in a step of that many."""
+        return float(self.tokens_s(num_tokens + 1.0) - self.tokens_s(num_tokens))
+
+    @property
+    def score_s(self) -> float:
+        """What one pair of a token and a key costs."""
+        return self.prices["score"] / KEYS
 
     def observe(self, work: StepWork, seconds: StageSeconds) -> None:
         """Learn from a step that ran."""

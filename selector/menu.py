@@ -3,15 +3,16 @@
 Knows shapes, and which of them a verifier is exact on. Shape key: M entries of a menu.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.pairs import default_tree, is_exact
+from engine.policy import SequenceView
 from engine.tree import DELAYED_TREES, PLAIN, Expansion, TreeName
 
 _TRUNKS = (0, 1, 2, 3, 4, 6)
@@ -84,11 +85,6 @@ class Menu:
         return float(chances.min()) if len(chances) else 0.0
 
     @cached_property
-    def is_by_chance(self) -> bool:
-        """Whether all trees differ by the least chance of their nodes alone, or nearly so."""
-        return len(self) > 1 and bool((self.least_chances[1:] > 0.0).all())
-
-    @cached_property
     def least_room(self) -> NDArray[np.int64]:
         """Drafted tokens and levels that each entry needs room for, int64 [2, M]: what ends by its nodes' chances fits in any."""
         return np.where(self.least_chances > 0.0, np.minimum(self.num_nodes, 1), np.stack([self.num_nodes, self.depths]))
@@ -118,6 +114,44 @@ class Menu:
     def index(self) -> dict[Expansion, int]:
         """Each entry's place."""
         return {entry: place for place, entry in enumerate(self.entries)}
+
+    def allowed_for(self, views: Sequence[SequenceView]) -> tuple["Menu", NDArray[np.bool_] | None]:
+        """Return the menu that is open to the sequences, and which of it each may have, [B, M]; None if that is all of it.
+
+        That is what its verifier is exact on, within its bound on nodes, no longer than what remains of its text; none while its
+        prompt is fed. The coupled rule stands for all rows that rank their tokens, greedy ones too.
+        """
+        verifiers = ["coupled" if one.sampling.is_greedy else one.verifier for one in views]
+        are_alike = len(set(verifiers)) == 1
+        menu = self._menu_for(verifiers[0]) if are_alike else self
+        bounds = [0 if one.num_uncached > 1 else one.speculation.max_nodes for one in views]
+        most_nodes_B = [inf if bound is None else bound for bound in bounds]
+        remaining_B = [max(1, one.num_remaining) for one in views]
+        least_nodes_M, least_depths_M = menu.least_room
+        if are_alike and min(most_nodes_B) >= menu.room_for_all[0] and min(remaining_B) > menu.room_for_all[1]:
+            return menu, None
+        allowed_BM = least_nodes_M <= np.array(most_nodes_B)[:, None]
+        allowed_BM &= least_depths_M < np.array(remaining_B)[:, None]
+        if not are_alike:
+            allowed_BM &= np.stack([self._exact_for(verifier) for verifier in verifiers])
+        return menu, allowed_BM
+
+    @cached_property
+    def _menus(self) -> dict[str, "Menu"]:
+        return {}
+
+    def _menu_for(self, verifier: str) -> "Menu":
+        """Return that part of the menu which a verifier's sequences may have."""
+        if verifier not in self._menus:
+            rows = zip(self.entries, self._exact_for(verifier).tolist(), strict=True)
+            self._menus[verifier] = Menu(tuple(entry for entry, is_open in rows if is_open))
+        return self._menus[verifier]
+
+    def _exact_for(self, verifier: str) -> NDArray[np.bool_]:
+        """Return what of the menu a verifier is exact on, [M]: if there are trees that find their own shape, those alone."""
+        is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in self.entries])
+        own_M = is_exact_M & np.array([one.is_plain or not one.is_delayed for one in self.entries])
+        return own_M if own_M.sum() > 1 else is_exact_M
 
 
 def fed_share(expansion: Expansion) -> float:

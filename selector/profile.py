@@ -32,7 +32,6 @@ from selector.cost import (
     fitted_prices,
     rest_features,
 )
-from selector.native.costs import cost_model
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Profile:
 
     def costs(self) -> CostModel:
         """Return a cost model that begins with these prices."""
-        return cost_model(self.rest, self.draft)
+        return CostModel(self.rest, self.draft)
 
     def as_text(self, facts: dict[str, str]) -> str:
         """Return the file's text; the facts are for people."""

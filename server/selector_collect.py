@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.types import SamplingParams
     from engine.verify.verdict import Verifier
     from selector.estimators import CountedAcceptance
-    from selector.examples import Examples
+    from selector.network.examples import Examples
     from selector.menu import Menu
     from selector.profile import Profile
 
@@ -59,7 +59,7 @@ def _collect(parsed: argparse.Namespace) -> int:
     from engine.progress_bar import progress_bar
     from engine.weights import resolve
     from engine.weights.fingerprint import tensors_digest
-    from selector.examples import ExampleFolder
+    from selector.network.examples import ExampleFolder
 
     try:
         settings = load_settings(parsed.config, {"policy": "adaptive"})
@@ -199,7 +199,7 @@ class Collector:
         The answers to all of them are written side by side first.
         """
         from engine.types import SamplingParams
-        from selector.examples import Examples
+        from selector.network.examples import Examples
 
         ways = [SamplingParams(one, max_tokens=self._design.max_tokens, seed=self._seed) for one in self._design.temperatures]
         texts = iter(self._lab.written([(prompt, sampling) for _, prompt in prompts.values() for sampling in ways]))
@@ -228,8 +228,8 @@ class Collector:
         import numpy as np
 
         from engine.lab import Planting
-        from selector.examples import Examples
-        from selector.features import features_of
+        from selector.network.examples import Examples
+        from selector.network.features import features_of
 
         verifier = rule if rule in self._verifiers else "traversal"
         view = _view(name, point, num_prompt, sampling, verifier, self._design.max_tokens)

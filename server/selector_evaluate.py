@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from server.selector_train import read_examples
 
 if TYPE_CHECKING:
-    from selector.evaluate import Calibration
+    from selector.network.evaluate import Calibration
 
 
 def add_evaluate_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,9 +28,9 @@ def add_evaluate_command(commands: "argparse._SubParsersAction[argparse.Argument
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
-    from selector.evaluate import calibration, scores, table, told_by, ways
-    from selector.net import SelectorNet
-    from selector.replay import rows_by
+    from selector.network.evaluate import calibration, scores, table, told_by, ways
+    from selector.network.net import SelectorNet
+    from selector.network.replay import rows_by
 
     try:
         examples, _, seconds_RM = read_examples(parsed.examples)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selector.examples import Examples
-    from selector.replay import Array
+    from selector.network.examples import Examples
+    from selector.network.replay import Array
 
 
 def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -17,7 +17,7 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     train = commands.add_parser("train", help="train the network on collected examples")
     train.add_argument("--examples", type=Path, required=True, help="folder that `collect` made")
     train.add_argument("--out", type=Path, required=True, help="safetensors file to write, with its curve (.jsonl) beside it")
-    # What is not asked for is the plan's own (selector.train).
+    # What is not asked for is the plan's own (selector.network.train).
     plan = train.add_argument_group("plan", argument_default=argparse.SUPPRESS)
     plan.add_argument("--objective", choices=["tokens", "policy"], help="expect tokens, or choose as the paper's selector does")
     plan.add_argument("--epochs", dest="max_epochs", metavar="EPOCHS", type=int, help="at most")
@@ -30,7 +30,7 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    from selector.train import TrainingPlan, train
+    from selector.network.train import TrainingPlan, train
 
     try:
         examples, notes, seconds_RM = read_examples(parsed.examples)
@@ -53,8 +53,8 @@ def _train(parsed: argparse.Namespace) -> int:
 def read_examples(folder: Path) -> "tuple[Examples, dict[str, Any], Array]":
     """Return the examples, the notes beside them and the seconds of each step; raise ValueError if there are none."""
     from selector.cost import CostModel
-    from selector.examples import ExampleFolder
-    from selector.replay import seconds_of
+    from selector.network.examples import ExampleFolder
+    from selector.network.replay import seconds_of
 
     examples, notes = ExampleFolder(folder).read()
     prices: Any = notes["prices"]

@@ -18,7 +18,7 @@ from engine.types import Request, SamplingParams
 from engine.weights import WeightsCache, load_presets
 from engine.weights.stored import num_parameters
 from selector.menu import menu_of
-from selector.net import NetShape, Objective, SelectorNet
+from selector.network.net import NetShape, Objective, SelectorNet
 from server.cli import main
 from tests.conformance.folder import served_folder
 

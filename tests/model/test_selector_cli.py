@@ -13,8 +13,8 @@ from engine.engine import Engine
 from engine.policy import Reason
 from engine.weights.fingerprint import tensors_digest
 from selector.build import adaptive_policy
-from selector.examples import ExampleFolder
-from selector.net import SelectorNet
+from selector.network.examples import ExampleFolder
+from selector.network.net import SelectorNet
 from selector.profile import Profile
 from server.cli import main
 from server.settings import load_settings

@@ -7,7 +7,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.policy import Choice, DraftOutcome, ExpansionPolicy, NodeChances, SequenceView, StepFeedback, StepWork
+from engine.choice_cache import CachedChoice
+from engine.policy import (
+    BatchViews,
+    Choice,
+    DraftOutcome,
+    ExpansionPolicy,
+    NodeChances,
+    SequenceView,
+    StepFeedback,
+    StepWork,
+)
 from engine.tree import PLAIN, Expansion, GrowthPrices
 from engine.types import SamplingParams, Speculation
 
@@ -41,6 +51,7 @@ class Machine:
     draft_token_s: float = 0.00005
     blur: float = 0.0
     outliers: float = 0.0
+    choose_s: float = 0.0  # that the policy itself takes for a choice that is not reused
 
     def rest_s(self, work: StepWork) -> float:
         beyond = max(0.0, work.num_tokens - self.knee)
@@ -177,11 +188,16 @@ def run(
     seed: int = 0,
     shown: Callable[[list[SequenceView]], Sequence[SequenceView]] = list,
 ) -> Ran:
-    """Run steps over all texts. The machine's true seconds count; the policy is told blurred ones, and `shown` the views."""
-    chance, ran = random.Random(seed), Ran()
+    """Run steps over all texts, as the engine does: a choice is reused for its steps while all of them decode.
+
+    The machine's true seconds count; the policy observes blurred ones, and is shown what `shown` makes of the views.
+    """
+    chance, ran, asked = random.Random(seed), Ran(), _Asked(policy, shown)
+    cache = CachedChoice(asked)
     for _ in range(num_steps):
         views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
-        choice = policy.choose(shown(views))
+        composition = None if any(text.num_prompt for text in texts) else 0
+        choice = cache.choose(BatchViews(lambda views=views: views, len(views), composition), has_news=False)
         step = _Step(choice, len(texts))
         for text, view, wished in zip(texts, views, choice.expansions, strict=True):
             if text.num_prompt:
@@ -190,7 +206,7 @@ def run(
                 ran.num_tokens += step.decode(text, view, wished, chance)
         work = step.work
         draft_s, rest_s = machine.draft_s(work), machine.rest_s(work)
-        ran.seconds += draft_s + rest_s
+        ran.seconds += draft_s + rest_s + machine.choose_s * asked.take_count()
         ran.choices.append(choice.expansions)
         ran.reasons.append(choice.reason)
         ran.prices.append(choice.prices)
@@ -199,6 +215,24 @@ def run(
         blurred = machine.blurred(draft_s, chance), machine.blurred(rest_s, chance)
         policy.observe(feedback(work, tuple(step.outcomes), *blurred, has_prefill=step.has_prefill))
     return ran
+
+
+class _Asked:
+    """A policy that counts how often it chooses."""
+
+    def __init__(self, policy: ExpansionPolicy, shown: Callable[[list[SequenceView]], Sequence[SequenceView]]) -> None:
+        self.name, self._policy, self._shown, self._count = policy.name, policy, shown, 0
+
+    def choose(self, views: Sequence[SequenceView]) -> Choice:
+        self._count += 1
+        return self._policy.choose(self._shown([*views]))
+
+    def observe(self, feedback: StepFeedback) -> None:
+        self._policy.observe(feedback)
+
+    def take_count(self) -> int:
+        count, self._count = self._count, 0
+        return count
 
 
 class _Step:

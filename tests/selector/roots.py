@@ -7,8 +7,8 @@ import numpy as np
 from engine.policy import ROOT_SCALARS, RootFacts, SequenceView
 from engine.tree import Expansion
 from selector.estimators import CountedAcceptance
-from selector.examples import Examples
-from selector.features import features_of, rule_of
+from selector.network.examples import Examples
+from selector.network.features import features_of, rule_of
 from selector.menu import Menu, menu_of
 from tests.selector.machine import Text, flat
 

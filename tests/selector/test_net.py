@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from engine.policy import DraftOutcome
 from engine.tree import Expansion
 from selector.estimators import CountedAcceptance
-from selector.features import SCALARS
-from selector.learnt import NetEstimator
+from selector.network.features import SCALARS
+from selector.network.learnt import NetEstimator
 from selector.menu import Menu, menu_for_all, menu_of
-from selector.net import Inputs, NetShape, SelectorNet, increments_of
+from selector.network.net import Inputs, NetShape, SelectorNet, increments_of
 from tests.selector.roots import MENU, WIDTHS, PaperRoots, examples, view
 
 EXAMPLES = examples(num_prompts=3)
@@ -63,7 +63,7 @@ def test_a_tree_that_holds_another_never_brings_less(seed):
 
 
 def test_increments_of_any_sign_would_show(monkeypatch):
-    monkeypatch.setattr("selector.net.functional.softplus", lambda x: x)
+    monkeypatch.setattr("selector.network.net.functional.softplus", lambda x: x)
     with pytest.raises(AssertionError):
         check_monotone(told(net_of(seed=1)))
 

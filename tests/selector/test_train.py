@@ -5,11 +5,11 @@ import pytest
 
 from engine.tree import Expansion
 from selector.cost import CostModel
-from selector.evaluate import Told, calibration, scores, table, told_by, ways
-from selector.examples import ExampleFolder, Examples
+from selector.network.evaluate import Told, calibration, scores, table, told_by, ways
+from selector.network.examples import ExampleFolder, Examples
 from selector.menu import Menu
-from selector.replay import Outcome, best_places, rows_by, seconds_of, static_place
-from selector.train import TrainingPlan, split_of, train
+from selector.network.replay import Outcome, best_places, rows_by, seconds_of, static_place
+from selector.network.train import TrainingPlan, split_of, train
 from tests.selector.roots import MENU, examples
 
 COSTS = CostModel((0.010, *(0.001,) * 14), (1e-9, 0.001, 1e-9, 1e-9))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.roots import Known, folds, most_over_all, replayed
-from selector.replay import best_places
+from selector.network.replay import best_places
 
 NUM_TEXTS, NUM_ROOTS = 30, 20
 

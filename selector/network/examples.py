@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from engine.tree import parse_expansion
-from selector.features import SCALARS, Features
+from selector.network.features import SCALARS, Features
 from selector.menu import Menu
 
 _FORMAT = "latebranch-examples-1"

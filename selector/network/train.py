@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.progress_bar import progress_bar
-from selector.examples import Examples
-from selector.features import OF_DRAFT_LAW
-from selector.net import Inputs, NetShape, Objective, SelectorNet
-from selector.replay import Array, rows_by, static_place
+from selector.network.examples import Examples
+from selector.network.features import OF_DRAFT_LAW
+from selector.network.net import Inputs, NetShape, Objective, SelectorNet
+from selector.network.replay import Array, rows_by, static_place
 
 _LEAST_VARIANCE = 0.05  # of an entry's tokens
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from selector.examples import Examples
-from selector.net import Inputs, SelectorNet
-from selector.replay import Array, Outcome, Places, best_places, rows_by, static_place
+from selector.network.examples import Examples
+from selector.network.net import Inputs, SelectorNet
+from selector.network.replay import Array, Outcome, Places, best_places, rows_by, static_place
 
 _BUCKETS = 8  # of entropy
 _RIDGE = 1.0  # times the number of examples, of standardised columns, over 100

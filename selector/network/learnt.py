@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from engine.policy import DraftOutcome, RootFacts, RootSource, SequenceView
-from selector.estimators import Array, CountedAcceptance, Estimates
-from selector.features import features_of, rule_of
+from selector.acceptance import Array, CountedAcceptance, Estimates
+from selector.network.features import features_of, rule_of
 from selector.menu import Menu, menu_with
-from selector.net import Inputs, SelectorNet
+from selector.network.net import Inputs, SelectorNet
 
 _logger = logging.getLogger(__name__)
 
@@ -68,9 +68,7 @@ class NetEstimator:
         facts = self._roots.facts([views[row].request_id for row in asked])
         told_BM = self._told(views, asked, facts, counted.tokens) if facts.is_known_B.any() else counted.tokens
         tokens_BM = counted.tokens if told_BM is None else told_BM
-        nodes_BM, passes_BM, fed_BM = (one[:, places] for one in (counted.nodes, counted.passes, counted.fed))
-        reads_roots = bool(asked) and told_BM is not None
-        return Estimates.of(tokens_BM[:, places], nodes_BM, passes_BM, fed_BM, reads_roots)
+        return Estimates(tokens_BM[:, places], counted.nodes[:, places], counted.rounds[:, places])
 
     def _tells_of(self, rule: str, menu: Menu) -> bool:
         """Return whether the network tells of trees that rows under a rule may have: those that rank take noise-aware ones."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.tree import parse_expansion
-from selector.features import OF_DRAFT_LAW, SCALARS, Features
+from selector.network.features import OF_DRAFT_LAW, SCALARS, Features
 from selector.menu import Menu
 
 _FORMAT = "latebranch-selector-2"

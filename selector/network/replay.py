@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selector.cost import CostModel, Works
-from selector.examples import Examples
+from selector.network.examples import Examples
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]

@@ -1,0 +1,94 @@
+"""What each mechanism of the adaptive policy is worth on the paper machine of tests/selector/machine.py.
+
+python -m benchmarks.policy_ablation [--only NAME ...]
+
+Time is arithmetic and chance comes from seeds, so every run prints the same. Each row switches one mechanism off. Columns: tokens
+a second over the best fixed choice for delayed trees (mean and worst of 36 settings), after changes of the text (mean of four),
+for unlike sequences, for noise-aware trees over the best least chance (mean of nine); over plain decoding with a useless drafter;
+over the right profile with one that is wrong by a factor of 100; over the best fixed choice with a drafter 30 times as dear.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.markdown import table
+from engine.tree import GrowthPrices
+from selector import acceptance, policy, probes, search
+from selector.cost import CostModel
+from tests.selector import scores
+
+
+def _mechanisms() -> dict[str, Callable[[], Any]]:
+    """Return what switches each mechanism off."""
+    grow = search.Search.growth_prices
+
+    def without_node_costs(self: search.Search, chosen: search.Step, num_sharing: int) -> GrowthPrices:
+        return replace(grow(self, chosen, num_sharing), nodes=())
+
+    def without_growth_costs(self: search.Search, chosen: search.Step, num_sharing: int) -> GrowthPrices:
+        return GrowthPrices()
+
+    def learns_nothing(self: CostModel, work: object, seconds: object) -> None:
+        return
+
+    def nothing_due(self: probes.Probes, views: object, is_plain: object) -> tuple[list[int], int]:
+        return [], policy.REUSED_STEPS
+
+    def all_alike(self: search.Search, best: search.Step) -> object:
+        return self._alike()
+
+    def keeps_all(self: search.Search, best: search.Step) -> object:
+        return self._alike()[:1]
+
+    return {
+        "as it is": lambda: patch.object(policy, "REUSED_STEPS", policy.REUSED_STEPS),
+        "no reuse of a choice": lambda: patch.object(policy, "REUSED_STEPS", 1),
+        "reuse for twice as long": lambda: patch.object(policy, "REUSED_STEPS", 2 * policy.REUSED_STEPS),
+        "no margin before drafting": lambda: patch.object(policy, "_BEGINS_TO_PAY", 1.0),
+        "no probes": lambda: patch.object(probes.Probes, "due", nothing_due),
+        "no correction of costs": lambda: patch.object(CostModel, "observe", learns_nothing),
+        "no cost of each node": lambda: patch.object(search.Search, "growth_prices", without_node_costs),
+        "no ending of trees": lambda: patch.object(search.Search, "growth_prices", without_growth_costs),
+        "one entry for all": lambda: patch.object(search.Search, "_by_surplus", all_alike),
+        "all sequences or none": lambda: patch.object(search.Search, "_fewer", keeps_all),
+        "a kind's acceptance alone": lambda: patch.object(acceptance, "_OWN_DECAY", 0.0),
+    }
+
+
+@contextmanager
+def _without(name: str) -> Iterator[None]:
+    with _mechanisms()[name]():
+        yield
+
+
+def main() -> None:
+    """Print a row for each mechanism."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_ablation", description="what each mechanism is worth")
+    parser.add_argument("--only", nargs="+", choices=[*_mechanisms()], default=[*_mechanisms()], metavar="NAME")
+    args = parser.parse_args()
+    heads = ["without", "delayed", "worst", "changes", "unlike", "noise-aware", "useless", "wrong profile", "dear drafter"]
+    rows = []
+    for name in args.only:
+        with _without(name):
+            delayed = scores.near_best_fixed()
+            figures = [
+                mean(delayed.values()),
+                min(delayed.values()),
+                mean(scores.after_changes().values()),
+                scores.unlike_sequences(),
+                mean(scores.noise_aware().values()),
+                scores.useless_drafter(),
+                min(scores.wrong_profile().values()),
+                scores.dear_drafter(),
+            ]
+        rows.append([name, *(f"{one:.3f}" for one in figures)])
+    print(table(heads, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What choosing computes over numbers alone, compiled where there was a compiler; elsewhere numpy does the same."""

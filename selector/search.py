@@ -1,0 +1,204 @@
+"""Finds the step that brings most: expected tokens minus rate times seconds over the batch, the rate raised until nothing is better.
+
+A step's seconds are common to the batch, so a node is worth drafting where it adds more tokens a second than the batch has. At the
+rate of the best step so far each sequence takes the entry with the largest surplus: its tokens less what its own seconds cost at
+that rate. Rounds of growth are paid once for all, so each depth is tried as a bound. Whole steps are then priced by the cost
+model, and the best sets the next rate. Last, fewer sequences are tried, those first that gain most by a node.
+
+Shape key: B sequences, M entries by depth, C candidate steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.tree import GrowthPrices
+from selector.acceptance import Array, Estimates
+from selector.cost import CostModel, Works
+from selector.menu import Menu
+
+Places = NDArray[np.int64]
+
+_AHEAD = 4.0  # packed tokens a sequence, at which a large step's tokens are priced
+_BETTER = 1.0001  # times the rate so far, or the search ends
+
+
+@dataclass(frozen=True)
+class BatchLoad:
+    """What the batch's step runs whatever is chosen, and what a node adds for each sequence.
+
+    `base` is plain decoding's work with the trees that requests ask for themselves, `base_tokens` what it brings beside the
+    sequences to choose for. Of those, [B]: `context` cached tokens, `unfed` tokens that its drafter is fed for a tree beside its
+    nodes, `draws` whether it draws (1) or ranks (0). `model_share` of the rounds of growth run the model that drafts.
+    """
+
+    base: Works
+    base_tokens: float
+    context: Sequence[float]
+    unfed: Sequence[float]
+    draws: Sequence[float]
+    model_share: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Each sequence's place on the menu, and what is expected of the step."""
+
+    places: tuple[int, ...]
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    def loss_s(self, of: "Step") -> float:
+        """Return the seconds that this step takes longer than `of`, less what its tokens more are worth at that one's rate."""
+        return self.seconds - of.seconds - (self.tokens - of.tokens) / of.rate
+
+
+class Search:
+    """Prices steps of one batch and finds the best. `is_allowed_BM` is None where every entry is allowed."""
+
+    def __init__(
+        self, menu: Menu, estimates: Estimates, is_allowed_BM: NDArray[np.bool_] | None, load: BatchLoad, costs: CostModel
+    ) -> None:
+        self._menu, self._estimates, self._is_allowed_BM = menu, estimates, is_allowed_BM
+        self._load, self._costs = load, costs
+        num_rows = len(load.context)
+        self._rows_B = np.arange(num_rows) * len(menu)
+        self._context_B, self._draws_B = np.array(load.context, dtype=np.float64), np.array(load.draws, dtype=np.float64)
+        is_tree_M = menu.depths > 0
+        self._fed_BM = load.model_share * (estimates.nodes * menu.fed_share + np.outer(load.unfed, is_tree_M))
+        self.plain = self.step_of((0,) * num_rows)
+
+    def step_of(self, places: Sequence[int]) -> Step:
+        """Return a given choice with what is expected of it."""
+        return self._best_of(np.array([places], dtype=np.int64).reshape(1, -1))
+
+    def tokens_of(self, row: int, place: int) -> float:
+        """Return the tokens that are expected of a sequence with an entry."""
+        return float(self._estimates.tokens[row, place])
+
+    def best(self) -> Step:
+        """Return the best step that is found; plain decoding is one of the candidates."""
+        best = self._best_of(self._alike())
+        if len(self._rows_B) == 1:
+            return best
+        for _ in self._menu.last_of_depth:
+            found = self._best_of(self._by_surplus(best))
+            if found.rate <= best.rate * _BETTER:
+                break
+            best = found
+        return max(best, self._best_of(self._fewer(best)), key=lambda one: one.rate)
+
+    def with_tree(self, chosen: Step, rows: Sequence[int], entries: Sequence[int]) -> list[Step]:
+        """Return the chosen step with each of some entries for some of its sequences."""
+        places_CB = np.repeat(np.array([chosen.places]), len(entries), axis=0)
+        places_CB[:, rows] = np.array(entries, dtype=np.int64)[:, None]
+        tokens_C, seconds_C = self._priced(places_CB)
+        return [
+            Step((*places,), *of) for places, *of in zip(places_CB.tolist(), tokens_C.tolist(), seconds_C.tolist(), strict=True)
+        ]
+
+    def growth_prices(self, chosen: Step, num_sharing: int) -> GrowthPrices:
+        """Return what a node and a level more cost in a chosen step, in tokens at its rate.
+
+        A level is a round that `num_sharing` sequences take together and a token fed in it. A tree's first node is one more than
+        what the others are expected to have, and so on. No node may be less likely than the menu's least.
+        """
+        load, rate, places_B = self._load, chosen.rate, np.array(chosen.places)
+        num_nodes = float(self._estimates.nodes.take(places_B + self._rows_B).sum())
+        prices, num_rows = self._costs.prices, len(places_B)
+        own_s = float(prices["drawn"] * self._draws_B.sum() + self._costs.score_s * self._context_B.sum()) / num_rows
+        level_s = prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
+        level_s = level_s / max(1, num_sharing) + load.model_share * prices["draft_token"]
+        num_drafting = int(np.count_nonzero(places_B))
+        others = float(load.base.num_tokens) + num_nodes * (1.0 - 1.0 / max(1, num_drafting))
+        sizes_N = others + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
+        nodes_N = np.maximum((own_s + np.diff(self._costs.tokens_s(sizes_N))) * rate, self._menu.least_chance)
+        node_s = own_s + self._costs.slope_s(float(load.base.num_tokens) + num_nodes)
+        return GrowthPrices(node_s * rate, level_s * rate, tuple(never_less(nodes_N.tolist())))
+
+    def _alike(self) -> Places:
+        """Return a candidate for each entry: all sequences that may have it do, the others are plain, [M, B]."""
+        places_MB = np.repeat(np.arange(len(self._menu))[:, None], len(self._rows_B), axis=1)
+        return places_MB if self._is_allowed_BM is None else places_MB * self._is_allowed_BM.T
+
+    def _by_surplus(self, best: Step) -> Places:
+        """Return candidates by each sequence's surplus at the best rate so far, for token prices of small to large steps, [C, B]."""
+        load, menu, (tokens_BM, nodes_BM, _) = self._load, self._menu, self._estimates
+        prices, num_tokens = self._costs.prices, float(load.base.num_tokens)
+        chosen = num_tokens + float(nodes_BM.take(np.array(best.places) + self._rows_B).sum())
+        node_B1 = (prices["drawn"] * self._draws_B + self._costs.score_s * self._context_B)[:, None]
+        own_BM = tokens_BM - best.rate * (nodes_BM * node_B1 + self._fed_BM * prices["draft_token"])
+        if self._is_allowed_BM is not None:
+            own_BM = np.where(self._is_allowed_BM, own_BM, -np.inf)
+        candidates: list[Places] = []
+        for size in (num_tokens, chosen, _AHEAD * num_tokens):
+            surplus_BM = own_BM - best.rate * self._costs.slope_s(size) * nodes_BM
+            for last in menu.last_of_depth.tolist():
+                candidates.append(surplus_BM[:, : last + 1].argmax(1))
+        return np.array(candidates)
+
+    def _fewer(self, best: Step) -> Places:
+        """Return candidates in which only those sequences keep their trees that gain most by a node, [C, B]."""
+        places_B = np.array(best.places)
+        index_B = places_B + self._rows_B
+        gain_B = (self._estimates.tokens.take(index_B) - 1.0) / np.maximum(self._estimates.nodes.take(index_B), 1e-9)
+        order = np.argsort(np.where(places_B > 0, -gain_B, np.inf), kind="stable")[: np.count_nonzero(places_B)]
+        places_CB = np.zeros((len(order) + 1, len(places_B)), dtype=np.int64)
+        places_CB[:, order] = np.tri(len(order) + 1, len(order), -1, dtype=np.int64) * places_B[order]
+        return places_CB
+
+    def _best_of(self, places_CB: Places) -> Step:
+        tokens_C, seconds_C = self._priced(places_CB)
+        best = int((tokens_C / seconds_C).argmax())
+        return Step((*places_CB[best].tolist(),), float(tokens_C[best]), float(seconds_C[best]))
+
+    def _priced(self, places_CB: Places) -> tuple[Array, Array]:
+        """Return the tokens and the seconds of each candidate."""
+        base, share, index_CB = self._load.base, self._load.model_share, places_CB + self._rows_B
+        nodes_CB = self._estimates.nodes.take(index_CB)
+        nodes_C = nodes_CB.sum(1)
+        rounds_C = np.maximum(base.num_rounds, self._rounds(places_CB, self._estimates.rounds.take(index_CB)))
+        works = Works(
+            num_rows=base.num_rows,
+            num_tokens=base.num_tokens + nodes_C,
+            num_drawn=base.num_drawn + nodes_CB @ self._draws_B,
+            num_keys=base.num_keys,
+            num_scores=base.num_scores + nodes_CB @ self._context_B,
+            num_passes=share * rounds_C,
+            num_draft_tokens=base.num_draft_tokens + self._fed_BM.take(index_CB).sum(1),
+            num_rounds=rounds_C,
+        )
+        return self._load.base_tokens + self._estimates.tokens.take(index_CB).sum(1), self._costs.step_s(works)
+
+    def _rounds(self, places_CB: Places, rounds_CB: Array) -> Array:
+        """Return the rounds of each candidate: its step grows until its longest tree ends.
+
+        A tree goes on to its last level or ends after the first, as often as its own expected rounds say.
+        """
+        if rounds_CB.shape[1] == 1:
+            return rounds_CB[:, 0]
+        more_C = np.maximum(self._menu.depths[places_CB].max(1) - 1.0, 0.0)
+        goes_on_CB = np.clip((rounds_CB - 1.0) / np.maximum(more_C, 1.0)[:, None], 0.0, 1.0)
+        return np.asarray(np.minimum(rounds_CB.max(1), 1.0) + more_C * (1.0 - (1.0 - goes_on_CB).prod(1)))
+
+
+def never_less(prices: list[float]) -> list[float]:
+    """Return prices of one thing after another of which none is below the one before: the nearest by least squares.
+
+    What costs less than what has to be bought first is bought with it, at their mean price.
+    """
+    blocks: list[tuple[float, int]] = []
+    for price in prices:
+        mean, count = price, 1
+        while blocks and blocks[-1][0] >= mean:
+            before, more = blocks.pop()
+            mean, count = (before * more + mean * count) / (more + count), more + count
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
