@@ -39,11 +39,8 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
     def nothing_due(self: probes.Probes, views: object, is_plain: object) -> tuple[list[int], int]:
         return [], policy.REUSED_STEPS
 
-    def all_alike(self: search.Search, best: search.Step) -> object:
-        return self._alike()
-
     def keeps_all(self: search.Search, best: search.Step) -> object:
-        return self._alike()[:1]
+        return self._alike(self.plain)[:1]
 
     return {
         "as it is": lambda: patch.object(policy, "REUSED_STEPS", policy.REUSED_STEPS),
@@ -54,7 +51,6 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
         "no correction of costs": lambda: patch.object(CostModel, "observe", learns_nothing),
         "no cost of each node": lambda: patch.object(search.Search, "growth_prices", without_node_costs),
         "no ending of trees": lambda: patch.object(search.Search, "growth_prices", without_growth_costs),
-        "one entry for all": lambda: patch.object(search.Search, "_by_surplus", all_alike),
         "all sequences or none": lambda: patch.object(search.Search, "_fewer", keeps_all),
         "a kind's acceptance alone": lambda: patch.object(acceptance, "_OWN_DECAY", 0.0),
     }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
-from math import log
+from math import inf, log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,9 +26,10 @@ Array = NDArray[np.float64]
 
 _START_ACCEPTANCE = 0.5  # before any trial: worth a try, soon refuted
 _START_TOKENS = 0.7  # of a noise-aware tree, for each factor of e between 1 and the least chance of its nodes
-_PRIOR_TRIALS = 5.0  # that a prior weighs
-_KIND_DECAY, _OWN_DECAY = 0.998, 0.98  # of counts, at each later tree
+_PRIOR_TRIALS = 3.0  # that a prior weighs
+_KIND_DECAY, _OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
 _EDGE = 1e-3  # no rate is closer to 0 or 1
+_WITHOUT_NODES = np.array([[1.0], [0.0], [1.0]])  # tokens, nodes and rounds of a noise-aware tree in which no node is likely enough
 
 
 class Estimates(NamedTuple):
@@ -108,14 +109,17 @@ class _Counts:
         )
 
 
-def _shrunk(hits: list[float], trials: list[float], priors: list[float], most: float = 1e9) -> list[float]:
-    """Return hits over trials at each place, shrunk towards the prior there times what the place before has over its own prior."""
-    found, special = [], 1.0
+def _shrunk(hits: list[float], trials: list[float], priors: list[float], most: float = inf) -> list[float]:
+    """Return hits over trials at each place, shrunk towards its prior times what came before it over the prior of that.
+
+    Before a depth (rates, at most `most`) came the one above it; before an increment of a sum, the sum so far.
+    """
+    found: list[float] = []
+    rate = total = before = _EDGE
     for hit, trial, prior in zip(hits, trials, priors, strict=True):
-        rate = (hit + _PRIOR_TRIALS * min(most, prior * special)) / (trial + _PRIOR_TRIALS)
-        rate = min(most, max(_EDGE, rate))
+        rate = min(most, (hit + _PRIOR_TRIALS * min(most, prior * total / before)) / (trial + _PRIOR_TRIALS))
         found.append(rate)
-        special = rate / prior
+        total, before = (total + rate, before + prior) if most == inf else (max(_EDGE, rate), prior)
     return found
 
 
@@ -138,6 +142,10 @@ class _Own:
     of_kind: _Rates | None = None
     rates: _Rates | None = None
 
+    def is_of(self, view: SequenceView) -> bool:
+        """Return whether a sequence of that id is still this one."""
+        return self.verifier == view.verifier and (self.sampling is view.sampling or self.sampling == view.sampling)
+
 
 class CountedAcceptance:
     """The estimator that counts. Keeps a little state for each sequence it was lately asked about."""
@@ -150,6 +158,8 @@ class CountedAcceptance:
             raise ValueError("the greatest least chance comes first")
         self._num_depths = max(1, menu.deepest)
         self._start = _Rates([_START_ACCEPTANCE] * self._num_depths, [1.0] * self._num_depths, _start_of(self._by_chance))
+        most = [(1.0 + one.max_depth, one.max_nodes, one.max_depth) for one in self._by_chance]
+        self._most_3K = np.array(most, dtype=np.float64).reshape(-1, 3).T
         self._kinds: dict[str, _Kind] = {}
         self._own: dict[str, _Own] = {}
         self._parts: dict[Menu, _Part] = {}
@@ -163,9 +173,9 @@ class CountedAcceptance:
         found_3BM = np.zeros((3, len(views), len(menu)))
         found_3BM[0] = 1.0
         if len(part.chance_columns):
-            by_chance_B3K = np.array([one.by_chance for one in rates]).reshape(len(views), 3, -1)
+            by_chance_B3K = np.array([one.by_chance for one in rates]).cumsum(2) + _WITHOUT_NODES
+            by_chance_B3K = np.minimum(by_chance_B3K, self._most_3K)
             found_3BM[:, :, part.chance_columns] = by_chance_B3K.transpose(1, 0, 2)[:, :, part.chance_places]
-            found_3BM[0, :, part.chance_columns] += 1.0
         if len(part.depth_columns):
             accepted_BD, offered_BD = np.array([(one.accepted, one.offered) for one in rates]).swapaxes(0, 1)
             found_3BM[:, :, part.depth_columns] = part.by_depth(accepted_BD, offered_BD)
@@ -203,7 +213,7 @@ class CountedAcceptance:
         own.kind.rates = None
 
     def _observe_nodes(self, own: _Own, outcome: DraftOutcome, nodes: NodeChances) -> None:
-        """Add up what each tree of likelier nodes alone would have been. A tree has no evidence of nodes below its own bound.
+        """Add up what the nodes between one least chance and the next bring. A tree has no evidence of nodes below its own bound.
 
         A tree that was cut below the menu's has evidence for its own sequence alone, which all later ones are cut for too.
         """
@@ -211,15 +221,16 @@ class CountedAcceptance:
         is_cut = outcome.expansion not in self._menu.index
         least = min(nodes.chances) if is_cut and len(nodes.chances) >= outcome.expansion.max_nodes else nodes.least
         sums: list[tuple[float, float, float, float]] = []
-        tokens, count, deepest = 0.0, 0, 0
+        count, deepest = 0, 1
         for chance in self._least:
             if chance < least:
                 break
+            first, before, tokens = count, deepest, 0.0
             while count < len(likeliest) and likeliest[count][0] >= chance:
                 tokens += likeliest[count][0]
-                deepest = max(deepest, likeliest[count][1])
+                deepest = max(deepest, min(likeliest[count][1] + 1, outcome.drafted_depth))
                 count += 1
-            sums.append((tokens, count, min(deepest + 1, max(1, outcome.drafted_depth)), 1.0))
+            sums.append((tokens, count - first, deepest - before, 1.0))
         if not sums:
             return
         sums_4T = np.array(sums).T
@@ -231,8 +242,7 @@ class CountedAcceptance:
     def _rates_of(self, view: SequenceView) -> _Rates:
         """Return a sequence's estimates, made anew if a tree of its kind came since."""
         own = self._own.get(view.request_id)
-        is_new = own is None or own.sampling is not view.sampling or own.verifier != view.verifier or not view.num_generated
-        if own is None or is_new:
+        if own is None or not view.num_generated or not own.is_of(view):
             own = self._begin(view)
         kind = own.kind
         if kind.rates is None:
@@ -336,8 +346,10 @@ def best_reach(expansion: Expansion, acceptance: float) -> list[float]:
 
 
 def _start_of(entries: Sequence[Expansion]) -> list[list[float]]:
-    """Return tokens, nodes and rounds of noise-aware trees before any has grown: of half the chance there are twice as many nodes."""
-    tokens = [min(-_START_TOKENS * log(one.least_chance), one.max_depth) for one in entries]
-    nodes = [min(_START_TOKENS * (1.0 / one.least_chance - 1.0), one.max_nodes) for one in entries]
-    rounds = [min(1.0 + 2.0 * token, one.max_depth) for token, one in zip(tokens, entries, strict=True)]
-    return [tokens, nodes, rounds]
+    """Return tokens, nodes and rounds that each entry adds to the one before, before any noise-aware tree has grown, [3, K].
+
+    As many tokens of nodes of any chance as of half of it, of which there are twice as many.
+    """
+    least_K = np.array([1.0, *(one.least_chance for one in entries)])
+    tokens_K, nodes_K = -_START_TOKENS * np.log(least_K), _START_TOKENS * (1.0 / least_K - 1.0)
+    return np.diff([tokens_K, nodes_K, 2.0 * tokens_K], axis=1).tolist()

@@ -16,6 +16,7 @@ from engine.policy import DraftOutcome, SequenceView
 _SHARE = 0.005  # of all seconds, spent on probes at most
 _SHORTEST, _LONGEST = 8, 64  # tokens of a sequence between its probes
 _MOST_SAVED_STEPS = 2.0  # plain steps' seconds that the account holds
+_MOST_LOST_STEPS = 16.0  # that it is charged with: a step may be long because another program ran
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Probes:
         self._saved_s = self._most_s = inf  # until the first step is known
         self._interval = _SHORTEST  # that a new sequence begins with
         self._waits: dict[str, _Wait] = {}
-        self._asked: dict[str, int] = {}  # sequences of the probe under way
+        self._asked: set[str] = set()  # sequences of the probe under way
 
     def save(self, step_s: float) -> None:
         """Put the share of a step into the account."""
@@ -85,17 +86,17 @@ class Probes:
     def begin(self, views: Sequence[SequenceView]) -> None:
         """Note that the next step probes these sequences."""
         for view in views:
+            self._asked.add(view.request_id)
             self._waits[view.request_id].since = view.num_generated
-            self._asked[view.request_id] = view.num_generated
 
     @property
     def asked(self) -> Collection[str]:
         """Sequences of the probe under way; none where there is none."""
-        return self._asked.keys()
+        return self._asked
 
     def end(self, outcomes: Sequence[DraftOutcome], lost_s: float) -> None:
         """Charge the probe under way with the seconds that it lost, which may be a gain, and set the waits by what it brought."""
-        self._saved_s -= min(max(lost_s, -self._most_s), self._most_s)
+        self._saved_s -= min(lost_s, self._most_s * _MOST_LOST_STEPS / _MOST_SAVED_STEPS)
         for outcome in outcomes:
             wait = self._waits.get(outcome.request_id)
             if outcome.request_id not in self._asked or outcome.expansion.is_plain or wait is None or not wait.is_plain:

@@ -1,9 +1,9 @@
-"""Finds the step that brings most: expected tokens minus rate times seconds over the batch, the rate raised until nothing is better.
+"""Finds the step that brings the batch most expected tokens a second.
 
-A step's seconds are common to the batch, so a node is worth drafting where it adds more tokens a second than the batch has. At the
-rate of the best step so far each sequence takes the entry with the largest surplus: its tokens less what its own seconds cost at
-that rate. Rounds of growth are paid once for all, so each depth is tried as a bound. Whole steps are then priced by the cost
-model, and the best sets the next rate. Last, fewer sequences are tried, those first that gain most by a node.
+A step's seconds are common to the batch: rounds of growth are paid once for all, and a node is worth drafting only where it adds
+more tokens a second than the batch has. One entry of the menu is tried for all sequences that may have it, and for half of
+them and so on; then sequences are left out one by one, those first that gain least by a node. Whole steps are priced by the cost model. Entries are not chosen one by one: the best
+of many uncertain estimates is rarely as good as it looks.
 
 Shape key: B sequences, M entries by depth, C candidate steps.
 """
@@ -21,9 +21,7 @@ from selector.menu import Menu
 
 Places = NDArray[np.int64]
 
-_AHEAD = 4.0  # packed tokens a sequence, at which a large step's tokens are priced
-_BETTER = 1.0001  # times the rate so far, or the search ends
-
+_SPREAD = np.array([-1.28, -0.52, 0.0, 0.52, 1.28])  # standard deviations, each as likely
 
 @dataclass(frozen=True)
 class BatchLoad:
@@ -85,15 +83,12 @@ class Search:
 
     def best(self) -> Step:
         """Return the best step that is found; plain decoding is one of the candidates."""
-        best = self._best_of(self._alike())
+        best = self._best_of(self._alike(self.plain))
         if len(self._rows_B) == 1:
             return best
-        for _ in self._menu.last_of_depth:
-            found = self._best_of(self._by_surplus(best))
-            if found.rate <= best.rate * _BETTER:
-                break
-            best = found
-        return max(best, self._best_of(self._fewer(best)), key=lambda one: one.rate)
+        if self._is_allowed_BM is not None:
+            best = self._best_of(self._alike(best))
+        return self._best_of(self._fewer(best))
 
     def with_tree(self, chosen: Step, rows: Sequence[int], entries: Sequence[int]) -> list[Step]:
         """Return the chosen step with each of some entries for some of its sequences."""
@@ -108,7 +103,7 @@ class Search:
         """Return what a node and a level more cost in a chosen step, in tokens at its rate.
 
         A level is a round that `num_sharing` sequences take together and a token fed in it. A tree's first node is one more than
-        what the others are expected to have, and so on. No node may be less likely than the menu's least.
+        what the others have, and so on: the mean over what they may have, each as widely spread as what is expected of it. No node may be less likely than the menu's least.
         """
         load, rate, places_B = self._load, chosen.rate, np.array(chosen.places)
         num_nodes = float(self._estimates.nodes.take(places_B + self._rows_B).sum())
@@ -116,33 +111,29 @@ class Search:
         own_s = float(prices["drawn"] * self._draws_B.sum() + self._costs.score_s * self._context_B.sum()) / num_rows
         level_s = prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
         level_s = level_s / max(1, num_sharing) + load.model_share * prices["draft_token"]
-        num_drafting = int(np.count_nonzero(places_B))
-        others = float(load.base.num_tokens) + num_nodes * (1.0 - 1.0 / max(1, num_drafting))
-        sizes_N = others + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
-        nodes_N = np.maximum((own_s + np.diff(self._costs.tokens_s(sizes_N))) * rate, self._menu.least_chance)
+        num_drafting = max(1, int(np.count_nonzero(places_B)))
+        own_nodes, num_others = num_nodes / num_drafting, num_drafting - 1
+        others_Z = np.maximum(0.0, own_nodes * (num_others + _SPREAD * num_others**0.5))
+        sizes_N = float(load.base.num_tokens) + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
+        tokens_s_N = np.asarray(self._costs.tokens_s(sizes_N + others_Z[:, None])).mean(0)
+        nodes_N = np.maximum((own_s + np.diff(tokens_s_N)) * rate, self._menu.least_chance)
         node_s = own_s + self._costs.slope_s(float(load.base.num_tokens) + num_nodes)
         return GrowthPrices(node_s * rate, level_s * rate, tuple(never_less(nodes_N.tolist())))
 
-    def _alike(self) -> Places:
-        """Return a candidate for each entry: all sequences that may have it do, the others are plain, [M, B]."""
-        places_MB = np.repeat(np.arange(len(self._menu))[:, None], len(self._rows_B), axis=1)
-        return places_MB if self._is_allowed_BM is None else places_MB * self._is_allowed_BM.T
+    def _alike(self, best: Step) -> Places:
+        """Return candidates for each entry: all sequences that may have it do, or half of them and so on, the others keep theirs.
 
-    def _by_surplus(self, best: Step) -> Places:
-        """Return candidates by each sequence's surplus at the best rate so far, for token prices of small to large steps, [C, B]."""
-        load, menu, (tokens_BM, nodes_BM, _) = self._load, self._menu, self._estimates
-        prices, num_tokens = self._costs.prices, float(load.base.num_tokens)
-        chosen = num_tokens + float(nodes_BM.take(np.array(best.places) + self._rows_B).sum())
-        node_B1 = (prices["drawn"] * self._draws_B + self._costs.score_s * self._context_B)[:, None]
-        own_BM = tokens_BM - best.rate * (nodes_BM * node_B1 + self._fed_BM * prices["draft_token"])
+        Of fewer those have it of which most tokens are expected, [C, B].
+        """
+        tokens_BM = self._estimates.tokens
         if self._is_allowed_BM is not None:
-            own_BM = np.where(self._is_allowed_BM, own_BM, -np.inf)
-        candidates: list[Places] = []
-        for size in (num_tokens, chosen, _AHEAD * num_tokens):
-            surplus_BM = own_BM - best.rate * self._costs.slope_s(size) * nodes_BM
-            for last in menu.last_of_depth.tolist():
-                candidates.append(surplus_BM[:, : last + 1].argmax(1))
-        return np.array(candidates)
+            tokens_BM = np.where(self._is_allowed_BM, tokens_BM, 0.0)
+        rank_MB = (-tokens_BM).argsort(0, kind="stable").argsort(0).T
+        num_allowed_M1 = np.count_nonzero(tokens_BM, axis=0)[:, None]
+        entries_M1 = np.arange(len(self._menu))[:, None]
+        halves = range(len(self._rows_B).bit_length())
+        candidates = [np.where(rank_MB < -(-num_allowed_M1 >> half), entries_M1, best.places) for half in halves]
+        return np.concatenate(candidates)
 
     def _fewer(self, best: Step) -> Places:
         """Return candidates in which only those sequences keep their trees that gain most by a node, [C, B]."""
