@@ -33,7 +33,6 @@ from benchmarks.drafters.report import interval
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
 from engine.engine import Engine
-from engine.held import HeldChoice
 from engine.model import CausalModel
 from engine.pairs import verifier_for
 from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
@@ -90,7 +89,7 @@ class Way:
             expansion = parse_expansion(tree)
             return cls(name, engine, Speculation(expansion=expansion, verifier=verifier_for(expansion, verifier)))
         if kind == "whole":
-            engine._held = HeldChoice(GrownWhole(engine._held.policy))
+            engine._policy = GrownWhole(engine._policy)
         elif kind != "policy":
             raise ValueError(f"a contender is policy, whole or static:TREE, not {name!r}")
         return cls(name, engine, Speculation(verifier=verifier))

@@ -15,6 +15,7 @@ from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
 from engine.audit.outcomes import tie_tolerance
 from engine.canary import SlotCanary
+from engine.choice_cache import CachedChoice
 from engine.config import EngineConfig
 from engine.draft.cached import CachedDrafter, FollowsTexts
 from engine.draft.combined import CombinedDrafter
@@ -318,7 +319,7 @@ def _policy(
         return FixedExpansion(config.expansion)
     if config.policy == "adaptive" and adaptive is not None:
         try:
-            return _with_runs(adaptive(config, rig, roots), config, drafter)
+            return _with_runs(CachedChoice(adaptive(config, rig, roots)), config, drafter)
         except ValueError as error:  # it was made for other models or trees
             raise BadConfiguration(str(error)) from error
     known = "plain, fixed" if adaptive is None else "plain, fixed, adaptive"

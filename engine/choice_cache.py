@@ -1,22 +1,37 @@
-"""Reuse of a policy's choice for a fixed number of steps, as long as the same sequences decode and cached text has no news."""
+"""Reuse of a policy's choice for a fixed number of steps, as long as the same sequences decode.
 
-from engine.policy import BatchViews, Choice, ExpansionPolicy
+Plain decoding is also reused for a batch of other sequences that is no smaller: where drafts do not pay for some, more do not change
+that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
+from engine.tree import PLAIN
 
 
 class CachedChoice:
-    """A policy's last choice, reused while it holds."""
+    """Another policy, whose last choice is reused while it holds."""
 
     def __init__(self, policy: ExpansionPolicy) -> None:
-        self.policy = policy
+        self.name = policy.name
+        self._policy = policy
         self._choice, self._num_left = Choice(()), 0
         self._composition: int | None = None
 
-    def choose(self, views: BatchViews, has_news: bool) -> Choice:
-        """Return the choice for a step, the policy's last one where it still holds."""
-        composition = views.composition
-        if self._num_left > 0 and composition is not None and composition == self._composition and not has_news:
+    def choose(self, views: Sequence[SequenceView]) -> Choice:
+        """Return the policy's last choice where it still holds, else a new one."""
+        composition, last = composition_of(views), self._choice
+        is_same = composition is not None and composition == self._composition
+        is_plain = last.reason is Reason.PLAIN_IS_BEST and len(views) >= len(last.expansions)
+        if self._num_left > 0 and (is_same or is_plain):
             self._num_left -= 1
-        else:
-            self._choice = self.policy.choose(views)
-            self._num_left, self._composition = self._choice.num_steps - 1, composition
+            return last if is_same else replace(last, expansions=(PLAIN,) * len(views), step_s=None)
+        self._choice = self._policy.choose(views)
+        self._num_left, self._composition = self._choice.num_steps - 1, composition
         return self._choice
+
+    def observe(self, feedback: StepFeedback) -> None:
+        """Let the policy learn from the step that ran."""
+        self._policy.observe(feedback)

@@ -15,7 +15,6 @@ from torch import Tensor
 from engine.anteroom import Anteroom
 from engine.black_box import StepNote, note_of
 from engine.canary import SlotCanary
-from engine.choice_cache import CachedChoice
 from engine.config import SchedulerConfig
 from engine.draft.calibration import Calibrations
 from engine.draft.drafter import Drafter, RequestFollower
@@ -73,7 +72,7 @@ class Engine:
         self._target = target
         self._drafter = drafter
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
-        self._cached_choice = CachedChoice(policy)
+        self._policy = policy
         self._roots = roots or RootReader(target.model, drafter)
         grammars = grammars or no_grammars()
         self.grammars = GrammarMasks(grammars, 2 * config.max_running)
@@ -154,7 +153,9 @@ class Engine:
         self._scheduler.admit()
         has_news = self._follower is not None and self._follower.advance(self._scheduler.running_ids)
         watch.lap("follow")
-        choice = self._cached_choice.choose(self._scheduler.views(), has_news)
+        views = self._scheduler.views()
+        views.has_news = has_news
+        choice = self._policy.choose(views)
         watch.lap("choose")
         plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, prices=choice.prices)
         watch.lap("plan")
@@ -191,7 +192,7 @@ class Engine:
         # Its laps go on: this one and the last are still to come.
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         watch.lap("commit")
-        self._cached_choice.policy.observe(feedback_of(record))
+        self._policy.observe(feedback_of(record))
         watch.lap("learn")
         stats = stats_of(record, self._scheduler)
         rows = traced_rows(record, probs)

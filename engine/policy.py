@@ -55,11 +55,13 @@ class BatchViews(Sequence[SequenceView]):
     """What a policy may see of a step's sequences, oldest first; made when somebody looks.
 
     Steps of one `composition` have the same sequences, all of which decode, and expansions for one are expansions for the others:
-    who stays with a choice need not look. There is none while a prompt is fed.
+    who stays with a choice need not look. There is none while a prompt is fed. `has_news` says whether cached text may know what
+    comes next in any of them.
     """
 
     def __init__(self, make: Callable[[], list[SequenceView]], count: int, composition: int | None) -> None:
         self.composition = composition
+        self.has_news = True
         self._make, self._count = make, count
 
     @cached_property
@@ -132,7 +134,7 @@ class Choice:
     `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
     expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
     sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own included, as long as the
-    same sequences run, all of them decode, and cached text has no news (engine.choice_cache).
+    same sequences run and all of them decode (engine.choice_cache).
     """
 
     expansions: tuple[Expansion, ...]
@@ -248,7 +250,7 @@ class StepFeedback:
 class ExpansionPolicy(Protocol):
     """Chooses one expansion for every sequence and step. It changes speed, never the law.
 
-    While a choice holds, `choose` is not called. `observe` is called after every step.
+    `choose` is called before every step, unless the policy stands behind a CachedChoice, and `observe` after it.
     """
 
     name: str

@@ -23,10 +23,9 @@ from selector.search import BatchLoad, Search, Step
 
 _logger = logging.getLogger(__name__)
 
-REUSED_STEPS = 8  # for which a choice stands while the batch is the same
+REUSED_STEPS = 16  # for which a choice stands while the batch is the same
 _BEGINS_TO_PAY = 1.1  # times what their seconds are worth, that trees must bring before they are drafted; later once
-_PRICED_ALWAYS = 32  # first steps that all correct prices; later one of REUSED_STEPS does, and probes
-_BESIDE_PROMPTS = 4  # nodes of a noise-aware tree while prompts are fed: what it may have is kept for it
+_PRICED_ALWAYS = 48  # first steps that all correct prices; later the first of each choice does, and probes
 _MOST_UNFED = 4  # tokens that a drafter is behind in the choice; feeding it more is a matter of once
 _KEEPS_UP_SHARE = 0.002  # of a plain step's seconds, for which drafters are kept up with sequences that decode plainly
 _KEEPS_UP_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
@@ -69,14 +68,17 @@ class AdaptiveExpansion:
         self._without_probe: Step | None = None  # what the step under way would be without its probe
         self._probe_tokens = 0.0  # beside it, of the sequences that are probed
         self._unlearnt: list[tuple[StepFeedback, bool]] = []  # since the last choice, and whether each corrects prices
-        self._num_steps = 0
+        self._num_steps, self._is_first_step = 0, True
         self._num_passes = self._num_rounds = 1.0  # of drafting, decaying: cached text spares rounds their pass of the model
         self._own_tokens: dict[str, float] = {}  # a step, of sequences whose requests ask for trees
         self._has_failed = False
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second that were found, and what is expected of them."""
+        if composition_of(views) is None and any(view.num_uncached > 1 for view in views):
+            return Choice((PLAIN,) * len(views))  # nodes are dear beside a prompt, whose tokens fill the step
         self._learn()
+        self._is_first_step = True
         own = {one.request_id: tree for one in views if not (tree := _own_tree(one)).is_plain}
         self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
         if not any(view.is_free for view in views):
@@ -100,7 +102,8 @@ class AdaptiveExpansion:
         self._num_steps += 1
         self._probes.save(feedback.draft_s + feedback.rest_s)
         is_probe = bool(self._probes.asked)
-        is_priced = is_probe or self._num_steps <= _PRICED_ALWAYS or self._num_steps % REUSED_STEPS == 0
+        is_priced = is_probe or self._num_steps <= _PRICED_ALWAYS or self._is_first_step
+        self._is_first_step = False
         if feedback.has_drafted or is_priced:
             self._unlearnt.append((feedback, is_priced and not feedback.has_prefill))
         if is_probe:
@@ -149,7 +152,7 @@ class AdaptiveExpansion:
         due, next_due = self._probes.due(batch.views, [not place for place in places])
         is_plain = not any(places)
         self._probes.resize(search.plain.seconds)
-        least_s = inf
+        least_s = inf  # lost by the cheapest probe of those that are due
         for rows in ([due, due[:1]] if len(due) > 1 else [due] if due else []):
             trees = search.with_tree(best, rows, entries) if (entries := batch.probes_for(rows, places)) else []
             losses_s = [one.loss_s(best) for one in trees]
@@ -163,10 +166,10 @@ class AdaptiveExpansion:
                 self._probe_tokens = sum(search.tokens_of(row, places[row]) - 1.0 for row in rows)
                 self._probes.begin([batch.views[row] for row in rows])
                 return found, 1
-        if not is_plain or not due:
-            return None, max(REUSED_STEPS, next_due if is_plain else 0)
+        if not is_plain:
+            return None, REUSED_STEPS if self._num_steps > _PRICED_ALWAYS else REUSED_STEPS // 4
         wait = self._probes.steps_to_save(least_s, best.seconds) if least_s < inf else next_due
-        return None, max(REUSED_STEPS, min(wait, next_due))
+        return None, max(REUSED_STEPS, wait)
 
     def _choice(
         self, views: Sequence[SequenceView], batch: _Batch, search: Search, step: Step, reason: Reason, num_steps: int
@@ -174,13 +177,10 @@ class AdaptiveExpansion:
         """Return a step as an expansion for every view; a request that asks for its own tree, or none, is not chosen for.
 
         A probe's trees end by their least chance alone, whatever nodes are thought to cost, and their levels cost as if all drafted.
-        Beside a prompt, trees leave room for it.
         """
-        feeds_prompt = composition_of(views) is None and any(view.num_uncached > 1 for view in views)
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, step.places, strict=True):
-            entry = batch.menu.entries[place]
-            expansions[index] = entry.limited(entry.max_depth, _BESIDE_PROMPTS) if feeds_prompt and entry.least_chance else entry
+            expansions[index] = batch.menu.entries[place]
         num_sharing = len(step.places) if reason is Reason.PROBE else sum(map(bool, step.places))
         prices = search.growth_prices(step, num_sharing)
         fed_s = len(views) * self._unasked_share * self._costs.prices["draft_token"]
@@ -189,10 +189,10 @@ class AdaptiveExpansion:
             expansions=tuple(expansions),
             reason=reason,
             speedup=step.rate / search.plain.rate,
-            step_s=None if feeds_prompt else step.seconds,
-            prices=replace(prices, nodes=()) if feeds_prompt or reason is Reason.PROBE else prices,
+            step_s=step.seconds,
+            prices=replace(prices, nodes=()) if reason is Reason.PROBE else prices,
             keeps_up=keeps_up_s <= _KEEPS_UP_SHARE * search.plain.seconds,
-            num_steps=1 if feeds_prompt else num_steps,
+            num_steps=num_steps,
         )
 
     def _batch(self, views: Sequence[SequenceView], own: dict[str, Expansion]) -> _Batch:

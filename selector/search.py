@@ -71,7 +71,9 @@ class Search:
         self._context_B, self._draws_B = np.array(load.context, dtype=np.float64), np.array(load.draws, dtype=np.float64)
         is_tree_M = menu.depths > 0
         self._fed_BM = load.model_share * (estimates.nodes * menu.fed_share + np.outer(load.unfed, is_tree_M))
-        self.plain = self.step_of((0,) * num_rows)
+        self._first_CB = self._alike((0,) * num_rows)  # plain decoding comes first
+        self._first_tokens_C, self._first_seconds_C = self._priced(self._first_CB)
+        self.plain = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, 0)
 
     def step_of(self, places: Sequence[int]) -> Step:
         """Return a given choice with what is expected of it."""
@@ -83,11 +85,12 @@ class Search:
 
     def best(self) -> Step:
         """Return the best step that is found; plain decoding is one of the candidates."""
-        best = self._best_of(self._alike(self.plain))
-        if len(self._rows_B) == 1:
+        first = int((self._first_tokens_C / self._first_seconds_C).argmax())
+        best = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, first)
+        if len(self._rows_B) == 1 or first == 0:
             return best
         if self._is_allowed_BM is not None:
-            best = self._best_of(self._alike(best))
+            best = self._best_of(self._alike(best.places))
         return self._best_of(self._fewer(best))
 
     def with_tree(self, chosen: Step, rows: Sequence[int], entries: Sequence[int]) -> list[Step]:
@@ -111,16 +114,18 @@ class Search:
         own_s = float(prices["drawn"] * self._draws_B.sum() + self._costs.score_s * self._context_B.sum()) / num_rows
         level_s = prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
         level_s = level_s / max(1, num_sharing) + load.model_share * prices["draft_token"]
-        num_drafting = max(1, int(np.count_nonzero(places_B)))
+        node_s = own_s + self._costs.slope_s(float(load.base.num_tokens) + num_nodes)
+        num_drafting = int(np.count_nonzero(places_B))
+        if not num_drafting:
+            return GrowthPrices(node_s * rate, level_s * rate)
         own_nodes, num_others = num_nodes / num_drafting, num_drafting - 1
         others_Z = np.maximum(0.0, own_nodes * (num_others + _SPREAD * num_others**0.5))
         sizes_N = float(load.base.num_tokens) + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
         tokens_s_N = np.asarray(self._costs.tokens_s(sizes_N + others_Z[:, None])).mean(0)
         nodes_N = np.maximum((own_s + np.diff(tokens_s_N)) * rate, self._menu.least_chance)
-        node_s = own_s + self._costs.slope_s(float(load.base.num_tokens) + num_nodes)
         return GrowthPrices(node_s * rate, level_s * rate, tuple(never_less(nodes_N.tolist())))
 
-    def _alike(self, best: Step) -> Places:
+    def _alike(self, kept: Sequence[int]) -> Places:
         """Return candidates for each entry: all sequences that may have it do, or half of them and so on, the others keep theirs.
 
         Of fewer those have it of which most tokens are expected, [C, B].
@@ -132,7 +137,7 @@ class Search:
         num_allowed_M1 = np.count_nonzero(tokens_BM, axis=0)[:, None]
         entries_M1 = np.arange(len(self._menu))[:, None]
         halves = range(len(self._rows_B).bit_length())
-        candidates = [np.where(rank_MB < -(-num_allowed_M1 >> half), entries_M1, best.places) for half in halves]
+        candidates = [np.where(rank_MB < -(-num_allowed_M1 >> half), entries_M1, kept) for half in halves]
         return np.concatenate(candidates)
 
     def _fewer(self, best: Step) -> Places:
@@ -147,8 +152,11 @@ class Search:
 
     def _best_of(self, places_CB: Places) -> Step:
         tokens_C, seconds_C = self._priced(places_CB)
-        best = int((tokens_C / seconds_C).argmax())
-        return Step((*places_CB[best].tolist(),), float(tokens_C[best]), float(seconds_C[best]))
+        return self._step(places_CB, tokens_C, seconds_C, int((tokens_C / seconds_C).argmax()))
+
+    @staticmethod
+    def _step(places_CB: Places, tokens_C: Array, seconds_C: Array, candidate: int) -> Step:
+        return Step((*places_CB[candidate].tolist(),), float(tokens_C[candidate]), float(seconds_C[candidate]))
 
     def _priced(self, places_CB: Places) -> tuple[Array, Array]:
         """Return the tokens and the seconds of each candidate."""

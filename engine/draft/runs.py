@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.draft.texts import TextCache
-from engine.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback
+from engine.policy import BatchViews, Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback
 from engine.tree import Expansion, GrowthPrices
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
@@ -33,6 +33,9 @@ class RunningPolicy:
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
         choice = self._policy.choose(views)
+        if isinstance(views, BatchViews) and not views.has_news:
+            self._running = frozenset()
+            return choice
         chains = [self._chain(view, wish, choice.prices) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:

@@ -197,7 +197,7 @@ def run(
     for _ in range(num_steps):
         views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
         composition = None if any(text.num_prompt for text in texts) else 0
-        choice = cache.choose(BatchViews(lambda views=views: views, len(views), composition), has_news=False)
+        choice = cache.choose(BatchViews(lambda views=views: views, len(views), composition))
         step = _Step(choice, len(texts))
         for text, view, wished in zip(texts, views, choice.expansions, strict=True):
             if text.num_prompt:
