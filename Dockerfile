@@ -16,7 +16,7 @@ COPY engine engine
 COPY selector selector
 COPY server server
 COPY configs configs
-# Editable, because the presets of configs/ are read from beside the packages; engine/native and selector/native are compiled where they lie.
+# Editable, because the presets of configs/ are read from beside the packages; engine/native is compiled where it lies.
 RUN pip install -c constraints.txt -e .
 
 

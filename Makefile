@@ -17,7 +17,7 @@ SERVE_MODEL := $(if $(filter file default undefined,$(origin MODEL)),,$(if $(fin
 INSTALLED := $(VENV)/.installed
 TOOLS := .venv-conformance
 # Compiled at installation, where there is a compiler.
-NATIVE := $(wildcard engine/native/*.cpp engine/native/*.h selector/native/*.cpp)
+NATIVE := $(wildcard engine/native/*.cpp engine/native/*.h)
 # After a bin/: where the environment's packages lie.
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
@@ -73,5 +73,5 @@ bench: $(INSTALLED) ## measure a running engine on this machine
 	$(BIN)/latebranch bench $(ARGS)
 
 clean: ## delete the environment and every tool's cache; weights stay
-	rm -rf $(VENV) $(TOOLS) build dist *.egg-info engine/native/*.so selector/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) build dist *.egg-info engine/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ Shape key: R roots, K trees of a menu (plain decoding first), X features.
 
 import argparse
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -30,16 +31,15 @@ from benchmarks.markdown import table
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.distill.prompts import PromptGrammar
-from engine.policy import Choice, ExpansionPolicy, RootSource, SequenceView, StepFeedback
+from engine.policy import Choice, DraftOutcome, ExpansionPolicy, RootSource, SequenceView, StepFeedback
 from engine.rig import Rig
 from engine.types import Request, SamplingParams, Speculation
 from engine.weights import WeightsCache, default_root, resolve
+from selector.acceptance import CountedAcceptance
 from selector.cost import CostModel
-from selector.estimators import CountedAcceptance
 from selector.menu import menu_for_all, menu_with
-from selector.profile import cached_profile
 from selector.network.replay import best_places, step_s
-from selector.worth import NodeSums
+from selector.profile import cached_profile
 from server.bench import run_case
 from server.chat_ids import chat_ids
 from server.settings import SHIPPED_DRAFTERS, load_settings
@@ -50,6 +50,40 @@ _FOLDS = 3
 _RIDGE = 0.001  # of the number of roots learnt from, for standardised columns
 _EPOCHS, _RATE, _BATCH, _WIDTHS = 12, 1e-3, 64, (256, 32)
 _RULE = "coupled"
+
+
+class _NodeSums:
+    """Chances, nodes, rounds and fed nodes of trees, added up by the least chance that admits a node: [4][K], and accepted ones, [K]."""
+
+    def __init__(self, least: Sequence[float]) -> None:
+        self._dearest_first = [-chance for chance in least]
+        self.sums = [[0.0] * len(least) for _ in range(4)]
+        self.came = [0.0] * len(least)
+        self.num_trees = 0
+
+    def add(self, outcome: DraftOutcome, least_told: float) -> None:
+        """Add a tree, which tells of nodes of some chance at least."""
+        nodes, num_rounds = outcome.nodes, outcome.drafted_depth
+        assert nodes is not None, "a tree that does not know its nodes"
+        dearest_first, came = self._dearest_first, self.came
+        num_told = bisect_right(dearest_first, -least_told)
+        self.num_trees += 1
+        deepest = 0
+        chances, counts, rounds, fed = self.sums
+        for node in sorted(range(len(nodes.chances)), key=nodes.chances.__getitem__, reverse=True):
+            chance, depth = nodes.chances[node], nodes.depths[node]
+            place = bisect_left(dearest_first, -chance)
+            if place >= num_told:
+                break
+            chances[place] += chance
+            counts[place] += 1.0
+            if node in nodes.accepted:
+                came[place] += 1.0
+            if depth < num_rounds:
+                fed[place] += 1.0
+                if depth > deepest:
+                    rounds[place] += depth - deepest
+                    deepest = depth
 
 
 @dataclass(frozen=True)
@@ -79,7 +113,8 @@ class Watching:
         self.entries = [entry for entry in menu.entries if entry.least_chance]
         self.roots: list[Root] = []
         self._least = [entry.least_chance for entry in self.entries]
-        self._counting = CountedAcceptance(menu_with(self.entries))
+        self._menu = menu_with(self.entries)
+        self._counting = CountedAcceptance(self._menu)
         self._source = roots
         self._seen: dict[str, tuple[SequenceView, NDArray[np.float32], NDArray[np.float32], Array]] = {}
         roots.watch()
@@ -89,7 +124,7 @@ class Watching:
         facts = self._source.facts([view.request_id for view in views])
         states = np.concatenate([facts.target_BD, facts.draft_BW], axis=1)
         counted = self._counting.estimate(views)
-        told_B4K = np.stack([counted.tokens, counted.nodes, counted.passes, counted.fed], axis=1)
+        told_B4K = np.stack([counted.tokens, counted.nodes, counted.rounds, counted.nodes * self._menu.fed_share], axis=1)
         self._seen = {
             view.request_id: (view, states[row], facts.scalars_BS[row], told_B4K[row])
             for row, view in enumerate(views)
@@ -104,7 +139,7 @@ class Watching:
             if outcome.nodes is None or outcome.request_id not in self._seen:
                 continue
             view, states, scalars, counted = self._seen[outcome.request_id]
-            found = NodeSums(self._least)
+            found = _NodeSums(self._least)
             found.add(outcome, self._least[-1])
             expected_K, nodes_K, rounds_K, fed_K = np.array(found.sums).cumsum(1)
             root = Root(

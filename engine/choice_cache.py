@@ -1,7 +1,6 @@
 """Reuse of a policy's choice for a fixed number of steps, as long as the same sequences decode.
 
-Plain decoding is also reused for a batch of other sequences that is no smaller: where drafts do not pay for some, more do not change
-that.
+Plain decoding is also reused for a batch of other sequences that is no smaller: nodes only become dearer.
 """
 
 from collections.abc import Sequence

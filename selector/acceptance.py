@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf, log
 from typing import NamedTuple, Protocol
 
@@ -29,7 +30,7 @@ _START_TOKENS = 0.7  # of a noise-aware tree, for each factor of e between 1 and
 _PRIOR_TRIALS = 3.0  # that a prior weighs
 _KIND_DECAY, _OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
 _EDGE = 1e-3  # no rate is closer to 0 or 1
-_WITHOUT_NODES = np.array([[1.0], [0.0], [1.0]])  # tokens, nodes and rounds of a noise-aware tree in which no node is likely enough
+_WITHOUT_NODES = np.array([[1.0], [0.0], [1.0]])  # tokens, nodes, rounds of a noise-aware tree without likely nodes
 
 
 class Estimates(NamedTuple):
@@ -298,8 +299,8 @@ class _Part:
     def by_depth(self, accepted_BD: Array, offered_BD: Array) -> Array:
         """Return expected tokens, nodes and rounds of trees chosen whole, [3, B, M]."""
         reached_BMD = np.cumprod(1.0 - (1.0 - accepted_BD[:, None]) ** self.widths_MD, axis=2)
-        offered_BD = np.cumprod(offered_BD, axis=1)
-        return np.stack([1.0 + reached_BMD.sum(2), offered_BD @ self.nodes_MD.T, 1.0 + offered_BD @ self.has_next_MD.T])
+        drafted_BD = np.cumprod(offered_BD, axis=1)
+        return np.stack([1.0 + reached_BMD.sum(2), drafted_BD @ self.nodes_MD.T, 1.0 + drafted_BD @ self.has_next_MD.T])
 
 
 def _places(places: list[int]) -> NDArray[np.int64]:
@@ -323,7 +324,7 @@ def _widths(entry: Expansion) -> tuple[float, ...]:
     if entry.is_delayed:
         return (1.0,) * entry.trunk + ((float(entry.branches),) + (1.0,) * (entry.depth - 1) if entry.depth else ())
     reach = [1.0, *best_reach(entry, _START_ACCEPTANCE)]
-    chances = [max(_EDGE, min(1.0 - _EDGE, below / max(_EDGE, above))) for above, below in zip(reach, reach[1:], strict=False)]
+    chances = [max(_EDGE, min(1.0 - _EDGE, below / max(_EDGE, above))) for above, below in pairwise(reach)]
     return tuple(log(1.0 - chance) / log(1.0 - _START_ACCEPTANCE) for chance in chances)
 
 
@@ -352,4 +353,4 @@ def _start_of(entries: Sequence[Expansion]) -> list[list[float]]:
     """
     least_K = np.array([1.0, *(one.least_chance for one in entries)])
     tokens_K, nodes_K = -_START_TOKENS * np.log(least_K), _START_TOKENS * (1.0 / least_K - 1.0)
-    return np.diff([tokens_K, nodes_K, 2.0 * tokens_K], axis=1).tolist()
+    return [np.diff(up_to_K).tolist() for up_to_K in (tokens_K, nodes_K, 2.0 * tokens_K)]

@@ -10,11 +10,11 @@ from engine.config import EngineConfig
 from engine.policy import ExpansionPolicy, RootSource
 from engine.weights import WeightsCache, default_root
 from engine.weights.fingerprint import tensors_digest
-from selector.cost import CostModel
 from selector.acceptance import CountedAcceptance, Estimator
+from selector.cost import CostModel
 from selector.guard import GuardedPolicy
-from selector.network.learnt import NetEstimator
 from selector.menu import Menu, menu_for_all
+from selector.network.learnt import NetEstimator
 from selector.network.net import SelectorNet
 from selector.policy import AdaptiveExpansion
 from selector.profile import Bench, cached_profile

@@ -23,9 +23,10 @@ from selector.search import BatchLoad, Search, Step
 
 _logger = logging.getLogger(__name__)
 
-REUSED_STEPS = 16  # for which a choice stands while the batch is the same
+REUSED_STEPS = 8  # for which a choice stands while the batch is the same
 _BEGINS_TO_PAY = 1.1  # times what their seconds are worth, that trees must bring before they are drafted; later once
-_PRICED_ALWAYS = 48  # first steps that all correct prices; later the first of each choice does, and probes
+_PRICED_ALWAYS = 48  # first steps that all correct prices; later probes do, and:
+_PRICED_EVERY = 16  # of all steps
 _MOST_UNFED = 4  # tokens that a drafter is behind in the choice; feeding it more is a matter of once
 _KEEPS_UP_SHARE = 0.002  # of a plain step's seconds, for which drafters are kept up with sequences that decode plainly
 _KEEPS_UP_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
@@ -46,7 +47,7 @@ class _Batch:
         """Return the entries that all of these sequences may be probed with in place of their own."""
         entries = self.menu.telling if places[rows[0]] else self.menu.drafting
         chosen = {places[row] for row in rows}
-        allowed_M = None if self.is_allowed_BM is None else self.is_allowed_BM[[*rows]].all(0)
+        allowed_M = None if self.is_allowed_BM is None else np.asarray(self.is_allowed_BM[[*rows]].all(0))
         return [entry for entry in entries if entry not in chosen and (allowed_M is None or allowed_M[entry])]
 
 
@@ -68,7 +69,7 @@ class AdaptiveExpansion:
         self._without_probe: Step | None = None  # what the step under way would be without its probe
         self._probe_tokens = 0.0  # beside it, of the sequences that are probed
         self._unlearnt: list[tuple[StepFeedback, bool]] = []  # since the last choice, and whether each corrects prices
-        self._num_steps, self._is_first_step = 0, True
+        self._num_steps = 0
         self._num_passes = self._num_rounds = 1.0  # of drafting, decaying: cached text spares rounds their pass of the model
         self._own_tokens: dict[str, float] = {}  # a step, of sequences whose requests ask for trees
         self._has_failed = False
@@ -78,7 +79,6 @@ class AdaptiveExpansion:
         if composition_of(views) is None and any(view.num_uncached > 1 for view in views):
             return Choice((PLAIN,) * len(views))  # nodes are dear beside a prompt, whose tokens fill the step
         self._learn()
-        self._is_first_step = True
         own = {one.request_id: tree for one in views if not (tree := _own_tree(one)).is_plain}
         self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
         if not any(view.is_free for view in views):
@@ -102,8 +102,7 @@ class AdaptiveExpansion:
         self._num_steps += 1
         self._probes.save(feedback.draft_s + feedback.rest_s)
         is_probe = bool(self._probes.asked)
-        is_priced = is_probe or self._num_steps <= _PRICED_ALWAYS or self._is_first_step
-        self._is_first_step = False
+        is_priced = is_probe or self._num_steps <= _PRICED_ALWAYS or self._num_steps % _PRICED_EVERY == 0
         if feedback.has_drafted or is_priced:
             self._unlearnt.append((feedback, is_priced and not feedback.has_prefill))
         if is_probe:
@@ -153,7 +152,7 @@ class AdaptiveExpansion:
         is_plain = not any(places)
         self._probes.resize(search.plain.seconds)
         least_s = inf  # lost by the cheapest probe of those that are due
-        for rows in ([due, due[:1]] if len(due) > 1 else [due] if due else []):
+        for rows in [due, due[:1]] if len(due) > 1 else [due] if due else []:
             trees = search.with_tree(best, rows, entries) if (entries := batch.probes_for(rows, places)) else []
             losses_s = [one.loss_s(best) for one in trees]
             payable = [one for one, loss_s in zip(trees, losses_s, strict=True) if self._probes.can_pay(loss_s)]
@@ -167,7 +166,7 @@ class AdaptiveExpansion:
                 self._probes.begin([batch.views[row] for row in rows])
                 return found, 1
         if not is_plain:
-            return None, REUSED_STEPS if self._num_steps > _PRICED_ALWAYS else REUSED_STEPS // 4
+            return None, REUSED_STEPS
         wait = self._probes.steps_to_save(least_s, best.seconds) if least_s < inf else next_due
         return None, max(REUSED_STEPS, wait)
 

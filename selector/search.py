@@ -23,6 +23,7 @@ Places = NDArray[np.int64]
 
 _SPREAD = np.array([-1.28, -0.52, 0.0, 0.52, 1.28])  # standard deviations, each as likely
 
+
 @dataclass(frozen=True)
 class BatchLoad:
     """What the batch's step runs whatever is chosen, and what a node adds for each sequence.

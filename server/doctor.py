@@ -24,8 +24,8 @@ from engine.native.linear import QUANTISED
 from engine.static_steps import why_as_they_come
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from engine.weights.stored import num_parameters
-from selector.network.learnt import misfits
 from selector.menu import menu_for_all
+from selector.network.learnt import misfits
 from selector.network.net import SelectorNet
 
 

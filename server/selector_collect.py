@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from engine.policy import SequenceView
     from engine.types import SamplingParams
     from engine.verify.verdict import Verifier
-    from selector.estimators import CountedAcceptance
-    from selector.network.examples import Examples
+    from selector.acceptance import CountedAcceptance
     from selector.menu import Menu
+    from selector.network.examples import Examples
     from selector.profile import Profile
 
 
@@ -174,7 +174,7 @@ class Collector:
         from engine.lab import Lab
         from engine.pairs import is_exact
         from engine.verify.rules import create_verifier
-        from selector.estimators import CountedAcceptance
+        from selector.acceptance import CountedAcceptance
         from selector.menu import menu_of
 
         config = settings.to_engine_config()

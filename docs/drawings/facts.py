@@ -15,8 +15,8 @@ from engine.trace import read_trace
 from engine.traced import TracedRow
 from engine.tree import Expansion, parse_expansion
 from engine.types import SamplingParams, Speculation
+from selector.acceptance import CountedAcceptance
 from selector.cost import Array, Works
-from selector.estimators import CountedAcceptance
 from selector.menu import Menu, menu_of
 from selector.profile import Profile
 

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from engine.tree import parse_expansion
-from selector.network.features import SCALARS, Features
 from selector.menu import Menu
+from selector.network.features import SCALARS, Features
 
 _FORMAT = "latebranch-examples-1"
 _ARRAYS = ("target_RD", "draft_RW", "scalars_RS", "counted_RM", "tokens_RM", "nodes_RM", "temperature_R", "context_R")

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from engine.policy import DraftOutcome, RootFacts, RootSource, SequenceView
 from selector.acceptance import Array, CountedAcceptance, Estimates
-from selector.network.features import features_of, rule_of
 from selector.menu import Menu, menu_with
+from selector.network.features import features_of, rule_of
 from selector.network.net import Inputs, SelectorNet
 
 _logger = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.tree import parse_expansion
-from selector.network.features import OF_DRAFT_LAW, SCALARS, Features
 from selector.menu import Menu
+from selector.network.features import OF_DRAFT_LAW, SCALARS, Features
 
 _FORMAT = "latebranch-selector-2"
 _WIDTH, _HIDDEN, _CODE = 128, 512, 32

@@ -26,7 +26,7 @@ def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):
     config = SchedulerConfig(max_running=1, max_step_tokens=128, num_slots=512, max_model_len=64)
     engine = tiny_engine(*pair("llama"), FixedExpansion(Expansion(6, 1, 0)), config=config)
     heard: list[StepFeedback] = []
-    monkeypatch.setattr(engine._held.policy, "observe", heard.append)
+    monkeypatch.setattr(engine._policy, "observe", heard.append)
     stats = run(engine, requests_of("traversal", num=60, stop_token_ids=tuple(range(30)))).stats
     assert len(heard) == len(stats), "the last of them too"
     num_kept = sum(one.num_accepted_tokens for one in stats)
@@ -37,7 +37,7 @@ def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):
 def test_a_step_says_whether_it_drafted_and_the_rest_when_it_is_asked(monkeypatch):
     engine = head_engine(learnt_head(), policy=SeldomDrafts(1), config=CROWDED)
     heard: list[StepFeedback] = []
-    monkeypatch.setattr(engine._held.policy, "observe", heard.append)
+    monkeypatch.setattr(engine._policy, "observe", heard.append)
     run(engine, mixed_requests(max_tokens=16))
     assert not any(one._outcomes or one._work for one in heard), "nobody has asked"
     for one in heard:

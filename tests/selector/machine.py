@@ -6,6 +6,7 @@ What a policy chooses is run as the engine would run it, and it is told what the
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.choice_cache import CachedChoice
 from engine.policy import (
@@ -197,7 +198,7 @@ def run(
     for _ in range(num_steps):
         views = [text.view(text.name or str(index)) for index, text in enumerate(texts)]
         composition = None if any(text.num_prompt for text in texts) else 0
-        choice = cache.choose(BatchViews(lambda views=views: views, len(views), composition))
+        choice = cache.choose(BatchViews(partial(list, views), len(views), composition))
         step = _Step(choice, len(texts))
         for text, view, wished in zip(texts, views, choice.expansions, strict=True):
             if text.num_prompt:

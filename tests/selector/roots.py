@@ -6,10 +6,10 @@ import numpy as np
 
 from engine.policy import ROOT_SCALARS, RootFacts, SequenceView
 from engine.tree import Expansion
-from selector.estimators import CountedAcceptance
+from selector.acceptance import CountedAcceptance
+from selector.menu import Menu, menu_of
 from selector.network.examples import Examples
 from selector.network.features import features_of, rule_of
-from selector.menu import Menu, menu_of
 from tests.selector.machine import Text, flat
 
 MENU = menu_of(Expansion(4, 1, 0), "traversal", Expansion(4, 3, 4, "delayed_distinct"))

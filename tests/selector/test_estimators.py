@@ -10,7 +10,7 @@ import pytest
 
 from engine.policy import DraftOutcome
 from engine.tree import PLAIN, Expansion
-from selector.estimators import _GRID, CountedAcceptance, _sized_tokens, best_reach, kind_of
+from selector.acceptance import _GRID, CountedAcceptance, _sized_tokens, best_reach, kind_of
 from selector.menu import Menu, menu_for_all, menu_of
 from tests.selector.machine import Chances, Text, flat
 

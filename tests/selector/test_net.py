@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from engine.policy import DraftOutcome
 from engine.tree import Expansion
-from selector.estimators import CountedAcceptance
+from selector.acceptance import CountedAcceptance
+from selector.menu import Menu, menu_for_all, menu_of
 from selector.network.features import SCALARS
 from selector.network.learnt import NetEstimator
-from selector.menu import Menu, menu_for_all, menu_of
 from selector.network.net import Inputs, NetShape, SelectorNet, increments_of
 from tests.selector.roots import MENU, WIDTHS, PaperRoots, examples, view
 
@@ -125,11 +125,8 @@ def test_what_it_knows_is_its_own_and_the_rest_is_counted():
         assert (estimates.nodes == counted.nodes[:, places]).all()
         assert (estimates.tokens[1] == counted.tokens[1, places]).all()
         assert (estimates.tokens[0] != counted.tokens[0, places]).any()
-        assert estimates.reads_roots
-    assert estimator.estimate([view("unknown")]).reads_roots  # it may be known a step later
-    assert not rule_less.estimate([view("other rule", temperature=0.0)]).reads_roots
     part = Menu(SMALL.entries[::2])
-    for name in ("tokens", "nodes", "passes"):
+    for name in ("tokens", "nodes", "rounds"):
         assert (getattr(estimator.estimate(views, part), name) == getattr(estimator.estimate(views), name)[:, ::2]).all()
     assert (rule_less.estimate(views).tokens[2] == counted.tokens[2, places]).all()
     assert (estimator.estimate(views).tokens[2] != counted.tokens[2, places]).any()
@@ -159,7 +156,6 @@ def test_a_network_that_fails_is_replaced_by_counting_and_that_is_said_once(faul
         estimates = [estimator.estimate([view("r")]) for _ in range(3)]
     places = [MENU.index[entry] for entry in SMALL.entries]
     assert (estimates[-1].tokens == CountedAcceptance(MENU).estimate([view("r")]).tokens[:, places]).all()
-    assert not estimates[-1].reads_roots
     assert len(caplog.records) == 1
     assert "counted" in caplog.text
 
@@ -181,7 +177,6 @@ def test_rows_that_take_noise_aware_trees_are_not_read_in_the_place_of_others():
     both, counting = NetEstimator(menu, net, PaperRoots(dict.fromkeys(names, 0.9))), CountedAcceptance(menu)
     differs_BM = both.estimate(views).tokens != counting.estimate(views).tokens
     assert differs_BM.any(1).tolist() == [False] * 8 + [True]
-    assert not both.estimate(views[:8]).reads_roots
 
 
 def test_what_does_not_fit_is_refused():

@@ -14,8 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from engine.held import HeldChoice
+from selector.allocation import Allocation, Allocator
+from selector.model_share import ModelShare
+from selector.native.costs import cost_model
+from selector.probing import Probes
+
 from engine.policy import (
     BatchViews,
     Choice,
@@ -28,14 +32,10 @@ from engine.policy import (
 )
 from engine.tree import PLAIN, Expansion
 from engine.types import Speculation
-from selector.allocation import Allocation, Allocator
+from selector.acceptance import CountedAcceptance, Estimates, Estimator
 from selector.cost import DRAFT_PRICES, KNOTS, CostModel
-from selector.estimators import CountedAcceptance, Estimates, Estimator
 from selector.menu import Menu, menu_for_all, menu_of
-from selector.model_share import ModelShare
-from selector.native.costs import cost_model
 from selector.policy import _LEAST_STAKE, _MOST_UNLEARNT, AdaptiveExpansion, _pays, _within_bounds
-from selector.probing import Probes
 from tests.selector.machine import Machine, Ran, Text, feedback, fixed_rate, flat, run
 
 CHAIN = Expansion(4, 1, 0)

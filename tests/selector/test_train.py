@@ -5,9 +5,9 @@ import pytest
 
 from engine.tree import Expansion
 from selector.cost import CostModel
+from selector.menu import Menu
 from selector.network.evaluate import Told, calibration, scores, table, told_by, ways
 from selector.network.examples import ExampleFolder, Examples
-from selector.menu import Menu
 from selector.network.replay import Outcome, best_places, rows_by, seconds_of, static_place
 from selector.network.train import TrainingPlan, split_of, train
 from tests.selector.roots import MENU, examples

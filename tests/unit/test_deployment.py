@@ -82,7 +82,7 @@ def test_the_image_compiles_the_library_and_leaves_the_compiler_behind():
 def test_every_source_of_the_library_is_declared():
     """setuptools compiles it anew when one of them has changed."""
     extensions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    assert {extension["name"] for extension in extensions} == {*library.MODULES.values(), "selector.native.chooser"}
+    assert {extension["name"] for extension in extensions} == {*library.MODULES.values()}
     for extension in extensions:
         folder = ROOT.joinpath(*extension["name"].split(".")[:-1])
         sources = {str(path.relative_to(ROOT)) for pattern in ("*.cpp", "*.h") for path in folder.glob(pattern)}

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
+from engine.choice_cache import CachedChoice
 from engine.draft.runs import RunningPolicy
 from engine.draft.texts import TextCache
-from engine.held import HeldChoice
 from engine.policy import (
     BatchViews,
     Choice,
@@ -161,18 +161,20 @@ def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room()
     assert inner.told[1].outcomes == (tree,)
 
 
-def told(outcomes: tuple[DraftOutcome, ...], num_steps: int) -> StepFeedback:
-    return feedback_of(*outcomes)
+def views_of(views: Sequence[SequenceView], composition: int | None, has_news: bool = True) -> BatchViews:
+    """Return a step's views, and whether cached text may know what comes next."""
+    found = BatchViews(partial(list, views), len(views), composition)
+    found.has_news = has_news
+    return found
 
 
-def test_what_is_told_later_is_told_of_the_chains_of_its_own_step():
+def test_outcomes_of_chains_are_kept_from_the_policy():
     inner = Listening()
-    held = HeldChoice(RunningPolicy(inner, Sure({"run": 16, "tree": 0})))
+    policy = RunningPolicy(CachedChoice(inner), Sure({"run": 16, "tree": 0}))
     run, tree = DraftOutcome("run", Expansion(16, 1, 0), 16, 16, 16), DraftOutcome("tree", TREE, 8, 5, 2)
     for views, outcomes in (("run", "tree"), (run, tree)), (("tree",), (tree,)), (("run", "tree"), (run, tree)):
-        held.choose(BatchViews(partial(list, map(view, views)), len(views), len(views)), has_news=False)
-        held.observe(partial(told, outcomes), has_drafted=True)
-    held.tell()
+        policy.choose(views_of([*map(view, views)], len(views)))
+        policy.observe(feedback_of(*outcomes))
     assert [one.outcomes for one in inner.told] == [(tree,)] * 3
 
 
@@ -190,14 +192,14 @@ def looks(policy: ExpansionPolicy, compositions: Sequence[int | None], is_asked:
     """Return how often a policy's cached text is looked at in each of some steps, over one request that repeats nothing."""
     texts, history = CountingRuns({"r": 0}), [*range(5)]
     texts.begin(Request("r", tuple(history), SamplingParams(max_tokens=500)), history)
-    held, looked = HeldChoice(RunningPolicy(policy, texts)), []
+    running, looked = RunningPolicy(CachedChoice(policy), texts), []
     for composition in compositions:
         history.append(len(history))
         has_news = texts.advance(["r"])
         if is_asked:
             texts.law_after(row_of("r", history), ())
         before = texts.num_asked
-        held.choose(BatchViews(lambda: [view("r")], 1, composition), has_news)
+        running.choose(views_of([view("r")], composition, has_news))
         looked.append(texts.num_asked - before)
     return looked
 
@@ -243,11 +245,11 @@ def first_chain(
     prompt = tuple(range(100, 100 + num_known))
     texts, history = TextCache(), [*prompt]
     texts.begin(Request("r", prompt, SamplingParams(max_tokens=500)), history)
-    held = HeldChoice(RunningPolicy(Holds(num_held, wish), texts))
+    running = RunningPolicy(CachedChoice(Holds(num_held, wish)), texts)
     for step in range(200):
         history.append(step % 12)
         has_news = texts.advance(["r"]) and hears_news
-        choice = held.choose(BatchViews(lambda: [view("r")], 1, composition), has_news)
+        choice = running.choose(views_of([view("r")], composition, has_news))
         if choice.expansions[0] != wish:
             return step
         if is_told:

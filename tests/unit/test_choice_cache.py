@@ -1,0 +1,66 @@
+"""A choice is reused for its steps while the batch is the same; plain decoding for any batch that is no smaller."""
+
+import pytest
+
+from engine.choice_cache import CachedChoice
+from engine.policy import BatchViews, Choice, Reason
+from engine.tree import PLAIN, Expansion
+
+TREE = Expansion(2, 1, 0)
+
+
+class Counts:
+    """A policy whose choices hold for three steps."""
+
+    name = "counts"
+
+    def __init__(self, expansion, reason):
+        self.num_asked, self._expansion, self._reason = 0, expansion, reason
+
+    def choose(self, views):
+        self.num_asked += 1
+        return Choice((self._expansion,) * len(views), self._reason, num_steps=3)
+
+    def observe(self, feedback):
+        pass
+
+
+def asked(batches, expansion=TREE, reason=Reason.SPECULATION_PAYS, kind=CachedChoice):
+    """Return in which steps, of (rows, composition) each, the policy chooses anew; every choice fits its batch."""
+    policy, found = Counts(expansion, reason), []
+    cache = kind(policy)
+    for step, (num_rows, composition) in enumerate(batches):
+        before = policy.num_asked
+        choice = cache.choose(BatchViews(lambda: [], num_rows, composition))
+        assert len(choice.expansions) == num_rows
+        if policy.num_asked > before:
+            found.append(step)
+    return found
+
+
+def check_reuse(kind=CachedChoice):
+    assert asked([(1, 7)] * 7, kind=kind) == [0, 3, 6]
+
+
+def test_choice_is_reused_for_its_steps():
+    check_reuse()
+
+
+class NeverReuses(CachedChoice):
+    def choose(self, views):
+        self._num_left = 0
+        return super().choose(views)
+
+
+def test_never_reusing_is_noticed():
+    with pytest.raises(AssertionError):
+        check_reuse(NeverReuses)
+
+
+def test_another_batch_is_chosen_for_anew():
+    assert asked([(1, 7), (1, 8), (1, 8), (2, None), (2, None)]) == [0, 1, 3, 4]
+
+
+def test_plain_decoding_is_reused_for_other_batches():
+    assert asked([(2, 7), (2, 8), (3, None), (3, 9)], PLAIN, Reason.PLAIN_IS_BEST) == [0, 3]
+    assert asked([(2, 7), (1, 8)], PLAIN, Reason.PLAIN_IS_BEST) == [0, 1]
