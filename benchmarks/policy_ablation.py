@@ -5,7 +5,8 @@ python -m benchmarks.policy_ablation [--only NAME ...]
 Time is arithmetic and chance comes from seeds, so every run prints the same. Each row switches one mechanism off. Columns: tokens
 a second over the best fixed choice for delayed trees (mean and worst of 36 settings), after changes of the text (mean of four),
 for unlike sequences, for noise-aware trees over the best least chance (mean of nine); over plain decoding with a useless drafter;
-over the right profile with one that is wrong by a factor of 100; over plain decoding with a pass that takes 300 times what its profile says.
+over the right profile with one that is wrong by a factor of 100; over plain decoding with a pass that takes 300 times
+what its profile says.
 """
 
 import argparse

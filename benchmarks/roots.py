@@ -53,7 +53,7 @@ _RULE = "coupled"
 
 
 class _NodeSums:
-    """Chances, nodes, rounds and fed nodes of trees, added up by the least chance that admits a node: [4][K], and accepted ones, [K]."""
+    """Chances, nodes, rounds and fed nodes of trees, added up by the least chance that admits a node, [4][K]."""
 
     def __init__(self, least: Sequence[float]) -> None:
         self._dearest_first = [-chance for chance in least]

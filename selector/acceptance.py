@@ -200,15 +200,17 @@ class CountedAcceptance:
         """
         widths, accepted = _widths(outcome.expansion), outcome.accepted_depth
         asked = min(len(widths), self._num_depths)
-        drafted = min(outcome.drafted_depth, asked)
+        drafted = outcome.drafted_depth
+        if not outcome.expansion.is_delayed and drafted < asked:
+            drafted -= 1  # the last round found nothing
         counts_4D = np.zeros((4, self._num_depths))
         rates = own.rates.accepted if own.rates else self._start.accepted
         for depth, width in enumerate(widths[: min(accepted + 1, asked)]):
             rate, is_hit = rates[depth], depth < accepted
             part = width * rate * (1.0 - rate) ** (width - 1.0) / (1.0 - (1.0 - rate) ** width) if is_hit else width
             counts_4D[:2, depth] = part * is_hit, part
-        counts_4D[2, :drafted] = 1.0
-        counts_4D[3, : min(drafted + 1, asked)] = 1.0
+        counts_4D[2, : max(0, min(drafted, asked))] = 1.0
+        counts_4D[3, : max(1, min(drafted + 1, asked))] = 1.0
         for counts in (own.counts, own.kind.counts):
             counts.add_depths(counts_4D)
         own.kind.rates = None

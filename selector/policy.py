@@ -1,4 +1,4 @@
-"""The adaptive policy: as many expected tokens a second for the batch as can be found, and never knowingly fewer than plain decoding.
+"""The adaptive policy: most expected tokens a second for the batch, and never knowingly fewer than plain decoding.
 
 Asks an estimator what the text allows and a cost model what the machine charges, and has `Search` find the step. Stays plain
 unless drafts bring clearly more; probes now and then; says why. A choice is reused for a fixed number of steps while the batch is
@@ -175,7 +175,7 @@ class AdaptiveExpansion:
     ) -> Choice:
         """Return a step as an expansion for every view; a request that asks for its own tree, or none, is not chosen for.
 
-        A probe's trees end by their least chance alone, whatever nodes are thought to cost, and their levels cost as if all drafted.
+        A probe's trees end by their least chance alone, whatever nodes are thought to cost; their levels cost as if all drafted.
         """
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, step.places, strict=True):

@@ -1,9 +1,9 @@
 """Finds the step that brings the batch most expected tokens a second.
 
 A step's seconds are common to the batch: rounds of growth are paid once for all, and a node is worth drafting only where it adds
-more tokens a second than the batch has. One entry of the menu is tried for all sequences that may have it, and for half of
-them and so on; then sequences are left out one by one, those first that gain least by a node. Whole steps are priced by the cost model. Entries are not chosen one by one: the best
-of many uncertain estimates is rarely as good as it looks.
+more tokens a second than the batch has. One entry of the menu is tried for all sequences that may have it, and for half of them
+and so on; then sequences are left out one by one, those first that gain least by a node. Whole steps are priced by the cost
+model. Entries are not chosen sequence by sequence: the best of many uncertain estimates is rarely as good as it looks.
 
 Shape key: B sequences, M entries by depth, C candidate steps.
 """
@@ -107,7 +107,8 @@ class Search:
         """Return what a node and a level more cost in a chosen step, in tokens at its rate.
 
         A level is a round that `num_sharing` sequences take together and a token fed in it. A tree's first node is one more than
-        what the others have, and so on: the mean over what they may have, each as widely spread as what is expected of it. No node may be less likely than the menu's least.
+        what the others have, and so on: the mean over what they may have, each as widely spread as what is expected of it. No
+        node may be less likely than the menu's least.
         """
         load, rate, places_B = self._load, chosen.rate, np.array(chosen.places)
         num_nodes = float(self._estimates.nodes.take(places_B + self._rows_B).sum())

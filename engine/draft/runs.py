@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.draft.texts import TextCache
-from engine.policy import BatchViews, Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback
+from engine.policy import BatchViews, Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
 from engine.tree import Expansion, GrowthPrices
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
@@ -28,13 +28,15 @@ class RunningPolicy:
         self._policy = policy
         self._texts = texts
         self._longest = longest
+        self._composition: int | None = None
         self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
         choice = self._policy.choose(views)
-        if isinstance(views, BatchViews) and not views.has_news:
-            self._running = frozenset()
+        last, self._composition = self._composition, composition_of(views)
+        is_same = self._composition is not None and self._composition == last and not self._running
+        if is_same and isinstance(views, BatchViews) and not views.has_news:
             return choice
         chains = [self._chain(view, wish, choice.prices) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)

@@ -182,14 +182,14 @@ def test_what_is_foretold_is_what_is_learnt_from(tokens, passes, keys):
     assert costs.draft_s(works) == pytest.approx(draft_features(ran) @ prices[cost.NUM_REST :])
 
 
-def test_marginals_are_differences():
+def test_slope_is_a_difference():
     costs = taught(CostModel())
 
     def seconds(tokens: float) -> float:
         return float(costs.rest_s(Works(1.0, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))[0])
 
     for tokens in (1.0, 10.0, 15.5, 900.0):
-        assert costs.marginals(tokens).token_s == pytest.approx(seconds(tokens + 1.0) - seconds(tokens))
+        assert costs.slope_s(tokens) == pytest.approx(seconds(tokens + 1.0) - seconds(tokens))
 
 
 def test_prices_are_found_again():

