@@ -26,6 +26,7 @@ from selector.menu import Menu
 Array = NDArray[np.float64]
 
 _START_ACCEPTANCE = 0.5  # before any trial: worth a try, soon refuted
+_TYPICAL = 0.7  # acceptance, for which widths of trees that find their own shape are right
 _START_TOKENS = 0.7  # of a noise-aware tree, for each factor of e between 1 and the least chance of its nodes
 _PRIOR_TRIALS = 3.0  # that a prior weighs
 _KIND_DECAY, _OWN_DECAY = 0.998, 0.96  # of counts, at each later tree
@@ -321,13 +322,13 @@ def _widths(entry: Expansion) -> tuple[float, ...]:
     """Return how many siblings compete for acceptance at each depth behind the accepted node: P(any) = 1 - (1 - a)^width.
 
     A delayed tree has branches at its fork alone. Of a tree that finds its own shape: as many as the best tree of its size has on
-    the accepted path at an acceptance of .5.
+    the accepted path at a typical acceptance.
     """
     if entry.is_delayed:
         return (1.0,) * entry.trunk + ((float(entry.branches),) + (1.0,) * (entry.depth - 1) if entry.depth else ())
-    reach = [1.0, *best_reach(entry, _START_ACCEPTANCE)]
+    reach = [1.0, *best_reach(entry, _TYPICAL)]
     chances = [max(_EDGE, min(1.0 - _EDGE, below / max(_EDGE, above))) for above, below in pairwise(reach)]
-    return tuple(log(1.0 - chance) / log(1.0 - _START_ACCEPTANCE) for chance in chances)
+    return tuple(log(1.0 - chance) / log(1.0 - _TYPICAL) for chance in chances)
 
 
 def best_reach(expansion: Expansion, acceptance: float) -> list[float]:

@@ -150,7 +150,7 @@ def test_trees_of_their_own_shape_are_foretold_from_one_size(chance):
         assert tokens[place] == pytest.approx(best_tokens(entry, chance), rel=0.25), entry
 
 
-@pytest.mark.parametrize(("drafted_depth", "rounds"), [(6, 6.0), (3, 3.0)])
+@pytest.mark.parametrize(("drafted_depth", "passes"), [(6, 6.0), (3, 3.0)])
 def test_trees_of_their_own_shape_take_the_passes_that_they_took(drafted_depth, passes):
     largest = Expansion(0, 3, 6, "heap", 16)
     menu = menu_of(largest, "traversal", largest)
