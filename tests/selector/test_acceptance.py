@@ -145,7 +145,7 @@ def test_trees_of_their_own_shape_are_foretold_from_one_size(chance):
         estimator.observe([DraftOutcome("r", tried, 8, tried.max_depth, path_of_best_tree(tried, chance, seed))])
     tokens = estimator.estimate([view]).tokens[0]
     for depth in set(menu.depths.tolist()):
-        assert (np.diff(tokens[menu.depths == depth]) >= -0.02).all()
+        assert (np.diff(tokens[menu.depths == depth]) >= -0.1).all(), "hardly less with more nodes"
     for place, entry in enumerate(menu.entries[1:], start=1):
         assert tokens[place] == pytest.approx(best_tokens(entry, chance), rel=0.25), entry
 
