@@ -77,7 +77,7 @@ class AdaptiveExpansion:
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second that were found, and what is expected of them."""
         if composition_of(views) is None and any(view.num_uncached > 1 for view in views):
-            return Choice((PLAIN,) * len(views))  # nodes are dear beside a prompt, whose tokens fill the step
+            return Choice((PLAIN,) * len(views), Reason.PLAIN_IS_BEST)  # nodes are dear where a prompt fills the step
         self._learn()
         own = {one.request_id: tree for one in views if not (tree := _own_tree(one)).is_plain}
         self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
