@@ -72,13 +72,13 @@ class AdaptiveExpansion:
         self._num_steps = 0
         self._num_passes = self._num_rounds = 1.0  # of drafting, decaying: cached text spares rounds their pass of the model
         self._own_tokens: dict[str, float] = {}  # a step, of sequences whose requests ask for trees
-        self._has_failed = False
+        self._has_failed = self._has_failed_to_learn = False
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second that were found, and what is expected of them."""
+        self._learn()
         if composition_of(views) is None and any(view.num_uncached > 1 for view in views):
             return Choice((PLAIN,) * len(views), Reason.PLAIN_IS_BEST)  # nodes are dear where a prompt fills the step
-        self._learn()
         own = {one.request_id: tree for one in views if not (tree := _own_tree(one)).is_plain}
         self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
         if not any(view.is_free for view in views):
@@ -115,8 +115,10 @@ class AdaptiveExpansion:
             try:
                 self._learn_from(feedback, is_priced)
             except Exception:
-                _logger.log(logging.DEBUG if self._has_failed else logging.ERROR, "a step cannot be learnt from", exc_info=True)
-                self._has_failed = True
+                _logger.log(
+                    logging.DEBUG if self._has_failed_to_learn else logging.ERROR, "a step cannot be learnt from", exc_info=True
+                )
+                self._has_failed_to_learn = True
 
     def _learn_from(self, feedback: StepFeedback, is_priced: bool) -> None:
         outcomes = feedback.outcomes

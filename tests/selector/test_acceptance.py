@@ -57,13 +57,13 @@ def test_silence_is_foretold():
     assert estimates.tokens[0, place] == pytest.approx(text.expected_tokens(Expansion(4, 1, 0)), rel=0.2)
 
 
-def test_plain_decoding_brings_one_token_and_costs_nothing():
+def test_plain_decoding_brings_one_token():
     estimates = CountedAcceptance(MENU).estimate([Text(flat(0.5)).view("r")])
     assert (estimates.tokens[0, 0], estimates.nodes[0, 0], estimates.rounds[0, 0]) == (1.0, 0.0, 0.0)
     assert (estimates.tokens[0, 1:] > 1.0).all()
 
 
-def test_a_new_sequence_begins_as_its_kind_and_not_as_another():
+def test_new_sequence_begins_as_its_kind():
     estimator, text = taught([Expansion(4, 1, 0)], flat(0.95))
     alike, unlike = Text(flat(0.95)), Text(flat(0.95), temperature=0.0)
     assert expected(estimator, alike, Expansion(4, 1, 0), "new") > 3.5
@@ -74,19 +74,17 @@ def test_a_new_sequence_begins_as_its_kind_and_not_as_another():
     assert np.array_equal(rows, np.concatenate([estimator.estimate([view]).tokens for view in views]))
 
 
-def test_an_id_that_begins_anew_is_another_sequence():
+def test_id_that_begins_anew_knows_nothing():
     estimator, _ = taught([Expansion(4, 1, 0)], lambda depth, num_generated: 0.95 if num_generated < 900 else 0.0)
-    assert (
-        expected(estimator, Text(flat(0.0)), Expansion(4, 1, 0))
-        > expected(estimator, Text(flat(0.0), num_generated=9), Expansion(4, 1, 0)) * 0.5
-    )
+    assert expected(estimator, Text(flat(0.0), num_generated=9), Expansion(4, 1, 0)) < 1.5
+    assert expected(estimator, Text(flat(0.0)), Expansion(4, 1, 0)) > 2.0, "as its kind, no longer as that sequence"
 
 
 ALL = menu_for_all(Expansion(4, 1, 0), "traversal")
 
 
 @pytest.mark.parametrize("has_delayed", [False, True])
-def test_a_part_of_the_menu_has_the_whole_s_numbers(has_delayed):
+def test_part_of_menu_has_whole_numbers(has_delayed):
     """With trees of both kinds behind it; what was asked of a part before something was learnt is not what it says after."""
     tried = [entry for entry in ALL.entries if entry.num_draft_tokens in (3, 8)]
     part = Menu(tuple(one for one in ALL.entries[::2] if has_delayed or one.is_plain or not one.is_delayed))
@@ -103,7 +101,7 @@ def test_a_part_of_the_menu_has_the_whole_s_numbers(has_delayed):
         text.num_generated += accepted + 1
 
 
-def test_outcomes_of_strangers_and_of_plain_rows_say_nothing():
+def test_strangers_and_plain_rows_say_nothing():
     estimator, text = taught([Expansion(4, 1, 0)], flat(0.5), 50)
     before = estimator.estimate([text.view("r")]).tokens
     estimator.observe([DraftOutcome("stranger", Expansion(4, 1, 0), 4, 4, 4), DraftOutcome("r", PLAIN, 0, 0, 0)])
@@ -135,7 +133,7 @@ def path_of_best_tree(expansion: Expansion, chance: float, seed: random.Random) 
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.6, 0.9])
-def test_trees_of_their_own_shape_are_foretold_from_one_size(chance):
+def test_own_shaped_trees_follow_from_one_size(chance):
     largest = Expansion(0, 3, 6, "heap", 16)
     menu = menu_of(largest, "traversal", largest)
     estimator, view, seed = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r"), random.Random(0)
@@ -151,7 +149,7 @@ def test_trees_of_their_own_shape_are_foretold_from_one_size(chance):
 
 
 @pytest.mark.parametrize(("drafted_depth", "passes"), [(6, 6.0), (3, 3.0)])
-def test_trees_of_their_own_shape_take_the_passes_that_they_took(drafted_depth, passes):
+def test_own_shaped_trees_take_rounds_as_before(drafted_depth, passes):
     largest = Expansion(0, 3, 6, "heap", 16)
     menu = menu_of(largest, "traversal", largest)
     estimator, view = CountedAcceptance(menu), Text(flat(0.0), num_generated=5).view("r")
@@ -173,14 +171,14 @@ def tokens_after_trimming(menu: Menu, size: int) -> float:
 
 
 @pytest.mark.parametrize("size", [5, 11, 200])
-def test_trees_cut_for_want_of_room_teach_too(size):
+def test_trees_cut_for_room_teach_too(size):
     largest = Expansion(0, 3, 6, "heap", 64)
     menu = menu_of(largest, "traversal", largest)
     unknown = float(CountedAcceptance(menu).estimate([Text(flat(0.0)).view("r")]).tokens[0, -1])
     assert tokens_after_trimming(menu, size) > 1.3 * unknown
 
 
-def test_best_tokens_of_shapes_that_can_be_counted():
+def test_best_tokens_of_countable_shapes():
     assert best_tokens(Expansion(0, 1, 4, "heap", 4), 0.5) == pytest.approx(1.9375)
     assert best_tokens(Expansion(0, 2, 1, "heap", 2), 0.5) == pytest.approx(1.75)
     assert best_tokens(Expansion(0, 4, 8, "heap", 16), 0.0) == pytest.approx(1.0)
@@ -193,7 +191,7 @@ def test_kinds_tell_laws_apart():
     assert kind_of(views[1].sampling, "traversal") != kind_of(views[1].sampling, "coupled")
 
 
-def test_a_wish_of_which_often_nothing_is_left_brings_less():
+def test_often_empty_trees_bring_less():
     """Half of the trees are left empty; four in five of the others have their one node accepted."""
     wished = Expansion(0, 3, 6, "beam", 12)
     menu = menu_of(wished, "coupled", wished)
@@ -204,7 +202,7 @@ def test_a_wish_of_which_often_nothing_is_left_brings_less():
     assert estimator.estimate([view]).tokens[0, menu.index[wished]] == pytest.approx(1.4, abs=0.15)
 
 
-def test_the_next_sequence_knows_that_a_drafter_is_never_right():
+def test_useless_drafter_is_known_to_newcomers():
     """Whatever looks best is tried, and nothing is accepted."""
     largest = Expansion(0, 3, 6, "beam", 64)
     menu = menu_of(largest, "coupled", largest)
@@ -227,7 +225,7 @@ def tokens_of_deep_trees(paths: list[int]) -> list[float]:
     return told
 
 
-def test_short_paths_that_always_come_whole_soon_speak_for_deep_trees():
+def test_whole_short_paths_promise_deep_ones():
     """What is seen is cut off at two; a mean of what came would not go beyond 2.5."""
     told = tokens_of_deep_trees([2] * 12)
     assert told[0] < 3.5 < told[6]
@@ -249,7 +247,7 @@ def told_after(estimator: CountedAcceptance, name: str, paths: list[int]) -> flo
 
 
 @pytest.mark.parametrize(("usual", "other"), [(0, 4), (4, 0)])
-def test_what_never_came_for_long_is_not_ruled_out(usual, other):
+def test_what_never_came_is_still_possible(usual, other):
     """5,000 trees of one regime, and then a sequence of the other is told apart in a few."""
     estimator = CountedAcceptance(OF_FOUR_DEEP)
     for number in range(100):

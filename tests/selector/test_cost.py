@@ -57,12 +57,12 @@ def worst_error(costs: CostModel) -> float:
     return max(abs(got / want - 1.0) for got, want in zip(ratio(lambda one: predicted(costs, one)), wanted, strict=True))
 
 
-def test_it_learns_a_machine_it_knows_nothing_of():
+def test_unknown_machine_is_learnt():
     assert worst_error(CostModel()) > 0.3
     assert worst_error(taught(CostModel())) < 0.1
 
 
-def test_noise_and_outliers_do_not_lead_it_astray():
+def test_noise_and_outliers_do_little_harm():
     assert worst_error(taught(CostModel(), 400, noise=0.15, outliers=0.05)) < 0.2
 
 
@@ -104,29 +104,29 @@ def rise_where_memory_is_slow() -> float:
     return (predicted(costs, work(8)) - predicted(costs, work(1))) / (roofline_s(work(8), 0.018) - roofline_s(work(1), 0.018))
 
 
-def test_what_slower_memory_hides_is_not_thought_dearer():
+def test_what_slow_memory_hides_stays_cheap():
     """Small steps take 1.6 times as long, because reading does; tokens more would cost less than before."""
     assert 0.7 < rise_where_memory_is_slow() < 1.5
 
 
-def test_a_machine_slow_in_everything_would_be_thought_to_charge_more_for_tokens(monkeypatch):
+def test_common_errors_alone_make_tokens_dear(monkeypatch):
     monkeypatch.setattr(cost, "_MEMORY_VARIANCE", 0.0)
     monkeypatch.setattr(cost, "_COMMON_VARIANCE", 1.0)
     with pytest.raises(AssertionError):
-        test_what_slower_memory_hides_is_not_thought_dearer()
+        test_what_slow_memory_hides_stays_cheap()
 
 
 def test_without_a_bound_outliers_lead_astray(monkeypatch):
     monkeypatch.setattr(cost, "MOST_SIGMAS", 1e9)
     with pytest.raises(AssertionError):
-        test_noise_and_outliers_do_not_lead_it_astray()
+        test_noise_and_outliers_do_little_harm()
 
 
 works = st.builds(work, st.integers(1, 2000), st.integers(0, 12), st.integers(1, 64), st.integers(0, 10**6))
 
 
 @given(st.lists(st.tuples(works, st.floats(0, 100), st.floats(0, 100)), max_size=20), works)
-def test_seconds_are_positive_and_grow_with_work_whatever_was_seen(history, one):
+def test_seconds_grow_with_work(history, one):
     costs = CostModel()
     for seen, draft_s, rest_s in history:
         costs.observe(seen, StageSeconds(draft_s, rest_s))
@@ -153,12 +153,12 @@ def check_share() -> None:
     assert share_of_a_wide_step(costs) == pytest.approx(share, rel=0.35)
 
 
-def test_disturbances_teach_nothing_of_what_is_not_seen():
+def test_disturbances_teach_nothing_of_unseen_work():
     """A wide step once came to cost no more than a small one, because small ones had been disturbed, and trees grew wide."""
     check_share()
 
 
-def test_the_share_kills_a_filter_that_is_ever_less_sure(monkeypatch):
+def test_ever_less_sure_filter_is_noticed(monkeypatch):
     """To grow what it is unsure of, each time, leaves no bound; in the end no variance is one."""
     monkeypatch.setattr(cost, "FORGOTTEN", -1.0)
     with pytest.raises((AssertionError, TypeError)):
@@ -172,7 +172,7 @@ def test_many_candidates_cost_what_each_costs_alone():
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=4), st.integers(0, 9), st.integers(0, 5000))
-def test_what_is_foretold_is_what_is_learnt_from(tokens, passes, keys):
+def test_seconds_are_prices_times_features(tokens, passes, keys):
     """Seconds are prices times the features that prices are learnt by, on T(N)'s bends, between them and beyond the last."""
     costs = taught(CostModel())
     ran = [work(one, passes, 3, keys) for one in tokens]

@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 
 from engine.pairs import VERIFIER_NAMES, is_exact
 from engine.tree import PLAIN, Expansion, parse_expansion
+from engine.types import Speculation
 from selector.menu import Menu, fed_share, menu_for_all, menu_of
+from tests.selector.machine import Text, flat
 from tests.strategies import any_expansions
 
 SHAPES = any_expansions(max_nodes=24).filter(lambda one: not one.is_plain)
 
 
 @given(SHAPES, st.sampled_from(VERIFIER_NAMES))
-def test_every_entry_is_exact_and_ordered_by_depth(expansion, verifier):
+def test_entries_are_exact_and_by_depth(expansion, verifier):
     menu = menu_of(expansion, verifier)
     assert menu.entries[0] == PLAIN
     assert len(set(menu.entries)) == len(menu)
@@ -47,7 +49,7 @@ def test_the_family_is_the_configured_one(expansion, verifier, trees):
     assert {entry.tree for entry in menu.entries} == trees
 
 
-def test_the_default_menu_has_what_the_paper_has():
+def test_default_menu_is_the_paper_s():
     menu = menu_of(Expansion(4, 1, 0), "traversal")
     chains = [entry for entry in menu.entries if entry.branches == 1]
     assert [entry.max_depth for entry in chains] == list(range(9))
@@ -55,7 +57,7 @@ def test_the_default_menu_has_what_the_paper_has():
     assert 50 < len(menu) < 128
 
 
-def test_noise_aware_trees_come_by_the_least_chance_of_a_node():
+def test_noise_aware_trees_come_by_least_chance():
     largest = Expansion(0, 2, 8, "noise_aware", 20)
     entries = menu_of(largest, "coupled", largest).entries[1:]
     assert {replace(entry, max_nodes=20, least_chance=0.0) for entry in entries} == {largest}
@@ -69,13 +71,13 @@ def test_noise_aware_trees_come_by_the_least_chance_of_a_node():
 @pytest.mark.parametrize(
     ("tree", "room"), [("noise_aware.16", (1, 1)), ("heap.16", (16, 8)), ("4.1.0", (4, 4)), ("0.1.0", (0, 0))]
 )
-def test_trees_that_end_by_chances_fit_in_any_room(tree, room):
+def test_noise_aware_trees_fit_any_room(tree, room):
     menu = menu_of(parse_expansion(tree), "traversal") if tree == "4.1.0" else menu_of(parse_expansion(tree), "coupled")
     place = max(range(len(menu)), key=lambda one: (str(menu.entries[one]) == tree, menu.num_nodes[one] == 16, menu.depths[one]))
     assert tuple(menu.least_room[:, place if tree != "0.1.0" else 0]) == room
 
 
-def test_trees_of_their_own_shape_come_in_depths_and_sizes():
+def test_own_shaped_trees_come_in_sizes():
     largest = Expansion(0, 2, 8, "beam", 64)
     entries = menu_of(largest, "coupled").entries[1:]
     assert {entry.depth for entry in entries} == {1, 2, 3, 4, 6, 8}
@@ -84,7 +86,7 @@ def test_trees_of_their_own_shape_come_in_depths_and_sizes():
 
 
 @pytest.mark.parametrize("largest", [None, Expansion(2, 2, 2), Expansion(3, 1, 0)])
-def test_rows_that_rank_have_trees_of_their_own_shape_beside_delayed_ones(largest):
+def test_rows_that_rank_have_noise_aware_trees(largest):
     family = menu_of(Expansion(4, 1, 0), "traversal", largest)
     added = set(menu_for_all(Expansion(4, 1, 0), "traversal", largest).entries) - set(family.entries)
     assert {entry.tree for entry in added} == {"noise_aware"}
@@ -92,13 +94,13 @@ def test_rows_that_rank_have_trees_of_their_own_shape_beside_delayed_ones(larges
     assert max(entry.num_draft_tokens for entry in added) == (64 if largest is None else largest.num_draft_tokens)
 
 
-def test_whom_trees_of_their_own_shape_do_not_suit_has_chains():
+def test_other_rows_have_chains():
     family = menu_of(parse_expansion("noise_aware.8"), "coupled")
     added = set(menu_for_all(parse_expansion("noise_aware.8"), "coupled").entries) - set(family.entries)
     assert added == {Expansion(length, 1, 0) for length in range(1, 9)}
 
 
-def test_where_nothing_may_be_drafted_there_is_nothing_for_anybody():
+def test_plain_largest_leaves_plain_decoding():
     assert menu_for_all(Expansion(4, 1, 0), "traversal", PLAIN).entries == (PLAIN,)
 
 
@@ -112,3 +114,40 @@ def test_all_but_the_last_level_is_fed(tree, num_fed):
 def test_menus_that_are_none(entries):
     with pytest.raises(ValueError, match="menu"):
         Menu(entries)
+
+
+ALL = menu_for_all(Expansion(4, 1, 0), "traversal")
+
+
+def allowed(*texts: Text) -> list[set[Expansion]]:
+    """Return what each of some sequences may have."""
+    menu, allowed_BM = ALL.allowed_for([text.view(str(row)) for row, text in enumerate(texts)])
+    if allowed_BM is None:
+        return [set(menu.entries)] * len(texts)
+    return [{entry for entry, is_open in zip(menu.entries, row, strict=True) if is_open} for row in allowed_BM]
+
+
+RANKS, DRAWS = Text(flat(0.5), temperature=0.0), Text(flat(0.5))
+
+
+def test_alike_rows_have_all_of_theirs():
+    assert ALL.allowed_for([DRAWS.view("0"), DRAWS.view("1")])[1] is None
+    assert {entry.is_delayed for entry in allowed(DRAWS)[0]} == {True}
+    assert {entry.tree for entry in allowed(RANKS)[0] if not entry.is_plain} == {"noise_aware"}
+
+
+def test_rows_have_the_same_beside_others():
+    assert allowed(RANKS, DRAWS) == [*allowed(RANKS), *allowed(DRAWS)]
+
+
+@pytest.mark.parametrize("text", [RANKS, DRAWS], ids=["ranks", "draws"])
+@pytest.mark.parametrize("change", [{"speculation": Speculation(max_nodes=0)}, {"num_prompt": 5}, {"max_tokens": 1}], ids=str)
+def test_rows_without_room_have_plain_decoding(text, change):
+    assert allowed(replace(text, **change), text) == [{PLAIN}, *allowed(text)]
+
+
+@given(st.integers(0, 70), st.integers(1, 12))
+def test_trees_chosen_whole_fit_their_bounds(most_nodes, num_remaining):
+    bounded = replace(DRAWS, speculation=Speculation(max_nodes=most_nodes), max_tokens=num_remaining)
+    fits = {one for one in allowed(DRAWS)[0] if one.num_draft_tokens <= most_nodes and one.max_depth < num_remaining}
+    assert allowed(bounded)[0] == fits

@@ -54,7 +54,7 @@ def check_monotone(tokens_BM: np.ndarray) -> None:
 
 
 @given(st.integers(1, 10_000))
-def test_a_tree_that_holds_another_never_brings_less(seed):
+def test_larger_tree_never_brings_less(seed):
     tokens_BM = told(net_of(seed=seed))
     check_monotone(tokens_BM)
     assert (tokens_BM[:, 0] == 1.0).all()
@@ -74,7 +74,7 @@ def test_a_network_that_has_learnt_nothing_counts():
     assert told(net_of()) == pytest.approx(EXAMPLES.counted_RM, abs=0.1)
 
 
-def test_trees_that_find_their_own_shape_are_refused():
+def test_own_shaped_trees_are_refused():
     with pytest.raises(ValueError, match="delayed trees alone"):
         increments_of(menu_of(Expansion(0, 4, 8, "heap", 16), "traversal"))
 
@@ -89,7 +89,7 @@ def test_a_file_comes_back_with_its_recipe(tmp_path):
     assert (told(again) == told(net)).all()
 
 
-def test_a_file_with_other_scalars_or_of_another_format_is_refused(tmp_path):
+def test_file_of_another_format_is_refused(tmp_path):
     net = net_of()
     object.__setattr__(net.shape, "scalars", SCALARS[::-1])
     net.save(tmp_path / "other.safetensors", {})
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_refused_in_words(tmp_path):
             SelectorNet.load(tmp_path / "net.safetensors")
 
 
-def test_what_it_knows_is_its_own_and_the_rest_is_counted():
+def test_unknown_roots_are_counted():
     roots = PaperRoots({"known": 0.9, "unknown": None, "other rule": 0.9})
     estimator, counting = NetEstimator(SMALL, net_of(seed=5), roots), CountedAcceptance(MENU)
     views = [view("known"), view("unknown"), view("other rule", temperature=0.0)]
@@ -145,7 +145,7 @@ def test_it_goes_on_counting():
 
 
 @pytest.mark.parametrize("fault", ["nan", "error"])
-def test_a_network_that_fails_is_replaced_by_counting_and_that_is_said_once(fault, caplog, monkeypatch):
+def test_failing_network_is_replaced_by_counting(fault, caplog, monkeypatch):
     net = net_of(seed=5)
     estimator = NetEstimator(SMALL, net, PaperRoots({"r": 0.5}))
     if fault == "nan":
@@ -160,7 +160,7 @@ def test_a_network_that_fails_is_replaced_by_counting_and_that_is_said_once(faul
     assert "counted" in caplog.text
 
 
-def test_of_many_sequences_the_oldest_are_read_and_the_others_counted():
+def test_oldest_of_many_sequences_are_read():
     names = [f"r{index}" for index in range(12)]
     estimator = NetEstimator(MENU, net_of(seed=5), PaperRoots(dict.fromkeys(names, 0.9)))
     views = [view(name) for name in names]
@@ -168,7 +168,7 @@ def test_of_many_sequences_the_oldest_are_read_and_the_others_counted():
     assert differs_BM.any(1).tolist() == [True] * 8 + [False] * 4
 
 
-def test_rows_that_take_noise_aware_trees_are_not_read_in_the_place_of_others():
+def test_noise_aware_rows_are_not_read():
     """Eight greedy rows beside a younger one that draws: of their trees the network says nothing."""
     menu = menu_for_all(Expansion(4, 1, 0), "traversal")
     names = [f"r{index}" for index in range(9)]

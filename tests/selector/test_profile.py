@@ -75,14 +75,14 @@ class PaperBench:
         return measure(self, self.clock, budget_s)
 
 
-def test_a_calm_measurement_of_many_sizes_is_sound():
+def test_calm_measurement_of_sizes_is_sound():
     bench = PaperBench()
     assert bench.profile(PLENTY_S).is_sound
     assert bench.counts == dict.fromkeys(SIZES, 4), "one to warm up, one a round; what fits is repeated"
     assert bench.now_s < PLENTY_S
 
 
-def test_a_slow_machine_is_measured_at_the_most_telling_sizes_and_keeps_that():
+def test_slow_machine_is_measured_where_telling():
     """The first round alone takes longer than the budget."""
     bench = PaperBench(lambda size, count: 1.4)
     assert bench.profile(budget_s=6.0).is_sound
@@ -90,7 +90,7 @@ def test_a_slow_machine_is_measured_at_the_most_telling_sizes_and_keeps_that():
     assert {size.num_tokens for size in SIZES[:4]} == {1, 4, 16}
 
 
-def test_a_machine_too_slow_for_that_is_not_measured_for_ever():
+def test_very_slow_machine_is_given_up():
     bench = PaperBench(lambda size, count: 9.0)
     profile = bench.profile(budget_s=6.0)
     assert not profile.is_sound
@@ -124,7 +124,7 @@ def draft_s_of(bench: PaperBench) -> float:
     return sum(bench.profile(2 * PLENTY_S).costs().prices[name] for name in ("round", "pass", "draft_token"))
 
 
-def test_a_disturbed_turn_leaves_the_prices_of_drafting_alone():
+def test_disturbed_turn_leaves_draft_prices_alone():
     bench = PaperBench(draft_s=disturbed)
     assert draft_s_of(bench) == pytest.approx(0.1, rel=0.05)
     assert bench.num_steps > 20
@@ -135,7 +135,7 @@ def test_every_step_for_itself_would_not(monkeypatch: pytest.MonkeyPatch):
     assert draft_s_of(PaperBench(draft_s=disturbed)) > 1.0
 
 
-def test_where_no_model_drafts_its_passes_have_no_price():
+def test_passes_without_model_have_no_price():
     prices = PaperBench(has_model=False).profile(PLENTY_S).costs().prices
     assert prices["round"] == pytest.approx(0.1, rel=0.05)
     assert max(prices["pass"], prices["draft_token"], prices["pass_key"]) < 1e-3
@@ -147,7 +147,7 @@ def test_short_texts_leave_no_room_to_draft():
     assert not bench.num_steps
 
 
-def test_a_bench_that_fails_leaves_generic_prices_and_says_so(tmp_path, monkeypatch, caplog):
+def test_failed_bench_leaves_generic_prices(tmp_path, monkeypatch, caplog):
     def failing(size: PassSize, count: int) -> float:
         raise RuntimeError("no such kernel")
 
@@ -156,7 +156,7 @@ def test_a_bench_that_fails_leaves_generic_prices_and_says_so(tmp_path, monkeypa
     assert "no such kernel" in caplog.text
 
 
-def test_times_that_are_no_numbers_are_no_profile(tmp_path, monkeypatch, caplog):
+def test_times_without_numbers_are_no_profile(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     assert profiled_costs(PaperBench(lambda size, count: float("nan"))).prices == CostModel().prices
     assert not list(tmp_path.rglob("*.json"))
@@ -172,7 +172,7 @@ def check_small_passes_are_repeated_most() -> None:
     assert bench.now_s < 2000.0
 
 
-def test_what_takes_ten_times_as_long_is_repeated_every_tenth_time():
+def test_long_passes_are_repeated_less_often():
     check_small_passes_are_repeated_most()
 
 
@@ -182,12 +182,12 @@ def test_all_alike_would_be_noticed(monkeypatch):
         check_small_passes_are_repeated_most()
 
 
-def test_one_time_alone_is_not_calm_nor_disturbed():
+def test_one_time_alone_says_nothing():
     assert profiles._is_calm([[1.0], [1.0, 1.1]])
     assert not profiles._is_calm([[1.0], [1.0], [1.0], [1.0, 9.0, 9.0]])
 
 
-def test_a_first_time_that_was_disturbed_is_repeated_with_the_small_ones():
+def test_disturbed_first_time_is_repeated():
     """Its second one, which is the first that counts, took twelve times as long; those after it count too."""
     disturbed = SIZES[1]
     bench = PaperBench(lambda size, count: 12.0 if (size, count) == (disturbed, 2) else by_length(size, count))

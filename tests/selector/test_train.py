@@ -47,7 +47,7 @@ def test_the_same_seed_makes_the_same_network():
     assert one.recipe == other.recipe
 
 
-def test_every_kind_is_in_every_part_and_no_prompt_in_two():
+def test_parts_share_kinds_and_no_prompts():
     split = split_of(EXAMPLES, PLAN)
     parts = [set(split.train), set(split.stop), set(split.test)]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 60
@@ -77,7 +77,7 @@ def test_a_folder_gives_back_what_was_added(tmp_path):
         Examples.joined([EXAMPLES, other])
 
 
-def test_a_folder_tells_of_the_run_that_makes_all_of_it(tmp_path):
+def test_folder_tells_of_its_run(tmp_path):
     """One that was added to holds shards of several runs: of those of the same kinds the widest command alone makes them all."""
     folder = ExampleFolder(tmp_path)
     for prompt, num_prompts in (("p-0", 2), ("p-1", 6), ("p-2", 4)):

@@ -1,0 +1,56 @@
+"""Probes: a share of all seconds, whatever they lose, and ever rarer where they bring nothing."""
+
+import pytest
+
+from engine.policy import DraftOutcome
+from engine.tree import PLAIN, Expansion
+from selector.probes import Probes
+from tests.selector.machine import Text, flat
+
+CHAIN = Expansion(4, 1, 0)
+
+
+def spent_on_probes() -> float:
+    """Return the seconds lost to probes in 4,000 steps of one second, where each probe that can be paid is made."""
+    probes, spent = Probes(), 0.0
+    for _ in range(4000):
+        probes.save(1.0)
+        probes.resize(1.0)
+        if probes.can_pay(0.4):
+            probes.end([], 0.4)
+            spent += 0.4
+    return spent
+
+
+def test_probing_spends_no_more_than_its_share():
+    assert 4000 * 0.004 < spent_on_probes() < 4000 * 0.005 + 2.5
+
+
+def test_probing_on_credit_is_noticed(monkeypatch):
+    monkeypatch.setattr(Probes, "can_pay", lambda *_: True)
+    assert spent_on_probes() > 4000 * 0.005 + 2.5
+
+
+@pytest.mark.parametrize(("most_lost", "is_bounded"), [(16.0, True), (1e6, False)])
+def test_long_step_is_charged_within_bounds(most_lost, is_bounded, monkeypatch):
+    monkeypatch.setattr("selector.probes._MOST_LOST_STEPS", most_lost)
+    probes = Probes()
+    probes.resize(1.0)
+    probes.end([], 1000.0)
+    for _ in range(int(16.0 / 0.005) + 10):
+        probes.save(1.0)
+    assert probes.is_full == is_bounded
+
+
+@pytest.mark.parametrize(("tried", "accepted", "interval"), [(CHAIN, 0, 16), (CHAIN, 1, 8), (PLAIN, 0, 8)])
+def test_refused_probes_wait_twice_as_long(tried, accepted, interval):
+    """A probe for which there was no room says nothing."""
+    probes, text = Probes(), Text(flat(0.0))
+    assert probes.due([text.view("r")], [True]) == ([], 8)
+    text.num_generated = 8
+    assert probes.due([text.view("r")], [True])[0] == [0]
+    probes.begin([text.view("r")])
+    assert set(probes.asked) == {"r"}
+    probes.end([DraftOutcome("r", tried, tried.num_draft_tokens, tried.max_depth, accepted)], 0.0)
+    assert not probes.asked
+    assert probes.due([text.view("r")], [True]) == ([], interval)

@@ -1,0 +1,272 @@
+"""The search for a step: near the best of all allocations where all can be tried, and never below plain decoding."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from engine.tree import PLAIN, Expansion
+from selector import search as searching
+from selector.acceptance import Estimates
+from selector.cost import KNOTS, CostModel, Works
+from selector.menu import Menu, menu_of
+from selector.search import BatchLoad, Search, Step, never_less
+
+MENU = Menu((PLAIN, Expansion(1, 1, 0), Expansion(0, 2, 1), Expansion(2, 1, 0), Expansion(1, 2, 1), Expansion(3, 1, 0)))
+BY_CHANCE = menu_of(Expansion(0, 4, 8, "noise_aware", 16), "coupled")
+
+
+def costs(slopes: tuple[float, ...], pass_s: float, draft_token_s: float = 1e-6) -> CostModel:
+    """Return costs with these slopes between the knots, the last going on."""
+    steps = [*slopes, *[slopes[-1]] * (len(KNOTS) - len(slopes))]
+    return CostModel([1.0, *steps, 1e-6, 1e-6, 1e-6, 1e-6], [1e-6, pass_s, draft_token_s, 1e-6])
+
+
+def load_of(num_rows: int, model_share: float = 1.0) -> BatchLoad:
+    zeros = [0.0] * num_rows
+    base = Works(num_rows, num_rows, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return BatchLoad(base, 0.0, context=zeros, unfed=[1.0] * num_rows, draws=zeros, model_share=model_share)
+
+
+def search(
+    chances: list[float],
+    model: CostModel,
+    allowed: list[list[bool]] | None = None,
+    kind: type[Search] = Search,
+    load: BatchLoad | None = None,
+) -> Search:
+    """Return a search for sequences whose drafted tokens are all accepted with one chance each; siblings add a little."""
+    chains = [[1.0 + sum(a**level for level in range(1, one.max_depth + 1)) for one in MENU.entries] for a in chances]
+    forked = np.array([one.branches for one in MENU.entries]) - 1
+    tokens = np.array(chains) + 0.2 * forked * np.array(chances)[:, None]
+    nodes, rounds = (np.tile(each.astype(float), (len(chances), 1)) for each in (MENU.num_nodes, MENU.depths))
+    is_allowed = None if allowed is None else np.array(allowed)
+    return kind(MENU, Estimates(tokens, nodes, rounds), is_allowed, load or load_of(len(chances)), model)
+
+
+def search_by_chance(worth: list[list[float]], model: CostModel, kind: type[Search] = Search) -> Search:
+    """Return a search for rows that have nodes of these chances, all on one level."""
+    least = BY_CHANCE.least_chances[1:]
+    admitted = [[[chance for chance in row if chance >= bound] for bound in least] for row in worth]
+    tokens = np.array([[1.0, *(1.0 + sum(one) for one in row)] for row in admitted])
+    nodes = np.array([[0.0, *(float(len(one)) for one in row)] for row in admitted])
+    rounds = np.tile(np.minimum(BY_CHANCE.depths, 1).astype(float), (len(worth), 1))
+    return kind(BY_CHANCE, Estimates(tokens, nodes, rounds), None, load_of(len(worth)), model)
+
+
+def best_of_all(one: Search, num_rows: int, menu: Menu = MENU) -> float:
+    return max(one.step_of(places).rate for places in product(range(len(menu)), repeat=num_rows))
+
+
+slopes = st.lists(st.floats(0.001, 0.5), min_size=1, max_size=4).map(lambda found: tuple(sorted(found)))
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=3), slopes, st.floats(0.001, 0.5))
+@example([0.9, 0.9, 0.9], (0.001, 0.001, 0.4), 0.01)  # room for one node and no more: rows alike must not all take it
+def test_best_step_is_near_the_optimum(chances, knees, pass_s):
+    one = search(chances, costs(knees, pass_s))
+    found = one.best()
+    assert found.rate >= one.plain.rate
+    assert found.rate >= 0.93 * best_of_all(one, len(chances))
+
+
+worths = st.lists(st.lists(st.floats(0.03, 1.0), max_size=6), min_size=1, max_size=2)
+
+
+@given(worths, slopes, st.floats(0.001, 0.5))
+@example([[0.95], [0.95]], (0.001, 0.6), 0.01)  # room for one node
+def test_one_least_chance_is_near_the_optimum(worth, knees, pass_s):
+    one = search_by_chance(worth, costs(knees, pass_s))
+    found = one.best()
+    assert found.rate >= one.plain.rate
+    assert found.rate >= 0.93 * best_of_all(one, len(worth), BY_CHANCE)
+
+
+class AllOrNone(Search):
+    """Tries each entry for all sequences and for no fewer."""
+
+    def _alike(self, kept):
+        return np.repeat(np.arange(len(self._menu))[:, None], len(self._rows_B), axis=1)
+
+    def _fewer(self, best):
+        return np.array([best.places])
+
+
+def test_alike_rows_share_what_room_there_is():
+    """A knee at 8 tokens with 5 rows: three nodes fit, so three rows draft."""
+    model = costs((0.001, 0.001, 0.001, 0.8), 0.01)
+    one, mutant = search([0.6] * 5, model), search([0.6] * 5, model, kind=AllOrNone)
+    best, optimum = one.best(), best_of_all(one, 5)
+    assert best.rate >= 0.97 * optimum
+    assert 0 < np.count_nonzero(best.places) < 5
+    assert mutant.best().rate < 0.97 * optimum
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_only_allowed_entries_are_taken(open_entries):
+    allowed = [[True, *one] for one in open_entries]
+    places = search([0.95] * len(allowed), costs((0.001,), 0.001), allowed).best().places
+    assert all(allowed[row][place] for row, place in enumerate(places))
+
+
+def test_rows_with_other_menus_draft_too():
+    """What is best for one is closed to the other, which has the next best."""
+    chain, fork = MENU.index[Expansion(3, 1, 0)], MENU.index[Expansion(0, 2, 1)]
+    allowed = [[place in (0, open_entry) for place in range(len(MENU))] for open_entry in (chain, fork)]
+    assert search([0.95] * 2, costs((0.001,), 0.001), allowed).best().places == (chain, fork)
+    assert search([0.95] * 2, costs((0.001,), 0.001)).best().places == (chain, chain)
+
+
+def test_rounds_are_paid_for_once():
+    """A round that does not pay for one row pays for four, of which each makes the step longer."""
+    model = CostModel([0.2, *[0.001] * len(KNOTS), 0.5, 1e-6, 1e-6, 1e-6], [1e-6, 0.3, 1e-6, 1e-6])
+    assert not any(search([0.3], model).best().places)
+    assert all(search([0.3] * 4, model).best().places)
+
+
+def test_plain_decoding_is_the_first_entry():
+    one = search([0.2, 0.9], costs((0.1,), 0.1))
+    assert one.plain == one.step_of((0, 0))
+    assert one.plain.tokens == 2.0
+
+
+@pytest.mark.parametrize("price", [1e-4, 0.05, 0.5])
+def test_dearer_tokens_never_buy_more(price):
+    searches = [search([0.6, 0.8], costs((each,), 0.01)) for each in (price, 2 * price)]
+    spent = [MENU.num_nodes[[*one.best().places]].sum() for one in searches]
+    assert spent[0] >= spent[1]
+
+
+def test_others_tokens_make_seconds_dear():
+    """What sequences that are not chosen for bring in a step is lost to a longer one."""
+    model, alone = costs((0.2,), 0.2), load_of(1)
+    beside = replace(alone, base=alone.base._replace(num_rows=4, num_tokens=4), base_tokens=12.0)
+    assert any(search([0.7], model, load=alone).best().places)
+    assert not any(search([0.7], model, load=beside).best().places)
+
+
+def test_probed_step_differs_in_its_rows():
+    one = search([0.5, 0.6, 0.7], costs((0.1,), 0.1))
+    chosen = one.step_of((1, 0, 3))
+    tried = one.with_tree(chosen, [1], [2, 5])
+    assert [step.places for step in tried] == [(1, 2, 3), (1, 5, 3)]
+    assert tried == [one.step_of(step.places) for step in tried]
+
+
+def test_loss_is_seconds_less_tokens_worth():
+    chosen = Step((0,), tokens=2.0, seconds=1.0)
+    assert Step((1,), tokens=3.0, seconds=2.0).loss_s(chosen) == pytest.approx(0.5)
+    assert chosen.loss_s(chosen) == 0.0
+
+
+def test_prices_are_what_more_costs():
+    """In tokens at the step's rate; a level is paid for together, and only rounds with a pass pay for one."""
+    one = search([0.9, 0.9], costs((0.1,), 0.4))
+    both, single = one.step_of((1, 1)), one.step_of((1, 0))
+    assert one.growth_prices(both, 2).node == pytest.approx(0.1 * both.rate, rel=1e-4)
+    assert one.growth_prices(both, 2).level == pytest.approx(0.4 * both.rate / 2, rel=1e-4)
+    assert one.growth_prices(single, 1).level == pytest.approx(0.4 * single.rate, rel=1e-4)
+    copied = search([0.9, 0.9], costs((0.1,), 0.4), load=load_of(2, model_share=0.25))
+    both = copied.step_of((1, 1))
+    assert copied.growth_prices(both, 2).level == pytest.approx(0.25 * 0.4 * both.rate / 2, rel=1e-4)
+
+
+def test_nodes_cost_more_beyond_the_bend():
+    """T(N) rises by .1 up to 4 packed tokens, by .02 up to 8, by .6 after that: a third node is bought with those behind it."""
+    bending = CostModel([1.0, 0.1, 0.1, 0.02, 0.6, *[0.6] * 6, *[1e-9] * 4], [1e-9, 0.01, 1e-9, 1e-9])
+    one = search_by_chance([[0.95]], bending)
+    alone = one.step_of((1,))
+    prices = one.growth_prices(alone, 1).nodes
+    rises = np.diff([float(bending.tokens_s(1.0 + count)) for count in range(len(prices) + 1)]) * alone.rate
+    assert list(prices) == sorted(prices)
+    assert sum(prices) == pytest.approx(sum(rises), rel=0.01)
+    assert prices[-1] == pytest.approx(0.6 * alone.rate, rel=1e-3)
+    assert BY_CHANCE.least_chance <= prices[0] < 0.2 * prices[-1]
+    assert not one.growth_prices(one.plain, 0).nodes
+
+
+def prices_in_a_crowd(num_rows: int) -> list[float]:
+    """Return what nodes cost where a tree of a node each would just fill what is hidden."""
+    knots = tuple(0.01 if knot < 2.0 * num_rows else 0.6 for knot in KNOTS)
+    crowd = search_by_chance([[0.95]] * num_rows, costs(knots, 0.01))
+    chosen = crowd.step_of((1,) * num_rows)
+    return [price / chosen.rate for price in crowd.growth_prices(chosen, num_rows).nodes]
+
+
+def check_crowd() -> None:
+    """Of sixteen trees a first node costs nearly what a fifth does, alone next to nothing."""
+    crowd, (alone, *_) = prices_in_a_crowd(16), prices_in_a_crowd(1)
+    assert crowd[0] > 0.3 * crowd[4]
+    assert alone < 0.1
+
+
+def test_hidden_room_is_shared_by_trees():
+    check_crowd()
+
+
+def test_unspread_crowds_are_noticed(monkeypatch):
+    monkeypatch.setattr(searching, "_SPREAD", np.zeros(1))
+    with pytest.raises(AssertionError):
+        check_crowd()
+
+
+def check_never_less(prices: list[float], made: list[float]) -> None:
+    """None is below the one before; the first so many cost no more than they did, and all of them the same."""
+    assert made == sorted(made)
+    assert (np.cumsum(made) <= np.cumsum(prices) + 1e-9).all()
+    assert sum(made) == pytest.approx(sum(prices))
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9))
+def test_prices_of_a_bundle_are_kept(prices):
+    check_never_less(prices, never_less(prices))
+
+
+def test_dearest_so_far_is_no_bundle():
+    prices = [0.5, 0.1, 0.3]
+    assert never_less(prices) == pytest.approx([0.3] * 3)
+    with pytest.raises(AssertionError):
+        check_never_less(prices, np.maximum.accumulate(prices).tolist())
+
+
+def test_rows_without_likely_nodes_stay_plain():
+    """Each row that drafts has its drafter fed, whatever grows."""
+    costly, worth = costs((0.05,), 0.05, draft_token_s=0.1), [[0.9, 0.6], [], [0.04]]
+    best = search_by_chance(worth, costly).best()
+    assert best.places[0] > 0 == best.places[1] == best.places[2]
+    assert search_by_chance(worth, costly, AllOrNone).best().rate < best.rate
+
+
+class OldestFirst(Search):
+    """Has the first sequences draft where not all do."""
+
+    def _alike(self, kept):
+        num_rows = len(self._rows_B)
+        first_BMB = np.tri(num_rows, dtype=np.int64)[:, None] * np.arange(len(self._menu))[:, None]
+        return first_BMB.reshape(-1, num_rows)
+
+    def _fewer(self, best):
+        return np.array([best.places])
+
+
+@pytest.mark.parametrize(("kind", "is_right"), [(Search, True), (OldestFirst, False)])
+def test_likeliest_row_drafts_first(kind, is_right):
+    """Room for one node in a batch whose last sequence is the likeliest."""
+    best = search_by_chance([[0.3], [0.3], [0.95]], costs((0.001, 0.001, 0.6), 0.01), kind).best()
+    assert (best.places[:2] == (0, 0) and best.places[2] > 0) == is_right
+
+
+def test_step_grows_until_its_longest_tree():
+    """By chance of seeds: each tree goes on to its last level or ends after the first."""
+    rng, place = np.random.default_rng(0), len(BY_CHANCE) - 1
+    goes_on = np.array([0.3, 0.6, 0.1])
+    depth = int(BY_CHANCE.depths[place])
+    lengths = np.where(rng.uniform(size=(20000, 3)) < goes_on, depth, 1)
+    one = search_by_chance([[0.5]] * 3, costs((0.1,), 0.1))
+    rounds = one._rounds(np.array([[place] * 3]), 1.0 + goes_on[None] * (depth - 1))
+    assert rounds[0] == pytest.approx(lengths.max(1).mean(), rel=0.02)
+    assert lengths.max(1).mean() > 1.1 * lengths.mean(0).max(), "the longest expectation falls short"
+    assert one._rounds(np.array([[0, 0, 0]]), np.zeros((1, 3)))[0] == 0.0
