@@ -1,6 +1,7 @@
 """Reuse of a policy's choice for a fixed number of steps, as long as the same sequences decode.
 
-Plain decoding is also reused for a batch of other sequences that is no smaller: nodes only become dearer.
+Plain decoding is also reused for a batch of other sequences that is no smaller, for a few steps:
+new ones may be worth drafting for.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,8 @@ from dataclasses import replace
 
 from engine.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
 from engine.tree import PLAIN
+
+_OTHERS_STEPS = 8  # for which plain decoding is reused once the batch has changed
 
 
 class CachedChoice:
@@ -24,6 +27,8 @@ class CachedChoice:
         composition, last = composition_of(views), self._choice
         is_same = composition is not None and composition == self._composition
         is_plain = last.reason is Reason.PLAIN_IS_BEST and len(views) >= len(last.expansions)
+        if not is_same:
+            self._num_left = min(self._num_left, _OTHERS_STEPS)
         if self._num_left > 0 and (is_same or is_plain):
             self._num_left -= 1
             return last if is_same else replace(last, expansions=(PLAIN,) * len(views), step_s=None)

@@ -10,24 +10,24 @@ TREE = Expansion(2, 1, 0)
 
 
 class Counts:
-    """A policy whose choices hold for three steps."""
+    """A policy whose choices hold for some steps."""
 
     name = "counts"
 
-    def __init__(self, expansion, reason):
-        self.num_asked, self._expansion, self._reason = 0, expansion, reason
+    def __init__(self, expansion, reason, num_steps=3):
+        self.num_asked, self._expansion, self._reason, self._num_steps = 0, expansion, reason, num_steps
 
     def choose(self, views):
         self.num_asked += 1
-        return Choice((self._expansion,) * len(views), self._reason, num_steps=3)
+        return Choice((self._expansion,) * len(views), self._reason, num_steps=self._num_steps)
 
     def observe(self, feedback):
         pass
 
 
-def asked(batches, expansion=TREE, reason=Reason.SPECULATION_PAYS, kind=CachedChoice):
+def asked(batches, expansion=TREE, reason=Reason.SPECULATION_PAYS, kind=CachedChoice, num_steps=3):
     """Return in which steps, of (rows, composition) each, the policy chooses anew; every choice fits its batch."""
-    policy, found = Counts(expansion, reason), []
+    policy, found = Counts(expansion, reason, num_steps), []
     cache = kind(policy)
     for step, (num_rows, composition) in enumerate(batches):
         before = policy.num_asked
@@ -64,3 +64,9 @@ def test_another_batch_is_chosen_for_anew():
 def test_plain_decoding_is_reused_for_other_batches():
     assert asked([(2, 7), (2, 8), (3, None), (3, 9)], PLAIN, Reason.PLAIN_IS_BEST) == [0, 3]
     assert asked([(2, 7), (1, 8)], PLAIN, Reason.PLAIN_IS_BEST) == [0, 1]
+
+
+def test_plain_decoding_is_reused_briefly_for_others():
+    batches = [(1, 7)] * 5 + [(1, 8)] * 20
+    assert asked(batches, PLAIN, Reason.PLAIN_IS_BEST, num_steps=64) == [0, 13]
+    assert asked([(1, 7)] * 25, PLAIN, Reason.PLAIN_IS_BEST, num_steps=64) == [0], "the same batch"
