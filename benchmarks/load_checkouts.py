@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks.drafters.contenders import Stable
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
-from benchmarks.load import Way, is_full, mixed_prompts, requests_of, shuffled_head
+from benchmarks.load import Measured, Way, mixed_prompts, requests_of, shuffled_head
 from benchmarks.markdown import table
 from engine.model import CausalModel
 from engine.progress_bar import progress_bar
@@ -58,13 +58,8 @@ class Figures:
     @classmethod
     def of(cls, run: Run, batch: int) -> "Figures":
         """Return the figures of a run's full steps; raise ValueError if it has none."""
-        steps = [step for step in run.steps if is_full(step, batch)]
-        if not steps:
-            raise ValueError(f"no step decoded all {batch} sequences without feeding a prompt: use a larger --max-tokens")
-        seconds = sum(step.step_s for step in steps)
-        tokens = sum(step.num_generated_tokens for step in steps)
-        rows = sum(step.num_decoding_rows for step in steps)
-        return cls(tokens / seconds, tokens / rows, sum(step.policy_s for step in steps) / seconds)
+        one = Measured.of("", 0, batch, "", run, None)
+        return cls(one.tokens_per_s, one.block_efficiency, one.policy_share)
 
 
 Cell = Sequence[Mapping[str, Figures]]  # by checkout, then by contender

@@ -104,7 +104,7 @@ class _Counts:
             _shrunk(accepted, tried, prior.accepted, 1.0 - _EDGE),
             _shrunk(offered, asked, prior.offered, 1.0),
             [
-                _shrunk([share * one for one in tokens] if is_kind else tokens, trees, prior.by_chance[0]),
+                _shrunk([share * one for one in tokens], trees, prior.by_chance[0]),
                 _shrunk(nodes, trees, prior.by_chance[1]),
                 _shrunk(rounds, trees, prior.by_chance[2]),
             ],
@@ -117,7 +117,7 @@ def _shrunk(hits: list[float], trials: list[float], priors: list[float], most: f
     Before a depth (rates, at most `most`) came the one above it; before an increment of a sum, the sum so far.
     """
     found: list[float] = []
-    rate = total = before = _EDGE
+    total = before = _EDGE
     for hit, trial, prior in zip(hits, trials, priors, strict=True):
         rate = min(most, (hit + _PRIOR_TRIALS * min(most, prior * total / before)) / (trial + _PRIOR_TRIALS))
         found.append(rate)
@@ -238,9 +238,9 @@ class CountedAcceptance:
         if not sums:
             return
         sums_4T = np.array(sums).T
-        own.counts.add_nodes(sums_4T, len(nodes.accepted), sum(nodes.chances))
-        if not is_cut:
-            own.kind.counts.add_nodes(sums_4T, len(nodes.accepted), sum(nodes.chances))
+        expected = sum(nodes.chances)
+        for counts in (own.counts,) if is_cut else (own.counts, own.kind.counts):
+            counts.add_nodes(sums_4T, len(nodes.accepted), expected)
         own.kind.rates = None
 
     def _rates_of(self, view: SequenceView) -> _Rates:

@@ -49,11 +49,6 @@ class Menu:
         return hash(self.entries)
 
     @cached_property
-    def last_of_depth(self) -> NDArray[np.int64]:
-        """Place of the last entry of each depth, int64 [D]."""
-        return np.flatnonzero(np.diff(self.depths, append=self.depths[-1] + 1))
-
-    @cached_property
     def depths(self) -> NDArray[np.int64]:
         """Levels of each entry, int64 [M]: draft passes of the whole batch."""
         return np.array([entry.max_depth for entry in self.entries])
@@ -140,6 +135,10 @@ class Menu:
     def _menus(self) -> dict[str, "Menu"]:
         return {}
 
+    @cached_property
+    def _exact(self) -> dict[str, NDArray[np.bool_]]:
+        return {}
+
     def _menu_for(self, verifier: str) -> "Menu":
         """Return that part of the menu which a verifier's sequences may have."""
         if verifier not in self._menus:
@@ -149,9 +148,11 @@ class Menu:
 
     def _exact_for(self, verifier: str) -> NDArray[np.bool_]:
         """Return what of the menu a verifier is exact on, [M]: if there are trees that find their own shape, those alone."""
-        is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in self.entries])
-        own_M = is_exact_M & np.array([one.is_plain or not one.is_delayed for one in self.entries])
-        return own_M if own_M.sum() > 1 else is_exact_M
+        if verifier not in self._exact:
+            is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in self.entries])
+            own_M = is_exact_M & np.array([one.is_plain or not one.is_delayed for one in self.entries])
+            self._exact[verifier] = own_M if own_M.sum() > 1 else is_exact_M
+        return self._exact[verifier]
 
 
 def fed_share(expansion: Expansion) -> float:

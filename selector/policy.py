@@ -153,7 +153,7 @@ class AdaptiveExpansion:
         due, next_due = self._probes.due(batch.views, [not place for place in places])
         is_plain = not any(places)
         self._probes.resize(search.plain.seconds)
-        least_s = inf  # lost by the cheapest probe of those that are due
+        least_s = inf  # lost by the cheapest probe of a sequence that is due
         for rows in [due, due[:1]] if len(due) > 1 else [due] if due else []:
             trees = search.with_tree(best, rows, entries) if (entries := batch.probes_for(rows, places)) else []
             losses_s = [one.loss_s(best) for one in trees]

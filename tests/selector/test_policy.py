@@ -324,7 +324,7 @@ def test_drafters_keep_up_where_cheap(unasked_share, machine):
     assert policy.choose([text.view("0")]).keeps_up == (unasked_share < 1.0 and machine is CHEAP)
 
 
-FORETOLD = {
+PREDICTED = {
     "useless": [Text(flat(0.0))],
     "perfect": [Text(flat(1.0))],
     "batch": [Text(flat(0.3 + 0.1 * index), context=100 + 50 * index) for index in range(6)],
@@ -336,12 +336,12 @@ FORETOLD = {
 
 def foretold_share(name: str) -> float:
     """Return expected over true seconds of all steps, after a warm-up; a fifth of a step is drafting where that pays."""
-    policy, texts = adaptive(USUAL), deepcopy(FORETOLD[name])
+    policy, texts = adaptive(USUAL), deepcopy(PREDICTED[name])
     run(policy, USUAL, texts, 80)
     return run(policy, USUAL, texts, 150, seed=1).foretold_share
 
 
-@pytest.mark.parametrize("name", FORETOLD)
+@pytest.mark.parametrize("name", PREDICTED)
 def test_foretold_seconds_are_those_taken(name):
     assert foretold_share(name) == pytest.approx(1.0, abs=0.06)
 
@@ -355,7 +355,7 @@ class CountsEveryPass(AdaptiveExpansion):
 
 
 def test_passes_that_cached_text_spares_count():
-    policy, texts = adaptive(USUAL, kind=CountsEveryPass), deepcopy(FORETOLD["cached"])
+    policy, texts = adaptive(USUAL, kind=CountsEveryPass), deepcopy(PREDICTED["cached"])
     run(policy, USUAL, texts, 80)
     assert run(policy, USUAL, texts, 150, seed=1).foretold_share > 1.06
 
