@@ -188,7 +188,7 @@ class StepWork(NamedTuple):
     num_drawn: int
     num_keys: int
     num_scores: int
-    num_passes: int
+    num_passes: float
     num_draft_tokens: float
     num_rounds: int
 

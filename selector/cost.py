@@ -13,11 +13,12 @@ each price's own moves slowly. A price that is not seen moves with the others an
 expects is clipped: a step during which another program ran teaches no more than a slow one. Where one such surprise follows
 another it is the filter that is wrong, as after a profile that was disturbed, and it becomes unsure of itself.
 
-Shape key: K prices, F features of one part, C candidates.
+Shape key: K prices, F features of one part, C steps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -44,12 +45,12 @@ GENERIC_DRAFT = (0.01, 0.09, 0.005, 0.005)
 
 _COMMON_VARIANCE, _MEMORY_VARIANCE, _OWN_VARIANCE = 0.75, 0.25, 0.09
 _READ = ("step", "key", "pass", "pass_key")  # prices of what is read from memory, whatever is computed with it
-FORGETTING = 0.999  # of the filter's covariance, towards the prior's, each step
+FORGETTING = 0.9995  # of the filter's covariance, towards the prior's, each step
 NOISE = 0.15  # standard deviation of a step's seconds, relative
 MOST_SIGMAS = 2.5
 LEAST_FACTOR = 0.002  # no price falls below this share of its prior
 FORGOTTEN = 0.5  # of what the filter has become sure of, each time that one surprise after another is out of bounds
-_PULL, _LEAST_FITTED = 1e-5, 1e-3  # of fitted prices towards the generic ones, and below which share of them none falls
+_PULL, LEAST_FITTED = 1e-5, 1e-3  # of fitted prices towards the generic ones, and below which share of them none falls
 
 
 class StageSeconds(NamedTuple):
@@ -57,24 +58,6 @@ class StageSeconds(NamedTuple):
 
     draft_s: float
     rest_s: float
-
-
-class Works(NamedTuple):
-    """Work of C candidate steps, as StepWork has it for one: numbers or float64 [C]; expectations need not be whole."""
-
-    num_rows: Array | float
-    num_tokens: Array | float
-    num_drawn: Array | float
-    num_keys: Array | float
-    num_scores: Array | float
-    num_passes: Array | float
-    num_draft_tokens: Array | float
-    num_rounds: Array | float
-
-    @classmethod
-    def of(cls, works: Iterable[StepWork]) -> "Works":
-        """Return steps that ran as candidates."""
-        return cls(*np.array([*works], dtype=np.float64).T)
 
 
 def rest_features(works: Iterable[StepWork]) -> Array:
@@ -124,39 +107,22 @@ class CostModel:
             self._by_name = dict(zip((*REST_PRICES, *DRAFT_PRICES), self._prices_K.tolist(), strict=True))
         return self._by_name
 
-    def step_s(self, works: Works) -> Array:
-        """Return the predicted seconds of each candidate, float64 [C]."""
-        return self.rest_s(works) + self.draft_s(works)
+    def step_s(self, work: StepWork) -> float:
+        """Return the predicted seconds of a step; its numbers may be expectations."""
+        return float(sum(map(mul, self.prices.values(), (*_rest_of(work), *_draft_of(work)))))
 
-    def draft_s(self, works: Works) -> Array:
-        """Return the predicted seconds of drafting, float64 [C]."""
-        prices = self.prices
-        rounds_s = works.num_rounds * prices["round"] + works.num_passes * self.pass_s(works.num_keys)
-        return _as_array(rounds_s + works.num_draft_tokens * prices["draft_token"])
-
-    def pass_s(self, num_keys: Array | float) -> Array | float:
+    def pass_s(self, num_keys: float) -> float:
         """Return the predicted seconds of a pass of the model that drafts, what is fed in it aside."""
         return self.prices["pass"] + num_keys * (self.prices["pass_key"] / KEYS)
 
-    def rest_s(self, works: Works) -> Array:
-        """Return the predicted seconds of all but drafting, float64 [C]."""
-        prices = self.prices
-        context_s = works.num_keys * (prices["key"] / KEYS) + works.num_scores * (prices["score"] / KEYS)
-        rows_s = works.num_rows * prices["row"] + works.num_drawn * prices["drawn"]
-        return _as_array(prices["step"] + self.tokens_s(works.num_tokens) + rows_s + context_s)
-
-    def tokens_s(self, num_tokens: Array | float) -> Array | float:
-        """Return T(N) of so many packed tokens, less T(1)."""
+    def tokens_s(self, num_tokens: Array) -> Array:
+        """Return T(N) of so many packed tokens, less T(1), elementwise."""
         slopes_F = self._prices_K[1 : 1 + len(KNOTS)]
         if self._curve is None:
             self._curve = np.append(0.0, np.cumsum(slopes_F[:-1] * _WIDTHS))
         beyond = np.maximum(num_tokens - KNOTS_F[-1], 0.0)
-        seconds: Array | float = np.interp(num_tokens, KNOTS_F, self._curve) + beyond * slopes_F[-1]
+        seconds: Array = np.interp(num_tokens, KNOTS_F, self._curve) + beyond * slopes_F[-1]
         return seconds
-
-    def slope_s(self, num_tokens: float) -> float:
-        """Return what one more packed token costs in a step of that many."""
-        return float(self.tokens_s(num_tokens + 1.0) - self.tokens_s(num_tokens))
 
     @property
     def score_s(self) -> float:
@@ -166,7 +132,7 @@ class CostModel:
     def observe(self, work: StepWork, seconds: StageSeconds) -> None:
         """Learn from a step that ran."""
         if not self._has_scale and seconds.rest_s > 0.0:
-            self._prior_K *= (seconds.draft_s + seconds.rest_s) / float(self.step_s(Works.of([work]))[0])
+            self._prior_K *= (seconds.draft_s + seconds.rest_s) / self.step_s(work)
             self._has_scale = True
         self._learn(work, seconds)
         self._by_name = self._curve = None
@@ -228,10 +194,6 @@ def _by_slower_memory(prior_K: Array) -> Array:
     return slower_K
 
 
-def _as_array(seconds: Array | float) -> Array:
-    return seconds if isinstance(seconds, np.ndarray) else np.array([float(seconds)])
-
-
 def fitted_prices(features_CF: Array, seconds_C: Array, generic: Sequence[float]) -> list[float]:
     """Return positive prices that fit measured seconds best, by relative error.
 
@@ -248,5 +210,5 @@ def fitted_prices(features_CF: Array, seconds_C: Array, generic: Sequence[float]
     for _ in range(1000):
         for feature in range(len(generic_F)):
             rest = wanted_F[feature] - gram_FF[feature] @ factors_F + gram_FF[feature, feature] * factors_F[feature]
-            factors_F[feature] = max(_LEAST_FITTED, rest / gram_FF[feature, feature])
+            factors_F[feature] = max(LEAST_FITTED, rest / gram_FF[feature, feature])
     return [float(price) for price in factors_F * generic_F]

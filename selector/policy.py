@@ -13,10 +13,10 @@ from math import inf, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.policy import Choice, Reason, SequenceView, StepFeedback, composition_of
+from engine.policy import Choice, Reason, SequenceView, StepFeedback, StepWork, composition_of
 from engine.tree import PLAIN, Expansion
 from selector.acceptance import Estimates, Estimator
-from selector.cost import CostModel, StageSeconds, Works
+from selector.cost import CostModel, StageSeconds
 from selector.menu import Menu, fed_share
 from selector.probes import Probes
 from selector.search import BatchLoad, Search, Step
@@ -185,7 +185,7 @@ class AdaptiveExpansion:
         num_sharing = len(step.places) if reason is Reason.PROBE else sum(map(bool, step.places))
         prices = search.growth_prices(step, num_sharing)
         fed_s = len(views) * self._unasked_share * self._costs.prices["draft_token"]
-        keeps_up_s = fed_s + float(self._costs.pass_s(batch.load.base.num_keys)) / _KEEPS_UP_STEPS
+        keeps_up_s = fed_s + self._costs.pass_s(batch.load.base.num_keys) / _KEEPS_UP_STEPS
         return Choice(
             expansions=tuple(expansions),
             reason=reason,
@@ -208,7 +208,7 @@ class AdaptiveExpansion:
         num_keys = sum(view.num_committed for view in views)
         num_rounds = max((tree.max_depth for _, tree in trees), default=0)
         num_fed = sum(self._unfed(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in trees)
-        base = Works(
+        base = StepWork(
             num_rows=len(views),
             num_tokens=len(views) + sum(tree.num_draft_tokens for _, tree in trees),
             num_drawn=sum(not one.sampling.is_greedy for one in views)

@@ -1,8 +1,8 @@
 """What the machine charges, measured when an engine starts and kept for the next start on the same machine.
 
 Runs a grid of passes and a few real steps on the engine's rig, like with like in interleaved rounds within a budget of seconds,
-and fits the cost model's prices to the medians. A machine on which the budget is soon spent is measured at the most telling sizes
-alone. A profile is a small file in the weights cache, named for all that its times depend on.
+and fits the cost model's prices to the medians. A slow machine is measured at the most telling sizes alone. A profile is a small
+file in the weights cache, named for all that its times depend on.
 """
 
 import hashlib
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import isfinite
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +25,7 @@ from selector.cost import (
     GENERIC_DRAFT,
     GENERIC_REST,
     KNOTS,
+    LEAST_FITTED,
     Array,
     CostModel,
     draft_features,
@@ -37,14 +37,12 @@ _logger = logging.getLogger(__name__)
 
 _VERSION = 4  # of the file and of what its prices mean
 _BUDGET_S = 6.0
-_MOST_BUDGETS = 4.0  # that are spent on a machine too slow for the fewest sizes and rounds within one
 _SHORT, _LONG = 64, 768  # tokens of context
-_FEWEST_SIZES, _FEWEST_ROUNDS = 4, 2
+_FEWEST_SIZES = 4
 _CHAINS = (1, 2, 4)  # lengths drafted in real steps, in turns
+_TURNS = 4  # the first aside: kernels are chosen in it
 _MANY_ROWS = 4
-_FEWEST_TURNS, _MOST_TURNS = 2, 6  # beside the first, in which kernels are chosen
 _STEP_PROMPT = 16  # tokens
-_UNSEEN = 1e-3  # of a generic price
 _CALM = 1.3  # median over least time of what is alike, at most
 
 
@@ -105,63 +103,53 @@ class Profile:
 
 def grid(limits: SchedulerConfig) -> list[PassSize]:
     """Return the passes to time, the most telling first: one row's trees, plain batches, long contexts, many rows' trees."""
-    rows = [PassSize(1, count, _SHORT) for count in (1, 4, 16)]
-    rows += [PassSize(4, 1, _SHORT)]
-    rows += [PassSize(1, count, _SHORT) for count in (2, 8)]
-    rows += [PassSize(1, count, _LONG) for count in (1, 8)]
-    rows += [PassSize(1, 8, _SHORT, is_drawn=True)]
-    rows += [PassSize(count, 1, _SHORT) for count in (16, 32)]
-    rows += [PassSize(4, 4, _LONG)]
-    rows += [PassSize(count // 8, 8, _SHORT) for count in KNOTS if count >= 32]
+    sizes = [PassSize(*shape, _SHORT) for shape in ((1, 1), (1, 4), (1, 16), (4, 1), (1, 2), (1, 8))]
+    sizes += [PassSize(1, 1, _LONG), PassSize(1, 8, _LONG), PassSize(1, 8, _SHORT, is_drawn=True)]
+    sizes += [PassSize(16, 1, _SHORT), PassSize(32, 1, _SHORT), PassSize(4, 4, _LONG)]
+    sizes += [PassSize(count // 8, 8, _SHORT) for count in KNOTS if count >= 32]
     most_tokens = min(limits.max_step_tokens, limits.num_slots - _SHORT)
     longest = max(1, limits.max_model_len - 16)
-    within = [replace(size, num_context=min(size.num_context, longest)) for size in rows if size.num_tokens <= most_tokens]
+    within = [replace(size, num_context=min(size.num_context, longest)) for size in sizes if size.num_tokens <= most_tokens]
     return list(dict.fromkeys(within))
 
 
 def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget_s: float = _BUDGET_S) -> Profile:
-    """Return this machine's prices. The first round stops short of what would not fit, others repeat it while they fit.
+    """Return this machine's prices. Half of the budget is for a first round, a quarter for each size alike to be repeated in.
 
-    What takes so many times as long as a token alone is repeated in every so manieth round: what a few tokens more take is small
-    beside a pass, and most steps are small. The fewest sizes and rounds are not cut short but by a larger budget.
+    The fewest sizes are measured twice, whatever that takes.
     """
-    begin_s = clock()
-    sizes = grid(bench.limits)
-    bar = progress_bar(what="measuring what steps cost here", total=3 * len(sizes), unit="pass", leave=False)
+    begin_s, sizes = clock(), grid(bench.limits)
+    bar = progress_bar(what="measuring what steps cost here", total=budget_s, unit="s", leave=False)
     seen: dict[PassSize, tuple[StepWork, list[float]]] = {}
-    for size in sizes:
-        bench.time_pass(size)  # the first time something is slower: kernels are chosen, memory is found
+
+    def measure_pass(size: PassSize) -> None:
         work, seconds = bench.time_pass(size)
-        seen[size] = (work, [seconds])
-        bar.update(2)
-        if clock() - begin_s > budget_s * (0.5 if len(seen) >= _FEWEST_SIZES else _MOST_BUDGETS / 2):
+        seen.setdefault(size, (work, []))[1].append(seconds)
+        bar.update(min(budget_s, clock() - begin_s) - bar.n)
+
+    for size in sizes:
+        if len(seen) >= _FEWEST_SIZES and clock() - begin_s > budget_s / 2:
             break
-    bar.total = 3 * len(seen)
-    if not seen:
-        bar.close()
-        return Profile(GENERIC_REST, GENERIC_DRAFT, is_sound=False)
-    one_s = min(min(times) for _, times in seen.values())
-    drafted = _drafted(bench, int(budget_s / 8 / one_s / len(_CHAINS)))
-    num_rounds, due = 1, _due(seen, 2)
-    while clock() - begin_s + sum(map(min, due.values())) < budget_s * (1.0 if num_rounds >= _FEWEST_ROUNDS else _MOST_BUDGETS):
-        for size, times in due.items():
-            times.append(bench.time_pass(size)[1])
-            bar.update()
-        num_rounds += 1
-        due = _due(seen, num_rounds + 1)
-        bar.total = bar.n + len(due)  # if another round fits
+        bench.time_pass(size)  # the first time something is slower: kernels are chosen, memory is found
+        measure_pass(size)
+    drafted = _drafted(bench, budget_s / 4)
+    share_s = budget_s / 4 / max(1, len(seen))
+    while due := [size for size, (_, times) in seen.items() if len(times) == 1 or (len(times) + 1) * min(times) <= share_s]:
+        for size in due:
+            measure_pass(size)
     bar.close()
+    if not seen:
+        return Profile(GENERIC_REST, GENERIC_DRAFT, is_sound=False)
     works = [work for work, _ in seen.values()]
     medians = np.array([float(np.median(times)) for _, times in seen.values()])
-    is_whole = len(seen) >= min(_FEWEST_SIZES, len(grid(bench.limits))) and num_rounds >= _FEWEST_ROUNDS
-    alike = [*(times for _, times in seen.values())], [[step.draft_s for step in steps] for steps in drafted]
+    alike = [times for _, times in seen.values()], [[step.draft_s for step in steps] for steps in drafted]
     profile = Profile(
         rest=_rest_prices(works, medians),
         draft=_draft_prices([_typical(steps) for steps in drafted], medians[0]),
-        is_sound=is_whole and all(map(_is_calm, alike)),
+        is_sound=all(map(_is_calm, alike)),
     )
-    costs = profile.costs()
-    _logger.info("profiled in %.1f s: %s", clock() - begin_s, {name: f"{price:.2e}" for name, price in costs.prices.items()})
+    prices = {name: f"{price:.2e}" for name, price in profile.costs().prices.items()}
+    _logger.info("profiled in %.1f s: %s", clock() - begin_s, prices)
     return profile
 
 
@@ -169,38 +157,30 @@ def _are_prices(found: Any, count: int) -> bool:
     return isinstance(found, list) and len(found) == count and all(isinstance(one, float) and isfinite(one) for one in found)
 
 
-def _due(seen: dict[PassSize, tuple[StepWork, list[float]]], num_round: int) -> dict[PassSize, list[float]]:
-    """Return the sizes that a round repeats, and their times: what takes k times as long as the fastest, each k-th round."""
-    least_s = {size: min(times) for size, (_, times) in seen.items()}
-    one_s = min(least_s.values())
-    return {size: times for size, (_, times) in seen.items() if num_round % max(1, round(least_s[size] / one_s)) == 0}
-
-
 def _is_calm(alike: Sequence[Sequence[float]]) -> bool:
-    """Return whether times that should be alike are, on the whole; a single one is like itself and says nothing."""
-    several = [times for times in alike if len(times) > 1]
-    return not several or float(np.median([np.median(times) / max(min(times), 1e-9) for times in several])) < _CALM
+    """Return whether times that should be alike are, on the whole."""
+    return not alike or float(np.median([np.median(times) / max(min(times), 1e-9) for times in alike])) < _CALM
 
 
-def _drafted(bench: Bench, num_turns: int) -> list[list[StepFeedback]]:
-    """Return real steps that draft, like with like: chains of each length, of one sequence and (if that is not slow) of several.
+def _drafted(bench: Bench, budget_s: float) -> list[list[StepFeedback]]:
+    """Return real steps that draft, like with like: chains of each length, of one sequence and (if there is time) of several.
 
     Lengths take turns, so that no disturbance meets one of them alone. None where a text is too short for that.
     """
-    limits = bench.limits
+    limits, drafted = bench.limits, list[list[StepFeedback]]()
+    expansions = [Expansion(length, 1, 0) for length in _CHAINS] * (1 + _TURNS)
     num_prompt = min(_STEP_PROMPT, max(1, limits.max_model_len // 4))
-    turn_tokens = sum(1 + length for length in _CHAINS)
-    room = (min(limits.max_model_len, limits.num_slots) - num_prompt) // turn_tokens - 2
-    num_turns, is_slow = max(_FEWEST_TURNS, min(_MOST_TURNS, num_turns)), num_turns < _FEWEST_TURNS
-    if room < num_turns:
-        return []
-    expansions = [Expansion(length, 1, 0) for _ in range(1 + num_turns) for length in _CHAINS]
-    longest = num_prompt + (2 + num_turns) * turn_tokens
-    has_many = not is_slow and limits.max_running >= _MANY_ROWS and limits.num_slots >= _MANY_ROWS * longest
-    drafted = []
-    for num_rows in (1, _MANY_ROWS)[: 1 + has_many]:
-        ran = bench.run_steps(num_rows, num_prompt, expansions)
-        drafted += [ran[len(_CHAINS) + place :: len(_CHAINS)] for place in range(len(_CHAINS))]
+    num_tokens = num_prompt + sum(2 + one.max_depth for one in expansions)
+    for num_rows in (1, _MANY_ROWS):
+        has_room = num_tokens <= limits.max_model_len and num_rows * num_tokens <= limits.num_slots
+        if (
+            not has_room
+            or num_rows > limits.max_running
+            or sum(step.draft_s + step.rest_s for one in drafted for step in one) > budget_s / 2
+        ):
+            break
+        ran = bench.run_steps(num_rows, num_prompt, expansions)[len(_CHAINS) :]
+        drafted += [ran[place :: len(_CHAINS)] for place in range(len(_CHAINS))]
     return [steps for steps in drafted if steps]
 
 
@@ -226,8 +206,8 @@ def _draft_prices(steps: Sequence[StepFeedback], step_s: float) -> tuple[float, 
         return generic
     features_CF = draft_features(step.work for step in drafting)
     fitted = fitted_prices(features_CF, np.array([step.draft_s for step in drafting]), GENERIC_DRAFT)
-    is_seen = [bool(feature_C.any()) for feature_C in features_CF.T]
-    return tuple(price if seen else _UNSEEN * low for price, low, seen in zip(fitted, generic, is_seen, strict=True))
+    seen = zip(fitted, generic, (feature_C.any() for feature_C in features_CF.T), strict=True)
+    return tuple(price if is_seen else LEAST_FITTED * low for price, low, is_seen in seen)
 
 
 def cached_profile(bench: Bench, cache: WeightsCache) -> Profile:
@@ -241,20 +221,14 @@ def cached_profile(bench: Bench, cache: WeightsCache) -> Profile:
     except (OSError, ValueError) as error:
         _logger.warning("%s is no profile (%s); it is measured again", entry, error)
     profile = measure(bench)
-    if profile.is_sound:
-        _keep(profile, facts, cache, entry)
-    return profile
-
-
-def _keep(profile: Profile, facts: dict[str, str], cache: WeightsCache, entry: Path) -> None:
-    def make(target: Path, scratch: Path) -> None:  # noqa: ARG001 (nothing is kept aside)
-        target.write_text(profile.as_text(facts))
-
+    if not profile.is_sound:
+        return profile
     try:
         entry.unlink(missing_ok=True)
-        cache.obtain(entry, make)
+        cache.obtain(entry, lambda target, _: target.write_text(profile.as_text(facts)))
     except OSError as error:
         _logger.warning("the profile cannot be kept in %s: %s", entry, error)
+    return profile
 
 
 def _key(facts: dict[str, str], limits: SchedulerConfig) -> str:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.policy import StepWork
 from engine.tree import GrowthPrices
 from selector.acceptance import Array, Estimates
-from selector.cost import CostModel, Works
+from selector.cost import CostModel
 from selector.menu import Menu
 
 Places = NDArray[np.int64]
@@ -33,7 +34,7 @@ class BatchLoad:
     nodes, `draws` whether it draws (1) or ranks (0). `model_share` of the rounds of growth run the model that drafts.
     """
 
-    base: Works
+    base: StepWork
     base_tokens: float
     context: Sequence[float]
     unfed: Sequence[float]
@@ -66,13 +67,16 @@ class Search:
         self, menu: Menu, estimates: Estimates, is_allowed_BM: NDArray[np.bool_] | None, load: BatchLoad, costs: CostModel
     ) -> None:
         self._menu, self._estimates, self._is_allowed_BM = menu, estimates, is_allowed_BM
-        self._load, self._costs = load, costs
-        num_rows = len(load.context)
-        self._rows_B = np.arange(num_rows) * len(menu)
-        self._context_B, self._draws_B = np.array(load.context, dtype=np.float64), np.array(load.draws, dtype=np.float64)
-        is_tree_M = menu.depths > 0
-        self._fed_BM = load.model_share * (estimates.nodes * menu.fed_share + np.outer(load.unfed, is_tree_M))
-        self._first_CB = self._alike((0,) * num_rows)  # plain decoding comes first
+        self._load, self._costs, prices = load, costs, costs.prices
+        self._rows_B = np.arange(len(load.context)) * len(menu)
+        self._round_s = prices["round"] + load.model_share * costs.pass_s(load.base.num_keys)
+        self._fed_s = load.model_share * prices["draft_token"]
+        self._node_s_B = np.array([prices["drawn"] * draw + costs.score_s * keys for draw, keys in zip(load.draws, load.context)])
+        fed_BM = estimates.nodes * menu.fed_share + np.array(load.unfed)[:, None] * (menu.depths > 0)
+        self._own_s_BM = estimates.nodes * self._node_s_B[:, None] + self._fed_s * fed_BM  # beside packed tokens and rounds
+        tokens_s = float(costs.tokens_s(np.array(load.base.num_tokens)))
+        self._base_s = costs.step_s(load.base) - tokens_s - load.base.num_rounds * self._round_s
+        self._first_CB = self._alike((0,) * len(load.context))  # plain decoding comes first
         self._first_tokens_C, self._first_seconds_C = self._priced(self._first_CB)
         self.plain = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, 0)
 
@@ -110,20 +114,17 @@ class Search:
         what the others have, and so on: the mean over what they may have, each as widely spread as what is expected of it. No
         node may be less likely than the menu's least.
         """
-        load, rate, places_B = self._load, chosen.rate, np.array(chosen.places)
+        rate, places_B = chosen.rate, np.array(chosen.places)
         num_nodes = float(self._estimates.nodes.take(places_B + self._rows_B).sum())
-        prices, num_rows = self._costs.prices, len(places_B)
-        own_s = float(prices["drawn"] * self._draws_B.sum() + self._costs.score_s * self._context_B.sum()) / num_rows
-        level_s = prices["round"] + load.model_share * float(self._costs.pass_s(load.base.num_keys))
-        level_s = level_s / max(1, num_sharing) + load.model_share * prices["draft_token"]
-        node_s = own_s + self._costs.slope_s(float(load.base.num_tokens) + num_nodes)
-        num_drafting = int(np.count_nonzero(places_B))
+        num_tokens, num_drafting = float(self._load.base.num_tokens), int(np.count_nonzero(places_B))
+        own_s, level_s = float(self._node_s_B.mean()), self._round_s / max(1, num_sharing) + self._fed_s
+        node_s = own_s + float(np.diff(self._costs.tokens_s(num_tokens + num_nodes + np.arange(2.0)))[0])
         if not num_drafting:
             return GrowthPrices(node_s * rate, level_s * rate)
         own_nodes, num_others = num_nodes / num_drafting, num_drafting - 1
         others_Z = np.maximum(0.0, own_nodes * (num_others + _SPREAD * num_others**0.5))
-        sizes_N = float(load.base.num_tokens) + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
-        tokens_s_N = np.asarray(self._costs.tokens_s(sizes_N + others_Z[:, None])).mean(0)
+        sizes_N = num_tokens + np.arange(1.0 + float(self._menu.num_nodes[places_B].max()))
+        tokens_s_N = self._costs.tokens_s(sizes_N + others_Z[:, None]).mean(0)
         nodes_N = np.maximum((own_s + np.diff(tokens_s_N)) * rate, self._menu.least_chance)
         return GrowthPrices(node_s * rate, level_s * rate, tuple(never_less(nodes_N.tolist())))
 
@@ -132,14 +133,14 @@ class Search:
 
         Of fewer those have it of which most tokens are expected, [C, B].
         """
-        tokens_BM = self._estimates.tokens
-        if self._is_allowed_BM is not None:
-            tokens_BM = np.where(self._is_allowed_BM, tokens_BM, 0.0)
-        rank_MB = (-tokens_BM).argsort(0, kind="stable").argsort(0).T
-        num_allowed_M1 = np.count_nonzero(tokens_BM, axis=0)[:, None]
-        entries_M1 = np.arange(len(self._menu))[:, None]
-        halves = range(len(self._rows_B).bit_length())
-        candidates = [np.where(rank_MB < -(-num_allowed_M1 >> half), entries_M1, kept) for half in halves]
+        num_rows, tokens_BM, entries_M1 = len(self._rows_B), self._estimates.tokens, np.arange(len(self._menu))[:, None]
+        is_allowed_BM = np.ones_like(tokens_BM, dtype=np.bool_) if self._is_allowed_BM is None else self._is_allowed_BM
+        candidates = [np.where(is_allowed_BM.T, entries_M1, kept)]
+        if num_rows > 1:
+            rank_MB = np.where(is_allowed_BM, -tokens_BM, 0.0).argsort(0, kind="stable").argsort(0).T
+            num_allowed_M1 = np.count_nonzero(is_allowed_BM, axis=0)[:, None]
+            halves = range(1, num_rows.bit_length())
+            candidates += [np.where(rank_MB < -(-num_allowed_M1 >> half), entries_M1, kept) for half in halves]
         return np.concatenate(candidates)
 
     def _fewer(self, best: Step) -> Places:
@@ -162,21 +163,11 @@ class Search:
 
     def _priced(self, places_CB: Places) -> tuple[Array, Array]:
         """Return the tokens and the seconds of each candidate."""
-        base, share, index_CB = self._load.base, self._load.model_share, places_CB + self._rows_B
-        nodes_CB = self._estimates.nodes.take(index_CB)
-        nodes_C = nodes_CB.sum(1)
+        base, index_CB = self._load.base, places_CB + self._rows_B
+        tokens_s_C = self._costs.tokens_s(base.num_tokens + self._estimates.nodes.take(index_CB).sum(1))
         rounds_C = np.maximum(base.num_rounds, self._rounds(places_CB, self._estimates.rounds.take(index_CB)))
-        works = Works(
-            num_rows=base.num_rows,
-            num_tokens=base.num_tokens + nodes_C,
-            num_drawn=base.num_drawn + nodes_CB @ self._draws_B,
-            num_keys=base.num_keys,
-            num_scores=base.num_scores + nodes_CB @ self._context_B,
-            num_passes=share * rounds_C,
-            num_draft_tokens=base.num_draft_tokens + self._fed_BM.take(index_CB).sum(1),
-            num_rounds=rounds_C,
-        )
-        return self._load.base_tokens + self._estimates.tokens.take(index_CB).sum(1), self._costs.step_s(works)
+        seconds_C = self._base_s + tokens_s_C + rounds_C * self._round_s + self._own_s_BM.take(index_CB).sum(1)
+        return self._load.base_tokens + self._estimates.tokens.take(index_CB).sum(1), seconds_C
 
     def _rounds(self, places_CB: Places, rounds_CB: Array) -> Array:
         """Return the rounds of each candidate: its step grows until its longest tree ends.

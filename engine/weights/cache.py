@@ -50,7 +50,7 @@ class WeightsCache:
         """Where the profile of this key lies, or will."""
         return self.root / "profiles" / f"{key}.json"
 
-    def obtain(self, entry: Path, make: Callable[[Path, Path], None]) -> Path:
+    def obtain(self, entry: Path, make: Callable[[Path, Path], object]) -> Path:
         """Return `entry`, having it made first if it is not there.
 
         `make(target, scratch)` writes the file or folder `target` and may use the folder `scratch`; both are on the
@@ -63,7 +63,7 @@ class WeightsCache:
                 self._make(entry, make)
         return entry
 
-    def _make(self, entry: Path, make: Callable[[Path, Path], None]) -> None:
+    def _make(self, entry: Path, make: Callable[[Path, Path], object]) -> None:
         self._delete_leftovers(entry)
         folder = self._folder("tmp")
         with tempfile.TemporaryDirectory(prefix=f"{entry.name}-", dir=folder, ignore_cleanup_errors=True) as temporary:

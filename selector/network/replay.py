@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from selector.cost import CostModel, Works
+from engine.policy import StepWork
+from selector.cost import CostModel
 from selector.network.examples import Examples
 
 Array = NDArray[np.float64]
@@ -25,19 +26,16 @@ def seconds_of(examples: Examples, costs: CostModel) -> Array:
     return np.stack([step_s(costs, *row, depths_M, row[-1] * fed_share_M) for row in rows])
 
 
-def step_s(costs: CostModel, context: float, is_drawn: bool, nodes_M: Array, passes_M: Array, fed_M: Array) -> Array:
+def step_s(costs: CostModel, context: int, is_drawn: bool, nodes_M: Array, passes_M: Array, fed_M: Array) -> Array:
     """Return the predicted seconds of a step of one sequence with trees of so many nodes, draft passes and nodes fed, [M]."""
-    works = Works(
-        num_rows=1.0,
-        num_tokens=1.0 + nodes_M,
-        num_drawn=(1.0 + nodes_M) * is_drawn,
-        num_keys=context,
-        num_scores=(1.0 + nodes_M) * context,
-        num_passes=passes_M,
-        num_draft_tokens=fed_M + (passes_M > 0),
-        num_rounds=passes_M,
+    trees = zip(nodes_M.tolist(), passes_M.tolist(), fed_M.tolist(), strict=True)
+    works = (
+        StepWork(
+            1, 1 + num_nodes, (1 + num_nodes) * is_drawn, context, (1 + num_nodes) * context, passes, fed + (passes > 0), passes
+        )
+        for num_nodes, passes, fed in trees
     )
-    return np.asarray(costs.step_s(works))
+    return np.array([costs.step_s(work) for work in works])
 
 
 def best_places(tokens_RM: Array, seconds_RM: Array) -> Places:

@@ -30,7 +30,7 @@ def feedback(
     work: StepWork, outcomes: Sequence[DraftOutcome], draft_s: float, rest_s: float, has_prefill: bool = False
 ) -> StepFeedback:
     """Return what a policy is told of a step."""
-    sizes, told = (work.num_rows, work.num_rounds, work.num_passes), tuple(outcomes)
+    sizes, told = (work.num_rows, work.num_rounds, int(work.num_passes)), tuple(outcomes)
     return StepFeedback(draft_s, rest_s, has_prefill, *sizes, lambda: work, lambda: told)
 
 

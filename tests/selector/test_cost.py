@@ -16,7 +16,6 @@ from selector.cost import (
     GENERIC_REST,
     CostModel,
     StageSeconds,
-    Works,
     draft_features,
     fitted_prices,
     rest_features,
@@ -33,7 +32,7 @@ def true_seconds(one: StepWork, pass_s: float = 0.003) -> StageSeconds:
 
 
 def predicted(costs: CostModel, one: StepWork) -> float:
-    return float(costs.step_s(Works.of([one]))[0])
+    return costs.step_s(one)
 
 
 def taught(costs: CostModel, num_steps: int = 200, noise: float = 0.0, outliers: float = 0.0) -> CostModel:
@@ -165,31 +164,14 @@ def test_ever_less_sure_filter_is_noticed(monkeypatch):
         check_share()
 
 
-def test_many_candidates_cost_what_each_costs_alone():
+@given(st.integers(1, 2000), st.integers(1, 2000))
+def test_tokens_curve_is_prices_times_features(first, second):
+    """T(N) rises as a step's seconds do, on its bends, between them and beyond the last."""
     costs = taught(CostModel())
-    ones = [work(tokens, passes) for tokens in (1, 7, 90, 700) for passes in (0, 3)]
-    assert costs.step_s(Works.of(ones)).tolist() == pytest.approx([predicted(costs, one) for one in ones])
-
-
-@given(st.lists(st.integers(1, 2000), min_size=1, max_size=4), st.integers(0, 9), st.integers(0, 5000))
-def test_seconds_are_prices_times_features(tokens, passes, keys):
-    """Seconds are prices times the features that prices are learnt by, on T(N)'s bends, between them and beyond the last."""
-    costs = taught(CostModel())
-    ran = [work(one, passes, 3, keys) for one in tokens]
-    works = Works.of(ran)
-    prices = np.array(list(costs.prices.values()))
-    assert costs.rest_s(works) == pytest.approx(rest_features(ran) @ prices[: cost.NUM_REST])
-    assert costs.draft_s(works) == pytest.approx(draft_features(ran) @ prices[cost.NUM_REST :])
-
-
-def test_slope_is_a_difference():
-    costs = taught(CostModel())
-
-    def seconds(tokens: float) -> float:
-        return float(costs.rest_s(Works(1.0, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))[0])
-
-    for tokens in (1.0, 10.0, 15.5, 900.0):
-        assert costs.slope_s(tokens) == pytest.approx(seconds(tokens + 1.0) - seconds(tokens))
+    ones = [work(tokens, num_keys=0) for tokens in (first, second)]
+    drawn = costs.prices["drawn"] * (second - first)
+    rise = float(np.diff(costs.tokens_s(np.array([first, second])))[0])
+    assert rise + drawn == pytest.approx(predicted(costs, ones[1]) - predicted(costs, ones[0]), abs=1e-9)
 
 
 def test_prices_are_found_again():

@@ -17,7 +17,7 @@ from tests.selector.machine import feedback
 
 LIMITS = SchedulerConfig(num_slots=4096, max_model_len=1024, max_step_tokens=256)
 SIZES = grid(LIMITS)
-PLENTY_S = 4.5 * len(SIZES)  # at a second a pass: a round of two each, and two rounds more
+PLENTY_S = 13.5 * len(SIZES)  # at a second a pass: three times each, and one to warm up
 
 
 def even(size: PassSize, count: int) -> float:
@@ -78,7 +78,7 @@ class PaperBench:
 def test_calm_measurement_of_sizes_is_sound():
     bench = PaperBench()
     assert bench.profile(PLENTY_S).is_sound
-    assert bench.counts == dict.fromkeys(SIZES, 4), "one to warm up, one a round; what fits is repeated"
+    assert bench.counts == dict.fromkeys(SIZES, 4), "one to warm up, three that count"
     assert bench.now_s < PLENTY_S
 
 
@@ -90,12 +90,10 @@ def test_slow_machine_is_measured_where_telling():
     assert {size.num_tokens for size in SIZES[:4]} == {1, 4, 16}
 
 
-def test_very_slow_machine_is_given_up():
+def test_very_slow_machine_is_measured_too():
     bench = PaperBench(lambda size, count: 9.0)
-    profile = bench.profile(budget_s=6.0)
-    assert not profile.is_sound
-    assert bench.now_s < 60.0
-    assert profile.costs().prices["step"] > 1.0
+    assert bench.profile(budget_s=6.0).costs().prices["step"] > 1.0
+    assert bench.counts == dict.fromkeys(SIZES[:4], 3)
 
 
 @pytest.mark.parametrize(("slow_s", "is_sound"), [(1.29, True), (1.31, False)])
@@ -162,29 +160,17 @@ def test_times_without_numbers_are_no_profile(tmp_path, monkeypatch, caplog):
     assert not list(tmp_path.rglob("*.json"))
 
 
-def check_small_passes_are_repeated_most() -> None:
+def test_long_passes_are_repeated_less_often():
+    """Every size has the same time to be repeated in, once at least."""
     bench = PaperBench(by_length)
     measure(bench, bench.clock, 2000.0)
-    least, most = (min(bench.counts.items(), key=lambda one: sign * by_length(one[0], 0)) for sign in (1.0, -1.0))
-    longer = by_length(most[0], 0) / by_length(least[0], 0)
-    assert longer > 8
-    assert least[1] - 2 == pytest.approx(longer * (most[1] - 2), abs=longer)
-    assert bench.now_s < 2000.0
+    for size, count in bench.counts.items():
+        assert count - 1 == max(2, int(500.0 / len(SIZES) / by_length(size, 0)))
 
 
-def test_long_passes_are_repeated_less_often():
-    check_small_passes_are_repeated_most()
-
-
-def test_all_alike_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(profiles, "_due", lambda seen, num_round: {size: times for size, (_, times) in seen.items()})
-    with pytest.raises(AssertionError):
-        check_small_passes_are_repeated_most()
-
-
-def test_one_time_alone_says_nothing():
+def test_calm_of_most_sizes_counts():
     assert profiles._is_calm([[1.0], [1.0, 1.1]])
-    assert not profiles._is_calm([[1.0], [1.0], [1.0], [1.0, 9.0, 9.0]])
+    assert not profiles._is_calm([[1.0, 9.0, 9.0], [1.0, 9.0, 9.0], [1.0, 1.0]])
 
 
 def test_disturbed_first_time_is_repeated():

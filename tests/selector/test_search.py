@@ -8,10 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from engine.policy import StepWork
 from engine.tree import PLAIN, Expansion
 from selector import search as searching
 from selector.acceptance import Estimates
-from selector.cost import KNOTS, CostModel, Works
+from selector.cost import KNOTS, CostModel
 from selector.menu import Menu, menu_of
 from selector.search import BatchLoad, Search, Step, never_less
 
@@ -27,7 +28,7 @@ def costs(slopes: tuple[float, ...], pass_s: float, draft_token_s: float = 1e-6)
 
 def load_of(num_rows: int, model_share: float = 1.0) -> BatchLoad:
     zeros = [0.0] * num_rows
-    base = Works(num_rows, num_rows, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    base = StepWork(num_rows, num_rows, 0, 0, 0, 0, 0.0, 0)
     return BatchLoad(base, 0.0, context=zeros, unfed=[1.0] * num_rows, draws=zeros, model_share=model_share)
 
 
@@ -180,7 +181,7 @@ def test_nodes_cost_more_beyond_the_bend():
     one = search_by_chance([[0.95]], bending)
     alone = one.step_of((1,))
     prices = one.growth_prices(alone, 1).nodes
-    rises = np.diff([float(bending.tokens_s(1.0 + count)) for count in range(len(prices) + 1)]) * alone.rate
+    rises = np.diff([float(bending.tokens_s(np.array(1.0 + count))) for count in range(len(prices) + 1)]) * alone.rate
     assert list(prices) == sorted(prices)
     assert sum(prices) == pytest.approx(sum(rises), rel=0.01)
     assert prices[-1] == pytest.approx(0.6 * alone.rate, rel=1e-3)
