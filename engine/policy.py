@@ -31,8 +31,7 @@ class Reason(StrEnum):
 class SequenceView(NamedTuple):
     """What a policy may see of a sequence before drafting.
 
-    `num_uncached` tokens must be fed to the target (the root included; more than 1 while a prompt is fed), `num_unfed` to the
-    drafter before it can draft (the root included).
+    `num_uncached` tokens must be fed to the target (the root included; more than 1 while a prompt is fed).
     """
 
     request_id: str
@@ -40,7 +39,6 @@ class SequenceView(NamedTuple):
     num_generated: int
     num_remaining: int
     num_uncached: int
-    num_unfed: int
     sampling: SamplingParams
     speculation: Speculation
     verifier: str

@@ -97,7 +97,6 @@ class Sequence:
             num_generated=self.num_generated,
             num_remaining=self.num_remaining,
             num_uncached=self.num_uncached,
-            num_unfed=self.num_tokens - self.draft_len,
             sampling=self.request.sampling,
             speculation=self.request.speculation,
             verifier=self.verifier,

@@ -50,7 +50,7 @@ NOISE = 0.15  # standard deviation of a step's seconds, relative
 MOST_SIGMAS = 2.5
 LEAST_FACTOR = 0.002  # no price falls below this share of its prior
 FORGOTTEN = 0.5  # of what the filter has become sure of, each time that one surprise after another is out of bounds
-_PULL, LEAST_FITTED = 1e-5, 1e-3  # of fitted prices towards the generic ones, and below which share of them none falls
+_PULL = 1e-5  # of fitted prices towards the generic ones
 
 
 class StageSeconds(NamedTuple):
@@ -210,5 +210,5 @@ def fitted_prices(features_CF: Array, seconds_C: Array, generic: Sequence[float]
     for _ in range(1000):
         for feature in range(len(generic_F)):
             rest = wanted_F[feature] - gram_FF[feature] @ factors_F + gram_FF[feature, feature] * factors_F[feature]
-            factors_F[feature] = max(LEAST_FITTED, rest / gram_FF[feature, feature])
+            factors_F[feature] = max(LEAST_FACTOR, rest / gram_FF[feature, feature])
     return [float(price) for price in factors_F * generic_F]

@@ -15,15 +15,12 @@ from engine.pairs import default_tree, is_exact
 from engine.policy import SequenceView
 from engine.tree import DELAYED_TREES, PLAIN, Expansion, TreeName
 
-_TRUNKS = (0, 1, 2, 3, 4, 6)
-_DEPTHS = (1, 2, 3, 4, 6)
+_LENGTHS = (1, 2, 3, 4, 6)  # of trunks and branches
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of trees that find their own shape
 _LARGEST_DELAYED = (8, 4, 8)  # trunk, branches, depth: the menu of Dynamic Delayed Tree Expansion
 _MAX_LEVELS = 10
 _RANKED: TreeName = "noise_aware"  # of rows that rank: its nodes are the best, wherever they are
 _LEAST_CHANCES = (0.9, 0.75, 0.6, 0.48, 0.38, 0.3, 0.23, 0.17, 0.12, 0.08, 0.05, 0.03)  # of its nodes
-_FEWEST_RANKED = 8  # nodes that it may have, however great their least chance
-_RANKED_DEPTH = 8
 
 
 @dataclass(frozen=True)
@@ -177,9 +174,9 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
     bound = largest or Expansion(*_LARGEST_DELAYED, family)
     trees = [
         Expansion(trunk, branches, depth, family)
-        for trunk in _up_to(_TRUNKS, bound.trunk)
+        for trunk in _up_to((0, *_LENGTHS), bound.trunk)
         for branches in range(2, bound.branches + 1)
-        for depth in _up_to(_DEPTHS, bound.depth)
+        for depth in _up_to(_LENGTHS, bound.depth)
         if trunk + depth <= max(_MAX_LEVELS, bound.max_depth if largest else 0)
     ]
     return menu_with(entry for entry in [*_chains(bound), *trees] if is_exact(entry.kind, verifier))
@@ -196,7 +193,7 @@ def menu_for_all(expansion: Expansion, verifier: str, largest: Expansion | None 
         return family
     if not expansion.is_delayed:
         return menu_with([*family.entries, *_chains(family.entries[-1])])
-    depth, size = (largest.max_depth, largest.num_draft_tokens) if largest else (_RANKED_DEPTH, _SIZES[-1])
+    depth, size = (largest.max_depth, largest.num_draft_tokens) if largest else (_LARGEST_DELAYED[0], _SIZES[-1])
     branches = largest.branches if largest else _LARGEST_DELAYED[1]
     return menu_with([*family.entries, *_own_shaped(Expansion(0, branches, depth, _RANKED, size))])
 
@@ -220,7 +217,7 @@ def _by_chance(bound: Expansion) -> list[Expansion]:
     """Return trees by the least chance of a node, which is the bound's or more; of chance p there are about 1/p a level."""
     own = [bound.least_chance] if bound.least_chance else []
     chances = [*(chance for chance in _LEAST_CHANCES if chance > bound.least_chance), *own]
-    most = [min(bound.max_nodes, max(_FEWEST_RANKED, ceil(2.0 / chance))) for chance in chances]
+    most = [min(bound.max_nodes, max(bound.max_depth, ceil(2.0 / chance))) for chance in chances]
     return [replace(bound, max_nodes=size, least_chance=chance) for size, chance in zip(most, chances, strict=True)]
 
 
@@ -228,7 +225,7 @@ def _sized(bound: Expansion) -> list[Expansion]:
     """Return trees of each depth in the sizes that are deep enough and fit, the bound's own too."""
     return [
         replace(bound, max_nodes=size, depth=depth)
-        for depth in _up_to(_DEPTHS, bound.max_depth)
+        for depth in _up_to(_LENGTHS, bound.max_depth)
         for size in _up_to(_SIZES, min(bound.max_nodes, _most_nodes(depth, bound.branches)))
         if depth <= size
     ]

@@ -5,7 +5,6 @@ unless drafts bring clearly more; probes now and then; says why. A choice is reu
 the same (engine.choice_cache), plain decoding until its next probe. Steps are learnt from when the next choice is made.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
@@ -21,13 +20,10 @@ from selector.menu import Menu, fed_share
 from selector.probes import Probes
 from selector.search import BatchLoad, Search, Step
 
-_logger = logging.getLogger(__name__)
-
 REUSED_STEPS = 8  # for which a choice stands while the batch is the same
 _BEGINS_TO_PAY = 1.1  # times what their seconds are worth, that trees must bring before they are drafted; later once
 _PRICED_ALWAYS = 48  # first steps that all correct prices; later probes do, and:
 _PRICED_EVERY = 16  # of all steps
-_MOST_UNFED = 4  # tokens that a drafter is behind in the choice; feeding it more is a matter of once
 _KEEPS_UP_SHARE = 0.002  # of a plain step's seconds, for which drafters are kept up with sequences that decode plainly
 _KEEPS_UP_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
 _MEMORY = 0.95  # of what own trees brought and of the model's share of rounds, at each later step
@@ -52,18 +48,16 @@ class _Batch:
 
 
 class AdaptiveExpansion:
-    """Chooses each step's expansions from a menu. `fallback` is what runs where the estimator has no number to give.
+    """Chooses each step's expansions from a menu. Raises ArithmeticError where the estimator has no number to give.
 
     A token that the drafter is merely fed costs `unasked_share` of one that it is asked about. The menu holds what the server's
     verifier is exact on; a sequence with another verifier gets what that is exact on too.
     """
 
-    def __init__(
-        self, menu: Menu, estimator: Estimator, costs: CostModel, fallback: Expansion, unasked_share: float = 1.0
-    ) -> None:
+    def __init__(self, menu: Menu, estimator: Estimator, costs: CostModel, unasked_share: float = 1.0) -> None:
         self.name = f"adaptive up to {replace(menu.entries[-1], least_chance=0.0)}"
         self._menu, self._estimator, self._costs = menu, estimator, costs
-        self._fallback, self._unasked_share = fallback, unasked_share
+        self._unasked_share = unasked_share
         self._probes = Probes()
         self._reason = Reason.PLAIN_IS_BEST
         self._without_probe: Step | None = None  # what the step under way would be without its probe
@@ -72,7 +66,6 @@ class AdaptiveExpansion:
         self._num_steps = 0
         self._num_passes = self._num_rounds = 1.0  # of drafting, decaying: cached text spares rounds their pass of the model
         self._own_tokens: dict[str, float] = {}  # a step, of sequences whose requests ask for trees
-        self._has_failed = self._has_failed_to_learn = False
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the expansions with the most expected tokens a second that were found, and what is expected of them."""
@@ -86,8 +79,8 @@ class AdaptiveExpansion:
         batch = self._batch(views, own)
         estimates = _within_text(self._estimator.estimate(batch.views, batch.menu), batch)
         search = Search(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
-        if not (np.isfinite(estimates).all() and isfinite(search.plain.rate)):
-            return self._without_numbers(views)
+        if not isfinite(float(np.sum(estimates)) + search.plain.rate):
+            raise ArithmeticError("what to expect of a step is not a finite number")
         plain, best = search.plain, search.best()
         margin = 1.0 if self._reason is Reason.SPECULATION_PAYS else _BEGINS_TO_PAY
         if best.tokens - plain.tokens <= margin * plain.rate * (best.seconds - plain.seconds):
@@ -109,16 +102,10 @@ class AdaptiveExpansion:
             self._end_probe(feedback)
 
     def _learn(self) -> None:
-        """Learn from the steps since the last choice. A step that cannot be learnt from is lost, and costs no choice."""
+        """Learn from the steps since the last choice."""
         unlearnt, self._unlearnt = self._unlearnt, []
         for feedback, is_priced in unlearnt:
-            try:
-                self._learn_from(feedback, is_priced)
-            except Exception:
-                _logger.log(
-                    logging.DEBUG if self._has_failed_to_learn else logging.ERROR, "a step cannot be learnt from", exc_info=True
-                )
-                self._has_failed_to_learn = True
+            self._learn_from(feedback, is_priced)
 
     def _learn_from(self, feedback: StepFeedback, is_priced: bool) -> None:
         outcomes = feedback.outcomes
@@ -207,7 +194,7 @@ class AdaptiveExpansion:
         trees = [(one, own[one.request_id]) for one in views if one.request_id in own]
         num_keys = sum(view.num_committed for view in views)
         num_rounds = max((tree.max_depth for _, tree in trees), default=0)
-        num_fed = sum(self._unfed(one) + tree.num_draft_tokens * fed_share(tree) for one, tree in trees)
+        num_fed = sum(1.0 + tree.num_draft_tokens * fed_share(tree) for _, tree in trees)
         base = StepWork(
             num_rows=len(views),
             num_tokens=len(views) + sum(tree.num_draft_tokens for _, tree in trees),
@@ -223,22 +210,11 @@ class AdaptiveExpansion:
             base,
             base_tokens=len(views) - len(free) + sum(self._own_tokens.values()) - len(own),
             context=[one.num_committed for one in chosen_for],
-            unfed=[self._unfed(one) for one in chosen_for],
             draws=[float(not one.sampling.is_greedy) for one in chosen_for],
             model_share=share,
         )
         menu, is_allowed_BM = self._menu.allowed_for(chosen_for)
         return _Batch(free, chosen_for, menu, is_allowed_BM, load)
-
-    def _unfed(self, view: SequenceView) -> float:
-        """Return the tokens that a tree costs the drafter beside its nodes: the root, and shares of those it is behind."""
-        return 1.0 + self._unasked_share * (min(view.num_unfed, _MOST_UNFED) - 1.0)
-
-    def _without_numbers(self, views: Sequence[SequenceView]) -> Choice:
-        if not self._has_failed:
-            _logger.error("what to expect of a step is not a finite number; %s is drafted instead", self._fallback)
-            self._has_failed = True
-        return Choice((self._fallback,) * len(views), Reason.FALLBACK)
 
 
 def _within_text(estimates: Estimates, batch: _Batch) -> Estimates:

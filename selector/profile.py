@@ -25,7 +25,7 @@ from selector.cost import (
     GENERIC_DRAFT,
     GENERIC_REST,
     KNOTS,
-    LEAST_FITTED,
+    LEAST_FACTOR,
     Array,
     CostModel,
     draft_features,
@@ -42,7 +42,6 @@ _FEWEST_SIZES = 4
 _CHAINS = (1, 2, 4)  # lengths drafted in real steps, in turns
 _TURNS = 4  # the first aside: kernels are chosen in it
 _MANY_ROWS = 4
-_STEP_PROMPT = 16  # tokens
 _CALM = 1.3  # median over least time of what is alike, at most
 
 
@@ -119,7 +118,7 @@ def measure(bench: Bench, clock: Callable[[], float] = time.perf_counter, budget
     The fewest sizes are measured twice, whatever that takes.
     """
     begin_s, sizes = clock(), grid(bench.limits)
-    bar = progress_bar(what="measuring what steps cost here", total=budget_s, unit="s", leave=False)
+    bar = progress_bar(what="measuring what steps cost here", total=round(budget_s), unit="s", leave=False)
     seen: dict[PassSize, tuple[StepWork, list[float]]] = {}
 
     def measure_pass(size: PassSize) -> None:
@@ -169,7 +168,7 @@ def _drafted(bench: Bench, budget_s: float) -> list[list[StepFeedback]]:
     """
     limits, drafted = bench.limits, list[list[StepFeedback]]()
     expansions = [Expansion(length, 1, 0) for length in _CHAINS] * (1 + _TURNS)
-    num_prompt = min(_STEP_PROMPT, max(1, limits.max_model_len // 4))
+    num_prompt = min(_SHORT, max(1, limits.max_model_len // 4))
     num_tokens = num_prompt + sum(2 + one.max_depth for one in expansions)
     for num_rows in (1, _MANY_ROWS):
         has_room = num_tokens <= limits.max_model_len and num_rows * num_tokens <= limits.num_slots
@@ -207,7 +206,7 @@ def _draft_prices(steps: Sequence[StepFeedback], step_s: float) -> tuple[float, 
     features_CF = draft_features(step.work for step in drafting)
     fitted = fitted_prices(features_CF, np.array([step.draft_s for step in drafting]), GENERIC_DRAFT)
     seen = zip(fitted, generic, (feature_C.any() for feature_C in features_CF.T), strict=True)
-    return tuple(price if is_seen else LEAST_FITTED * low for price, low, is_seen in seen)
+    return tuple(price if is_seen else LEAST_FACTOR * low for price, low, is_seen in seen)
 
 
 def cached_profile(bench: Bench, cache: WeightsCache) -> Profile:

@@ -30,14 +30,13 @@ class BatchLoad:
     """What the batch's step runs whatever is chosen, and what a node adds for each sequence.
 
     `base` is plain decoding's work with the trees that requests ask for themselves, `base_tokens` what it brings beside the
-    sequences to choose for. Of those, [B]: `context` cached tokens, `unfed` tokens that its drafter is fed for a tree beside its
-    nodes, `draws` whether it draws (1) or ranks (0). `model_share` of the rounds of growth run the model that drafts.
+    sequences to choose for. Of those, [B]: `context` cached tokens, `draws` whether it draws (1) or ranks (0). `model_share` of
+    the rounds of growth run the model that drafts.
     """
 
     base: StepWork
     base_tokens: float
     context: Sequence[float]
-    unfed: Sequence[float]
     draws: Sequence[float]
     model_share: float
 
@@ -72,7 +71,7 @@ class Search:
         self._round_s = prices["round"] + load.model_share * costs.pass_s(load.base.num_keys)
         self._fed_s = load.model_share * prices["draft_token"]
         self._node_s_B = np.array([prices["drawn"] * draw + costs.score_s * keys for draw, keys in zip(load.draws, load.context)])
-        fed_BM = estimates.nodes * menu.fed_share + np.array(load.unfed)[:, None] * (menu.depths > 0)
+        fed_BM = estimates.nodes * menu.fed_share + (menu.depths > 0)  # the root too
         self._own_s_BM = estimates.nodes * self._node_s_B[:, None] + self._fed_s * fed_BM  # beside packed tokens and rounds
         tokens_s = float(costs.tokens_s(np.array(load.base.num_tokens)))
         self._base_s = costs.step_s(load.base) - tokens_s - load.base.num_rounds * self._round_s

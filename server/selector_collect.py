@@ -277,4 +277,4 @@ def _view(name: str, point: int, num_prompt: int, sampling: "SamplingParams", ve
     from engine.types import Speculation
 
     num_generated = point + 1 - num_prompt
-    return SequenceView(name, point + 1, num_generated, max_tokens, 1, 1, sampling, Speculation(), verifier)
+    return SequenceView(name, point + 1, num_generated, max_tokens, 1, sampling, Speculation(), verifier)

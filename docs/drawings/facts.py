@@ -16,8 +16,8 @@ from engine.traced import TracedRow
 from engine.tree import Expansion, parse_expansion
 from engine.types import SamplingParams, Speculation
 from selector.acceptance import CountedAcceptance
-from selector.cost import Array, Works
-from selector.menu import Menu, menu_of
+from selector.menu import menu_of
+from selector.network.replay import step_s
 from selector.profile import Profile
 
 HERE = Path(__file__).parent
@@ -41,7 +41,8 @@ def weighed() -> list[dict[str, Any]]:
             counting.observe([_outcome(record)])
     found = counting.estimate([view])
     costs = Profile.from_text((HERE / "profile.json").read_text()).costs()
-    seconds_M = costs.step_s(_works(found.nodes[0], menu))
+    passes_M, nodes_M = menu.depths.astype(np.float64), found.nodes[0]
+    seconds_M = step_s(costs, CONTEXT, True, nodes_M, passes_M, nodes_M * menu.fed_share)
     weights = zip(menu.entries, found.tokens[0].tolist(), (1000 * seconds_M).tolist(), strict=True)
     return [
         {"tree": str(entry), "nodes": entry.num_draft_tokens, "tokens": round(tokens, 3), "ms": round(ms, 1)}
@@ -49,23 +50,8 @@ def weighed() -> list[dict[str, Any]]:
     ]
 
 
-def _works(nodes_M: Array, menu: Menu) -> Works:
-    """Return the work of a step of one sequence with each tree."""
-    depths_M = menu.depths.astype(np.float64)
-    return Works(
-        num_rows=1.0,
-        num_tokens=1.0 + nodes_M,
-        num_drawn=1.0 + nodes_M,
-        num_keys=CONTEXT,
-        num_scores=(1.0 + nodes_M) * CONTEXT,
-        num_passes=depths_M,
-        num_draft_tokens=nodes_M * menu.fed_share + (depths_M > 0),
-        num_rounds=depths_M,
-    )
-
-
 def _view() -> SequenceView:
-    return SequenceView("answer", 95, 48, 100, 1, 1, SamplingParams(temperature=0.7), Speculation(), "traversal")
+    return SequenceView("answer", 95, 48, 100, 1, SamplingParams(temperature=0.7), Speculation(), "traversal")
 
 
 def _outcome(row: TracedRow) -> DraftOutcome:

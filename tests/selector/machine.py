@@ -95,9 +95,7 @@ class Text:
         sampling = SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
         length, remaining = self.context + self.num_generated, self.max_tokens - self.num_generated
         num_uncached = 1 + self.num_prompt
-        return SequenceView(
-            name, length, self.num_generated, remaining, num_uncached, self.num_unfed, sampling, self.speculation, "traversal"
-        )
+        return SequenceView(name, length, self.num_generated, remaining, num_uncached, sampling, self.speculation, "traversal")
 
     def expected_tokens(self, expansion: Expansion) -> float:
         """Return E[tau + 1] of such a tree here."""

@@ -48,7 +48,7 @@ def adaptive(
 ) -> AdaptiveExpansion:
     """Return a policy with a profile of the machine."""
     costs = CostModel(*prices_of(machine, slower))
-    return kind(menu, estimator or CountedAcceptance(menu), costs, CHAIN, unasked_share=unasked_share)
+    return kind(menu, estimator or CountedAcceptance(menu), costs, unasked_share=unasked_share)
 
 
 def texts_of(chance: float, num_texts: int) -> list[Text]:

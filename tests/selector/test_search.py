@@ -29,7 +29,7 @@ def costs(slopes: tuple[float, ...], pass_s: float, draft_token_s: float = 1e-6)
 def load_of(num_rows: int, model_share: float = 1.0) -> BatchLoad:
     zeros = [0.0] * num_rows
     base = StepWork(num_rows, num_rows, 0, 0, 0, 0, 0.0, 0)
-    return BatchLoad(base, 0.0, context=zeros, unfed=[1.0] * num_rows, draws=zeros, model_share=model_share)
+    return BatchLoad(base, 0.0, context=zeros, draws=zeros, model_share=model_share)
 
 
 def search(

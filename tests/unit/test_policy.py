@@ -8,7 +8,7 @@ from engine.tree import PLAIN
 from engine.types import SamplingParams, Speculation
 from tests.strategies import expansions
 
-VIEW = SequenceView("r", 50, 10, 6, 1, 1, SamplingParams(), Speculation(), "traversal")
+VIEW = SequenceView("r", 50, 10, 6, 1, SamplingParams(), Speculation(), "traversal")
 
 
 @given(expansions(), st.integers(0, 5))

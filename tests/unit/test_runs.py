@@ -59,7 +59,7 @@ class Listening(FixedExpansion):
 
 
 def view(request_id: str, num_remaining: int = 100, **speculation) -> SequenceView:
-    return SequenceView(request_id, 50, 10, num_remaining, 1, 1, SamplingParams(), Speculation(**speculation), "traversal")
+    return SequenceView(request_id, 50, 10, num_remaining, 1, SamplingParams(), Speculation(**speculation), "traversal")
 
 
 @pytest.mark.parametrize(

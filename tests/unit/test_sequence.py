@@ -100,4 +100,4 @@ def test_a_view_says_what_a_policy_may_see():
     one.slots, one.draft_len = array("q", [10, 11, 12, 13]), 2
     view = one.view()
     assert (view.request_id, view.num_committed, view.num_generated, view.num_remaining) == ("r", 5, 2, 3)
-    assert (view.num_uncached, view.num_unfed, view.verifier) == (1, 3, "traversal")
+    assert (view.num_uncached, view.verifier) == (1, "traversal")
