@@ -3,6 +3,7 @@
 They are plain dataclasses so that msgspec can carry them between processes as they are.
 """
 
+import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -122,6 +123,10 @@ class Progress:
     num_prompt_logprobs: int = 0
 
 
+def _drawn_seed() -> int:
+    return secrets.randbits(63)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate. `request_id` is unique among the living ones.
@@ -131,6 +136,9 @@ class Request:
     of a `group`, an API key's. Requests of the same `cache_salt` share what is cached of the same text; one that has None shares
     nothing. Groups take turns where requests wait, and a request of `priority` p waits as if it had come p requests of its group
     later, or earlier if p is below 0. `progress` is empty unless the request is resumed.
+
+    `drawn_seed` is the seed of the noise of a request that names none. It is drawn once, where the request is made, and goes with
+    it to each worker: the length of a step can depend on the noise of later positions, so that noise must not change behind it.
     """
 
     request_id: str
@@ -142,6 +150,12 @@ class Request:
     cache_salt: str | None = ""
     priority: int = 0
     progress: Progress = field(default_factory=Progress)
+    drawn_seed: int = field(default_factory=_drawn_seed, compare=False)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the request's noise, its own or the drawn one."""
+        return self.drawn_seed if self.sampling.seed is None else self.sampling.seed
 
     @property
     def group(self) -> str:
