@@ -281,7 +281,7 @@ class Engine:
             return _failure(row, verdict)
         assert emission is not None  # a judged row was committed
         logprobs: tuple[TokenLogprobs, ...] = ()
-        if row.sampling.num_logprobs is not None:
+        if row.sampling.num_logprobs is not None and emission.new_ids:
             nodes = [outcome.offset + node for node in verdict.path[: len(emission.new_ids)]]
             logprobs = logprobs_of(logits_NV, nodes, emission.new_ids, row.sampling.num_logprobs)
         return TokenEvent(

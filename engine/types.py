@@ -51,7 +51,8 @@ class SamplingParams:
     function of (seed, prompt, sampling), whatever is drafted, unless the request names a verifier other than coupled.
     `num_logprobs` None returns no log-probabilities, 0 only the chosen tokens', k also the k likeliest. `stop_token_ids` end the
     request and are not part of its text; they come beside the model's own end tokens unless `ignore_eos`, and none of them can
-    come before `min_tokens` tokens have. `num_prompt_logprobs` asks the same of the prompt's tokens, but for the first.
+    come before `min_tokens` tokens have. `num_prompt_logprobs` asks the same of the prompt's tokens, but for the first. With
+    `max_tokens` 0 nothing is generated.
 
     `logit_bias` has (token id, bias) pairs. `repetition_penalty` looks at prompt and generated tokens, `presence_penalty` and
     `frequency_penalty` at generated ones alone; `allowed_token_ids`, unless None, are the only ones that can come, and the token

@@ -77,6 +77,13 @@ BESIDE: dict[str, dict[str, Any]] = {  # what a field needs to be valid
     "top_logprobs": {"logprobs": True},
     "tool_choice": {"tools": _TOOLS},
 }
+OTHERS: list[tuple[str, dict[str, Any]]] = [  # what else to send, by endpoint; the first field is the line's
+    ("text", {"max_tokens": 0, "echo": True, "logprobs": 1}),
+    ("text", {"max_tokens": 0}),
+    ("chat", {"max_tokens": 0}),
+    ("text", {"min_tokens": 1, "stop": "x"}),
+    ("chat", {"min_tokens": 1, "stop": "x"}),
+]
 EVERYWHERE = {"model", "prompt", "messages"}
 _ENDPOINTS: dict[str, tuple[str, type[GenerationRequest], Callable[..., dict[str, Any]]]] = {
     "text": ("/v1/completions", CompletionRequest, completion),
@@ -98,6 +105,10 @@ async def _rows() -> list[list[str]]:
             value = EXAMPLES[name]
             value = value[form] if isinstance(value, dict) and form in value else value
             rows.setdefault((name, json.dumps(value)), {})[form] = await _fate(client, engine, form, {name: value})
+        for form, given in OTHERS:
+            (name, value), *beside = given.items()
+            shown = ", ".join([json.dumps(value), *(f'"{other}": {json.dumps(one)}' for other, one in beside)])
+            rows.setdefault((name, shown), {})[form] = await _fate(client, engine, form, given)
     return [
         [f"`{name}`", ", ".join(forms), f"`{value}`", fate]
         for (name, value), by_form in rows.items()
@@ -121,7 +132,7 @@ def _grouped(by_form: dict[str, str]) -> dict[str, list[str]]:
 async def _fate(client: httpx.AsyncClient, engine: FakeEngine, form: str, given: dict[str, Any]) -> str:
     """Send a request with and without the field and say what it changed."""
     path, _, make = _ENDPOINTS[form]
-    (name,) = given
+    name = next(iter(given))
     engine.requests.clear()
     body = make(seed=1, **BESIDE.get(name, {}))
     answers = [await client.post(path, json=one) for one in (body, {**body, **given})]
