@@ -284,6 +284,21 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestDefaults:
+    """What a request gets that leaves a parameter open, by the model's generation_config.json; None: the API's own default.
+
+    `max_tokens` is an upper bound of the API's default.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the front end must know of the loaded models."""
 
@@ -299,6 +314,7 @@ class ModelInfo:
     policy: str
     has_same_bits: bool = False  # of a row's logits, in passes of any width
     cache_dtype: str | None = None  # of keys and values, where it is not `dtype`
+    defaults: RequestDefaults = RequestDefaults()
 
     @property
     def rounds_by_width(self) -> bool:

@@ -96,7 +96,8 @@ class Choice:
 
     With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text. `prompt` is what it is to
     tell of its own. `named_stop_ids` are the stop tokens that are told as the reason of an end. One that `is_traced` tells of the
-    engine's steps. No stop string ends in the text of its first `min_tokens` tokens. `reader` tells calls of tools from content, in what stop strings leave of the text.
+    engine's steps. No stop string ends in the text of its first `min_tokens` tokens.
+    `reader` tells calls of tools from content, in what stop strings leave of the text.
     """
 
     def __init__(

@@ -33,7 +33,9 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
     _check_num_choices(runtime, len(body.prompts) * body.num_samples, "n" if body.best_of is None else "best_of")
     key = group_of(tenant)
     prompts = [await _prompt_ids(runtime, key, prompt, body.add_special_tokens is not False) for prompt in body.prompts]
-    num_wanted = _DEFAULT_COMPLETION_TOKENS if body.token_limit is None else body.token_limit
+    most = runtime.engine.model.defaults.max_tokens
+    num_default = _DEFAULT_COMPLETION_TOKENS if most is None else min(_DEFAULT_COMPLETION_TOKENS, most)
+    num_wanted = num_default if body.token_limit is None else body.token_limit
     prompts = [_truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, num_wanted) for ids in prompts]
     room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
     return await _submitted(runtime, body, prompts, min(num_wanted, room), tenant)
@@ -45,9 +47,11 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
     _check_num_choices(runtime, body.num_samples, "n")
     use = tool_use(runtime.tool_support, body)
     ids = await encoded_chat(runtime, group_of(tenant), body.messages, body.offered_tools, body.form, param)
-    ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or 1)
+    most = runtime.engine.model.defaults.max_tokens
+    ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or most or 1)
     room = _room(runtime.engine.model, ids, param, body.token_limit)
-    return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant, use)
+    num_default = room if most is None else min(room, most)
+    return await _submitted(runtime, body, [ids], num_default if body.token_limit is None else body.token_limit, tenant, use)
 
 
 def _check_num_choices(runtime: Runtime, num_choices: int, param: str) -> None:

@@ -88,7 +88,7 @@ class GenerationRequest(Strict):
     """What completions and chat completions share."""
 
     model: str
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default the model's, or 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_INTEGER, description="0 and -1 are off.")
     min_p: float | None = Field(None, ge=0, le=1)

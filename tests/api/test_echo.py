@@ -176,17 +176,17 @@ async def test_a_prompt_is_scored_without_generating(prompt: Any, fields: dict[s
             streamed = data_of((await client.post("/v1/completions", json={**body, "stream": True})).text)
     assert {request.sampling.max_tokens for request in engine.requests} == {0}
     assert len(whole["choices"]) == len(prompts) * fields.get("n", 1)
-    for choice in whole["choices"]:
-        ids = engine.requests[choice["index"]].prompt_ids
-        assert (choice["text"], choice["finish_reason"]) == (byte_level().decode(ids), "length")
+    for told in whole["choices"]:
+        ids = engine.requests[told["index"]].prompt_ids
+        assert (told["text"], told["finish_reason"]) == (byte_level().decode(ids), "length")
         if "logprobs" in fields:
-            assert choice["logprobs"]["token_logprobs"] == [None, *(pytest.approx(-i / 100) for i in ids[1:])]
-            assert len(choice["logprobs"]["text_offset"]) == len(ids)
-        assert len(choice.get("prompt_logprobs", ids)) == len(ids)
+            assert told["logprobs"]["token_logprobs"] == [None, *(pytest.approx(-i / 100) for i in ids[1:])]
+            assert len(told["logprobs"]["text_offset"]) == len(ids)
+        assert len(told.get("prompt_logprobs", ids)) == len(ids)
         if streamed is not None:
-            parts = [one["choices"][0] for one in streamed if one["choices"][0]["index"] == choice["index"]]
-            assert "".join(part["text"] for part in parts) == choice["text"]
-            assert (parts[-1]["finish_reason"], parts[-1]["logprobs"]) == ("length", choice["logprobs"])
+            parts = [one["choices"][0] for one in streamed if one["choices"][0]["index"] == told["index"]]
+            assert "".join(part["text"] for part in parts) == told["text"]
+            assert (parts[-1]["finish_reason"], parts[-1]["logprobs"]) == ("length", told["logprobs"])
     assert whole["usage"]["completion_tokens"] == 0
     assert whole["usage"]["prompt_tokens"] == sum(
         len(request.prompt_ids) for request in engine.requests[: len(whole["choices"]) : fields.get("n", 1)]

@@ -100,7 +100,7 @@ def test_no_stop_string_ends_in_text_that_must_go_on():
 
 
 class _EndsAnywhere(StopFinder):
-    def feed(self, text: str, may_end: bool = True) -> str:  # noqa: ARG002
+    def feed(self, text: str, may_end: bool = True) -> str:
         return super().feed(text)
 
 

@@ -188,8 +188,8 @@ def test_a_step_is_announced_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert (note.rows[0].context_len, note.rows[0].num_certain) == (0, len(PROMPT))
 
 
-# After 6 the drafter expects 3 and the target takes 4. Whether the tree has 4 too depends on what is drafted after 3, and so on the
-# noise there; the target's next token depends on that noise as well.
+# After 6 the drafter expects 3 and the target takes 4. Whether the tree has 4 too depends on what is drafted after 3, and so on
+# the noise there; the target's next token depends on that noise as well.
 TABLE = {6: (0.1, 0.8, 0.1), 3: (0.6, 0.2, 0.2), 4: (0.34, 0.33, 0.33), 5: (0.34, 0.33, 0.33)}
 MANY = SchedulerConfig(max_running=256, max_step_tokens=4096, num_slots=8192, max_model_len=16)
 NUM_TEXTS = 6144

@@ -3,12 +3,12 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import httpx
 
-from engine.types import Request
+from engine.types import Request, RequestDefaults, SamplingParams
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest
@@ -94,6 +94,37 @@ _ENDPOINTS: dict[str, tuple[str, type[GenerationRequest], Callable[..., dict[str
 def wire_rows() -> tuple[list[str], list[list[str]]]:
     """Return the head and the lines of the table."""
     return ["field", "of", "value", "what becomes of it"], asyncio.run(_rows())
+
+
+DEFAULTS: dict[str, tuple[str, float | int]] = {  # keys of generation_config.json: the parameter that each sets, and a value
+    "temperature": ("temperature", 0.7),
+    "top_p": ("top_p", 0.8),
+    "top_k": ("top_k", 20),
+    "min_p": ("min_p", 0.05),
+    "repetition_penalty": ("repetition_penalty", 1.1),
+    "max_new_tokens": ("max_tokens", 9),
+}
+
+
+def default_rows() -> tuple[list[str], list[list[str]]]:
+    """Return the head and the lines of the table of what a model's generation settings change."""
+    head = ["generation_config.json", "of", "left open", "null", "the API's own default, named"]
+    return head, asyncio.run(_default_rows())
+
+
+async def _default_rows() -> list[list[str]]:
+    of_api = asdict(SamplingParams())
+    rows = []
+    for key, (name, value) in DEFAULTS.items():
+        engine = FakeEngine(defaults=RequestDefaults(**{name: value}))  # type: ignore[arg-type]
+        async with in_process(engine) as client:
+            for path, _, make in _ENDPOINTS.values():
+                for given in ({}, {name: None}, {name: of_api[name]}):
+                    assert (await client.post(path, json=make(**given))).status_code == 200
+        told = [f"`{name}` {getattr(request.sampling, name)}" for request in engine.requests]
+        assert told[:3] == told[3:], "both endpoints treat them alike"
+        rows.append([f"`{key}: {value}`", ", ".join(_ENDPOINTS), *told[:3]])
+    return rows
 
 
 async def _rows() -> list[list[str]]:
