@@ -41,13 +41,14 @@ from engine.paged.recorder import GraphRefused
 from engine.pairs import require_exact
 from engine.plan import Feeding
 from engine.policy import ExpansionPolicy, FixedExpansion, PlainDecoding, RootSource
+from engine.request_defaults import read_request_defaults
 from engine.rig import Rig
 from engine.roots import RootReader
 from engine.static_steps import Prepared, record, static_steps
 from engine.target import Target
 from engine.trace_file import TraceFile
 from engine.tracer import FileTracer, header_of
-from engine.types import ModelInfo, Request, SamplingParams
+from engine.types import ModelInfo, Request, RequestDefaults, SamplingParams
 from engine.weights import resolve
 
 _logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         _prepare(recorded)
     drafter, roots = _with_texts(own_drafter, config, model), RootReader(model, own_drafter)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
+    folder = resolve(config.model).folder
     info = ModelInfo(
         name=config.model_name or config.model,
         vocab_size=model.vocab_size,
@@ -101,6 +103,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         policy=config.policy,
         has_same_bits=model.has_same_bits,
         cache_dtype=None if model.cache_dtype is None else str(model.cache_dtype).removeprefix("torch."),
+        defaults=read_request_defaults(folder) if config.generation_config == "auto" else RequestDefaults(),
     )
     measured = CachedDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, CachedDrafter) else own_drafter
     _warm_up(info, config, target, _with_texts(measured, config, model))
@@ -109,7 +112,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     with _refusing_graphs(config):
         _prepare(recorded)  # anew, where a policy watches them now
     info = replace(info, policy=policy.name)
-    grammars = CompiledGrammars(vocabulary_loader(resolve(config.model).folder, info.vocab_size, info.eos_token_ids))
+    grammars = CompiledGrammars(vocabulary_loader(folder, info.vocab_size, info.eos_token_ids))
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
     if canary is not None:
         engine.watch_slots(canary)

@@ -34,8 +34,9 @@ class SchedulerConfig:
 class EngineConfig:
     """Everything the worker needs to load models and run.
 
-    `model` and `draft_model` are references that engine.weights resolves. `drafter` is `none`, `ngram`, `early-exit`, `head` or
-    `model`; `lens` and `head` are the files of two of them. `stand_in` drafts in its place, with a warning, if it does not belong
+    `model` and `draft_model` are references that engine.weights resolves. With `generation_config` auto the model's
+    generation_config.json sets defaults of requests. `drafter` is `none`, `ngram`, `early-exit`, `head` or `model`; `lens` and
+    `head` are the files of two of them. `stand_in` drafts in its place, with a warning, if it does not belong
     to the target; without one that is refused. Beside a model, cached text is drafted from where `cached_text` says
     so; a match of it has `ngram_min_tokens` tokens at least, and of each tenant's outputs the last `recent_tokens` are kept, of
     all tenants together `total_recent_tokens`.
@@ -74,4 +75,5 @@ class EngineConfig:
     audit_tokens: int = 32
     trace_file: str | None = None
     kv_canary: bool = False
+    generation_config: str = "auto"
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -78,6 +78,7 @@ class CrashDumps:
             "num_output_tokens": len(entry.token_ids),
             "num_prediction_tokens": len(request.prediction_ids),
             "sampling": request.sampling if self._has_texts else _without_texts(request.sampling),
+            "seed": request.seed,
             "speculation": request.speculation,
         }
         return told | self._texts(request, entry.token_ids) if self._has_texts else told

@@ -4,7 +4,6 @@ Synchronous and single-threaded; the worker turns its loop. Knows token ids, nev
 """
 
 import logging
-import secrets
 from collections.abc import Callable, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -122,9 +121,7 @@ class Engine:
 
     def _queue(self, request: Request) -> None:
         request = with_end_tokens(request, self.info)
-        sampling, speculation = request.sampling, request.speculation
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        sequence = Sequence(request, seed, speculation.verifier or self._verifier_for(request))
+        sequence = Sequence(request, request.seed, request.speculation.verifier or self._verifier_for(request))
         self._scheduler.add(sequence)
         if self._follower is not None:
             self._follower.begin(request, sequence.token_ids)
@@ -284,7 +281,7 @@ class Engine:
             return _failure(row, verdict)
         assert emission is not None  # a judged row was committed
         logprobs: tuple[TokenLogprobs, ...] = ()
-        if row.sampling.num_logprobs is not None:
+        if row.sampling.num_logprobs is not None and emission.new_ids:
             nodes = [outcome.offset + node for node in verdict.path[: len(emission.new_ids)]]
             logprobs = logprobs_of(logits_NV, nodes, emission.new_ids, row.sampling.num_logprobs)
         return TokenEvent(

@@ -48,27 +48,27 @@ class _Exactness:
         return (self.kind, *self.also)
 
 
-_PATH, _IID, _DISTINCT = TreeKind.PATH, TreeKind.IID, TreeKind.WITHOUT_REPLACEMENT
-_SET, _FIXED, _SHARED = TreeKind.SET_PLUS_SAMPLE, TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE
+_PATH, _IID, _DISTINCT, _FIXED_DISTINCT = TreeKind.PATH, TreeKind.IID, TreeKind.WITHOUT_REPLACEMENT, TreeKind.FIXED_DISTINCT
+_SET, _RANKED, _SHARED = TreeKind.SET_PLUS_SAMPLE, TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE
 
 _TABLE: dict[str, _Exactness] = {
-    "nss": _Exactness("beam", _FIXED, (_PATH, _IID, _DISTINCT, _SET)),
-    "naive": _Exactness("delayed", _PATH, (_IID, _DISTINCT)),
-    "naive_tree": _Exactness("delayed", _IID, (_PATH, _DISTINCT)),
+    "nss": _Exactness("beam", _RANKED, (_PATH, _IID, _DISTINCT, _FIXED_DISTINCT, _SET)),
+    "naive": _Exactness("delayed", _PATH, (_IID, _DISTINCT, _FIXED_DISTINCT)),
+    "naive_tree": _Exactness("delayed", _IID, (_PATH, _DISTINCT, _FIXED_DISTINCT)),
     "spectr": _Exactness("delayed", _IID, (_PATH,)),
     "specinfer": _Exactness("delayed", _IID, (_PATH,)),
     "khisti": _Exactness("delayed", _IID, (_PATH,)),
     "tournament": _Exactness("delayed", _IID, (_PATH,)),
-    "rrsw": _Exactness("delayed_distinct", _DISTINCT, (_PATH, _IID)),
-    "block": _Exactness("delayed", _PATH, (_IID, _DISTINCT)),
-    "traversal": _Exactness("delayed_distinct", _DISTINCT, (_PATH, _IID)),
+    "rrsw": _Exactness("delayed_distinct", _FIXED_DISTINCT, (_PATH, _IID, _DISTINCT)),
+    "block": _Exactness("delayed", _PATH, (_IID, _DISTINCT, _FIXED_DISTINCT)),
+    "traversal": _Exactness("delayed_distinct", _FIXED_DISTINCT, (_PATH, _IID, _DISTINCT)),
     "gbv": _Exactness("delayed", _IID, (_PATH,)),
-    "hu": _Exactness("greedy_sample", _SET, (_PATH,)),
-    "univer": _Exactness("greedy_sample", _SET, (_PATH,)),
-    "coupled": _Exactness("delayed_distinct", _SHARED, (_PATH, _IID, _DISTINCT, _SET, _FIXED)),
+    "hu": _Exactness("greedy_sample", _SET, (_PATH, _FIXED_DISTINCT)),
+    "univer": _Exactness("greedy_sample", _SET, (_PATH, _FIXED_DISTINCT)),
+    "coupled": _Exactness("delayed_distinct", _SHARED, (_PATH, _IID, _DISTINCT, _FIXED_DISTINCT, _SET, _RANKED)),
 }
 # The verifier of a tree that is named alone, where the server's own is not exact on it.
-_VERIFIER_OF: dict[TreeKind, VerifierName] = {_SET: "univer", _FIXED: "nss", _SHARED: "coupled"}
+_VERIFIER_OF: dict[TreeKind, VerifierName] = {_SET: "univer", _RANKED: "nss", _SHARED: "coupled"}
 
 
 def is_exact(kind: TreeKind, verifier: str) -> bool:

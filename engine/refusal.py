@@ -18,15 +18,15 @@ def refused(request_id: str, why: str) -> TokenEvent:
 def require_runnable(request: Request, info: ModelInfo) -> None:
     """Raise RequestRefused for an impossible length, token, sampling parameter or verifier."""
     num_prompt, sampling = len(request.prompt_ids), request.sampling
-    if not request.prompt_ids or sampling.max_tokens < 1:
-        raise RequestRefused("a request needs a prompt of at least one token and max_tokens of at least 1")
+    if not request.prompt_ids or sampling.max_tokens < 0:
+        raise RequestRefused("a request needs a prompt of at least one token and max_tokens of at least 0")
     if num_prompt + sampling.max_tokens > info.max_model_len:
         raise RequestRefused(
             f"{num_prompt} prompt tokens and {sampling.max_tokens} to generate exceed {info.max_model_len} tokens"
         )
     if len(request.prediction_ids) > info.max_model_len:
         raise RequestRefused(f"a prediction of {len(request.prediction_ids)} tokens exceeds {info.max_model_len} tokens")
-    if len(request.progress.token_ids) >= sampling.max_tokens:
+    if request.progress.token_ids and len(request.progress.token_ids) >= sampling.max_tokens:
         raise RequestRefused(f"{len(request.progress.token_ids)} of {sampling.max_tokens} tokens have been generated already")
     token_ids = (*request.prompt_ids, *request.prediction_ids, *request.progress.token_ids)
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:

@@ -126,6 +126,8 @@ class Sequence:
     def accept(self, new_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Return how much of `new_ids` belongs to the output, and why the output ends there if it does."""
         stops, most = self.request.sampling.stop_token_ids, self.num_remaining
+        if not self.request.sampling.max_tokens:  # its prompt alone was asked about
+            return [], FinishReason.LENGTH
         for count, token_id in enumerate(new_ids, start=1):
             if token_id in stops:
                 return new_ids[:count], FinishReason.STOP

@@ -28,6 +28,7 @@ class TreeKind(StrEnum):
     PATH = "path"  # one child a node, drawn from a known law
     IID = "iid"  # draws from one law, duplicates merged
     WITHOUT_REPLACEMENT = "without_replacement"  # distinct draws, each from what its elder siblings left
+    FIXED_DISTINCT = "fixed_distinct"  # the same, and no token decides how many siblings it gets
     SET_PLUS_SAMPLE = "set_plus_sample"  # a fixed set and one draw off it
     DETERMINISTIC = "deterministic"  # chosen by value, no law: beams, look-ups
     SHARED_NOISE = "shared_noise"  # chosen by the very noise that decides the tokens
@@ -35,8 +36,8 @@ class TreeKind(StrEnum):
 
 _KINDS: dict[TreeName, TreeKind] = {
     "delayed": TreeKind.IID,
-    "delayed_distinct": TreeKind.WITHOUT_REPLACEMENT,
-    "static": TreeKind.WITHOUT_REPLACEMENT,
+    "delayed_distinct": TreeKind.FIXED_DISTINCT,
+    "static": TreeKind.FIXED_DISTINCT,
     "heap": TreeKind.WITHOUT_REPLACEMENT,
     "threshold": TreeKind.WITHOUT_REPLACEMENT,
     "calibrated": TreeKind.WITHOUT_REPLACEMENT,

@@ -3,6 +3,7 @@
 They are plain dataclasses so that msgspec can carry them between processes as they are.
 """
 
+import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -50,7 +51,8 @@ class SamplingParams:
     function of (seed, prompt, sampling), whatever is drafted, unless the request names a verifier other than coupled.
     `num_logprobs` None returns no log-probabilities, 0 only the chosen tokens', k also the k likeliest. `stop_token_ids` end the
     request and are not part of its text; they come beside the model's own end tokens unless `ignore_eos`, and none of them can
-    come before `min_tokens` tokens have. `num_prompt_logprobs` asks the same of the prompt's tokens, but for the first.
+    come before `min_tokens` tokens have. `num_prompt_logprobs` asks the same of the prompt's tokens, but for the first. With
+    `max_tokens` 0 nothing is generated.
 
     `logit_bias` has (token id, bias) pairs. `repetition_penalty` looks at prompt and generated tokens, `presence_penalty` and
     `frequency_penalty` at generated ones alone; `allowed_token_ids`, unless None, are the only ones that can come, and the token
@@ -122,6 +124,10 @@ class Progress:
     num_prompt_logprobs: int = 0
 
 
+def _drawn_seed() -> int:
+    return secrets.randbits(63)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate. `request_id` is unique among the living ones.
@@ -131,6 +137,9 @@ class Request:
     of a `group`, an API key's. Requests of the same `cache_salt` share what is cached of the same text; one that has None shares
     nothing. Groups take turns where requests wait, and a request of `priority` p waits as if it had come p requests of its group
     later, or earlier if p is below 0. `progress` is empty unless the request is resumed.
+
+    `drawn_seed` is the seed of the noise of a request that names none. It is drawn once, where the request is made, and goes with
+    it to each worker: the length of a step can depend on the noise of later positions, so that noise must not change behind it.
     """
 
     request_id: str
@@ -142,6 +151,12 @@ class Request:
     cache_salt: str | None = ""
     priority: int = 0
     progress: Progress = field(default_factory=Progress)
+    drawn_seed: int = field(default_factory=_drawn_seed, compare=False)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the request's noise, its own or the drawn one."""
+        return self.drawn_seed if self.sampling.seed is None else self.sampling.seed
 
     @property
     def group(self) -> str:
@@ -269,6 +284,21 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestDefaults:
+    """What a request gets that leaves a parameter open, by the model's generation_config.json; None: the API's own default.
+
+    `max_tokens` is an upper bound of the API's default.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the front end must know of the loaded models."""
 
@@ -284,6 +314,7 @@ class ModelInfo:
     policy: str
     has_same_bits: bool = False  # of a row's logits, in passes of any width
     cache_dtype: str | None = None  # of keys and values, where it is not `dtype`
+    defaults: RequestDefaults = RequestDefaults()
 
     @property
     def rounds_by_width(self) -> bool:

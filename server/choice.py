@@ -96,7 +96,8 @@ class Choice:
 
     With `keeps_stop` the stop string that ends it, or the text of the stop token, is part of its text. `prompt` is what it is to
     tell of its own. `named_stop_ids` are the stop tokens that are told as the reason of an end. One that `is_traced` tells of the
-    engine's steps. `reader` tells calls of tools from content, in what stop strings leave of the text.
+    engine's steps. No stop string ends in the text of its first `min_tokens` tokens.
+    `reader` tells calls of tools from content, in what stop strings leave of the text.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Choice:
         named_stop_ids: Container[int] = (),
         is_traced: bool = False,
         reader: CallReader | None = None,
+        min_tokens: int = 0,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -127,6 +129,7 @@ class Choice:
         self._named_stop_ids = named_stop_ids
         self._is_traced = is_traced
         self._reader = reader or PlainReader()
+        self._min_tokens = min_tokens
         self._num_chars = 0
         self._entries: list[TokenEntry] = []
         self._calls: list[CallPiece] = []
@@ -201,7 +204,7 @@ class Choice:
 
     def _let_out(self, text: str) -> str:
         self._num_chars += len(text)
-        return self._read(self._stops.feed(text)) if text else ""
+        return self._read(self._stops.feed(text, self.num_tokens > self._min_tokens)) if text else ""
 
     def _read(self, text: str) -> str:
         return self._content_of(self._reader.feed(text)) if text else ""

@@ -33,7 +33,9 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
     _check_num_choices(runtime, len(body.prompts) * body.num_samples, "n" if body.best_of is None else "best_of")
     key = group_of(tenant)
     prompts = [await _prompt_ids(runtime, key, prompt, body.add_special_tokens is not False) for prompt in body.prompts]
-    num_wanted = body.token_limit or _DEFAULT_COMPLETION_TOKENS
+    most = runtime.engine.model.defaults.max_tokens
+    num_default = _DEFAULT_COMPLETION_TOKENS if most is None else min(_DEFAULT_COMPLETION_TOKENS, most)
+    num_wanted = num_default if body.token_limit is None else body.token_limit
     prompts = [_truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, num_wanted) for ids in prompts]
     room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
     return await _submitted(runtime, body, prompts, min(num_wanted, room), tenant)
@@ -45,9 +47,11 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
     _check_num_choices(runtime, body.num_samples, "n")
     use = tool_use(runtime.tool_support, body)
     ids = await encoded_chat(runtime, group_of(tenant), body.messages, body.offered_tools, body.form, param)
-    ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or 1)
+    most = runtime.engine.model.defaults.max_tokens
+    ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or most or 1)
     room = _room(runtime.engine.model, ids, param, body.token_limit)
-    return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant, use)
+    num_default = room if most is None else min(room, most)
+    return await _submitted(runtime, body, [ids], num_default if body.token_limit is None else body.token_limit, tenant, use)
 
 
 def _check_num_choices(runtime: Runtime, num_choices: int, param: str) -> None:
@@ -77,8 +81,8 @@ def _room(model: ModelInfo, ids: PromptIds, param: str, token_limit: int | None)
         raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {model.vocab_size}", param)
     longest = longest_text(model)
     room = longest - len(ids)
-    if room < (token_limit or 1):
-        wanted = f"{token_limit or 1} more are asked for" if token_limit else "one more is needed"
+    if room < (1 if token_limit is None else token_limit):
+        wanted = "one more is needed" if token_limit is None else f"{token_limit} more are asked for"
         raise ContextTooLong(
             f"prompt and answer together have at most {longest} tokens; the prompt has {len(ids)}, {wanted}", param
         )
@@ -138,7 +142,7 @@ def _choice(
     detokenizer = codec.detokenizer(body.skip_special_tokens is not False, use.markers)
     keeps_stop = bool(body.include_stop_str_in_output)
     named_stop_ids = set(body.stop_token_ids or ()) - (set() if body.ignore_eos else set(model.eos_token_ids))
-    told = (body.num_top_logprobs, keeps_stop, prompt, named_stop_ids, body.is_traced, use.reader())
+    told = (body.num_top_logprobs, keeps_stop, prompt, named_stop_ids, body.is_traced, use.reader(), body.min_tokens or 0)
     return Choice(index, detokenizer, body.stops, token_text, *told)
 
 

@@ -1,11 +1,21 @@
-"""From a request's fields to sampling parameters: null is the OpenAI default, what makes no law is refused by name."""
+"""From a request's fields to sampling parameters. Null is the model's default or OpenAI's; what makes no law is refused."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from engine.sampling_limits import NoLaw, require_law
 from engine.types import Grammar, ModelInfo, SamplingParams
 from server.errors import InvalidRequest
 from server.schemas.common import GenerationRequest
+
+T = TypeVar("T", int, float)
+
+
+def chosen(asked: T | None, of_model: T | None, default: T) -> T:
+    """Return what a request asks for, else what the model's generation_config.json says, else the API's default."""
+    if asked is not None:
+        return asked
+    return default if of_model is None else of_model
 
 
 def sampling_of(
@@ -20,18 +30,19 @@ def sampling_of(
 
     `bad_words` are the ids of those of the request; `grammar_param` names the field that asks for the grammar.
     """
+    defaults = model.defaults
     stop_token_ids = tuple(body.stop_token_ids or ())
     if any(i >= model.vocab_size for i in stop_token_ids):
         raise InvalidRequest(f"a stop token is outside the vocabulary of {model.vocab_size}", "stop_token_ids")
     sampling = SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
+        temperature=chosen(body.temperature, defaults.temperature, 1.0),
+        top_p=chosen(body.top_p, defaults.top_p, 1.0),
+        top_k=max(0, chosen(body.top_k, defaults.top_k, 0)),
+        min_p=chosen(body.min_p, defaults.min_p, 0.0),
         typical_p=1.0 if body.typical_p is None else body.typical_p,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=chosen(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (body.logit_bias or {}).items()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         bad_words=tuple(bad_words),

@@ -158,6 +158,11 @@ class Settings(BaseSettings):
 
     model: str = Field(default="smollm2-135m", description="Target model: a preset's name, a folder, a GGUF file or a hub id.")
     model_name: str | None = Field(default=None, description="Name clients use for the model; unset: the value of model.")
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="What a request gets that leaves a sampling parameter open; auto: what the model's generation_config.json "
+        "sets; none: the API's own defaults.",
+    )
     tool_call_parser: ToolCallParser = Field(
         default="auto",
         description="How the model writes tool calls; auto: as its chat template does; none: no tools are accepted.",
@@ -352,6 +357,7 @@ class Settings(BaseSettings):
         return EngineConfig(
             model=self.model,
             model_name=self.served_name,
+            generation_config=self.generation_config,
             drafter=drafter,
             draft_model=self.draft_model,
             lens=self.lens,

@@ -24,12 +24,16 @@ class StopFinder:
         """Whether a stop string was found."""
         return self.hit is not None
 
-    def feed(self, text: str) -> str:
-        """Add text; return what certainly comes before any stop string, or ends in one that is kept. Then all is swallowed."""
+    def feed(self, text: str, may_end: bool = True) -> str:
+        """Add text; return what certainly comes before any stop string, or ends in one that is kept. Then all is swallowed.
+
+        No stop string ends in text that comes without `may_end`. One that begins there may end later.
+        """
         if self.is_hit:
             return ""
-        text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        num_searched, text = len(self._held), self._held + text
+        starts = [(stop, text.find(stop, max(0, num_searched - len(stop) + 1))) for stop in self._stops if may_end]
+        found = [(at + len(stop), at) for stop, at in starts if at >= 0]
         if found:
             end, start = min(found)
             self.hit, self._held = text[start:end], ""

@@ -100,6 +100,22 @@ def distinct_trees(model: TinyModel, widths: Sequence[int]) -> list[DrawnTree]:
     return _level_trees(model, widths, _orderings)
 
 
+Shape = tuple["Shape", ...]  # of the subtree below a node: its children's, by rank
+
+
+def shaped_trees(model: TinyModel, shape: Shape) -> list[DrawnTree]:
+    """Return every tree of one fixed shape, drawn without replacement: what a node gets is decided by ranks, not by tokens."""
+    return [_distinct_tree(draws, probability) for draws, probability in _shaped_draws(model, (), shape)]
+
+
+def _shaped_draws(model: TinyModel, context: Context, shape: Shape) -> Iterator[tuple["_Draws", float]]:
+    for token_ids, probability in _orderings(model.draft(context), len(shape)) if shape else [((), 1.0)]:
+        below = [list(_shaped_draws(model, (*context, token_id), below)) for token_id, below in zip(token_ids, shape)]
+        draws = tuple((context, token_id) for token_id in token_ids)
+        for combination in itertools.product(*below):
+            yield draws + tuple(itertools.chain(*(c[0] for c in combination))), probability * _product(c[1] for c in combination)
+
+
 def set_and_sample_trees(model: TinyModel, set_sizes: Sequence[int]) -> list[DrawnTree]:
     """Return every tree with the set_sizes[d] likeliest children and one draw off them below each node of depth d."""
     return _level_trees(model, set_sizes, _set_and_sample)

@@ -10,7 +10,7 @@ from itertools import cycle
 
 from engine.service import EngineBusy, EngineHealth, EngineState, EngineUnavailable
 from engine.tree import Expansion
-from engine.types import ErrorCode, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
+from engine.types import ErrorCode, FinishReason, ModelInfo, Request, RequestDefaults, StepStats, TokenEvent, TokenLogprobs
 
 Script = Callable[[Request], Sequence[int]]
 
@@ -38,6 +38,7 @@ class FakeEngine:
     max_model_len: int = 256
     eos_token_ids: tuple[int, ...] = ()
     drafter: str = "ngram"
+    defaults: RequestDefaults = RequestDefaults()
     max_living: int = 1000
     fail_after: int | None = None
     fail_code: ErrorCode = ErrorCode.WORKER_CRASHED
@@ -70,6 +71,7 @@ class FakeEngine:
             drafter=self.drafter,
             verifier="traversal",
             policy="plain",
+            defaults=self.defaults,
         )
 
     @property

@@ -203,6 +203,7 @@ _RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], T
     TreeKind.PATH: _drawn_iid,
     TreeKind.IID: _drawn_iid,
     TreeKind.WITHOUT_REPLACEMENT: _drawn_distinct,
+    TreeKind.FIXED_DISTINCT: _drawn_distinct,
     TreeKind.SET_PLUS_SAMPLE: _set_and_sample,
 }
 _RANKED = {TreeKind.DETERMINISTIC: _ranked, TreeKind.SHARED_NOISE: _ranked_with_noise}

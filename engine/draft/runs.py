@@ -54,7 +54,8 @@ class RunningPolicy:
         if not view.is_free:
             return None
         asked = view.speculation
-        most = min(self._longest, view.num_remaining - 1, self._longest if asked.max_nodes is None else asked.max_nodes)
+        room = max(0, view.num_remaining - 1)
+        most = min(self._longest, room, self._longest if asked.max_nodes is None else asked.max_nodes)
         known = self._texts.run(view.request_id, most, max(_LEAST_CHANCE, prices.node))
         depth = wish.max_depth
         if wish.least_chance and known >= LENGTHS[-1]:

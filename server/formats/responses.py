@@ -5,10 +5,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from engine.types import FinishReason
+from engine.types import FinishReason, RequestDefaults
 from server.choice import Piece
 from server.formats.common import InChunk, metrics_of, usage_of
 from server.generation import Generation
+from server.sampling import chosen
 from server.schemas.responses import OutputMessage, OutputText, ResponsesAnswer, ResponsesEvent, ResponsesRequest, ResponsesUsage
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -17,8 +18,9 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class ResponsesFormat:
     """One answer. It numbers the events of its stream and gathers the text, which the last events repeat."""
 
-    def __init__(self, body: ResponsesRequest) -> None:
+    def __init__(self, body: ResponsesRequest, defaults: RequestDefaults) -> None:
         self._body = body
+        self._defaults = defaults
         self._id = f"resp_{uuid.uuid4().hex}"
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._created_s = int(time.time())
@@ -82,8 +84,8 @@ class ResponsesFormat:
             metadata=body.metadata or {},
             model=body.model,
             output=output,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
+            temperature=chosen(body.temperature, self._defaults.temperature, 1.0),
+            top_p=chosen(body.top_p, self._defaults.top_p, 1.0),
             user=body.user,
             **rest,
         )

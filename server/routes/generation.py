@@ -60,7 +60,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     log_request(runtime.settings.log_requests, "/v1/responses", body)
     chat = body.to_chat()
     generate = partial(chat_generation, runtime, chat, tenant_of(request, body.user), "input")
-    return await unless_gone(request, _response(chat, generate, ResponsesFormat(body)))
+    form = ResponsesFormat(body, runtime.engine.model.defaults)
+    return await unless_gone(request, _response(chat, generate, form))
 
 
 async def _response(body: GenerationRequest, generate: Generate, form: Format) -> Response:

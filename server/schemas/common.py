@@ -88,7 +88,7 @@ class GenerationRequest(Strict):
     """What completions and chat completions share."""
 
     model: str
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default the model's, or 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_INTEGER, description="0 and -1 are off.")
     min_p: float | None = Field(None, ge=0, le=1)
@@ -120,7 +120,7 @@ class GenerationRequest(Strict):
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     min_tokens: int | None = Field(
-        None, ge=0, le=MAX_INTEGER, description="No stop token before; stop strings end a text anyway."
+        None, ge=0, le=MAX_INTEGER, description="Neither a stop token nor a stop string ends a text before."
     )
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None

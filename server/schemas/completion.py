@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, TokenId
-from server.schemas.strict import Neutral, misfit
+from server.schemas.strict import MAX_INTEGER, Neutral, misfit
 from server.schemas.trace import StepTrace
 
 Prompt = str | list[int]
@@ -28,6 +28,9 @@ class CompletionRequest(GenerationRequest):
         None, ge=1, le=MAX_CHOICES, description="Texts to generate; the n of the highest log-probability a token are returned."
     )
     echo: bool | None = Field(None, description="The prompt comes before the text, in logprobs too.")
+    max_tokens: int | None = Field(
+        None, ge=0, le=MAX_INTEGER, description="Default 16. 0 beside echo: the prompt alone is returned, with its logprobs."
+    )
     suffix: Annotated[object, Neutral()] = None
 
     @model_validator(mode="after")
@@ -36,6 +39,12 @@ class CompletionRequest(GenerationRequest):
             raise misfit("best_of", "best_of must be at least n")
         if self.num_samples > self.num_answers and self.stream:
             raise misfit("best_of", "best_of more than n is not accepted in a stream: which are best is known at the end")
+        return self
+
+    @model_validator(mode="after")
+    def _returns_something(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise misfit("max_tokens", "max_tokens must be at least 1, or 0 beside echo: true")
         return self
 
     @property

@@ -45,7 +45,7 @@ class ResponsesRequest(Strict):
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
     instructions: str | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER, description="Default: the room that is left.")
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default the model's, or 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
     user: str | None = None

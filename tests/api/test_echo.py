@@ -159,6 +159,68 @@ async def test_candidates_of_the_prompts_tokens():
     assert "prompt_logprobs" not in silent.json()["choices"][0]
 
 
+PROMPTS: list[Any] = [PROMPT, PROMPT_IDS, [PROMPT, "hello"], [PROMPT_IDS, byte_level().encode("hello")]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"logprobs": 0, "n": 2}, {"prompt_logprobs": 1}, {"stop": "quick"}])
+async def test_a_prompt_is_scored_without_generating(prompt: Any, fields: dict[str, Any]):
+    """`max_tokens` 0 was refused; beside `echo` the answer is the prompt and, where they are asked for, its log-probabilities."""
+    prompts = prompt if isinstance(prompt[0], (str, list)) and not isinstance(prompt, str) else [prompt]
+    body = completion(prompt=prompt, max_tokens=0, echo=True, **fields)
+    engine = FakeEngine(says(SAID_IDS))
+    async with in_process(engine) as client:
+        whole = (await client.post("/v1/completions", json=body)).json()
+        streamed = None
+        if "prompt_logprobs" not in fields:
+            streamed = data_of((await client.post("/v1/completions", json={**body, "stream": True})).text)
+    assert {request.sampling.max_tokens for request in engine.requests} == {0}
+    assert len(whole["choices"]) == len(prompts) * fields.get("n", 1)
+    for told in whole["choices"]:
+        ids = engine.requests[told["index"]].prompt_ids
+        assert (told["text"], told["finish_reason"]) == (byte_level().decode(ids), "length")
+        if "logprobs" in fields:
+            assert told["logprobs"]["token_logprobs"] == [None, *(pytest.approx(-i / 100) for i in ids[1:])]
+            assert len(told["logprobs"]["text_offset"]) == len(ids)
+        assert len(told.get("prompt_logprobs", ids)) == len(ids)
+        if streamed is not None:
+            parts = [one["choices"][0] for one in streamed if one["choices"][0]["index"] == told["index"]]
+            assert "".join(part["text"] for part in parts) == told["text"]
+            assert (parts[-1]["finish_reason"], parts[-1]["logprobs"]) == ("length", told["logprobs"])
+    assert whole["usage"]["completion_tokens"] == 0
+    assert whole["usage"]["prompt_tokens"] == sum(
+        len(request.prompt_ids) for request in engine.requests[: len(whole["choices"]) : fields.get("n", 1)]
+    )
+
+
+async def test_no_tokens_are_refused_without_echo():
+    """As by vLLM; chats and Responses give no prompt back."""
+    async with in_process(FakeEngine()) as client:
+        for path, body in [
+            ("/v1/completions", completion(max_tokens=0)),
+            ("/v1/completions", completion(max_tokens=0, echo=False)),
+            ("/v1/completions", completion(max_tokens=-1, echo=True)),
+            ("/v1/completions", completion(max_tokens=0, echo=True, min_tokens=1)),
+            ("/v1/chat/completions", chat(max_tokens=0)),
+            ("/v1/chat/completions", chat(max_completion_tokens=0)),
+        ]:
+            refused = await client.post(path, json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (
+                400,
+                next(name for name in ("min_tokens", "max_completion_tokens", "max_tokens") if name in body),
+            )
+
+
+async def test_a_prompt_that_fills_the_context_is_scored():
+    """It was one token too long for any answer, and has none."""
+    async with in_process(FakeEngine(max_model_len=16)) as client:
+        full = completion(prompt=[5] * 16, echo=True, logprobs=0)
+        scored = await client.post("/v1/completions", json={**full, "max_tokens": 0})
+        longer = await client.post("/v1/completions", json={**full, "prompt": [5] * 17, "max_tokens": 0})
+        answered = await client.post("/v1/completions", json={**full, "max_tokens": 1})
+    assert [one.status_code for one in (scored, longer, answered)] == [200, 400, 400]
+
+
 def told_without_the_end(self, detokenizer):
     text, entries = _TOLD(self, detokenizer)
     return text[:-1], entries

@@ -100,3 +100,35 @@ async def test_tokens_are_named_by_their_ids_where_that_is_asked_for():
     assert [entry["token"] for entry in entries] == names[2:]
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == TEXT
     assert {top["token"] for entry in entries for top in entry["top_logprobs"]} == {"token_id:0"}
+
+
+LETTERS = [CODEC.encode(letter)[0] for letter in "abcMdMMe"]
+DELAYED: list[tuple[int, list[str], str, str | None]] = [
+    (0, ["M"], "abc", "M"),
+    (3, ["M"], "abc", "M"),
+    (4, ["M"], "abcMd", "M"),
+    (6, ["M"], "abcMdM", "M"),
+    (7, ["M"], "abcMdMMe", None),
+    (4, ["cM"], "abcMdMMe", None),
+    (4, ["cMd"], "ab", "cMd"),
+    (4, ["M", "bcMdx"], "abcMd", "M"),
+    (4, ["dM", "M"], "abcM", "dM"),
+]
+
+
+@pytest.mark.parametrize(("url", "body_of"), URLS)
+@pytest.mark.parametrize("chunks", [(1,), (3,), (8,)])
+@pytest.mark.parametrize(("min_tokens", "stop", "text", "reason"), DELAYED)
+async def test_min_tokens_delays_stop_strings(
+    url: str, body_of: Any, chunks: tuple[int, ...], min_tokens: int, stop: list[str], text: str, reason: str | None
+):
+    """A stop string ended a text at once, whatever `min_tokens`. As in vLLM it must end behind so many tokens."""
+    async with in_process(FakeEngine(script=says(LETTERS), chunks=chunks)) as client:
+        body = body_of(max_tokens=len(LETTERS), min_tokens=min_tokens, stop=stop)
+        whole = (await client.post(url, json=body)).json()
+        streamed = data_of((await client.post(url, json={**body, "stream": True})).text)
+    (choice,) = whole["choices"]
+    assert (choice["text"] if "text" in choice else choice["message"]["content"]) == text
+    assert (choice["stop_reason"], whole["usage"]["completion_tokens"] > min_tokens) == (reason, True)
+    pieces = [one["choices"][0].get("text", one["choices"][0].get("delta", {}).get("content")) for one in streamed]
+    assert "".join(piece or "" for piece in pieces) == text

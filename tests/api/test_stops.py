@@ -46,11 +46,11 @@ class _HoldsNothingBack(StopFinder):
 
 
 class _TakesTheFirstListed(StopFinder):
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, may_end: bool = True) -> str:
         for stop in self._stops:
             if stop in self._held + text and not self.is_hit:
                 self._stops = (stop,)
-        return super().feed(text)
+        return super().feed(text, may_end)
 
 
 class _KeepsNothing(StopFinder):
@@ -61,8 +61,8 @@ class _KeepsNothing(StopFinder):
 class _KeepsWhatFollows(StopFinder):
     """Lets the rest of the piece out too: what a stream says depends on how it was cut."""
 
-    def feed(self, text: str) -> str:
-        before = super().feed(text)
+    def feed(self, text: str, may_end: bool = True) -> str:
+        before = super().feed(text, may_end)
         at = text.find(before)
         return text[at:] if self._keeps_stop and before and self.is_hit and at >= 0 else before
 
@@ -71,6 +71,48 @@ class _KeepsWhatFollows(StopFinder):
 def test_mutants_die(mutant: type[StopFinder]):
     with pytest.raises(AssertionError):
         _check(mutant)
+
+
+def _cut_behind(text: str, stops: Sequence[str], first: int) -> str:
+    """Cut before the first stop string that ends behind the first characters, the longest that ends there."""
+    for end in range(first + 1, len(text) + 1):
+        endings = [stop for stop in stops if text[:end].endswith(stop)]
+        if endings:
+            return text[: end - max(map(len, endings))]
+    return text
+
+
+def _check_late(finder_type: type[StopFinder]) -> None:
+    @settings(max_examples=500, report_multiple_bugs=False)
+    @given(_TEXT, _STOPS, st.lists(st.integers(0, 20), max_size=6), st.integers(0, 20))
+    def cuts_behind_the_first(text: str, stops: list[str], cuts: list[int], first: int) -> None:
+        finder, first = finder_type(stops), min(first, len(text))
+        edges = [0, *sorted(min(cut, len(text)) for cut in [*cuts, first]), len(text)]
+        out = "".join(finder.feed(text[a:b], a >= first) for a, b in pairwise(edges))
+        assert out + finder.close() == _cut_behind(text, stops, first)
+
+    cuts_behind_the_first()
+
+
+def test_no_stop_string_ends_in_text_that_must_go_on():
+    """One that begins there may end later, and none is found again in what was held back."""
+    _check_late(StopFinder)
+
+
+class _EndsAnywhere(StopFinder):
+    def feed(self, text: str, may_end: bool = True) -> str:
+        return super().feed(text)
+
+
+class _ForgetsWhatWentBefore(StopFinder):
+    def feed(self, text: str, may_end: bool = True) -> str:
+        return super().feed(text) if may_end else text
+
+
+@pytest.mark.parametrize("mutant", [_EndsAnywhere, _ForgetsWhatWentBefore])
+def test_finders_that_end_too_early_or_late_die(mutant: type[StopFinder]):
+    with pytest.raises(AssertionError):
+        _check_late(mutant)
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back():

@@ -169,3 +169,22 @@ def test_a_stream_outlives_its_worker(server: RunningServer, client: openai.Open
     assert server.get("/live").status_code == 200
     assert server.metric("latebranch_engine_restarts_total") == num_restarts + 1
     assert server.metric("latebranch_resumed_requests_total") >= 1
+
+
+def test_an_unseeded_stream_outlives_its_worker(server: RunningServer, client: openai.OpenAI) -> None:
+    """It goes on with the noise that it began with (tests/model/test_client_faults.py compares the text)."""
+    chunks = client.completions.create(
+        model=MODEL,
+        prompt="The sea at night",
+        max_tokens=48,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    next(chunks)
+    num_restarts = server.metric("latebranch_engine_restarts_total")
+    os.kill(worker_pid(server), signal.SIGKILL)
+    *_, last = chunks
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 48
+    assert server.metric("latebranch_engine_restarts_total") == num_restarts + 1

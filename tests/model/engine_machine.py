@@ -32,7 +32,7 @@ _DRAFTS = st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.0, 0.9]),
         seed=st.integers(0, 99),
-        max_tokens=st.integers(1, _LONGEST - 14),
+        max_tokens=st.integers(0, _LONGEST - 14),
         ignore_eos=st.just(True),
     ),
     speculation=st.sampled_from([_COUPLED, _IID]),

@@ -23,7 +23,8 @@ from engine.desk import SteppedEngine
 from engine.link import WorkerLink
 from engine.service import EngineState, EngineUnavailable
 from engine.supervision import Supervision
-from engine.types import ErrorCode, FinishReason, Progress, Request
+from engine.tree import Expansion
+from engine.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
 from engine.wire import Addresses, Report
 from engine.worker import BEAT_S, ProcessLauncher, Worker
 from server.assembly import served_engine
@@ -96,6 +97,47 @@ async def test_a_client_that_loses_or_repeats_is_noticed(
 ) -> None:
     with pytest.raises(symptom):
         await check_a_death_is_survived(worker_client(scheduler=SchedulerConfig(max_running=4), kind=kind), limit_s)
+
+
+def build_noise_aware(config: EngineConfig) -> SteppedEngine:
+    """Return a tiny target whose drafter's trees end where the noise of later positions says so."""
+    from engine.policy import FixedExpansion  # here, so that the process that kills needs no torch
+    from engine.testing import tiny_engine, tiny_pair
+
+    return tiny_engine(*tiny_pair(), FixedExpansion(Expansion(0, 2, 3, "noise_aware", 4)), "coupled", config.scheduler)
+
+
+class RedrawingClient(WorkerClient):
+    """The mutant: a request is resumed with another drawn seed."""
+
+    def _post_add(self, request: Request) -> None:
+        super()._post_add(replace(request, drawn_seed=request.drawn_seed + len(request.progress.token_ids)))
+
+
+async def text_through_a_death(kind: type[WorkerClient], request: Request) -> list[int]:
+    """Return what an unseeded request gets whose worker is killed after its first tokens."""
+    scheduler = SchedulerConfig(num_slots=4096, max_model_len=2048)
+    client = worker_client(build_noise_aware, scheduler=scheduler, kind=kind)
+    async with running(client):
+        stream = submitted(client, request)
+        events = [await anext(stream)]
+        signal_worker(signal.SIGKILL)
+        events += [event async for event in stream]
+        assert client.health.num_resumed == 1
+    return tokens_of(events)
+
+
+async def test_an_unseeded_request_keeps_its_noise() -> None:
+    """Each worker drew a seed of its own; noise behind a step that has been told must be that which ended the step."""
+    scheduler = SchedulerConfig(num_slots=4096, max_model_len=2048)
+    request = Request("r", (5, 6, 7), SamplingParams(max_tokens=1000, ignore_eos=True))
+    engine = build_noise_aware(EngineConfig("tiny", scheduler=scheduler))
+    engine.add(request)
+    undisturbed: list[int] = []
+    while engine.has_work:
+        undisturbed += tokens_of([*engine.step().events])
+    assert await text_through_a_death(WorkerClient, request) == undisturbed
+    assert await text_through_a_death(RedrawingClient, request) != undisturbed
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def numbered_secrets(monkeypatch):
     [
         *(("traversal", DELAYED), ("traversal", BUSHY), ("specinfer", DELAYED), ("nss", BUSHY), ("coupled", DELAYED)),
         *((verifier, tree) for tree in DISTINCT for verifier in ("traversal", "rrsw")),
+        *((verifier, tree) for tree in (DISTINCT[0], DISTINCT[3]) for verifier in ("hu", "univer")),
         *(("univer", SET_TREE), ("hu", SET_TREE), ("nss", BEAM), ("coupled", NOISE_AWARE), ("coupled", DISTINCT[1])),
         *(("spectr", BUSHY), ("khisti", BUSHY), ("tournament", DELAYED), ("gbv", BUSHY), ("block", BUSHY), ("naive_tree", BUSHY)),
     ],

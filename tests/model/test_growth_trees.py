@@ -157,8 +157,8 @@ def test_delayed_distinct_trees_are_draws_without_replacement():
     assert z_of_trees(DISTINCT, delayed_distinct_law()) < PASSES_BELOW
 
 
-def tampered(spoil) -> Callable[..., list[children.Offer]]:
-    rule = children._RULES[TreeKind.WITHOUT_REPLACEMENT]
+def tampered(spoil, kind: TreeKind) -> Callable[..., list[children.Offer]]:
+    rule = children._RULES[kind]
     return lambda *args: [spoil(offer) for offer in rule(*args)]
 
 
@@ -180,7 +180,7 @@ def unlikely_dropped(offer: children.Offer) -> children.Offer:
 @pytest.mark.parametrize("spoil", [by_odds, by_token, unlikely_dropped])
 @pytest.mark.parametrize(("expansion", "law"), [(HEAP, heap_law(3)), (DISTINCT, delayed_distinct_law())])
 def test_the_laws_of_trees_kill_tampering_with_draws(spoil, expansion, law, monkeypatch):
-    monkeypatch.setitem(children._RULES, TreeKind.WITHOUT_REPLACEMENT, tampered(spoil))
+    monkeypatch.setitem(children._RULES, expansion.kind, tampered(spoil, expansion.kind))
     unexpected = {shape(tree) for tree in grown_trees(expansion)} - {*law}
     assert unexpected or z_of_trees(expansion, law) > FAILS_ABOVE
 

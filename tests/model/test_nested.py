@@ -66,7 +66,7 @@ def test_a_truncation_is_the_tree_that_grows_alone():
 @pytest.mark.parametrize("family", ["delayed", "delayed_distinct"])
 def test_lumping_tokens_that_no_draft_knows_changes_no_expectation(family):
     point = nested_point(family)
-    kind = TreeKind.IID if family == "delayed" else TreeKind.WITHOUT_REPLACEMENT
+    kind = TreeKind.IID if family == "delayed" else TreeKind.FIXED_DISTINCT
     names = [name for name in VERIFIER_NAMES if name != "coupled" and is_exact(kind, name)]
     assert "traversal" in names
     for name in names:

@@ -36,6 +36,8 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, policy: Expansion, speculation: Spe
         (HEAP, Speculation(), "traversal", "heap"),
         (HEAP, Speculation(verifier="specinfer"), "specinfer", "delayed"),
         (HEAP, Speculation(verifier="univer"), "univer", "greedy_sample"),
+        (Expansion(0, 3, 4, "static", 6), Speculation(verifier="univer"), "univer", "static"),
+        (HEAP, Speculation(expansion=Expansion(1, 2, 2, "delayed_distinct"), verifier="hu"), "hu", "delayed_distinct"),
         (HEAP, Speculation(verifier="nss"), "nss", "heap"),
         (CHAIN, Speculation(verifier="univer"), "univer", "delayed"),
         (Expansion(1, 3, 2), Speculation(verifier="univer"), "univer", "greedy_sample"),

@@ -10,7 +10,7 @@ from engine.config import SchedulerConfig
 from engine.engine import Engine
 from engine.judge import logprobs_of
 from engine.testing import tiny_engine
-from engine.types import ErrorCode, FinishReason, Request
+from engine.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
 from tests.model.driving import Session, greedy, run
 from tests.model.mixed import PROMPTS, mixed_requests
 from tests.model.test_kv_cache import RandomExpansion
@@ -96,6 +96,34 @@ def test_scores_kill(where, mutant, monkeypatch):
     monkeypatch.setattr(where, mutant)
     with pytest.raises((AssertionError, IndexError)):  # an index: behind the last place there is none
         check(session_of())
+
+
+def test_a_prompt_is_scored_without_generating() -> None:
+    """`max_tokens` 0 was refused. Such a request has its scores and its end, also where its prompt fills every slot."""
+    full = SchedulerConfig(max_running=4, max_step_tokens=16, num_slots=48, max_model_len=48)
+    prompt = tuple(3 + 7 * at % 50 for at in range(48))
+    scored = Request("scored", prompt, SamplingParams(max_tokens=0, num_prompt_logprobs=1, num_logprobs=1))
+    echoed = Request("echoed", prompt[:5], SamplingParams(temperature=0.0, max_tokens=0))
+    engine = tiny_engine(*pair("llama"), RandomExpansion(3), config=full)
+    outcomes = run(engine, [scored, echoed, greedy("beside", prompt[:7])]).outcomes
+    assert len(outcomes["beside"].ids) == 12
+    for name in ("scored", "echoed"):
+        assert (outcomes[name].ids, outcomes[name].finish) == ([], FinishReason.LENGTH)
+    told = [one for event in outcomes["scored"].events for one in event.prompt_logprobs]
+    law = torch.log_softmax(own_logits("llama", [prompt])[0, :-1].double(), -1)
+    assert [one.logprob for one in told] == pytest.approx([float(row[i]) for row, i in zip(law, prompt[1:])], abs=1e-4)
+
+
+@pytest.mark.parametrize("num_told", [0, 3])
+def test_a_scored_prompt_is_resumed(num_told: int) -> None:
+    """Nothing was generated, and nothing is missing: a resumed request without tokens is no finished one."""
+    request = Request("r", (5, 6, 7, 8, 9, 5), SamplingParams(max_tokens=0, num_prompt_logprobs=0))
+    resumed = replace(request, progress=Progress((), num_told))
+    told = [
+        [one.logprob for event in run(tiny_engine(*pair("llama")), [each]).outcomes["r"].events for one in event.prompt_logprobs]
+        for each in (request, resumed)
+    ]
+    assert told[1] == pytest.approx(told[0][num_told:], abs=1e-4)
 
 
 BROKEN = "specinfer"

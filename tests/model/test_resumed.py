@@ -1,7 +1,9 @@
 """A request that is resumed with what an engine before told of it: the rest is what that one would have said, counted once."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -9,9 +11,13 @@ from engine.black_box import StepNote
 from engine.config import SchedulerConfig
 from engine.draft.cached import CachedDrafter
 from engine.engine import Engine
-from engine.testing import tiny_engine, tiny_pair
+from engine.policy import FixedExpansion
+from engine.testing import table_pair, tiny_engine, tiny_pair
+from engine.tree import Expansion
 from engine.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent, TokenLogprobs
+from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.clients import end_of, tokens_of
+from tests.model.driving import Session, run
 
 PAIR = tiny_pair()
 PROMPT = (5, 6, 7, 5, 6, 8, 5, 6)
@@ -31,6 +37,9 @@ REQUESTS = {
     "seeded": Request("r", PROMPT, SamplingParams(seed=7, max_tokens=16, ignore_eos=True, num_logprobs=1)),
     "edited": Request("r", PROMPT, PENALISED),
     "predicted": Request("r", PROMPT, SamplingParams(seed=5, max_tokens=16, ignore_eos=True), prediction_ids=PROMPT),
+    "unseeded": Request(
+        "r", PROMPT, SamplingParams(max_tokens=16, ignore_eos=True), Speculation(verifier="coupled"), drawn_seed=9
+    ),
     "plain": Request("r", PROMPT, SamplingParams(seed=7, max_tokens=6, ignore_eos=True), Speculation(is_enabled=False)),
 }
 
@@ -88,6 +97,11 @@ def with_a_model() -> Engine:
     return tiny_engine(*PAIR, config=SchedulerConfig(num_slots=256, max_model_len=64, max_running=1, max_step_tokens=12))
 
 
+def with_a_noise_aware_tree() -> Engine:
+    config = SchedulerConfig(num_slots=256, max_model_len=64, max_running=1, max_step_tokens=12)
+    return tiny_engine(*PAIR, FixedExpansion(Expansion(0, 2, 3, "noise_aware", 4)), config=config)
+
+
 def with_cached_text() -> Engine:
     target = PAIR[0]
     config = SchedulerConfig(num_slots=256, max_model_len=64, max_running=1, max_step_tokens=4)
@@ -95,7 +109,8 @@ def with_cached_text() -> Engine:
 
 
 CASES = [
-    *((with_a_model, name) for name in ("greedy", "seeded", "edited")),
+    *((with_a_model, name) for name in ("greedy", "seeded", "edited", "unseeded")),
+    (with_a_noise_aware_tree, "unseeded"),
     *((with_cached_text, name) for name in ("predicted", "plain")),
 ]
 
@@ -114,6 +129,16 @@ def as_a_prompt(request: Request, progress: Progress) -> Request:
     """The mutant: what was told becomes the prompt of a shorter request; penalties and prompt scores are then others."""
     rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(progress.token_ids))
     return replace(request, prompt_ids=request.prompt_ids + progress.token_ids, sampling=rest)
+
+
+def with_fresh_noise(request: Request, progress: Progress) -> Request:
+    """The mutant: the next engine draws another seed."""
+    return replace(request, progress=progress, drawn_seed=request.drawn_seed + 1_000_000)
+
+
+def test_fresh_noise_at_a_cut_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        check_each_cut_goes_on_as_one_text(with_a_noise_aware_tree, REQUESTS["unseeded"], with_fresh_noise)
 
 
 @pytest.mark.parametrize("mutant", [from_the_prompt, as_a_prompt])
@@ -161,3 +186,62 @@ def test_a_step_is_announced_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
     (note,) = notes
     assert note.request_ids == {"r"}
     assert (note.rows[0].context_len, note.rows[0].num_certain) == (0, len(PROMPT))
+
+
+# After 6 the drafter expects 3 and the target takes 4. Whether the tree has 4 too depends on what is drafted after 3, and so on
+# the noise there; the target's next token depends on that noise as well.
+TABLE = {6: (0.1, 0.8, 0.1), 3: (0.6, 0.2, 0.2), 4: (0.34, 0.33, 0.33), 5: (0.34, 0.33, 0.33)}
+MANY = SchedulerConfig(max_running=256, max_step_tokens=4096, num_slots=8192, max_model_len=16)
+NUM_TEXTS = 6144
+
+
+def after(token_id: int) -> tuple[float, ...]:
+    return TABLE.get(token_id, (0.4, 0.3, 0.3))
+
+
+def drafted_after(token_id: int) -> tuple[float, ...]:
+    return (0.7, 0.25, 0.05) if token_id == 6 else after(token_id)
+
+
+def law_of_triples() -> dict[tuple[int, ...], float]:
+    triples = product((3, 4, 5), repeat=3)
+    return {(a, b, c): after(6)[a - 3] * after(a)[b - 3] * after(b)[c - 3] for a, b, c in triples}
+
+
+def triples_cut_after_a_step(expansion: Expansion, resume: Resume) -> Counter[tuple[int, ...]]:
+    """Return how often each first three tokens came of unseeded requests whose engine died after their first step."""
+    models = table_pair(after, drafted_after)
+    sampling, speculation = SamplingParams(max_tokens=4, ignore_eos=True), Speculation(verifier="coupled")
+    texts: Counter[tuple[int, ...]] = Counter()
+    for first in range(0, NUM_TEXTS, MANY.max_running):
+        requests = [
+            Request(str(index), (6,), sampling, speculation, drawn_seed=index) for index in range(first, first + MANY.max_running)
+        ]
+        engines = [tiny_engine(*models, FixedExpansion(expansion), config=MANY) for _ in range(2)]
+        before = Session()
+        for request in requests:
+            engines[0].add(request)
+        before.take(engines[0].step())
+        ids = {request: before.outcomes[request.request_id].ids for request in requests}
+        after_death = run(engines[1], [resume(request, Progress(tuple(one))) for request, one in ids.items() if len(one) < 4])
+        rest = after_death.texts()
+        texts.update(tuple([*one, *rest.get(request.request_id, [])][:3]) for request, one in ids.items())
+    return texts
+
+
+BY_VALUE = [Expansion(0, 2, 2, "heap", 3), Expansion(0, 2, 2, "calibrated", 3)]
+
+
+@pytest.mark.parametrize("expansion", BY_VALUE, ids=str)
+def test_unseeded_requests_keep_their_law_when_resumed(expansion: Expansion) -> None:
+    """A tree whose nodes share a budget by value ends where later noise says so; a fresh seed behind it changed the law."""
+    assert z_of_counts(triples_cut_after_a_step(expansion, resumed), law_of_triples()) < PASSES_BELOW
+    assert z_of_counts(triples_cut_after_a_step(expansion, with_fresh_noise), law_of_triples()) > FAILS_ABOVE
+
+
+def test_requests_without_a_seed_draw_unlike_ones() -> None:
+    """Also those of one answer; a copy of a request keeps its seed, and a seed that was asked for is the one that counts."""
+    requests = [Request(str(index), PROMPT) for index in range(8)]
+    assert len({request.seed for request in requests}) == 8
+    assert replace(requests[0], progress=Progress((5,))).seed == requests[0].seed
+    assert Request("r", PROMPT, SamplingParams(seed=0)).seed == 0

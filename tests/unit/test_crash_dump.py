@@ -34,7 +34,7 @@ def test_a_dump_tells_parameters_and_no_text(tmp_path: Path) -> None:
     assert dump["last_step_begun"]["rows"][0] == {"request_id": "a", "context_len": 2, "num_certain": 1, "expansion": "4.1.0"}
     assert dump["last_step_told"]["num_used_slots"] == 3
     (request,) = dump["requests"]
-    assert (request["num_prompt_tokens"], request["num_output_tokens"], request["sampling"]["seed"]) == (2, 2, 4)
+    assert (request["num_prompt_tokens"], request["num_output_tokens"], request["seed"]) == (2, 2, 4)
 
 
 def test_texts_are_told_if_asked_for(tmp_path: Path) -> None:

@@ -41,6 +41,13 @@ def test_set_rules_are_refused_iid_branches() -> None:
             require_exact(DELAYED, verifier)
 
 
+@pytest.mark.parametrize("verifier", ["hu", "univer"])
+def test_set_rules_suit_fixed_widths(verifier: str) -> None:
+    """They were refused `delayed_distinct` and `static`, on which they are exact; trees by value stay refused."""
+    suited = {tree for tree in TREE_NAMES if is_exact(sized(tree).kind, verifier)}
+    assert suited == {"delayed_distinct", "static", "greedy_sample"}
+
+
 def test_only_the_coupled_rule_may_judge_what_the_noise_chose() -> None:
     assert [name for name in VERIFIER_NAMES if is_exact(TreeKind.SHARED_NOISE, name)] == ["coupled"]
 

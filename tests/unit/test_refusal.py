@@ -61,7 +61,7 @@ def test_what_can_run_passes():
         (SamplingParams(min_tokens=17), "min_tokens must lie in"),
         (SamplingParams(min_tokens=1, allowed_token_ids=(2, 3), stop_token_ids=(3,)), "holds back every token"),
         (SamplingParams(min_tokens=1, stop_token_ids=tuple(range(100))), "holds back every token"),
-        (SamplingParams(max_tokens=0), "max_tokens"),
+        (SamplingParams(max_tokens=-1), "max_tokens"),
         (SamplingParams(max_tokens=50), "exceed 50"),
     ],
 )

@@ -57,7 +57,7 @@ def in_paths(accept, max_tokens: int, stops: tuple[int, ...], paths: list[list[i
 paths_of_ids = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), max_size=6)
 
 
-@given(st.integers(1, 12), st.sampled_from([(), (2,), (2, 7)]), paths_of_ids)
+@given(st.integers(0, 12), st.sampled_from([(), (2,), (2, 7)]), paths_of_ids)
 def test_paths_end_where_single_tokens_would(max_tokens, stops, paths):
     flat = [token_id for path in paths for token_id in path]
     assert in_paths(Sequence.accept, max_tokens, stops, paths) == token_by_token(max_tokens, stops, flat)

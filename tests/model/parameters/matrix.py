@@ -16,7 +16,7 @@ from engine.sampling_limits import require_law
 from tests.model.parameters.subjects import EVERYTHING, GREEDY, LAWS, NUMBERS, Subject
 from tests.model.parameters.texts import INFO, KINDS, Enumeration, RequestedModel, distance, plain_texts
 from tests.model.parameters.told import check_numbers, texts_differ
-from tests.model.parameters.wire import wire_rows
+from tests.model.parameters.wire import default_rows, wire_rows
 from tests.model.verify.rules_under_test import EXACT, RULES
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "parameters.md"
@@ -72,7 +72,12 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
-TABLES: dict[str, Callable[[], str]] = {"laws": laws_table, "trees": trees_table, "wire": lambda: _table(*wire_rows())}
+TABLES: dict[str, Callable[[], str]] = {
+    "laws": laws_table,
+    "trees": trees_table,
+    "wire": lambda: _table(*wire_rows()),
+    "defaults": lambda: _table(*default_rows()),
+}
 
 
 def written(text: str, name: str, table: str) -> str:

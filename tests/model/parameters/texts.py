@@ -230,7 +230,7 @@ def accepted(request: Request, text: Context) -> Context:
 KINDS = {
     "chain": TreeKind.PATH,
     "i.i.d.": TreeKind.IID,
-    "distinct": TreeKind.WITHOUT_REPLACEMENT,
+    "distinct": TreeKind.FIXED_DISTINCT,
     "heap": TreeKind.WITHOUT_REPLACEMENT,
     "set and sample": TreeKind.SET_PLUS_SAMPLE,
     "beam": TreeKind.DETERMINISTIC,

@@ -3,12 +3,12 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import httpx
 
-from engine.types import Request
+from engine.types import Request, RequestDefaults, SamplingParams
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest
@@ -77,6 +77,13 @@ BESIDE: dict[str, dict[str, Any]] = {  # what a field needs to be valid
     "top_logprobs": {"logprobs": True},
     "tool_choice": {"tools": _TOOLS},
 }
+OTHERS: list[tuple[str, dict[str, Any]]] = [  # what else to send, by endpoint; the first field is the line's
+    ("text", {"max_tokens": 0, "echo": True, "logprobs": 1}),
+    ("text", {"max_tokens": 0}),
+    ("chat", {"max_tokens": 0}),
+    ("text", {"min_tokens": 1, "stop": "x"}),
+    ("chat", {"min_tokens": 1, "stop": "x"}),
+]
 EVERYWHERE = {"model", "prompt", "messages"}
 _ENDPOINTS: dict[str, tuple[str, type[GenerationRequest], Callable[..., dict[str, Any]]]] = {
     "text": ("/v1/completions", CompletionRequest, completion),
@@ -89,6 +96,37 @@ def wire_rows() -> tuple[list[str], list[list[str]]]:
     return ["field", "of", "value", "what becomes of it"], asyncio.run(_rows())
 
 
+DEFAULTS: dict[str, tuple[str, float | int]] = {  # keys of generation_config.json: the parameter that each sets, and a value
+    "temperature": ("temperature", 0.7),
+    "top_p": ("top_p", 0.8),
+    "top_k": ("top_k", 20),
+    "min_p": ("min_p", 0.05),
+    "repetition_penalty": ("repetition_penalty", 1.1),
+    "max_new_tokens": ("max_tokens", 9),
+}
+
+
+def default_rows() -> tuple[list[str], list[list[str]]]:
+    """Return the head and the lines of the table of what a model's generation settings change."""
+    head = ["generation_config.json", "of", "left open", "null", "the API's own default, named"]
+    return head, asyncio.run(_default_rows())
+
+
+async def _default_rows() -> list[list[str]]:
+    of_api = asdict(SamplingParams())
+    rows = []
+    for key, (name, value) in DEFAULTS.items():
+        engine = FakeEngine(defaults=RequestDefaults(**{name: value}))  # type: ignore[arg-type]
+        async with in_process(engine) as client:
+            for path, _, make in _ENDPOINTS.values():
+                for given in ({}, {name: None}, {name: of_api[name]}):
+                    assert (await client.post(path, json=make(**given))).status_code == 200
+        told = [f"`{name}` {getattr(request.sampling, name)}" for request in engine.requests]
+        assert told[:3] == told[3:], "both endpoints treat them alike"
+        rows.append([f"`{key}: {value}`", ", ".join(_ENDPOINTS), *told[:3]])
+    return rows
+
+
 async def _rows() -> list[list[str]]:
     rows: dict[tuple[str, str], dict[str, str]] = {}
     async with in_process(
@@ -98,6 +136,10 @@ async def _rows() -> list[list[str]]:
             value = EXAMPLES[name]
             value = value[form] if isinstance(value, dict) and form in value else value
             rows.setdefault((name, json.dumps(value)), {})[form] = await _fate(client, engine, form, {name: value})
+        for form, given in OTHERS:
+            (name, value), *beside = given.items()
+            shown = ", ".join([json.dumps(value), *(f'"{other}": {json.dumps(one)}' for other, one in beside)])
+            rows.setdefault((name, shown), {})[form] = await _fate(client, engine, form, given)
     return [
         [f"`{name}`", ", ".join(forms), f"`{value}`", fate]
         for (name, value), by_form in rows.items()
@@ -121,7 +163,7 @@ def _grouped(by_form: dict[str, str]) -> dict[str, list[str]]:
 async def _fate(client: httpx.AsyncClient, engine: FakeEngine, form: str, given: dict[str, Any]) -> str:
     """Send a request with and without the field and say what it changed."""
     path, _, make = _ENDPOINTS[form]
-    (name,) = given
+    name = next(iter(given))
     engine.requests.clear()
     body = make(seed=1, **BESIDE.get(name, {}))
     answers = [await client.post(path, json=one) for one in (body, {**body, **given})]

@@ -6,12 +6,14 @@ from engine.pairs import is_exact
 from engine.tree import Expansion, TreeKind, parse_expansion
 from tests.enumeration import (
     DrawnTree,
+    Shape,
     TinyModel,
     beam_trees,
     delayed_trees,
     distinct_trees,
     heap_trees,
     set_and_sample_trees,
+    shaped_trees,
 )
 from tests.model.verify.rules_under_test import EXACT, ON_DELAYED, RULES, loss_of
 
@@ -45,7 +47,11 @@ def trees_of(kind: TreeKind, model: TinyModel) -> list[list[DrawnTree]]:
     return {
         TreeKind.PATH: [delayed_trees(model, Expansion(3, 1, 0))],
         TreeKind.IID: [delayed_trees(model, Expansion(0, 3, 1)), delayed_trees(model, Expansion(1, 2, 2))],
-        TreeKind.WITHOUT_REPLACEMENT: [distinct_trees(model, (2, 2)), distinct_trees(model, (3, 1)), heap_trees(model, 3)],
+        TreeKind.WITHOUT_REPLACEMENT: [heap_trees(model, 2), heap_trees(model, 3)],
+        TreeKind.FIXED_DISTINCT: [
+            *(distinct_trees(model, widths) for widths in [(2, 2), (3, 1), (1, 2, 1)]),  # static, and delayed with a trunk
+            *(shaped_trees(model, shape) for shape in [(((),), ()), ((), ((), ())), (((), ()), ((),), ())]),
+        ],
         TreeKind.SET_PLUS_SAMPLE: [set_and_sample_trees(model, sizes) for sizes in [(1,), (2,), (1, 1), (0, 1, 1)]],
         TreeKind.DETERMINISTIC: [beam_trees(model, 2, 2)],
     }[kind]
@@ -67,7 +73,7 @@ def _generic(seed: int) -> TinyModel:
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("kind", [TreeKind.WITHOUT_REPLACEMENT, TreeKind.SET_PLUS_SAMPLE])
+@pytest.mark.parametrize("kind", [TreeKind.WITHOUT_REPLACEMENT, TreeKind.FIXED_DISTINCT, TreeKind.SET_PLUS_SAMPLE])
 def test_laws_with_zeros_and_peaks_change_nothing(kind: TreeKind, flavour: str) -> None:
     model = TinyModel(3, seed=2, flavour=flavour)
     for trees in trees_of(kind, model):
@@ -82,9 +88,33 @@ def test_set_plus_sample_keeps_the_law_over_four_tokens(sizes: tuple[int, ...]) 
         assert loss_of(RULES[name], model, set_and_sample_trees(model, sizes)) < EXACT
 
 
-def test_set_plus_sample_suits_distinct_draws_only_where_their_number_is_fixed() -> None:
-    """Given the others, the last of a fixed number is a draw off them; on heap trees its value decides whether it is the last."""
-    model = TinyModel(3, seed=1)
-    for name in ("hu", "univer"):
-        assert loss_of(RULES[name], model, distinct_trees(model, (2, 2))) < EXACT
-        assert loss_of(RULES[name], model, heap_trees(model, 3)) > 1e-3
+FIXED_SHAPES: list[Shape] = [((), ()), ((), (), ()), (((),), ()), ((), ((),)), (((), ()),), (((), ()), ((), ()))]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize(("vocab_size", "shape"), [*((3, shape) for shape in FIXED_SHAPES), (4, ((), (), ())), (4, ((), ((),)))])
+@pytest.mark.parametrize("name", ["hu", "univer"])
+def test_set_rules_are_exact_on_fixed_widths(name: str, vocab_size: int, shape: Shape, flavour: str) -> None:
+    """Such pairs were refused: given the others, the last of a fixed number of draws is a draw off them."""
+    model = TinyModel(vocab_size, seed=len(shape), flavour=flavour)
+    assert loss_of(RULES[name], model, shaped_trees(model, shape)) < EXACT
+
+
+def last_only_where_likely(model: TinyModel) -> list[DrawnTree]:
+    """The mutant: a third sibling is drawn where the second one was unlikely, so that tokens decide the width."""
+    is_wide = [odds < 0.3 for odds in model.draft(())]
+    narrow, wide = distinct_trees(model, (2,)), distinct_trees(model, (3,))
+    return [
+        drawn for trees, width in ((narrow, False), (wide, True)) for drawn in trees if is_wide[drawn.tree.token_ids[2]] == width
+    ]
+
+
+@pytest.mark.parametrize("name", ["hu", "univer"])
+def test_widths_that_tokens_decide_are_noticed(name: str) -> None:
+    losses = [
+        loss_of(RULES[name], model, trees)
+        for model in (TinyModel(4, seed) for seed in range(2))
+        for trees in (last_only_where_likely(model), heap_trees(model, 3))
+    ]
+    assert min(losses) > 1e-3
+    assert not is_exact(TreeKind.WITHOUT_REPLACEMENT, name)
