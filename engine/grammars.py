@@ -141,7 +141,7 @@ def compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
         raise BadGrammar(_bounded(str(error))) from error
     problems = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if problems:
-        raise BadGrammar(_bounded("; ".join(problems)))
+        raise BadGrammar(_bounded("; ".join(map(_plain, problems))))
     return matcher
 
 
@@ -180,6 +180,13 @@ def _as_lark(text: str) -> str:
 def _literal(text: str) -> str:
     """Return a regular expression that matches the text alone."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _plain(problem: str) -> str:
+    """Return one of the library's reasons without an expression that no request has written."""
+    if problem.startswith("Unable to determine if regex is empty"):
+        return "the pattern, format, minLength and maxLength of a string are together too much for the library"
+    return problem
 
 
 def _bounded(reason: str) -> str:
