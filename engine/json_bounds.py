@@ -25,11 +25,8 @@ _DECODER = json.JSONDecoder()
 
 def bounded_schema(text: str) -> str:
     """Return the text of a schema as the library is asked for it; a text that is no JSON as it is, for the library to refuse."""
-    try:
-        schema = _DECODER.decode(text)
-    except ValueError:
-        return text
-    return json.dumps(_bounded(schema))
+    schemas = _decoded(text)
+    return json.dumps(_bounded(schemas[0])) if schemas else text
 
 
 def with_bounded_schemas(lark: str) -> str:
@@ -47,8 +44,16 @@ def most_digits(grammar: Grammar) -> int:
     if grammar.kind is GrammarKind.LARK:
         schemas = [schema for _, _, schema in _schemas_in(grammar.text)]
     else:
-        schemas = [json.loads(grammar.text)] if grammar.text else []
+        schemas = _decoded(grammar.text)
     return max([MAX_DIGITS, *map(_width, _numbers(schemas))])
+
+
+def _decoded(text: str) -> list[Any]:
+    """Return the schema of a text, alone, or nothing if it is no JSON."""
+    try:
+        return [_DECODER.decode(text)]
+    except ValueError:
+        return []
 
 
 def _bounded(schema: Any) -> Any:

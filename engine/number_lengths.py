@@ -18,6 +18,8 @@ Words = Int32[np.ndarray, " W"]
 Path = tuple[int, ...]
 _DIGITS = b"0123456789"
 _QUOTE, _BACKSLASH = b'"\\'
+_MAX_EXPONENT_DIGITS = 3  # every double's fit
+_LONG_EXPONENT = re.compile(rb"[eE][+-]?[0-9]{%d}" % (_MAX_EXPONENT_DIGITS + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,29 @@ class JsonPosition:
     is_in_string: bool = False
     is_escaped: bool = False
     num_digits: int = 0
+    is_in_exponent: bool = False
+
+    def is_beyond(self, limit: int) -> bool:
+        """Whether a number is longer here than the limit."""
+        return self.num_digits > self.limited(limit)
+
+    def limited(self, limit: int) -> int:
+        """Return how many digits may stand in a row here."""
+        return _MAX_EXPONENT_DIGITS if self.is_in_exponent else limit
 
     def after(self, data: bytes) -> "JsonPosition":
         """Return the position after more bytes."""
         if not self.is_json:
             return self
-        in_string, escaped, digits = self.is_in_string, self.is_escaped, self.num_digits
+        in_string, escaped, digits, in_exponent = self.is_in_string, self.is_escaped, self.num_digits, self.is_in_exponent
         for byte in data:
             if in_string:
                 in_string, escaped = escaped or byte != _QUOTE, not escaped and byte == _BACKSLASH
+            elif byte in _DIGITS:
+                digits += 1
             else:
-                in_string, digits = byte == _QUOTE, digits + 1 if byte in _DIGITS else 0
-        return JsonPosition(True, in_string, escaped, digits)
+                in_string, digits, in_exponent = byte == _QUOTE, 0, byte in b"eE" or (in_exponent and byte in b"+-")
+        return JsonPosition(True, in_string, escaped, digits, in_exponent)
 
 
 class TokenDigits:
@@ -51,6 +64,7 @@ class TokenDigits:
         self._leading[: len(self._tokens)] = [len(data) - len(data.lstrip(_DIGITS)) for data in self._tokens]
         self._longest = np.array([max(map(len, re.findall(rb"[0-9]+", data)), default=0) for data in self._tokens])
         self._most = int(self._longest.max(initial=0))
+        self._with_exponent = [token_id for token_id, data in enumerate(self._tokens) if _LONG_EXPONENT.search(data)]
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token; a special token's are its name."""
@@ -58,12 +72,13 @@ class TokenDigits:
 
     def too_long(self, position: JsonPosition, limit: int) -> Words | None:
         """Return a bit for each token with which a number would have more digits in a row than the limit; None for no token."""
-        if not position.is_json or position.num_digits + self._most <= limit:
+        room = position.limited(limit) - position.num_digits
+        if not position.is_json or (self._most <= room and not self._with_exponent):
             return None
-        is_long = (self._leading > max(0, limit - position.num_digits)) & (not position.is_in_string)
-        for token_id in np.flatnonzero(self._longest > limit).tolist():  # what comes first in it may begin or end a string
+        is_long = (self._leading > max(0, room)) & (not position.is_in_string)
+        for token_id in {*np.flatnonzero(self._longest > limit).tolist(), *self._with_exponent}:  # it may begin or end a string
             data = self._tokens[token_id]
-            is_long[token_id] = any(position.after(data[:end]).num_digits > limit for end in range(len(data) + 1))
+            is_long[token_id] = any(position.after(data[:end]).is_beyond(limit) for end in range(1, len(data) + 1))
         words_W: Words = np.packbits(is_long, bitorder="little").view(np.int32)
         return words_W
 

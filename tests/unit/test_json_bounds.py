@@ -54,6 +54,13 @@ def test_digits_are_as_many_as_a_schemas_numbers_have(schema: Any, expected: int
     assert most_digits(Grammar(GrammarKind.JSON_OBJECT)) == MAX_DIGITS
 
 
+def test_digits_of_what_is_no_json_are_the_usual():
+    """Masks must not fail for a text that the library alone has read."""
+    for text in ("[", '{"maximum": ' + "9" * 5000 + "}"):
+        assert most_digits(Grammar(GrammarKind.JSON_SCHEMA, text)) == MAX_DIGITS
+        assert most_digits(Grammar(GrammarKind.LARK, f"start: %json {text}", ("", ""))) == MAX_DIGITS
+
+
 def test_every_integer_and_double_of_64_bits_fits():
     for number in (2**64 - 1, -(2**63), 0.1 + 0.2, 5e-324, 1.7976931348623157e308, 1.2345678901234567e-5, 123456789012345680.0):
         whole, _, rest = repr(number).lstrip("-").partition(".")
