@@ -186,7 +186,7 @@ def _plain(problem: str) -> str:
     """Return one of the library's reasons without an expression that no request has written."""
     if problem.startswith("Unable to determine if regex is empty"):
         return "the pattern, format, minLength and maxLength of a string are together too much for the library"
-    return problem
+    return problem.partition(":  (And ")[0]
 
 
 def _bounded(reason: str) -> str:

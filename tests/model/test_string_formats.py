@@ -173,8 +173,15 @@ def test_leap_seconds_are_at_midnight_of_utc(sign: str):
 )
 def test_a_format_that_nothing_satisfies_is_refused(more: dict[str, Any]):
     """The pattern wrote 29 February 2023."""
-    with pytest.raises(BadGrammar, match=r"(?i)unsatisfiable"):
+    with pytest.raises(BadGrammar, match=r"(?i)unsatisfiable") as refused:
         matcher_of(schema_of("date", **more))
+    assert "SearchRegex" not in str(refused.value)
+
+
+def test_too_much_of_one_string_is_refused_plainly():
+    """The reason was an expression of the library's, which no client has written."""
+    with pytest.raises(BadGrammar, match="together too much for the library"):
+        matcher_of(schema_of("email", pattern=".*", minLength=200))
 
 
 def check_places() -> None:
