@@ -6,7 +6,6 @@ does. Client and worker share nothing but the wire.
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from engine.ledger import MAX_RETRY_S, EventStream, Ledger, clamped_retry_s
 from engine.link import Launcher, WorkerDied, WorkerLink
 from engine.listeners import Listener, Listeners
 from engine.readmission import Readmission
+from engine.run_folder import run_folder
 from engine.service import EngineHealth, EngineState, EngineUnavailable
 from engine.supervision import DeathRecord, Supervision
 from engine.types import ErrorCode, ModelInfo, Request, StepStats
@@ -159,11 +159,11 @@ class WorkerClient:
     async def _supervise(self) -> None:
         """Keep a worker alive as long as somebody needs one, or until it is hopeless."""
         try:
-            with tempfile.TemporaryDirectory(prefix="latebranch-") as folder:  # made with mode 700
-                await self._live_and_die(Path(folder))
+            with run_folder() as folder:
+                await self._live_and_die(folder)
                 while self._is_needed and not self._deaths.is_hopeless:
                     await self._pause(self._deaths.backoff_s)
-                    await self._live_and_die(Path(folder))
+                    await self._live_and_die(folder)
         except Exception as error:
             _logger.exception("the supervisor fails")
             self._detail = f"the supervisor failed: {error!r}"

@@ -15,6 +15,8 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
 from engine.grammars import CompiledGrammars
+from engine.json_bounds import most_digits
+from engine.number_lengths import NumberLimit
 from engine.types import Grammar
 
 _logger = logging.getLogger(__name__)
@@ -69,6 +71,8 @@ class _Standing:
         self._path: list[int] = []  # what the matcher has consumed after the text
         self._masks: dict[Path, Words] = {}
         self._may_retry = True
+        has_numbers = grammar.has_known_json
+        self._number_limit = NumberLimit(grammars.token_digits, grammar, most_digits(grammar)) if has_numbers else None
         self._matcher = grammars.matcher(grammar)
         self._is_lost = False  # the matcher does not stand after the text
 
@@ -79,6 +83,8 @@ class _Standing:
         num_known = len(self._text)
         goes_on = text[:num_known] == self._text and not self._is_lost
         self._text, self._masks, self._may_retry = text, {}, True
+        if self._number_limit is not None:
+            self._number_limit.stand_after(text)
         if goes_on:
             self._go_back(0)
             self._is_lost = self._matcher.try_consume_tokens(text[num_known:]) < len(text) - num_known
@@ -109,7 +115,7 @@ class _Standing:
         fill_next_token_bitmask(self._matcher, words_1W)
         self._require_sound()
         words_W: Words = words_1W[0]
-        return words_W
+        return words_W if self._number_limit is None else self._number_limit.restricted(words_W, path)
 
     def _has_gone_to(self, path: Path) -> bool:
         """Consume the path from where it leaves the one before; return whether it is possible to its end."""

@@ -17,6 +17,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from engine.json_bounds import bounded_schema, with_bounded_schemas
+from engine.number_lengths import TokenDigits
 from engine.types import Grammar, GrammarKind
 
 _MAX_REASON_CHARS = 500
@@ -87,6 +89,7 @@ class CompiledGrammars:
         """Take what brings the vocabulary when a grammar is first asked for."""
         self._load = load
         self._vocabulary: Vocabulary | None = None
+        self._token_digits: TokenDigits | None = None
         self._matchers: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = Lock()
 
@@ -96,6 +99,13 @@ class CompiledGrammars:
         if self._vocabulary is None:
             self._vocabulary = self._load()
         return self._vocabulary
+
+    @property
+    def token_digits(self) -> TokenDigits:
+        """The digits of its tokens; raises BadGrammar as the vocabulary does."""
+        if self._token_digits is None:
+            self._token_digits = TokenDigits(self.vocabulary)
+        return self._token_digits
 
     def matcher(self, grammar: Grammar, *, is_new: bool = False) -> LLMatcher:
         """Return a matcher before the first token, with a new lexer or the one that others of the grammar have warmed.
@@ -131,7 +141,7 @@ def compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
         raise BadGrammar(_bounded(str(error))) from error
     problems = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if problems:
-        raise BadGrammar(_bounded("; ".join(problems)))
+        raise BadGrammar(_bounded("; ".join(map(_plain, problems))))
     return matcher
 
 
@@ -146,9 +156,9 @@ def _source(grammar: Grammar) -> str:
     """Return the grammar as llguidance reads it."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            return LLMatcher.grammar_from_json_schema(bounded_schema('{"type": "object"}'))
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"lenient": False})
+            return LLMatcher.grammar_from_json_schema(bounded_schema(grammar.text), overrides={"lenient": False})
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
@@ -156,7 +166,7 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.LARK:
             if found := _UNHONOURED.search(grammar.text):
                 raise ValueError(f"the attribute {found[1]} of a rule is not honoured")
-            return LLMatcher.grammar_from_lark(_as_lark(grammar.text))
+            return LLMatcher.grammar_from_lark(with_bounded_schemas(_as_lark(grammar.text)))
 
 
 def _as_lark(text: str) -> str:
@@ -170,6 +180,13 @@ def _as_lark(text: str) -> str:
 def _literal(text: str) -> str:
     """Return a regular expression that matches the text alone."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _plain(problem: str) -> str:
+    """Return one of the library's reasons without an expression that no request has written."""
+    if problem.startswith("Unable to determine if regex is empty"):
+        return "the pattern, format, minLength and maxLength of a string are together too much for the library"
+    return problem.partition(":  (And ")[0]
 
 
 def _bounded(reason: str) -> str:

@@ -37,10 +37,20 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a whole generated text must match."""
+    """What a whole generated text must match.
+
+    Numbers in JSON have bounded lengths (docs/structured.md). The JSON of a Lark text stands between the two tokens `json_marks`;
+    two empty strings: everywhere; None: nothing is known of it, so its numbers may have any length.
+    """
 
     kind: GrammarKind
     text: str = ""
+    json_marks: tuple[str, str] | None = None
+
+    @property
+    def has_known_json(self) -> bool:
+        """Whether it is known where the text is JSON."""
+        return self.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA) or self.json_marks is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from engine.grammars import BadGrammar, VocabularySource
 from engine.types import Grammar
 from server.errors import InvalidRequest, Overloaded
 from server.fair_turns import FairTurns
-from server.grammar_process import GrammarProcess
+from server.grammar_process import GrammarProcess, GrammarProcessFailed
 from server.tokenizer_thread import TokenizerClosed, TokenizerThread
 
 _MAX_WAITING_CHARS = 1 << 18  # of one key
@@ -36,7 +36,7 @@ class GrammarCheck:
 
     async def require(self, grammar: Grammar, param: str, key: str) -> None:
         """Raise InvalidRequest with the library's reason unless texts can be held to the grammar, Overloaded if too many of that
-        key's wait.
+        key's wait or the process that tries grammars fails.
         """
         if grammar not in self._known:
             await self._try(grammar, param, key)
@@ -55,6 +55,8 @@ class GrammarCheck:
                 await self._thread.run(0, lambda: self._process.check(source, grammar))
         except BadGrammar as error:
             raise InvalidRequest(f"{param}: {error}", param) from error
+        except GrammarProcessFailed as error:
+            raise Overloaded(f"grammars cannot be compiled now: {error}", "grammars_unavailable", _RETRY_S) from error
         except TokenizerClosed as error:
             raise Overloaded("the server is shutting down", "engine_unavailable", _RETRY_S) from error
         finally:

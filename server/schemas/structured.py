@@ -64,8 +64,12 @@ class StructuredOutputs(Strict):
     regex: _GrammarText | None = Field(None, description="A regular expression in the syntax of Rust's regex crate.")
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_STRINGS, fail_fast=True)] | None = None
     grammar_: _GrammarText | None = Field(None, alias="grammar", description="A grammar in llguidance's Lark, or GBNF.")
-    disable_any_whitespace: bool | None = Field(None, description="No whitespace between the parts of JSON; default: any.")
-    whitespace_pattern: _GrammarText | None = Field(None, description="A regular expression of that whitespace.")
+    disable_any_whitespace: bool | None = Field(
+        None, description="No whitespace between the parts of JSON; default: none, a space, or a line's end and an indent."
+    )
+    whitespace_pattern: _GrammarText | None = Field(
+        None, description="A regular expression of that whitespace instead; [ \\t\\n\\r]+ leaves it free."
+    )
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:

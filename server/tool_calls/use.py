@@ -73,7 +73,7 @@ def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one
     if body.tool_choice not in (None, "auto"):
         chosen = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
         forced = {one.name: one.schema_of_arguments for one in functions if chosen in (None, one.name)}
-        return Grammar(GrammarKind.LARK, syntax.forced_calls(forced, is_one, support.marker_tokens))
+        return Grammar(GrammarKind.LARK, syntax.forced_calls(forced, is_one, support.marker_tokens), ("", ""))
     if not any(function.strict for function in functions):
         return None
     if syntax.opening not in support.marker_tokens:
@@ -82,4 +82,6 @@ def _grammar(support: ToolSupport, syntax: CallSyntax, body: ChatRequest, is_one
     schemas: Mapping[str, Mapping[str, Any]] = {
         function.name: function.schema_of_arguments if function.strict else _ANY_OBJECT for function in functions
     }
-    return Grammar(GrammarKind.LARK, syntax.free_text_with_calls(schemas, support.marker_tokens))
+    marks = (syntax.markers[0], syntax.markers[1])
+    json_marks = marks if all(mark in support.marker_tokens for mark in marks) else None
+    return Grammar(GrammarKind.LARK, syntax.free_text_with_calls(schemas, support.marker_tokens), json_marks)

@@ -1,6 +1,7 @@
 """Calls that must come, or match their schemas if they come, of a tiny real model that drafts trees."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -13,10 +14,15 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.grammars import CompiledGrammars, source_of
 from engine.inprocess import InProcessEngine
+from engine.json_bounds import MAX_DIGITS
 from engine.model import CausalModel
 from engine.policy import FixedExpansion
 from engine.testing import tiny_engine, tiny_pair
 from engine.tree import Expansion
+from server.schemas.chat import ChatRequest
+from server.tool_calls.support import ToolSupport
+from server.tool_calls.syntaxes import SYNTAXES
+from server.tool_calls.use import tool_use
 from tests.api.harness import chat, data_of, in_process
 from tests.api.test_tools import URL, streamed, without_ids
 from tests.tokenizers_for_tests import calling
@@ -120,3 +126,30 @@ async def test_a_schema_that_cannot_be_kept_is_refused_only_where_it_must_be():
             assert (response.status_code, response.json()["error"]["param"]) == (400, field)
         response = await client.post(URL, json=chat(tools=TOOLS, response_format={"type": "json_object"}))
         assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
+
+
+@pytest.mark.parametrize("choice_of_tools", ["required", {"type": "function", "function": {"name": "f"}}])
+async def test_numbers_of_forced_calls_end(choice_of_tools: Any):
+    """A model that likes digits best wrote one number until the token limit, and the call had no end."""
+    parameters = {"type": "object", "properties": {"n": {"type": "number"}}, "required": ["n"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    biases = {**dict.fromkeys("0123456789", 50), **dict.fromkeys("eE", -50)}  # a large exponent is no number of Python's
+    bias = {str(calling(False).convert_tokens_to_ids(char)): value for char, value in biases.items()}
+    async with _served(False) as client:
+        fields: dict[str, Any] = {"tool_choice": choice_of_tools, "parallel_tool_calls": False, "logit_bias": bias}
+        choice = await _choice(client, tools=tools, max_tokens=200, seed=3, **fields)
+    assert choice["finish_reason"] == "tool_calls"
+    arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    jsonschema_rs.validate(parameters, json.loads(arguments))
+    assert max(map(len, re.findall("[0-9]+", arguments))) == MAX_DIGITS
+
+
+def test_json_is_known_where_calls_may_come():
+    """Digits of free text are not counted, those of strict calls are."""
+    body = ChatRequest.model_validate(chat(tools=STRICT))
+    use = tool_use(ToolSupport(True, True, SYNTAXES["hermes"], frozenset(("<tool_call>", "</tool_call>"))), body)
+    assert use.grammar is not None
+    assert use.grammar.json_marks == ("<tool_call>", "</tool_call>")
+    spelled = tool_use(ToolSupport(True, True, SYNTAXES["hermes"], frozenset(("<tool_call>",))), body)
+    assert spelled.grammar is not None
+    assert spelled.grammar.json_marks is None
