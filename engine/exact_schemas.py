@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, InvalidOperation
 from itertools import combinations
 from math import comb, gcd, isfinite
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
+
+from engine.ecma_patterns import rust_pattern
 
 _Schema = dict[str, Any]
 _Number = int | Decimal
@@ -86,6 +88,7 @@ def _exact(root: Any) -> Any:
         _drop_neutral(schema, document.references)
         _keep_numbers(place, schema, is_integer_named)
         _keep_counts(place, schema)
+        _translate_patterns(schema)
     _require_common_multiples(document)
     _keep_keys(root, document)
     options = root.get("x-guidance")
@@ -154,7 +157,12 @@ def _pointed_at(root: _Schema, reference: str) -> Any:
     head, *tokens = unquote(reference[1:]).split("/")
     for token in tokens:
         key = token.replace("~1", "/").replace("~0", "~")
-        value = value[int(key) if isinstance(value, list) and key.isdecimal() else key] if isinstance(value, dict | list) else {}[key]
+        if isinstance(value, list) and key.isdecimal():
+            value = value[int(key)]
+        elif isinstance(value, dict):
+            value = value[key]
+        else:
+            raise LookupError(reference)
     if head:
         raise LookupError(reference)
     return value
@@ -176,10 +184,17 @@ def _drop_neutral(schema: _Schema, references: Sequence[str]) -> None:
             del schema[key]
 
 
+def _translate_patterns(schema: _Schema) -> None:
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = rust_pattern(schema["pattern"])
+    if patterned := _map(schema, "patternProperties"):
+        schema["patternProperties"] = {rust_pattern(pattern): value for pattern, value in patterned.items()}
+
+
 # Numbers.
 def _keep_numbers(place: str, schema: _Schema, is_integer_named: bool) -> None:
     for key in _COUNTS:
-        if _is_number(count := schema.get(key)) and abs(count) < _INT64 and count == int(count):
+        if _is_number(count := schema.get(key)) and _size(count) < _INT64 and count == int(count):
             schema[key] = int(count)
     if "const" in schema:
         schema["const"] = _kept_value(f"{place}/const", schema["const"], is_integer_named)
@@ -195,8 +210,13 @@ def _keep_numbers(place: str, schema: _Schema, is_integer_named: bool) -> None:
         schema["multipleOf"] = _kept(f"{place}/multipleOf", step)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[_Number]:
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
+
+
+def _size(number: _Number) -> _Number:
+    """Return the absolute value; `abs` would round a decimal."""
+    return abs(number) if isinstance(number, int) else number.copy_abs()
 
 
 def _kept_value(place: str, value: Any, is_integer_named: bool) -> Any:
@@ -206,7 +226,7 @@ def _kept_value(place: str, value: Any, is_integer_named: bool) -> Any:
         return [_kept_value(f"{place}/{at}", item, is_integer_named) for at, item in enumerate(value)]
     if not _is_number(value):
         return value
-    if is_integer_named and abs(value) >= _INT64:
+    if is_integer_named and _size(value) >= _INT64:
         raise ValueError(f"{place}: {_shown(value)} is no 64-bit integer, and the schema names the type integer")
     return _kept(place, value)
 
@@ -239,20 +259,20 @@ def _integer(place: str, number: _Number, rounding: str) -> int:
 def _kept_bound(place: str, key: str, bound: _Number) -> int | float:
     if key == "maximum" and bound == _INT64 - 1:
         return _INT64 - 1  # rounded up, and then the library's largest integer; of other numbers the library refuses it
-    if abs(bound) >= _INT64 or (key.startswith("exclusive") and abs(bound) >= _UNIT):
+    if _size(bound) >= _INT64 or (key.startswith("exclusive") and _size(bound) >= _UNIT):
         raise ValueError(f"{place}: {_shown(bound)} is too large: the range cannot be kept exactly")
     return _kept(place, bound)
 
 
 def _kept(place: str, number: _Number) -> int | float:
     """Return the number as the library reads and writes it exactly; raise ValueError if it does not."""
-    found = float(number) if abs(number) < Decimal("1e309") else float("inf")
-    if abs(number) < _INT64 and number == int(number):
+    found = float(number) if _size(number) < Decimal("1e309") else float("inf")
+    if _size(number) < _INT64 and number == int(number):
         if int(found) == number:
             return int(number)
     elif isfinite(found) and Decimal(repr(found)) == number and _read(found) == found:
         return found
-    raise ValueError(f"{place}: {_shown(number)} cannot be kept exactly: 64-bit floats do not represent it")
+    raise ValueError(f"{place}: {_shown(number)} cannot be kept exactly: it would be stored as a 64-bit float")
 
 
 def _read(number: float) -> float:
@@ -269,10 +289,10 @@ def _read(number: float) -> float:
 
 def _fraction(place: str, step: _Number) -> tuple[int, int]:
     """Return the digits and the decimals of the library's fraction, found in its way; raise ValueError if it is rounded."""
-    value, decimals = abs(float(step)) if abs(step) < _UINT32 else float("inf"), 0
+    value, decimals = abs(float(step)) if _size(step) < _UINT32 else float("inf"), 0
     while isfinite(value) and value < _UINT32 and value != int(value):
         value, decimals = value * 10.0, decimals + 1
-    if value >= _UINT32 or decimals > 9 or Decimal(int(value)).scaleb(-decimals) != abs(step):
+    if value >= _UINT32 or decimals > 9 or Decimal(int(value)).scaleb(-decimals) != _size(step):
         raise ValueError(f"{place}: {_shown(step)} cannot be kept exactly")
     return int(value), decimals
 
