@@ -40,6 +40,7 @@ _ESCAPES = 'nrbtf\\"u'  # the library's default
 _OVERRULED = ("lenient", "coerce_one_of")  # with these options a text might not match
 _NEEDS_ESCAPE_U = "\x00-\x07\x0b\x0e-\x1f\x7f"
 _HAS_TWO_SPELLINGS = re.compile("[\x00-\x1f\x7f]")
+_EXPONENT = re.compile("([eE][+-]?)[0-9]+$")
 # Of Lark: comments, strings, patterns and special tokens, inside which %json is plain text.
 _LARK = re.compile(r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<json>%json\s*)""", re.DOTALL)
 
@@ -69,10 +70,11 @@ def _dumped(schema: Any) -> str:
 
 
 def _decimal(text: str) -> Decimal:
+    """Return the number; one with an exponent that decimals do not have is as far outside floats with another."""
     try:
         return Decimal(text)
-    except InvalidOperation as error:
-        raise ValueError(f"the number {text[:40]} is out of range") from error
+    except InvalidOperation:
+        return Decimal(_EXPONENT.sub(r"\g<1>999999999", text))
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """JSON whose decimals are kept as they are written, for schemas: a float would round them before a grammar is made of them."""
 
 import json
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from pydantic_core import from_json
@@ -41,8 +41,15 @@ def _dumped(value: Any) -> str:
 
 def _float(text: str) -> float:
     value = float(text)
-    if Decimal(repr(value)) == Decimal(text):
+    if _is_exact(value, text):
         return value
     written = WrittenFloat(value)
     written.written = text
     return written
+
+
+def _is_exact(value: float, text: str) -> bool:
+    try:
+        return Decimal(repr(value)) == Decimal(text)
+    except InvalidOperation:  # the exponent is beyond those of decimals
+        return False

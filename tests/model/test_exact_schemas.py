@@ -22,6 +22,8 @@ REFUSED = [
     ('{"const":{"a":0.1000000000000000055}}', "#/const/a: 0.1000000000000000055"),
     ('{"const":1e400}', "#/const: 1E+400"),
     ('{"const":1e999999999}', "#/const: 1E+999999999"),
+    ('{"items":{"const":-2.5e-99999999999999999999}}', "#/items/const: -2.5E-999999999"),
+    ('{"type":"integer","maximum":2.5e99999999999999999999}', "#/maximum: 2.5E+999999999"),
     ('{"type":"integer","minimum":1e999999999}', "#/minimum: 1E+999999999"),
     ('{"minimum":1e-400}', "#/minimum"),
     ('{"type":"integer","enum":[1e30]}', "#/enum/0: 1E+30"),
