@@ -206,7 +206,8 @@ def _keep_numbers(place: str, schema: _Schema, is_integer_named: bool) -> None:
         _round_bounds(place, schema)
     for key in (*_LOWER, *_UPPER):
         if _is_number(bound := schema.get(key)):
-            schema[key] = _kept_bound(f"{place}/{key}", key, bound)
+            is_strict = key.startswith("exclusive") or schema.get(f"exclusive{key.capitalize()}") is True
+            schema[key] = _kept_bound(f"{place}/{key}", bound, is_strict, is_highest=key == "maximum" and bound == _INT64 - 1)
     if _is_number(step := schema.get("multipleOf")):
         _fraction(f"{place}/multipleOf", step)
         schema["multipleOf"] = _kept(f"{place}/multipleOf", step)
@@ -236,15 +237,12 @@ def _kept_value(place: str, value: Any, is_integer_named: bool) -> Any:
 def _round_bounds(place: str, schema: _Schema) -> None:
     """Replace the bounds of an integer by integers that belong to the range: the library adds to floats, with rounding."""
     for inclusive, exclusive, rounding, step in ((*_LOWER, ROUND_FLOOR, 1), (*_UPPER, ROUND_CEILING, -1)):
-        if isinstance(schema.get(exclusive), bool):
-            continue
-        bounds = []
+        strict, bounds = schema.get(exclusive), list[int]()
         if _is_number(bound := schema.get(inclusive)):
-            # The next integer inside is one past the last that is outside or on the edge.
-            outside = _integer(f"{place}/{inclusive}", bound, rounding)
-            bounds.append(outside if outside == bound else outside + step)
-        if _is_number(bound := schema.get(exclusive)):
-            bounds.append(_integer(f"{place}/{exclusive}", bound, rounding) + step)
+            edge = _integer(f"{place}/{inclusive}", bound, rounding)  # outside of the range or on its end
+            bounds.append(edge if edge == bound and strict is not True else edge + step)
+        if _is_number(strict):
+            bounds.append(_integer(f"{place}/{exclusive}", strict, rounding) + step)
         if bounds:
             schema.pop(exclusive, None)
             schema[inclusive] = max(bounds) if step > 0 else min(bounds)
@@ -258,10 +256,10 @@ def _integer(place: str, number: _Number, rounding: str) -> int:
     return int(number.to_integral_value(rounding))
 
 
-def _kept_bound(place: str, key: str, bound: _Number) -> int | float:
-    if key == "maximum" and bound == _INT64 - 1:
+def _kept_bound(place: str, bound: _Number, is_strict: bool, is_highest: bool) -> int | float:
+    if is_highest and not is_strict:
         return _INT64 - 1  # rounded up, and then the library's largest integer; of other numbers the library refuses it
-    if _size(bound) >= _INT64 or (key.startswith("exclusive") and _size(bound) >= _UNIT):
+    if _size(bound) >= _INT64 or (is_strict and _size(bound) >= _UNIT):
         raise ValueError(f"{place}: {_shown(bound)} is too large: the range cannot be kept exactly")
     return _kept(place, bound)
 

@@ -31,6 +31,10 @@ REFUSED = [
     ('{"type":"number","exclusiveMaximum":9007199254740993}', "#/exclusiveMaximum: 9007199254740993"),
     ('{"type":"integer","maximum":18446744073709551615}', "#/maximum: 18446744073709551615"),
     ('{"exclusiveMinimum":9007199254740992}', "#/exclusiveMinimum: 9007199254740992"),
+    (
+        '{"$schema":"http://json-schema.org/draft-04/schema#","maximum":9007199254740992,"exclusiveMaximum":true}',
+        "#/maximum: 9007199254740992",
+    ),
     ('{"multipleOf":0.07}', "#/multipleOf: 0.07"),
     ('{"multipleOf":4294967296}', "#/multipleOf: 4294967296"),
     ('{"type":"integer","allOf":[{"multipleOf":100000},{"multipleOf":99999}]}', "#/allOf/1/multipleOf"),
@@ -66,6 +70,11 @@ KEPT: list[tuple[str, list[str], list[str]]] = [
     ('{"type":"integer","exclusiveMaximum":9223372036854775808}', ["9223372036854775807"], ["9223372036854775808"]),
     ('{"type":"integer","minimum":0.1000000000000000055,"exclusiveMaximum":3.0}', ["1", "2"], ["0", "3"]),
     ('{"type":["integer","null"],"maximum":-0.5,"exclusiveMinimum":-3}', ["-1", "-2", "null"], ["0", "-3"]),
+    (
+        '{"$schema":"http://json-schema.org/draft-04/schema#","type":"integer","minimum":9007199254740991,"exclusiveMinimum":true}',
+        ["9007199254740992", "9007199254740993"],
+        ["9007199254740991"],
+    ),
     ('{"minLength":2.0,"type":"string"}', ['"ab"'], ['"a"']),
     (
         '{"type":"object","properties":{"price":{"type":"number","minimum":0}},"required":["price"]}',
