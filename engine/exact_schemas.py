@@ -37,7 +37,6 @@ _INT64 = 1 << 63  # the library's integer ranges end here
 _UNIT = 1 << 53  # from here on a float plus one is rounded
 _UINT32 = 1 << 32  # the library's fractions are of such numbers
 _ESCAPES = 'nrbtf\\"u'  # the library's default
-_OVERRULED = ("lenient", "coerce_one_of")  # with these options a text might not match
 _NEEDS_ESCAPE_U = "\x00-\x07\x0b\x0e-\x1f\x7f"
 _HAS_TWO_SPELLINGS = re.compile("[\x00-\x1f\x7f]")
 _EXPONENT = re.compile("([eE][+-]?)[0-9]+$")
@@ -93,9 +92,6 @@ def _exact(root: Any) -> Any:
         _translate_patterns(schema)
     _require_common_multiples(document)
     _keep_keys(root, document)
-    options = root.get("x-guidance")
-    if isinstance(options, dict):
-        root["x-guidance"] = {name: value for name, value in options.items() if name not in _OVERRULED}
     return root
 
 

@@ -36,6 +36,10 @@ REFUSED = [
         "#/maximum: 9007199254740992",
     ),
     ('{"multipleOf":0.07}', "#/multipleOf: 0.07"),
+    (
+        r'{"type":"object","properties":{"a":{"type":"string","pattern":"^\\x01$"}},"required":["a"],"additionalProperties":{"type":"null"}}',
+        "required property 'a' is unsatisfiable",
+    ),
     ('{"multipleOf":4294967296}', "#/multipleOf: 4294967296"),
     ('{"type":"integer","allOf":[{"multipleOf":100000},{"multipleOf":99999}]}', "#/allOf/1/multipleOf"),
     ('{"$ref":"#/x~1y/z","x/y":{"z":{"const":9007199254740993}}}', "#/x~1y/z/const: 9007199254740993"),
@@ -106,6 +110,16 @@ KEPT: list[tuple[str, list[str], list[str]]] = [
         '"additionalProperties":false}',
         ['{"fa":5,"fb":1}'],
         ['{"fa":5,"fa":1}', r'{"f\u0061":1}'],
+    ),
+    (
+        '{"q":true,"$ref":"#/$defs/b","$defs":{"b":{"$id":"http://x/b","$ref":"#/q","q":{"properties":{"a":{"type":"integer"}}}}}}',
+        ['{"a":1,"b":2}'],
+        [r'{"\u0061":"x"}'],
+    ),
+    (
+        '{"properties":{"a":{"type":"integer"}},"additionalProperties":true,"allOf":[{"properties":{"b":{"type":"integer"}}}]}',
+        ['{"a":1,"b":2,"c":3}'],
+        [r'{"\u0062":"x"}', '{"b":"x"}'],
     ),
     ('{"type":"object","required":["a"]}', ['{"a":1,"b":2}'], ["{}", r'{"\u0061":1}']),
     (
