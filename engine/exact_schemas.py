@@ -28,7 +28,7 @@ _HOLD_ONE = (
 _HOLD_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _HOLD_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_BASES = ("$id", "id", "$anchor", "$dynamicAnchor")  # they change what a reference means
+_BASES = ("$id", "id")  # pointers inside start there
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 
 _MAX_SETS = 64  # of properties, where a schema bounds how many there are
@@ -97,33 +97,33 @@ def _exact(root: Any) -> Any:
 
 @dataclass(slots=True)
 class _Document:
-    """The schemas of a document, each with its place. Where references cannot be followed, any object may be a schema."""
+    """The schemas of a document, each with its place: by the keyword that holds it, or by a reference to it."""
 
     schemas: list[tuple[str, _Schema]] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
-    is_followed: bool = True
 
     @classmethod
     def read(cls, root: _Schema) -> "_Document":
-        """Read what is a schema by its place or by a reference to it."""
-        document, seen = cls(), set[int]()
-        waiting: list[tuple[str, Any]] = [("#", root)]
+        """Read a document. A pointer starts at the schema around it that has an identifier, or at another that has one."""
+        document, seen, resources = cls(), set[int](), [root]
+        pointers: list[tuple[str, _Schema]] = []
+        waiting: list[tuple[str, Any, _Schema]] = [("#", root, root)]
         while waiting:
-            place, schema = waiting.pop()
-            if not isinstance(schema, dict) or id(schema) in seen:
-                continue
-            seen.add(id(schema))
-            document.schemas.append((place, schema))
-            waiting += [*_subschemas(place, schema)][::-1]
-            document.is_followed &= schema is root or not any(isinstance(schema.get(key), str) for key in _BASES)
-            for reference in (schema[key] for key in _REFERENCES if isinstance(schema.get(key), str)):
-                document.references.append(reference)
-                try:
-                    waiting.append((reference, _pointed_at(root, reference)))
-                except LookupError:
-                    document.is_followed = False
-        if not document.is_followed:
-            document.schemas += [(place, value) for place, value in _objects("#", root) if id(value) not in seen]
+            place, schema, resource = waiting.pop()
+            if isinstance(schema, dict) and id(schema) not in seen:
+                seen.add(id(schema))
+                document.schemas.append((place, schema))
+                if any(isinstance(schema.get(key), str) for key in _BASES):
+                    resource = schema
+                    resources.append(schema)
+                waiting += [(*held, resource) for held in _subschemas(place, schema)][::-1]
+                pointers += [(schema[key], resource) for key in _REFERENCES if isinstance(schema.get(key), str)]
+            if not waiting:
+                for reference, around in pointers:
+                    for start in [around] if reference.startswith("#") else resources:
+                        target = _pointed_at(start, reference.partition("#")[2])
+                        waiting += [] if id(target) in seen or not isinstance(target, dict) else [(reference, target, start)]
+        document.references = [reference for reference, _ in pointers]
         return document
 
 
@@ -137,32 +137,15 @@ def _subschemas(place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
             yield from ((f"{place}/{key}/{name}", item) for name, item in value.items())
 
 
-def _objects(place: str, value: Any) -> Iterator[tuple[str, _Schema]]:
-    """Yield every object but those inside values."""
-    if isinstance(value, dict):
-        yield place, value
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inside:
-        if key not in ("const", "enum"):
-            yield from _objects(f"{place}/{key}", item)
-
-
-def _pointed_at(root: _Schema, reference: str) -> Any:
-    """Return what a JSON pointer leads to; raise LookupError for another reference."""
-    value: Any = root
-    if not reference.startswith("#"):
-        raise LookupError(reference)
-    head, *tokens = unquote(reference[1:]).split("/")
-    for token in tokens:
+def _pointed_at(start: _Schema, pointer: str) -> Any:
+    """Return what a JSON pointer leads to; None if to nothing."""
+    value: Any = start
+    for token in unquote(pointer).split("/")[1:]:
         key = token.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, list) and key.isdecimal():
+        if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
             value = value[int(key)]
-        elif isinstance(value, dict):
-            value = value[key]
         else:
-            raise LookupError(reference)
-    if head:
-        raise LookupError(reference)
+            value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
@@ -331,6 +314,10 @@ def _required(schema: _Schema) -> list[str]:
     return [*dict.fromkeys(name for name in value if isinstance(name, str))] if isinstance(value, list) else []
 
 
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _keep_counts(place: str, schema: _Schema) -> None:
     """Count keys as a parser does: a key that is not named may come again. Of few named ones, each set is a choice."""
     required = _required(schema)
@@ -338,12 +325,12 @@ def _keep_counts(place: str, schema: _Schema) -> None:
     is_finite = _is_closed(schema) and not _map(schema, "patternProperties")
     choices: list[list[_Schema]] = []
     least, most = schema.get("minProperties"), schema.get("maxProperties")
-    if isinstance(least, int) and (num := least - len(required)) > 1 and not (is_finite and num > len(optional)):
+    if _is_count(least) and (num := least - len(required)) > 1 and not (is_finite and num > len(optional)):
         if not is_finite or comb(len(optional), num) > _MAX_SETS:
             raise ValueError(f"{place}/minProperties: {least} cannot be kept, since an object may have a key twice")
         choices.append([{"required": [*names]} for names in combinations(optional, num)])
         del schema["minProperties"]
-    if is_finite and isinstance(most, int) and (num := most - len(required)) != 1 and num >= 0 and len(optional) > 0:
+    if is_finite and _is_count(most) and (num := most - len(required)) != 1 and num >= 0 and len(optional) > 0:
         if comb(len(optional), num) > _MAX_SETS:
             raise ValueError(f"{place}/maxProperties: {most} cannot be kept beside so many optional properties")
         kept = [{*names} for names in combinations(optional, min(num, len(optional)))]
@@ -363,7 +350,7 @@ def _keep_keys(root: _Schema, document: _Document) -> None:
     if not named and all(_is_closed(schema) and (are_plain or not names[id(schema)]) for schema in patterned):
         return
     are_free = all(schema.get("additionalProperties", True) in (True, {}) for schema in named)
-    if document.is_followed and are_plain and are_free and not patterned:
+    if are_plain and are_free and not patterned:
         for schema in named:  # keys of a pattern escape no printable character
             schema.pop("additionalProperties", None)
             schema |= {"patternProperties": {"": True}, "additionalProperties": False}

@@ -117,6 +117,17 @@ KEPT: list[tuple[str, list[str], list[str]]] = [
         [r'{"\u0061":"x"}'],
     ),
     (
+        '{"$ref":"c#/q","$defs":{"b":{"$id":"http://x/b"},"c":{"$id":"http://x/c","q":{"properties":{"a":{"type":"integer"}}}}},'
+        '"$id":"http://x/a"}',
+        ['{"a":1,"b":2}'],
+        [r'{"\u0061":"x"}'],
+    ),
+    (
+        '{"properties":{"then":{"type":"null"},"uniqueItems":false,"minProperties":true,"const":{"required":["a"]}}}',
+        ['{"then":null,"minProperties":2,"const":{"a":1}}'],
+        ['{"then":1}', '{"uniqueItems":1}', '{"const":{}}', r'{"const":{"a":1,"\u0061":1},"\u0074hen":1}'],
+    ),
+    (
         '{"properties":{"a":{"type":"integer"}},"additionalProperties":true,"allOf":[{"properties":{"b":{"type":"integer"}}}]}',
         ['{"a":1,"b":2,"c":3}'],
         [r'{"\u0062":"x"}', '{"b":"x"}'],
