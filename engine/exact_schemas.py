@@ -314,10 +314,6 @@ def _required(schema: _Schema) -> list[str]:
     return [*dict.fromkeys(name for name in value if isinstance(name, str))] if isinstance(value, list) else []
 
 
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _keep_counts(place: str, schema: _Schema) -> None:
     """Count keys as a parser does: a key that is not named may come again. Of few named ones, each set is a choice."""
     required = _required(schema)
@@ -325,12 +321,12 @@ def _keep_counts(place: str, schema: _Schema) -> None:
     is_finite = _is_closed(schema) and not _map(schema, "patternProperties")
     choices: list[list[_Schema]] = []
     least, most = schema.get("minProperties"), schema.get("maxProperties")
-    if _is_count(least) and (num := least - len(required)) > 1 and not (is_finite and num > len(optional)):
+    if isinstance(least, int) and (num := least - len(required)) > 1 and not (is_finite and num > len(optional)):
         if not is_finite or comb(len(optional), num) > _MAX_SETS:
             raise ValueError(f"{place}/minProperties: {least} cannot be kept, since an object may have a key twice")
         choices.append([{"required": [*names]} for names in combinations(optional, num)])
         del schema["minProperties"]
-    if is_finite and _is_count(most) and (num := most - len(required)) != 1 and num >= 0 and len(optional) > 0:
+    if is_finite and isinstance(most, int) and (num := most - len(required)) != 1 and num >= 0 and len(optional) > 0:
         if comb(len(optional), num) > _MAX_SETS:
             raise ValueError(f"{place}/maxProperties: {most} cannot be kept beside so many optional properties")
         kept = [{*names} for names in combinations(optional, min(num, len(optional)))]
