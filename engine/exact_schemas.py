@@ -251,7 +251,7 @@ def _kept(place: str, number: _Number) -> int | float:
             return int(number)
     elif isfinite(found) and Decimal(repr(found)) == number and _read(found) == found:
         return found
-    raise ValueError(f"{place}: {_shown(number)} cannot be kept exactly: it would be stored as a 64-bit float")
+    raise ValueError(f"{place}: {_shown(number)} cannot be kept exactly: the grammar library would round it")
 
 
 def _read(number: float) -> float:
