@@ -17,6 +17,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from engine.exact_schemas import exact_lark, exact_schema
 from engine.json_bounds import bounded_schema, with_bounded_schemas
 from engine.number_lengths import TokenDigits
 from engine.types import Grammar, GrammarKind
@@ -158,7 +159,7 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema(bounded_schema('{"type": "object"}'))
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(bounded_schema(grammar.text), overrides={"lenient": False})
+            return LLMatcher.grammar_from_json_schema(bounded_schema(exact_schema(grammar.text)), overrides={"lenient": False})
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
@@ -166,7 +167,7 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.LARK:
             if found := _UNHONOURED.search(grammar.text):
                 raise ValueError(f"the attribute {found[1]} of a rule is not honoured")
-            return LLMatcher.grammar_from_lark(with_bounded_schemas(_as_lark(grammar.text)))
+            return LLMatcher.grammar_from_lark(with_bounded_schemas(exact_lark(_as_lark(grammar.text))))
 
 
 def _as_lark(text: str) -> str:

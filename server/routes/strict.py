@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from server.errors import InvalidRequest
+from server.exact_json import exactly_parsed
 from server.foreign_fields import without_foreign
 from server.schemas.common import MAX_BIASED_TOKENS
 
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 _MAX_KEYS = MAX_BIASED_TOKENS
 # Objects and lists in a body: more than the most messages with a few parts each, or the most prompts, can have.
 _MAX_CONTAINERS = 16384
+_WITH_SCHEMAS = frozenset({"response_format", "structured_outputs", "tools"})  # whose numbers are kept as they are written
 _MAX_WARNED = 256  # names of unknown fields that are logged
 IGNORED_HEADER = "X-Ignored-Parameters"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # possessive and with an optional end: one pass, whatever the body is
@@ -88,6 +90,8 @@ def parsed_body(body: bytes, content_type: str | None) -> Any:
         raise InvalidRequest(f"the body has more than {_MAX_CONTAINERS} objects and lists")
     try:
         value = from_json(body, allow_inf_nan=False)
+        if isinstance(value, dict) and (with_schemas := _WITH_SCHEMAS & {*value}):
+            value |= {name: field for name, field in exactly_parsed(body).items() if name in with_schemas}
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     _check_keys(value)

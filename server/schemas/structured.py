@@ -1,13 +1,12 @@
 """What a text is to match, in OpenAI's words (`response_format`) and in vLLM's (`structured_outputs`), as one grammar."""
 
-import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
-from pydantic_core import from_json
 
 from engine.sampling_limits import MAX_GRAMMAR_CHARS
 from engine.types import Grammar, GrammarKind
+from server.exact_json import exactly_dumped, exactly_parsed
 from server.schemas.strict import Strict, misfit
 
 MAX_STRINGS = 1024
@@ -17,7 +16,7 @@ _Schema = dict[str, Any]
 
 def _parsed(schema: _Schema | str) -> _Schema:
     """Return a schema that may have come as its JSON text; raise ValueError for another text, or wishes that are none."""
-    value = from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
+    value = exactly_parsed(schema) if isinstance(schema, str) else schema
     if not isinstance(value, dict):
         raise ValueError("must be a schema or the JSON text of one, an object")
     if not isinstance(value.get("x-guidance", {}), dict):
@@ -50,7 +49,7 @@ class ResponseFormat(Strict):
     def grammar(self) -> Grammar | None:
         """What a text must match; None for anything."""
         if self.json_schema is not None:
-            return Grammar(GrammarKind.JSON_SCHEMA, _dumped(self.json_schema.schema_))
+            return Grammar(GrammarKind.JSON_SCHEMA, exactly_dumped(self.json_schema.schema_))
         return Grammar(GrammarKind.JSON_OBJECT) if self.type == "json_object" else None
 
 
@@ -88,11 +87,11 @@ class StructuredOutputs(Strict):
         if self.regex is not None:
             return Grammar(GrammarKind.REGEX, self.regex)
         if self.choice is not None:
-            return Grammar(GrammarKind.CHOICE, _dumped(self.choice))
+            return Grammar(GrammarKind.CHOICE, exactly_dumped(self.choice))
         if self.grammar_ is not None:
             return Grammar(GrammarKind.LARK, self.grammar_)
         schema: _Schema = {"type": "object"} if self.json_ is None else _parsed(self.json_)
-        return Grammar(GrammarKind.JSON_SCHEMA, _dumped(schema | self._options(schema)))
+        return Grammar(GrammarKind.JSON_SCHEMA, exactly_dumped(schema | self._options(schema)))
 
     def _options(self, schema: _Schema) -> _Schema:
         """Return what the library is told of whitespace, as it is told: inside the schema."""
@@ -102,7 +101,3 @@ class StructuredOutputs(Strict):
         if self.whitespace_pattern is not None:
             options["whitespace_pattern"] = self.whitespace_pattern
         return {"x-guidance": {**schema.get("x-guidance", {}), **options}} if options else {}
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

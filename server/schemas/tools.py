@@ -8,6 +8,7 @@ import jsonschema_rs
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 from pydantic_core import from_json
 
+from server.exact_json import rounded
 from server.schemas.strict import MAX_INTEGER, Strict, misfit
 
 MAX_TOOLS = 128
@@ -30,7 +31,7 @@ def _schema_of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     if dialect is not None and str(dialect).removesuffix("#") not in _DIALECTS:
         raise ValueError("$schema names no version of JSON schema that is known here")
     try:
-        jsonschema_rs.meta.validate(schema)
+        jsonschema_rs.meta.validate(rounded(schema))
     except jsonschema_rs.ValidationError as error:
         place = "/".join(map(str, error.instance_path)) or "its root"
         raise ValueError(f"is no JSON schema: at {place}: {error.message}") from error

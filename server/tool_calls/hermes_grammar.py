@@ -7,6 +7,7 @@ import json
 from collections.abc import Container, Mapping
 from typing import Any
 
+from server.exact_json import exactly_dumped
 from server.tool_calls.hermes import CLOSE, OPEN
 
 Schemas = Mapping[str, Mapping[str, Any]]  # what the arguments of each function are held to
@@ -32,6 +33,6 @@ def _calls(schemas: Schemas, tokens: Container[str]) -> str:
     rules = [rf'call: {opening} "\n" ({" | ".join(f"call_{at}" for at in range(len(schemas)))}) "\n" {closing}']
     for at, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(f'{{"name": "{name}", "arguments": ')
-        arguments = json.dumps({**schema, "type": "object", "x-guidance": _AS_TOJSON})
+        arguments = exactly_dumped({**schema, "type": "object", "x-guidance": _AS_TOJSON})
         rules += [f'call_{at}: {head} arguments_{at} "}}"', f"arguments_{at}: %json {arguments}"]
     return "\n".join([*rules, ""])

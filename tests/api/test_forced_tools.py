@@ -153,3 +153,17 @@ def test_json_is_known_where_calls_may_come():
     spelled = tool_use(ToolSupport(True, True, SYNTAXES["hermes"], frozenset(("<tool_call>",))), body)
     assert spelled.grammar is not None
     assert spelled.grammar.json_marks is None
+
+
+@pytest.mark.parametrize("number", ["12345678901234567890", "0.1000000000000000055"])
+async def test_numbers_of_arguments_are_not_rounded(number: str):
+    """Arguments of forced calls were held to a rounded number; where the model is free the schema is only shown."""
+    parameters = f'{{"type":"object","properties":{{"id":{{"enum":[[{number}]]}}}}}}'
+    tools = f'"tools":[{{"type":"function","function":{{"name":"f","parameters":{parameters}}}}}]'
+    async with _served(False) as client:
+        forced = f"{json.dumps(chat(tool_choice='required'))[:-1]},{tools}}}"
+        response = await client.post(URL, content=forced)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+        assert f"#/properties/id/enum/0/0: {number}" in response.json()["error"]["message"]
+        free = f"{json.dumps(chat(max_tokens=2))[:-1]},{tools}}}"
+        assert (await client.post(URL, content=free)).status_code == 200

@@ -207,3 +207,36 @@ async def test_texts_match_streamed_or_not():
             (choice,) = (await client.post("/v1/completions", json=short)).json()["choices"]
             assert choice["finish_reason"] == "length"
             assert "aaabbbccc".startswith(choice["text"])
+
+
+BIG, FINE = "12345678901234567890", "0.1000000000000000055"
+AT_ID = "#/properties/id/const: "
+
+
+@pytest.mark.parametrize("number", [BIG, FINE, "1e400", "-1e-400", "1e99999999999999999999"])
+async def test_numbers_of_schemas_are_not_rounded(number: str):
+    """A number that floats round was rounded by the parser of the body, or by the grammar, and the text had the rounded one."""
+    schema = f'{{"type":"object","properties":{{"id":{{"const":{number}}}}},"required":["id"],"additionalProperties":false}}'
+    fields = {
+        "response_format": f'{{"type":"json_schema","json_schema":{{"name":"x","schema":{schema}}}}}',
+        "structured_outputs": f'{{"json":{schema}}}',
+        "guided": f'{{"json":{json.dumps(schema)}}}',
+        "lark": f'{{"grammar":{json.dumps(f"start: %json {schema}")}}}',
+    }
+    written = number.replace("1e", "1E+").replace("E+-", "E-").replace("9" * 20, "999999999")
+    engine = fake()
+    async with in_process(engine) as client:
+        for name, field in fields.items():
+            param = name if name == "response_format" else "structured_outputs"
+            body = f'{json.dumps(completion(max_tokens=3))[:-1]},"{param}":{field}}}'
+            told, message = refused(await client.post("/v1/completions", content=body))
+            assert (told, f"{AT_ID}{written}" in message) == (param, True), message
+        assert (await post(client, structured_outputs={"json": json.loads(schema.replace(number, "0.1"))})).status_code == 200
+    assert len(engine.requests) == 1
+
+
+async def test_a_decimal_of_an_annotation_is_no_error():
+    """Digits that only a description has change nothing."""
+    body = f'{json.dumps(completion(max_tokens=3))[:-1]},"structured_outputs":{{"json":{{"default":{FINE},"type":"null"}}}}}}'
+    async with in_process(fake()) as client:
+        assert (await client.post("/v1/completions", content=body)).status_code == 200

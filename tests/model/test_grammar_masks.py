@@ -166,7 +166,7 @@ def test_a_choice_is_the_very_text(text):
         (GrammarKind.JSON_SCHEMA, '{"x-guidance": {"lenient": true}, "not": {}}', "not"),
         (GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "shoe size"}', "shoe size"),
         (GrammarKind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1/schema"}', "http://127.0.0.1/schema"),
-        (GrammarKind.JSON_SCHEMA, "[", "EOF"),
+        (GrammarKind.JSON_SCHEMA, "[", "Expecting value"),
         (GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 4, "maximum": 3}', "minimum"),
         (GrammarKind.REGEX, "(", "unclosed group"),
         (GrammarKind.REGEX, "(?=a)b", "look-around"),

@@ -121,8 +121,8 @@ def test_a_schemas_own_bounds_widen_numbers():
     while len(text) < 41:
         assert allowed(grammar, text) & DIGITS == frozenset(b"0")
         text += b"0"
-    fraction = schema({"const": 1.1234567890123456e-29})
-    assert allowed(fraction, b"1.1234567890123456e-2") & DIGITS or allowed(fraction, b"0.00000")
+    fraction = schema({"const": 2.5e-29})
+    assert allowed(fraction, b"2.5e-2") & DIGITS or allowed(fraction, b"0.00000")
 
 
 def test_digits_that_alone_can_come_are_kept(monkeypatch: pytest.MonkeyPatch):

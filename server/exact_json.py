@@ -1,0 +1,55 @@
+"""JSON whose decimals are kept as they are written, for schemas: a float would round them before a grammar is made of them."""
+
+import json
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from pydantic_core import from_json
+
+
+class WrittenFloat(float):
+    """A float that is not the number as it is written; `written` is."""
+
+    __slots__ = ("written",)
+
+    written: str
+
+
+def exactly_parsed(text: str | bytes) -> Any:
+    """Return what JSON text says, with a WrittenFloat for each decimal that a float rounds. Raises ValueError."""
+    from_json(text, allow_inf_nan=False)  # the stricter of the two: on encodings, constants and depth
+    return json.loads(text if isinstance(text, str) else text.decode(), parse_float=_float)
+
+
+def exactly_dumped(value: Any) -> str:
+    """Return compact JSON text of what `exactly_parsed` returned."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_dumped(key)}:{exactly_dumped(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(exactly_dumped, value))}]"
+    return value.written if isinstance(value, WrittenFloat) else _dumped(value)
+
+
+def rounded(value: Any) -> Any:
+    """Return the same without decimals as they are written, for libraries that know only floats."""
+    return json.loads(json.dumps(value))
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if _is_exact(value, text):
+        return value
+    written = WrittenFloat(value)
+    written.written = text
+    return written
+
+
+def _is_exact(value: float, text: str) -> bool:
+    try:
+        return Decimal(repr(value)) == Decimal(text)
+    except InvalidOperation:  # the exponent is beyond those of decimals
+        return False
