@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader
-from tokenizers import normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
+
+from engine.weights.gguf_tokenizer import load_tokenizer
 
 # What llama.cpp, too, takes for the end of a generation, where the vocabulary holds it.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
@@ -28,34 +28,12 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def load_tokenizer(gguf: Path) -> Any:
-    """The tokenizer of the file, splitting text as its vocabulary was trained to."""
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    _split_as_trained(tokenizer, _pre_tokenizer_name(gguf))
-    return tokenizer
-
-
 def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
     """The declared end token, then every other special token of the vocabulary that ends a turn or a document."""
     vocabulary = tokenizer.get_vocab()
     known = [vocabulary[token] for token in END_TOKENS if token in vocabulary]
     declared = [] if first is None else [first]
     return list(dict.fromkeys(declared + known))
-
-
-def _split_as_trained(tokenizer: Any, name: str) -> None:
-    """Mend the two splitters that transformers reads as a plain one: a wrong split costs quality, silently."""
-    backend = tokenizer.backend_tokenizer
-    if name == "smollm":  # SmolLM's tokenizer.json: every digit alone, then GPT-2's rule
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if name == "qwen2":  # Qwen2's tokenizer.json composes characters first
-        backend.normalizer = normalizers.NFC()
-
-
-def _pre_tokenizer_name(gguf: Path) -> str:
-    field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
-    return "" if field is None else str(field.contents())
 
 
 def _load_model(gguf: Path) -> Any:
