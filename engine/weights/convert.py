@@ -1,7 +1,7 @@
 """Turn one GGUF file into a folder that transformers loads in seconds. Run as a program, in a process of its own.
 
-Knows transformers' GGUF loader and what it leaves undone: its result cannot be saved as it is, its tokenizer splits text by
-default rules for some vocabularies, and it names one end token where a chat model has several. Knows no cache and no presets.
+Knows transformers' GGUF loader and what it leaves undone: its result cannot be saved as it is, and it names one end token where a
+chat model has several. Knows no cache and no presets.
 A process of its own gives the memory of the conversion back, and keeps its output apart.
 """
 
@@ -10,21 +10,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
+from engine.weights.errors import WeightsError
 from engine.weights.gguf_tokenizer import load_tokenizer
 
 # What llama.cpp, too, takes for the end of a generation, where the vocabulary holds it.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
 
 
-def convert(gguf: Path, folder: Path) -> None:
-    """Write the model (bfloat16 safetensors), configuration, end tokens and tokenizer of `gguf` into `folder`."""
+# GGML's types whose blocks gguf can widen.
+TYPES = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
+EXACT = "exact"
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def convert(gguf: Path, folder: Path, weights: str = EXACT) -> None:
+    """Write the model (safetensors), configuration, end tokens and tokenizer of `gguf` into `folder`.
+
+    Weights are `exact`, the file's own numbers, or rounded to the format of this name.
+    """
     tokenizer = load_tokenizer(gguf)
-    model = _load_model(gguf)
+    _refuse_types(gguf)
+    model = _load_model(gguf, torch.float32 if weights == EXACT else getattr(torch, weights))
+    if weights == EXACT:
+        _narrow(model)
     model.generation_config = _generation_config(model.config, tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder, max_shard_size="2GB")
+    formats = {parameter.dtype for parameter in model.parameters()}
+    model.config.dtype = formats.pop() if len(formats) == 1 else torch.float32  # of several formats the first would be named
+    model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -36,11 +56,34 @@ def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(declared + known))
 
 
-def _load_model(gguf: Path) -> Any:
+def _refuse_types(gguf: Path) -> None:
+    """Raise WeightsError if a tensor is of a type that is not read."""
+    try:
+        tensors = GGUFReader(gguf).tensors
+    except ValueError as error:  # of a type that gguf does not know it says the number
+        raise WeightsError(f"the file's tensors cannot be read: {error}") from error
+    for tensor in tensors:
+        if tensor.tensor_type.name not in TYPES:
+            kind = tensor.tensor_type.name
+            raise WeightsError(f"tensor {tensor.name} is of the GGML type {kind}, which is not read; read are {', '.join(TYPES)}")
+
+
+def _narrow(model: Any) -> None:
+    """Keep weights in half the bytes where that loses nothing: all in one format if one holds them all."""
+    fits = {parameter: [dtype for dtype in _NARROW if _holds(dtype, parameter)] for parameter in model.parameters()}
+    common = [dtype for dtype in _NARROW if all(dtype in dtypes for dtypes in fits.values())]
+    for parameter, dtypes in fits.items():
+        for dtype in (common or dtypes)[:1]:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _holds(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def _load_model(gguf: Path, dtype: torch.dtype) -> Any:
     quantization = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=torch.bfloat16
-    )
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=dtype)
     # The weights are plain by now; what remembers the quantisation would make `save_pretrained` refuse.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -56,10 +99,13 @@ def _generation_config(config: Any, tokenizer: Any) -> GenerationConfig:
     )
 
 
-def main(gguf: str, folder: str) -> int:
+def main(gguf: str, folder: str, weights: str = EXACT) -> int:
     """Convert; on failure write the reason to stdout, in one line, for the process that asked."""
     try:
-        convert(Path(gguf), Path(folder))
+        convert(Path(gguf), Path(folder), weights)
+    except WeightsError as error:
+        sys.stdout.write(f"{error}\n")
+        return 1
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         sys.stdout.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         return 1
