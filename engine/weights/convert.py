@@ -5,6 +5,7 @@ chat model has several. Knows no cache and no presets.
 A process of its own gives the memory of the conversion back, and keeps its output apart.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
 from engine.weights.errors import WeightsError
 from engine.weights.gguf_tokenizer import load_tokenizer
+from engine.weights.presets import EXACT
 
 # What llama.cpp, too, takes for the end of a generation, where the vocabulary holds it.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
@@ -22,10 +24,26 @@ END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<
 
 # GGML's types whose blocks gguf can widen.
 TYPES = (
-    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"),
+    *(
+        "F32",
+        "F16",
+        "BF16",
+        "Q8_0",
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "TQ1_0",
+        "TQ2_0",
+        "MXFP4",
+    ),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
 )
-EXACT = "exact"
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -60,12 +78,18 @@ def _refuse_types(gguf: Path) -> None:
     """Raise WeightsError if a tensor is of a type that is not read."""
     try:
         tensors = GGUFReader(gguf).tensors
-    except ValueError as error:  # of a type that gguf does not know it says the number
-        raise WeightsError(f"the file's tensors cannot be read: {error}") from error
+    except ValueError as error:
+        unknown = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error))
+        if unknown is None:
+            raise
+        raise WeightsError(_refusal("a tensor", unknown[1])) from error
     for tensor in tensors:
-        if tensor.tensor_type.name not in TYPES:
-            kind = tensor.tensor_type.name
-            raise WeightsError(f"tensor {tensor.name} is of the GGML type {kind}, which is not read; read are {', '.join(TYPES)}")
+        if (name := tensor.tensor_type.name) not in TYPES:
+            raise WeightsError(_refusal(f"tensor {tensor.name}", name))
+
+
+def _refusal(what: str, kind: str) -> str:
+    return f"{what} is of the GGML type {kind}, which is not read; read are {', '.join(TYPES)}"
 
 
 def _narrow(model: Any) -> None:

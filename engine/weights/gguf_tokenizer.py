@@ -4,6 +4,7 @@ A wrong rule gives other tokens than the model was trained on, silently. So a ru
 the model's own tokenizer for llama.cpp's test texts (tests/model/test_gguf_tokenizers.py). A file with another is refused.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,19 +88,18 @@ def load_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     fields, _ = read_gguf_metadata(str(gguf), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
     kind, rule = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind not in _RULES:
-        raise WeightsError(
-            f"tokenizer.ggml.model is {_named(kind)}, a tokenizer that is not known to split text as the model's own"
-        )
+        raise WeightsError(_refusal("model", kind, _RULES))
     if rule not in _RULES[kind]:
-        raise WeightsError(
-            f"tokenizer.ggml.pre is {_named(rule)}, a rule that is not known to split text as the model's own tokenizer does; "
-            f"known with tokenizer.ggml.model {kind!r}: {', '.join(filter(None, _RULES[kind]))}"
-        )
+        raise WeightsError(_refusal("pre", rule, _RULES[kind]))
     return _byte_level(fields, _SPLITTINGS[rule]) if kind == "gpt2" else _sentencepiece(gguf, fields)
 
 
-def _named(value: Any) -> str:
-    return "missing" if value is None else repr(value)
+def _refusal(field: str, value: str | None, known: Iterable[str | None]) -> str:
+    named = "missing" if value is None else repr(value)
+    return (
+        f"tokenizer.ggml.{field} is {named}: it is not known how to split text into the tokens of the model's own tokenizer; "
+        f"known are {', '.join(name for name in known if name)}"
+    )
 
 
 def _byte_level(fields: dict[str, Any], splitting: Splitting) -> PreTrainedTokenizerFast:
