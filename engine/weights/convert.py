@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
@@ -21,29 +22,34 @@ from engine.weights.presets import EXACT
 # What llama.cpp, too, takes for the end of a generation, where the vocabulary holds it.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
 
-
 # GGML's types whose blocks gguf can widen.
-TYPES = (
-    *(
-        "F32",
-        "F16",
-        "BF16",
-        "Q8_0",
-        "Q4_0",
-        "Q4_1",
-        "Q5_0",
-        "Q5_1",
-        "Q2_K",
-        "Q3_K",
-        "Q4_K",
-        "Q5_K",
-        "Q6_K",
-        "TQ1_0",
-        "TQ2_0",
-        "MXFP4",
-    ),
-    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
-)
+TYPES = [
+    "F32",
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "TQ1_0",
+    "TQ2_0",
+    "MXFP4",
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "IQ4_NL",
+    "IQ4_XS",
+]
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -53,7 +59,7 @@ def convert(gguf: Path, folder: Path, weights: str = EXACT) -> None:
     Weights are `exact`, the file's own numbers, or rounded to the format of this name.
     """
     tokenizer = load_tokenizer(gguf)
-    _refuse_types(gguf)
+    _refuse_unreadable(gguf)
     model = _load_model(gguf, torch.float32 if weights == EXACT else getattr(torch, weights))
     if weights == EXACT:
         _narrow(model)
@@ -74,18 +80,24 @@ def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(declared + known))
 
 
-def _refuse_types(gguf: Path) -> None:
-    """Raise WeightsError if a tensor is of a type that is not read."""
+def _refuse_unreadable(gguf: Path) -> None:
+    """Raise WeightsError for tensors of a type that is not read, and for rotary frequencies that transformers' loader leaves out."""
     try:
-        tensors = GGUFReader(gguf).tensors
+        reader = GGUFReader(gguf)
     except ValueError as error:
         unknown = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error))
         if unknown is None:
             raise
         raise WeightsError(_refusal("a tensor", unknown[1])) from error
-    for tensor in tensors:
+    for tensor in reader.tensors:
         if (name := tensor.tensor_type.name) not in TYPES:
             raise WeightsError(_refusal(f"tensor {tensor.name}", name))
+    scaled = [name for name, field in reader.fields.items() if name.endswith(".rope.scaling.type") and field.contents() != "none"]
+    scaled += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_") and np.any(tensor.data != 1)]
+    if scaled:
+        raise WeightsError(
+            f"{scaled[0]} scales rotary frequencies, which is not read from GGUF files; use the model's own folder"
+        )
 
 
 def _refusal(what: str, kind: str) -> str:

@@ -4,6 +4,7 @@ import json
 import struct
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -101,6 +102,36 @@ def test_an_unknown_type_is_refused_by_number(tmp_path, number):
     ) as raised:
         resolve(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", progress=False)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"scaling": "linear"}, "llama.rope.scaling.type"),
+        ({"scaling": "yarn"}, "llama.rope.scaling.type"),
+        ({"factor": 8.0}, "rope_freqs.weight"),
+    ],
+)
+def test_scaled_rotary_frequencies_are_refused(tmp_path, fields, name):
+    """transformers leaves them out of what it reads of Llama's files, so that Llama 3.1's, say, became another model."""
+    _write_with_frequencies(tmp_path / "tiny.gguf", **fields)
+    with pytest.raises(WeightsError, match=f"{name} scales rotary frequencies, which is not read"):
+        convert.convert(tmp_path / "tiny.gguf", tmp_path / "out")
+
+
+def test_rotary_frequencies_as_they_are_may_be_named(tmp_path):
+    _write_with_frequencies(tmp_path / "tiny.gguf", scaling="none", factor=1.0)
+    convert.convert(tmp_path / "tiny.gguf", tmp_path / "out")
+
+
+def _write_with_frequencies(path: Path, scaling: str | None = None, factor: float | None = None) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        if scaling is not None:
+            writer.add_string("llama.rope.scaling.type", scaling)
+        if factor is not None:
+            writer.add_tensor("rope_freqs.weight", np.full(8, factor, dtype=np.float32))
+
+    write_gguf(path, tiny_model("llama", is_tied=True), "llama", "smollm", extra=add)
 
 
 def _change_type(path: Path, tensor: str, kind: int) -> None:

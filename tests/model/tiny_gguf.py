@@ -1,5 +1,6 @@
 """A GGUF file of a tiny Llama or Qwen2 with random weights, written as llama.cpp's converter writes them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,21 @@ def tiny_model(architecture: str, *, is_tied: bool, width: int = 64) -> Any:
 
 
 def write_gguf(
-    path: Path, model: Any, architecture: str, splitter: str, kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0
+    path: Path,
+    model: Any,
+    architecture: str,
+    splitter: str,
+    kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
+    extra: Callable[[gguf.GGUFWriter], None] = lambda _: None,
 ) -> dict[str, np.ndarray]:
     """Write the model with its matrices in a type; return what the file's tensors are worth, by transformers' names.
 
-    Matrices of a type that gguf cannot make are of random bytes.
+    Matrices of a type that gguf cannot make are of random bytes. `extra` may add fields and tensors.
     """
     writer = gguf.GGUFWriter(path, architecture)
     _write_shape(writer, model.config)
     _write_tokenizer(writer, splitter)
+    extra(writer)
     worth = {name: _write_tensor(writer, model.config, architecture, name, one, kind) for name, one in _stored(model).items()}
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
