@@ -81,7 +81,7 @@ def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
 
 
 def _refuse_unreadable(gguf: Path) -> None:
-    """Raise WeightsError for tensors of a type that is not read, and for rotary frequencies that transformers' loader leaves out."""
+    """Raise WeightsError for tensors of a type that is not read, and for rotary frequencies that transformers leaves out."""
     try:
         reader = GGUFReader(gguf)
     except ValueError as error:
