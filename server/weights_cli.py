@@ -48,7 +48,7 @@ def _one_line_errors(handler: Callable[[argparse.Namespace], Iterable[str]]) -> 
 
 def _list(_: argparse.Namespace) -> Iterable[str]:
     cache = WeightsCache(default_root())
-    rows: list[tuple[str, ...]] = [("NAME", "FAMILY", "SIZE", "LICENCE", "DOWNLOAD", "ON DISK")]
+    rows: list[tuple[str, ...]] = [("NAME", "FAMILY", "SIZE", "LICENCE", "WEIGHTS", "DOWNLOAD", "ON DISK")]
     rows += [_row(preset, find_preset(preset, cache)) for preset in load_presets().values()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -57,7 +57,8 @@ def _list(_: argparse.Namespace) -> Iterable[str]:
 
 def _row(preset: Preset, weights: LocalWeights | None) -> tuple[str, ...]:
     on_disk = "-" if weights is None else _megabytes(_disk_bytes(weights))
-    return (preset.name, preset.family, preset.parameters, preset.licence, _megabytes(preset.size_bytes), on_disk)
+    about = (preset.name, preset.family, preset.parameters, preset.licence, preset.weights)
+    return (*about, _megabytes(preset.size_bytes), on_disk)
 
 
 def _disk_bytes(weights: LocalWeights) -> int:

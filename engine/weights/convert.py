@@ -1,38 +1,75 @@
 """Turn one GGUF file into a folder that transformers loads in seconds. Run as a program, in a process of its own.
 
-Knows transformers' GGUF loader and what it leaves undone: its result cannot be saved as it is, its tokenizer splits text by
-default rules for some vocabularies, and it names one end token where a chat model has several. Knows no cache and no presets.
+Knows transformers' GGUF loader and what it leaves undone: its result cannot be saved as it is, and it names one end token where a
+chat model has several. Knows no cache and no presets.
 A process of its own gives the memory of the conversion back, and keeps its output apart.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGUFReader
-from tokenizers import normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
+
+from engine.weights.errors import WeightsError
+from engine.weights.gguf_tokenizer import load_tokenizer
+from engine.weights.presets import EXACT
 
 # What llama.cpp, too, takes for the end of a generation, where the vocabulary holds it.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
 
+# GGML's types whose blocks gguf can widen.
+TYPES = [
+    "F32",
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "TQ1_0",
+    "TQ2_0",
+    "MXFP4",
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "IQ4_NL",
+    "IQ4_XS",
+]
+_NARROW = (torch.bfloat16, torch.float16)
 
-def convert(gguf: Path, folder: Path) -> None:
-    """Write the model (bfloat16 safetensors), configuration, end tokens and tokenizer of `gguf` into `folder`."""
+
+def convert(gguf: Path, folder: Path, weights: str = EXACT) -> None:
+    """Write the model (safetensors), configuration, end tokens and tokenizer of `gguf` into `folder`.
+
+    Weights are `exact`, the file's own numbers, or rounded to the format of this name.
+    """
     tokenizer = load_tokenizer(gguf)
-    model = _load_model(gguf)
+    _refuse_unreadable(gguf)
+    model = _load_model(gguf, torch.float32 if weights == EXACT else getattr(torch, weights))
+    if weights == EXACT:
+        _narrow(model)
     model.generation_config = _generation_config(model.config, tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder, max_shard_size="2GB")
+    formats = {parameter.dtype for parameter in model.parameters()}
+    model.config.dtype = formats.pop() if len(formats) == 1 else torch.float32  # of several formats the first would be named
+    model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def load_tokenizer(gguf: Path) -> Any:
-    """The tokenizer of the file, splitting text as its vocabulary was trained to."""
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    _split_as_trained(tokenizer, _pre_tokenizer_name(gguf))
-    return tokenizer
 
 
 def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
@@ -43,26 +80,46 @@ def end_token_ids(first: int | None, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(declared + known))
 
 
-def _split_as_trained(tokenizer: Any, name: str) -> None:
-    """Mend the two splitters that transformers reads as a plain one: a wrong split costs quality, silently."""
-    backend = tokenizer.backend_tokenizer
-    if name == "smollm":  # SmolLM's tokenizer.json: every digit alone, then GPT-2's rule
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if name == "qwen2":  # Qwen2's tokenizer.json composes characters first
-        backend.normalizer = normalizers.NFC()
+def _refuse_unreadable(gguf: Path) -> None:
+    """Raise WeightsError for tensors of a type that is not read, and for rotary frequencies that transformers leaves out."""
+    try:
+        reader = GGUFReader(gguf)
+    except ValueError as error:
+        unknown = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error))
+        if unknown is None:
+            raise
+        raise WeightsError(_refusal("a tensor", unknown[1])) from error
+    for tensor in reader.tensors:
+        if (name := tensor.tensor_type.name) not in TYPES:
+            raise WeightsError(_refusal(f"tensor {tensor.name}", name))
+    scaled = [name for name, field in reader.fields.items() if name.endswith(".rope.scaling.type") and field.contents() != "none"]
+    scaled += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_") and np.any(tensor.data != 1)]
+    if scaled:
+        raise WeightsError(
+            f"{scaled[0]} scales rotary frequencies, which is not read from GGUF files; use the model's own folder"
+        )
 
 
-def _pre_tokenizer_name(gguf: Path) -> str:
-    field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
-    return "" if field is None else str(field.contents())
+def _refusal(what: str, kind: str) -> str:
+    return f"{what} is of the GGML type {kind}, which is not read; read are {', '.join(TYPES)}"
 
 
-def _load_model(gguf: Path) -> Any:
+def _narrow(model: Any) -> None:
+    """Keep weights in half the bytes where that loses nothing: all in one format if one holds them all."""
+    fits = {parameter: [dtype for dtype in _NARROW if _holds(dtype, parameter)] for parameter in model.parameters()}
+    common = [dtype for dtype in _NARROW if all(dtype in dtypes for dtypes in fits.values())]
+    for parameter, dtypes in fits.items():
+        for dtype in (common or dtypes)[:1]:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _holds(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def _load_model(gguf: Path, dtype: torch.dtype) -> Any:
     quantization = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=torch.bfloat16
-    )
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=dtype)
     # The weights are plain by now; what remembers the quantisation would make `save_pretrained` refuse.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -78,10 +135,13 @@ def _generation_config(config: Any, tokenizer: Any) -> GenerationConfig:
     )
 
 
-def main(gguf: str, folder: str) -> int:
+def main(gguf: str, folder: str, weights: str = EXACT) -> int:
     """Convert; on failure write the reason to stdout, in one line, for the process that asked."""
     try:
-        convert(Path(gguf), Path(folder))
+        convert(Path(gguf), Path(folder), weights)
+    except WeightsError as error:
+        sys.stdout.write(f"{error}\n")
+        return 1
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         sys.stdout.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         return 1

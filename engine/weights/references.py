@@ -16,10 +16,10 @@ from engine.weights.cache import WeightsCache, default_root
 from engine.weights.errors import WeightsError
 from engine.weights.fetch import fetch_gguf
 from engine.weights.hub import is_hub_id, snapshot
-from engine.weights.presets import Preset, load_presets
+from engine.weights.presets import EXACT, Preset, load_presets
 
-# Part of a converted folder's name. Raise it when engine/weights/convert.py changes what it writes.
-RECIPE = 1
+# Part of a converted folder's name. Raise it when engine/weights/convert.py changes what it writes, or a preset its `weights`.
+RECIPE = 2
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -66,7 +66,7 @@ def resolve_preset(preset: Preset, cache: WeightsCache, *, progress: bool = True
     if found := find_preset(preset, cache):
         return found
     gguf = cache.obtain(cache.gguf(preset.key), lambda target, scratch: fetch_gguf(preset, target, scratch, progress=progress))
-    folder = cache.obtain(_preset_folder(preset, cache), lambda target, _: _convert(gguf, target, progress))
+    folder = cache.obtain(_preset_folder(preset, cache), lambda target, _: _convert(gguf, target, preset.weights, progress))
     return LocalWeights(preset.name, folder, gguf)
 
 
@@ -82,7 +82,7 @@ def _from_folder(path: Path) -> LocalWeights:
 def _from_gguf(path: Path, cache: WeightsCache, progress: bool) -> LocalWeights:
     gguf = path.resolve()
     folder = cache.model(f"{gguf.stem}-{_fingerprint(gguf)}-r{RECIPE}")
-    cache.obtain(folder, lambda target, _: _convert(gguf, target, progress))
+    cache.obtain(folder, lambda target, _: _convert(gguf, target, EXACT, progress))
     return LocalWeights(gguf.stem, folder, gguf)
 
 
@@ -106,9 +106,9 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _convert(gguf: Path, target: Path, progress: bool) -> None:
+def _convert(gguf: Path, target: Path, weights: str, progress: bool) -> None:
     """Run engine/weights/convert.py: its progress goes to our stderr or nowhere, its stdout is the reason of a failure."""
-    command = [sys.executable, "-P", "-m", "engine.weights.convert", str(gguf), str(target)]
+    command = [sys.executable, "-P", "-m", "engine.weights.convert", str(gguf), str(target), weights]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # everything it needs is in the file
     stderr = None if progress else subprocess.DEVNULL
     if progress and not is_terminal():  # a log gets a line in place of the bars of libraries

@@ -24,8 +24,10 @@ ROUNDED = {_Kind.Q4_0: 4, _Kind.Q4_1: 4, _Kind.Q5_0: 6, _Kind.Q8_0: 8}  # that t
 SUPERBLOCKS = {_Kind.Q4_K: 4, _Kind.Q6_K: 6}  # of 256 weights: made of random bytes
 
 
-def of_file(kind: gguf.GGMLQuantizationType, num_outputs: int, num_inputs: int, seed: int = 0) -> torch.Tensor:
-    """Return weights [O, I] as a checkpoint holds them that was made of a file: dequantised, and rounded to bfloat16."""
+def of_file(
+    kind: gguf.GGMLQuantizationType, num_outputs: int, num_inputs: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Return weights [O, I] as a checkpoint holds them that was made of a file: dequantised, and rounded to a format."""
     rng = np.random.default_rng(seed)
     if kind in ROUNDED:
         weights = rng.normal(size=(num_outputs, num_inputs)).astype(np.float32) * 10.0 ** rng.uniform(-4, 0)
@@ -39,7 +41,7 @@ def of_file(kind: gguf.GGMLQuantizationType, num_outputs: int, num_inputs: int, 
         else:
             blocks[..., -2:] = scales[..., :2]
         blocks = blocks.reshape(num_outputs, -1)
-    return torch.from_numpy(gguf.quants.dequantize(blocks, kind)).bfloat16().float()
+    return torch.from_numpy(gguf.quants.dequantize(blocks, kind)).to(dtype).float()
 
 
 def random(bits: int, num_outputs: int, num_inputs: int) -> torch.Tensor:
@@ -74,8 +76,10 @@ def error(weight_OI: torch.Tensor, held_OI: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", [*ROUNDED, *SUPERBLOCKS], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_codes_of_a_file_are_found(kind, seed):
-    weight_OI = of_file(kind, 70, 512, seed)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_codes_of_a_file_are_found(kind, seed, dtype):
+    """In numbers rounded to bfloat16, as the presets' are, and in the file's own."""
+    weight_OI = of_file(kind, 70, 512, seed, dtype)
     compact = compacted(weight_OI)
     assert compact.bits == {**ROUNDED, **SUPERBLOCKS}[kind]
     assert error(weight_OI, compact.dense()) < 2 / 256

@@ -1,11 +1,13 @@
 """A GGUF file of a tiny Llama or Qwen2 with random weights, written as llama.cpp's converter writes them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -19,12 +21,12 @@ def tokens() -> list[str]:
     return [*SPECIAL, *sorted(ByteLevel.alphabet()), *WORDS]
 
 
-def tiny_model(architecture: str, *, is_tied: bool) -> Any:
-    """A random model whose every dimension is a multiple of a quantisation block."""
+def tiny_model(architecture: str, *, is_tied: bool, width: int = 64) -> Any:
+    """A random model whose every number of inputs is a multiple of its width, as it must be of a quantisation block."""
     shape: dict[str, Any] = {
         "vocab_size": len(tokens()),
-        "hidden_size": 64,
-        "intermediate_size": 96,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -37,12 +39,23 @@ def tiny_model(architecture: str, *, is_tied: bool) -> Any:
     return Qwen2ForCausalLM(Qwen2Config(**shape)).eval()
 
 
-def write_gguf(path: Path, model: Any, architecture: str, splitter: str) -> dict[str, np.ndarray]:
-    """Write the model with its matrices in Q8_0; return what the file's tensors are worth, by transformers' names."""
+def write_gguf(
+    path: Path,
+    model: Any,
+    architecture: str,
+    splitter: str,
+    kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
+    extra: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+) -> dict[str, np.ndarray]:
+    """Write the model with its matrices in a type; return what the file's tensors are worth, by transformers' names.
+
+    Matrices of a type that gguf cannot make are of random bytes. `extra` may add fields and tensors.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     _write_shape(writer, model.config)
     _write_tokenizer(writer, splitter)
-    worth = {name: _write_tensor(writer, model.config, architecture, name, tensor) for name, tensor in _stored(model).items()}
+    extra(writer)
+    worth = {name: _write_tensor(writer, model.config, architecture, name, one, kind) for name, one in _stored(model).items()}
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -81,14 +94,27 @@ def _write_tokenizer(writer: gguf.GGUFWriter, splitter: str) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
-def _write_tensor(writer: gguf.GGUFWriter, config: Any, architecture: str, name: str, tensor: torch.Tensor) -> np.ndarray:
+def _write_tensor(
+    writer: gguf.GGUFWriter, config: Any, architecture: str, name: str, tensor: torch.Tensor, of_matrices: GGMLQuantizationType
+) -> np.ndarray:
     values = tensor.detach().numpy()
-    kind = gguf.GGMLQuantizationType.Q8_0 if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-    blocks = gguf.quants.quantize(values, kind)
+    kind = of_matrices if values.ndim == 2 else GGMLQuantizationType.F32
+    blocks = _blocks(values, kind)
     worth = gguf.quants.dequantize(blocks, kind)
     laid_out = _interleave(blocks, _num_heads(config, name)) if architecture == "llama" else blocks
     writer.add_tensor(_gguf_name(architecture, config, name), laid_out, raw_dtype=kind)
     return np.asarray(worth)
+
+
+def _blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    try:
+        return np.asarray(gguf.quants.quantize(values, kind))
+    except NotImplementedError:
+        block_size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        rng = np.random.default_rng(len(values))
+        # Without bytes that begin an infinite scale in float16, wherever a block has its scales.
+        shape = (len(values), values.shape[1] // block_size * num_bytes)
+        return rng.choice(np.array([byte for byte in range(256) if byte & 0x70 != 0x70], dtype=np.uint8), size=shape)
 
 
 def _num_heads(config: Any, name: str) -> int | None:

@@ -37,9 +37,9 @@ def test_list_says_what_is_on_disk(cache, capsys):
     assert _run("list") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["NAME", *load_presets()]
-    assert lines[0].split() == ["NAME", "FAMILY", "SIZE", "LICENCE", "DOWNLOAD", "ON", "DISK"]
-    assert lines[1].endswith("98 MB     -")
-    assert lines[4].endswith("253 MB    3 MB")
+    assert lines[0].split() == ["NAME", "FAMILY", "SIZE", "LICENCE", "WEIGHTS", "DOWNLOAD", "ON", "DISK"]
+    assert lines[1].endswith("bfloat16  98 MB     -")
+    assert lines[4].endswith("bfloat16  253 MB    3 MB")
 
 
 def test_where_prints_the_folder_or_the_file(cache, capsys):

