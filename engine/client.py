@@ -168,6 +168,7 @@ class WorkerClient:
             _logger.exception("the supervisor fails")
             self._detail = f"the supervisor failed: {error!r}"
         finally:
+            self._launcher.close()
             self._give_up()
 
     @property
@@ -192,7 +193,7 @@ class WorkerClient:
             async for report in link.reports():
                 self._read(report)
         except WorkerDied as death:
-            self._bury(str(death), link.last_note)
+            self._bury(death, link.last_note)
         finally:
             self._link = None
             link.close()
@@ -217,20 +218,22 @@ class WorkerClient:
             self._state = EngineState.READY
         self._is_settled.set()
         self._readmission.begin()
+        self._launcher.keep_spare()
 
-    def _bury(self, cause: str, note: StepNote | None) -> None:
+    def _bury(self, death: WorkerDied, note: StepNote | None) -> None:
         if not self._is_needed:  # it left as it was told
             return
         if not self._is_stopping:
             self._state = EngineState.RESTARTING
+        cause = str(death)
         served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
-        self._deaths.note(served_s)
         verb = "did not start" if self._ready_at is None else "died"
         self._detail = f"the engine's worker {verb}: {cause}"
         _logger.error("%s (worker %d, %d requests in flight)", self._detail, self._num_launches, len(self._ledger))
         if self._dumps is not None:
             self._dumps.write(Death(cause, self._num_launches, served_s, note, self._last_stats), self._ledger.entries)
         self._readmission.end(note.request_ids if note else None, cause)
+        self._deaths.note(served_s, death.is_from_outside and not self._readmission.has_suspects)
 
     def _give_up(self) -> None:
         """Leave nobody waiting, neither for tokens nor for the start."""

@@ -47,6 +47,7 @@ class EngineConfig:
     number format in which the device drafts fastest. `audit_share` of the requests have their first `audit_tokens` tokens
     checked in idle moments. `trace_file` is appended to at every step; None traces nothing. `cuda_graphs` is auto, on (an error
     where there can be none) or off. With `kv_canary` every slot that is read is checked to be the reader's own.
+    `is_restart`: the worker takes the place of one that died, while requests wait.
     """
 
     model: str
@@ -76,4 +77,5 @@ class EngineConfig:
     trace_file: str | None = None
     kv_canary: bool = False
     generation_config: str = "auto"
+    is_restart: bool = False
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -25,10 +25,20 @@ _logger = logging.getLogger(__name__)
 _CHECK_MS = 250
 _LAST_WORDS_MS = 200
 _REAP_S = 5.0
+_FAULTS = frozenset(
+    [signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP]
+)  # signals of a process's own making
 
 
 class WorkerDied(Exception):
-    """The worker is gone; the text says how, as the end of a sentence about it."""
+    """The worker is gone; the text says how, as the end of a sentence about it.
+
+    `is_from_outside`: by a signal that another process sent, or the kernel for lack of memory.
+    """
+
+    def __init__(self, text: str, is_from_outside: bool = False) -> None:
+        super().__init__(text)
+        self.is_from_outside = is_from_outside
 
 
 class Launcher(Protocol):
@@ -36,6 +46,14 @@ class Launcher(Protocol):
 
     def launch(self, addresses: Addresses) -> BaseProcess:
         """Return a started process that reads letters from and sends reports to `addresses`."""
+        ...
+
+    def keep_spare(self) -> None:
+        """Prepare the next launch, if that makes it faster. May be called again."""
+        ...
+
+    def close(self) -> None:
+        """Free what was prepared."""
         ...
 
 
@@ -116,7 +134,7 @@ class WorkerLink:
         while await self._inbox.poll(_LAST_WORDS_MS):  # sent before the end, read from the kernel's buffer after it
             for report in await self._unread():
                 yield report
-        raise WorkerDied(self._obituary())
+        raise WorkerDied(self._obituary(), self._is_from_outside)
 
     async def _unread(self) -> list[Report]:
         """Return the reports that lie in the inbox, the worker's last words excepted: they belong to its obituary."""
@@ -145,6 +163,11 @@ class WorkerLink:
         if code is not None and code < 0:
             return f"it was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"it exited with status {code}"
+
+    @property
+    def _is_from_outside(self) -> bool:
+        code = self._process.exitcode
+        return self._cause is None and code is not None and code < 0 and -code not in _FAULTS
 
     def close(self) -> None:
         """Kill the worker if it lives, and free everything."""

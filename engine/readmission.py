@@ -68,6 +68,11 @@ class Readmission:
                 self._hand_over(suspect)
 
     @property
+    def has_suspects(self) -> bool:
+        """Whether a living request may have killed `max_deaths` workers in a row."""
+        return any(entry.num_deaths >= self._max_deaths for entry in self._ledger.entries)
+
+    @property
     def _is_trying(self) -> bool:
         return self._on_trial is not None and self._on_trial.num_deaths > 0 and self._ledger.has(self._on_trial)
 

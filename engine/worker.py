@@ -13,8 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -31,7 +32,7 @@ BEAT_S = 0.5
 MOST_LETTERS = 256  # that are read before a step: some milliseconds
 _LAST_WORDS_MS = 2000  # how long a dying worker tries to get its reports out
 _MAX_ERROR_CHARS = 2000
-_PROCESS_NAME = "latebranch-work"  # the kernel keeps 15 characters
+_PROCESS_NAME, _SPARE_NAME = "latebranch-work", "latebranch-idle"  # the kernel keeps 15 characters
 
 ReadLetters = Callable[[float], list[Letter]]  # MOST_LETTERS at most; waits for up to so many seconds if there is none
 Say = Callable[[Report], None]  # must not wait for a reader
@@ -75,37 +76,92 @@ def described(error: Exception) -> str:
 
 
 class ProcessLauncher:
-    """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it."""
+    """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it.
 
-    def __init__(self, config: EngineConfig, factory: EngineFactory) -> None:
+    With `preload`, such a function too, a spare process runs it ahead of the next launch: importing models takes longer than
+    loading small ones. The spare has no weights and no device.
+    """
+
+    def __init__(self, config: EngineConfig, factory: EngineFactory, preload: Callable[[], None] | None = None) -> None:
         self._config = config
         self._factory = factory
+        self._preload = preload
+        self._spare: _Idle | None = None
 
     def launch(self, addresses: Addresses) -> BaseProcess:
-        """Return a started worker process that will read letters from and send reports to `addresses`."""
-        level = logging.getLogger().getEffectiveLevel()
-        order = _Order(self._config, self._factory, addresses, level)
-        # daemon: ends with a parent that exits in order; a parent that is killed is noticed by the worker itself.
-        process = multiprocessing.get_context("spawn").Process(
-            target=_worker_main, args=(order,), name="latebranch-worker", daemon=True
-        )
-        process.start()
-        return process
+        """Return a worker process, the spare or a new one, that will read letters from and send reports to `addresses`."""
+        order = _Order(self._config, self._factory, addresses)
+        self._config = replace(self._config, is_restart=True)
+        return self._spare_with(order) or _started(None).given(order)
+
+    def _spare_with(self, order: "_Order") -> BaseProcess | None:
+        """Return the spare process with its order; None without one, or if it is dead."""
+        spare, self._spare = self._spare, None
+        try:
+            return None if spare is None else spare.given(order)
+        except OSError:
+            _logger.warning("the spare process is dead; a new one is started")
+            return None
+
+    def keep_spare(self) -> None:
+        """Start a spare process unless there is one or there is nothing to preload."""
+        if self._preload is not None and self._spare is None:
+            self._spare = _started(self._preload)
+
+    def close(self) -> None:
+        """End the spare process."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.orders.close()
+            spare.process.kill()
+            spare.process.join()
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """All that a new worker is told."""
+    """What makes a worker of an idle process."""
 
     config: EngineConfig
     factory: EngineFactory
     addresses: Addresses
-    log_level: int
 
 
-def _worker_main(order: _Order) -> None:
-    """Run a worker from its first word to its last; exit with status 1 if it failed."""
-    _settle_process(order)
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """A process that waits for its order."""
+
+    process: BaseProcess
+    orders: Connection
+
+    def given(self, order: _Order) -> BaseProcess:
+        """Send the order and return the process; raise OSError if it is dead."""
+        with self.orders:
+            self.orders.send(order)
+        return self.process
+
+
+def _started(preload: Callable[[], None] | None) -> _Idle:
+    context = multiprocessing.get_context("spawn")
+    theirs, ours = context.Pipe(duplex=False)
+    level = logging.getLogger().getEffectiveLevel()
+    # daemon: ends with a parent that exits in order; a parent that is killed is noticed by the worker itself.
+    process = context.Process(target=_worker_main, args=(theirs, preload, level), name="latebranch-worker", daemon=True)
+    process.start()
+    theirs.close()  # so that a send to a dead process fails
+    return _Idle(process, ours)
+
+
+def _worker_main(orders: Connection, preload: Callable[[], None] | None, log_level: int) -> None:
+    """Wait for the order, run a worker from its first word to its last; exit with status 1 if it failed."""
+    _settle_process(log_level)
+    if preload is not None:
+        _name_process(_SPARE_NAME)
+        preload()
+        gc.collect()
+        gc.freeze()
+    with orders:
+        order = orders.recv()
+    _name_process(_PROCESS_NAME)
     with _streets(order.addresses) as (inbox, outbox):
 
         def say(report: Report) -> None:
@@ -125,16 +181,19 @@ def _worker_main(order: _Order) -> None:
             sys.exit(1)
 
 
-def _settle_process(order: _Order) -> None:
-    """Make the process deaf to Ctrl-C, mortal under SIGTERM, an orphan never, and known by name."""
+def _settle_process(log_level: int) -> None:
+    """Make the process deaf to Ctrl-C, mortal under SIGTERM and an orphan never."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
-    with suppress(OSError):  # only Linux has it
-        Path("/proc/self/comm").write_text(_PROCESS_NAME)
     logging.basicConfig(
-        stream=sys.stderr, level=order.log_level, format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
+        stream=sys.stderr, level=log_level, format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
     )
+
+
+def _name_process(name: str) -> None:
+    with suppress(OSError):  # only Linux has it
+        Path("/proc/self/comm").write_text(name)
 
 
 def die_with_parent() -> None:

@@ -32,7 +32,7 @@ def adaptive_policy(config: EngineConfig, bench: Bench, roots: RootSource) -> Ex
     Raises UnusableSelector.
     """
     menu = menu_for_all(config.expansion, config.verifier, config.largest_expansion)
-    estimator, costs = estimator_of(config, menu, roots), profiled_costs(bench)
+    estimator, costs = estimator_of(config, menu, roots), profiled_costs(bench, config.is_restart)
     policy = AdaptiveExpansion(menu, estimator, costs, unasked_share=bench.unasked_share)
     return GuardedPolicy(policy, config.expansion)
 
@@ -59,10 +59,13 @@ def _require_its_head(recipe: Mapping[str, object], config: EngineConfig) -> Non
         raise ValueError(f"it was trained beside another head ({head}) than {Path(config.head or 'none').name}")
 
 
-def profiled_costs(bench: Bench) -> CostModel:
-    """Return a cost model that begins with this machine's prices, or with generic ones if they cannot be measured."""
+def profiled_costs(bench: Bench, is_hurried: bool = False) -> CostModel:
+    """Return a cost model that begins with this machine's prices, or with generic ones if they cannot be measured.
+
+    If `is_hurried`, prices that a disturbed measurement has left are used as they are.
+    """
     try:
-        return cached_profile(bench, WeightsCache(default_root())).costs()
+        return cached_profile(bench, WeightsCache(default_root()), is_hurried).costs()
     except Exception:
         _logger.exception("this machine cannot be profiled: the policy begins with generic costs and learns from each step")
         return CostModel()

@@ -2,7 +2,8 @@
 
 Runs a grid of passes and a few real steps on the engine's rig, like with like in interleaved rounds within a budget of seconds,
 and fits the cost model's prices to the medians. A slow machine is measured at the most telling sizes alone. A profile is a small
-file in the weights cache, named for all that its times depend on.
+file in the weights cache, named for all that its times depend on. One of a disturbed measurement is used only by workers that
+replace another.
 """
 
 import hashlib
@@ -86,7 +87,8 @@ class Profile:
 
     def as_text(self, facts: dict[str, str]) -> str:
         """Return the file's text; the facts are for people."""
-        return json.dumps({"version": _VERSION, "rest": self.rest, "draft": self.draft, "facts": facts}, indent=1)
+        prices = {"rest": self.rest, "draft": self.draft}
+        return json.dumps({"version": _VERSION, **prices, "is_sound": self.is_sound, "facts": facts}, indent=1)
 
     @classmethod
     def from_text(cls, text: str) -> "Profile":
@@ -97,7 +99,7 @@ class Profile:
         rest, draft = found.get("rest"), found.get("draft")
         if not (_are_prices(rest, len(GENERIC_REST)) and _are_prices(draft, len(GENERIC_DRAFT))):
             raise ValueError("no prices")
-        return cls(tuple(found["rest"]), tuple(found["draft"]))
+        return cls(tuple(found["rest"]), tuple(found["draft"]), found.get("is_sound", True) is True)
 
 
 def grid(limits: SchedulerConfig) -> list[PassSize]:
@@ -209,19 +211,22 @@ def _draft_prices(steps: Sequence[StepFeedback], step_s: float) -> tuple[float, 
     return tuple(price if is_seen else LEAST_FACTOR * low for price, low, is_seen in seen)
 
 
-def cached_profile(bench: Bench, cache: WeightsCache) -> Profile:
-    """Return this machine's profile: the cache's, else a measured one, which is kept if it was a calm measurement."""
+def cached_profile(bench: Bench, cache: WeightsCache, is_hurried: bool = False) -> Profile:
+    """Return this machine's profile: the cache's, else a measured one, which is kept.
+
+    One that is not sound is measured again, unless `is_hurried`.
+    """
     facts = bench.facts
     entry = cache.profile(_key(facts, bench.limits))
     try:
-        return Profile.from_text(entry.read_text())
+        cached = Profile.from_text(entry.read_text())
+        if cached.is_sound or is_hurried:
+            return cached
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         _logger.warning("%s is no profile (%s); it is measured again", entry, error)
     profile = measure(bench)
-    if not profile.is_sound:
-        return profile
     try:
         entry.unlink(missing_ok=True)
         cache.obtain(entry, lambda target, _: target.write_text(profile.as_text(facts)))

@@ -17,7 +17,7 @@ from engine.service import EngineError, EngineService
 from engine.supervision import Supervision
 from engine.weights import resolve
 from engine.worker import ProcessLauncher
-from server.assembly import served_engine
+from server.assembly import preload, served_engine
 from server.auth import ApiKeyGate
 from server.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
 from server.metrics.http import HttpMeter
@@ -104,7 +104,8 @@ def _worker(settings: Settings) -> EngineService:
     config = settings.to_engine_config()
     supervision = Supervision(hang_limit_s=settings.hang_limit_s, max_deaths=settings.max_deaths)
     dumps = CrashDumps(Path(settings.crash_dump_dir), settings.crash_dump_texts) if settings.crash_dump_dir else None
-    return WorkerClient(ProcessLauncher(config, served_engine), config.scheduler, supervision, dumps)
+    launcher = ProcessLauncher(config, served_engine, preload if settings.spare_worker else None)
+    return WorkerClient(launcher, config.scheduler, supervision, dumps)
 
 
 def _tokenizer_of(reference: str) -> Tokenizer:

@@ -143,6 +143,7 @@ class Generation:
         if event.finish is FinishReason.ABORT:
             raise Overloaded("the server is shutting down", "engine_unavailable", 1.0)
         piece = sample.choice.take(event)
+        sample.meter.keep(len(piece.token_ids))
         if sample.choice.is_cut and event.finish is None:
             self._engine.abort(sample.request.request_id)
         if piece.finish is not None:

@@ -116,7 +116,7 @@ class Runtime:
             await self.engine.start()
             self._tokenizer, self._codec = tokenizer, TextCodec(tokenizer)
             self.tool_support = tool_support(self._codec, self.settings.tool_call_parser)
-            self.metrics.steps.on_model(self.engine.model)
+            self.metrics.steps.on_model(self.engine.model, self.settings.prefix_cache != "off")
             log.info("serving %s", self.settings.served_name)
             await self._failure()
             self._fail(self.engine.health.detail or "the engine failed for good")

@@ -44,7 +44,9 @@ class CountingEngine:
     """Counts for up to `max_running` requests at a time."""
 
     def __init__(self, max_running: int = _MAX_RUNNING) -> None:
-        self.info = ModelInfo("counting", 2 * MAX_MODEL_LEN, MAX_MODEL_LEN, 0, (), "none", "cpu", "none", "none", "plain")
+        self.info = ModelInfo(
+            "counting", 2 * MAX_MODEL_LEN, MAX_MODEL_LEN, MAX_MODEL_LEN, (), "none", "cpu", "none", "none", "plain"
+        )
         self._max_running = max_running
         self._living: dict[str, Request] = {}
         self._emitted: dict[str, int] = {}

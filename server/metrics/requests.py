@@ -59,10 +59,11 @@ class RequestMetrics:
         self.inference_s = families.histogram("vllm:request_inference_time_seconds", "Admission to last token.", REQUEST_BUCKETS)
 
     def _add_lengths(self, families: Families, lengths: tuple[int, ...]) -> None:
+        self.kept_tokens = families.counter("vllm:generation_tokens", "Tokens of answers.")
         self.prompt_tokens = families.histogram("vllm:request_prompt_tokens", "Prompt tokens of a sample.", lengths)
-        self.generation_tokens = families.histogram("vllm:request_generation_tokens", "Generated tokens of a sample.", lengths)
+        self.generation_tokens = families.histogram("vllm:request_generation_tokens", "Tokens of a sample's answer.", lengths)
         self.max_generation_tokens = families.histogram(
-            "vllm:request_max_num_generation_tokens", "Generated tokens of a request's longest sample.", lengths
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest answer.", lengths
         )
         self.params_max_tokens = families.histogram("vllm:request_params_max_tokens", "The max_tokens of a request.", lengths)
         self.params_n = families.histogram("vllm:request_params_n", "The n of a request.", SAMPLES_BUCKETS)
@@ -90,7 +91,7 @@ class SampleMeter:
         self._queued_s = 0.0
         self._first_token_s: float | None = None
         self._last_token_s = arrival_s
-        self.num_tokens = 0
+        self.num_tokens = 0  # of the answer
         self.num_steps = 0  # that brought tokens
         self.finish: FinishReason | None = None
 
@@ -114,7 +115,7 @@ class SampleMeter:
         )
 
     def on_event(self, event: TokenEvent) -> None:
-        """Count one event of the engine."""
+        """Time one event of the engine, and count its error."""
         if event.token_ids:
             self._queued_s = event.queued_s or self._queued_s
             self._on_tokens(event)
@@ -133,8 +134,12 @@ class SampleMeter:
         else:
             self._metrics.inter_event_s.observe(now_s - self._last_token_s)
         self._last_token_s = now_s
-        self.num_tokens += len(event.token_ids)
         self.num_steps += 1
+
+    def keep(self, num_tokens: int) -> None:
+        """Count tokens of an event that became part of the answer: those that its usage counts."""
+        self.num_tokens += num_tokens
+        self._metrics.kept_tokens.inc(num_tokens)
 
     def end(self, reason: FinishReason) -> None:
         """Count the end."""

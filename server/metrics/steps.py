@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from engine.config import BLOCK_TOKENS
 from engine.service import EngineHealth, EngineState
 from engine.types import STAGES, DraftSource, ModelInfo, StepStats
 from server.metrics.families import ITERATION_BUCKETS, PHASE_BUCKETS, Families
@@ -36,7 +37,6 @@ class StepMetrics:
         self._prompt_tokens = families.counter("vllm:prompt_tokens", "Prompt tokens processed.")
         self._prefix_queries = families.counter("vllm:prefix_cache_queries", "Prompt tokens looked for among the cached.")
         self._prefix_hits = families.counter("vllm:prefix_cache_hits", "Prompt tokens found cached, and not fed.")
-        self._generation_tokens = families.counter("vllm:generation_tokens", "Tokens generated.")
         self._preemptions = families.counter("vllm:num_preemptions", "Sequences that lost their cache slots and were put back.")
         self._iteration_tokens = families.histogram(
             "vllm:iteration_tokens_total", "Prompt and generated tokens of a step.", ITERATION_BUCKETS
@@ -88,13 +88,18 @@ class StepMetrics:
         )
         self._step_s = families.histogram("latebranch_step_seconds", "Seconds of a whole step.", PHASE_BUCKETS)
 
-    def on_model(self, model: ModelInfo) -> None:
+    def on_model(self, model: ModelInfo, has_prefix_cache: bool) -> None:
         """Show what the engine loaded; a restarted engine has loaded the same."""
         if self._has_info:
             return
         self._has_info = True
-        cache = {"block_size": "1", "num_gpu_blocks": str(model.num_slots), "cache_dtype": model.cache_dtype or model.dtype}
-        self._families.info("vllm:cache_config_info", "The key-value cache; a block is one slot, a slot one token.", cache)
+        cache = {
+            "block_size": str(BLOCK_TOKENS),
+            "num_gpu_blocks": str(model.num_slots // BLOCK_TOKENS),
+            "cache_dtype": model.cache_dtype or model.dtype,
+            "enable_prefix_caching": str(has_prefix_cache),
+        }
+        self._families.info("vllm:cache_config_info", "The key-value cache; a block is what prefixes are shared by.", cache)
         speculation = {"drafter": model.drafter, "verifier": model.verifier, "policy": model.policy}
         engine = {"device": model.device, "dtype": model.dtype, **speculation}
         self._families.info("latebranch_engine_info", "What the engine runs.", engine)
@@ -107,7 +112,6 @@ class StepMetrics:
         self._prompt_tokens.inc(stats.num_prompt_tokens)
         self._prefix_queries.inc(stats.num_prefix_queries)
         self._prefix_hits.inc(stats.num_prefix_hits)
-        self._generation_tokens.inc(stats.num_generated_tokens)
         self._preemptions.inc(stats.num_preemptions)
         self._iteration_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)
         self._on_speculation(stats)

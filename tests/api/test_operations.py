@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from engine.service import EngineState
 from engine.types import ErrorCode, FinishReason, StepStats, TokenEvent
 from server.metrics import Metrics
+from server.settings import Settings
 from tests.api.harness import chat, completion, in_process, make_app, sample, until
 from tests.fake_engine import FakeEngine, says
 
@@ -148,7 +149,17 @@ async def test_metrics_of_served_requests():
     assert samples['http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'] == 1
     assert samples['http_requests_total{handler="/v1/completions",method="POST",status="4xx"}'] == 1
     assert samples['http_requests_total{handler="none",method="GET",status="4xx"}'] == 1
-    assert any(name.startswith("vllm:cache_config_info{") for name in samples)
+
+
+@pytest.mark.parametrize("prefix_cache", ["key", "off"])
+async def test_the_cache_is_told_in_blocks(prefix_cache: str):
+    """The bug: blocks of one token were reported, so that gateways looked for prefixes in other blocks than the engine."""
+    async with in_process(FakeEngine(), prefix_cache=prefix_cache) as client:
+        (info,) = [name for name in await sample(client) if name.startswith("vllm:cache_config_info{")]
+    told = dict(re.findall(r'(\w+)="([^"]*)"', info))
+    assert (told["block_size"], told["num_gpu_blocks"]) == ("16", str(4096 // 16))
+    assert told["enable_prefix_caching"] == str(prefix_cache != "off")
+    assert Settings(model="m", prefix_cache="all").to_engine_config().scheduler.prefix_block_tokens == 16
 
 
 async def test_the_load_is_what_is_being_worked_on():
@@ -230,6 +241,7 @@ def test_the_phases_of_a_request_add_up():
     for at_s, event in [(5.0, TokenEvent("r", (1,), queued_s=2.0)), (6.0, TokenEvent("r", (1, 2, 3, 4)))]:
         now[0] = at_s
         sample_meter.on_event(event)
+        sample_meter.keep(len(event.token_ids))
     now[0] = 7.0
     sample_meter.end(FinishReason.STOP)
     sample_meter.end(FinishReason.ABORT)

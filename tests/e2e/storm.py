@@ -206,6 +206,8 @@ def main() -> None:
             "256",
             "--policy",
             "fixed",
+            "--spare-worker",
+            "false",  # its imports, during the storm, would look like a leak
         ]
         with patch.dict(os.environ, FEW_KERNELS), running_server(folder / "log", *flags, key=CALM) as server:
             warm(server.url)

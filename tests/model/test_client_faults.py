@@ -5,10 +5,14 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,8 +23,8 @@ from engine.black_box import StepNote
 from engine.client import WorkerClient
 from engine.config import EngineConfig, SchedulerConfig
 from engine.crash_dump import CrashDumps
-from engine.desk import SteppedEngine
-from engine.link import WorkerLink
+from engine.desk import EngineFactory, SteppedEngine
+from engine.link import WorkerDied, WorkerLink
 from engine.service import EngineState, EngineUnavailable
 from engine.supervision import Supervision
 from engine.tree import Expansion
@@ -50,12 +54,28 @@ async def until_ready_again(client: WorkerClient, num_restarts: int = 1) -> None
     await until(lambda: client.health.num_restarts == num_restarts and client.health.state is EngineState.READY)
 
 
+async def until_between_workers(client: WorkerClient) -> None:
+    """Have a leisurely client wait for long: of two crashes the second makes it."""
+    signal_worker(signal.SIGABRT)
+    await until_ready_again(client)
+    signal_worker(signal.SIGABRT)
+    await until(lambda: client.health.state is EngineState.RESTARTING)
+
+
+class SparelessLauncher:
+    def keep_spare(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class ForgetfulClient(WorkerClient):
     """The mutant: buries a worker without taking back what it had."""
 
-    def _bury(self, cause: str, note: StepNote | None) -> None:
+    def _bury(self, death: WorkerDied, note: StepNote | None) -> None:
         with patch.object(self._readmission, "end"):
-            super()._bury(cause, note)
+            super()._bury(death, note)
 
 
 class RepeatingClient(WorkerClient):
@@ -177,8 +197,7 @@ async def test_a_leak_found_when_idle_replaces_the_worker(tmp_path: Path) -> Non
 async def test_between_two_workers_nothing_is_admitted() -> None:
     client = worker_client(supervision=LEISURELY)
     async with running(client):
-        signal_worker(signal.SIGKILL)
-        await until(lambda: client.health.state is EngineState.RESTARTING)
+        await until_between_workers(client)
         with pytest.raises(EngineUnavailable, match="restarting") as unavailable:
             submitted(client, counting_request("a", 1))
         assert unavailable.value.retry_after_s == 30.0
@@ -203,8 +222,7 @@ async def test_a_drain_that_ends_between_two_workers_ends_all() -> None:
     async with running(client):
         stream = submitted(client, counting_request("a", Trick.PACE, max_tokens=ENDLESS))
         await anext(stream)
-        signal_worker(signal.SIGKILL)
-        await until(lambda: client.health.state is EngineState.RESTARTING)
+        await until_between_workers(client)
         await patiently(client.stop(drain_s=0.1))
         assert end_of([event async for event in stream]).finish is FinishReason.ABORT
 
@@ -214,8 +232,7 @@ async def test_what_is_given_up_between_two_workers_ends_at_once() -> None:
     async with running(client):
         streams = [submitted(client, counting_request(name, Trick.PACE, max_tokens=ENDLESS)) for name in "ab"]
         await anext(streams[0])
-        signal_worker(signal.SIGKILL)
-        await until(lambda: client.health.state is EngineState.RESTARTING)
+        await until_between_workers(client)
         client.abort("a")
         assert end_of([event async for event in streams[0]]).finish is FinishReason.ABORT
         await streams[1].aclose()
@@ -358,7 +375,7 @@ async def test_restarts_that_fail_in_a_row_end_in_failed(tmp_path: Path) -> None
 
 
 async def test_a_worker_that_cannot_be_launched_fails_the_start() -> None:
-    class BrokenLauncher:
+    class BrokenLauncher(SparelessLauncher):
         def launch(self, addresses: Addresses) -> BaseProcess:
             raise OSError("no more processes")
 
@@ -368,7 +385,7 @@ async def test_a_worker_that_cannot_be_launched_fails_the_start() -> None:
 
 
 async def test_a_process_that_never_says_a_word_is_given_up() -> None:
-    class MuteLauncher:
+    class MuteLauncher(SparelessLauncher):
         def launch(self, addresses: Addresses) -> BaseProcess:
             process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,), daemon=True)
             process.start()
@@ -384,3 +401,153 @@ async def test_the_served_engine_is_the_real_one() -> None:
     with pytest.raises(EngineUnavailable, match="did not start") as failure:
         await client.start()
     assert "/no/such/model" in str(failure.value)
+
+
+FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+
+
+class NotingClient(WorkerClient):
+    """Keeps what is noted of deaths."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.from_outside: list[bool] = []
+        note = self._deaths.note
+
+        def noting(ready_for_s: float | None, is_from_outside: bool = False) -> None:
+            self.from_outside.append(is_from_outside)
+            note(ready_for_s, is_from_outside)
+
+        self._deaths.note = noting  # type: ignore[method-assign]
+
+
+def noting_client(supervision: Supervision = LEISURELY) -> NotingClient:
+    client = worker_client(supervision=supervision, kind=NotingClient)
+    assert isinstance(client, NotingClient)
+    return client
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+async def test_repeated_kills_lengthen_no_pause(number: signal.Signals) -> None:
+    """The bug: each death within 30 s doubled the wait, whoever had killed the worker. The wait here would be an hour."""
+    client = noting_client()
+    async with running(client):
+        reader = asyncio.create_task(collect(client, counting_request("a", Trick.PACE, 10, max_tokens=300)))
+        for restarts in (1, 2, 3):
+            await until(lambda: all(not entry.num_deaths for entry in client._ledger.entries))
+            signal_worker(number)
+            await until_ready_again(client, restarts)
+            assert client._deaths.backoff_s == 0.0
+        assert tokens_of(await patiently(reader)) == list(range(11, 311))
+    assert client.from_outside == [True] * 3
+
+
+@pytest.mark.parametrize("number", sorted(FAULTS))
+async def test_repeated_crashes_lengthen_the_pause(number: signal.Signals) -> None:
+    client = noting_client(SWIFT)
+    async with running(client):
+        for restarts in (1, 2, 3):
+            signal_worker(number)
+            await until_ready_again(client, restarts)
+    assert client.from_outside == [False] * 3
+    assert client._deaths.backoff_s == 2 * SWIFT.min_backoff_s
+
+
+async def test_kills_over_a_suspect_lengthen_the_pause() -> None:
+    """A request that has its worker killed, as by the memory killer, is a crash like any other once it is suspected."""
+    client = noting_client(replace(SWIFT, max_deaths=2))
+    async with running(client):
+        events = await patiently(collect(client, counting_request("evil", Trick.KILL)))
+        assert end_of(events).error_code is ErrorCode.WORKER_CRASHED
+        await until(lambda: client.health.num_restarts == 3)
+    assert client.from_outside == [True, False, True], "the last death ended it"
+
+
+async def test_errors_and_hangs_are_of_its_own_making() -> None:
+    client = noting_client(replace(SWIFT, max_deaths=5))
+    async with running(client):
+        stream = submitted(client, counting_request("evil", Trick.RAISE))
+        await until(lambda: len(client.from_outside) >= 2)
+        await stream.aclose()
+    assert not any(client.from_outside[:2])
+
+
+def preload_nothing() -> None:
+    """Stand for the imports of a spare process."""
+
+
+def preload_what_is_missing() -> None:
+    raise ImportError("no such module")
+
+
+def sparing_client(preload: Callable[[], None], factory: EngineFactory = build_counting, model: str = "counting") -> WorkerClient:
+    launcher = ProcessLauncher(EngineConfig(model), factory, preload)
+    return WorkerClient(launcher, SchedulerConfig(), SWIFT)
+
+
+def spare_pid(client: WorkerClient) -> int | None:
+    launcher = client._launcher
+    assert isinstance(launcher, ProcessLauncher)
+    return None if launcher._spare is None else launcher._spare.process.pid
+
+
+async def test_the_spare_takes_the_place_of_the_dead() -> None:
+    """It is a process that waits; a new one is kept as soon as it is ready, and `running` sees that none is left."""
+    client = sparing_client(preload_nothing)
+    async with running(client):
+        pids = {client.worker_pid}
+        for restarts in (1, 2):
+            spare = spare_pid(client)
+            assert spare is not None
+            assert client.worker_pid is not None
+            os.kill(client.worker_pid, signal.SIGKILL)
+            await until_ready_again(client, restarts)
+            assert client.worker_pid == spare
+            pids.add(spare)
+        assert len(pids) == 3
+        assert tokens_of(await collect(client, counting_request("a", 10, max_tokens=3))) == [11, 12, 13]
+
+
+@pytest.mark.parametrize("preload", [preload_nothing, preload_what_is_missing])
+async def test_a_dead_spare_is_done_without(preload: Callable[[], None]) -> None:
+    """Killed, or dead of its own imports."""
+    client = sparing_client(preload)
+    async with running(client):
+        spare = client._launcher._spare  # type: ignore[attr-defined]
+        if preload is preload_nothing:
+            spare.process.kill()
+        await until(lambda: not spare.process.is_alive())
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        await until_ready_again(client)
+        assert client.worker_pid != spare.process.pid
+        assert client.health.num_restarts == 1
+
+
+def build_and_note_restarts(config: EngineConfig) -> SteppedEngine:
+    with Path(config.model).open("a") as notes:
+        notes.write(f"{config.is_restart}\n")
+    return build_counting(config)
+
+
+@pytest.mark.parametrize("preload", [None, preload_nothing])
+async def test_a_restarted_worker_knows_that_it_is(tmp_path: Path, preload: Callable[[], None] | None) -> None:
+    notes = tmp_path / "notes"
+    client = WorkerClient(ProcessLauncher(EngineConfig(str(notes)), build_and_note_restarts, preload), SchedulerConfig(), SWIFT)
+    async with running(client):
+        for restarts in (1, 2):
+            assert client.worker_pid is not None
+            os.kill(client.worker_pid, signal.SIGKILL)
+            await until_ready_again(client, restarts)
+    assert notes.read_text().split() == ["False", "True", "True"]
+
+
+def test_the_spare_imports_what_the_engine_needs() -> None:
+    """Nothing of weight may be left to import once the order comes, nor may anything touch a device."""
+    code = (
+        "import sys, torch; from server.assembly import preload, served_engine; preload(); before = set(sys.modules);"
+        "from engine.build import build_served; from selector.build import adaptive_policy;"
+        "print(set(sys.modules) - before, 'transformers' in sys.modules, torch.cuda.is_initialized())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["set()", "True", "False"]

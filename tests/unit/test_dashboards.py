@@ -24,7 +24,7 @@ _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_
 def _exported() -> set[str]:
     """Every name that a scrape can have."""
     metrics = Metrics("m", 128, lambda: EngineHealth(EngineState.READY, 0.0, 0))
-    metrics.steps.on_model(ModelInfo("m", 8, 128, 64, (), "float32", "cpu", "ngram", "traversal", "plain"))
+    metrics.steps.on_model(ModelInfo("m", 8, 128, 64, (), "float32", "cpu", "ngram", "traversal", "plain"), has_prefix_cache=True)
     return {family.name + end for family in metrics.registry.collect() for end in _SUFFIXES[family.type]}
 
 

@@ -109,6 +109,7 @@ def test_every_field_of_the_engines_configuration_can_be_set():
         "scheduler",
         "stand_in",
         "is_selector_optional",
+        "is_restart",
         "prefix_block_tokens",  # prefix_cache
     }
     assert fields <= set(Settings.model_fields)

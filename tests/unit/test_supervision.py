@@ -28,14 +28,36 @@ def test_failed_restarts_in_a_row_are_counted() -> None:
     assert deaths.is_hopeless
 
 
-@pytest.mark.parametrize("early", [None, 0.5])
-def test_early_deaths_double_the_wait_up_to_a_cap(early: float | None) -> None:
-    deaths = DeathRecord(LIMITS)
-    deaths.note(20.0)
-    waits = [deaths.backoff_s]
-    for _ in range(4):
-        deaths.note(early)
-        waits.append(deaths.backoff_s)
-    assert waits == [0.0, 1.0, 2.0, 4.0, 5.0]
-    deaths.note(20.0)
-    assert deaths.backoff_s == 0.0
+Death = tuple[float | None, bool]  # seconds after it was ready, and whether it came from outside
+
+
+def waits(*deaths: Death) -> list[float]:
+    """Return the wait before the start that follows each death."""
+    record = DeathRecord(LIMITS)
+    record.note(20.0)
+    found = [record.backoff_s]
+    for ready_for_s, is_from_outside in deaths:
+        record.note(ready_for_s, is_from_outside)
+        found.append(record.backoff_s)
+    return found
+
+
+@pytest.mark.parametrize("is_from_outside", [False, True])
+def test_failed_starts_double_the_wait(is_from_outside: bool) -> None:
+    """Also those that a signal from outside ends: the memory killer does so again and again."""
+    assert waits(*[(None, is_from_outside)] * 4) == [0.0, 1.0, 2.0, 4.0, 5.0]
+
+
+def test_the_first_crash_is_restarted_at_once() -> None:
+    assert waits(*[(0.5, False)] * 5) == [0.0, 0.0, 1.0, 2.0, 4.0, 5.0]
+    assert waits((0.5, False), (None, False), (0.5, False)) == [0.0, 0.0, 2.0, 2.0]
+
+
+def test_kills_from_outside_wait_for_nothing() -> None:
+    """The bug: five kills less than 30 s apart made the last restart wait 30 s."""
+    assert waits(*[(0.5, True)] * 6) == [0.0] * 7
+    assert waits(*[(0.5, False), (0.5, True)] * 3) == [0.0, 0.0, 0.0, 1.0, 0.0, 2.0, 0.0], "they forgive no crash either"
+
+
+def test_a_settled_life_forgives_all() -> None:
+    assert waits(*[(0.5, False)] * 3, (20.0, False), (0.5, False)) == [0.0, 0.0, 1.0, 2.0, 0.0, 0.0]
