@@ -5,7 +5,7 @@
 # Seen: with either keyword (`minLength` above 0) no escape can be written: after a backslash nothing may follow, so the mask never
 # offers one. At a quotation mark the string must end. A bare tab, which JSON forbids, is allowed instead.
 # Harm: an answer of prose, code or a path loses its quotations and paragraphs as soon as its length is bounded, and stays valid.
-# llguidance, outlines-core and lm-format-enforcer write the escapes.
+# Reported to xgrammar as issue 800, open. llguidance, outlines-core and lm-format-enforcer write the escapes.
 source "$(dirname "$0")/engines.sh"
 engines llguidance xgrammar outlines lmfe
 

@@ -4,8 +4,8 @@ Every engine gets a vocabulary of single bytes or characters and an end token, a
 A finding states what it expects; the process exits with 1 if an engine does anything else.
 """
 
+# ruff: noqa: BLE001, T201
 import json
-import logging
 import os
 import string
 import sys
@@ -85,7 +85,6 @@ def _outlines(schema: str) -> tuple[Callable[[str], bool], Callable[[str], bool]
 def _lmfe(schema: str) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
     from lmformatenforcer import JsonSchemaParser, TokenEnforcer, TokenEnforcerTokenizerData
 
-    logging.disable()  # it logs an exception and ends the text where it meets a part that it does not know
     eos = len(_ALPHABET)
     words = [(token, char, False) for token, char in enumerate(_ALPHABET)]
     data = TokenEnforcerTokenizerData(words, lambda tokens: "".join(_ALPHABET[token] for token in tokens), eos, False, eos + 1)

@@ -9,7 +9,7 @@
 # Harm: json.loads fails on answers that were to be safe, and for the names and literals on every answer.
 # llguidance and xgrammar escape all of these.
 source "$(dirname "$0")/engines.sh"
-engines llguidance outlines lmfe
+engines llguidance xgrammar outlines lmfe
 
 python - <<'PY'
 from engines import allows, cannot_write, done, forbids, lets_through, show
@@ -22,34 +22,36 @@ def field(schema: dict, name: str = "v") -> dict:
 schema = show(field({"type": "string", "pattern": "^.+$"}))
 texts = '{"v":"say "yes""}', r'{"v":"C:\dir"}'
 lets_through("outlines", schema, *texts)
-forbids("llguidance", schema, *texts)
-forbids("lmfe", schema, *texts)
+for engine in "llguidance", "xgrammar", "lmfe":
+    forbids(engine, schema, *texts)
 allows("llguidance", schema, r'{"v":"say \"yes\""}')
 
 schema = show(field({"type": "string", "pattern": "^[^,]+$"}))
 lets_through("outlines", schema, '{"v":"a\nb"}')
-forbids("llguidance", schema, '{"v":"a\nb"}')
+for engine in "llguidance", "xgrammar":
+    forbids(engine, schema, '{"v":"a\nb"}')
 
 schema = show(field({"type": "integer"}, '5" disk'))
 lets_through("outlines", schema, '{"5" disk":3}')
 cannot_write("outlines", schema, r'{"5\" disk":3}')
-allows("llguidance", schema, r'{"5\" disk":3}')
+for engine in "llguidance", "xgrammar":
+    allows(engine, schema, r'{"5\" disk":3}')
 
 schema = show(field({"enum": [True]}))
 lets_through("lmfe", schema, '{"v":True}')
 cannot_write("lmfe", schema, '{"v":true}')
-for engine in "llguidance", "outlines":
+for engine in "llguidance", "xgrammar", "outlines":
     allows(engine, schema, '{"v":true}')
 
 schema = show(field({"type": "string"}))
 lets_through("lmfe", schema, '{"v":"a\tb"}')
-for engine in "llguidance", "outlines":
+for engine in "llguidance", "xgrammar", "outlines":
     forbids(engine, schema, '{"v":"a\tb"}')
 
 schema = show(field({"enum": ["a\nb"]}))
 lets_through("lmfe", schema, '{"v":"a\nb"}')
 cannot_write("lmfe", schema, r'{"v":"a\nb"}')
-for engine in "llguidance", "outlines":
+for engine in "llguidance", "xgrammar", "outlines":
     allows(engine, schema, r'{"v":"a\nb"}')
 done()
 PY

@@ -13,7 +13,7 @@ engines llguidance xgrammar outlines lmfe
 python - <<'PY'
 import json
 
-from engines import allows, check, done, forbids, lets_through, show
+from engines import cannot_write, check, done, forbids, lets_through, show
 
 schema = show(
     {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": {"type": "string"}}
@@ -21,6 +21,8 @@ schema = show(
 for engine in "llguidance", "xgrammar":
     forbids(engine, schema, '{"a":1,"a":"x"}')
     lets_through(engine, schema, r'{"a":1,"\u0061":"x"}')
+for engine in "outlines", "lmfe":
+    cannot_write(engine, schema, '{"a":1,"b":"x"}')
 check("Python parses it as {'a': 'x'}", json.loads(r'{"a":1,"\u0061":"x"}') == {"a": "x"})
 
 schema = show({"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 2})
