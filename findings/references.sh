@@ -11,7 +11,7 @@ source "$(dirname "$0")/engines.sh"
 engines llguidance xgrammar outlines lmfe
 
 python - <<'PY'
-from engines import allows, cannot_write, done, forbids, lets_through, show
+from engines import allows, cannot_write, done, forbids, lets_through, refuses, show
 
 
 def field(reference: str, definitions: dict) -> dict:
@@ -27,6 +27,7 @@ for engine in "llguidance", "xgrammar", "outlines":
 
 schema = show(field("#count", {"c": {"$anchor": "count", "type": "integer"}}))
 lets_through("xgrammar", schema, '{"v":"x"}', '{"v":null}', prints="URI should either be '#' or start with '#/'")
+refuses("outlines", schema, "Invalid reference path")
 allows("llguidance", schema, '{"v":1}')
 forbids("llguidance", schema, '{"v":"x"}')
 

@@ -32,5 +32,7 @@ for engine in "llguidance", "xgrammar":
     forbids(engine, schema, '{"a":1}')
 for engine in "outlines", "lmfe":
     lets_through(engine, schema, '{"a":1}')
+forbids("outlines", schema, "{}")
+lets_through("lmfe", schema, "{}")
 done()
 PY
