@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A required name that is not among the properties: ignored by xgrammar 0.2.8 and outlines-core 0.2.14, never-ending in
+# A required name that is not among the properties: ignored by xgrammar 0.2.8 and outlines-core 0.2.14; no complete text in
 # lm-format-enforcer 0.11.3.
 #
 # Guess: the name is written with any value, as JSON Schema says, or the schema is refused.
@@ -7,7 +7,7 @@
 # allows no other name than the declared ones: after the last of them only white space may follow, so no text is ever whole.
 # All three are silent.
 # Harm: a typing error in `required`, or a schema whose fields are declared in another branch, gives answers without the field, or
-# generations that run to max_tokens.
+# answers that are cut off by max_tokens.
 # llguidance writes the name.
 source "$(dirname "$0")/engines.sh"
 engines llguidance xgrammar outlines lmfe
