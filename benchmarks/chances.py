@@ -13,8 +13,8 @@ from pathlib import Path
 from benchmarks.drafters.contenders import Stable
 from benchmarks.load import Way, mixed_prompts, requests_of
 from benchmarks.markdown import table
-from engine.draft.calibration import Reliability
-from server.bench import run_case
+from engine.draft.trees.calibration import Reliability
+from server.cli.bench_compare import run_case
 from server.settings import load_settings
 
 

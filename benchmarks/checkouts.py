@@ -28,14 +28,14 @@ import torch
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
 from benchmarks.precision import timed_pass
+from engine.core.step_plan import Row
+from engine.core.tree import PLAIN, ROOT
+from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, GrowingTree
-from engine.draft.head import DraftHead
-from engine.draft.head_drafter import HeadDrafter
-from engine.kv_cache import KVCache
-from engine.model import CausalModel, load_model
-from engine.plan import Row
-from engine.tree import PLAIN, ROOT
-from engine.types import SamplingParams
+from engine.draft.models.head import DraftHead
+from engine.draft.models.head_drafter import HeadDrafter
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel, load_model
 from engine.weights import resolve
 
 _CPU = torch.device("cpu")

@@ -21,11 +21,11 @@ from benchmarks.drafters.contenders import Stable
 from benchmarks.load import Way, in_turns, is_full, mixed_prompts, requests_of
 from benchmarks.markdown import table
 from engine import engine as engine_module
+from engine.core.types import Speculation, StepStats
 from engine.engine import Engine, StepOutput
-from engine.model import CausalModel
+from engine.model.causal_lm import CausalModel
 from engine.native import library
-from engine.stats import Stopwatch
-from engine.types import Speculation, StepStats
+from engine.trace.stats import Stopwatch
 from server.settings import load_settings
 
 _OF_HEAD = "latebranch_decode of a draft head"

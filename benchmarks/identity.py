@@ -17,20 +17,20 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from engine.attention.packing import Segment, pack
+from engine.attention.segments import chain_segment, tree_segment
+from engine.core.tree import TokenTree, parse_expansion
+from engine.core.types import Request, SamplingParams, Speculation
 from engine.distill.prompts import PromptGrammar
 from engine.engine import Engine
-from engine.kv_cache import KVCache
-from engine.model import CausalModel
-from engine.packing import Segment, pack
-from engine.progress_bar import progress_bar
-from engine.segments import chain_segment, tree_segment
-from engine.tree import TokenTree, parse_expansion
-from engine.types import Request, SamplingParams, Speculation
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel
+from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve
 from server.assembly import tool_engine
-from server.bench import run_case
-from server.chat_ids import chat_ids
+from server.cli.bench_compare import run_case
 from server.settings import load_settings
+from server.text.chat_ids import chat_ids
 
 _GRAMMAR = Path(__file__).parent.parent / "configs/drafters/prompts.yaml"
 _TEMPERATURES = (0.0, 0.7, 1.0)

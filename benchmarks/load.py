@@ -32,18 +32,18 @@ from benchmarks.drafters.contenders import Stable
 from benchmarks.drafters.report import interval
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
+from engine.core.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
+from engine.core.tree import FREE_GROWTH, parse_expansion
+from engine.core.types import Request, SamplingParams, Speculation, StepStats
+from engine.core.verifier_table import verifier_for
 from engine.engine import Engine
-from engine.model import CausalModel
-from engine.pairs import verifier_for
-from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
-from engine.progress_bar import progress_bar
-from engine.tree import FREE_GROWTH, parse_expansion
-from engine.types import Request, SamplingParams, Speculation, StepStats
+from engine.model.causal_lm import CausalModel
+from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve
-from server.bench import Run, stepped
-from server.bench_prompts import load_prompts
-from server.chat_ids import chat_ids
+from server.cli.bench_compare import Run, stepped
+from server.cli.bench_prompts import load_prompts
 from server.settings import load_settings
+from server.text.chat_ids import chat_ids
 
 _PROMPTS = Path(__file__).parent / "prompts.yaml"
 _FEWEST = 4  # requests of a measurement

@@ -34,11 +34,11 @@ from benchmarks.drafters.contenders import Stable
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.load import Measured, Way, mixed_prompts, requests_of, shuffled_head
 from benchmarks.markdown import table
-from engine.model import CausalModel
-from engine.progress_bar import progress_bar
-from engine.types import Speculation
+from engine.core.types import Speculation
+from engine.model.causal_lm import CausalModel
+from engine.utils.progress_bar import progress_bar
 from server.assembly import tool_engine
-from server.bench import Run, stepped
+from server.cli.bench_compare import Run, stepped
 from server.settings import load_settings
 
 _HERE = Path(__file__).resolve().parents[1]

@@ -22,7 +22,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.markdown import table
-from engine.types import Request, SamplingParams
+from engine.core.types import Request, SamplingParams
 from server.settings import load_settings
 
 _VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
@@ -73,7 +73,7 @@ def _cells(lines: Iterable[str]) -> list[str]:
 def _work(config: Path, num_rounds: int) -> None:
     """Run every load in every round; say after each how many steps it took."""
     from server.assembly import tool_engine  # here, because it brings torch
-    from server.bench import run_case
+    from server.cli.bench_compare import run_case
 
     with patch("engine.native.library.is_available", return_value=False):
         engine = tool_engine(load_settings(config, {}).to_tool_config())

@@ -19,9 +19,9 @@ import torch
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
 from benchmarks.precision import timed_pass
-from engine.kv_cache import KVCache
-from engine.model import CausalModel, load_model
-from engine.progress_bar import progress_bar
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel, load_model
+from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve
 
 _CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.markdown import table
-from engine.tree import GrowthPrices
+from engine.core.tree import GrowthPrices
 from selector import acceptance, policy, probes, search
 from selector.cost import CostModel
 from tests.selector import scores

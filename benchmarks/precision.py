@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from engine.kv_cache import KVCache
-from engine.linears import fastest_linears
-from engine.model import CausalModel, load_model
+from engine.attention.packing import pack
+from engine.attention.segments import chain_segment
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel, load_model
+from engine.model.linears import fastest_linears
 from engine.native.linear import QUANTISED
-from engine.packing import pack
-from engine.progress_bar import progress_bar
-from engine.segments import chain_segment
+from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve
-from server.bench_prompts import load_prompts
-from server.chat_ids import chat_ids
+from server.cli.bench_prompts import load_prompts
+from server.text.chat_ids import chat_ids
 
 _CPU = torch.device("cpu")
 _PRECISIONS = ("float32", "bfloat16", *QUANTISED)

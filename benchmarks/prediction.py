@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from engine.config import SchedulerConfig
-from engine.draft.cached import CachedDrafter
-from engine.draft.runs import RunningPolicy
-from engine.draft.texts import TextCache
-from engine.model import CausalModel, load_model
-from engine.policy import FixedExpansion
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams
+from engine.draft.text.long_chains import RunningPolicy
+from engine.draft.text.text_cache import TextCache
+from engine.draft.text.text_drafter import CachedDrafter
+from engine.model.causal_lm import CausalModel, load_model
 from engine.testing import tiny_engine
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams
 from engine.weights import resolve
-from server.chat_ids import chat_ids
+from server.text.chat_ids import chat_ids
 
 _MODEL, _NUM_TOKENS, _NUM_SAMPLES, _EVERY = "smollm2-135m", 180, 3, 25
 _LIMITS = SchedulerConfig(num_slots=2048, max_model_len=1024)

@@ -11,13 +11,13 @@ import time
 
 import torch
 
-from engine.config import SchedulerConfig
-from engine.draft.cached import CachedDrafter
+from engine.core.config import SchedulerConfig
+from engine.core.types import Request, SamplingParams
+from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
-from engine.linears import fastest_linears
-from engine.model import load_model
+from engine.model.causal_lm import load_model
+from engine.model.linears import fastest_linears
 from engine.testing import tiny_engine
-from engine.types import Request, SamplingParams
 from engine.weights import resolve
 
 _TAIL_TOKENS = 40

@@ -29,20 +29,20 @@ from transformers import AutoTokenizer
 
 from benchmarks.markdown import table
 from engine.build import build_engine
-from engine.config import EngineConfig
+from engine.core.config import EngineConfig
+from engine.core.policy import Choice, DraftOutcome, ExpansionPolicy, RootSource, SequenceView, StepFeedback
+from engine.core.types import Request, SamplingParams, Speculation
 from engine.distill.prompts import PromptGrammar
-from engine.policy import Choice, DraftOutcome, ExpansionPolicy, RootSource, SequenceView, StepFeedback
-from engine.rig import Rig
-from engine.types import Request, SamplingParams, Speculation
+from engine.profiling.step_timer import Rig
 from engine.weights import WeightsCache, default_root, resolve
 from selector.acceptance import CountedAcceptance
 from selector.cost import CostModel
 from selector.menu import menu_for_all, menu_with
 from selector.network.replay import best_places, step_s
 from selector.profile import cached_profile
-from server.bench import run_case
-from server.chat_ids import chat_ids
+from server.cli.bench_compare import run_case
 from server.settings import SHIPPED_DRAFTERS, load_settings
+from server.text.chat_ids import chat_ids
 
 Array = NDArray[np.float64]
 

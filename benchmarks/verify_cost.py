@@ -20,11 +20,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from engine.forest import Forest
-from engine.keys import StepKey
-from engine.pairs import VERIFIER_NAMES
-from engine.progress_bar import progress_bar
-from engine.tree import Expansion, TokenTree, parse_expansion
+from engine.core.rng_keys import StepKey
+from engine.core.tree import Expansion, TokenTree, parse_expansion
+from engine.core.verifier_table import VERIFIER_NAMES
+from engine.utils.progress_bar import progress_bar
+from engine.verify.forest import Forest
 from engine.verify.rules import create_verifier
 
 

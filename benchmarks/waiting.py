@@ -8,11 +8,11 @@ import argparse
 import statistics
 import time
 
-from engine.config import SchedulerConfig
-from engine.draft.cached import CachedDrafter
+from engine.core.config import SchedulerConfig
+from engine.core.types import Request, SamplingParams
+from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
 from engine.testing import tiny_engine, tiny_model
-from engine.types import Request, SamplingParams
 
 _FEW, _NUM_RUNNING, _NUM_STEPS = 10, 8, 200
 

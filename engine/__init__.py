@@ -1,1 +1,1 @@
-"""The inference engine: token ids in, token ids out, every step one tree-masked pass of the target model."""
+"""The inference engine: token ids in, token ids out. Every step is one tree-masked pass of the target model."""

@@ -11,45 +11,45 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from engine.attention.paged.graph_recorder import GraphRefused
 from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
 from engine.audit.outcomes import tie_tolerance
-from engine.canary import SlotCanary
 from engine.choice_cache import CachedChoice
-from engine.config import EngineConfig
-from engine.draft.cached import CachedDrafter, FollowsTexts
-from engine.draft.combined import CombinedDrafter
-from engine.draft.compatibility import UnreadableDrafter, check_drafter
+from engine.core.config import EngineConfig
+from engine.core.policy import ExpansionPolicy, FixedExpansion, PlainDecoding, RootSource
+from engine.core.step_plan import Feeding
+from engine.core.types import ModelInfo, Request, RequestDefaults, SamplingParams
+from engine.core.verifier_table import require_exact
 from engine.draft.drafter import Drafter
-from engine.draft.early_exit import Lens, early_exit_drafter
-from engine.draft.head import DraftHead
-from engine.draft.head_drafter import HeadDrafter
-from engine.draft.model import ModelDrafter
-from engine.draft.padding import RepaddedModel
-from engine.draft.recent_texts import RecentLimits
-from engine.draft.runs import LENGTHS, RunningPolicy
-from engine.draft.texts import TextCache
+from engine.draft.models.compatibility import UnreadableDrafter, check_drafter
+from engine.draft.models.draft_model import ModelDrafter
+from engine.draft.models.early_exit import Lens, early_exit_drafter
+from engine.draft.models.head import DraftHead
+from engine.draft.models.head_drafter import HeadDrafter
+from engine.draft.models.vocab_padding import RepaddedModel
+from engine.draft.text.long_chains import LENGTHS, RunningPolicy
+from engine.draft.text.recent_texts import RecentLimits
+from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.text.text_cache import TextCache
+from engine.draft.text.text_drafter import CachedDrafter, FollowsTexts
 from engine.engine import Engine
-from engine.grammars import CompiledGrammars, vocabulary_loader
-from engine.kv_cache import KVCache
-from engine.linears import fastest_linears, fastest_precision
-from engine.memory import memory_need, shortage
-from engine.model import CausalModel, load_model, weights_dtype
-from engine.model_check import UnsupportedModel
+from engine.graph_setup import Prepared, record, static_steps
+from engine.kv_cache.canary import SlotCanary
+from engine.kv_cache.pool import KVCache
+from engine.memory_plan import memory_need, shortage
+from engine.model.causal_lm import CausalModel, load_model, weights_dtype
+from engine.model.check import UnsupportedModel
+from engine.model.linears import fastest_linears, fastest_precision
+from engine.model.root_features import RootReader
+from engine.model.target import Target
 from engine.native import library
-from engine.paged.recorder import GraphRefused
-from engine.pairs import require_exact
-from engine.plan import Feeding
-from engine.policy import ExpansionPolicy, FixedExpansion, PlainDecoding, RootSource
-from engine.request_defaults import read_request_defaults
-from engine.rig import Rig
-from engine.roots import RootReader
-from engine.static_steps import Prepared, record, static_steps
-from engine.target import Target
-from engine.trace_file import TraceFile
-from engine.tracer import FileTracer, header_of
-from engine.types import ModelInfo, Request, RequestDefaults, SamplingParams
+from engine.profiling.step_timer import Rig
+from engine.structured_output.grammars import CompiledGrammars, vocabulary_loader
+from engine.trace.file import TraceFile
+from engine.trace.tracer import FileTracer, header_of
 from engine.weights import resolve
+from engine.weights.request_defaults import read_request_defaults
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
 
     `adaptive` makes the policy of that name, which is not the engine's own. `models` holds what is loaded already and gets what
     is loaded here, so that engines of one number format and device can share weights. Raises BadConfiguration,
-    engine.model_check.UnsupportedModel or what engine.weights raises.
+    engine.model.check.UnsupportedModel or what engine.weights raises.
     """
     require_exact(config.expansion, config.verifier)
     if config.num_threads:

@@ -7,8 +7,8 @@ new ones may be worth drafting for.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
-from engine.tree import PLAIN
+from engine.core.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
+from engine.core.tree import PLAIN
 
 _OTHERS_STEPS = 8  # for which plain decoding is reused once the batch has changed
 

@@ -11,34 +11,34 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.anteroom import Anteroom
-from engine.black_box import StepNote, note_of
-from engine.canary import SlotCanary
-from engine.config import SchedulerConfig
-from engine.draft.calibration import Calibrations
+from engine.core.config import SchedulerConfig
+from engine.core.policy import ExpansionPolicy
+from engine.core.step_plan import Feeding, Row, StepPlan
+from engine.core.tree import PLAIN
+from engine.core.types import DraftSource, ErrorCode, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
+from engine.core.validation import refused, require_runnable
+from engine.core.verifier_table import verifier_for
 from engine.draft.drafter import Drafter, RequestFollower
-from engine.draft.grown import Growth, plain_growth
-from engine.draft.growth import grow, learn
-from engine.forcing import TeacherForcing
-from engine.grammar_masks import GrammarMasks
-from engine.grammars import CompiledGrammars, no_grammars
-from engine.judge import NOT_FINITE, Judge, logprobs_of
-from engine.pairs import verifier_for
-from engine.plan import Feeding, Row, StepPlan
-from engine.policy import ExpansionPolicy
-from engine.prompt_scores import NO_SCORES, scored_by, scores_of, with_scores
-from engine.refusal import refused, require_runnable
-from engine.roots import Ending, RootReader
-from engine.scheduler import RowResult, Scheduler
-from engine.sequence import Sequence
-from engine.slot_texts import NoWatch, SlotTexts, StepWatch
-from engine.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
-from engine.target import Target
-from engine.tracer import NoTracer, Tracer, traced_rows, with_traces
-from engine.tree import PLAIN
-from engine.tree_probs import traced_probs
-from engine.types import DraftSource, ErrorCode, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
+from engine.draft.trees.calibration import Calibrations
+from engine.draft.trees.grow import grow, learn
+from engine.draft.trees.grown import Growth, plain_growth
+from engine.kv_cache.canary import SlotCanary
+from engine.kv_cache.slot_digests import NoWatch, SlotTexts, StepWatch
+from engine.model.root_features import Ending, RootReader
+from engine.model.target import Target
+from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.sequence import Sequence
+from engine.structured_output.grammars import CompiledGrammars, no_grammars
+from engine.structured_output.masks import GrammarMasks
+from engine.structured_output.pending import Anteroom
+from engine.teacher_forcing import TeacherForcing
+from engine.trace.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
+from engine.trace.tracer import NoTracer, Tracer, traced_rows, with_traces
+from engine.trace.tree_probs import traced_probs
+from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
+from engine.verify.prompt_logprobs import NO_SCORES, scored_by, scores_of, with_scores
 from engine.verify.verdict import Unjudged, Verdict
+from engine.worker.step_log import StepNote, note_of
 
 _logger = logging.getLogger(__name__)
 

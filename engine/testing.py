@@ -18,19 +18,19 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.canary import SlotCanary
-from engine.config import SchedulerConfig
+from engine.core.config import SchedulerConfig
+from engine.core.policy import ExpansionPolicy, FixedExpansion
+from engine.core.step_plan import Feeding
+from engine.core.tree import Expansion
+from engine.core.types import ModelInfo
 from engine.draft.drafter import Drafter
-from engine.draft.model import ModelDrafter
+from engine.draft.models.draft_model import ModelDrafter
 from engine.engine import Engine
-from engine.grammars import CompiledGrammars
-from engine.kv_cache import KVCache
-from engine.model import CausalModel, adopt
-from engine.plan import Feeding
-from engine.policy import ExpansionPolicy, FixedExpansion
-from engine.target import Target
-from engine.tree import Expansion
-from engine.types import ModelInfo
+from engine.kv_cache.canary import SlotCanary
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel, adopt
+from engine.model.target import Target
+from engine.structured_output.grammars import CompiledGrammars
 
 _COMMON = {
     "vocab_size": 61,

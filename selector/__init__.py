@@ -1,1 +1,1 @@
-"""The room of the trained policy, which chooses expansions through engine.policy.ExpansionPolicy. The engine never imports it."""
+"""The adaptive policy: which trees a step drafts, by what acceptance and costs predict."""

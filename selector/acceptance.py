@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.policy import DraftOutcome, NodeChances, SequenceView
-from engine.tree import Expansion
-from engine.types import SamplingParams
+from engine.core.policy import DraftOutcome, NodeChances, SequenceView
+from engine.core.tree import Expansion
+from engine.core.types import SamplingParams
 from selector.menu import Menu
 
 Array = NDArray[np.float64]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from engine.config import EngineConfig
-from engine.policy import ExpansionPolicy, RootSource
+from engine.core.config import EngineConfig
+from engine.core.policy import ExpansionPolicy, RootSource
 from engine.weights import WeightsCache, default_root
 from engine.weights.fingerprint import tensors_digest
 from selector.acceptance import CountedAcceptance, Estimator

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.policy import StepWork
+from engine.core.policy import StepWork
 
 Array = NDArray[np.float64]
 

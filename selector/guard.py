@@ -6,8 +6,8 @@ Any tree is lossless, so whatever goes wrong in choosing or learning can be answ
 import logging
 from collections.abc import Sequence
 
-from engine.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback
-from engine.tree import Expansion
+from engine.core.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback
+from engine.core.tree import Expansion
 
 _logger = logging.getLogger(__name__)
 

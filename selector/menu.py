@@ -11,9 +11,9 @@ from math import ceil, inf
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.pairs import default_tree, is_exact
-from engine.policy import SequenceView
-from engine.tree import DELAYED_TREES, PLAIN, Expansion, TreeName
+from engine.core.policy import SequenceView
+from engine.core.tree import DELAYED_TREES, PLAIN, Expansion, TreeName
+from engine.core.verifier_table import default_tree, is_exact
 
 _LENGTHS = (1, 2, 3, 4, 6)  # of trunks and branches
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of trees that find their own shape

@@ -12,8 +12,8 @@ from math import inf, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.policy import Choice, Reason, SequenceView, StepFeedback, StepWork, composition_of
-from engine.tree import PLAIN, Expansion
+from engine.core.policy import Choice, Reason, SequenceView, StepFeedback, StepWork, composition_of
+from engine.core.tree import PLAIN, Expansion
 from selector.acceptance import Estimates, Estimator
 from selector.cost import CostModel, StageSeconds
 from selector.menu import Menu, fed_share
@@ -25,7 +25,7 @@ _BEGINS_TO_PAY = 1.1  # times what their seconds are worth, that trees must brin
 _PRICED_ALWAYS = 48  # first steps that all correct prices; later probes do, and:
 _PRICED_EVERY = 16  # of all steps
 _KEEPS_UP_SHARE = 0.002  # of a plain step's seconds, for which drafters are kept up with sequences that decode plainly
-_KEEPS_UP_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler)
+_KEEPS_UP_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler.scheduler)
 _MEMORY = 0.95  # of what own trees brought and of the model's share of rounds, at each later step
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from engine.policy import DraftOutcome, SequenceView
+from engine.core.policy import DraftOutcome, SequenceView
 
 _SHARE = 0.005  # of all seconds, spent on probes at most
 _SHORTEST, _LONGEST = 8, 64  # tokens of a sequence between its probes

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.config import SchedulerConfig
-from engine.policy import PassSize, StepFeedback, StepWork
-from engine.progress_bar import progress_bar
-from engine.tree import Expansion
+from engine.core.config import SchedulerConfig
+from engine.core.policy import PassSize, StepFeedback, StepWork
+from engine.core.tree import Expansion
+from engine.utils.progress_bar import progress_bar
 from engine.weights import WeightsCache
 from selector.cost import (
     GENERIC_DRAFT,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.policy import StepWork
-from engine.tree import GrowthPrices
+from engine.core.policy import StepWork
+from engine.core.tree import GrowthPrices
 from selector.acceptance import Array, Estimates
 from selector.cost import CostModel
 from selector.menu import Menu

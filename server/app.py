@@ -11,23 +11,23 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from engine.client import WorkerClient
-from engine.crash_dump import CrashDumps
-from engine.service import EngineError, EngineService
-from engine.supervision import Supervision
+from engine.core.service import EngineError, EngineService
 from engine.weights import resolve
-from engine.worker import ProcessLauncher
+from engine.worker.client import WorkerClient
+from engine.worker.crash_dump import CrashDumps
+from engine.worker.process import ProcessLauncher
+from engine.worker.supervision import Supervision
 from server.assembly import preload, served_engine
-from server.auth import ApiKeyGate
-from server.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
+from server.http.auth import ApiKeyGate
+from server.http.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
+from server.http.middleware import BodyLimit, ErrorBoundary, HeaderLimit, RequestContext
+from server.http.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
 from server.metrics.http import HttpMeter
-from server.middleware import BodyLimit, ErrorBoundary, HeaderLimit, RequestContext
-from server.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
 from server.routes import generation, models, operations, playground, tokens
 from server.routes.strict import IGNORED_HEADER
 from server.runtime import Runtime
 from server.settings import Settings
-from server.text import Tokenizer, load_tokenizer
+from server.text.codec import Tokenizer, load_tokenizer
 
 _MAX_HEADERS = 100
 
@@ -85,7 +85,7 @@ def _add_layers(app: FastAPI, runtime: Runtime) -> None:
         )
     app.add_middleware(ErrorBoundary)
     if settings.otlp_endpoint is not None:
-        from server.otel import Tracing, otlp_provider  # here, because it is an extra
+        from server.http.otel import Tracing, otlp_provider  # here, because it is an extra
 
         app.state.tracing = otlp_provider(settings.otlp_endpoint)
         app.add_middleware(Tracing, provider=app.state.tracing, model_name=settings.served_name)

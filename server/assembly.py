@@ -5,8 +5,8 @@ Importing this module loads no model code: the process that serves HTTP launches
 
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
-from engine.desk import SteppedEngine
+from engine.core.config import EngineConfig
+from engine.worker.engine_loop import SteppedEngine
 
 if TYPE_CHECKING:
     from engine.build import Models

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.app import create_app
-from server.protocol import MAX_HEAD_BYTES, http_protocol
+from server.http.protocol import MAX_HEAD_BYTES, http_protocol
 from server.runtime import Runtime
 from server.settings import Settings
 

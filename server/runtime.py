@@ -11,13 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from engine.grammars import VocabularySource, source_of
-from engine.service import EngineService, EngineState, EngineUnavailable
-from server.grammar_check import GrammarCheck
+from engine.core.service import EngineService, EngineState, EngineUnavailable
+from engine.structured_output.grammars import VocabularySource, source_of
+from server.grammar.check import GrammarCheck
+from server.http.time_limits import TimeLimits
 from server.metrics import Metrics
 from server.settings import Settings
-from server.text import TextCodec, Tokenizer
-from server.time_limits import TimeLimits
+from server.text.codec import TextCodec, Tokenizer
 from server.tool_calls.support import ToolSupport, tool_support
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from engine.config import BLOCK_TOKENS, EngineConfig, SchedulerConfig
-from engine.draft.context_tree import MAX_CONTEXT
-from engine.pairs import VerifierName, require_exact
-from engine.tree import parse_expansion
-from server.request_log import RequestLog
+from engine.core.config import BLOCK_TOKENS, EngineConfig, SchedulerConfig
+from engine.core.tree import parse_expansion
+from engine.core.verifier_table import VerifierName, require_exact
+from engine.draft.text.suffix_counts import MAX_CONTEXT
+from server.http.request_log import RequestLog
 from server.schemas.common import MAX_CHOICES
 from server.tool_calls.syntaxes import ToolCallParser
 

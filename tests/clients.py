@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from engine.client import WorkerClient
-from engine.config import EngineConfig, SchedulerConfig
-from engine.crash_dump import CrashDumps
-from engine.desk import EngineFactory
-from engine.inprocess import InProcessEngine
-from engine.ledger import EventStream
-from engine.service import EngineService, EngineState
-from engine.supervision import Supervision
-from engine.types import Request, TokenEvent
-from engine.worker import ProcessLauncher
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.service import EngineService, EngineState
+from engine.core.types import Request, TokenEvent
+from engine.worker.client import WorkerClient
+from engine.worker.crash_dump import CrashDumps
+from engine.worker.engine_loop import EngineFactory
+from engine.worker.inprocess import InProcessEngine
+from engine.worker.process import ProcessLauncher
+from engine.worker.request_table import EventStream
+from engine.worker.supervision import Supervision
 from tests.counting_engine import build_counting
 
 # A busy machine may take minutes to start a process.

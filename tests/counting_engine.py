@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from engine.black_box import RowNote, StepNote
-from engine.blocks import IntegrityError
-from engine.config import EngineConfig
-from engine.types import FinishReason, ModelInfo, Request, SamplingParams, StepStats, TokenEvent
+from engine.core.config import EngineConfig
+from engine.core.types import FinishReason, ModelInfo, Request, SamplingParams, StepStats, TokenEvent
+from engine.scheduler.slot_pool import IntegrityError
+from engine.worker.step_log import RowNote, StepNote
 
 MAX_MODEL_LEN = 1_000_000
 _MAX_RUNNING = 64

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.forest import Forest
-from engine.tree import Expansion, TokenTree
+from engine.core.tree import Expansion, TokenTree
+from engine.verify.forest import Forest
 
 Context = tuple[int, ...]
 Law = NDArray[np.float64]

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
-from engine.service import EngineBusy, EngineHealth, EngineState, EngineUnavailable
-from engine.tree import Expansion
-from engine.types import ErrorCode, FinishReason, ModelInfo, Request, RequestDefaults, StepStats, TokenEvent, TokenLogprobs
+from engine.core.service import EngineBusy, EngineHealth, EngineState, EngineUnavailable
+from engine.core.tree import Expansion
+from engine.core.types import ErrorCode, FinishReason, ModelInfo, Request, RequestDefaults, StepStats, TokenEvent, TokenLogprobs
 
 Script = Callable[[Request], Sequence[int]]
 

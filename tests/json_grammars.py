@@ -6,8 +6,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from engine.grammars import Vocabulary, compiled, source_of
-from engine.types import Grammar, GrammarKind
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output.grammars import Vocabulary, compiled, source_of
 from tests.tokenizers_for_tests import byte_level
 
 

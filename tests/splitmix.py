@@ -1,6 +1,6 @@
 """The way back through splitmix64: which key gives chosen bits, so that tests can reach the ends of the range."""
 
-from engine.keys import GOLDEN, MIX_1, MIX_2
+from engine.core.rng_keys import GOLDEN, MIX_1, MIX_2
 
 _MASK = (1 << 64) - 1
 

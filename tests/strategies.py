@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from engine.tree import DELAYED_TREES, FREE_GROWTH, TREE_NAMES, Expansion, GrowthPrices, TokenTree
-from engine.types import SamplingParams
+from engine.core.tree import DELAYED_TREES, FREE_GROWTH, TREE_NAMES, Expansion, GrowthPrices, TokenTree
+from engine.core.types import SamplingParams
 
 VOCAB_SIZE = 61  # of the tiny models in engine.testing
 

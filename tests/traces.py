@@ -1,9 +1,9 @@
 """Trace records made by hand."""
 
-from engine.trace import TracedStep, TraceHeader, TraceRecord
-from engine.traced import TracedRow, TracedSampling
-from engine.tree import TokenTree
-from engine.types import FinishReason, StepStats
+from engine.core.row_trace import TracedRow, TracedSampling
+from engine.core.tree import TokenTree
+from engine.core.types import FinishReason, StepStats
+from engine.trace.records import TracedStep, TraceHeader, TraceRecord
 
 HEADER = TraceHeader(model="tiny", drafter="ngram", verifier="traversal", policy="fixed 1.2.2", dtype="float32", device="cpu")
 TREE = TokenTree((-1, 0, 1, 2, 1, 0), (5, 17, 33, 4, 8, 9), ((1, 1, 5), (2, 4, 4), (3,), (), (), ()))

@@ -12,13 +12,13 @@ from benchmarks.drafters.measure import Design, EncodedPrompt, Measurement
 from benchmarks.drafters.report import UnlikeRuns, report
 from benchmarks.foreign import MAX_FOREIGN_CPUS
 from engine.build import BadConfiguration
-from engine.model_check import UnsupportedModel
-from engine.refusal import RequestRefused
-from engine.tree import Expansion, parse_expansion
+from engine.core.tree import Expansion, parse_expansion
+from engine.core.validation import RequestRefused
+from engine.model.check import UnsupportedModel
 from engine.weights import WeightsError, resolve
-from server.bench_prompts import BenchError, Prompt, load_prompts
-from server.chat_ids import chat_ids
+from server.cli.bench_prompts import BenchError, Prompt, load_prompts
 from server.settings import SettingsError, load_settings
+from server.text.chat_ids import chat_ids
 
 _PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.core.config import EngineConfig
+from engine.core.tree import PLAIN, Expansion
+from engine.core.types import Speculation
+from engine.core.verifier_table import verifier_for
 from engine.engine import Engine
-from engine.model import CausalModel
-from engine.pairs import verifier_for
-from engine.tree import PLAIN, Expansion
-from engine.types import Speculation
+from engine.model.causal_lm import CausalModel
 from server.assembly import tool_engine
 
 # The setting that names what a drafter is made of.

@@ -15,11 +15,11 @@ from typing import Any
 from benchmarks.drafters.contenders import PLAINLY, Contender, Stable
 from benchmarks.drafters.report import lines_of
 from benchmarks.foreign import ForeignCpu
+from engine.core.types import Request, SamplingParams, StepStats
 from engine.engine import Engine
 from engine.native import library
-from engine.progress_bar import progress_bar
-from engine.types import Request, SamplingParams, StepStats
-from server.bench import OutputsDiffer, Run, run_case
+from engine.utils.progress_bar import progress_bar
+from server.cli.bench_compare import OutputsDiffer, Run, run_case
 
 
 @dataclass(frozen=True, slots=True)

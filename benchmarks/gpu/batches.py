@@ -6,9 +6,9 @@ from itertools import cycle, islice
 import numpy as np
 import torch
 
-from engine.packing import PackedBatch, pack
-from engine.segments import tree_segment
-from engine.tree import TokenTree
+from engine.attention.packing import PackedBatch, pack
+from engine.attention.segments import tree_segment
+from engine.core.tree import TokenTree
 
 
 def batch_of(num_rows: int, num_nodes: int, contexts: Sequence[int], device: torch.device, seed: int = 0) -> PackedBatch:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from benchmarks.gpu.batches import batch_of
 from benchmarks.gpu.figures import Figures, in_turns
-from engine.attention import Gathered
-from engine.kv_cache import KVCache
-from engine.packing import PackedBatch
-from engine.paged.attention import Attend, PagedContext, kernel
-from engine.paged.reference import attend as reference
-from engine.paged.table import Columns, PagedBatch, Shape, table_of
-from engine.transfer import integers_32
+from engine.attention.packing import PackedBatch
+from engine.attention.paged.attention import Attend, PagedContext, kernel
+from engine.attention.paged.reference import attend as reference
+from engine.attention.paged.table import Columns, PagedBatch, Shape, table_of
+from engine.attention.tree_attention import Gathered
+from engine.kv_cache.pool import KVCache
+from engine.utils.host_transfer import integers_32
 
 MOST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # |out - expected| / |expected|
 _FORMATS = (torch.float32, torch.bfloat16)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from engine.model import CausalModel, adopt
-from engine.paged.reference import attend
+from engine.attention.paged.reference import attend
+from engine.model.causal_lm import CausalModel, adopt
 
 
 @dataclass(frozen=True)

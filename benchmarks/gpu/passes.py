@@ -8,14 +8,14 @@ import torch
 from benchmarks.gpu.batches import batch_of
 from benchmarks.gpu.figures import Figures, in_turns
 from benchmarks.gpu.models import ModelShape, model_of
-from engine.kv_cache import KVCache
-from engine.model import CausalModel
-from engine.packing import PackedBatch
-from engine.paged.buffer import TableBuffer
-from engine.paged.ladder import Ladder
-from engine.paged.recorder import CudaGraphs, Recorder, Unrecorded
-from engine.paged.recordings import StaticSteps
-from engine.passes import DirectPasses, Passes, RecordedPasses
+from engine.attention.packing import PackedBatch
+from engine.attention.paged.buffer import TableBuffer
+from engine.attention.paged.graph_recorder import CudaGraphs, Recorder, Unrecorded
+from engine.attention.paged.graphs import StaticSteps
+from engine.attention.paged.padding_shapes import Ladder
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel
+from engine.model.passes import DirectPasses, Passes, RecordedPasses
 
 _CAPACITY = 1 << 20  # numbers of a table
 

@@ -13,18 +13,18 @@ import torch
 
 from benchmarks.gpu.figures import Figures
 from benchmarks.gpu.models import ModelShape, model_of
-from engine.config import SchedulerConfig
+from engine.attention.paged.buffer import TableBuffer
+from engine.attention.paged.graph_recorder import CudaGraphs, Unrecorded
+from engine.attention.paged.graphs import StaticSteps
+from engine.attention.paged.padding_shapes import Ladder
+from engine.core.config import SchedulerConfig
+from engine.core.policy import ExpansionPolicy, FixedExpansion, PlainDecoding
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams
 from engine.engine import Engine
-from engine.model import CausalModel
-from engine.paged.buffer import TableBuffer
-from engine.paged.ladder import Ladder
-from engine.paged.recorder import CudaGraphs, Unrecorded
-from engine.paged.recordings import StaticSteps
-from engine.policy import ExpansionPolicy, FixedExpansion, PlainDecoding
-from engine.static_steps import record, table_capacity
+from engine.graph_setup import record, table_capacity
+from engine.model.causal_lm import CausalModel
 from engine.testing import tiny_engine
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams
 
 _LIMITS = SchedulerConfig(max_running=8, max_step_tokens=64, num_slots=4096, max_model_len=256)
 _SHARPNESS, _NOISE = 6.0, 0.02  # of laws; of the drafter's weights

@@ -18,11 +18,11 @@ from benchmarks.peers.measure import Design, Measurement, Prompt
 from benchmarks.peers.report import report
 from benchmarks.peers.setup import PEERS, PINS, SetupError, requantise, set_up
 from benchmarks.peers.stable import Stable
-from engine.tree import parse_expansion
+from engine.core.tree import parse_expansion
 from engine.weights import WeightsError, resolve
-from server.bench_prompts import BenchError, read_prompts
-from server.chat_ids import chat_ids
+from server.cli.bench_prompts import BenchError, read_prompts
 from server.settings import Settings, SettingsError, load_settings
+from server.text.chat_ids import chat_ids
 
 _PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 _CONTEXT_STEP_TOKENS = 256

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.peers import setup
 from benchmarks.peers.processes import PORT, Launch
 from benchmarks.peers.report import OURS
+from engine.core.tree import Expansion
 from engine.native.linear import QUANTISED
-from engine.tree import Expansion
 from engine.weights.references import LocalWeights
 
 PRECISIONS = ("float32", "bfloat16", *QUANTISED)

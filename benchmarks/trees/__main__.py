@@ -10,9 +10,9 @@ from benchmarks.trees.paired import differences
 from benchmarks.trees.report import report
 from engine.weights import resolve
 from server.assembly import tool_engine
-from server.bench_prompts import read_prompts
-from server.chat_ids import chat_ids
+from server.cli.bench_prompts import read_prompts
 from server.settings import load_settings
+from server.text.chat_ids import chat_ids
 
 _PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 

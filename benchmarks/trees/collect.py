@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trees.contenders import Contender, contenders_of
-from engine.draft.calibration import Calibrations
-from engine.draft.growth import grow, learn
+from engine.core.step_plan import Row, StepPlan
+from engine.core.tree import PLAIN, TokenTree
+from engine.core.types import SamplingParams
+from engine.draft.trees.calibration import Calibrations
+from engine.draft.trees.grow import grow, learn
 from engine.engine import Engine
-from engine.lab import Lab, Planting, Point
-from engine.plan import Row, StepPlan
-from engine.progress_bar import progress_bar
-from engine.tree import PLAIN, TokenTree
-from engine.types import SamplingParams
+from engine.profiling.counterfactual import Lab, Planting, Point
+from engine.utils.progress_bar import progress_bar
 from engine.verify.coupled import judge_greedy
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Verdict, Verifier

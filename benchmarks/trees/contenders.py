@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.pairs import VERIFIER_NAMES, is_exact
-from engine.tree import Expansion, TreeName
+from engine.core.tree import Expansion, TreeName
+from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 
 DEPTHS = {8: 8, 16: 16, 32: 16}
 _SHAPES = {  # trunk, branches, depth

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.policy import DraftOutcome, SequenceView
-from engine.trace import read_trace
-from engine.traced import TracedRow
-from engine.tree import Expansion, parse_expansion
-from engine.types import SamplingParams, Speculation
+from engine.core.policy import DraftOutcome, SequenceView
+from engine.core.row_trace import TracedRow
+from engine.core.tree import Expansion, parse_expansion
+from engine.core.types import SamplingParams, Speculation
+from engine.trace.records import read_trace
 from selector.acceptance import CountedAcceptance
 from selector.menu import menu_of
 from selector.network.replay import step_s

@@ -28,9 +28,9 @@ from torch import Tensor
 from engine.audit.judgement import Judgement, Record, check_of
 from engine.audit.outcomes import Tally
 from engine.audit.pit import NUM_BINS, evenness
-from engine.grammar_masks import GrammarMasks
-from engine.keys import Stream, stream_key, uniform
-from engine.types import AuditStats, FinishReason, Request, TokenEvent
+from engine.core.rng_keys import Stream, stream_key, uniform
+from engine.core.types import AuditStats, FinishReason, Request, TokenEvent
+from engine.structured_output.masks import GrammarMasks
 
 _logger = logging.getLogger(__name__)
 

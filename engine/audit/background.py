@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.audit.auditor import Auditor
-from engine.black_box import StepNote
+from engine.core.types import ModelInfo, Request, StepStats
 from engine.engine import Engine, StepOutput, with_end_tokens
-from engine.types import ModelInfo, Request, StepStats
+from engine.worker.step_log import StepNote
 
 _logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engine.audit.plan import AuditPlan, Setting
+from engine.core.rng_keys import derived_seed
+from engine.core.types import FinishReason, Request, Speculation, TokenEvent
 from engine.engine import Engine
-from engine.keys import derived_seed
-from engine.progress_bar import progress_bar
-from engine.types import FinishReason, Request, Speculation, TokenEvent
+from engine.utils.progress_bar import progress_bar
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Collected:
 
 
 def collect(engine: Engine, plan: AuditPlan) -> Collected:
-    """Run the whole plan. Raises RequestFailed, or engine.refusal.RequestRefused if it asks for what the engine cannot do."""
+    """Run the whole plan. Raises RequestFailed, or RequestRefused if the engine cannot do what the plan asks for."""
     sampled = tuple(_said(engine, setting, setting.speculation, _draws(plan, setting)) for setting in plan.settings)
     choices = list(plan.choice_settings())
     greedy = [setting for setting in choices if setting.sampling.is_greedy]

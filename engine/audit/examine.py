@@ -18,10 +18,10 @@ from engine.audit.pit import binned, evenness, transformed
 from engine.audit.plan import AuditPlan
 from engine.audit.reference import Reference, penalised, warped
 from engine.audit.report import ChoiceReport, LawTest, Report, SampledReport
-from engine.keys import Stream, stream_key, uniform
-from engine.noise import gumbels
-from engine.progress_bar import progress_bar
-from engine.types import SamplingParams
+from engine.core.rng_keys import Stream, stream_key, uniform
+from engine.core.types import SamplingParams
+from engine.sampling.noise import gumbels
+from engine.utils.progress_bar import progress_bar
 
 _CELL = 10.0  # tokens that expect fewer draws share a cell
 _POSITIONS = ("first token", "second token", "third token")

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from engine.audit.outcomes import Support, Tally, greedy_gaps, support_of, tally_gaps
 from engine.audit.pit import NUM_BINS, binned, transformed
-from engine.forcing import KnownText
-from engine.grammar_masks import GrammarMasks
-from engine.keys import Stream, stream_key
-from engine.logit_edits import edited_logits
-from engine.noise import gumbels
-from engine.plan import LawContext
-from engine.sampling import warped_laws
-from engine.types import Request, SamplingParams
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.step_plan import LawContext
+from engine.core.types import Request, SamplingParams
+from engine.sampling.laws import warped_laws
+from engine.sampling.logits_processors import edited_logits
+from engine.sampling.noise import gumbels
+from engine.structured_output.masks import GrammarMasks
+from engine.teacher_forcing import KnownText
 
 
 class Check(StrEnum):

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from engine.sampling_limits import MIN_TEMPERATURE
-from engine.types import SamplingParams
+from engine.core.sampling_limits import MIN_TEMPERATURE
+from engine.core.types import SamplingParams
 
 # Largest difference of two logits that rounding may reverse. float32: a thousand times what is seen. bfloat16: logits of size 16
 # to 32 are 1/8 apart, and layers below have rounded as coarsely. Where logits are the same to the bit, as in int8 and compact,

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from engine.tree import Expansion
-from engine.types import SamplingParams, Speculation
+from engine.core.tree import Expansion
+from engine.core.types import SamplingParams, Speculation
 
 _MIN_PREFIX_SAMPLES = 50
 

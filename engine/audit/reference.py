@@ -22,14 +22,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.kv_cache import KVCache
-from engine.linears import NATIVE
-from engine.model import CausalModel, is_run_natively, load_model
+from engine.attention.packing import pack
+from engine.attention.segments import chain_segment
+from engine.core.types import SamplingParams
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel, is_run_natively, load_model
+from engine.model.linears import NATIVE
 from engine.native.linear import QUANTISED
-from engine.packing import pack
-from engine.progress_bar import quiet_libraries
-from engine.segments import chain_segment
-from engine.types import SamplingParams
+from engine.utils.progress_bar import quiet_libraries
 
 _MAX_PASS_TOKENS = 2048
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from engine.draft.head import DraftHead, HeadLayer
+from engine.draft.models.head import DraftHead, HeadLayer
 
 
 def chain_states(

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.model import CausalModel
-from engine.orders import Order
-from engine.progress_bar import progress_bar
-from engine.writing import write
+from engine.distill.generation.generate import write
+from engine.distill.generation.jobs import Order
+from engine.model.causal_lm import CausalModel
+from engine.utils.progress_bar import progress_bar
 
 TEMPERATURES = (0.7, 1.0, 0.0, 0.7, 1.0, 0.7)  # of the texts, in turn
 

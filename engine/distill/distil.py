@@ -11,9 +11,9 @@ from engine.distill.corpus import Text
 from engine.distill.evaluation import evaluate
 from engine.distill.rows import coverage, frequent_tokens
 from engine.distill.trainer import Trainer, TrainingPlan
-from engine.draft.head import DraftHead, HeadShape
-from engine.linears import weight_of
-from engine.model import CausalModel
+from engine.draft.models.head import DraftHead, HeadShape
+from engine.model.causal_lm import CausalModel
+from engine.model.linears import weight_of
 
 _HELD_OUT = 20  # one prompt in so many is kept to measure on
 

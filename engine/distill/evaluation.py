@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.distill.chains import chain_states
 from engine.distill.corpus import Text
 from engine.distill.trainer import batched, sampled_starts
-from engine.draft.head import DraftHead
+from engine.draft.models.head import DraftHead
 
 _TEXTS = 4  # of a pass: their laws over the whole vocabulary lie in memory
 

@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from engine.distill.chains import chain_states
 from engine.distill.corpus import Text
 from engine.distill.loss import distillation_loss, teacher_laws
-from engine.draft.head import DraftHead
-from engine.progress_bar import progress_bar
+from engine.draft.models.head import DraftHead
+from engine.utils.progress_bar import progress_bar
 
 _logger = logging.getLogger(__name__)
 Made = TypeVar("Made")

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.kinds import Origin
-from engine.plan import Feeding, LawContext, Row
-from engine.transfer import integers
-from engine.tree import ROOT, TokenTree
-from engine.types import Request
+from engine.core.enums import Origin
+from engine.core.step_plan import Feeding, LawContext, Row
+from engine.core.tree import ROOT, TokenTree
+from engine.core.types import Request
+from engine.utils.host_transfer import integers
 
 
 @dataclass

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.by_position import ByPosition
-from engine.kv_cache import KVCache
+from engine.attention.packing import PackedBatch
+from engine.kv_cache.pool import KVCache
 from engine.native import library
 from engine.native.passes import Features, Output, Runner, Tables
-from engine.packing import PackedBatch
+from engine.utils.rotary_table import ByPosition
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Gemma3DecoderLayer")
 _NORMS = {  # what is added to the weight

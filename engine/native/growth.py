@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.native import library
 from engine.native.library import Fed
 from engine.native.mixture import Foretold, flattened
-from engine.transfer import as_longs
+from engine.utils.host_transfer import as_longs
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 SILU, GELU_TANH = 0, 1  # activations
 NUM_SCORES = 64  # best tokens of a node whose chances are compared: the rest weighs nothing (ranked_tree.h)
 LAYOUT = 3  # of what a row whose tree is to grow means, where no size tells it (ranked_tree.h)
-NUM_SHARES = 9  # of chances: the edges between them are engine.draft.calibration's (kShareEdges)
+NUM_SHARES = 9  # of chances: the edges between them are engine.draft.trees.calibration's (kShareEdges)
 
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int8
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine import huge_pages
 from engine.native import library
 from engine.native.compact import BLOCK, GROUP, RECORD_BYTES, compact_packed, compact_unpacked, compacted
+from engine.utils import huge_pages
 
 _ZERO = 128  # of unsigned weights
 _LEAST = 1e-30  # scale of an output whose weights are 0

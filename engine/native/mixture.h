@@ -1,4 +1,4 @@
-// What cached text says of the next token beside what a model says, as engine/draft/mixture.py defines it.
+// What cached text says of the next token beside what a model says, as engine/draft/text/mixture.py defines it.
 #pragma once
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-"""Cached text beside a model's logits by the library: the function of engine.draft.mixture.
+"""Cached text beside a model's logits by the library: the function of engine.draft.text.mixture.
 
 Shape key: R rows of a model, K tokens it knows, P proposals, M tokens known.
 """

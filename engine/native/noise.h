@@ -1,4 +1,4 @@
-// Counter-based noise: draw i of key k is splitmix64's output number i + 1 from state k, as engine/noise.py defines it, and the
+// Counter-based noise: draw i of key k is splitmix64's output number i + 1 from state k, as engine/sampling/noise.py defines it, and the
 // Gumbel noise -log(-log u) of its uniform. Logarithms are within 1 unit in the last place (fdlibm's).
 #pragma once
 #include "numbers.h"
@@ -34,7 +34,7 @@ inline Doubles uniform_noise(uint64_t key, Integers draws) {
   return (doubles_of(shifted_right64<12>(bits)) + spread(0.5)) * spread(0x1p-52);
 }
 
-// engine/keys.py's key of the noise that decides the token at a position.
+// engine/core/rng_keys.py's key of the noise that decides the token at a position.
 inline uint64_t token_key(uint64_t seed, int64_t position) {
   constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
   const auto mix = [](uint64_t x) {

@@ -1,4 +1,4 @@
-"""The noise of engine.noise by the library, the choice it makes, and rankings by it.
+"""The noise of engine.sampling.noise by the library, the choice it makes, and rankings by it.
 
 Shape key: K keys, V vocabulary, N laws, P draft laws, M tokens of each, C best tokens.
 """

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.kv_cache import KVCache
+from engine.attention.packing import PackedBatch
+from engine.kv_cache.pool import KVCache
 from engine.native import library
 from engine.native.linear import QUANTISED
-from engine.packing import PackedBatch
 
 Tables = tuple[Float[Tensor, "P K"], Float[Tensor, "P K"]]  # cosines and sines by position
 

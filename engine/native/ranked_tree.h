@@ -1,4 +1,4 @@
-// A tree of a row that ranks, as it grows: engine/draft/best_first.py's noise-aware tree, without the laws.
+// A tree of a row that ranks, as it grows: engine/draft/trees/best_first.py's noise-aware tree, without the laws.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
+from engine.core.tree import TokenTree
 from engine.native import library
-from engine.tree import TokenTree
 
 
 class Followed(NamedTuple):

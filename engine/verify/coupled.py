@@ -14,14 +14,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.forest import Forest
-from engine.keys import StepKey, Stream, stream_key
+from engine.core.rng_keys import StepKey, Stream, stream_key
+from engine.core.tree import ROOT, TokenTree
 from engine.native import noise as native
 from engine.native.walks import walks as native_walks
-from engine.noise import gumbels
-from engine.transfer import integers, rows_to_host
-from engine.tree import ROOT, TokenTree
+from engine.sampling.noise import gumbels
+from engine.utils.host_transfer import integers, rows_to_host
 from engine.verify.errors import NotFiniteLawError
+from engine.verify.forest import Forest
 from engine.verify.layout import chunks, rows_at_once
 from engine.verify.verdict import Verdict
 

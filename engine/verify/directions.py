@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.tree import ROOT, TokenTree
+from engine.core.tree import ROOT, TokenTree
 
 
 class Odds(NamedTuple):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.forest import Forest
 from engine.verify.errors import ImpossibleDraftError, LawError, NotFiniteLawError
+from engine.verify.forest import Forest
 from engine.verify.layout import Layout
 
 

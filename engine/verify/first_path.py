@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.tree import ROOT, TokenTree
+from engine.core.tree import ROOT, TokenTree
 from engine.verify.plans import Families, Split, WithoutReplacement
 
 

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from engine.forest import Forest
-from engine.transfer import integers
+from engine.utils.host_transfer import integers
+from engine.verify.forest import Forest
 
 # Entries of laws worked on at once: on a CPU a few rows that stay in its cache (twice as fast as 64), elsewhere a memory bound.
 _CPU_ENTRIES, _DEVICE_ENTRIES = 1 << 20, 1 << 24

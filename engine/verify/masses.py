@@ -17,12 +17,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.forest import Forest
-from engine.keys import StepKey, Stream, stream_key, uniform
-from engine.transfer import floats, to_host
-from engine.tree import TokenTree
+from engine.core.rng_keys import StepKey, Stream, stream_key, uniform
+from engine.core.tree import TokenTree
+from engine.utils.host_transfer import floats, to_host
 from engine.verify.directions import Direction, Odds
 from engine.verify.faults import check_laws, check_trees, evidence_of
+from engine.verify.forest import Forest
 from engine.verify.layout import Layout, Level, chunks, lay_out, rows_at_once
 from engine.verify.plans import Families, LocalPlan
 from engine.verify.verdict import Verdict

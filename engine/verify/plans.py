@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from engine.tree import TokenTree
+from engine.core.tree import TokenTree
 
 
 @dataclass(frozen=True)

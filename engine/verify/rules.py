@@ -1,8 +1,8 @@
-"""The registry of verifiers by name. engine.pairs says which trees each is exact on."""
+"""The registry of verifiers by name. engine.core.verifier_table says which trees each is exact on."""
 
 from collections.abc import Callable
 
-from engine.pairs import UnknownVerifierError
+from engine.core.verifier_table import UnknownVerifierError
 from engine.verify.coupled import Coupled
 from engine.verify.directions import BottomUp, Direction, TopDown
 from engine.verify.duels import Duels

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.tree import TokenTree
+from engine.core.tree import TokenTree
 from engine.verify.plans import Families, Split, clear_tries_, split_by_shares
 
 

@@ -7,9 +7,9 @@ from typing import Protocol
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.forest import Forest
-from engine.keys import StepKey
-from engine.types import ErrorCode
+from engine.core.rng_keys import StepKey
+from engine.core.types import ErrorCode
+from engine.verify.forest import Forest
 
 
 @dataclass(frozen=True, slots=True)

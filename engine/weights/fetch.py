@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.progress_bar import progress_bar
+from engine.utils.progress_bar import progress_bar
 from engine.weights.errors import WeightsError
 from engine.weights.presets import Part, Preset
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.progress_bar import is_terminal
+from engine.utils.progress_bar import is_terminal
 from engine.weights.cache import WeightsCache, default_root
 from engine.weights.errors import WeightsError
 from engine.weights.fetch import fetch_gguf

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from engine.tree import parse_expansion
+from engine.core.tree import parse_expansion
 from selector.menu import Menu
 from selector.network.features import SCALARS, Features
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.policy import ROOT_SCALARS, RootFacts, SequenceView
+from engine.core.policy import ROOT_SCALARS, RootFacts, SequenceView
 from selector.menu import Menu
 
 Array = NDArray[np.float32]

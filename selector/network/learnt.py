@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.policy import DraftOutcome, RootFacts, RootSource, SequenceView
+from engine.core.policy import DraftOutcome, RootFacts, RootSource, SequenceView
 from selector.acceptance import Array, CountedAcceptance, Estimates
 from selector.menu import Menu, menu_with
 from selector.network.features import features_of, rule_of

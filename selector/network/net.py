@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.tree import parse_expansion
+from engine.core.tree import parse_expansion
 from selector.menu import Menu
 from selector.network.features import OF_DRAFT_LAW, SCALARS, Features
 

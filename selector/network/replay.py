@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.policy import StepWork
+from engine.core.policy import StepWork
 from selector.cost import CostModel
 from selector.network.examples import Examples
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.progress_bar import progress_bar
+from engine.utils.progress_bar import progress_bar
 from selector.network.examples import Examples
 from selector.network.features import OF_DRAFT_LAW
 from selector.network.net import Inputs, NetShape, Objective, SelectorNet

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.types import FinishReason
-from server.choice import Piece
+from engine.core.types import FinishReason
 from server.formats.calls import call_delta, whole_calls
 from server.formats.common import (
     Form,
@@ -16,7 +15,8 @@ from server.formats.common import (
     trace_of,
     usage_of,
 )
-from server.generation import Generation
+from server.generation.generation import Generation
+from server.generation.sample import Piece
 from server.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -28,8 +28,8 @@ from server.schemas.chat import (
     TokenLogprob,
     TopLogprob,
 )
-from server.text import TokenText
-from server.token_entry import TokenEntry
+from server.text.codec import TokenText
+from server.text.token_entry import TokenEntry
 
 
 class ChatFormat:

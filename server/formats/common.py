@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
-from engine.types import FinishReason
-from server.choice import AcceptanceCounts, Piece
-from server.generation import Generation
+from engine.core.types import FinishReason
+from server.generation.generation import Generation
+from server.generation.sample import AcceptanceCounts, Piece
 from server.schemas.answer import CompletionTokensDetails, Metrics, PromptLogprob, PromptTokensDetails, SpeculativeDecoding, Usage
 from server.schemas.common import GenerationRequest, StreamUsage
 from server.tool_calls.reader import merged

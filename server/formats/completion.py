@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from server.choice import Piece
 from server.formats.common import (
     Form,
     InChunk,
@@ -14,10 +13,11 @@ from server.formats.common import (
     trace_of,
     usage_of,
 )
-from server.generation import Generation
+from server.generation.generation import Generation
+from server.generation.sample import Piece
 from server.schemas.completion import Completion, CompletionChoice, CompletionLogprobs
-from server.text import TokenText
-from server.token_entry import TokenEntry
+from server.text.codec import TokenText
+from server.text.token_entry import TokenEntry
 
 
 class CompletionFormat:

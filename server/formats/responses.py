@@ -5,11 +5,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from engine.types import FinishReason, RequestDefaults
-from server.choice import Piece
+from engine.core.types import FinishReason, RequestDefaults
 from server.formats.common import InChunk, metrics_of, usage_of
-from server.generation import Generation
-from server.sampling import chosen
+from server.generation.generation import Generation
+from server.generation.sample import Piece
+from server.generation.sampling import chosen
 from server.schemas.responses import OutputMessage, OutputText, ResponsesAnswer, ResponsesEvent, ResponsesRequest, ResponsesUsage
 
 Status = Literal["in_progress", "completed", "incomplete"]

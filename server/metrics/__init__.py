@@ -5,7 +5,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from engine.service import EngineHealth
+from engine.core.service import EngineHealth
 from server.metrics.audit import AuditMetrics
 from server.metrics.families import Families
 from server.metrics.health import HealthCollector

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from engine.types import StepStats
+from engine.core.types import StepStats
 from server.metrics.families import Families
 
 # Those of engine.audit, which brings torch; a test compares them.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.service import EngineHealth, EngineState
+from engine.core.service import EngineHealth, EngineState
 from server.metrics.families import ENGINE, LABELS
 
 

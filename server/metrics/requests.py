@@ -6,7 +6,9 @@ The engine says with a sample's first tokens how long it was queued; the rest of
 import time
 from collections.abc import Callable
 
-from engine.types import ErrorCode, FinishReason, TokenEvent
+from engine.core.types import ErrorCode, FinishReason, TokenEvent
+from server.http.time_limits import DEADLINE_EXCEEDED, FIRST_TOKEN_LATE
+from server.http.tracing import SampleTimes
 from server.metrics.families import (
     FIRST_TOKEN_BUCKETS,
     REQUEST_BUCKETS,
@@ -16,8 +18,6 @@ from server.metrics.families import (
     Families,
     length_buckets,
 )
-from server.time_limits import DEADLINE_EXCEEDED, FIRST_TOKEN_LATE
-from server.tracing import SampleTimes
 
 _ERRORS = tuple(code.value for code in ErrorCode)
 _LATENESS = (DEADLINE_EXCEEDED, FIRST_TOKEN_LATE)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from engine.config import BLOCK_TOKENS
-from engine.service import EngineHealth, EngineState
-from engine.types import STAGES, DraftSource, ModelInfo, StepStats
+from engine.core.config import BLOCK_TOKENS
+from engine.core.service import EngineHealth, EngineState
+from engine.core.types import STAGES, DraftSource, ModelInfo, StepStats
 from server.metrics.families import ITERATION_BUCKETS, PHASE_BUCKETS, Families
 
 _MAX_EXPANSION_LABELS = 64

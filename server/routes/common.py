@@ -6,7 +6,7 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.disconnect import ClientGone, until_disconnect
+from server.http.disconnect import ClientGone, until_disconnect
 from server.runtime import Runtime
 from server.schemas.answer import ErrorBody
 

@@ -9,22 +9,22 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from server.auth import tenant_of
 from server.formats.chat import ChatFormat
 from server.formats.common import Form, Format, joined, streamed
 from server.formats.completion import CompletionFormat
 from server.formats.responses import ResponsesFormat
-from server.generation import Generation
-from server.prompts import chat_generation, completion_generation
-from server.ranking import best_of
-from server.request_log import log_request
+from server.generation.best_of import best_of
+from server.generation.generation import Generation
+from server.generation.submit import chat_generation, completion_generation
+from server.http.auth import tenant_of
+from server.http.request_log import log_request
+from server.http.streaming import EventStream
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.strict import StrictRoute
 from server.schemas.chat import ChatCompletion, ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import Completion, CompletionRequest
 from server.schemas.responses import ResponsesAnswer, ResponsesRequest
-from server.streaming import EventStream
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["generation"])
 

@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter, Request
 
-from engine.service import EngineUnavailable
-from server.encoding import require_served
+from engine.core.service import EngineUnavailable
+from server.generation.encoding import require_served
 from server.routes.common import ERRORS, runtime_of
 from server.runtime import Runtime
 from server.schemas.answer import ModelCard, ModelList

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from server.health import HealthReport, health_report
 from server.metrics import CONTENT_TYPE
 from server.routes.common import ERRORS, runtime_of
+from server.routes.health import HealthReport, health_report
 from server.schemas.answer import Load, Version
 
 router = APIRouter(tags=["operations"])

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from server.errors import InvalidRequest
-from server.exact_json import exactly_parsed
-from server.foreign_fields import without_foreign
+from server.http.errors import InvalidRequest
+from server.http.unknown_fields import without_foreign
 from server.schemas.common import MAX_BIASED_TOKENS
+from server.schemas.exact_json import exactly_parsed
 
 log = logging.getLogger(__name__)
 

@@ -4,15 +4,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from engine.types import group_of
-from server.auth import tenant_of
-from server.encoding import encoded, encoded_chat, encoded_text, longest_text, require_served
-from server.errors import InvalidRequest
+from engine.core.types import group_of
+from server.generation.encoding import encoded, encoded_chat, encoded_text, longest_text, require_served
+from server.http.auth import tenant_of
+from server.http.errors import InvalidRequest
 from server.routes.common import ERRORS, runtime_of, unless_gone
 from server.routes.strict import StrictRoute
 from server.runtime import Runtime
 from server.schemas.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from server.tokenizer_info import TokenizerInfo
+from server.text.tokenizer_info import TokenizerInfo
 
 router = APIRouter(tags=["tokenizer"])
 _bodies = APIRouter(route_class=StrictRoute, tags=["tokenizer"])

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from engine.sampling_limits import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
-from engine.types import Grammar
+from engine.core.sampling_limits import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from engine.core.types import Grammar
 from server.schemas.speculative import SpeculativeOptions
 from server.schemas.strict import MAX_INTEGER, Strict, misfit
 from server.schemas.structured import ResponseFormat, StructuredOutputs

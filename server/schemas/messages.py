@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from server.schemas.common import TextParts
 from server.schemas.strict import Neutral, Strict, misfit
 from server.schemas.tools import MAX_CALLS, ToolCall, Tools
-from server.text import ChatForm
+from server.text.codec import ChatForm
 
 MAX_MESSAGES = 2048
 

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from engine.sampling_limits import MAX_GRAMMAR_CHARS
-from engine.types import Grammar, GrammarKind
-from server.exact_json import exactly_dumped, exactly_parsed
+from engine.core.sampling_limits import MAX_GRAMMAR_CHARS
+from engine.core.types import Grammar, GrammarKind
+from server.schemas.exact_json import exactly_dumped, exactly_parsed
 from server.schemas.strict import Strict, misfit
 
 MAX_STRINGS = 1024

@@ -8,7 +8,7 @@ import jsonschema_rs
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 from pydantic_core import from_json
 
-from server.exact_json import rounded
+from server.schemas.exact_json import rounded
 from server.schemas.strict import MAX_INTEGER, Strict, misfit
 
 MAX_TOOLS = 128

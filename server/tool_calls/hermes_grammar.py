@@ -7,7 +7,7 @@ import json
 from collections.abc import Container, Mapping
 from typing import Any
 
-from server.exact_json import exactly_dumped
+from server.schemas.exact_json import exactly_dumped
 from server.tool_calls.hermes import CLOSE, OPEN
 
 Schemas = Mapping[str, Mapping[str, Any]]  # what the arguments of each function are held to

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.text import TextCodec, TextError
+from server.text.codec import TextCodec, TextError
 from server.tool_calls.syntaxes import SYNTAXES, CallSyntax, ToolCallParser
 
 _TOOL, _CALL = "probed_tool", "probed_call"

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.types import Grammar, GrammarKind
-from server.errors import InvalidRequest
+from engine.core.types import Grammar, GrammarKind
+from server.http.errors import InvalidRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.messages import Message
 from server.schemas.tools import NamedTool, Tool

@@ -10,11 +10,11 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from engine.service import EngineService
+from engine.core.service import EngineService
 from server.app import create_app
 from server.runtime import Runtime
 from server.settings import Settings
-from server.text import Tokenizer
+from server.text.codec import Tokenizer
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import byte_level
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import server.process
 from server.app import create_app
-from server.logs import configure_logging
+from server.http.logs import configure_logging
 from server.settings import Settings
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import server.routes.generation
-from engine.types import Request
-from server.ranking import best_of
+from engine.core.types import Request
+from server.generation.best_of import best_of
 from tests.api.harness import completion, in_process
 from tests.fake_engine import FakeEngine
 
@@ -68,7 +68,7 @@ async def test_mutants_die(mutant: Rank, monkeypatch: pytest.MonkeyPatch):
 
 async def test_the_sum_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """The mutant: the sum of log-probabilities, which prefers what ends first."""
-    monkeypatch.setattr("server.choice.Choice.mean_logprob", property(lambda choice: choice._sum_logprobs))
+    monkeypatch.setattr("server.generation.sample.Choice.mean_logprob", property(lambda choice: choice._sum_logprobs))
     with pytest.raises(AssertionError):
         await _check_ranking()
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.types import FinishReason, TokenEvent, TokenLogprobs
-from server.choice import AcceptanceCounts, Choice, Piece
-from server.stops import StopFinder
-from server.text import TextCodec
+from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
+from server.generation.sample import AcceptanceCounts, Choice, Piece
+from server.text.codec import TextCodec
+from server.text.stop_strings import StopFinder
 from tests.tokenizers_for_tests import byte_fallback, byte_level
 
 CODECS = [TextCodec(byte_level()), TextCodec(byte_fallback())]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import server.cli
+import server.cli.main
 from engine.build import BadConfiguration
-from engine.model_check import UnsupportedModel
-from engine.refusal import RequestRefused
+from engine.core.validation import RequestRefused
+from engine.model.check import UnsupportedModel
 from server.settings import Settings
 
 
@@ -29,14 +29,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 def test_flags_reach_the_settings(served: list[Settings], tmp_path: Path):
     (tmp_path / "s.yaml").write_text("port: 1\nmax_running: 3\n")
-    assert server.cli.main(["serve", "--config", str(tmp_path / "s.yaml"), "--port", "9", "--cors-origins", "a,b"]) == 0
+    assert server.cli.main.main(["serve", "--config", str(tmp_path / "s.yaml"), "--port", "9", "--cors-origins", "a,b"]) == 0
     (settings,) = served
     assert (settings.port, settings.max_running, settings.cors_origins) == (9, 3, ("a", "b"))
 
 
 def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        server.cli.main(["serve", "--help"])
+        server.cli.main.main(["serve", "--help"])
     text = capsys.readouterr().out
     assert [name for name in Settings.model_fields if f"--{name.replace('_', '-')}" not in text] == []
 
@@ -48,7 +48,7 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]):
 def test_mistakes_are_one_line(
     arguments: list[str], status: int, words: str, served: list[Settings], capsys: pytest.CaptureFixture[str]
 ):
-    assert server.cli.main(["serve", *arguments]) == status
+    assert server.cli.main.main(["serve", *arguments]) == status
     error = capsys.readouterr().err
     assert error.startswith("latebranch serve: ")
     assert words in error
@@ -88,9 +88,9 @@ def test_mistakes_of_bench_are_one_line_and_told_before_a_model_is_loaded(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """The bug: each of these was a traceback, some only after the model had been loaded."""
-    monkeypatch.setattr("server.bench_run.tool_engine", None)
+    monkeypatch.setattr("server.cli.bench_run.tool_engine", None)
     monkeypatch.chdir(Path(__file__).parents[2])
-    assert server.cli.main(["bench", *arguments]) == 2
+    assert server.cli.main.main(["bench", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("latebranch bench: ")
     assert words in error
@@ -104,9 +104,9 @@ def test_what_the_engine_refuses_is_one_line(
     def refuse(*_: object) -> int:
         raise refusal("not this")
 
-    monkeypatch.setattr("server.bench_run._bench", refuse)
+    monkeypatch.setattr("server.cli.bench_run._bench", refuse)
     monkeypatch.chdir(Path(__file__).parents[2])
-    assert server.cli.main(["bench"]) == 2
+    assert server.cli.main.main(["bench"]) == 2
     assert capsys.readouterr().err == "latebranch bench: not this\n"
 
 
@@ -115,11 +115,11 @@ def test_what_the_engine_refuses_is_one_line(
 )
 def test_numbers_that_bench_cannot_use_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_:
-        server.cli.main(["bench", *arguments])
+        server.cli.main.main(["bench", *arguments])
     assert exit_.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
-    assert server.cli.main(["version"]) == 0
+    assert server.cli.main.main(["version"]) == 0
     assert capsys.readouterr().out.startswith("latebranch ")

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.keys import derived_seed
-from engine.tree import Expansion
-from engine.types import Speculation
-from engine.wire import Add, encoded
+from engine.core.rng_keys import derived_seed
+from engine.core.tree import Expansion
+from engine.core.types import Speculation
+from engine.worker.messages import Add, encoded
 from tests.api.harness import MODEL, chat, completion, data_of, in_process, sample
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level

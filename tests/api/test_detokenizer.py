@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from server.detokenizer import Detokenizer
-from server.text import TextCodec, Tokenizer
+from server.text.codec import TextCodec, Tokenizer
+from server.text.detokenizer import Detokenizer
 from tests.api.harness import completion, in_process
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import SPECIAL, byte_fallback, byte_level

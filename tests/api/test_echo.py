@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from server import choice
-from server.text import TextCodec
-from server.token_entry import entry_of
-from server.told_prompt import ToldPrompt
+from server.generation import sample as choice
+from server.generation.prompt_echo import ToldPrompt
+from server.text.codec import TextCodec
+from server.text.token_entry import entry_of
 from tests.api.harness import chat, completion, data_of, in_process
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_fallback, byte_level

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.chat_text import ControlMask
 from server.runtime import Runtime
-from server.text import TextCodec
-from server.tokenizer_thread import TokenizerBusy, TokenizerClosed, TokenizerThread
+from server.text.chat_text import ControlMask
+from server.text.codec import TextCodec
+from server.text.tokenizer_thread import TokenizerBusy, TokenizerClosed, TokenizerThread
 from tests.api.harness import chat, completion, in_process, make_app, over_loopback, until
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import SPECIAL, byte_fallback, byte_level
@@ -137,7 +137,7 @@ async def test_keys_are_encoded_by_turns(monkeypatch: pytest.MonkeyPatch):
     assert texts.index("o") <= 2
     assert texts.index("p") <= 5, "asked for while the next one's turn has begun"
     assert sorted(texts) == sorted(["o", "p", *(f"{letter}{number}" for letter in "mn" for number in range(4))])
-    monkeypatch.setattr("server.tokenizer_thread.FairTurns", FirstCome)
+    monkeypatch.setattr("server.text.tokenizer_thread.FairTurns", FirstCome)
     assert (await _order_of_texts(monkeypatch)).index("o") == 4
 
 
@@ -286,6 +286,6 @@ def test_controls_are_the_templates_own_and_other_ids_are_transformers():
 
 
 def test_unmasking_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("server.text.ControlMask", _UnmasksFirst)
+    monkeypatch.setattr("server.text.codec.ControlMask", _UnmasksFirst)
     with pytest.raises(AssertionError):
         _check_forging(TextCodec(byte_level()))

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.types import ErrorCode
-from server.errors import InvalidRequest, as_invalid_request
+from engine.core.types import ErrorCode
+from server.http.errors import InvalidRequest, as_invalid_request
 from server.routes.strict import parsed_body
 from tests.api.harness import MODEL, chat, completion, in_process
 from tests.fake_engine import FakeEngine

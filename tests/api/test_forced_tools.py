@@ -11,14 +11,14 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from engine.config import SchedulerConfig
-from engine.grammars import CompiledGrammars, source_of
-from engine.inprocess import InProcessEngine
-from engine.json_bounds import MAX_DIGITS
-from engine.model import CausalModel
-from engine.policy import FixedExpansion
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.model.causal_lm import CausalModel
+from engine.structured_output.grammars import CompiledGrammars, source_of
+from engine.structured_output.json_bounds import MAX_DIGITS
 from engine.testing import tiny_engine, tiny_pair
-from engine.tree import Expansion
+from engine.worker.inprocess import InProcessEngine
 from server.schemas.chat import ChatRequest
 from server.tool_calls.support import ToolSupport
 from server.tool_calls.syntaxes import SYNTAXES

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from server.errors import InvalidRequest
-from server.foreign_fields import _LAW_CHANGING, MAX_IGNORED, without_foreign
+from server.http.errors import InvalidRequest
+from server.http.unknown_fields import _LAW_CHANGING, MAX_IGNORED, without_foreign
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
 from tests.api.harness import MODEL, chat, completion, in_process

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.types import Grammar, GrammarKind
-from server.errors import Overloaded
-from server.grammar_check import _MAX_WAITING_CHARS, GrammarCheck
-from server.grammar_process import GrammarProcess
+from engine.core.types import Grammar, GrammarKind
+from server.grammar.check import _MAX_WAITING_CHARS, GrammarCheck
+from server.grammar.process import GrammarProcess
+from server.http.errors import Overloaded
 
 
 class Trials:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine.grammars import BadGrammar, VocabularySource, source_of
-from engine.types import Grammar, GrammarKind
-from server import grammar_process
-from server.errors import Overloaded
-from server.grammar_check import GrammarCheck
-from server.grammar_process import GrammarProcess, GrammarProcessFailed
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output.grammars import BadGrammar, VocabularySource, source_of
+from server.grammar import process as grammar_process
+from server.grammar.check import GrammarCheck
+from server.grammar.process import GrammarProcess, GrammarProcessFailed
+from server.http.errors import Overloaded
 from tests.api.harness import completion, in_process
 from tests.fake_engine import FakeEngine
 from tests.model.grammars import EOS, V, tokenizer

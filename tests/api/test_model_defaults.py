@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.types import RequestDefaults
+from engine.core.types import RequestDefaults
 from tests.api.harness import MODEL, chat, completion, in_process
 from tests.fake_engine import FakeEngine
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from engine.service import EngineState
-from engine.types import ErrorCode, FinishReason, StepStats, TokenEvent
+from engine.core.service import EngineState
+from engine.core.types import ErrorCode, FinishReason, StepStats, TokenEvent
 from server.metrics import Metrics
 from server.settings import Settings
 from tests.api.harness import chat, completion, in_process, make_app, sample, until

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.peers.jobs import Answers, Job, JobFailed, require_length
 from benchmarks.peers.load import run_job
 from benchmarks.peers.processes import start_client
-from engine.types import Request
+from engine.core.types import Request
 from tests.api.harness import MODEL, over_loopback
 from tests.fake_engine import FakeEngine, counting
 

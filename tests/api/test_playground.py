@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.pairs import VERIFIER_NAMES
-from engine.tree import TREE_NAMES
+from engine.core.tree import TREE_NAMES
+from engine.core.verifier_table import VERIFIER_NAMES
 from server.routes import playground
 from tests.api.harness import in_process
 from tests.fake_engine import FakeEngine

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.types import Request
+from engine.core.types import Request
 from tests.api.harness import in_process
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from server.errors import TooManyRequests
-from server.rate_limits import Account, RateLimits
+from server.http.errors import TooManyRequests
+from server.http.rate_limits import Account, RateLimits
 from tests.api.harness import MODEL, completion, in_process, over_loopback, sample, until
 from tests.fake_engine import FakeEngine
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.request_log import MAX_VALUE_CHARS
+from server.http.request_log import MAX_VALUE_CHARS
 from tests.api.harness import chat, completion, in_process
 from tests.fake_engine import FakeEngine
 

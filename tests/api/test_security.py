@@ -12,8 +12,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from server.http.protocol import MAX_HEAD_BYTES
 from server.process import Server, _uvicorn_config
-from server.protocol import MAX_HEAD_BYTES
 from server.settings import Settings, SettingsError, load_settings
 from tests.api.harness import MODEL, completion, in_process, make_app, until
 from tests.fake_engine import FakeEngine
@@ -165,7 +165,7 @@ def test_no_text_of_a_client_makes_a_line_of_the_log(form: str):
     """A line of its own, a colour or a cursor movement: written as an escape, also in the traceback of an exception."""
     program = f"""
 import logging
-from server.logs import configure_logging
+from server.http.logs import configure_logging
 configure_logging("info", {form!r})
 evil = "a\\nINFO [x] forged\\r\\x1b[31m\\x9b1m\\u2028forged"
 logging.getLogger("t").info("user %s", evil)

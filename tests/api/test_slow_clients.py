@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from server.http.protocol import Http
 from server.process import Server, _uvicorn_config
-from server.protocol import Http
 from server.settings import Settings
 from tests.api.harness import MODEL, completion, make_app, sample, until
 from tests.fake_engine import FakeEngine, says

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.stops import StopFinder
+from server.text.stop_strings import StopFinder
 
 _LETTERS = "ab"
 _TEXT = st.text(_LETTERS, max_size=20)

@@ -9,16 +9,16 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.config import SchedulerConfig
-from engine.grammars import CompiledGrammars
-from engine.inprocess import InProcessEngine
-from engine.policy import FixedExpansion
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output.grammars import CompiledGrammars
 from engine.testing import tiny_engine, tiny_pair
-from engine.tree import Expansion
-from engine.types import Grammar, GrammarKind
-from server import grammar_process
+from engine.worker.inprocess import InProcessEngine
 from server.app import create_app
-from server.grammar_process import GrammarProcess
+from server.grammar import process as grammar_process
+from server.grammar.process import GrammarProcess
 from server.settings import Settings
 from tests.api.harness import MODEL, chat, completion, data_of, in_process, until
 from tests.fake_engine import FakeEngine

@@ -5,8 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from server.generation import Generation
-from server.time_limits import TimeLimits
+from server.generation.generation import Generation
+from server.http.time_limits import TimeLimits
 from tests.api.harness import MODEL, chat, completion, in_process, sample
 from tests.fake_engine import FakeEngine
 

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.service import EngineState
-from engine.types import FinishReason, TokenEvent
+from engine.core.service import EngineState
+from engine.core.types import FinishReason, TokenEvent
 from server.metrics.requests import SampleMeter
 from tests.api.harness import chat, completion, data_of, in_process, over_loopback, sample, until
 from tests.clients import worker_client

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.chat_text import ControlMask
-from server.text import ChatForm, TextCodec, TextError
+from server.text.chat_text import ControlMask
+from server.text.codec import ChatForm, TextCodec, TextError
 from tests.api.harness import MODEL, chat, completion, in_process
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import SPECIAL, byte_level, surrounding

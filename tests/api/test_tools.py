@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text import TextCodec
+from server.text.codec import TextCodec
 from server.tool_calls.support import tool_support
 from tests.api.harness import MODEL, chat, data_of, in_process, over_loopback
 from tests.fake_engine import FakeEngine, says

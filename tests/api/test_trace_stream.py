@@ -8,11 +8,11 @@ import httpx
 import openai
 import pytest
 
-from engine.config import SchedulerConfig
-from engine.inprocess import InProcessEngine
-from engine.policy import FixedExpansion
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
 from engine.testing import tiny_engine, tiny_pair
-from engine.tree import Expansion
+from engine.worker.inprocess import InProcessEngine
 from tests.api.harness import MODEL, chat, completion, data_of, in_process, over_loopback
 from tests.fake_engine import FakeEngine
 from tests.tokenizers_for_tests import byte_level
@@ -121,12 +121,12 @@ async def test_nobody_is_told_who_did_not_ask(client: httpx.AsyncClient, specula
 
 async def test_what_is_traced_for_a_file_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch, engine: InProcessEngine) -> None:
     """An engine that traces every request for a file sends the front end what this one did not ask for."""
-    monkeypatch.setattr("engine.scheduler.Scheduler.traces_all", True, raising=False)
+    monkeypatch.setattr("engine.scheduler.scheduler.Scheduler.traces_all", True, raising=False)
 
     def told(*_: object) -> None:
         raise AssertionError("nobody has asked")
 
-    monkeypatch.setattr("server.choice.step_trace_of", told)
+    monkeypatch.setattr("server.generation.sample.step_trace_of", told)
     async with in_process(engine) as client:
         chunks = await chunks_of(client, "/v1/completions", completion(**{**TRACED, "speculative": {}}))
     assert traces_in(chunks) == []

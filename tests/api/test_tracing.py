@@ -17,7 +17,7 @@ ENDPOINT = "http://127.0.0.1:9"
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    from server import otel
+    from server.http import otel
 
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(otel, "otlp_provider", lambda _: otel.provider_of(exporter, SimpleSpanProcessor))

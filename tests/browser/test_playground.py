@@ -9,7 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from server.cli import main
+from server.cli.main import main
 from tests.e2e.server import RunningServer
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -9,17 +9,17 @@ import uvicorn
 from fastapi import FastAPI
 from transformers import PreTrainedModel
 
-from engine.config import SchedulerConfig
-from engine.grammars import CompiledGrammars, source_of
-from engine.inprocess import InProcessEngine
-from engine.model import CausalModel
-from engine.policy import FixedExpansion
-from engine.service import EngineService
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.service import EngineService
+from engine.core.tree import Expansion
+from engine.model.causal_lm import CausalModel
+from engine.structured_output.grammars import CompiledGrammars, source_of
 from engine.testing import tiny_engine, tiny_module, tiny_pair
-from engine.tree import Expansion
+from engine.worker.inprocess import InProcessEngine
 from server.app import create_app
 from server.settings import Settings
-from server.text import Tokenizer
+from server.text.codec import Tokenizer
 from tests.tokenizers_for_tests import byte_level
 
 MODEL = "tiny"

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from engine import grammars
-from engine.grammars import BadGrammar
+from engine.structured_output import grammars
+from engine.structured_output.grammars import BadGrammar
 from tests.json_grammars import accepts, compact, matcher_of
 
 PINNED = "jsonschema==4.26.0"

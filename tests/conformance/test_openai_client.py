@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from engine.types import Request
+from engine.core.types import Request
 from tests.conformance.served import PATIENCE_S, app_of, served
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import judge
-from engine.pairs import VERIFIER_NAMES, is_exact
-from engine.tree import TreeKind
+from engine.core.tree import TreeKind
+from engine.core.verifier_table import VERIFIER_NAMES, is_exact
+from engine.verify import dispatch as judge
 from server.formats import completion
 from tests.api.harness import data_of
 from tests.conformance.served import MODEL, VOCAB_SIZE, app_of, real_engine, served, target_module

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.client import WorkerClient
-from engine.service import EngineState
-from engine.supervision import Supervision
-from engine.types import ErrorCode, Request, TokenEvent
-from engine.wire import Beat, Report, Turn
-from engine.worker import ProcessLauncher
+from engine.core.service import EngineState
+from engine.core.types import ErrorCode, Request, TokenEvent
+from engine.worker.client import WorkerClient
+from engine.worker.messages import Beat, Report, Turn
+from engine.worker.process import ProcessLauncher
+from engine.worker.supervision import Supervision
 from tests.clients import submitted
 from tests.e2e.chaos_cast import Cast, Outcome, leaves_after, outcome_of, reads_slowly, undisturbed
 

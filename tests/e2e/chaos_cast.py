@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config import EngineConfig, SchedulerConfig
-from engine.desk import EngineFactory, SteppedEngine
-from engine.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.worker.engine_loop import EngineFactory, SteppedEngine
 from server.assembly import served_engine
 from server.settings import Settings
 

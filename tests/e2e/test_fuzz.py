@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine.config import SchedulerConfig
+from engine.core.config import SchedulerConfig
 from tests.conformance.served import app_of, real_engine, served
 from tests.e2e.fuzz import fuzz, problem_of, text_of, unrest_of
 from tests.fake_engine import FakeEngine, says

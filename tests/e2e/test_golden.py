@@ -10,19 +10,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.config import SchedulerConfig
-from engine.draft.cached import CachedDrafter
+from engine.core.config import SchedulerConfig
+from engine.core.policy import PlainDecoding
+from engine.core.step_plan import Feeding
+from engine.core.tree import Expansion, parse_expansion
+from engine.core.types import ModelInfo, Request, SamplingParams, Speculation
 from engine.draft.drafter import Drafter
-from engine.draft.early_exit import Lens, early_exit_drafter
-from engine.draft.model import ModelDrafter
+from engine.draft.models.draft_model import ModelDrafter
+from engine.draft.models.early_exit import Lens, early_exit_drafter
+from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
-from engine.kv_cache import KVCache
-from engine.model import CausalModel, load_model
-from engine.plan import Feeding
-from engine.policy import PlainDecoding
-from engine.target import Target
-from engine.tree import Expansion, parse_expansion
-from engine.types import ModelInfo, Request, SamplingParams, Speculation
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel, load_model
+from engine.model.target import Target
 from engine.verify import coupled
 from engine.weights import resolve
 from server.settings import SHIPPED_DRAFTERS
@@ -160,6 +160,6 @@ def test_the_comparison_sees_an_extra_token_taken_from_the_root(golden: Golden, 
         return [type(v)(v.path, choices[offset]) for v, offset in zip(verdicts, offsets, strict=True)]
 
     honest = coupled.judge_greedy
-    monkeypatch.setattr("engine.judge.judge_greedy", from_the_root)
+    monkeypatch.setattr("engine.verify.dispatch.judge_greedy", from_the_root)
     with pytest.raises(AssertionError):
         test_in_a_batch_of_eight_mixed_requests(golden)

@@ -14,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from engine.build import build_engine
-from engine.config import EngineConfig, SchedulerConfig
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams, Speculation
 from engine.engine import Engine
-from engine.keys import Stream, stream_key
-from engine.noise import gumbels
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams, Speculation
+from engine.sampling.noise import gumbels
 from engine.verify import coupled
 from engine.weights import resolve
 from server.settings import SHIPPED_DRAFTERS

@@ -12,15 +12,15 @@ import httpx
 import pytest
 import torch
 
-from engine.config import SchedulerConfig
-from engine.draft.cached import CachedDrafter
-from engine.draft.texts import TextCache
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.draft.text.text_cache import TextCache
+from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
-from engine.grammars import CompiledGrammars, source_of
-from engine.inprocess import InProcessEngine
-from engine.policy import FixedExpansion
+from engine.structured_output.grammars import CompiledGrammars, source_of
 from engine.testing import tiny_engine, tiny_pair
-from engine.tree import Expansion
+from engine.worker.inprocess import InProcessEngine
 from tests.conformance.served import app_of, served
 from tests.e2e.fuzz import unrest_of
 from tests.e2e.storm import CALM, STORMY, Plan, storm

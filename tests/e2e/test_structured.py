@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.build import build_engine
-from engine.config import EngineConfig, SchedulerConfig
-from engine.tree import Expansion
-from engine.types import FinishReason, Grammar, GrammarKind, Request, SamplingParams, Speculation
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.tree import Expansion
+from engine.core.types import FinishReason, Grammar, GrammarKind, Request, SamplingParams, Speculation
 from engine.weights import resolve
 from server.settings import SHIPPED_DRAFTERS
 from tests.model.driving import run

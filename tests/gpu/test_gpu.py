@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from engine.draft.cached import CachedDrafter
-from engine.draft.texts import TextCache
-from engine.keys import Stream, stream_key
-from engine.model import adopt
-from engine.noise import gumbels, uniforms
-from engine.orders import Order
-from engine.policy import FixedExpansion
+from engine.core.policy import FixedExpansion
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.tree import Expansion
+from engine.core.types import SamplingParams
+from engine.distill.generation.generate import write
+from engine.distill.generation.jobs import Order
+from engine.draft.text.text_cache import TextCache
+from engine.draft.text.text_drafter import CachedDrafter
+from engine.model.causal_lm import adopt
+from engine.sampling.noise import gumbels, uniforms
 from engine.testing import FAMILIES, tiny_engine, tiny_module
-from engine.tree import Expansion
-from engine.types import SamplingParams
-from engine.writing import write
 from tests.model.driving import greedy, run, sampled
 from tests.model.laws import laws_of
 from tests.model.tiny import own_greedy_text

@@ -5,17 +5,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.config import EngineConfig, SchedulerConfig
-from engine.draft.head_drafter import HeadDrafter
+from engine.attention.paged.attention import kernel, why_not
+from engine.attention.paged.graph_recorder import CudaGraphs
+from engine.attention.paged.reference import attend as reference
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.draft.models.head_drafter import HeadDrafter
 from engine.engine import Engine
-from engine.model import adopt
-from engine.paged.attention import kernel, why_not
-from engine.paged.recorder import CudaGraphs
-from engine.paged.reference import attend as reference
-from engine.policy import FixedExpansion
-from engine.static_steps import record, static_steps
+from engine.graph_setup import record, static_steps
+from engine.model.causal_lm import adopt
 from engine.testing import FAMILIES, tiny_engine, tiny_module
-from engine.tree import Expansion
 from tests.model.driving import run
 from tests.model.heads import learnt_head
 from tests.model.mixed import mixed_requests

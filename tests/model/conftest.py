@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv_cache import KVCache
+from engine.kv_cache.pool import KVCache
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.core.types import FinishReason, Request, SamplingParams, Speculation, StepStats, TokenEvent, TokenLogprobs
 from engine.engine import Engine, StepOutput
-from engine.types import FinishReason, Request, SamplingParams, Speculation, StepStats, TokenEvent, TokenLogprobs
 
 MAX_STEPS = 2000
 

@@ -15,7 +15,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from engine.types import SamplingParams
+from engine.core.types import SamplingParams
 
 
 class GeneratedTokenPenalties(LogitsProcessor):

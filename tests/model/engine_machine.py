@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.config import SchedulerConfig
+from engine.core.config import SchedulerConfig
+from engine.core.policy import Choice
+from engine.core.tree import FREE_GROWTH, Expansion
+from engine.core.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent
 from engine.engine import Engine
-from engine.policy import Choice
 from engine.testing import tiny_engine
-from engine.tree import FREE_GROWTH, Expansion
-from engine.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent
 from tests.model.tiny import model, pair
 from tests.strategies import any_expansions, growth_prices
 

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from engine.grammar_masks import GrammarMasks
-from engine.grammars import CompiledGrammars, Vocabulary, source_of
-from engine.types import Grammar, GrammarKind
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output.grammars import CompiledGrammars, Vocabulary, source_of
+from engine.structured_output.masks import GrammarMasks
 
 V = 61  # rows of logits of a tiny model; the tokenizer has fewer tokens
 EOS = 2

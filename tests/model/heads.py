@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from engine.config import SchedulerConfig
-from engine.draft.head import DraftHead, HeadShape
-from engine.draft.head_drafter import HeadDrafter
+from engine.core.config import SchedulerConfig
+from engine.core.policy import ExpansionPolicy
+from engine.draft.models.head import DraftHead, HeadShape
+from engine.draft.models.head_drafter import HeadDrafter
 from engine.engine import Engine
-from engine.model import CausalModel
-from engine.policy import ExpansionPolicy
+from engine.model.causal_lm import CausalModel
 from engine.testing import tiny_engine
 from tests.model.tiny import model, own_module
 

@@ -9,8 +9,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from engine.grammars import compiled
-from engine.types import Grammar, GrammarKind
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output.grammars import compiled
 
 _END = ord('"')
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.plan import LawContext
-from engine.sampling import processed_laws
-from engine.types import SamplingParams
+from engine.core.step_plan import LawContext
+from engine.core.types import SamplingParams
+from engine.sampling.laws import processed_laws
 
 
 def laws_of(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -1,6 +1,6 @@
 """Greedy, coupled and i.i.d. requests with prompts of several lengths, to run together."""
 
-from engine.types import Request
+from engine.core.types import Request
 from tests.model.driving import greedy, sampled
 
 PROMPTS = [[5 + (7 * row + 3 * i) % 50 for i in range(4 + 9 * row)] for row in range(4)]

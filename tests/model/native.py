@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.kv_cache import KVCache
-from engine.linears import NATIVE
-from engine.model import CausalModel, adopt, weights_dtype
+from engine.attention.packing import pack
+from engine.attention.segments import chain_segment
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel, adopt, weights_dtype
+from engine.model.linears import NATIVE
 from engine.native import library
-from engine.packing import pack
-from engine.segments import chain_segment
 from engine.testing import tiny_module
 from tests.model.passes import CPU, SceneRow, node_logits
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import Gathered
-from engine.kv_cache import KVCache
-from engine.packing import Segment, pack
-from engine.paged.attention import Attend
-from engine.paged.table import Columns, PagedBatch, Shape, table_of
-from engine.segments import chain_segment, level_segment, tree_segment
-from engine.tree import TokenTree
+from engine.attention.packing import Segment, pack
+from engine.attention.paged.attention import Attend
+from engine.attention.paged.table import Columns, PagedBatch, Shape, table_of
+from engine.attention.segments import chain_segment, level_segment, tree_segment
+from engine.attention.tree_attention import Gathered
+from engine.core.tree import TokenTree
+from engine.kv_cache.pool import KVCache
 from tests.model.passes import CPU
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kv_cache import KVCache
-from engine.model import CausalModel
-from engine.packing import PackedBatch, Segment, pack
-from engine.segments import chain_segment, tree_segment
-from engine.tree import TokenTree
+from engine.attention.packing import PackedBatch, Segment, pack
+from engine.attention.segments import chain_segment, tree_segment
+from engine.core.tree import TokenTree
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel
 from tests.model.tiny import own_logits
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.core.step_plan import Feeding, Row
+from engine.core.tree import Expansion
+from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, Proposal
-from engine.plan import Feeding, Row
-from engine.tree import Expansion
-from engine.types import SamplingParams
 
 SAMPLED = SamplingParams(temperature=1.0)
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import packing
-from engine.attention import Gathered, UnsupportedAttention, group_attention, tree_attention
-from engine.kv_cache import KVCache
-from engine.packing import Group, pack
-from engine.segments import chain_segment
+from engine.attention import packing
+from engine.attention.packing import Group, pack
+from engine.attention.segments import chain_segment
+from engine.attention.tree_attention import Gathered, UnsupportedAttention, group_attention, tree_attention
+from engine.core.tree import TokenTree
+from engine.kv_cache.pool import KVCache
 from engine.testing import FAMILIES
-from engine.tree import TokenTree
 from tests.model.passes import CPU, error_of, node_logits, repadded, scene_row
 from tests.model.tiny import model
 from tests.strategies import VOCAB_SIZE, token_trees

@@ -14,13 +14,13 @@ from engine.audit.examine import examine
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
 from engine.audit.report import Report
-from engine.config import SchedulerConfig
-from engine.draft import children
-from engine.keys import Stream, stream_key
-from engine.sampling import warped_laws
+from engine.core.config import SchedulerConfig
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.tree import Expansion, TreeKind
+from engine.core.types import FinishReason, SamplingParams, TokenEvent
+from engine.draft.trees import sampling as children
+from engine.sampling.laws import warped_laws
 from engine.testing import LawAfter, table_module, table_pair, tiny_engine
-from engine.tree import Expansion, TreeKind
-from engine.types import FinishReason, SamplingParams, TokenEvent
 from engine.verify import coupled, masses, plans, rules
 from engine.verify.directions import BottomUp
 from engine.verify.first_path import FirstPath
@@ -238,7 +238,7 @@ def one_too_few(logits_NV, sampling, rows):
 )
 def test_a_law_cut_one_token_off_is_found(mutant, sampling, monkeypatch):
     """In the judge and in plain decoding alike: only a reference of other make can see it."""
-    monkeypatch.setattr("engine.judge.warped_laws", mutant)
+    monkeypatch.setattr("engine.verify.dispatch.warped_laws", mutant)
     found = report(sampling=sampling)
     assert not is_lawful(found)
     assert bool(found.sampled[0].support.num_mismatch) is (mutant is one_too_many)
@@ -256,7 +256,7 @@ _GREEDY = coupled.judge_greedy
 
 
 def test_a_greedy_token_taken_from_the_root_is_found(monkeypatch):
-    monkeypatch.setattr("engine.judge.judge_greedy", extra_after_the_root)
+    monkeypatch.setattr("engine.verify.dispatch.judge_greedy", extra_after_the_root)
     found = report(num_samples=1, noise=0.01)
     assert found.greedy[0].tally.num_mismatch
     assert not found.is_lossless

@@ -19,19 +19,19 @@ from engine.audit.judgement import Check, Judgement, check_of
 from engine.audit.outcomes import Outcome, Tally, tie_tolerance
 from engine.audit.pit import NUM_BINS, evenness
 from engine.build import build_served
-from engine.config import EngineConfig, SchedulerConfig
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.service import EngineHealth, EngineState
+from engine.core.tree import Expansion
+from engine.core.types import AuditStats, FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent
 from engine.engine import Engine
-from engine.forcing import MAX_CHUNK_LOGITS, MAX_CHUNK_TOKENS, KnownText
-from engine.inprocess import InProcessEngine
-from engine.keys import Stream, stream_key
-from engine.policy import FixedExpansion
-from engine.sampling import warped_laws
-from engine.service import EngineHealth, EngineState
+from engine.sampling.laws import warped_laws
+from engine.teacher_forcing import MAX_CHUNK_LOGITS, MAX_CHUNK_TOKENS, KnownText
 from engine.testing import tiny_engine
-from engine.tree import Expansion
-from engine.types import AuditStats, FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent
 from engine.verify import coupled, masses
 from engine.verify.verdict import Verdict
+from engine.worker.inprocess import InProcessEngine
 from server.metrics import Metrics
 from tests.clients import collect
 from tests.model.driving import Session, greedy, run, sampled
@@ -145,7 +145,7 @@ _GREEDY = coupled.judge_greedy
 
 
 def test_a_greedy_token_taken_from_the_root_is_found(monkeypatch, caplog):
-    monkeypatch.setattr("engine.judge.judge_greedy", extra_after_the_root)
+    monkeypatch.setattr("engine.verify.dispatch.judge_greedy", extra_after_the_root)
     session = run(audited(noise=0.01), [greedy("g", PROMPT)])
     assert outcomes(session)[Check.GREEDY].num_mismatch
     assert any("greedy tokens are wrong" in record.message for record in caplog.records if record.levelno == logging.ERROR)
@@ -183,7 +183,7 @@ def one_token_more(logits_NV, sampling, rows):
 
 @pytest.mark.usefixtures("numbered_secrets")
 def test_tokens_that_cannot_come_are_found(monkeypatch):
-    monkeypatch.setattr("engine.judge.warped_laws", one_token_more)
+    monkeypatch.setattr("engine.verify.dispatch.warped_laws", one_token_more)
     session = run(audited(), [unseeded(index, top_k=2, temperature=1.5) for index in range(20)])
     assert outcomes(session)[Check.SAMPLED].num_mismatch
 

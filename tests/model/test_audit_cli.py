@@ -13,21 +13,21 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-import server.cli
+import server.cli.main
 from engine.audit.collect import RequestFailed, collect
 from engine.audit.examine import examine
 from engine.audit.outcomes import Tally
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
 from engine.audit.report import Verdict
-from engine.blocks import IntegrityError
 from engine.build import BadConfiguration
+from engine.core.tree import Expansion
+from engine.core.types import SamplingParams
+from engine.scheduler.slot_pool import IntegrityError
 from engine.testing import tiny_engine, tiny_module
-from engine.tree import Expansion
-from engine.types import SamplingParams
 from engine.verify import masses
-from server.audit_run import EXIT_STATUS, as_json, plan_of
-from server.audit_text import as_text
+from server.cli.audit_report import as_text
+from server.cli.audit_run import EXIT_STATUS, as_json, plan_of
 from server.settings import load_settings
 from tests.model.tiny import own_module, pair
 
@@ -136,13 +136,13 @@ def asked(monkeypatch):
         calls.append(parsed)
         return 1
 
-    monkeypatch.setattr("server.audit_run.audit", audit)
+    monkeypatch.setattr("server.cli.audit_run.audit", audit)
     return calls
 
 
 def test_arguments_become_a_plan(asked):
     arguments = "--temperatures 1 0.5 --top-p 0.9 --verifiers traversal rrsw --expansions 0.2.2 --samples 9 --first-seed 4"
-    assert server.cli.main(["audit", *arguments.split()]) == 1
+    assert server.cli.main.main(["audit", *arguments.split()]) == 1
     plan = plan_of(asked[0], ((1, 2),))
     assert [setting.name for setting in plan.settings] == [
         "temperature 1 top_p 0.9, traversal 0.2.2",
@@ -155,7 +155,7 @@ def test_arguments_become_a_plan(asked):
 
 def test_what_is_configured_is_audited(asked, tmp_path):
     (tmp_path / "s.yaml").write_text("verifier: block\nexpansion: 5.1.0\n")
-    server.cli.main(["audit", "--config", str(tmp_path / "s.yaml")])
+    server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml")])
     assert {setting.verifier for setting in plan_of(asked[0], ((1,),)).settings} == {"block"}
     assert {str(setting.expansion) for setting in plan_of(asked[0], ((1,),)).settings} == {"5.1.0", "None"}
 
@@ -174,8 +174,8 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES)
 def test_mistakes_are_one_line_and_told_before_a_model_is_loaded(arguments, words, capsys, monkeypatch):
-    monkeypatch.setattr("server.audit_run.tool_engine", None)
-    assert server.cli.main(["audit", *arguments]) == 2
+    monkeypatch.setattr("server.cli.audit_run.tool_engine", None)
+    assert server.cli.main.main(["audit", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("latebranch audit: ")
     assert words in error
@@ -184,7 +184,7 @@ def test_mistakes_are_one_line_and_told_before_a_model_is_loaded(arguments, word
 
 def test_no_speculation_is_nothing_to_audit(tmp_path, capsys):
     (tmp_path / "s.yaml").write_text("drafter: none\n")
-    assert server.cli.main(["audit", "--config", str(tmp_path / "s.yaml")]) == 2
+    assert server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml")]) == 2
     assert "without a drafter" in capsys.readouterr().err
 
 
@@ -192,8 +192,8 @@ def test_what_the_engine_refuses_is_one_line(monkeypatch, capsys):
     def refuse(*_):
         raise BadConfiguration("not this")
 
-    monkeypatch.setattr("server.audit_run._audit", refuse)
-    assert server.cli.main(["audit"]) == 2
+    monkeypatch.setattr("server.cli.audit_run._audit", refuse)
+    assert server.cli.main.main(["audit"]) == 2
     assert capsys.readouterr().err == "latebranch audit: not this\n"
 
 
@@ -202,7 +202,7 @@ def test_what_the_engine_refuses_is_one_line(monkeypatch, capsys):
 )
 def test_numbers_that_the_audit_cannot_use_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
-        server.cli.main(["audit", *arguments])
+        server.cli.main.main(["audit", *arguments])
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert f"argument {arguments[0]}: must " in error
@@ -211,7 +211,7 @@ def test_numbers_that_the_audit_cannot_use_are_refused(arguments, capsys):
 
 def test_an_adaptive_policy_is_audited_beside_the_configured_tree(asked, tmp_path):
     (tmp_path / "s.yaml").write_text("policy: adaptive\nexpansion: 5.1.0\n")
-    server.cli.main(["audit", "--config", str(tmp_path / "s.yaml"), "--top-k", "0", "--min-p", "0"])
+    server.cli.main.main(["audit", "--config", str(tmp_path / "s.yaml"), "--top-k", "0", "--min-p", "0"])
     assert [setting.expansion for setting in plan_of(asked[0], ((1,),)).settings] == [Expansion(5, 1, 0), None] * 2
 
 
@@ -220,8 +220,8 @@ def test_an_engine_that_fails_is_no_mistake_in_what_was_asked(failure, monkeypat
     def fail(*_):
         raise failure
 
-    monkeypatch.setattr("server.audit_run._audit", fail)
-    assert server.cli.main(["audit"]) == 1
+    monkeypatch.setattr("server.cli.audit_run._audit", fail)
+    assert server.cli.main.main(["audit"]) == 1
     assert capsys.readouterr().err == f"latebranch audit: the engine failed: {failure}\n"
 
 
@@ -266,7 +266,7 @@ def words() -> PreTrainedTokenizerFast:
 
 def run_whole(folder: Path) -> int:
     arguments = ["--config", str(folder / "s.yaml"), "--prompts", str(folder / "prompts.yaml"), *SMALL.split()]
-    return server.cli.main(["audit", *arguments])
+    return server.cli.main.main(["audit", *arguments])
 
 
 def test_a_sound_pair_passes_from_the_command_line(pair_on_disk, capsys):

@@ -10,10 +10,10 @@ from engine.audit.examine import _summary
 from engine.audit.outcomes import Tally, greedy_gaps, support_of, tally_gaps, tie_tolerance
 from engine.audit.pit import NUM_BINS, binned, evenness, transformed
 from engine.audit.reference import Reference, penalised, warped
-from engine.keys import uniform
-from engine.noise import uniforms
-from engine.sampling import warped_laws
-from engine.types import SamplingParams
+from engine.core.rng_keys import uniform
+from engine.core.types import SamplingParams
+from engine.sampling.laws import warped_laws
+from engine.sampling.noise import uniforms
 from tests.model.tiny import own_logits, own_module
 
 LAW = torch.softmax(torch.linspace(3.0, -6.0, 40, dtype=torch.float64), 0)

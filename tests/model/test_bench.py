@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.load import in_turns
+from engine.core.tree import PLAIN, Expansion
+from engine.core.types import FinishReason, TokenEvent
 from engine.testing import tiny_engine, tiny_pair
-from engine.tracer import NoTracer
-from engine.tree import PLAIN, Expansion
-from engine.types import FinishReason, TokenEvent
+from engine.trace.tracer import NoTracer
 from engine.verify import coupled
-from server.bench import Case, Load, OutputsDiffer, RequestFailed, cases_of, compare, run_case, table
+from server.cli.bench_compare import Case, Load, OutputsDiffer, RequestFailed, cases_of, compare, run_case, table
 
 SHAPES = [Expansion(3, 1, 0), Expansion(1, 2, 2)]
 
@@ -100,6 +100,6 @@ def test_a_verifier_that_changes_the_text_is_found(engine, monkeypatch):
             for tree, verdict in zip(trees, verdicts, strict=True)
         ]
 
-    monkeypatch.setattr("engine.judge.judge_greedy", shifted)
+    monkeypatch.setattr("engine.verify.dispatch.judge_greedy", shifted)
     with pytest.raises(OutputsDiffer, match="temperature 0"):
         compare(engine, cases_of(["traversal"], SHAPES, 0.0), load(0.0), "tiny", num_rounds=1)

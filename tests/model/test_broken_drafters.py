@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from engine.draft.combined import CombinedDrafter
-from engine.draft.texts import TextCache
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.core.types import FinishReason
+from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.text.text_cache import TextCache
 from engine.engine import Engine
-from engine.model import adopt
-from engine.policy import FixedExpansion
+from engine.model.causal_lm import adopt
 from engine.testing import tiny_engine, tiny_module
-from engine.tree import Expansion
-from engine.types import FinishReason
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import head_engine, random_head
 from tests.model.passes import CPU

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model import CausalModel, adopt
-from engine.packing import pack
-from engine.paged.buffer import TableBuffer
-from engine.paged.ladder import Ladder
-from engine.paged.recordings import StaticSteps
-from engine.segments import chain_segment
+from engine.attention.packing import pack
+from engine.attention.paged.buffer import TableBuffer
+from engine.attention.paged.graphs import StaticSteps
+from engine.attention.paged.padding_shapes import Ladder
+from engine.attention.segments import chain_segment
+from engine.model.causal_lm import CausalModel, adopt
 from engine.testing import tiny_engine, tiny_module
 from tests.model.heads import drafter_of, head_engine, learnt_head
 from tests.model.passes import CPU

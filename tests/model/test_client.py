@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import SchedulerConfig
-from engine.service import EngineBusy, EngineState, EngineUnavailable
-from engine.types import FinishReason, StepStats, TokenEvent
+from engine.core.config import SchedulerConfig
+from engine.core.service import EngineBusy, EngineState, EngineUnavailable
+from engine.core.types import FinishReason, StepStats, TokenEvent
 from tests.clients import collect, end_of, patiently, running, submitted, tokens_of, until, worker_client
 from tests.counting_engine import Trick, build_forever, counting_request
 

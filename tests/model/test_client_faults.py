@@ -18,19 +18,19 @@ from unittest.mock import patch
 import pytest
 import zmq
 
-import engine.worker
-from engine.black_box import StepNote
-from engine.client import WorkerClient
-from engine.config import EngineConfig, SchedulerConfig
-from engine.crash_dump import CrashDumps
-from engine.desk import EngineFactory, SteppedEngine
-from engine.link import WorkerDied, WorkerLink
-from engine.service import EngineState, EngineUnavailable
-from engine.supervision import Supervision
-from engine.tree import Expansion
-from engine.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
-from engine.wire import Addresses, Report
-from engine.worker import BEAT_S, ProcessLauncher, Worker
+import engine.worker.process
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.service import EngineState, EngineUnavailable
+from engine.core.tree import Expansion
+from engine.core.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
+from engine.worker.client import WorkerClient
+from engine.worker.connection import WorkerDied, WorkerLink
+from engine.worker.crash_dump import CrashDumps
+from engine.worker.engine_loop import EngineFactory, SteppedEngine
+from engine.worker.messages import Addresses, Report
+from engine.worker.process import BEAT_S, ProcessLauncher, Worker
+from engine.worker.step_log import StepNote
+from engine.worker.supervision import Supervision
 from server.assembly import served_engine
 from tests.clients import SWIFT, collect, end_of, patiently, running, submitted, tokens_of, until, worker_client
 from tests.counting_engine import Trick, build_counting, build_unless_marked, build_without_weights, counting_request
@@ -121,7 +121,7 @@ async def test_a_client_that_loses_or_repeats_is_noticed(
 
 def build_noise_aware(config: EngineConfig) -> SteppedEngine:
     """Return a tiny target whose drafter's trees end where the noise of later positions says so."""
-    from engine.policy import FixedExpansion  # here, so that the process that kills needs no torch
+    from engine.core.policy import FixedExpansion  # here, so that the process that kills needs no torch
     from engine.testing import tiny_engine, tiny_pair
 
     return tiny_engine(*tiny_pair(), FixedExpansion(Expansion(0, 2, 3, "noise_aware", 4)), "coupled", config.scheduler)
@@ -252,7 +252,7 @@ class SkippingClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SkippingClock:
     clock = SkippingClock()
-    monkeypatch.setattr("engine.link.time", clock)
+    monkeypatch.setattr("engine.worker.connection.time", clock)
     return clock
 
 
@@ -288,7 +288,7 @@ async def test_a_hung_step_is_seen(clock: SkippingClock) -> None:
 
 
 def _serve_noisily(self: Worker) -> None:
-    with engine.worker._beating(self._say):
+    with engine.worker.process._beating(self._say):
         _serve(self)
 
 

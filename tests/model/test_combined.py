@@ -8,25 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from engine.draft import children, combined
-from engine.draft import texts as texts_module
-from engine.draft.cached import CachedDrafter
-from engine.draft.calibration import Reliability
-from engine.draft.combined import CombinedDrafter
+from engine.core.policy import FixedExpansion
+from engine.core.step_plan import Feeding, Row
+from engine.core.tree import ROOT, Expansion, TreeKind, parse_expansion
+from engine.core.types import DraftSource, Request, SamplingParams, Speculation
 from engine.draft.drafter import Drafter, FrontierNode, Proposal
-from engine.draft.grown import Growth
-from engine.draft.growth import grow
-from engine.draft.model import ModelDrafter
-from engine.draft.recent_texts import RecentLimits
-from engine.draft.texts import SURE, CachedLaw, TextCache
+from engine.draft.models.draft_model import ModelDrafter
+from engine.draft.text import text_and_model as combined
+from engine.draft.text import text_cache as texts_module
+from engine.draft.text.recent_texts import RecentLimits
+from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.text.text_cache import SURE, CachedLaw, TextCache
+from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.trees import sampling as children
+from engine.draft.trees.calibration import Reliability
+from engine.draft.trees.grow import grow
+from engine.draft.trees.grown import Growth
 from engine.engine import Engine
-from engine.kv_cache import KVCache
+from engine.kv_cache.pool import KVCache
 from engine.native import mixture as native
-from engine.plan import Feeding, Row
-from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
-from engine.tree import ROOT, Expansion, TreeKind, parse_expansion
-from engine.types import DraftSource, Request, SamplingParams, Speculation
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model import test_engine_laws
 from tests.model.driving import greedy, run, sampled

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine.linears import NATIVE
-from engine.model import adopt
+from engine.model.causal_lm import adopt
+from engine.model.linears import NATIVE
 from engine.native import library
 from engine.native.compact import BLOCK, GROUP, compact_packed, compact_unpacked, compacted
 from engine.native.linear import NativeLinear

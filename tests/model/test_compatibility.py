@@ -9,27 +9,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-import server.cli
+import server.cli.main
 from engine.build import BadConfiguration, build_engine
-from engine.config import EngineConfig, SchedulerConfig
-from engine.draft import padding
-from engine.draft.compatibility import (
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.step_plan import Feeding
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.draft.models import vocab_padding as padding
+from engine.draft.models.compatibility import (
     Compatibility,
     UnreadableDrafter,
     compare_made_for,
     compare_models,
     recorded_fingerprint,
 )
-from engine.draft.early_exit import Lens
-from engine.draft.model import ModelDrafter
-from engine.draft.padding import RepaddedModel
+from engine.draft.models.draft_model import ModelDrafter
+from engine.draft.models.early_exit import Lens
+from engine.draft.models.vocab_padding import RepaddedModel
 from engine.engine import Engine
-from engine.kv_cache import KVCache
-from engine.model import adopt
-from engine.plan import Feeding
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import adopt
 from engine.testing import tiny_engine, tiny_model, tiny_module
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams, Speculation
 from engine.weights.fingerprint import fingerprint
 from tests.model.driving import run
 from tests.model.folders import SPECIAL, WORDS, model_folder, with_rows
@@ -281,7 +281,7 @@ def test_a_tuned_model_is_not_the_one_a_lens_was_made_for(target, tmp_path):
 
 def checked(capsys, *flags: object) -> tuple[int, str]:
     capsys.readouterr()  # what writing the folders said
-    status = server.cli.main(["drafter", "check", *map(str, flags)])
+    status = server.cli.main.main(["drafter", "check", *map(str, flags)])
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 

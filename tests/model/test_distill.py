@@ -20,11 +20,11 @@ from engine.distill.loss import distillation_loss, teacher_laws
 from engine.distill.prompts import PromptGrammar, draw_in_turn
 from engine.distill.rows import coverage, frequent_tokens, require_plain_output
 from engine.distill.trainer import Trainer, TrainingPlan, batched, made_ahead, sampled_starts
-from engine.draft.head import DraftHead, HeadShape
-from engine.model import adopt
-from engine.model_check import UnsupportedModel
+from engine.draft.models.head import DraftHead, HeadShape
+from engine.model.causal_lm import adopt
+from engine.model.check import UnsupportedModel
 from engine.testing import tiny_model, tiny_module
-from server.bench_prompts import read_prompts
+from server.cli.bench_prompts import read_prompts
 
 LAYERS = (1, 3)
 SHAPE = HeadShape(32, LAYERS, width=24, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, intermediate=40)

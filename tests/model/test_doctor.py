@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine.memory import cache_bytes_per_token
-from engine.model import load_model
+from engine.core.policy import PlainDecoding
+from engine.core.tree import parse_expansion
+from engine.core.types import Request, SamplingParams
+from engine.memory_plan import cache_bytes_per_token
+from engine.model.causal_lm import load_model
 from engine.native import library
 from engine.native.linear import QUANTISED
-from engine.policy import PlainDecoding
 from engine.testing import tiny_engine, tiny_model
-from engine.tree import parse_expansion
-from engine.types import Request, SamplingParams
 from engine.weights import WeightsCache, load_presets
 from engine.weights.stored import num_parameters
 from selector.menu import menu_of
 from selector.network.net import NetShape, Objective, SelectorNet
-from server.cli import main
+from server.cli.main import main
 from tests.conformance.folder import served_folder
 
 

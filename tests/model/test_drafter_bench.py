@@ -14,13 +14,13 @@ from benchmarks.drafters.contenders import PLAINLY, Contender, MissingPart, Stab
 from benchmarks.drafters.measure import Design, EncodedPrompt, Measurement, blocks_of
 from benchmarks.drafters.report import UnlikeRuns, interval, report
 from benchmarks.foreign import ForeignCpu
-from engine.config import EngineConfig, SchedulerConfig
-from engine.draft.early_exit import Lens
-from engine.tree import Expansion
-from engine.types import Request
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.tree import Expansion
+from engine.core.types import Request
+from engine.draft.models.early_exit import Lens
 from engine.verify import coupled
-from server.bench import OutputsDiffer
-from server.bench_prompts import BenchError, Prompt, load_prompts, read_prompts
+from server.cli.bench_compare import OutputsDiffer
+from server.cli.bench_prompts import BenchError, Prompt, load_prompts, read_prompts
 from tests.model.folders import model_folder, with_rows
 
 CHAIN, HEAP, BEAM = Expansion(3, 1, 0), Expansion(0, 3, 4, "heap", 6), Expansion(0, 3, 4, "beam", 6)
@@ -144,7 +144,7 @@ def test_a_greedy_text_that_differs_stops_the_run(stable, tmp_path, monkeypatch)
             for tree, verdict in zip(trees, verdicts, strict=True)
         ]
 
-    monkeypatch.setattr("engine.judge.judge_greedy", shifted)
+    monkeypatch.setattr("engine.verify.dispatch.judge_greedy", shifted)
     with pytest.raises(OutputsDiffer, match=r"model 3\.1\.0 differs from plain decoding at temperature 0"):
         measured(design(("model",)), stable, tmp_path / "out")
 

@@ -9,14 +9,14 @@ import yaml
 from torch import Tensor
 
 from engine.build import build_engine
-from engine.config import EngineConfig, SchedulerConfig
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams
 from engine.distill.trainer import Trainer
-from engine.draft.head import DraftHead
+from engine.draft.models.head import DraftHead
 from engine.testing import tiny_module
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
-from server.cli import main
+from server.cli.main import main
 from tests.model.driving import run
 from tests.model.folders import model_folder
 from tests.model.tiny import own_greedy_text

@@ -4,19 +4,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.draft.cached import CachedDrafter
+from engine.attention.packing import pack
+from engine.attention.segments import chain_segment
+from engine.core.enums import DraftSource, Origin
+from engine.core.step_plan import Feeding
+from engine.core.tree import ROOT, Expansion
 from engine.draft.drafter import FrontierNode, GrowingTree
-from engine.draft.early_exit import Lens, early_exit_drafter
-from engine.draft.growth import grow
-from engine.kinds import DraftSource, Origin
-from engine.kv_cache import KVCache
-from engine.linears import NATIVE
-from engine.model import adopt
-from engine.packing import pack
-from engine.plan import Feeding
-from engine.segments import chain_segment
+from engine.draft.models.early_exit import Lens, early_exit_drafter
+from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.trees.grow import grow
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import adopt
+from engine.model.linears import NATIVE
 from engine.testing import tiny_engine, tiny_module
-from engine.tree import ROOT, Expansion
 from tests.model.driving import greedy, run, sampled
 from tests.model.native import needs_library
 from tests.model.passes import CPU

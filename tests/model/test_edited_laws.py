@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from engine import judge
-from engine.config import SchedulerConfig
-from engine.draft.cached import CachedDrafter
-from engine.draft.texts import TextCache
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.step_plan import Row
+from engine.core.tree import PLAIN, Expansion
+from engine.core.types import FinishReason, Request, SamplingParams, Speculation
+from engine.draft.text.text_cache import TextCache
+from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
-from engine.keys import Stream, stream_key
-from engine.noise import gumbels
-from engine.plan import Row
-from engine.policy import FixedExpansion
+from engine.sampling.noise import gumbels
 from engine.testing import tiny_engine
-from engine.tree import PLAIN, Expansion
-from engine.types import FinishReason, Request, SamplingParams, Speculation
+from engine.verify import dispatch as judge
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.driving import run
 from tests.model.edits import processors_of

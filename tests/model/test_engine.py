@@ -8,24 +8,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import judge
-from engine.config import SchedulerConfig
-from engine.draft.cached import CachedDrafter
-from engine.draft.combined import CombinedDrafter
-from engine.draft.early_exit import Lens, early_exit_drafter
-from engine.draft.model import ModelDrafter
-from engine.draft.texts import TextCache
+from engine.core.config import SchedulerConfig
+from engine.core.policy import Choice, FixedExpansion
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.step_plan import Feeding
+from engine.core.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion, GrowthPrices
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.draft.models.draft_model import ModelDrafter
+from engine.draft.models.early_exit import Lens, early_exit_drafter
+from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.text.text_cache import TextCache
+from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
-from engine.keys import Stream, stream_key
-from engine.kv_cache import KVCache
-from engine.noise import gumbels
-from engine.plan import Feeding
-from engine.policy import Choice, FixedExpansion
-from engine.scheduler import Scheduler
+from engine.kv_cache.pool import KVCache
+from engine.sampling.noise import gumbels
+from engine.scheduler.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine
-from engine.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion, GrowthPrices
-from engine.types import Request, SamplingParams, Speculation
 from engine.verify import coupled
+from engine.verify import dispatch as judge
 from engine.verify.verdict import Verdict
 from tests.model.driving import greedy, run, sampled
 from tests.model.laws import laws_of

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from engine import engine as engine_module
-from engine import judge
-from engine.config import SchedulerConfig
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.core.types import ErrorCode, FinishReason, Request, SamplingParams, Speculation
+from engine.core.validation import RequestRefused
 from engine.engine import Engine
-from engine.model import adopt
-from engine.policy import FixedExpansion
-from engine.refusal import RequestRefused
-from engine.scheduler import Scheduler
+from engine.model.causal_lm import adopt
+from engine.scheduler.scheduler import Scheduler
 from engine.testing import tiny_engine, tiny_module
-from engine.tree import Expansion
-from engine.types import ErrorCode, FinishReason, Request, SamplingParams, Speculation
+from engine.verify import dispatch as judge
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.passes import CPU
 from tests.model.test_engine import LONG, TIGHT, engine_of, generated, mixed_requests, seeded_text

@@ -9,14 +9,14 @@ from itertools import count, product
 import pytest
 import torch
 
-from engine.config import SchedulerConfig
-from engine.draft import children
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.tree import Expansion, TreeKind
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.draft.trees import sampling as children
 from engine.engine import Engine
-from engine.keys import Stream, stream_key
-from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
-from engine.tree import Expansion, TreeKind
-from engine.types import Request, SamplingParams, Speculation
 from engine.verify import masses
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts

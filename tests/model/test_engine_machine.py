@@ -6,8 +6,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.scheduler import Scheduler
-from engine.types import Progress
+from engine.core.types import Progress
+from engine.scheduler.scheduler import Scheduler
 from tests.model.engine_machine import EngineMachine
 
 

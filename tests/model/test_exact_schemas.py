@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from engine import grammars
-from engine.exact_schemas import exact_lark, exact_schema
-from engine.grammars import BadGrammar, compiled
-from engine.types import Grammar, GrammarKind
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output import grammars
+from engine.structured_output.exact_schemas import exact_lark, exact_schema
+from engine.structured_output.grammars import BadGrammar, compiled
 from tests.json_grammars import accepts, byte_vocabulary, matcher_of
 
 REFUSED = [

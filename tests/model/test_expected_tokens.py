@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import SchedulerConfig
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion, parse_expansion
+from engine.core.types import ErrorCode, Request, SamplingParams, Speculation, StepStats
 from engine.engine import Engine
-from engine.judge import Judge
-from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
-from engine.tree import Expansion, parse_expansion
-from engine.types import ErrorCode, Request, SamplingParams, Speculation, StepStats
+from engine.verify.dispatch import Judge
 from engine.verify.verdict import Unjudged, Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW
 from tests.model.driving import greedy, run, sampled

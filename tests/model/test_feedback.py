@@ -1,9 +1,9 @@
 """What an engine tells its policy of a step."""
 
-from engine.config import SchedulerConfig
-from engine.policy import Choice, FixedExpansion, StepFeedback
+from engine.core.config import SchedulerConfig
+from engine.core.policy import Choice, FixedExpansion, StepFeedback
+from engine.core.tree import PLAIN, Expansion
 from engine.testing import tiny_engine
-from engine.tree import PLAIN, Expansion
 from tests.model.driving import run
 from tests.model.heads import head_engine, learnt_head
 from tests.model.mixed import mixed_requests

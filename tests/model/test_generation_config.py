@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.inprocess import InProcessEngine
+from engine.worker.inprocess import InProcessEngine
 from server.app import create_app
 from server.assembly import served_engine
 from server.settings import Settings

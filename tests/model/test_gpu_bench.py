@@ -11,8 +11,9 @@ from benchmarks.gpu import __main__ as bench
 from benchmarks.gpu import kernel, texts
 from benchmarks.gpu.figures import Figures, in_turns
 from benchmarks.gpu.models import TINY
-from engine.paged import recordings, table
-from engine.paged.reference import attend
+from engine.attention.paged import graphs as recordings
+from engine.attention.paged import table
+from engine.attention.paged.reference import attend
 from tests.model.paged import causal, needs_triton
 from tests.model.passes import CPU
 

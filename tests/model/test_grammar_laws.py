@@ -10,20 +10,20 @@ from functools import cache
 import pytest
 import torch
 
-from engine import judge
 from engine.audit.auditor import Auditor
 from engine.audit.background import AuditedEngine
 from engine.audit.outcomes import tie_tolerance
-from engine.config import SchedulerConfig
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.step_plan import Row
+from engine.core.tree import PLAIN, Expansion
+from engine.core.types import FinishReason, Grammar, GrammarKind, Progress, Request, SamplingParams, Speculation
 from engine.engine import Engine
-from engine.grammars import CompiledGrammars
-from engine.keys import Stream, stream_key
-from engine.noise import gumbels
-from engine.plan import Row
-from engine.policy import FixedExpansion
+from engine.sampling.noise import gumbels
+from engine.structured_output.grammars import CompiledGrammars
 from engine.testing import tiny_engine
-from engine.tree import PLAIN, Expansion
-from engine.types import FinishReason, Grammar, GrammarKind, Progress, Request, SamplingParams, Speculation
+from engine.verify import dispatch as judge
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.driving import run
 from tests.model.grammars import ALL, EOS, LARK, REGEX, GrammarProcessor, ids_of, text_of, vocabulary

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
-from engine import grammars
-from engine.grammar_masks import GrammarMasks, _Standing
-from engine.grammars import BadGrammar, compiled
-from engine.types import Grammar, GrammarKind
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output import grammars
+from engine.structured_output.grammars import BadGrammar, compiled
+from engine.structured_output.masks import GrammarMasks, _Standing
 from tests.model.grammars import ALL, CHOICE, EOS, LARK, REGEX, V, allowed_after, ids_of, masks, text_of, vocabulary
 
 PROMPT = [7, 7, 7]

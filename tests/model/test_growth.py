@@ -9,20 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.draft import children
-from engine.draft.calibration import Calibrations
-from engine.draft.grown import plain_growth
-from engine.draft.growth import grow, grow_by, strategy_of
-from engine.draft.model import ModelDrafter
-from engine.draft.strategies import num_draws
-from engine.keys import Stream, stream_key
-from engine.kv_cache import KVCache
-from engine.noise import gumbels
-from engine.packing import pack
-from engine.plan import Feeding
-from engine.segments import chain_segment
-from engine.tree import ROOT, Expansion, TokenTree, TreeKind
-from engine.types import SamplingParams
+from engine.attention.packing import pack
+from engine.attention.segments import chain_segment
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.step_plan import Feeding
+from engine.core.tree import ROOT, Expansion, TokenTree, TreeKind
+from engine.core.types import SamplingParams
+from engine.draft.models.draft_model import ModelDrafter
+from engine.draft.trees import sampling as children
+from engine.draft.trees.calibration import Calibrations
+from engine.draft.trees.grow import grow, grow_by, strategy_of
+from engine.draft.trees.grown import plain_growth
+from engine.draft.trees.strategies import num_draws
+from engine.kv_cache.pool import KVCache
+from engine.sampling.noise import gumbels
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.laws import laws_of
 from tests.model.passes import CPU

@@ -15,18 +15,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.draft import calibration, children, growth
-from engine.draft.best_first import BestFirst
-from engine.draft.by_value import CalibratedHeap, GreedySample, Heap, Threshold
-from engine.draft.calibration import AgreementWeights, Calibration, Calibrations, OddsAcceptance, RankAcceptance
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.tree import FREE_GROWTH, ROOT, TREE_NAMES, Expansion, GrowthPrices, TokenTree, TreeKind, TreeName
+from engine.core.types import SamplingParams
 from engine.draft.drafter import GrowingTree
-from engine.draft.growth import grow, strategy_of
-from engine.draft.strategies import Delayed, Static
-from engine.draft.topology import Topology, best_topology
-from engine.keys import Stream, stream_key
-from engine.noise import gumbels
-from engine.tree import FREE_GROWTH, ROOT, TREE_NAMES, Expansion, GrowthPrices, TokenTree, TreeKind, TreeName
-from engine.types import SamplingParams
+from engine.draft.trees import calibration
+from engine.draft.trees import grow as growth
+from engine.draft.trees import sampling as children
+from engine.draft.trees.best_first import BestFirst
+from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold
+from engine.draft.trees.calibration import AgreementWeights, Calibration, Calibrations, OddsAcceptance, RankAcceptance
+from engine.draft.trees.grow import grow, strategy_of
+from engine.draft.trees.strategies import Delayed, Static
+from engine.draft.trees.topology import Topology, best_topology
+from engine.sampling.noise import gumbels
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.enumeration import TinyModel, heap_trees

@@ -11,31 +11,31 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from engine.attention.packing import pack
+from engine.attention.segments import chain_segment
 from engine.build import BadConfiguration, build_engine
-from engine.config import EngineConfig, SchedulerConfig
-from engine.draft.combined import CombinedDrafter
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.step_plan import Feeding, StepPlan
+from engine.core.tree import Expansion, TokenTree, parse_expansion
+from engine.core.types import DraftSource, FinishReason
 from engine.draft.drafter import FrontierNode, GrowingTree, ModelPasses, Proposal
-from engine.draft.feature_pool import FeaturePool
-from engine.draft.growth import grow
-from engine.draft.head import DraftHead
-from engine.draft.head_drafter import HeadDrafter
-from engine.draft.lean_head import LeanHead
-from engine.draft.native_head import NativeHead
-from engine.draft.texts import TextCache
+from engine.draft.models.feature_pool import FeaturePool
+from engine.draft.models.head import DraftHead
+from engine.draft.models.head_drafter import HeadDrafter
+from engine.draft.models.native_head import NativeHead
+from engine.draft.models.torch_head import LeanHead
+from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.text.text_cache import TextCache
+from engine.draft.trees.grow import grow
 from engine.engine import Engine
-from engine.kv_cache import KVCache
-from engine.linears import NATIVE, PackedLinear
-from engine.model import adopt
-from engine.packing import pack
-from engine.plan import Feeding, StepPlan
-from engine.policy import FixedExpansion
-from engine.scheduler import Scheduler
-from engine.segments import chain_segment
-from engine.taps import StateTap, place_after
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import adopt
+from engine.model.hidden_states import StateTap, place_after
+from engine.model.linears import NATIVE, PackedLinear
+from engine.scheduler.scheduler import Scheduler
 from engine.testing import tiny_engine, tiny_model, tiny_module
-from engine.transfer import integers
-from engine.tree import Expansion, TokenTree, parse_expansion
-from engine.types import DraftSource, FinishReason
+from engine.utils.host_transfer import integers
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import drafter_of, head_engine, head_logits, learnt_head, random_head, true_features
 from tests.model.mixed import PROMPTS, mixed_requests
@@ -199,7 +199,7 @@ def of_what_the_last_norm_is_given(count, depth):
 @pytest.mark.usefixtures("poisoned_pools")
 @pytest.mark.parametrize("mutant", [of_the_layer_before, of_what_the_last_norm_is_given])
 def test_features_of_other_states_are_told(mutant, monkeypatch):
-    monkeypatch.setattr("engine.draft.head_drafter.place_after", mutant)
+    monkeypatch.setattr("engine.draft.models.head_drafter.place_after", mutant)
     assert largest_feature_error(NATIVE) > 10 * ROUNDED_FEATURE
 
 

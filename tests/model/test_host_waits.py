@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import likeliest
-from engine.draft import children, growth
-from engine.model import adopt
+from engine.core.policy import FixedExpansion
+from engine.core.tree import parse_expansion
+from engine.draft.trees import grow as growth
+from engine.draft.trees import sampling as children
+from engine.model.causal_lm import adopt
 from engine.native import laws, noise
-from engine.policy import FixedExpansion
+from engine.sampling import argmax as likeliest
 from engine.testing import tiny_engine, tiny_module
-from engine.tree import parse_expansion
 from tests.model.driving import greedy, run, sampled
 from tests.model.passes import CPU
 

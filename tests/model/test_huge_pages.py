@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine import huge_pages
-from engine.kv_cache import KVCache
+from engine.kv_cache.pool import KVCache
 from engine.native.linear import NativeLinear
+from engine.utils import huge_pages
 from tests.model.native import needs_library
 
 has_them = Path("/sys/kernel/mm/transparent_hugepage").exists()

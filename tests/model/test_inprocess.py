@@ -6,10 +6,10 @@ from contextlib import aclosing
 
 import pytest
 
-from engine.config import SchedulerConfig
-from engine.inprocess import InProcessEngine
-from engine.service import EngineBusy, EngineState, EngineUnavailable
-from engine.types import FinishReason, StepStats
+from engine.core.config import SchedulerConfig
+from engine.core.service import EngineBusy, EngineState, EngineUnavailable
+from engine.core.types import FinishReason, StepStats
+from engine.worker.inprocess import InProcessEngine
 from tests.clients import collect, end_of, running, submitted, tokens_of, until
 from tests.counting_engine import CountingEngine, Trick, counting_request
 

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import grammar_masks, json_bounds
-from engine.grammar_masks import GrammarMasks
-from engine.grammars import CompiledGrammars
-from engine.json_bounds import MAX_DIGITS
-from engine.number_lengths import JsonPosition, NumberLimit, TokenDigits
-from engine.types import Grammar, GrammarKind
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output import json_bounds
+from engine.structured_output import masks as grammar_masks
+from engine.structured_output.grammars import CompiledGrammars
+from engine.structured_output.json_bounds import MAX_DIGITS
+from engine.structured_output.masks import GrammarMasks
+from engine.structured_output.number_lengths import JsonPosition, NumberLimit, TokenDigits
 from tests.model.grammars import EOS, V, ids_of, tokenizer
 from tests.model.grammars import masks as tiny_masks
 from tests.model.json_texts import admits, bytes_vocabulary, matcher_of

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import judge as judging
-from engine.draft.growth import grow
-from engine.judge import NOT_FINITE, Judge, logprobs_of
-from engine.keys import StepKey
-from engine.plan import Row
-from engine.tree import PLAIN, Expansion
-from engine.types import ErrorCode, SamplingParams
+from engine.core.rng_keys import StepKey
+from engine.core.step_plan import Row
+from engine.core.tree import PLAIN, Expansion
+from engine.core.types import ErrorCode, SamplingParams
+from engine.draft.trees.grow import grow
 from engine.verify import coupled
+from engine.verify import dispatch as judging
 from engine.verify.coupled import judge_greedy
+from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Unjudged, Verdict
 from tests.chi_square import PASSES_BELOW, z_of_counts

@@ -8,20 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import packing
-from engine.config import SchedulerConfig
-from engine.draft.model import ModelDrafter
-from engine.draft.padding import RepaddedModel
+from engine.attention import packing
+from engine.attention.packing import pack
+from engine.attention.segments import chain_segment
+from engine.core.config import SchedulerConfig
+from engine.core.policy import Choice
+from engine.core.tree import Expansion
+from engine.core.types import FinishReason
+from engine.draft.models.draft_model import ModelDrafter
+from engine.draft.models.vocab_padding import RepaddedModel
 from engine.engine import Engine
-from engine.kv_cache import KVCache
-from engine.model import CausalModel
-from engine.packing import pack
-from engine.policy import Choice
-from engine.scheduler import Scheduler
-from engine.segments import chain_segment
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel
+from engine.scheduler.scheduler import Scheduler
 from engine.testing import FAMILIES, tiny_engine
-from engine.tree import Expansion
-from engine.types import FinishReason
 from tests.model.driving import run
 from tests.model.mixed import mixed_requests
 from tests.model.passes import CPU

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from engine import packing
-from engine.blocks import IntegrityError, SlotPool
-from engine.canary import SlotCanary
-from engine.config import SchedulerConfig
-from engine.draft import passes
-from engine.draft.head_drafter import HeadDrafter
+from engine.attention import packing
+from engine.attention.segments import chain_segment
+from engine.core.config import SchedulerConfig
+from engine.core.step_plan import Row
+from engine.draft.models import segments as passes
+from engine.draft.models.head_drafter import HeadDrafter
 from engine.engine import Engine
-from engine.linears import NATIVE
-from engine.model import CausalModel
-from engine.plan import Row
-from engine.scheduler import Scheduler
-from engine.segments import chain_segment
-from engine.target import Target
+from engine.kv_cache.canary import SlotCanary
+from engine.model.causal_lm import CausalModel
+from engine.model.linears import NATIVE
+from engine.model.target import Target
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.slot_pool import IntegrityError, SlotPool
 from engine.testing import tiny_engine
 from tests.model.driving import Session, run
 from tests.model.heads import random_head

@@ -8,10 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.likeliest import Likeliest, are_sound, likeliest
+from engine.core.types import SamplingParams
 from engine.native import laws as native
-from engine.sampling import warped_laws
-from engine.types import SamplingParams
+from engine.sampling.argmax import Likeliest, are_sound, likeliest
+from engine.sampling.laws import warped_laws
 from tests.model.native import needs_library
 
 ODD = (float("-inf"), float("inf"), float("nan"), 0.0, -0.0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine import linears
-from engine.linears import NATIVE, PackedLinear, fastest_linears, fastest_precision, prepare_linears
+from engine.model import linears
+from engine.model.linears import NATIVE, PackedLinear, fastest_linears, fastest_precision, prepare_linears
 from engine.native import library
 from engine.testing import FAMILIES, tiny_module
 

@@ -8,8 +8,8 @@ from itertools import islice
 import pytest
 
 from benchmarks.load import Way, requests_of
+from engine.core.types import Speculation
 from engine.testing import tiny_engine, tiny_pair
-from engine.types import Speculation
 
 KINDS, TEMPERATURES = ("code", "maths", "prose"), (0.0, 0.7, 1.0)
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.logit_edits import edited_logits
-from engine.plan import LawContext
-from engine.sampling import processed_laws
-from engine.sampling_limits import NoLaw, require_law
-from engine.types import SamplingParams
+from engine.core.sampling_limits import NoLaw, require_law
+from engine.core.step_plan import LawContext
+from engine.core.types import SamplingParams
+from engine.sampling.laws import processed_laws
+from engine.sampling.logits_processors import edited_logits
 from tests.model.edits import processors_of
 
 V = 13

@@ -9,17 +9,18 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine import build, memory
+from engine import build
+from engine import memory_plan as memory
 from engine.build import BadConfiguration, build_engine
-from engine.config import EngineConfig, SchedulerConfig
-from engine.draft.combined import CombinedDrafter
-from engine.draft.head_drafter import HeadDrafter
-from engine.draft.native_head import NativeHead
-from engine.memory import Memory, memory_need, shortage
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.tree import Expansion
+from engine.draft.models.head_drafter import HeadDrafter
+from engine.draft.models.native_head import NativeHead
+from engine.draft.text.text_and_model import CombinedDrafter
+from engine.memory_plan import Memory, memory_need, shortage
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.testing import tiny_module
-from engine.tree import Expansion
 from engine.weights.stored import num_parameters
 from tests.conformance.folder import served_folder
 from tests.model.heads import random_head

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from engine.draft import mixture
+from engine.core.enums import DraftSource, Origin
 from engine.draft.drafter import TrimmedVocabulary
-from engine.draft.mixture import mixtures, with_tokens_of
-from engine.draft.texts import CachedLaw
-from engine.kinds import DraftSource, Origin
+from engine.draft.text import mixture
+from engine.draft.text.mixture import mixtures, with_tokens_of
+from engine.draft.text.text_cache import CachedLaw
 from engine.native import mixture as native
 from tests.model.native import needs_library
 from tests.model.passes import CPU

@@ -14,13 +14,13 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from engine import model as engine_model
-from engine import model_check
-from engine.linears import prepare_linears
-from engine.model import CausalModel, adopt, load_model
-from engine.model_check import UnsupportedModel, refuse_by_configuration
-from engine.packing import Group
-from engine.segments import tree_segment
+from engine.attention.packing import Group
+from engine.attention.segments import tree_segment
+from engine.model import causal_lm as engine_model
+from engine.model import check as model_check
+from engine.model.causal_lm import CausalModel, adopt, load_model
+from engine.model.check import UnsupportedModel, refuse_by_configuration
+from engine.model.linears import prepare_linears
 from engine.testing import FAMILIES, tiny_module
 from tests.model.tiny import model, own_logits
 
@@ -115,7 +115,7 @@ def test_what_preparing_linears_breaks_is_not_taken_for_the_model_s_own_noise(mo
         prepare_linears(module, kind, *rest)
         module.model.layers[0].mlp.down_proj.weight.data *= 1.5
 
-    monkeypatch.setattr("engine.model.prepare_linears", break_one)
+    monkeypatch.setattr("engine.model.causal_lm.prepare_linears", break_one)
     with pytest.raises(UnsupportedModel, match="differs from the model's own"):
         adopt(tiny_module("llama").bfloat16(), CPU)
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from engine import model as loading
+from engine.attention.packing import PackedBatch, pack
+from engine.attention.segments import chain_segment
 from engine.audit.reference import SameBitsReference
-from engine.blocks import IntegrityError
-from engine.canary import SlotCanary
-from engine.kv_cache import KVCache
-from engine.likeliest import Likeliest
-from engine.linears import NATIVE
-from engine.model import CausalModel, adopt, load_model, loaded_dtype, weights_dtype
+from engine.core.types import Request, SamplingParams
+from engine.kv_cache.canary import SlotCanary
+from engine.kv_cache.pool import KVCache
+from engine.model import causal_lm as loading
+from engine.model.causal_lm import CausalModel, adopt, load_model, loaded_dtype, weights_dtype
+from engine.model.hidden_states import StateTap
+from engine.model.linears import NATIVE
 from engine.native import laws, library
 from engine.native.linear import QUANTISED
 from engine.native.passes import cache_dtype
-from engine.packing import PackedBatch, pack
-from engine.segments import chain_segment
-from engine.taps import StateTap
+from engine.sampling.argmax import Likeliest
+from engine.scheduler.slot_pool import IntegrityError
 from engine.testing import tiny_engine, tiny_module
-from engine.types import Request, SamplingParams
 from engine.weights.stored import stored_dtype
 from tests.model.native import KNOWN, PRECISIONS, alone, is_same, native, needs_library, with_weights
 from tests.model.passes import CPU

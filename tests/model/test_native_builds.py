@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engine.core.tree import TokenTree
 from engine.native import laws, library, mixture, noise, walks
-from engine.tree import TokenTree
 from tests.model.native import PRECISIONS, native
 from tests.model.passes import node_logits
 from tests.model.test_attention import long_scene, ragged_scene

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine import linears
-from engine.linears import NATIVE, prepare_linears, weight_of
-from engine.model import adopt
+from engine.model import linears
+from engine.model.causal_lm import adopt
+from engine.model.linears import NATIVE, prepare_linears, weight_of
 from engine.native.compact import GROUP
 from engine.native.linear import QUANTISED, NativeLinear, packed, unpacked
 from engine.testing import tiny_module

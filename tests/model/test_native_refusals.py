@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig, PreTrain
 
 from engine.audit.reference import load_reference
 from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.linears import NATIVE, fastest_linears
-from engine.model import adopt, load_model
-from engine.model_check import UnsupportedModel
+from engine.core.config import EngineConfig
+from engine.model.causal_lm import adopt, load_model
+from engine.model.check import UnsupportedModel
+from engine.model.linears import NATIVE, fastest_linears
 from engine.native import library
 from engine.native.decoder import UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from engine import lab as lab_module
-from engine.draft.children import Offer
+from engine.core.tree import Expansion, TreeKind, TreeName
+from engine.core.types import SamplingParams
+from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.draft.drafter import GrowingTree
-from engine.draft.nested import Nested
-from engine.draft.strategies import Delayed
-from engine.lab import Lab, NestedPoint, Planting
-from engine.pairs import VERIFIER_NAMES, is_exact
-from engine.tree import Expansion, TreeKind, TreeName
-from engine.types import SamplingParams
+from engine.draft.trees.nested import Nested
+from engine.draft.trees.sampling import Offer
+from engine.draft.trees.strategies import Delayed
+from engine.profiling import counterfactual as lab_module
+from engine.profiling.counterfactual import Lab, NestedPoint, Planting
 from engine.verify.rules import create_verifier
 from tests.model.heads import head_engine, learnt_head
 from tests.model.rows import decoding_row

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import noise
-from engine.keys import Stream, stream_key, uniform
+from engine.core.rng_keys import Stream, stream_key, uniform
 from engine.native import noise as native
-from engine.noise import gumbels, uniforms
+from engine.sampling import noise
+from engine.sampling.noise import gumbels, uniforms
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.model.native import needs_library
 from tests.splitmix import key_of_first_bits

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import packing
-from engine.packing import Group, PackedBatch, Segment, pack
-from engine.segments import chain_segment, tree_segment
+from engine.attention import packing
+from engine.attention.packing import Group, PackedBatch, Segment, pack
+from engine.attention.segments import chain_segment, tree_segment
 from tests.model.passes import repadded
 from tests.strategies import token_trees
 

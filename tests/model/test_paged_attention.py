@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.paged.attention import try_out, why_not
-from engine.paged.reference import attend as reference
-from engine.paged.table import Shape
+from engine.attention.paged.attention import try_out, why_not
+from engine.attention.paged.reference import attend as reference
+from engine.attention.paged.table import Shape
 from tests.model.paged import Heads, by, causal, chunk, gathered, inputs, level, needs_triton, paged, random_segments, with_tiles
 
 if find_spec("triton"):
     import triton
     import triton.language as tl
 
-    from engine.paged import kernels, launch
+    from engine.attention.paged import kernels, launch
     from tests.model.interpreted import widened_products
 
 EXACT, WRONG = 1e-5, 1e-2

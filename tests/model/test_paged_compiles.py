@@ -14,7 +14,7 @@ PROGRAM = """
 import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.paged import kernels, launch
+from engine.attention.paged import kernels, launch
 
 POINTER = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 

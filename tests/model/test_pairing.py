@@ -2,13 +2,13 @@
 
 import pytest
 
+from engine.core.policy import FixedExpansion
+from engine.core.step_plan import Row
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.core.verifier_table import require_exact
 from engine.engine import Engine
-from engine.pairs import require_exact
-from engine.plan import Row
-from engine.policy import FixedExpansion
 from engine.testing import tiny_engine
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams, Speculation
 from tests.model.driving import run
 from tests.model.tiny import pair
 

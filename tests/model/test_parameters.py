@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from engine import judge, logit_edits
-from engine.keys import Stream, stream_key
-from engine.pairs import VERIFIER_NAMES
-from engine.plan import Row
-from engine.sequence import Sequence
-from engine.types import SamplingParams
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.step_plan import Row
+from engine.core.types import SamplingParams
+from engine.core.verifier_table import VERIFIER_NAMES
+from engine.sampling import logits_processors as logit_edits
+from engine.scheduler.sequence import Sequence
 from engine.verify import coupled
+from engine.verify import dispatch as judge
 from tests.model.parameters import told
 from tests.model.parameters.matrix import DOCUMENT, law_row, laws_table, table_in, trees_table
 from tests.model.parameters.subjects import EVERYTHING, GREEDY, LAWS, NUMBERS, Subject

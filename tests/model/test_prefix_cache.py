@@ -7,16 +7,16 @@ from functools import partial
 import pytest
 import torch
 
-from engine.blocks import Block
-from engine.config import SchedulerConfig
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.core.types import ErrorCode, FinishReason
 from engine.engine import Engine
-from engine.linears import NATIVE
-from engine.model import CausalModel, adopt
-from engine.policy import FixedExpansion
-from engine.prefix_cache import PrefixCache
+from engine.model.causal_lm import CausalModel, adopt
+from engine.model.linears import NATIVE
+from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.slot_pool import Block
 from engine.testing import tiny_engine, tiny_module
-from engine.tree import Expansion
-from engine.types import ErrorCode, FinishReason
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.heads import head_engine, random_head
 from tests.model.native import PRECISIONS, native, needs_library
@@ -153,7 +153,7 @@ def test_what_a_bad_pass_left_of_a_prompt_goes_with_its_request(monkeypatch):
         return session.outcomes["next"].ids
 
     assert after_a_bad_pass() == own_greedy_text("llama", PREFIX, 12)
-    monkeypatch.setattr("engine.prefix_cache.Block", partial(Block, is_proven=True))
+    monkeypatch.setattr("engine.scheduler.prefix_cache.Block", partial(Block, is_proven=True))
     assert after_a_bad_pass() == []
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import prompt_scores
-from engine.config import SchedulerConfig
+from engine.core.config import SchedulerConfig
+from engine.core.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
 from engine.engine import Engine
-from engine.judge import logprobs_of
 from engine.testing import tiny_engine
-from engine.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
+from engine.verify import prompt_logprobs as prompt_scores
+from engine.verify.dispatch import logprobs_of
 from tests.model.driving import Session, greedy, run
 from tests.model.mixed import PROMPTS, mixed_requests
 from tests.model.test_kv_cache import RandomExpansion
@@ -89,7 +89,7 @@ _SCORED_BY = prompt_scores.scored_by
         ("engine.engine.scored_by", told_again),
         ("engine.engine.scored_by", after_the_token_itself),
         ("engine.engine.scored_by", trees_forgotten),
-        ("engine.prompt_scores.logprobs_of", first_place_for_all),
+        ("engine.verify.prompt_logprobs.logprobs_of", first_place_for_all),
     ],
 )
 def test_scores_kill(where, mutant, monkeypatch):

@@ -6,25 +6,26 @@ from dataclasses import replace
 import pytest
 
 from engine import engine as stepping
-from engine.canary import SlotCanary
-from engine.config import SchedulerConfig
-from engine.draft import growth, ranked
-from engine.draft.children import Offer
-from engine.draft.combined import CombinedDrafter
-from engine.draft.grown import Growth, Worth
-from engine.draft.head_drafter import HeadDrafter
-from engine.draft.model import ModelDrafter
-from engine.draft.texts import TextCache
+from engine.core.config import SchedulerConfig
+from engine.core.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
+from engine.core.step_plan import Feeding, Row
+from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices
+from engine.core.types import DraftSource, FinishReason, Request, SamplingParams, Speculation
+from engine.draft.models.draft_model import ModelDrafter
+from engine.draft.models.head_drafter import HeadDrafter
+from engine.draft.text.text_and_model import CombinedDrafter
+from engine.draft.text.text_cache import TextCache
+from engine.draft.trees import grow as growth
+from engine.draft.trees import ranked_growth as ranked
+from engine.draft.trees.grown import Growth, Worth
+from engine.draft.trees.sampling import Offer
 from engine.engine import Engine
-from engine.kv_cache import KVCache
-from engine.linears import NATIVE
-from engine.model import adopt
+from engine.kv_cache.canary import SlotCanary
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import adopt
+from engine.model.linears import NATIVE
 from engine.native.growth import Growing
-from engine.plan import Feeding, Row
-from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
 from engine.testing import tiny_engine, tiny_module
-from engine.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices
-from engine.types import DraftSource, FinishReason, Request, SamplingParams, Speculation
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import learnt_head, random_head
 from tests.model.native import native, needs_library
@@ -354,6 +355,6 @@ def test_more_tokens_than_are_compared(monkeypatch):
 
 @pytest.mark.parametrize("seed", [0, 5, -1, 2**63, 2**64 - 1])
 def test_noise_is_that_of_the_position(monkeypatch, seed):
-    """Seeds of all 64 bits name the same noise in the library as in engine.keys."""
+    """Seeds of all 64 bits name the same noise in the library as in engine.core.rng_keys."""
     monkeypatch.setattr("tests.model.test_ranked_growth.crowd", lambda: [sampled("a", LONG, seed, 12, temperature=1.5)])
     assert all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=False)))

@@ -11,28 +11,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import SchedulerConfig
-from engine.draft.early_exit import early_exit_drafter
-from engine.draft.head_drafter import HeadDrafter
-from engine.draft.model import ModelDrafter
-from engine.draft.padding import RepaddedModel
+from engine.attention.packing import pack
+from engine.attention.paged import graphs as recordings
+from engine.attention.paged import table
+from engine.attention.paged.buffer import TableBuffer
+from engine.attention.paged.graph_recorder import Unrecorded
+from engine.attention.paged.graphs import Recordings, StaticSteps
+from engine.attention.paged.padding_shapes import Ladder
+from engine.attention.paged.reference import attend
+from engine.attention.paged.table import Columns, Shape
+from engine.attention.segments import chain_segment
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.step_plan import Feeding
+from engine.core.tree import Expansion
+from engine.draft.models.draft_model import ModelDrafter
+from engine.draft.models.early_exit import early_exit_drafter
+from engine.draft.models.head_drafter import HeadDrafter
+from engine.draft.models.vocab_padding import RepaddedModel
 from engine.engine import Engine
-from engine.kv_cache import KVCache
-from engine.model import adopt
-from engine.packing import pack
-from engine.paged import recordings, table
-from engine.paged.buffer import TableBuffer
-from engine.paged.ladder import Ladder
-from engine.paged.recorder import Unrecorded
-from engine.paged.recordings import Recordings, StaticSteps
-from engine.paged.reference import attend
-from engine.paged.table import Columns, Shape
-from engine.passes import RecordedPasses
-from engine.plan import Feeding
-from engine.policy import FixedExpansion
-from engine.segments import chain_segment
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import adopt
+from engine.model.passes import RecordedPasses
 from engine.testing import FAMILIES, tiny_engine, tiny_module
-from engine.tree import Expansion
 from tests.model.driving import greedy, run
 from tests.model.heads import drafter_of, head_engine, learnt_head
 from tests.model.mixed import mixed_requests

@@ -7,14 +7,14 @@ from itertools import product
 
 import pytest
 
-from engine.black_box import StepNote
-from engine.config import SchedulerConfig
-from engine.draft.cached import CachedDrafter
+from engine.core.config import SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.core.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent, TokenLogprobs
+from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
-from engine.policy import FixedExpansion
 from engine.testing import table_pair, tiny_engine, tiny_pair
-from engine.tree import Expansion
-from engine.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent, TokenLogprobs
+from engine.worker.step_log import StepNote
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.clients import end_of, tokens_of
 from tests.model.driving import Session, run

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig, SchedulerConfig
-from engine.draft.cached import CachedDrafter
-from engine.draft.texts import TextCache
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.policy import PassSize
+from engine.core.tree import PLAIN, Expansion
+from engine.draft.text.text_cache import TextCache
+from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
-from engine.policy import PassSize
-from engine.rig import Rig
-from engine.roots import RootReader
+from engine.model.root_features import RootReader
+from engine.profiling.step_timer import Rig
 from engine.testing import tiny_engine
-from engine.tree import PLAIN, Expansion
 from engine.weights import WeightsCache
 from selector.build import adaptive_policy
 from selector.cost import DRAFT_PRICES, KNOTS, NUM_REST

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from engine import engine as engine_module
-from engine.config import SchedulerConfig
+from engine.core.config import SchedulerConfig
+from engine.core.policy import ROOT_SCALARS, FixedExpansion, RootFacts
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams
 from engine.engine import Engine
-from engine.policy import ROOT_SCALARS, FixedExpansion, RootFacts
 from engine.testing import tiny_engine
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import head_engine, head_logits, learnt_head, true_features
 from tests.model.tiny import model, own_logits, own_module, pair

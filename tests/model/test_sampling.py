@@ -16,8 +16,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from engine import sampling
-from engine.types import SamplingParams
+from engine.core.types import SamplingParams
+from engine.sampling import laws as sampling
 from tests.model.laws import laws_of
 from tests.strategies import sampling_params
 

@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import judge as judging
-from engine.client import WorkerClient
-from engine.config import EngineConfig, SchedulerConfig
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.rng_keys import StepKey, Stream, stream_key
+from engine.core.service import EngineState
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.core.verifier_table import is_exact
 from engine.engine import Engine
-from engine.keys import StepKey, Stream, stream_key
-from engine.noise import gumbels
-from engine.pairs import is_exact
-from engine.sampling import warped_laws
-from engine.service import EngineState
+from engine.sampling.laws import warped_laws
+from engine.sampling.noise import gumbels
 from engine.testing import FAMILIES
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams, Speculation
 from engine.verify import coupled
+from engine.verify import dispatch as judging
+from engine.worker.client import WorkerClient
 from tests.clients import collect, running, tokens_of, until, worker_client
 from tests.model.driving import greedy, run, sampled
 from tests.model.test_engine import DRAFTERS, LONG, engine_of, seeded_text

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.packing import Segment
-from engine.segments import chain_segment, tree_segment
-from engine.tree import TokenTree
+from engine.attention.packing import Segment
+from engine.attention.segments import chain_segment, tree_segment
+from engine.core.tree import TokenTree
 from tests.strategies import token_trees
 
 

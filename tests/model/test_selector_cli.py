@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 from engine.build import BadConfiguration, build_engine
-from engine.draft.head import DraftHead
+from engine.core.policy import Reason
+from engine.draft.models.head import DraftHead
 from engine.engine import Engine
-from engine.policy import Reason
 from engine.weights.fingerprint import tensors_digest
 from selector.build import adaptive_policy
 from selector.network.examples import ExampleFolder
 from selector.network.net import SelectorNet
 from selector.profile import Profile
-from server.cli import main
+from server.cli.main import main
 from server.settings import load_settings
 from tests.model.driving import greedy, run, sampled
 from tests.model.folders import model_folder
@@ -92,7 +92,7 @@ def test_a_second_run_collects_what_is_missing(work, monkeypatch):
     assert main(["selector", "collect", *where, *COLLECT, "--verifiers", "coupled"]) == 0
     assert shard.is_file()
     assert others == {path: path.stat().st_mtime_ns for path in others}
-    monkeypatch.setattr("server.selector_collect.Collector.of_prompts", None)
+    monkeypatch.setattr("server.cli.selector_collect.Collector.of_prompts", None)
     assert main(["selector", "collect", *where, *COLLECT]) == 0  # nothing is missing
 
 

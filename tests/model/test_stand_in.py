@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from torch import eye
 
 from engine.build import BadConfiguration, build_engine
-from engine.config import EngineConfig, SchedulerConfig
-from engine.draft.combined import CombinedDrafter
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.tree import Expansion
+from engine.draft.text.text_and_model import CombinedDrafter
 from engine.testing import tiny_module
-from engine.tree import Expansion
 from selector.build import adaptive_policy
 from selector.cost import DRAFT_PRICES, NUM_REST
 from selector.profile import Bench, Profile, measure

@@ -7,15 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from engine import memory
+from engine import memory_plan as memory
+from engine.attention.paged.graph_recorder import CudaGraphs, GraphRefused, Unrecorded
+from engine.attention.paged.reference import attend
 from engine.build import BadConfiguration, build_engine
-from engine.config import EngineConfig, SchedulerConfig
-from engine.draft.head_drafter import HeadDrafter
-from engine.memory import memory_need
-from engine.model import adopt
-from engine.paged.recorder import CudaGraphs, GraphRefused, Unrecorded
-from engine.paged.reference import attend
-from engine.static_steps import record, static_steps, table_capacity
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.draft.models.head_drafter import HeadDrafter
+from engine.graph_setup import record, static_steps, table_capacity
+from engine.memory_plan import memory_need
+from engine.model.causal_lm import adopt
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import run
 from tests.model.folders import model_folder

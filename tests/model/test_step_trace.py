@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine import tree_probs
-from engine.draft import growth
+from engine.core.enums import DraftSource
+from engine.core.policy import FixedExpansion
+from engine.core.row_trace import StepTrace
+from engine.core.tree import Expansion, parse_expansion
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.draft.trees import grow as growth
 from engine.engine import Engine
-from engine.kinds import DraftSource
-from engine.model import CausalModel
-from engine.policy import FixedExpansion
+from engine.model.causal_lm import CausalModel
 from engine.testing import tiny_engine, tiny_module, tiny_pair
-from engine.traced import StepTrace
-from engine.tree import Expansion, parse_expansion
-from engine.types import Request, SamplingParams, Speculation
-from server.step_trace import parts_of
+from engine.trace import tree_probs
+from server.generation.step_trace import parts_of
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.test_engine import LONG, engine_of
 
@@ -138,11 +138,11 @@ def of_the_node_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unedited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tree_probs.edited_logits", lambda logits_NV, *_: logits_NV)
+    monkeypatch.setattr("engine.trace.tree_probs.edited_logits", lambda logits_NV, *_: logits_NV)
 
 
 def unwarped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tree_probs.ranking_params", lambda _: SamplingParams())
+    monkeypatch.setattr("engine.trace.tree_probs.ranking_params", lambda _: SamplingParams())
 
 
 def drafts_in_order_of_offers(monkeypatch: pytest.MonkeyPatch) -> None:

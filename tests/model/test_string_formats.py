@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from engine import string_formats
-from engine.grammars import BadGrammar, compiled
-from engine.string_formats import without_formats
-from engine.types import Grammar, GrammarKind
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output import string_formats
+from engine.structured_output.grammars import BadGrammar, compiled
+from engine.structured_output.string_formats import without_formats
 from tests.model.json_texts import admits, admits_string, bytes_vocabulary, matcher_of, random_strings
 
 VALID = {

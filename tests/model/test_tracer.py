@@ -8,19 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import tracer
 from engine.build import BadConfiguration, build_engine
-from engine.config import EngineConfig, SchedulerConfig
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.policy import FixedExpansion
+from engine.core.row_trace import TracedRow, TreeProbs
+from engine.core.tree import Expansion
+from engine.core.types import FinishReason, Request, SamplingParams
 from engine.engine import Engine
-from engine.policy import FixedExpansion
-from engine.stats import RowOutcome
 from engine.testing import tiny_engine, tiny_module
-from engine.trace import TracedStep, TraceHeader, read_trace
-from engine.trace_file import TraceFile
-from engine.traced import TracedRow, TreeProbs
-from engine.tracer import FileTracer, header_of
-from engine.tree import Expansion
-from engine.types import FinishReason, Request, SamplingParams
+from engine.trace import tracer
+from engine.trace.file import TraceFile
+from engine.trace.records import TracedStep, TraceHeader, read_trace
+from engine.trace.stats import RowOutcome
+from engine.trace.tracer import FileTracer, header_of
 from tests.model.driving import Session, greedy, run, sampled
 from tests.model.test_engine import LONG, TIGHT, engine_of, mixed_requests
 from tests.model.test_engine_events import broken_engine

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import transfer
-from engine.transfer import column, floats, integers, to_host
+from engine.utils import host_transfer as transfer
+from engine.utils.host_transfer import column, floats, integers, to_host
 from tests.model.passes import CPU
 
 numbers = st.lists(st.floats(allow_nan=False, width=32), max_size=5)

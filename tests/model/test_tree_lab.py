@@ -10,14 +10,14 @@ from benchmarks.trees.collect import Collector, Design
 from benchmarks.trees.contenders import contenders_of
 from benchmarks.trees.paired import differences
 from benchmarks.trees.report import report
-from engine import lab as lab_module
-from engine.draft.calibration import Calibrations
-from engine.draft.growth import grow
-from engine.lab import Lab, Planting
-from engine.pairs import is_exact
+from engine.core.tree import Expansion
+from engine.core.types import SamplingParams
+from engine.core.verifier_table import is_exact
+from engine.draft.trees.calibration import Calibrations
+from engine.draft.trees.grow import grow
+from engine.profiling import counterfactual as lab_module
+from engine.profiling.counterfactual import Lab, Planting
 from engine.testing import tiny_engine
-from engine.tree import Expansion
-from engine.types import SamplingParams
 from tests.model.laws import laws_of
 from tests.model.passes import CPU
 from tests.model.tiny import own_logits, pair

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import children
+from engine.core.tree import parse_expansion
+from engine.core.types import SamplingParams
 from engine.draft.drafter import Proposal, TrimmedVocabulary
-from engine.draft.grown import Growth
-from engine.draft.growth import grow
-from engine.tree import parse_expansion
-from engine.types import SamplingParams
+from engine.draft.trees import sampling as children
+from engine.draft.trees.grow import grow
+from engine.draft.trees.grown import Growth
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
 

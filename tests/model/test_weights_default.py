@@ -5,8 +5,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.linears import NATIVE
-from engine.model import load_model
+from engine.model.causal_lm import load_model
+from engine.model.linears import NATIVE
 from engine.native.linear import NativeLinear
 from engine.weights import gguf_tokenizer, resolve
 from tests.model.native import needs_library

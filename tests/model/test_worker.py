@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.config import EngineConfig
-from engine.desk import EngineFactory
-from engine.types import FinishReason
-from engine.wire import Add, Addresses, Beat, Failed, Letter, Ready, Report, Shutdown, Turn, decoded_report, encoded
-from engine.worker import ProcessLauncher
+from engine.core.config import EngineConfig
+from engine.core.types import FinishReason
+from engine.worker.engine_loop import EngineFactory
+from engine.worker.messages import Add, Addresses, Beat, Failed, Letter, Ready, Report, Shutdown, Turn, decoded_report, encoded
+from engine.worker.process import ProcessLauncher
 from tests.counting_engine import Trick, build_counting, build_once_marked, build_without_weights, counting_request
 
 ENDLESS = 500_000
@@ -165,10 +165,10 @@ def _finish_of(request_id: str, talk: Talk) -> FinishReason | None:
 _PARENT = """
 import sys, time
 from pathlib import Path
-from engine.config import EngineConfig
-from engine.wire import Addresses
-import engine.worker
-from engine.worker import ProcessLauncher
+from engine.core.config import EngineConfig
+from engine.worker.messages import Addresses
+import engine.worker.process
+from engine.worker.process import ProcessLauncher
 from tests.counting_engine import build_counting, build_forever
 
 # PATCH
@@ -207,7 +207,7 @@ def test_a_killed_parent_takes_the_worker_along(tmp_path: Path, moment: str) -> 
 
 def test_an_orphan_is_noticed(tmp_path: Path) -> None:
     """The mutant: a worker that trusts in being a daemon. The child imports the parent's script, and with it the patch."""
-    trusting = _PARENT.replace("# PATCH", "engine.worker.die_with_parent = lambda: None")
+    trusting = _PARENT.replace("# PATCH", "engine.worker.process.die_with_parent = lambda: None")
     with pytest.raises(AssertionError, match="outlives its parent"):
         check_a_killed_parent_takes_the_worker_along(tmp_path, "loading", trusting, patience_ms=1000)
 

@@ -8,14 +8,14 @@ from typing import TypeVar
 import pytest
 import torch
 
-from engine import columns
-from engine.column_graphs import write_by_graphs
-from engine.model import CausalModel
-from engine.orders import OpenText, Order, Written, drawn
-from engine.paged.recorder import Unrecorded
-from engine.taps import StateTap
+from engine.attention.paged.graph_recorder import Unrecorded
+from engine.distill.generation import torch_batches as columns
+from engine.distill.generation.cuda_batches import write_by_graphs
+from engine.distill.generation.generate import write
+from engine.distill.generation.jobs import OpenText, Order, Written, drawn
+from engine.model.causal_lm import CausalModel
+from engine.model.hidden_states import StateTap
 from engine.testing import FAMILIES, tiny_model, tiny_module
-from engine.writing import write
 from tests.model.native import KNOWN, native, needs_library
 
 LAYERS = (1, 3)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.model import CausalModel
+from engine.model.causal_lm import CausalModel
 from engine.testing import tiny_model, tiny_module, tiny_pair
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.choice_cache import CachedChoice
-from engine.policy import (
+from engine.core.policy import (
     BatchViews,
     Choice,
     DraftOutcome,
@@ -19,8 +19,8 @@ from engine.policy import (
     StepFeedback,
     StepWork,
 )
-from engine.tree import PLAIN, Expansion, GrowthPrices
-from engine.types import SamplingParams, Speculation
+from engine.core.tree import PLAIN, Expansion, GrowthPrices
+from engine.core.types import SamplingParams, Speculation
 
 _CHUNK = 128  # tokens of a prompt fed in a step
 _MOST_BEHIND = 64  # tokens that a drafter falls behind a plain sequence

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.policy import ROOT_SCALARS, RootFacts, SequenceView
-from engine.tree import Expansion
+from engine.core.policy import ROOT_SCALARS, RootFacts, SequenceView
+from engine.core.tree import Expansion
 from selector.acceptance import CountedAcceptance
 from selector.menu import Menu, menu_of
 from selector.network.examples import Examples

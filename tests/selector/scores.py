@@ -5,8 +5,8 @@ The contract of a policy. The tests hold it to bounds and benchmarks.policy_abla
 
 from collections.abc import Sequence
 
-from engine.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
-from engine.tree import PLAIN, Expansion
+from engine.core.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
+from engine.core.tree import PLAIN, Expansion
 from selector.acceptance import CountedAcceptance, Estimator
 from selector.cost import KNOTS, CostModel
 from selector.menu import Menu, menu_of

@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from engine.policy import DraftOutcome, NodeChances
-from engine.tree import PLAIN, Expansion
+from engine.core.policy import DraftOutcome, NodeChances
+from engine.core.tree import PLAIN, Expansion
 from selector.acceptance import CountedAcceptance, best_reach, kind_of
 from selector.menu import Menu, menu_for_all, menu_of
 from tests.selector.machine import Chances, Text, flat

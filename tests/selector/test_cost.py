@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.policy import StepWork
+from engine.core.policy import StepWork
 from selector import cost
 from selector.cost import (
     GENERIC_DRAFT,

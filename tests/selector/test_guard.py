@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from engine.policy import Choice, Reason
-from engine.tree import PLAIN, Expansion
+from engine.core.policy import Choice, Reason
+from engine.core.tree import PLAIN, Expansion
 from selector.guard import GuardedPolicy
 from tests.selector.machine import Machine, Text, flat, run
 

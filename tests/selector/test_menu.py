@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pairs import VERIFIER_NAMES, is_exact
-from engine.tree import PLAIN, Expansion, parse_expansion
-from engine.types import Speculation
+from engine.core.tree import PLAIN, Expansion, parse_expansion
+from engine.core.types import Speculation
+from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from selector.menu import Menu, fed_share, menu_for_all, menu_of
 from tests.selector.machine import Text, flat
 from tests.strategies import any_expansions

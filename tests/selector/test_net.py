@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.policy import DraftOutcome
-from engine.tree import Expansion
+from engine.core.policy import DraftOutcome
+from engine.core.tree import Expansion
 from selector.acceptance import CountedAcceptance
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.network.features import SCALARS

@@ -14,9 +14,9 @@ from statistics import mean
 import pytest
 
 from engine.choice_cache import CachedChoice
-from engine.policy import ExpansionPolicy, Reason, SequenceView
-from engine.tree import FREE_GROWTH, PLAIN, Expansion
-from engine.types import Speculation
+from engine.core.policy import ExpansionPolicy, Reason, SequenceView
+from engine.core.tree import FREE_GROWTH, PLAIN, Expansion
+from engine.core.types import Speculation
 from selector.acceptance import CountedAcceptance, Estimates
 from selector.cost import CostModel
 from selector.guard import GuardedPolicy

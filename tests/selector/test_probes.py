@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.policy import DraftOutcome
-from engine.tree import PLAIN, Expansion
+from engine.core.policy import DraftOutcome
+from engine.core.tree import PLAIN, Expansion
 from selector.probes import Probes
 from tests.selector.machine import Text, flat
 

@@ -6,9 +6,9 @@ from math import inf
 
 import pytest
 
-from engine.config import SchedulerConfig
-from engine.policy import DraftOutcome, PassSize, StepFeedback, StepWork
-from engine.tree import Expansion
+from engine.core.config import SchedulerConfig
+from engine.core.policy import DraftOutcome, PassSize, StepFeedback, StepWork
+from engine.core.tree import Expansion
 from selector import profile as profiles
 from selector.build import profiled_costs
 from selector.cost import CostModel

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.policy import StepWork
-from engine.tree import PLAIN, Expansion
+from engine.core.policy import StepWork
+from engine.core.tree import PLAIN, Expansion
 from selector import search as searching
 from selector.acceptance import Estimates
 from selector.cost import KNOTS, CostModel

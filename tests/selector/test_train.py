@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.tree import Expansion
+from engine.core.tree import Expansion
 from selector.cost import CostModel
 from selector.menu import Menu
 from selector.network.evaluate import Told, calibration, scores, table, told_by, ways

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.blocks import Block
-from engine.config import SchedulerConfig
-from engine.plan import Feeding, Row, StepPlan
-from engine.policy import BatchViews
-from engine.scheduler import RowResult, Scheduler
-from engine.sequence import Sequence
-from engine.tree import PLAIN, ROOT, Expansion, TokenTree
-from engine.types import FinishReason, Request, SamplingParams, Speculation
+from engine.core.config import SchedulerConfig
+from engine.core.policy import BatchViews
+from engine.core.step_plan import Feeding, Row, StepPlan
+from engine.core.tree import PLAIN, ROOT, Expansion, TokenTree
+from engine.core.types import FinishReason, Request, SamplingParams, Speculation
+from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.slot_pool import Block
 from tests.strategies import expansions
 
 Text = tuple[int, ...]

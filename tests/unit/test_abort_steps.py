@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.wire import Abort, Add, Letter, Ready, Report, Shutdown, Turn
-from engine.worker import Worker
+from engine.worker.messages import Abort, Add, Letter, Ready, Report, Shutdown, Turn
+from engine.worker.process import Worker
 from tests.counting_engine import CountingEngine, counting_request
 
 NUM = 20

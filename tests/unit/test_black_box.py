@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.black_box import RowNote, StepNote, last_note, opened_black_box
+from engine.worker.step_log import RowNote, StepNote, last_note, opened_black_box
 
 NOTE = StepNote(7, (RowNote("a", 0, 12, None), RowNote("b", 40, 1, "4.1.0")))
 

@@ -5,7 +5,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from engine.blocks import IntegrityError, OutOfSlots, SlotPool
+from engine.scheduler.slot_pool import IntegrityError, OutOfSlots, SlotPool
 
 NUM_SLOTS = 12
 

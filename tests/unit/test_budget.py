@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.budget import Wish, fair_shares, share_out
-from engine.config import SchedulerConfig
-from engine.plan import Feeding
-from engine.scheduler import RowResult, Scheduler
-from engine.sequence import Sequence
-from engine.tree import PLAIN, Expansion, TokenTree
-from engine.types import Request, SamplingParams
+from engine.core.config import SchedulerConfig
+from engine.core.step_plan import Feeding
+from engine.core.tree import PLAIN, Expansion, TokenTree
+from engine.core.types import Request, SamplingParams
+from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.token_budget import Wish, fair_shares, share_out
 
 HUGE = Expansion(64, 16, 64)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.choice_cache import CachedChoice
-from engine.policy import BatchViews, Choice, Reason
-from engine.tree import PLAIN, Expansion
+from engine.core.policy import BatchViews, Choice, Reason
+from engine.core.tree import PLAIN, Expansion
 
 TREE = Expansion(2, 1, 0)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.draft import context_tree
-from engine.draft.context_tree import ContextTree, Match, joined
+from engine.draft.text import suffix_counts as context_tree
+from engine.draft.text.suffix_counts import ContextTree, Match, joined
 
 tokens = st.integers(0, 2)
 texts = st.lists(st.tuples(st.lists(tokens, max_size=4), st.lists(tokens, max_size=30)), max_size=3)  # (context, continuations)

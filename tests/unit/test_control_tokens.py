@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from server.chat_text import ControlMask
-from server.control_tokens import ControlFinder, Part
+from server.text.chat_text import ControlMask
+from server.text.control_tokens import ControlFinder, Part
 
 _texts = st.text("<|ab>", max_size=12)
 _controls = st.lists(st.text("<|ab>", max_size=4), max_size=6)
@@ -65,7 +65,7 @@ def test_a_beginning_of_thousands_is_looked_at_once(monkeypatch: pytest.MonkeyPa
 
 def test_a_mark_that_a_message_has_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     drawn = iter(["a", "a", "b"])
-    monkeypatch.setattr("server.chat_text.secrets.token_hex", lambda _: next(drawn))
+    monkeypatch.setattr("server.text.chat_text.secrets.token_hex", lambda _: next(drawn))
     message = {"role": "user", "content": "\ue000a\ue0010; <s>"}
     mask = ControlMask([message], ControlFinder(["<s>"]))
     assert mask.masked(message)["content"] == "\ue000a\ue0010; \ue000b\ue0010;"
@@ -74,7 +74,7 @@ def test_a_mark_that_a_message_has_is_not_taken(monkeypatch: pytest.MonkeyPatch)
 
 def test_no_mark_is_drawn_where_nothing_is_masked(monkeypatch: pytest.MonkeyPatch):
     """The bug: a message of numbered marks made the search for a free number quadratic, though it spelled out no token."""
-    monkeypatch.setattr("server.chat_text.secrets.token_hex", None)
+    monkeypatch.setattr("server.text.chat_text.secrets.token_hex", None)
     messages = [{"role": "user", "content": "".join(f"\ue000{i}\ue001" for i in range(9))}]
     mask = ControlMask(messages, ControlFinder(["<s>"]))
     assert not mask.is_needed

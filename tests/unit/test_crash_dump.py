@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import engine.crash_dump
-from engine.black_box import RowNote, StepNote
-from engine.crash_dump import CrashDumps, Death
-from engine.ledger import Entry, Siblings
-from engine.types import Grammar, GrammarKind, Request, SamplingParams, StepStats
+import engine.worker.crash_dump
+from engine.core.types import Grammar, GrammarKind, Request, SamplingParams, StepStats
+from engine.worker.crash_dump import CrashDumps, Death
+from engine.worker.request_table import Entry, Siblings
+from engine.worker.step_log import RowNote, StepNote
 
 DEATH = Death("it hung", 3, 12.5, StepNote(7, (RowNote("a", 2, 1, "4.1.0"),)), StepStats(6, 1, 0, 3, 64))
 SECRET = 31337
@@ -45,7 +45,7 @@ def test_texts_are_told_if_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.crash_dump, "_MOST_FILES", 2)
+    monkeypatch.setattr(engine.worker.crash_dump, "_MOST_FILES", 2)
     dumps = CrashDumps(tmp_path)
     dumps.write(DEATH, [])
     first = set(tmp_path.iterdir())

@@ -13,8 +13,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from engine.service import EngineHealth, EngineState
-from engine.types import ModelInfo
+from engine.core.service import EngineHealth, EngineState
+from engine.core.types import ModelInfo
 from server.metrics import Metrics
 from tests.dashboards import METRIC, PROMETHEUS, ROOT, alerts, dashboard, documented_queries, panel_queries, panels
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from engine.blocks import IntegrityError
-from engine.desk import Desk
-from engine.refusal import refused
-from engine.types import FinishReason, TokenEvent
-from engine.wire import Abort, Add, Turn
+from engine.core.types import FinishReason, TokenEvent
+from engine.core.validation import refused
+from engine.scheduler.slot_pool import IntegrityError
+from engine.worker.engine_loop import Desk
+from engine.worker.messages import Abort, Add, Turn
 from tests.counting_engine import MAX_MODEL_LEN, CountingEngine, Trick, counting_request
 
 

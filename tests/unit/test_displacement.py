@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import displacement
-from engine.config import SchedulerConfig
-from engine.displacement import Claim, displaced
-from engine.ledger import EventStream, Ledger, Siblings
-from engine.service import EngineBusy
-from engine.types import ErrorCode, FinishReason, Request, TokenEvent
+from engine.core.config import SchedulerConfig
+from engine.core.service import EngineBusy
+from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
+from engine.worker import queue_displacement as displacement
+from engine.worker.queue_displacement import Claim, displaced
+from engine.worker.request_table import EventStream, Ledger, Siblings
 from tests.unit.test_queue_at_scale import lines_run
 
 Answer = list[Request]
@@ -123,7 +123,7 @@ def test_a_key_that_fills_the_queue_gives_way_to_others(monkeypatch) -> None:
     check_a_late_key_has_its_half(Ledger)
     with pytest.raises(AssertionError):
         check_a_late_key_has_its_half(SilentLedger)
-    monkeypatch.setattr("engine.ledger.displaced", lambda queue, newcomer, limits: None)  # whoever fills the queue has it
+    monkeypatch.setattr("engine.worker.request_table.displaced", lambda queue, newcomer, limits: None)
     with pytest.raises(AssertionError):
         check_a_late_key_has_its_half(Ledger)
 
@@ -205,7 +205,7 @@ def test_an_answer_that_has_begun_goes_last(monkeypatch) -> None:
     def blind(queue, newcomer, limits):
         return displaced([replace(claim, has_begun=False) for claim in queue], newcomer, limits)
 
-    monkeypatch.setattr("engine.ledger.displaced", blind)
+    monkeypatch.setattr("engine.worker.request_table.displaced", blind)
     with pytest.raises(AssertionError):
         check_what_has_begun_stays(Ledger)
 

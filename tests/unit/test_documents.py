@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import _parser
+from server.cli.main import _parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

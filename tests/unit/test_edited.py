@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.draft.edited import may_hinder
-from engine.types import Grammar, GrammarKind, SamplingParams
+from engine.core.types import Grammar, GrammarKind, SamplingParams
+from engine.draft.text.edited import may_hinder
 
 LAW = (5, 7)
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import SchedulerConfig
-from engine.fair_queue import FairQueue
-from engine.plan import Feeding
-from engine.scheduler import RowResult, Scheduler
-from engine.sequence import Sequence
-from engine.tree import PLAIN, ROOT, TokenTree
-from engine.types import Request, SamplingParams
+from engine.core.config import SchedulerConfig
+from engine.core.step_plan import Feeding
+from engine.core.tree import PLAIN, ROOT, TokenTree
+from engine.core.types import Request, SamplingParams
+from engine.scheduler.fair_queue import FairQueue
+from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.sequence import Sequence
 
 
 def waiting(name: str, key: str = "", num_prompt: int = 10, priority: int = 0) -> Sequence:

@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from server.fair_turns import FairTurns
+from server.fair_lock import FairTurns
 
 
 class FirstCome(FairTurns):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.sampling_limits import MAX_GRAMMAR_CHARS, NoLaw, require_law
-from engine.types import Grammar, GrammarKind, SamplingParams
+from engine.core.sampling_limits import MAX_GRAMMAR_CHARS, NoLaw, require_law
+from engine.core.types import Grammar, GrammarKind, SamplingParams
 
 HELD = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a*"))
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.json_bounds import MAX_DIGITS, WHITESPACE, bounded_schema, most_digits, with_bounded_schemas
-from engine.types import Grammar, GrammarKind
+from engine.core.types import Grammar, GrammarKind
+from engine.structured_output.json_bounds import MAX_DIGITS, WHITESPACE, bounded_schema, most_digits, with_bounded_schemas
 
 
 def options_of(schema: Any) -> Any:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine import keys
-from engine.keys import GOLDEN, Stream, derived_seed, stream_key, uniform
+from engine.core import rng_keys as keys
+from engine.core.rng_keys import GOLDEN, Stream, derived_seed, stream_key, uniform
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_pairs, z_of_uniforms
 from tests.splitmix import key_of_first_bits
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import SchedulerConfig
-from engine.ledger import EventStream, Ledger
-from engine.service import EngineBusy
-from engine.types import ErrorCode, FinishReason, Progress, Request, TokenEvent, TokenLogprobs
+from engine.core.config import SchedulerConfig
+from engine.core.service import EngineBusy
+from engine.core.types import ErrorCode, FinishReason, Progress, Request, TokenEvent, TokenLogprobs
+from engine.worker.request_table import EventStream, Ledger
 from tests.counting_engine import counting_request
 
 IDS = ("a", "b", "c")

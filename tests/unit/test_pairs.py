@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pairs import (
+from engine.core.tree import PLAIN, TREE_NAMES, Expansion, TreeKind, TreeName
+from engine.core.verifier_table import (
     VERIFIER_NAMES,
     InexactPairError,
     UnknownVerifierError,
@@ -14,7 +15,6 @@ from engine.pairs import (
     require_exact,
     verifier_for,
 )
-from engine.tree import PLAIN, TREE_NAMES, Expansion, TreeKind, TreeName
 
 DELAYED = Expansion(2, 2, 3)
 

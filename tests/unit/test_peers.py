@@ -16,7 +16,7 @@ from benchmarks.peers.processes import Launch, PeerDied
 from benchmarks.peers.report import report
 from benchmarks.peers.setup import PEERS
 from benchmarks.peers.stable import Stable
-from engine.tree import parse_expansion
+from engine.core.tree import parse_expansion
 from engine.weights.references import LocalWeights
 from server.schemas.speculative import SpeculativeOptions
 

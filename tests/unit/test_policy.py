@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.policy import Choice, FixedExpansion, PlainDecoding, Reason, SequenceView
-from engine.tree import PLAIN
-from engine.types import SamplingParams, Speculation
+from engine.core.policy import Choice, FixedExpansion, PlainDecoding, Reason, SequenceView
+from engine.core.tree import PLAIN
+from engine.core.types import SamplingParams, Speculation
 from tests.strategies import expansions
 
 VIEW = SequenceView("r", 50, 10, 6, 1, SamplingParams(), Speculation(), "traversal")

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from engine import progress_bar as module
-from engine.progress_bar import progress_bar
+from engine.utils import progress_bar as module
+from engine.utils.progress_bar import progress_bar
 
 WORK = """
-from engine.progress_bar import progress_bar
+from engine.utils.progress_bar import progress_bar
 for _ in progress_bar(range(3), what="texts", total=3, unit="text"):
     pass
 """

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.config import SchedulerConfig
-from engine.draft.texts import TextCache
-from engine.ledger import Ledger
-from engine.plan import Feeding
-from engine.scheduler import RowResult, Scheduler
-from engine.sequence import Sequence
-from engine.tree import PLAIN, ROOT, TokenTree
-from engine.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.core.config import SchedulerConfig
+from engine.core.step_plan import Feeding
+from engine.core.tree import PLAIN, ROOT, TokenTree
+from engine.core.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.draft.text.text_cache import TextCache
+from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.sequence import Sequence
+from engine.worker.request_table import Ledger
 
 FEW, MANY = 10, 2_000
 LIMITS = SchedulerConfig(max_running=4, max_waiting=2 * MANY)

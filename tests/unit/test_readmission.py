@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import SchedulerConfig
-from engine.ledger import EventStream, Ledger
-from engine.readmission import Readmission
-from engine.types import ErrorCode, FinishReason, Request, TokenEvent
+from engine.core.config import SchedulerConfig
+from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
+from engine.worker.recovery import Readmission
+from engine.worker.request_table import EventStream, Ledger
 from tests.counting_engine import counting_request
 
 MAX_DEATHS = 2

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.draft import recent_texts
-from engine.draft.context_tree import ContextTree
-from engine.draft.recent_texts import RecentLimits, RecentTexts
-from engine.draft.text_index import Indexer
+from engine.draft.text import recent_texts
+from engine.draft.text.recent_texts import RecentLimits, RecentTexts
+from engine.draft.text.suffix_counts import ContextTree
+from engine.draft.text.text_index import Indexer
 
 
 def remembering(limits: RecentLimits, outputs: Sequence[tuple[str, Sequence[int]]], prompt: Sequence[int] = ()) -> RecentTexts:

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.refusal import RequestRefused, require_runnable
-from engine.tree import Expansion
-from engine.types import ModelInfo, Request, SamplingParams, Speculation
+from engine.core.tree import Expansion
+from engine.core.types import ModelInfo, Request, SamplingParams, Speculation
+from engine.core.validation import RequestRefused, require_runnable
 
 INFO = ModelInfo("m", 100, 50, 1000, (2,), "float32", "cpu", "none", "traversal", "plain")
 

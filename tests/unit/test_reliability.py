@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine import native
-from engine.draft.calibration import Reliability
+from engine.draft.trees.calibration import Reliability
 from engine.native.library import NUM_SHARES
 
 RIGHT = {False: 1.2, True: 0.5}  # times as often as their chances say: a model's tokens, and cached ones

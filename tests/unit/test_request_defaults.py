@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.request_defaults import read_request_defaults
-from engine.types import RequestDefaults
+from engine.core.types import RequestDefaults
+from engine.weights.request_defaults import read_request_defaults
 
 ALL = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "max_new_tokens": 99}
 

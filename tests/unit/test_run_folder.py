@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.run_folder import remove_abandoned, run_folder
+from engine.utils.run_folder import remove_abandoned, run_folder
 
 OWNER = """
 import sys, time
-from engine.run_folder import run_folder
+from engine.utils.run_folder import run_folder
 with run_folder() as folder:
     (folder / "1").mkdir()
     print(folder, flush=True)

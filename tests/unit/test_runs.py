@@ -6,9 +6,7 @@ from functools import partial
 import pytest
 
 from engine.choice_cache import CachedChoice
-from engine.draft.runs import RunningPolicy
-from engine.draft.texts import TextCache
-from engine.policy import (
+from engine.core.policy import (
     BatchViews,
     Choice,
     DraftOutcome,
@@ -19,8 +17,10 @@ from engine.policy import (
     StepFeedback,
     StepWork,
 )
-from engine.tree import PLAIN, Expansion, GrowthPrices
-from engine.types import Request, SamplingParams, Speculation
+from engine.core.tree import PLAIN, Expansion, GrowthPrices
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.draft.text.long_chains import RunningPolicy
+from engine.draft.text.text_cache import TextCache
 from tests.selector.machine import feedback
 from tests.unit.test_texts import row_of
 

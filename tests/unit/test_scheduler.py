@@ -6,15 +6,15 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.budget import Share
-from engine.config import SchedulerConfig
-from engine.pairs import fitted
-from engine.plan import Feeding
-from engine.prefix_cache import PrefixCache
-from engine.scheduler import RowResult, Scheduler
-from engine.sequence import Sequence
-from engine.tree import FREE_GROWTH, PLAIN, ROOT, GrowthPrices, TokenTree, parse_expansion
-from engine.types import Request, SamplingParams, Speculation
+from engine.core.config import SchedulerConfig
+from engine.core.step_plan import Feeding
+from engine.core.tree import FREE_GROWTH, PLAIN, ROOT, GrowthPrices, TokenTree, parse_expansion
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.core.verifier_table import fitted
+from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.token_budget import Share
 from tests.unit.scheduler_machine import SchedulerMachine
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sequence import Sequence
-from engine.types import FinishReason, Request, SamplingParams
+from engine.core.types import FinishReason, Request, SamplingParams
+from engine.scheduler.sequence import Sequence
 
 
 def sequence(max_tokens: int = 5, stops: tuple[int, ...] = (), prompt: tuple[int, ...] = (4, 5, 6)) -> Sequence:

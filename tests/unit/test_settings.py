@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticUndefined
 
-from engine.config import EngineConfig, SchedulerConfig
-from engine.tree import Expansion, parse_expansion
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.tree import Expansion, parse_expansion
 from server.settings import ENV_PREFIX, Settings, SettingsError, load_settings
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.config import SchedulerConfig
-from engine.plan import Feeding
-from engine.scheduler import RowResult, Scheduler
-from engine.sequence import Sequence
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams
+from engine.core.config import SchedulerConfig
+from engine.core.step_plan import Feeding
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams
+from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.sequence import Sequence
 from tests.unit.scheduler_machine import random_tree
 
 NUM_SLOTS = 24

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.draft import text_index
-from engine.draft.context_tree import ContextTree
-from engine.draft.text_index import Indexer, Text, TextIndex, text_after
+from engine.draft.text import text_index
+from engine.draft.text.suffix_counts import ContextTree
+from engine.draft.text.text_index import Indexer, Text, TextIndex, text_after
 
 token_ids = st.lists(st.integers(0, 3), max_size=20).map(tuple)
 texts = st.lists(st.builds(Text, st.lists(st.integers(0, 3), max_size=3).map(tuple), token_ids), max_size=4)

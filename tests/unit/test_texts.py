@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.draft import texts
-from engine.draft.agreement import Agreement, TextSource
-from engine.draft.context_tree import ContextTree, Match
-from engine.draft.recent_texts import RecentLimits, RecentTexts
-from engine.draft.text_index import TextIndex
-from engine.draft.texts import CachedLaw, TextCache
-from engine.kinds import DraftSource, Origin
-from engine.plan import Row
-from engine.tree import PLAIN
-from engine.types import Request, SamplingParams, Speculation
+from engine.core.enums import DraftSource, Origin
+from engine.core.step_plan import Row
+from engine.core.tree import PLAIN
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.draft.text import text_cache as texts
+from engine.draft.text.agreement import Agreement, TextSource
+from engine.draft.text.recent_texts import RecentLimits, RecentTexts
+from engine.draft.text.suffix_counts import ContextTree, Match
+from engine.draft.text.text_cache import CachedLaw, TextCache
+from engine.draft.text.text_index import TextIndex
 from tests.unit.test_context_tree import counted
 
 PROMPT = (5, 6, 7)

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine import trace
-from engine.trace import TRACE_VERSION, TraceError, TraceHeader, TraceRecord, encoded_line, read_trace
-from engine.trace_file import TraceFile
+from engine.trace import records as trace
+from engine.trace.file import TraceFile
+from engine.trace.records import TRACE_VERSION, TraceError, TraceHeader, TraceRecord, encoded_line, read_trace
 from tests.traces import HEADER, RECORDS, TREE, bushy_row, step
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.trace import TracedStep, encoded_line
-from engine.tree import TokenTree
-from server import trace_view
-from server.cli import main
-from server.trace_view import drawn_tree, spelt_as_ids
+from engine.core.tree import TokenTree
+from engine.trace.records import TracedStep, encoded_line
+from server.cli import trace_view
+from server.cli.main import main
+from server.cli.trace_view import drawn_tree, spelt_as_ids
 from tests.traces import HEADER, RECORDS, TREE, bushy_row, step
 
 ENGINE = ["engine: tiny, drafter ngram, verifier traversal, policy fixed 1.2.2, float32 on cpu"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine.trace import encoded_line, read_trace
-from server import trace_page
-from server.cli import main
-from server.text import TokenText
-from server.trace_page import named_by_id, page_of
-from server.trace_view import shown_steps
+from engine.trace.records import encoded_line, read_trace
+from server.cli import trace_page
+from server.cli.main import main
+from server.cli.trace_page import named_by_id, page_of
+from server.cli.trace_view import shown_steps
+from server.text.codec import TokenText
 from tests.traces import RECORDS
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.tree import FREE_GROWTH, PLAIN, ROOT, Expansion, GrowthPrices, TokenTree, parse_expansion
+from engine.core.tree import FREE_GROWTH, PLAIN, ROOT, Expansion, GrowthPrices, TokenTree, parse_expansion
 from tests.strategies import any_expansions, expansions, token_trees
 
 # root - 1 -+- 2 - 5        node 4 was drawn first and twice

@@ -8,9 +8,9 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.kv_cache import KVCache
-from engine.packing import Group
-from engine.sampling import warped_laws
+from engine.attention.packing import Group
+from engine.kv_cache.pool import KVCache
+from engine.sampling.laws import warped_laws
 from tests.typechecking import checked
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sequence import Sequence
-from engine.types import Request
-from engine.waiting import WaitingQueue, _Place
+from engine.core.types import Request
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.waiting_queue import WaitingQueue, _Place
 
 _ACTIONS = st.lists(st.tuples(st.sampled_from(["push", "push", "return", "remove", "take"]), st.integers(-3, 3)), max_size=60)
 
@@ -56,7 +56,7 @@ def test_work_does_not_grow_with_the_queue(kind, monkeypatch):
             comparisons += 1
             return tuple(self) < tuple(other)
 
-    monkeypatch.setattr("engine.waiting._Place", Counted)
+    monkeypatch.setattr("engine.scheduler.waiting_queue._Place", Counted)
     rng, queue = random.Random(0), WaitingQueue()
     waiting = [sequence(number, rng.randrange(-1000, 1000)) for number in range(3_000)]
     for one in waiting:

@@ -6,7 +6,7 @@ import pytest
 
 from engine.weights import WeightsCache, load_presets
 from engine.weights.references import RECIPE
-from server.weights_cli import add_weights_command
+from server.cli.weights import add_weights_command
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.tree import Expansion
-from engine.types import (
+from engine.core.tree import Expansion
+from engine.core.types import (
     ErrorCode,
     FinishReason,
     ModelInfo,
@@ -21,7 +21,20 @@ from engine.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from engine.wire import Abort, Add, Beat, Failed, Letter, Ready, Report, Shutdown, Turn, decoded_letter, decoded_report, encoded
+from engine.worker.messages import (
+    Abort,
+    Add,
+    Beat,
+    Failed,
+    Letter,
+    Ready,
+    Report,
+    Shutdown,
+    Turn,
+    decoded_letter,
+    decoded_report,
+    encoded,
+)
 
 # The run-time type checker of the tests looks at a random item of each container, also of records built inside a strategy.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")

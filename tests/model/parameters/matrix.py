@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
-from engine.pairs import VERIFIER_NAMES, is_exact
-from engine.sampling_limits import require_law
+from engine.core.sampling_limits import require_law
+from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from tests.model.parameters.subjects import EVERYTHING, GREEDY, LAWS, NUMBERS, Subject
 from tests.model.parameters.texts import INFO, KINDS, Enumeration, RequestedModel, distance, plain_texts
 from tests.model.parameters.told import check_numbers, texts_differ

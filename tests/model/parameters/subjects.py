@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.types import Grammar, GrammarKind, SamplingParams
+from engine.core.types import Grammar, GrammarKind, SamplingParams
 
 LETTERS = "ab"  # the tokens before the end token
 GRAMMATICAL = ("a", "aa", "ab")  # what the grammar below lets come

@@ -24,19 +24,19 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from engine.core.rng_keys import StepKey
+from engine.core.step_plan import LawContext, Row
+from engine.core.tree import PLAIN, Expansion, TreeKind
+from engine.core.types import ModelInfo, Request, SamplingParams
+from engine.core.verifier_table import is_exact
 from engine.engine import with_end_tokens
-from engine.forest import Forest
-from engine.grammar_masks import GrammarMasks
-from engine.grammars import CompiledGrammars, Vocabulary, source_of
-from engine.judge import Judge
-from engine.keys import StepKey
-from engine.logit_edits import edited_logits
-from engine.pairs import is_exact
-from engine.plan import LawContext, Row
-from engine.sampling import warped_laws
-from engine.sequence import Sequence as EngineSequence
-from engine.tree import PLAIN, Expansion, TreeKind
-from engine.types import ModelInfo, Request, SamplingParams
+from engine.sampling.laws import warped_laws
+from engine.sampling.logits_processors import edited_logits
+from engine.scheduler.sequence import Sequence as EngineSequence
+from engine.structured_output.grammars import CompiledGrammars, Vocabulary, source_of
+from engine.structured_output.masks import GrammarMasks
+from engine.verify.dispatch import Judge
+from engine.verify.forest import Forest
 from engine.verify.masses import TwoPhase
 from engine.verify.verdict import Verdict
 from tests.enumeration import (

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.judge import Judge
-from engine.keys import Stream, stream_key
-from engine.noise import gumbels
-from engine.pairs import default_tree
-from engine.policy import FixedExpansion
+from engine.core.policy import FixedExpansion
+from engine.core.rng_keys import Stream, stream_key
+from engine.core.tree import DELAYED_TREES, Expansion
+from engine.core.types import Request, SamplingParams, Speculation, TokenLogprobs
+from engine.core.verifier_table import default_tree
+from engine.sampling.noise import gumbels
 from engine.testing import tiny_engine
-from engine.tree import DELAYED_TREES, Expansion
-from engine.types import Request, SamplingParams, Speculation, TokenLogprobs
+from engine.verify.dispatch import Judge
 from engine.verify.verdict import Verdict
 from tests.enumeration import Context, batch_of
 from tests.model.driving import run

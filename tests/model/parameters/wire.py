@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from engine.types import Request, RequestDefaults, SamplingParams
+from engine.core.types import Request, RequestDefaults, SamplingParams
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest
 from server.schemas.completion import CompletionRequest

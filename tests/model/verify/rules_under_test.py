@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.pairs import VERIFIER_NAMES, is_exact
-from engine.tree import TreeKind
+from engine.core.tree import TreeKind
+from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.verify.directions import Direction
 from engine.verify.masses import Case, Masses, TwoPhase
 from engine.verify.plans import LocalPlan

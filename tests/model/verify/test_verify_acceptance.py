@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.forest import Forest
-from engine.tree import Expansion, TokenTree
+from engine.core.tree import Expansion, TokenTree
 from engine.verify.directions import TopDown
 from engine.verify.duels import Duels
+from engine.verify.forest import Forest
 from engine.verify.k_seq import KSeq
 from engine.verify.masses import Case
 from engine.verify.one_token import AcceptChosen, Choice, OneToken, Selection

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.pairs import VERIFIER_NAMES
+from engine.core.verifier_table import VERIFIER_NAMES
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "verify_cost.py"
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.forest import Forest
-from engine.keys import StepKey, Stream, stream_key
+from engine.core.rng_keys import StepKey, Stream, stream_key
+from engine.core.tree import TokenTree
 from engine.native import library
-from engine.noise import gumbels
-from engine.tree import TokenTree
+from engine.sampling.noise import gumbels
 from engine.verify import coupled
 from engine.verify.coupled import Coupled, follow, judge_by_library, judge_greedy
 from engine.verify.errors import NotFiniteLawError
+from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict
 from tests.enumeration import Context, DrawnTree, TinyModel, TreeBuilder, batch_of
 from tests.model.native import needs_library

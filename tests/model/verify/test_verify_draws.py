@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.forest import Forest
-from engine.keys import StepKey, Stream, stream_key
-from engine.noise import uniforms
-from engine.pairs import VERIFIER_NAMES
-from engine.tree import Expansion, TokenTree
+from engine.core.rng_keys import StepKey, Stream, stream_key
+from engine.core.tree import Expansion, TokenTree
+from engine.core.verifier_table import VERIFIER_NAMES
+from engine.sampling.noise import uniforms
 from engine.verify import masses
+from engine.verify.forest import Forest
 from engine.verify.masses import TwoPhase, draw, draw_one
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Verdict

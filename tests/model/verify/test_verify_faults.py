@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.forest import Forest
-from engine.keys import StepKey
-from engine.pairs import VERIFIER_NAMES
-from engine.tree import Expansion, TokenTree
+from engine.core.rng_keys import StepKey
+from engine.core.tree import Expansion, TokenTree
+from engine.core.verifier_table import VERIFIER_NAMES
 from engine.verify.directions import BottomUp
 from engine.verify.errors import ImpossibleDraftError, LawError, NotFiniteLawError
+from engine.verify.forest import Forest
 from engine.verify.layout import Level
 from engine.verify.masses import Case
 from engine.verify.plans import TargetDraw

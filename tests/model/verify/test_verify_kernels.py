@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.forest import Forest
-from engine.keys import StepKey
-from engine.tree import Expansion
+from engine.core.rng_keys import StepKey
+from engine.core.tree import Expansion
+from engine.verify.forest import Forest
 from engine.verify.masses import TwoPhase
 from engine.verify.plans import Families, Split, WithoutReplacement
 from tests.enumeration import Batch, TinyModel, batch_of, delayed_trees

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.pairs import is_exact
-from engine.tree import Expansion, TreeKind, parse_expansion
+from engine.core.tree import Expansion, TreeKind, parse_expansion
+from engine.core.verifier_table import is_exact
 from tests.enumeration import (
     DrawnTree,
     Shape,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.tree import Expansion, TokenTree
+from engine.core.tree import Expansion, TokenTree
 from engine.verify.directions import BottomUp, Direction, TopDown
 from engine.verify.duels import Duels
 from engine.verify.first_path import FirstPath

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.tree import Expansion
+from engine.core.tree import Expansion
 from engine.verify.directions import BottomUp, TopDown
 from engine.verify.plans import Families, LocalPlan, Split, WithReplacement
 from tests.enumeration import DrawnTree, Law, TinyModel, batch_of, delayed_trees

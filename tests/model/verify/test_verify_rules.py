@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.pairs import VERIFIER_NAMES, UnknownVerifierError
+from engine.core.verifier_table import VERIFIER_NAMES, UnknownVerifierError
 from engine.verify.rules import create_verifier
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.tree import Expansion
+from engine.core.tree import Expansion
 from tests.enumeration import (
     Batch,
     Context,

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine import pairs
-from engine.policy import FixedExpansion
+from engine.core import verifier_table as pairs
+from engine.core.policy import FixedExpansion
+from engine.core.tree import Expansion
+from engine.core.types import Request, SamplingParams, Speculation
 from engine.testing import tiny_engine, tiny_model
-from engine.tree import Expansion
-from engine.types import Request, SamplingParams, Speculation
 from engine.verify import rules
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding-a-verifier.md"

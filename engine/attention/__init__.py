@@ -1,0 +1,1 @@
+"""Tree-masked attention: rows of a step are packed into segments, and each segment attends to its slots."""

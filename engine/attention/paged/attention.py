@@ -1,0 +1,121 @@
+"""Attention over a table as a model's layers see it, and whether the kernel can serve a model.
+
+Shape key: T tokens, H key-value heads, G query heads for each, K head size, S slots.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from subprocess import SubprocessError
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from engine.attention.packing import pack
+from engine.attention.paged.table import MANY_TOKENS, Columns, PagedBatch, Shape, table_of
+from engine.kv_cache.pool import KVCache
+from engine.utils.host_transfer import integers_32
+
+_LARGEST_HEAD, _LARGEST_SHARED = 256, 2048  # numbers of a query, and of all that read one key
+_LEAST_CAPABILITY = (8, 0)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Attend(Protocol):
+    """Attention over pools of slots: the kernel, or the reference."""
+
+    def __call__(
+        self,
+        query_THGK: Float[Tensor, "T H G K"],
+        keys_SHK: Float[Tensor, "S H K"],
+        values_SHV: Float[Tensor, "S H V"],
+        batch: PagedBatch,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Float[Tensor, "T H G V"]:
+        """Return every token's output."""
+        ...
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """What every layer of one pass over a table shares."""
+
+    batch: PagedBatch
+    cache: KVCache
+    attend: Attend
+
+    @property
+    def write_slots_T(self) -> Int[Tensor, " T"]:
+        """Slots to write."""
+        return self.batch.write_slots_T
+
+    def attended(
+        self,
+        layer: int,
+        query_THGK: Float[Tensor, "T H G K"],
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Float[Tensor, "T HGV"]:
+        """Return every token's output over what the cache holds for a layer."""
+        return self.attend(query_THGK, *self.cache.layer(layer), self.batch, scaling, window, softcap).flatten(1)
+
+
+def why_not(device: torch.device, head_size: int, num_shared: int, dtype: torch.dtype) -> str | None:
+    """Return why the kernel does not serve a model there, of which so many query heads share keys; None if it does."""
+    if device.type != "cuda":
+        return f"{device} is no CUDA device"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} is older than what it is compiled for"
+    if head_size > _LARGEST_HEAD:
+        return f"heads of {head_size} are larger than {_LARGEST_HEAD}"
+    if head_size * num_shared > _LARGEST_SHARED:
+        return f"{num_shared} heads of {head_size} that share their keys do not fit a block"
+    return None if dtype in _DTYPES else f"{dtype} is not one of its formats"
+
+
+class Heads(NamedTuple):
+    """Of a model's layers: key-value heads, query heads for each, their size."""
+
+    num: int
+    num_shared: int
+    size: int
+
+
+def heads_of(configuration: PretrainedConfig) -> Heads:
+    """Return a model's."""
+    text = configuration.get_text_config()
+    num_query = int(text.num_attention_heads)
+    num = int(getattr(text, "num_key_value_heads", None) or num_query)
+    return Heads(num, num_query // num, int(getattr(text, "head_dim", None) or text.hidden_size // num_query))
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Return what is raised where the kernel cannot be compiled (there is no C compiler, say) or does not fit."""
+    from triton.errors import TritonError
+
+    return RuntimeError, OSError, SubprocessError, TritonError
+
+
+def try_out(attend: Attend, device: torch.device, num_heads: int, num_shared: int, size: int, dtype: torch.dtype) -> None:
+    """Attend over padding, with the smallest tiles and the largest; raise one of `failures` if the kernel cannot."""
+    columns = Columns(tokens=(0, 0, 0), asked=())
+    for num_tokens in (1, MANY_TOKENS):
+        shape = Shape(num_tokens, 0)
+        table = integers_32(table_of(pack([], device), shape, columns), device)
+        query_THGK = torch.zeros(num_tokens, num_heads, num_shared, size, dtype=dtype, device=device)
+        pool_SHK = torch.zeros(1, num_heads, size, dtype=dtype, device=device)
+        attend(query_THGK, pool_SHK, pool_SHK, PagedBatch(table, shape, columns), 1.0)
+
+
+def kernel() -> Attend:
+    """Return the kernel; triton is imported here and nowhere before."""
+    from engine.attention.paged.launch import attend
+
+    return attend

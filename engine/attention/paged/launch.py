@@ -1,0 +1,100 @@
+"""Starts the kernels: blocks, grids and how keys are split follow from shapes alone, so that a CUDA graph of them holds.
+
+Shape key: T tokens, H key-value heads, G query heads for each, K head size, V size of a value, S slots.
+"""
+
+from functools import cache
+from typing import NamedTuple, Self
+
+import torch
+import triton
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.attention.paged import kernels
+from engine.attention.paged.table import PagedBatch, Shape
+
+_PROGRAMS, _MOST_PARTS = 264, 32  # two programs for each of an H100's 132 processors, where rows are few
+_SMALLEST = 16  # side of a matrix product
+_STAGES, _ROOMY_BYTES = 3, 160 * 1024
+
+
+def num_parts(shape: Shape, num_heads: int) -> int:
+    """Return in how many parts a segment's keys are cut: as many as keep the processors busy where there is little else."""
+    num_tiles = -(-shape.num_tokens // shape.tile_len)
+    return max(1, min(_MOST_PARTS, _PROGRAMS // (num_tiles * num_heads)))
+
+
+class Blocks(NamedTuple):
+    """How a program is compiled: keys it takes at a time, its warps, and how many blocks of keys are on their way."""
+
+    num_columns: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, num_rows: int, size: int) -> Self:
+        """Return what leaves few numbers without a register (by what ptxas says for compute capability 9.0).
+
+        Products of float32 have no tensor cores. With three stages the reading of slots is hidden as that of keys is.
+        """
+        if dtype == torch.float32:
+            return cls(max(_SMALLEST, min(64, 2048 // size)), 8 if num_rows * size >= 4096 else 4, 1)
+        return cls(max(_SMALLEST, min(64, 8192 // size)), 8 if num_rows > 64 else 4, _STAGES)
+
+
+@cache
+def _most_stages(device: torch.device) -> int:
+    """Return how many blocks of keys may be on their way: large ones fit three times only where blocks share much memory."""
+    if device.type != "cuda":
+        return _STAGES
+    room_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return _STAGES if room_bytes >= _ROOMY_BYTES else 1
+
+
+def attend(
+    query_THGK: Float[Tensor, "T H G K"],
+    keys_SHK: Float[Tensor, "S H K"],
+    values_SHV: Float[Tensor, "S H V"],
+    batch: PagedBatch,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "T H G V"]:
+    """Return every token's output, zeros for padding. As engine.attention.paged.reference.attend."""
+    num_tokens, num_heads, num_shared, size = query_THGK.shape
+    value_size, shape = values_SHV.shape[-1], batch.shape
+    assert num_tokens == shape.num_tokens
+    if not query_THGK.is_cuda:  # interpreted, over a cache that lies by head
+        keys_SHK, values_SHV = keys_SHK.contiguous(), values_SHV.contiguous()
+    assert keys_SHK.is_contiguous()
+    assert values_SHV.is_contiguous()
+    parts, block_v = num_parts(shape, num_heads), max(_SMALLEST, triton.next_power_of_2(value_size))
+    block_k, block_m = (max(_SMALLEST, triton.next_power_of_2(n)) for n in (size, shape.tile_len * num_shared))
+    rows, blocks = num_tokens * num_heads * num_shared, Blocks.of(query_THGK.dtype, block_m, max(block_k, block_v))
+    out = query_THGK.new_empty(num_tokens, num_heads, num_shared, value_size)
+    partial, logs = out, out
+    if parts > 1:
+        partial = query_THGK.new_empty(parts, rows, value_size, dtype=torch.float32)
+        logs = query_THGK.new_empty(parts, rows, dtype=torch.float32)
+    kernels.attend[num_tokens, num_heads, parts](
+        *(query_THGK.contiguous(), keys_SHK, values_SHV, batch.table, partial, logs),
+        *(num_tokens, parts, batch.first_tile, batch.first_position, scaling, softcap or 1.0, window or 0),
+        G=num_shared,
+        NUM_HEADS=num_heads,
+        K=size,
+        V=value_size,
+        TILE_LEN=shape.tile_len,
+        IS_SPLIT=parts > 1,
+        BLOCK_M=block_m,
+        BLOCK_N=blocks.num_columns,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_WINDOW=window is not None,
+        num_warps=blocks.num_warps,
+        num_stages=min(blocks.num_stages, _most_stages(query_THGK.device)),
+    )
+    if parts > 1:
+        kernels.merge[(rows,)](partial, logs, out, rows, parts, V=value_size, BLOCK_P=_MOST_PARTS, BLOCK_V=block_v, num_warps=4)
+    return out

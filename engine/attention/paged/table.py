@@ -1,0 +1,171 @@
+"""A batch as one table of 32-bit integers, whose layout is given by a shape and whose topology is data: one transfer for a pass.
+
+    [ C columns of tokens | A columns of places asked about | tiles, 8 numbers each | key slots | tail positions | seen bits ]
+
+Columns and tiles lie at places that the shape alone decides; what follows them is as long as the batch needs, and the tiles say
+where it is. A tile is a few neighbouring queries of one segment, which share the keys they read. Padding tokens are one more
+segment, without keys. What a query sees of the tail is a row of bits, 32 to a word, the lowest first.
+
+Shape key: T tokens, padding included, N places asked about, W tail keys of a segment.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.packing import PackedBatch
+
+NUM_TILE_FIELDS = 8
+WORD_BITS = 32
+IDS, POSITIONS, WRITE_SLOTS = range(3)  # the columns of tokens that every pass has
+_FEW, _MANY, MANY_TOKENS = 8, 16, 128  # queries of a tile, in passes of fewer tokens than the last and of others
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """All that decides the shapes of a pass: tokens, and places asked about."""
+
+    num_tokens: int
+    num_asked: int
+
+    @property
+    def tile_len(self) -> int:
+        """Queries of a tile."""
+        return min(_FEW if self.num_tokens < MANY_TOKENS else _MANY, 1 << (self.num_tokens - 1).bit_length())
+
+
+Numbers = Sequence[int] | NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which numbers a pass has of each token and of each place asked about: of each column, what padding has there."""
+
+    tokens: tuple[int, ...]
+    asked: tuple[int, ...]
+
+    def head_len(self, shape: Shape) -> int:
+        """Return how long they are together, tiles included."""
+        return (len(self.tokens) + NUM_TILE_FIELDS) * shape.num_tokens + len(self.asked) * shape.num_asked
+
+
+def table_of(
+    batch: PackedBatch, shape: Shape, columns: Columns, tokens: Sequence[Numbers] = (), asked: Sequence[Numbers] = ()
+) -> NDArray[np.int32]:
+    """Return the table of a batch that is padded to a shape. `tokens` are numbers beside those of the batch."""
+    assert batch.num_tokens <= shape.num_tokens
+    own = [_padded(*column, shape.num_tokens) for column in zip([*batch.tokens_3T, *tokens], columns.tokens, strict=True)]
+    of_asked = [_padded(*column, shape.num_asked) for column in zip(asked, columns.asked, strict=True)]
+    head_len, tails = columns.head_len(shape), _tails(batch)
+    tiles = _tiles(batch, shape, head_len, tails.first_words)
+    return np.concatenate([*own, *of_asked, tiles.ravel(), *tails.parts], dtype=np.int32, casting="unsafe")
+
+
+def _padded(numbers: Numbers, padding: int, length: int) -> NDArray[np.int32]:
+    padded = np.full(length, padding, dtype=np.int32)
+    padded[: len(numbers)] = numbers
+    return padded
+
+
+class _Tails(NamedTuple):
+    """What lies behind the tiles, and where in it each segment's seen bits begin."""
+
+    parts: list[NDArray[np.int32]]
+    first_words: NDArray[np.int64]
+
+
+def _tails(batch: PackedBatch) -> _Tails:
+    if not batch.segments:
+        return _Tails([], np.zeros(0, dtype=np.int64))
+    words = [_bits(segment.tail_visible_TW) for segment in batch.segments]
+    sizes = np.array([0, *(part.size for part in words[:-1])])
+    flat = batch.flat
+    before = len(flat.key_slots) + len(flat.tail_positions)
+    parts = [flat.key_slots.astype(np.int32), flat.tail_positions.astype(np.int32), *(part.ravel() for part in words)]
+    return _Tails(parts, before + sizes.cumsum())
+
+
+def num_words(num_tail: int) -> int:
+    """Return how many words a query's bits take."""
+    return -(-num_tail // WORD_BITS)
+
+
+def _bits(seen_TW: NDArray[np.bool_]) -> NDArray[np.int32]:
+    num_queries, num_tail = seen_TW.shape
+    padded = np.zeros((num_queries, num_words(num_tail) * WORD_BITS // 8), dtype=np.uint8)
+    packed = np.packbits(seen_TW, axis=1, bitorder="little")
+    padded[:, : packed.shape[1]] = packed
+    return padded.view("<i4")
+
+
+def _tiles(batch: PackedBatch, shape: Shape, head_len: int, first_words: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the tiles, [T, 8]; those that are left over have no queries.
+
+    Their fields: a segment's first token, its queries, where its key slots begin, its keys, where its tail positions begin, its
+    tail keys, where its seen bits begin; the tile's first query.
+    """
+    num_segments = len(batch.segments)
+    segments = np.zeros((num_segments + 1, NUM_TILE_FIELDS), dtype=np.int64)
+    segments[-1, :2] = batch.num_tokens, shape.num_tokens - batch.num_tokens  # padding
+    if num_segments:
+        starts, keys, tails, _ = batch.flat.table
+        first_tails = head_len + keys[-1]
+        fields = [starts[:-1], np.diff(starts), head_len + keys[:-1], np.diff(keys), first_tails + tails[:-1], np.diff(tails)]
+        segments[:-1, :6] = np.stack(fields, axis=1)
+        segments[:-1, 6] = head_len + first_words
+    counts = -(-segments[:, 1] // shape.tile_len)
+    tiles = np.zeros((shape.num_tokens, NUM_TILE_FIELDS), dtype=np.int64)
+    tiles[: counts.sum()] = np.repeat(segments, counts, axis=0)
+    tiles[: counts.sum(), 7] = (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)) * shape.tile_len
+    return tiles
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """A table on the device, read by a shape and the numbers of its columns."""
+
+    table: Int[Tensor, " _"]
+    shape: Shape
+    columns: Columns
+
+    @cached_property
+    def tokens(self) -> tuple[Int[Tensor, " T"], ...]:
+        """The columns of tokens, int64."""
+        return self._read(0, len(self.columns.tokens), self.shape.num_tokens)
+
+    @cached_property
+    def asked(self) -> tuple[Int[Tensor, " N"], ...]:
+        """The columns of places asked about, int64."""
+        first = len(self.columns.tokens) * self.shape.num_tokens
+        return self._read(first, len(self.columns.asked), self.shape.num_asked)
+
+    def with_ids_below(self, end: int) -> Self:
+        """Return the batch with token ids as they are below `end`, and the last of those for others."""
+        known = replace(self)
+        vars(known)["tokens"] = (self.tokens[IDS].clamp(max=end - 1), *self.tokens[IDS + 1 :])  # where a cached property is kept
+        return known
+
+    @property
+    def first_tile(self) -> int:
+        """Where the tiles begin."""
+        return self.columns.head_len(self.shape) - NUM_TILE_FIELDS * self.shape.num_tokens
+
+    @property
+    def first_position(self) -> int:
+        """Where the tokens' positions begin."""
+        return POSITIONS * self.shape.num_tokens
+
+    @property
+    def write_slots_T(self) -> Int[Tensor, " T"]:
+        """Slots to write."""
+        return self.tokens[WRITE_SLOTS]
+
+    def _read(self, first: int, count: int, length: int) -> tuple[Tensor, ...]:
+        return (*self.table[first : first + count * length].view(count, length).to(torch.int64),)

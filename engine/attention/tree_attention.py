@@ -1,0 +1,145 @@
+"""Tree-masked attention over slots, as a transformers attention implementation named "latebranch".
+
+Each layer writes its new keys and values to the cache, then its context attends: here every group of segments to its own slots by
+batched products, in engine.attention.paged by a kernel. Grouped-query heads are folded into the query rows, so keys and values
+are never expanded.
+Shape key: T packed tokens, B segments, Q queries of a group, L keys, H key-value heads, G query heads for each, K head size.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.attention.packing import Group, PackedBatch
+from engine.kv_cache.pool import KVCache
+
+NAME = "latebranch"
+
+
+class UnsupportedAttention(ValueError):
+    """The model asks of attention what this implementation cannot do exactly."""
+
+
+class AttentionContext(Protocol):
+    """What every layer of one pass shares; travels through the model as a keyword argument."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Where keys and values are written."""
+        ...
+
+    @property
+    def write_slots_T(self) -> Int[Tensor, " T"]:
+        """Slots to write."""
+        ...
+
+    def attended(
+        self,
+        layer: int,
+        query_THGK: Float[Tensor, "T H G K"],
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Float[Tensor, "T HGV"]:
+        """Attend to what the cache holds for a layer: every packed token's output, in packed order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Attention that gathers the keys of padded groups: by torch, on any device."""
+
+    batch: PackedBatch
+    cache: KVCache
+
+    @property
+    def write_slots_T(self) -> Int[Tensor, " T"]:
+        """Slots to write."""
+        return self.batch.write_slots_T
+
+    def attended(
+        self,
+        layer: int,
+        query_THGK: Float[Tensor, "T H G K"],
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Float[Tensor, "T HGV"]:
+        """Attend group by group."""
+        padded, outputs = self.batch.padded, []
+        for group in padded.groups:
+            keys, values = (gathered.to(query_THGK.dtype) for gathered in self.cache.gather(layer, group.key_slots_BL))
+            outputs.append(group_attention(query_THGK, keys, values, group, scaling, window, softcap))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out if padded.is_identity else out.index_select(0, padded.unpad_T)
+
+
+def group_attention(
+    query_THGK: Float[Tensor, "T H G K"],
+    keys_BLHK: Float[Tensor, "B L H K"],
+    values_BLHK: Float[Tensor, "B L H V"],
+    group: Group,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "BQ HGV"]:
+    """Return the attention output of one group, padded rows included."""
+    scores = torch.matmul(folded(query_THGK, group), keys_BLHK.permute(0, 2, 3, 1)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = unfolded(scores, group) + group.bias(window, scores.dtype)
+    weights_BHGQL = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_THGK.dtype)
+    return in_rows(torch.matmul(weights_BHGQL.flatten(2, 3), values_BLHK.permute(0, 2, 1, 3)), group)
+
+
+def folded(query_THGK: Float[Tensor, "T H G K"], group: Group) -> Float[Tensor, "B H GQ K"]:
+    """Return a group's queries, those that share a key-value head together."""
+    num_rows, num_queries = group.token_index_BT.shape
+    query = query_THGK[group.token_index_BT.reshape(-1)].view(num_rows, num_queries, *query_THGK.shape[1:])
+    return query.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unfolded(x: Float[Tensor, "B H GQ N"], group: Group) -> Float[Tensor, "B H G Q N"]:
+    """Return what belongs to folded queries by query."""
+    return torch.unflatten(x, 2, (-1, group.token_index_BT.shape[1]))
+
+
+def in_rows(out: Float[Tensor, "B H GQ V"], group: Group) -> Float[Tensor, "BQ HGV"]:
+    """Return folded queries' outputs, a row each."""
+    return unfolded(out, group).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 HG T K"],
+    key: Float[Tensor, "1 H T K"],
+    value: Float[Tensor, "1 H T V"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention_context: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 T HG V"], None]:
+    """Write the layer's keys and values, then attend; the signature is transformers' AttentionInterface.
+
+    Raises UnsupportedAttention for attention sinks and for a call without context (which would be unmasked).
+    """
+    if attention_context is None or attention_mask is not None:
+        raise UnsupportedAttention("this attention needs its context and makes its own masks")
+    if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
+        raise UnsupportedAttention("attention sinks are not supported")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    attention_context.cache.write(layer, attention_context.write_slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    num_tokens, num_heads, head_size = query.shape[2], key.shape[1], query.shape[3]
+    query_THGK = query[0].transpose(0, 1).reshape(num_tokens, num_heads, -1, head_size)
+    scale = head_size**-0.5 if scaling is None else scaling
+    out = attention_context.attended(layer, query_THGK, scale, sliding_window, softcap)
+    return out.view(1, num_tokens, num_heads * query_THGK.shape[2], -1), None
+
+
+AttentionInterface.register(NAME, tree_attention)

@@ -1,0 +1,89 @@
+"""Fits an early-exit lens: the target writes texts, and a ridge regression maps a middle layer's state to the last layer's.
+
+Shape key: T tokens of a text, D model width, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.attention.packing import pack
+from engine.attention.segments import chain_segment
+from engine.distill.generation.generate import write
+from engine.distill.generation.jobs import Order
+from engine.draft.models.early_exit import Lens, truncated
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel
+from engine.model.hidden_states import StateTap
+from engine.utils.progress_bar import progress_bar
+
+_BATCH = 64  # texts written at a time
+_RIDGE = 1e-3  # of the mean square of a state's entries
+
+
+@dataclass(frozen=True, slots=True)
+class LensReport:
+    """How the drafter agrees with the target on held-out text: overlap is the mean of sum min(p, q), agreement of the arg max."""
+
+    num_tokens: int
+    overlap: float
+    agreement: float
+
+
+def written_texts(model: CausalModel, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
+    """Return each prompt with the target's own answer; odd prompts at temperature 1, even ones at 0.7."""
+    orders = {index: Order(prompt, 1.0 if index % 2 else 0.7, seed + index, max_tokens) for index, prompt in enumerate(prompts)}
+    texts = {
+        text.name: text.ids
+        for text in progress_bar(write(model, orders, _BATCH), what="writing texts", total=len(orders), unit="text")
+    }
+    return [texts[index] for index in range(len(orders))]
+
+
+def _states(model: CausalModel, text: Sequence[int], layers: Sequence[int]) -> tuple[Float[Tensor, "T D"], ...]:
+    """Return the hidden states after each of `layers` layers."""
+    tap = StateTap(model, layers, is_last_normed=False)
+    try:
+        batch = pack([chain_segment(list(text), 0, list(range(len(text))))], model.device)
+        model.forward(batch, KVCache(len(text), model.device), torch.zeros(1, dtype=torch.int64, device=model.device))
+        return tap.latest().unbind(1)
+    finally:
+        tap.close()
+
+
+def fit_lens(model: CausalModel, texts: Sequence[Sequence[int]], num_layers: int, recipe: dict[str, str]) -> Lens:
+    """Return the least-squares affine map from the state after `num_layers` layers to the last layer's state."""
+    depth = len(model.module.model.layers)
+    gram = cross = None
+    for early_TD, last_TD in _progress(model, texts, [num_layers, depth]):
+        x = torch.cat([early_TD.double(), early_TD.new_ones(len(early_TD), 1).double()], dim=1)
+        gram = x.T @ x if gram is None else gram + x.T @ x
+        cross = x.T @ last_TD.double() if cross is None else cross + x.T @ last_TD.double()
+    if gram is None or cross is None:
+        raise ValueError("there is no text to fit a lens on")
+    ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    solution = torch.linalg.solve(gram + ridge, cross).float()
+    return Lens(num_layers, solution[:-1], solution[-1], recipe)
+
+
+def _progress(model: CausalModel, texts: Sequence[Sequence[int]], layers: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
+    for text in progress_bar(texts, what="fitting", total=len(texts), unit="text"):
+        yield _states(model, text, layers)
+
+
+def evaluate_lens(model: CausalModel, lens: Lens, texts: Sequence[Sequence[int]]) -> LensReport:
+    """Measure the drafter of a lens against the target on texts it was not fitted on."""
+    draft = truncated(model, lens.num_layers, lens.final_norm(model))
+    num_tokens, overlap, agreement = 0, 0.0, 0.0
+    for text in texts:
+        batch = pack([chain_segment(list(text), 0, list(range(len(text))))], model.device)
+        rows = torch.arange(len(text), device=model.device)
+        p_TV = model.forward(batch, KVCache(len(text), model.device), rows).softmax(-1)
+        q_TV = draft.forward(batch, KVCache(len(text), model.device), rows).softmax(-1)
+        num_tokens += len(text)
+        overlap += float(torch.minimum(p_TV, q_TV).sum())
+        agreement += float((p_TV.argmax(-1) == q_TV.argmax(-1)).sum())
+    return LensReport(num_tokens, overlap / num_tokens, agreement / num_tokens)

@@ -1,0 +1,50 @@
+"""A causal model as drafter: an independent draft model with a cache of its own, or the target's first layers over the target's.
+
+Feeds committed tokens first, then a round of nodes of every tree at a time.
+"""
+
+from collections.abc import Sequence
+
+from engine.attention.packing import Segment, pack
+from engine.attention.paged.graphs import StaticSteps
+from engine.core.step_plan import Feeding, Row
+from engine.draft.drafter import FrontierNode, ModelPasses, Proposal
+from engine.draft.models.segments import fed_segments, level_segments, places_of_roots
+from engine.draft.models.vocab_padding import RepaddedModel
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel
+from engine.model.passes import DirectPasses, Passes, RecordedPasses
+
+
+class ModelDrafter:
+    """Drafts with `model` over `cache`, its own or the target's, as `feeding` says."""
+
+    def __init__(self, name: str, model: CausalModel | RepaddedModel, cache: KVCache, feeding: Feeding) -> None:
+        self.name = name
+        self.feeding = feeding
+        self._model = model
+        self._cache = cache
+        self._passes: Passes = DirectPasses(model, cache)
+
+    @property
+    def reads_tables(self) -> bool:
+        """Whether its passes can be recorded."""
+        return self._model.reads_tables
+
+    def record(self, steps: StaticSteps) -> RecordedPasses:
+        """Replay passes from now on; return them, to be prepared."""
+        self._passes = recorded = RecordedPasses(self._model, self._cache, steps)
+        return recorded
+
+    def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
+        """Feed committed tokens; propose at the roots."""
+        return self._propose(fed_segments(rows), places_of_roots(rows, [root.tree.row.request_id for root in roots]))
+
+    def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
+        """Feed some nodes of every tree; propose at each."""
+        return self._propose(level_segments(frontier), list(range(len(frontier))))
+
+    def _propose(self, segments: Sequence[Segment], logit_rows: list[int]) -> Proposal:
+        batch = pack(segments, self._model.device)
+        logits_PV = self._passes.run(batch, logit_rows)
+        return Proposal(tuple(range(len(logit_rows))), logits_PV, passes=ModelPasses(1, batch.num_tokens))

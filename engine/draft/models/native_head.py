@@ -1,0 +1,176 @@
+"""A draft head run by our library: the function of engine.draft.models.head, one call a pass.
+
+What it reads of the target is kept by slot as it comes, in half precision, and fused when it is fed the token after: nodes that
+are not accepted never are, nor is a text that nobody drafts from where keeping up with it is dear.
+
+Shape key: T packed tokens, P tokens asked about, V vocabulary, M head vocabulary, D target width, F feature layers, W inner
+width.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from engine.attention.packing import Segment
+from engine.draft.models.feature_pool import FeaturePool, Fed
+from engine.draft.models.head import DraftHead, HeadLayer
+from engine.kv_cache.pool import KVCache
+from engine.model.linears import linear_of
+from engine.native import library
+from engine.native.growth import FedRow, Growing, RankedRow
+from engine.native.linear import NativeLinear
+from engine.native.passes import Features, Runner, SlotStates, Tables
+from engine.utils.host_transfer import integers
+from engine.utils.rotary_table import ByPosition
+
+
+class NativeHead:
+    """The net, with its own copy of the weights. `rows_MD` are the target's output rows of the head's tokens.
+
+    `states` is where the target's are kept: float16, F x D a row, each scaled to a mean square of 1.
+    """
+
+    dtype = torch.float32  # of activations
+
+    def __init__(
+        self,
+        head: DraftHead,
+        rows_MD: Float[Tensor, "M D"],
+        embeddings_VD: Float[Tensor, "V D"],
+        precision: str,
+        states: FeaturePool,
+    ) -> None:
+        shape = head.shape
+        self._shape, self._precision = shape, precision
+        self._kept: list[object] = []  # what the structure points at
+        self._states = states
+        self._fuse = NativeLinear(head.fuse, precision)
+        self._features = self.features(range(len(shape.feature_layers)))
+        layers = (library.Layer * shape.num_layers)(*(self._layer(layer) for layer in head.decoder))
+        output = linear_of(rows_MD.float() @ head.widen.weight.to(rows_MD.device, torch.float32))
+        self._runner = Runner(
+            library.Decoder(
+                num_layers=shape.num_layers,
+                width=shape.width,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_size=shape.head_size,
+                inner=shape.intermediate,
+                activation=library.SILU,
+                embedding_width=shape.target_width,
+                eps=shape.norm_eps,
+                scaling=shape.head_size**-0.5,
+                embedding_scale=1.0,
+                embeddings=self._tensor(embeddings_VD),
+                last_norm=self._tensor(head.last_norm.weight),
+                layers=layers,
+                head=self._linear(output),
+                token=self._linear(head.token),
+            ),
+            precision,
+        )
+        self._kept.append(layers)
+        self._rotations = ByPosition(self._rotated)
+
+    def keep_features(self, pool: FeaturePool, slots_T: Int[Tensor, " T"], states: Sequence[Float[Tensor, "T D"]]) -> None:
+        """Keep the target's states after the feature layers in the tokens' slots."""
+        del pool  # it holds the head's own states alone
+        states = [state.float().contiguous() for state in states]
+        library.library().latebranch_keep(
+            ctypes.byref(self._features.structure),
+            library.pointers([state.data_ptr() for state in states]),
+            *(self._shape.target_width, slots_T.data_ptr(), len(slots_T)),
+        )
+
+    def features_at(self, pool: FeaturePool, slots: Sequence[int]) -> Float[Tensor, "T W"]:
+        """Return the features of the tokens in these slots, made of what is kept there."""
+        del pool
+        slots_T, features_TW = integers(slots, torch.device("cpu")), torch.empty(len(slots), self._shape.width)
+        self._states.check(slots)
+        library.library().latebranch_fuse(
+            *(ctypes.byref(self._features.structure), slots_T.data_ptr(), len(slots_T)),
+            *(features_TW.data_ptr(), library.num_threads()),
+        )
+        return features_TW
+
+    def features(self, after: Sequence[int]) -> Features:
+        """Return what the target's own passes are to keep: its states `after` some layers (passes.Output)."""
+        after_F, states_SX = np.array(after, dtype=np.int64), self._states.rows_SW
+        structure = library.Features(
+            linear=self._fuse.structure,
+            num_states=len(after_F),
+            after=library.address(after_F),
+            eps=self._shape.norm_eps,
+            kept=states_SX.data_ptr(),
+        )
+        return Features(structure, (self._fuse, after_F, states_SX))
+
+    def proposed(
+        self,
+        pool: FeaturePool,
+        fed: Fed,
+        asked: Sequence[Segment] | None,
+        places: Sequence[int],
+        cache: KVCache,
+    ) -> Float[Tensor, "P M"]:
+        """Feed tokens, each by what the slot before it holds; return logits of those asked about, their states in their slots.
+
+        `places` says where they are among the fed.
+        """
+        del asked  # `places` say it: the pass goes on with those alone behind the last layer's keys
+        (self._states if fed.are_committed else pool).check(fed.before)
+        pool_SW, features = pool.rows_SW, self._features if fed.are_committed else None
+        before_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.before, places))
+        rotations, given = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, before_T)
+        return self._runner.run(fed.batch, cache, rotations, places_P, given=given, features=features).logits_NM
+
+    def growing(
+        self, pool: FeaturePool, fed: Sequence[FedRow], rows: Sequence[RankedRow], cache: KVCache, vocab_M: Int[Tensor, " M"]
+    ) -> Growing:
+        """Return the rows' trees as they begin to grow: the first round feeds committed tokens."""
+        pool_SW = pool.rows_SW
+        end = max(row.root_position + row.depth + 1 for row in rows)
+        end = max(end, *(row.first_position + len(row.token_ids) for row in fed))
+        rotations = [self._rotations.below(end)]
+        where = self._runner.places(cache, rotations, pool_SW)
+        where.features = ctypes.pointer(self._features.structure)
+        return Growing(self._runner.structure, vocab_M, rows, fed, pool.before_all, where, keeps=(pool_SW, rotations))
+
+    def _rotated(self, positions_N: Int[Tensor, " N"]) -> Tables:
+        cosines, sines = self._shape.rotary(positions_N)
+        return cosines[:, 0].contiguous(), sines[:, 0].contiguous()
+
+    def _layer(self, layer: HeadLayer) -> library.Layer:
+        shape = layer.shape
+        inner, kv = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+        norms = [layer.state_norm] if layer.token_norm is None else [layer.token_norm, layer.state_norm]
+        parts = {
+            **_parts(layer.qkv.weight, query=inner, key=kv, value=kv),
+            **_parts(layer.gate_up.weight, gate=shape.intermediate, up=shape.intermediate),
+            "output": layer.output,
+            "down": layer.down,
+        }
+        return library.Layer(
+            **{name: self._linear(part) for name, part in parts.items()},
+            attention_norm=self._tensor(torch.cat([norm.weight for norm in norms])),
+            mlp_norm=self._tensor(layer.mlp_norm.weight),
+        )
+
+    def _linear(self, linear: nn.Linear) -> library.Linear:
+        self._kept.append(native := NativeLinear(linear, self._precision))
+        return native.structure
+
+    def _tensor(self, tensor: Tensor) -> int:
+        self._kept.append(kept := tensor.detach().float().contiguous())
+        return kept.data_ptr()
+
+
+def _parts(weight: Float[Tensor, "O I"], **sizes: int) -> dict[str, nn.Linear]:
+    """Return the rows of a fused layer by what they make."""
+    bounds = pairwise(accumulate(sizes.values(), initial=0))
+    return {name: linear_of(weight[first:end]) for name, (first, end) in zip(sizes, bounds, strict=True)}

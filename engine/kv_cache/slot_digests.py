@@ -1,0 +1,122 @@
+"""Which text each slot of the target's cache holds, told by a digest of all tokens up to the slot's own.
+
+Before a step every row must find its own text in its slots, and nothing in those that are new; whatever else a wrong table does,
+it does not get past this. Knows plans and integers, no tensors.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.step_plan import Row, StepPlan
+from engine.core.tree import TokenTree
+from engine.scheduler.slot_pool import IntegrityError
+
+_NOTHING = 0  # the digest of a slot that is free, or has not been written
+
+
+class StepWatch(Protocol):
+    """Whoever looks at each step before and after the target's pass."""
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise IntegrityError if a row's slots are not what they must be."""
+        ...
+
+    def note(self, plan: StepPlan, trees: Sequence[TokenTree]) -> None:
+        """Take note of what the pass has written; `trees` are those of the decoding rows."""
+        ...
+
+
+class NoWatch:
+    """Looks at nothing."""
+
+    def check(self, plan: StepPlan) -> None:
+        """Do nothing."""
+
+    def note(self, plan: StepPlan, trees: Sequence[TokenTree]) -> None:
+        """Do nothing."""
+
+
+class SlotTexts:
+    """Owns a digest for each slot. Whoever owns the slots tells it of those that are freed."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._held_S = np.full(num_slots, _NOTHING, dtype=np.int64)
+        self._texts: dict[str, _Text] = {}  # of the latest plan
+
+    def on_free(self, slots: Sequence[int]) -> None:
+        """Forget what freed slots held."""
+        self._held_S[list(slots)] = _NOTHING
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise IntegrityError unless each row's slots hold its context, and its new ones nothing."""
+        known, self._texts = self._texts, {}
+        for row in plan.rows:
+            text = known.get(row.request_id)
+            if text is None or text.history is not row.history:
+                text = _Text(row.history)
+            self._texts[row.request_id] = text
+            expected_L = np.full(len(row.slots), _NOTHING, dtype=np.int64)
+            expected_L[: row.context_len] = text.digests(row.context_len)
+            self._compare(row, expected_L)
+        fresh = [slot for row in plan.rows for slot in row.slots[row.context_len :]]
+        if len(set(fresh)) < len(fresh):
+            raise IntegrityError("a slot is given to two tokens of one step")
+
+    def _compare(self, row: Row, expected_L: NDArray[np.int64]) -> None:
+        held_L = self._held_S[list(row.slots)]
+        wrong = np.flatnonzero(held_L != expected_L)
+        if len(wrong):
+            place = int(wrong[0])
+            holds = "nothing" if held_L[place] == _NOTHING else "another text"
+            needs = "nothing" if expected_L[place] == _NOTHING else "its own text"
+            where = f"request {row.request_id}: slot {row.slots[place]} at position {place} of {row.context_len} cached ones"
+            raise IntegrityError(f"{where} holds {holds} instead of {needs}")
+
+    def note(self, plan: StepPlan, trees: Sequence[TokenTree]) -> None:
+        """Take note of the texts that the pass has written; `trees` are those of the decoding rows."""
+        remaining = iter(trees)
+        for row in plan.rows:
+            digests = self._texts[row.request_id].digests(row.end)
+            self._held_S[list(row.slots[row.context_len : row.end])] = digests[row.context_len :]
+            if row.is_decoding:
+                tree = next(remaining)
+                nodes = list(row.slots[row.end : row.root_position + tree.num_nodes])
+                self._held_S[nodes] = _of_nodes(tree, int(digests[-1]))[1:]
+
+
+class _Text:
+    """Digests of a text that grows, up to each of its tokens."""
+
+    def __init__(self, history: Sequence[int]) -> None:
+        self.history = history
+        self._digests_L = np.empty(0, dtype=np.int64)
+
+    def digests(self, count: int) -> NDArray[np.int64]:
+        """Return those of the first `count` tokens."""
+        if count > len(self._digests_L):
+            last = int(self._digests_L[-1]) if len(self._digests_L) else _NOTHING
+            fresh = _chained(last, self.history[len(self._digests_L) : count])
+            self._digests_L = np.concatenate([self._digests_L, fresh])
+        return self._digests_L[:count]
+
+
+def _chained(digest: int, token_ids: Iterable[int]) -> NDArray[np.int64]:
+    digests = []
+    for token_id in token_ids:
+        digest = _after(digest, token_id)
+        digests.append(digest)
+    return np.array(digests, dtype=np.int64)
+
+
+def _of_nodes(tree: TokenTree, root: int) -> list[int]:
+    digests = [root]
+    for parent, token_id in zip(tree.parents[1:], tree.token_ids[1:], strict=True):
+        digests.append(_after(digests[parent], token_id))
+    return digests
+
+
+def _after(digest: int, token_id: int) -> int:
+    return hash((digest, token_id)) or 1

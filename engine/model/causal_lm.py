@@ -1,0 +1,238 @@
+"""Any transformers causal language model, run over packed segments and a slot cache.
+
+Gives a loaded model our attention and linears; a model that we cannot drive exactly (recurrent state, masks of its own, rotary
+embeddings that depend on the batch) is refused by name. Shape key: T packed tokens, N rows of logits, V vocabulary.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine.attention.packing import PackedBatch
+from engine.attention.paged.attention import Attend, PagedContext, failures, heads_of, kernel, try_out, why_not
+from engine.attention.paged.graphs import PassMemory
+from engine.attention.paged.table import IDS, POSITIONS, Columns, PagedBatch, Shape, table_of
+from engine.attention.tree_attention import NAME, AttentionContext, Gathered
+from engine.kv_cache.pool import KVCache
+from engine.model.check import (
+    UnsupportedModel,
+    check_text,
+    own_logits,
+    refuse_by_configuration,
+    require_equal,
+    require_same_bits,
+    tolerance_of,
+)
+from engine.model.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
+from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
+from engine.native.linear import QUANTISED
+from engine.sampling.argmax import Likeliest, likeliest
+from engine.utils.host_transfer import integers_32
+from engine.utils.progress_bar import quiet_libraries
+from engine.weights.facts import end_tokens
+from engine.weights.stored import stored_dtype
+
+_logger = logging.getLogger(__name__)
+# Of native passes, in which attention adds in another order: inputs of layers are rounded to 15 bits in int8, to 8 in compact.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-3, "int8": 2e-2, "compact": 0.1}
+_NO_LIMIT = 1 << 20
+_WITH_CONSTANTS = "gemma"  # how families are called that scale embeddings by a number in the format of their weights
+
+
+class CausalModel:
+    """A causal language model and where it runs. Stateless between forwards: caches are arguments."""
+
+    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+        self.module: Any = module.to(device).eval()
+        self.device = device
+        self.module.requires_grad_(False)
+        self.native: NativeDecoder | None = None  # runs passes in place of the module, once it is there
+        self.attend: Attend | None = None  # over tables; without it keys are gathered
+        self.memories: list[PassMemory] = []
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+        return int(self.module.config.get_text_config().vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context that can be run; a model that does not say is taken to have no limit of its own."""
+        return int(getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, by the model's generation settings, else its configuration."""
+        return end_tokens(self.module.generation_config.eos_token_id, self.module.config.get_text_config().eos_token_id)
+
+    @property
+    def cache_dtype(self) -> torch.dtype | None:
+        """What its keys and values are kept in; None: in what they are computed in."""
+        return None if self.native is None else self.native.cache_dtype
+
+    @property
+    def has_same_bits(self) -> bool:
+        """Whether a row's logits have the same bits in any pass."""
+        return self.native is not None
+
+    @property
+    def reads_tables(self) -> bool:
+        """Whether it can run passes over tables."""
+        return self.attend is not None
+
+    def restore_attention(self) -> None:
+        """Let the model attend to an engine's slots again, after it was lent to something that set another attention."""
+        self.module.set_attn_implementation(NAME)
+
+    def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        """Run one pass over the packed tokens; write their keys; return float32 logits of the chosen packed tokens."""
+        if self.native is not None:
+            return self.native.forward(batch, cache, logit_rows_N)
+        if self.attend is None or cache.is_watched:
+            return self._run(batch.input_ids_1T, batch.position_ids_1T, logit_rows_N, Gathered(batch, cache))
+        shape = Shape(batch.num_tokens, 0)
+        columns = Columns(tokens=(0, 0, cache.nobody), asked=())
+        table = integers_32(table_of(batch, shape, columns), self.device)
+        return self._run_table(PagedBatch(table, shape, columns), cache, logit_rows_N)
+
+    def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int | None = None) -> list[Likeliest]:
+        """Return those of the first `count` rows, or of all; of the latest pass's logits they may be known already."""
+        known = None if self.native is None else self.native.likeliest(logits_NV)
+        return likeliest(logits_NV[:count]) if known is None else [Likeliest(*one) for one in known[:count]]
+
+    def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
+        """Run one pass over a table; return float32 logits of the tokens that its column of places asked about names."""
+        return self._run_table(batch, cache, batch.asked[0])
+
+    def _run_table(self, batch: PagedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        assert self.attend is not None
+        ids_T, positions_T = batch.tokens[IDS], batch.tokens[POSITIONS]
+        return self._run(ids_T[None], positions_T[None], logit_rows_N, PagedContext(batch, cache, self.attend))
+
+    def _run(
+        self,
+        input_ids_1T: Int[Tensor, "1 T"],
+        position_ids_1T: Int[Tensor, "1 T"],
+        logit_rows_N: Int[Tensor, " N"],
+        context: AttentionContext,
+    ) -> Float[Tensor, "N V"]:
+        with torch.inference_mode():
+            out = self.module(
+                input_ids=input_ids_1T,
+                position_ids=position_ids_1T,
+                use_cache=False,
+                logits_to_keep=logit_rows_N,
+                attention_context=context,
+            )
+            return out.logits[0].float()  # type: ignore[no-any-return]
+
+
+def weights_dtype(dtype: str) -> torch.dtype:
+    """Return the number format in which weights are loaded, and activations computed, for a precision by its name."""
+    return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
+
+
+def loaded_dtype(folder: Path, dtype: str, linears: str) -> torch.dtype:
+    """Return the number format in which a folder's weights are loaded.
+
+    For our library, which packs them layer by layer, that is the file's if it is narrower; but where a model has constants of its
+    own, which would be rounded with the weights.
+    """
+    asked = weights_dtype(dtype)
+    if linears != NATIVE or asked != torch.float32:
+        return asked
+    has_constants = AutoConfig.from_pretrained(folder).model_type.startswith(_WITH_CONSTANTS)
+    return asked if has_constants else stored_dtype(folder)
+
+
+def is_run_natively(module: PreTrainedModel, device: torch.device) -> bool:
+    """Return whether our library runs a model's passes where its fastest linear layers are wanted."""
+    if fastest_linears(device) != NATIVE:
+        return False
+    try:
+        refuse_by_structure(module)
+    except UnknownDecoder:
+        return False
+    return True
+
+
+def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
+    """Load, check and prepare a model. `dtype` is a torch name, int8 or compact; `linears` as engine.model.linears names them.
+
+    A model that our library does not know is run as transformers has it, with packed linears; in int8 and compact it is refused.
+    """
+    quiet_libraries()
+    module = _loaded(folder, loaded_dtype(folder, dtype, linears), weights_dtype(dtype))
+    if linears == NATIVE:
+        try:
+            return adopt(module, device, NATIVE, dtype)
+        except UnknownDecoder as error:
+            if dtype in QUANTISED:
+                raise UnsupportedModel(f"{dtype}: {error}") from error
+            _logger.info("%s; transformers runs it", error)
+            return adopt(module.to(weights_dtype(dtype)), device, torch_linears(device))
+    if dtype in QUANTISED:
+        raise UnsupportedModel(f"{dtype} needs our library and a processor with AVX2, which {device} has not")
+    return adopt(module, device, linears)
+
+
+def _loaded(folder: Path, dtype: torch.dtype, wanted: torch.dtype) -> PreTrainedModel:
+    """Load a model in a format that holds the weights of the wanted one: in that itself if constants of its own were rounded."""
+    module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    constants = {buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()}
+    if dtype != wanted and not constants <= {torch.float32}:
+        del module  # no two at a time
+        return _loaded(folder, wanted, wanted)
+    module.config.dtype = wanted  # what it will compute in
+    return module
+
+
+def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain", precision: str = "float32") -> CausalModel:
+    """Take a loaded transformers model over: our attention and linears, compared as they will serve with the model's own pass.
+
+    `precision` is for native linears alone, with which our library runs the passes, in float32 but for their weights; the
+    comparison is then with the module's own pass over the same linear layers.
+    Raises UnsupportedModel, and UnknownDecoder, before anything is changed, for one that the library does not know.
+    """
+    refuse_by_configuration(module.config)
+    model = CausalModel(module, device)
+    ids = check_text(model)
+    if linears == NATIVE:
+        refuse_by_structure(module)
+        try:
+            prepare_linears(module, NATIVE, precision)
+            module.float()
+        except ValueError as error:
+            raise UnsupportedModel(str(error)) from error
+        expected_NV = own_logits(model, ids)
+        model.restore_attention()
+        model.native = NativeDecoder(module, precision)
+        require_equal(model, ids, expected_NV, _TOLERANCE[precision])
+        require_same_bits(model, ids)
+    else:
+        expected_NV = own_logits(model, ids)
+        tolerance = tolerance_of(model, ids, expected_NV)
+        model.restore_attention()
+        prepare_linears(model.module, linears)
+        model.attend = _attend_of(model)
+        require_equal(model, ids, expected_NV, tolerance)
+    return model
+
+
+def _attend_of(model: CausalModel) -> Attend | None:
+    """Return the kernel that attends for a model, if one does; say why where a GPU does without."""
+    heads, device, dtype = heads_of(model.module.config), model.device, model.module.dtype
+    if (reason := why_not(device, heads.size, heads.num_shared, dtype)) is None:
+        try:
+            try_out(attend := kernel(), device, heads.num, heads.num_shared, heads.size, dtype)
+            return attend
+        except failures() as error:
+            reason = f"the attention kernel cannot run: {' '.join(str(error).split())}"
+    if device.type == "cuda":
+        _logger.warning("%s; attention gathers keys, without CUDA graphs", reason)
+    return None

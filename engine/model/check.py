@@ -1,0 +1,156 @@
+"""Whether a model can be driven exactly: what its configuration rules out, and a pass of ours against the model's own.
+
+The pass that is compared is chunked, branched and packed beside a second sequence at the far end of the positions: whatever looks
+at the batch as a whole (rotary frequencies scaled by the longest text, say) shows in it.
+Shape key: N rows of logits, V vocabulary.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.packing import Segment, pack
+from engine.attention.segments import chain_segment, tree_segment
+from engine.attention.tree_attention import UnsupportedAttention
+from engine.core.tree import TokenTree
+from engine.kv_cache.pool import KVCache
+
+if TYPE_CHECKING:
+    from engine.model.causal_lm import CausalModel
+
+_logger = logging.getLogger(__name__)
+_TAIL = 5  # tokens at the end of the text that lie in the tree
+_MARGIN = 9  # tokens the text has beyond the smallest window
+_LONGEST_CHECK = 1100
+_SAME_BITS_LENGTH, _OTHER_LENGTH = 11, 6  # tokens of a text compared to the bit, and of one beside it
+_TOLERANCE = 1e-3  # in float32; in narrower formats what follows
+_LOOSE_TOLERANCE, _MOST_TOLERANCE = 5e-2, 0.5
+_OWN_NOISES = 3.0  # times what a model's own passes differ by
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# transformers chooses its frequencies by the longest position of the whole batch. ("dynamic" does so only beyond the positions
+# the model is made for, which are never served.)
+_BATCH_DEPENDENT_ROPE = {"longrope"}
+
+
+class UnsupportedModel(ValueError):
+    """The model cannot be run exactly by tree-masked passes."""
+
+
+def refuse_by_configuration(config: Any) -> None:
+    """Raise UnsupportedModel for what a short comparison could not see."""
+    text = config.get_text_config()
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if layer_types - _LAYER_TYPES or getattr(text, "attention_chunk_size", None) is not None:
+        raise UnsupportedModel(f"layers of type {', '.join(sorted(layer_types - _LAYER_TYPES)) or 'chunked'} cannot be driven")
+    rope_types = set(_values_of(getattr(text, "rope_parameters", None) or {}, "rope_type")) & _BATCH_DEPENDENT_ROPE
+    if rope_types:
+        raise UnsupportedModel(f"rotary embeddings of type {', '.join(rope_types)} depend on the longest text of a batch")
+
+
+def _values_of(settings: dict[str, Any], name: str) -> Iterator[Any]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _values_of(value, name)
+        elif key == name:
+            yield value
+
+
+def check_text(model: "CausalModel") -> list[int]:
+    """Return a fixed text, longer than the model's window unless that is too long to try at every start."""
+    window = getattr(model.module.config.get_text_config(), "sliding_window", None) or 0
+    length = min(window + _MARGIN, _LONGEST_CHECK, model.max_positions - 1)
+    if length <= window:
+        _logger.warning("model check: the window of %d tokens is longer than the text of %d", window, length)
+    return [(index * 97 + 11) % model.vocab_size for index in range(length)]
+
+
+@torch.inference_mode()
+def own_logits(model: "CausalModel", ids: list[int], attention: str = "eager") -> Tensor:
+    """Return the last logits [N, V] of the text by the model's own causal pass with an attention of transformers'."""
+    model.module.set_attn_implementation(attention)
+    out = model.module(input_ids=torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=_TAIL)
+    return out.logits[0].float()  # type: ignore[no-any-return]
+
+
+def tolerance_of(model: "CausalModel", ids: list[int], expected_NV: Tensor) -> float:
+    """Return how far a pass may be from the model's own, relative to the largest logit, as its number format rounds.
+
+    To be asked before anything of the model is changed. Some round so much in bfloat16 that their own passes by two attentions
+    differ by an eighth.
+    """
+    if model.module.dtype == torch.float32:
+        return _TOLERANCE
+    try:
+        own_noise = _apart(own_logits(model, ids, "sdpa"), expected_NV)
+    except ValueError:  # a model that has no other attention
+        own_noise = 0.0
+    return min(_MOST_TOLERANCE, max(_LOOSE_TOLERANCE, _OWN_NOISES * own_noise))
+
+
+def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor, tolerance: float) -> None:
+    """Raise UnsupportedModel unless our pass over the text gives the model's own logits, up to rounding.
+
+    `tolerance` is relative to the largest logit.
+    """
+    name = type(model.module).__name__
+    try:
+        logits_NV = _driven_logits(model, ids)
+    except (UnsupportedAttention, TypeError, IndexError, RuntimeError) as error:
+        raise UnsupportedModel(f"{name} cannot be driven: {error}") from error
+    error_size = _apart(logits_NV, expected_NV)
+    _logger.info("model check: relative error of a tree-masked pass %.1e, of which %.1e are allowed", error_size, tolerance)
+    if not error_size < tolerance:
+        raise UnsupportedModel(f"{name}: a tree-masked pass differs from the model's own by {error_size:.1e}")
+
+
+def _apart(logits_NV: Tensor, expected_NV: Tensor) -> float:
+    return float((logits_NV - expected_NV).abs().max() / expected_NV.abs().max())
+
+
+def require_same_bits(model: "CausalModel", ids: list[int]) -> None:
+    """Raise UnsupportedModel unless a text's tokens have the same logits, to the bit, one by one and in one pass with others."""
+    ids = (ids * _SAME_BITS_LENGTH)[:_SAME_BITS_LENGTH]
+    slots = list(range(2 * len(ids)))
+    cache = KVCache(len(slots), model.device)
+    first = torch.tensor([0], device=model.device)
+    alone = [
+        model.forward(pack([chain_segment([token_id], place, slots)], model.device), cache, first)[0]
+        for place, token_id in enumerate(ids)
+    ]
+    segments = [chain_segment(ids[::-1][:_OTHER_LENGTH], 0, slots[len(ids) :]), chain_segment(ids, 0, slots)]
+    rows = torch.arange(_OTHER_LENGTH, _OTHER_LENGTH + len(ids), device=model.device)
+    together = model.forward(pack(segments, model.device), KVCache(len(slots), model.device), rows)
+    if not torch.equal(torch.stack(alone), together):
+        raise UnsupportedModel(f"{type(model.module).__name__}: a row's logits depend on what it is computed with")
+
+
+def _driven_logits(model: "CausalModel", ids: list[int]) -> Tensor:
+    """Feed all but the tail as a chunk, then a tree of which one branch is the tail, beside a token at the last position."""
+    head, tail = ids[:-_TAIL], ids[-_TAIL:]
+    tree, branch = _forked(tail)
+    num_slots = len(head) + tree.num_nodes + 1
+    cache = KVCache(num_slots, model.device)
+    slots = list(range(num_slots))
+    model.forward(pack([chain_segment(head, 0, slots)], model.device), cache, torch.tensor([0], device=model.device))
+    segments = [tree_segment([tail[0]], tree, len(head), slots), _far_token(ids[0], model.max_positions - 1, slots[-1])]
+    return model.forward(pack(segments, model.device), cache, torch.tensor(branch, device=model.device))
+
+
+def _forked(tail: list[int]) -> tuple[TokenTree, list[int]]:
+    """Return a tree that holds the tail and, at the root, a sibling that is no part of it, and the tail's nodes.
+
+    root - 1 - 3 - 4 - 5        2 is the sibling, numbered between so that nodes and depths differ
+         - 2
+    """
+    parents = (-1, 0, 0, 1, 3, 4)
+    draws = tuple(tuple(node for node, parent in enumerate(parents) if parent == v) for v in range(len(parents)))
+    sibling = next(token for token in (0, 1) if token != tail[1])
+    return TokenTree(parents, (tail[0], tail[1], sibling, *tail[2:]), draws), [0, 1, 3, 4, 5]
+
+
+def _far_token(token_id: int, position: int, slot: int) -> Segment:
+    return Segment([token_id], [position], [slot], [slot], np.ones((1, 1), dtype=np.bool_), [position])

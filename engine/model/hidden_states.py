@@ -1,0 +1,65 @@
+"""Reads hidden states out of a model's forward passes.
+
+Shape key: T tokens (packed, or row after row), F tapped layers, D model width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.model.causal_lm import CausalModel
+from engine.native.passes import Output
+
+
+def place_after(count: int, depth: int, is_last_normed: bool = True) -> int:
+    """Return where our library has the states after the first `count` of a model's layers (engine.native.passes.Output)."""
+    return depth if count == depth and is_last_normed else count - 1
+
+
+class StateTap:
+    """Keeps the states of a model's latest pass after some numbers of layers.
+
+    The full number reads the last norm's output, or with `is_last_normed` False what the norm is given. A model's own module is
+    read too where it runs in place of our library, as a comparison's or a writer's does.
+    """
+
+    def __init__(self, model: CausalModel, layers: Sequence[int], is_last_normed: bool = True) -> None:
+        inner = model.module.model
+        depth = len(inner.layers)
+        if not layers or not all(0 < count <= depth for count in layers):
+            raise ValueError(f"cannot read the state after {list(layers)} of {depth} layers")
+        self._states: dict[int, Tensor] = {}
+        self._layers = tuple(layers)
+        self._end_watch: Callable[[], None] = lambda: None
+        if model.native is not None:
+            ends = {count: place_after(count, depth, is_last_normed) for count in layers}
+            self._end_watch = model.native.watch(ends.values(), lambda pass_: self._take(pass_, ends))
+        modules = {count: inner.norm if count == depth and is_last_normed else inner.layers[count - 1] for count in layers}
+        self._hooks = [module.register_forward_hook(self._reader(count)) for count, module in modules.items()]
+
+    def latest(self) -> Float[Tensor, "T F D"]:
+        """Return the states of the latest pass, in the model's precision."""
+        return torch.stack(self.parts(), dim=1)
+
+    def parts(self) -> list[Float[Tensor, "T D"]]:
+        """Return the same, each layer's by itself."""
+        return [self._states[count] for count in self._layers]
+
+    def close(self) -> None:
+        """Stop reading."""
+        for hook in self._hooks:
+            hook.remove()
+        self._end_watch()
+        self._states.clear()
+
+    def _take(self, output: Output, ends: Mapping[int, int]) -> None:
+        self._states.update({count: output.after[end] for count, end in ends.items()})
+
+    def _reader(self, count: int) -> Any:
+        def read(_module: Any, _args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+            self._states[count] = (output if isinstance(output, Tensor) else output[0]).flatten(0, 1)
+
+        return read

@@ -1,0 +1,84 @@
+"""The target model and its cache: the one tree-masked forward of a step.
+
+Shape key: T packed tokens, N nodes of all decoding rows' trees (tree after tree) and places asked about, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from engine.attention.packing import Segment, pack
+from engine.attention.paged.graphs import StaticSteps
+from engine.attention.segments import tree_segment
+from engine.core.step_plan import StepPlan
+from engine.core.tree import TokenTree
+from engine.kv_cache.canary import Canary
+from engine.kv_cache.pool import KVCache
+from engine.model.causal_lm import CausalModel
+from engine.model.passes import DirectPasses, Passes, RecordedPasses
+
+
+class PassObserver(Protocol):
+    """Whoever keeps something of each pass beside the cache, by slot."""
+
+    def follow(self, cache: KVCache) -> bool:
+        """Begin to keep it of passes that write to this cache; return whether the passes keep it by themselves."""
+        ...
+
+    def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
+        """Take note of a pass that has just run: token t of it was cached in slot t of `write_slots_T`."""
+        ...
+
+
+class Target:
+    """The model whose law is served. Owns its cache's contents; slots are the scheduler's."""
+
+    def __init__(self, model: CausalModel, num_slots: int, canary: Canary | None = None) -> None:
+        self.model = model
+        self.cache = KVCache(num_slots, model.device, canary, model.cache_dtype)
+        self._observers: list[PassObserver] = []
+        self._passes: Passes = DirectPasses(model, self.cache, self._tell)
+
+    def report_to(self, observer: PassObserver) -> None:
+        """Tell `observer` of every pass from now on, unless passes do without; valid before they are recorded."""
+        if isinstance(self._passes, RecordedPasses):
+            raise RuntimeError("what a replay tells was recorded with it: observers come first")
+        if not observer.follow(self.cache):
+            self._observers.append(observer)
+
+    def record(self, steps: StaticSteps) -> RecordedPasses:
+        """Replay passes from now on; return them, to be prepared."""
+        self._passes = recorded = RecordedPasses(self.model, self.cache, steps, self._tell)
+        return recorded
+
+    @property
+    def way(self) -> str:
+        """How passes are run that are torch's."""
+        return self._passes.way
+
+    def _tell(self, write_slots_T: Int[Tensor, " T"]) -> None:
+        for observer in self._observers:
+            observer.on_pass(write_slots_T)
+
+    def forward(self, plan: StepPlan, trees: Sequence[TokenTree], places: Sequence[int] = ()) -> Float[Tensor, "N V"]:
+        """Feed every row's certain tokens and tree in one pass; return raw logits after each node of the decoding rows' trees.
+
+        Those after the packed tokens at `places` follow.
+        """
+        if not plan.rows:  # a step that only tells of aborts
+            return torch.empty((0, self.model.vocab_size), device=self.model.device)
+        remaining = iter(trees)
+        segments: list[Segment] = []
+        logit_rows: list[int] = []
+        start = 0
+        for row in plan.rows:
+            tree = next(remaining) if row.is_decoding else TokenTree.single(row.certain_ids[-1])
+            segments.append(tree_segment(row.certain_ids, tree, row.context_len, row.slots))
+            end = start + segments[-1].num_tokens
+            if row.is_decoding:
+                logit_rows.extend(range(end - tree.num_nodes, end))
+            start = end
+        return self._passes.run(pack(segments, self.model.device), [*logit_rows, *places])

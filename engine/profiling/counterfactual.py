@@ -1,0 +1,299 @@
+"""A place to grow and judge many trees at one point of a text, each model pass paid once.
+
+Knows an engine's models, a fixed text in both caches and one point in it. All trees of a point are grown side by side by the
+engine's own growth; a drafter that remembers feeds each path once, and one pass of the target over the union of all trees gives
+the law after every node. Shape key: U nodes of the union, N nodes of a tree, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.core.policy import RootFacts
+from engine.core.step_plan import Feeding, LawContext, Row, StepPlan
+from engine.core.tree import ROOT, Expansion, TokenTree
+from engine.core.types import Request, SamplingParams, Speculation
+from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
+from engine.draft.trees.calibration import Calibrations
+from engine.draft.trees.grow import grow, grow_by
+from engine.draft.trees.grown import Growth
+from engine.draft.trees.nested import Nested, Truncation
+from engine.engine import Engine
+from engine.model.root_features import Ending
+from engine.sampling.laws import processed_laws
+from engine.verify.coupled import judge_greedy
+from engine.verify.forest import Forest
+from engine.verify.verdict import Verifier
+
+Path = tuple[int, ...]
+_MAX_UNION = 1500  # nodes of all trees of a point, shared paths counted once
+_CHUNK = 256
+_NAME = "lab"
+
+
+@dataclass(frozen=True)
+class Planting:
+    """A tree to grow at the point."""
+
+    expansion: Expansion
+    verifier: str
+    seed: int
+
+
+class Lab:
+    """Both models over one text; the engine must be idle, and run nothing but what is asked for here."""
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.drafter is None:
+            raise ValueError("a lab of trees needs a drafter")
+        self._engine = engine
+        self._target, self._drafter, self._roots = engine.target, engine.drafter, engine.roots
+        self._text: tuple[int, ...] = ()
+
+    def written(self, orders: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[tuple[int, ...]]:
+        """Return each prompt with the target's own continuation, all written side by side.
+
+        What is drafted for them is the engine's policy's choice.
+        """
+        texts = {f"text-{index}": list(prompt) for index, (prompt, _) in enumerate(orders)}
+        for name, (prompt, sampling) in zip(texts, orders, strict=True):
+            self._engine.add(Request(name, tuple(prompt), sampling, Speculation()))
+        while self._engine.has_work:
+            for event in self._engine.step().events:
+                texts[event.request_id].extend(event.token_ids)
+        return [tuple(text) for text in texts.values()]
+
+    def load(self, text: Sequence[int]) -> None:
+        """Fill both caches with the text: its token i lies in slot i."""
+        self._text = tuple(text)
+        slots = range(len(text))
+        for begin in range(0, len(text), _CHUNK):
+            ids = self._text[begin : begin + _CHUNK]
+            row = self._row(begin, ids, Expansion(0, 1, 0), SamplingParams(), "nss", 0, slots, begin)
+            self._target.forward(StepPlan(0, (row,)), [TokenTree.single(ids[-1])])
+            if self._drafter.feeding is not Feeding.TARGET_CACHE:
+                self._drafter.feed([row], [])
+
+    def _row(
+        self,
+        begin: int,
+        ids: Sequence[int],
+        expansion: Expansion,
+        sampling: SamplingParams,
+        verifier: str,
+        seed: int,
+        slots: Sequence[int],
+        draft_len: int,
+    ) -> Row:
+        history = self._text[: begin + len(ids)]
+        return Row(
+            *(
+                _NAME,
+                begin,
+                tuple(ids),
+                0,
+                True,
+                draft_len,
+                tuple(ids),
+                expansion,
+                tuple(slots),
+                sampling,
+                verifier,
+                seed,
+                history,
+                0,
+            )
+        )
+
+    def row(self, point: int, planting: Planting, sampling: SamplingParams) -> Row:
+        """Return the row of a decoding step whose root is the text's token at `point`."""
+        behind = len(self._text)
+        slots = [*range(point + 1), *range(behind, behind + planting.expansion.num_draft_tokens)]
+        root = self._text[point : point + 1]
+        return self._row(point, root, planting.expansion, sampling, planting.verifier, planting.seed, slots, point)
+
+    def point(self, point: int, plantings: Sequence[Planting], sampling: SamplingParams, calibrations: Calibrations) -> "Point":
+        """Grow all trees after the text's token at `point` and ask the target for the law after every node."""
+        union = GrowingTree(self.row(point, Planting(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
+        rows = [self.row(point, planting, sampling) for planting in plantings]
+        model = self._target.model
+        growth = grow(_Remembering(self._drafter, union), rows, model.vocab_size, model.device, calibrations)
+        return self._judged(rows, growth, union, sampling)
+
+    def nested(
+        self, point: int, expansions: Sequence[Expansion], plantings: Sequence[Planting], sampling: SamplingParams
+    ) -> "NestedPoint":
+        """Grow trees that hold all of `expansions`, one for each planting, whose expansion names the family and its branches."""
+        union = GrowingTree(self.row(point, Planting(Expansion(0, 1, 1, "beam", _MAX_UNION), "nss", 0), sampling))
+        rows = [self.row(point, planting, sampling) for planting in plantings]
+        strategies = [Nested(GrowingTree(row), expansions) for row in rows]
+        model = self._target.model
+        growth = grow_by(strategies, _Remembering(self._drafter, union), rows, model.vocab_size, model.device)
+        return NestedPoint(self._judged(rows, growth, union, sampling), [one.truncations() for one in strategies])
+
+    def _judged(self, rows: list[Row], growth: Growth, union: GrowingTree, sampling: SamplingParams) -> "Point":
+        """Ask the target for the law after every node of the trees."""
+        nodes = [_add(union, tree) for tree in growth.forest.trees]
+        logits_UV = self._target.forward(StepPlan(0, (union.row,)), [union.frozen()])
+        return Point(rows, growth, nodes, _laws(union, logits_UV, sampling), logits_UV.argmax(-1).tolist())
+
+    def facts(self, point: int, planting: Planting, sampling: SamplingParams) -> RootFacts:
+        """Return what a policy could see of the root at `point` if the step before had ended one token before it.
+
+        That step grew the planting's tree and nothing of it was accepted.
+        """
+        self._roots.watch()
+        row = self.row(point - 1, planting, sampling)
+        model = self._target.model
+        growth = grow(self._drafter, [row], model.vocab_size, model.device)
+        logits_NV = self._target.forward(StepPlan(0, (row,)), growth.forest.trees)
+        law_row, root_id = growth.forest.law_rows[0][ROOT], self._text[point]
+        ending = Ending(ROOT, law_row, row.slots[row.root_position], root_id, sampling)
+        self._roots.note({_NAME: ending}, logits_NV, growth.forest.draft_laws_RV)
+        return self._roots.facts([_NAME])
+
+
+@dataclass(frozen=True)
+class Point:
+    """All trees of a point, with the target's processed law (greedy: only its arg max) after each node of their union."""
+
+    rows: list[Row]
+    growth: Growth
+    nodes: list[list[int]]  # of each tree, as nodes of the union
+    laws_UV: Tensor | None
+    best_U: list[int]
+
+    def target_laws_NV(self, index: int) -> Tensor:
+        """Return the law after each node of a tree."""
+        assert self.laws_UV is not None
+        return self.laws_UV[torch.tensor(self.nodes[index])]
+
+    def best_N(self, index: int) -> list[int]:
+        """Return the target's arg max after each node of a tree."""
+        return [self.best_U[node] for node in self.nodes[index]]
+
+
+class Brought(NamedTuple):
+    """What a tree brings: expected tokens (where the rule tells them, else what came), and how deep one judgement accepted it."""
+
+    tokens: float
+    accepted_depth: int
+
+
+@dataclass(frozen=True)
+class NestedPoint:
+    """Whole trees of a point, and for each the trees of all expansions that it holds."""
+
+    whole: Point
+    truncations: list[list[Truncation]]
+
+    def forest(self, index: int) -> Forest:
+        """Return the truncations of a tree with the laws that their nodes were drawn from."""
+        growth, trees = self.whole.growth, self.truncations[index]
+        rows = growth.forest.law_rows[index]
+        law_rows = tuple(
+            tuple(rows[node] if drawn else None for node, drawn in zip(one.nodes, one.tree.draws, strict=True)) for one in trees
+        )
+        return Forest(tuple(one.tree for one in trees), growth.forest.draft_laws_RV, law_rows)
+
+    def tokens(self, index: int, verifier: Verifier | None) -> list[Brought]:
+        """Return what each truncation of a tree brings; without a verifier, to a greedy row.
+
+        Where chance is not the verifier's own (greedy, coupled), all truncations follow one path, each as far as it goes.
+        """
+        if verifier is None:
+            path = judge_greedy([self.whole.growth.forest.trees[index]], self.whole.best_N(index))[0].path
+        elif verifier.name == "coupled":
+            forest, key = self.whole.growth.forest.subset([index]), self.whole.rows[index].key
+            path = verifier.judge(forest, self.whole.target_laws_NV(index), [key])[0].path
+        else:
+            return self._expected(index, verifier)
+        reaches = (sum(node in one.nodes for node in path) for one in self.truncations[index])
+        return [Brought(float(reach), reach - 1) for reach in reaches]
+
+    def _expected(self, index: int, verifier: Verifier) -> list[Brought]:
+        forest, laws_NC = lumped(self.forest(index), self.whole.target_laws_NV(index), self.truncations[index])
+        verdicts = verifier.judge(forest, laws_NC, [self.whole.rows[index].key] * len(forest.trees))
+        assert all(verdict.expected_tokens is not None for verdict in verdicts)
+        return [Brought(verdict.expected_tokens or 0.0, len(verdict.path) - 1) for verdict in verdicts]
+
+
+def lumped(forest: Forest, target_laws_MV: Tensor, truncations: Sequence[Truncation]) -> tuple[Forest, Tensor]:
+    """Return the forest over fewer tokens, and the target's law after each of its nodes: what no draft law knows is one token.
+
+    A rule treats tokens that cannot be drafted alike, each in proportion to its probability, so that masses stay what they are.
+    `target_laws_MV` is by node of the whole tree.
+    """
+    is_known_V = (forest.draft_laws_RV > 0.0).any(0)
+    known_C = is_known_V.nonzero()[:, 0]
+    column_V = (is_known_V.cumsum(0) - 1).tolist()
+    trees = tuple(replace(tree, token_ids=(0, *(column_V[token_id] for token_id in tree.token_ids[1:]))) for tree in forest.trees)
+    drafted_RC = functional.pad(forest.draft_laws_RV.index_select(1, known_C), (0, 1))
+    rest_M1 = target_laws_MV[:, ~is_known_V].sum(-1, keepdim=True)
+    laws_MC = torch.cat([target_laws_MV.index_select(1, known_C), rest_M1], dim=-1)
+    nodes = torch.tensor([node for one in truncations for node in one.nodes])
+    return Forest(trees, drafted_RC, forest.law_rows), laws_MC[nodes]
+
+
+def _laws(union: GrowingTree, logits_UV: Tensor, sampling: SamplingParams) -> Tensor | None:
+    if sampling.is_greedy:
+        return None
+    contexts: list[LawContext] = [FrontierNode(union, node, 0).law_context for node in range(len(union.parents))]
+    return processed_laws(logits_UV, contexts)
+
+
+def _add(union: GrowingTree, tree: TokenTree) -> list[int]:
+    """Add a tree's nodes to the union; return their numbers there."""
+    numbers = [ROOT]
+    for node in range(1, tree.num_nodes):
+        numbers.append(_child(union, numbers[tree.parents[node]], tree.token_ids[node]))
+    return numbers
+
+
+def _child(union: GrowingTree, parent: int, token_id: int) -> int:
+    known = next((child for child in union.draws[parent] if union.token_ids[child] == token_id), None)
+    return union.add(parent, token_id) if known is None else known
+
+
+class _Remembering:
+    """A drafter that is fed each path of the union once, whichever tree asks for it."""
+
+    def __init__(self, drafter: Drafter, union: GrowingTree) -> None:
+        self.name, self.feeding = drafter.name, drafter.feeding
+        self._drafter, self._union = drafter, union
+        self._logits: dict[int, Tensor | None] = {}  # by node of the union
+
+    def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
+        """Feed the root once."""
+        own = [self._union.row] if rows else []
+        self._note([ROOT], self._drafter.feed(own, [FrontierNode(self._union, ROOT, 1)]))
+        return self._recalled([ROOT] * len(roots))
+
+    def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
+        """Feed what no tree has asked for before."""
+        nodes = [self._number(asked) for asked in frontier]
+        fresh = sorted({node for node in nodes if node not in self._logits})
+        if fresh:
+            self._note(fresh, self._drafter.extend([FrontierNode(self._union, node, 1) for node in fresh]))
+        return self._recalled(nodes)
+
+    def _number(self, asked: FrontierNode) -> int:
+        node = ROOT
+        for step in asked.tree.path(asked.node)[1:]:
+            node = _child(self._union, node, asked.tree.token_ids[step])
+        return node
+
+    def _note(self, nodes: Sequence[int], proposal: Proposal) -> None:
+        self._logits.update(dict.fromkeys(nodes))
+        self._union.fed.update(nodes[index] for index in proposal.indices if index not in proposal.unfed)
+        for index, logits_V in zip(proposal.indices, proposal.logits_PV, strict=True):
+            self._logits[nodes[index]] = logits_V
+
+    def _recalled(self, nodes: Sequence[int]) -> Proposal:
+        known = [(index, logits_V) for index, node in enumerate(nodes) if (logits_V := self._logits[node]) is not None]
+        indices = tuple(index for index, _ in known)
+        return Proposal(indices, torch.stack([logits_V for _, logits_V in known]) if known else torch.empty((0, 1)))

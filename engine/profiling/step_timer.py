@@ -1,0 +1,175 @@
+"""A measuring rig over the engine's own models: times passes and steps of a chosen size, before any request comes.
+
+Knows how to run such steps and how long they took; what follows from it is the selector's business. Runs in the engine's own
+caches, which hold nothing yet, and leaves nothing in them that anybody reads; its drafter must have no other memory that serves.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.core.config import SchedulerConfig
+from engine.core.policy import Choice, PassSize, SequenceView, StepFeedback, StepWork
+from engine.core.step_plan import Row, StepPlan
+from engine.core.tree import Expansion, TokenTree
+from engine.core.types import ModelInfo, Request, SamplingParams
+from engine.draft.drafter import Drafter, unasked_share_of
+from engine.engine import Engine
+from engine.model.target import Target
+from engine.native import library
+from engine.verify.dispatch import Judge
+from engine.verify.forest import Forest
+
+_NUM_CONTEXT_SLOTS = 64  # that hold keys; longer contexts read them again
+
+
+class Rig:
+    """Runs the target, the judge and whole steps at will. Valid while no engine over the same caches has work.
+
+    `drafter` is what is to be measured: the model that drafts, where there is one, without the cached text beside it, which would
+    spare it its passes. `drafter_weights` names that model's weights.
+    """
+
+    def __init__(
+        self, info: ModelInfo, config: SchedulerConfig, target: Target, drafter: Drafter | None, drafter_weights: str = ""
+    ) -> None:
+        self._drafter = drafter
+        self._drafter_weights = drafter_weights
+        self._info = info
+        self._config = config
+        self._target = target
+        self._judge = Judge()
+        self._has_context = False
+
+    @property
+    def limits(self) -> SchedulerConfig:
+        """What no step may exceed; the longest sequence is that of the models."""
+        return replace(self._config, max_model_len=self._info.max_model_len)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """All that a time depends on: machine, threads, library, models, number format. Equal facts, like times."""
+        info = self._info
+        return {
+            "processor": _processor() if info.device == "cpu" else torch.cuda.get_device_name(info.device),
+            "num_processors": str(os.cpu_count()),
+            "num_threads": str(library.num_threads()),
+            "torch": torch.__version__,
+            "passes": library.digest() if self._target.model.native is not None else self._target.way,
+            "dtype": info.dtype,
+            "target": self._target.model.module.config.to_json_string(),
+            "drafter": self._drafter.name if self._drafter else "none",
+            "drafter_weights": self._drafter_weights,
+            "verifier": info.verifier,
+        }
+
+    @property
+    def unasked_share(self) -> float:
+        """What a token costs the drafter that it is merely fed, as a share of one that it is asked about."""
+        return unasked_share_of(self._drafter)
+
+    def time_pass(self, size: PassSize) -> tuple[StepWork, float]:
+        """Return what a pass of that size runs, with its judgement, and its seconds."""
+        self._write_context()
+        rows = [self._row(index, size) for index in range(size.num_rows)]
+        trees = tuple(_chain(size.num_nodes, row.certain_ids[0]) for row in rows)
+        laws_RV = torch.full((1, self._info.vocab_size), 1.0 / self._info.vocab_size, device=self._target.model.device)
+        law_rows = tuple(tuple(0 if tree.draws[node] else None for node in range(tree.num_nodes)) for tree in trees)
+        self._synchronize()
+        begin_s = time.perf_counter()
+        logits_NV = self._target.forward(StepPlan(0, tuple(rows)), trees)
+        self._judge.judge(rows, Forest(trees, laws_RV, law_rows), logits_NV)
+        seconds = time.perf_counter() - begin_s
+        num_keys, num_drawn = size.num_context + 1, size.num_tokens if size.is_drawn else 0
+        num_scores = size.num_tokens * num_keys
+        return StepWork(size.num_rows, size.num_tokens, num_drawn, size.num_rows * num_keys, num_scores, 0, 0, 0), seconds
+
+    def run_steps(self, num_rows: int, num_prompt: int, expansions: Sequence[Expansion]) -> list[StepFeedback]:
+        """Return what real steps of so many greedy sequences cost, each with the next of the expansions for every sequence.
+
+        The prompts are of one repeated token, so that whoever looks into the text finds something to draft.
+        """
+        script = _Script(expansions)
+        engine = Engine(self._info, self._config, self._target, self._drafter, script)
+        budget = sum(1 + one.max_depth for one in expansions) + 2
+        sampling = SamplingParams(temperature=0.0, max_tokens=budget, ignore_eos=True)
+        for row in range(num_rows):
+            token_id = 3 + row % max(1, self._info.vocab_size - 3)
+            engine.add(Request(f"rig-{row}", (token_id,) * num_prompt, sampling))
+        while engine.has_work and len(script.seen) < len(expansions):
+            engine.step()
+        for row in range(num_rows):
+            engine.abort(f"rig-{row}")
+        return script.seen
+
+    def _row(self, index: int, size: PassSize) -> Row:
+        own = range(_NUM_CONTEXT_SLOTS + index * size.num_nodes, _NUM_CONTEXT_SLOTS + (index + 1) * size.num_nodes)
+        context = tuple(slot % _NUM_CONTEXT_SLOTS for slot in range(size.num_context))
+        return Row(
+            request_id=f"rig-{index}",
+            context_len=size.num_context,
+            certain_ids=(index % self._info.vocab_size,),
+            num_new_prompt_tokens=0,
+            is_decoding=True,
+            draft_len=size.num_context,
+            draft_ids=(),
+            expansion=Expansion(size.num_nodes - 1, 1, 0),
+            slots=(*context, *own),
+            sampling=SamplingParams(temperature=1.0 if size.is_drawn else 0.0),
+            verifier=self._info.verifier,
+            seed=index,
+            history=(),
+            num_prompt_tokens=0,
+        )
+
+    def _write_context(self) -> None:
+        """Fill the slots that contexts read, once: what was never written could be anything, and slow for that."""
+        if not self._has_context:
+            self._has_context = True
+            row = self._row(0, PassSize(1, _NUM_CONTEXT_SLOTS, 0))
+            own = tuple(range(_NUM_CONTEXT_SLOTS))
+            self._target.forward(StepPlan(0, (replace(row, slots=own),)), (_chain(_NUM_CONTEXT_SLOTS, 0),))
+
+    def _synchronize(self) -> None:
+        if self._target.model.device.type == "cuda":
+            torch.cuda.synchronize(self._target.model.device)
+
+
+class _Script:
+    """A policy that reads its choices from a list, a step each, once every prompt is in; it keeps what it is told of them."""
+
+    name = "script"
+
+    def __init__(self, expansions: Sequence[Expansion]) -> None:
+        self.seen: list[StepFeedback] = []
+        self._expansions = iter(expansions)
+        self._is_script = False
+
+    def choose(self, views: Sequence[SequenceView]) -> Choice:
+        self._is_script = all(view.num_uncached == 1 for view in views)
+        wish = next(self._expansions, Expansion(0, 1, 0)) if self._is_script else Expansion(0, 1, 0)
+        return Choice((wish,) * len(views))
+
+    def observe(self, feedback: StepFeedback) -> None:
+        if self._is_script:
+            self.seen.append(feedback)
+
+
+def _chain(num_nodes: int, root_id: int) -> TokenTree:
+    """Return a chain of a token that is not the root's."""
+    return TokenTree.chain((root_id, *(1,) * (num_nodes - 1)))
+
+
+def _processor() -> str:
+    """Return the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())

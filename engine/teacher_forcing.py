@@ -1,0 +1,106 @@
+"""Teacher forcing: a known text fed to the target as if it were drafted, so that its logits after every token are told again.
+
+A prompt, a chain for a tree, and the whole chain accepted: the scheduler and the target see an ordinary sequence, with chunks,
+slots and shares like any other, but smaller chunks. No drafter, no verifier and no randomness take part.
+Shape key: N neighbouring tokens of the text, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.core.step_plan import Row
+from engine.core.tree import Expansion, TokenTree
+from engine.core.types import Request, SamplingParams
+from engine.model.target import Target
+from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.scheduler.sequence import Sequence
+
+_ID = "teacher-forcing"
+_ANY_TREE = "coupled"  # a verifier that every tree fits; it is never asked
+MAX_CHUNK_TOKENS = 64  # of one step: whoever arrives in the meantime waits for it
+MAX_CHUNK_LOGITS = 8  # rows of logits of one step; whoever called has as much to do with them
+
+
+@dataclass(frozen=True, slots=True)
+class KnownText:
+    """A prompt and at least one token after it."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ForcedStep:
+    """One pass: the raw logits before each of the text's next N tokens, or None while the prompt is not fed."""
+
+    num_tokens: int
+    logits_NV: Float[Tensor, "N V"] | None
+
+
+class TeacherForcing:
+    """Runs one text at a time on a scheduler that has nothing else to run; whoever calls sees to that."""
+
+    def __init__(self, scheduler: Scheduler, target: Target) -> None:
+        self._scheduler = scheduler
+        self._target = target
+        self._text: KnownText | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a text holds slots."""
+        return self._text is not None
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots in use, all of them the text's."""
+        return self._scheduler.num_used_slots
+
+    def start(self, text: KnownText) -> None:
+        """Give the text a place; the scheduler must be empty."""
+        sampling = SamplingParams(max_tokens=len(text.token_ids))
+        self._scheduler.add(Sequence(Request(_ID, text.prompt_ids, sampling, cache_salt=None), 0, _ANY_TREE))
+        self._text = text
+
+    def stop(self) -> None:
+        """Give the slots back at once; what was computed is lost. Nothing happens if no text runs."""
+        if self._text is not None:
+            self._scheduler.remove(_ID)
+            self._text = None
+
+    def step(self) -> ForcedStep:
+        """Feed the next chunk of the text that runs; the last one ends it."""
+        if self._text is None:
+            raise RuntimeError("no text runs")
+        self._scheduler.admit()
+        plan = self._scheduler.plan([Expansion(MAX_CHUNK_LOGITS - 1, 1, 0)], MAX_CHUNK_TOKENS)
+        (row,) = plan.rows
+        num_tokens = len(row.certain_ids) + row.expansion.num_draft_tokens
+        if not row.is_decoding:
+            self._target.forward(plan, [])
+            self._scheduler.commit_chunk(row)
+            return ForcedStep(num_tokens, None)
+        tree = _chain(row, self._text)
+        logits_NV = self._target.forward(plan, [tree])
+        self._commit(row, tree, self._text)
+        return ForcedStep(num_tokens, logits_NV)
+
+    def _commit(self, row: Row, tree: TokenTree, text: KnownText) -> None:
+        """Accept the whole chain and the known token after it, which may be the text's last."""
+        extra_id = text.token_ids[_num_forced(row, text) + tree.num_nodes - 1]
+        emission = self._scheduler.commit(row, RowResult(tree, tuple(range(tree.num_nodes)), extra_id, drafted_len=0))
+        if emission.finish is not None:
+            self._text = None
+
+
+def _num_forced(row: Row, text: KnownText) -> int:
+    """Tokens of the text that are committed already."""
+    return row.end - len(text.prompt_ids)
+
+
+def _chain(row: Row, text: KnownText) -> TokenTree:
+    """Return the text's next tokens as a tree on the row's last token."""
+    first = _num_forced(row, text)
+    drafted = text.token_ids[first : first + row.expansion.num_draft_tokens]
+    return TokenTree.chain((row.certain_ids[-1], *drafted))

@@ -1,0 +1,1 @@
+"""What is recorded of a step: counters, traced rows, probabilities of a tree, and the trace file."""

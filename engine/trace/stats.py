@@ -1,0 +1,200 @@
+"""A step's numbers: what the engine reports outward and what a policy learns from."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from engine.core.policy import Choice, DraftOutcome, NodeChances, StepFeedback, StepWork
+from engine.core.step_plan import Row, StepPlan
+from engine.core.tree import ROOT, Expansion, TokenTree
+from engine.core.types import DraftSource, FinishReason, StepStats
+from engine.draft.drafter import ModelPasses
+from engine.draft.trees.grown import Worth
+from engine.scheduler.scheduler import Emission, Scheduler
+from engine.verify.verdict import Unjudged, Verdict
+
+
+class Stopwatch:
+    """Seconds between laps, by name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Charge the time since the last lap to `name`."""
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """A decoding row after the step. `offset` is its root among the packed nodes; unjudged rows emit nothing and end.
+
+    `sources` are of the tree's nodes, the root aside, and so is what they are `worth`, if it is noise-aware; it took `num_rounds`
+    to grow.
+    """
+
+    row: Row
+    tree: TokenTree
+    sources: tuple[DraftSource, ...]
+    worth: Worth | None
+    num_rounds: int
+    offset: int
+    verdict: Verdict | Unjudged
+    emission: Emission | None
+
+    @property
+    def accepted_depth(self) -> int:
+        """Drafted tokens on the accepted path, before limits cut it."""
+        return len(self.verdict.path) - 1 if isinstance(self.verdict, Verdict) else 0
+
+    @property
+    def accepted_sources(self) -> list[DraftSource]:
+        """Where the drafted ones of the tokens that left the engine come from, in order."""
+        if not isinstance(self.verdict, Verdict) or self.emission is None:
+            return []
+        return [self.sources[node - 1] for node in self.verdict.path[1 : 1 + self.emission.num_accepted]]
+
+    @property
+    def expected_tokens(self) -> float | None:
+        """E[tau + 1 | tree] where the rule tells it: what `accepted_depth` + 1 is in the mean."""
+        return self.verdict.expected_tokens if isinstance(self.verdict, Verdict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Everything a step was: its plan, the choice that led to it, what became of the decoding rows, seconds by stage.
+
+    Trees grew in `num_draft_rounds`, in which `draft_passes` of a model were run.
+    """
+
+    plan: StepPlan
+    choice: Choice
+    num_draft_rounds: int
+    draft_passes: ModelPasses
+    outcomes: tuple[RowOutcome, ...]
+    laps: dict[str, float]
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Packed tokens of the target's forward."""
+        certain = sum(len(row.certain_ids) for row in self.plan.rows)
+        return certain + sum(outcome.tree.num_nodes - 1 for outcome in self.outcomes)
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens that left the engine."""
+        return sum(len(outcome.emission.new_ids) for outcome in self.outcomes if outcome.emission)
+
+
+def feedback_of(record: StepRecord) -> StepFeedback:
+    """Return what a policy may learn, before it has learnt: what a step cost without the policy."""
+    laps, rows = record.laps, record.plan.rows
+    return StepFeedback(
+        draft_s=laps["draft"],
+        rest_s=laps["follow"] + laps["plan"] + laps["verify"] + laps["judge"] + laps["commit"],
+        has_prefill=any(len(row.certain_ids) > 1 for row in rows),
+        num_rows=len(rows),
+        num_rounds=record.num_draft_rounds,
+        num_passes=record.draft_passes.num_passes,
+        tell_work=lambda: _work_of(record),
+        tell_outcomes=lambda: tuple(map(_draft_outcome, record.outcomes)),
+    )
+
+
+def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
+    """Return what a policy learns of a row: what came after a stop token was worth nothing."""
+    row, tree, emission, worth, verdict = outcome.row, outcome.tree, outcome.emission, outcome.worth, outcome.verdict
+    path = verdict.path if isinstance(verdict, Verdict) else (ROOT,)
+    accepted_depth, expansion = len(path) - 1, row.expansion
+    if emission is not None and emission.finish is FinishReason.STOP:
+        accepted_depth = emission.num_accepted
+    drafted_depth, nodes = outcome.num_rounds, None
+    if worth is not None:
+        accepted = tuple([node - 1 for node in path[1 : 1 + accepted_depth]])
+        nodes = NodeChances(worth.chances, tree.depths[1:], accepted, row.prices.least_told(expansion, worth.chances))
+    elif expansion.is_delayed:
+        drafted_depth = max(tree.depths)
+    return DraftOutcome(row.request_id, expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
+
+
+def _work_of(record: StepRecord) -> StepWork:
+    """Return what the step ran. A level that came out empty cost the round that found it so."""
+    rows = record.plan.rows
+    num_drawn = num_keys = num_scores = 0
+    for row in rows:
+        end = row.end
+        num_keys += end
+        num_scores += len(row.certain_ids) * end
+    for outcome in record.outcomes:
+        row, num_drafted = outcome.row, outcome.tree.num_nodes - 1
+        num_scores += num_drafted * row.end
+        num_drawn += 0 if row.sampling.is_greedy else 1 + num_drafted
+    passes = record.draft_passes
+    return StepWork(
+        num_rows=len(rows),
+        num_tokens=record.num_target_tokens,
+        num_drawn=num_drawn,
+        num_keys=num_keys,
+        num_scores=num_scores,
+        num_passes=passes.num_passes,
+        num_draft_tokens=passes.num_fed,
+        num_rounds=record.num_draft_rounds,
+    )
+
+
+def _counted(sources: Iterable[Iterable[DraftSource]]) -> dict[str, int]:
+    return {source.value: count for source, count in Counter(chain.from_iterable(sources)).items()}
+
+
+def _by_label(expansions: Sequence[Expansion]) -> dict[str, int]:
+    """Return how many there are of each label, which takes longer to write than an object to find again."""
+    distinct = {id(one): one for one in expansions}
+    labels = {key: one.label for key, one in distinct.items()}
+    return dict(Counter(labels[id(one)] for one in expansions))
+
+
+def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
+    """Return the step's numbers; gauges are the scheduler's state after it."""
+    drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
+    accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
+    tokens = [(outcome.expected_tokens, outcome.accepted_depth + 1) for outcome in record.outcomes]
+    foretold = [(expected, came) for expected, came in tokens if expected is not None]
+    laps = record.laps
+    return StepStats(
+        step=record.plan.step,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_used_slots=scheduler.num_used_slots,
+        num_slots=scheduler.pool.num_slots,
+        num_prompt_tokens=sum(row.num_new_prompt_tokens for row in record.plan.rows),
+        num_prefix_queries=record.plan.num_sought,
+        num_prefix_hits=record.plan.num_found,
+        num_generated_tokens=record.num_emitted,
+        num_drafts=len(drafted),
+        num_draft_tokens=sum(outcome.tree.num_nodes - 1 for outcome in drafted),
+        num_accepted_tokens=sum(accepted),
+        num_decoding_rows=len(record.outcomes),
+        num_target_tokens=record.num_target_tokens,
+        num_preemptions=record.plan.num_preempted,
+        accepted_per_depth=tuple(sum(a > depth for a in accepted) for depth in range(max(accepted, default=0))),
+        expansions=_by_label([outcome.row.expansion for outcome in record.outcomes]),
+        drafted_by_source=_counted(outcome.sources for outcome in drafted),
+        accepted_by_source=_counted(outcome.accepted_sources for outcome in drafted),
+        num_expected_rows=len(foretold),
+        expected_tokens=sum(expected for expected, _ in foretold),
+        num_realised_tokens=sum(came for _, came in foretold),
+        draft_s=laps["draft"],
+        verify_s=laps["verify"],
+        judge_s=laps["judge"],
+        policy_s=laps["choose"] + laps["learn"],
+        host_s=laps["follow"] + laps["plan"] + laps["trace"] + laps["commit"],
+        step_s=sum(laps.values()),
+        policy_reason=record.choice.reason,
+        predicted_s=record.choice.step_s,
+        predicted_speedup=record.choice.speedup,
+    )

@@ -1,0 +1,117 @@
+"""Who is told of each step: nobody, or a file; and of its rows whoever asked for a request's steps.
+
+Knows what of a step is worth keeping. Does not know files' formats or failures.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from engine.core.row_trace import TracedRow, TracedSampling, TreeProbs
+from engine.core.types import ModelInfo, SamplingParams, StepStats, TokenEvent
+from engine.trace.file import TraceFile
+from engine.trace.records import TracedStep, TraceHeader, step_trace
+from engine.trace.stats import RowOutcome, StepRecord
+from engine.verify.verdict import Unjudged, Verdict
+
+
+class Tracer(Protocol):
+    """Is told of every step once it is over. It must not raise. `wants_rows`: of every row, whoever asked."""
+
+    wants_rows: bool
+
+    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
+        """Keep what it wants of the step and its rows that are traced."""
+        ...
+
+
+class NoTracer:
+    """Keeps nothing."""
+
+    wants_rows = False
+
+    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
+        """Forget the step."""
+
+
+class FileTracer:
+    """Writes every step down."""
+
+    wants_rows = True
+
+    def __init__(self, file: TraceFile) -> None:
+        self._file = file
+
+    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
+        """Append the step's lines."""
+        self._file.write([TracedStep(stats), *rows])
+
+
+def header_of(info: ModelInfo) -> TraceHeader:
+    """Return the header of a trace of this engine."""
+    return TraceHeader(
+        model=info.name,
+        drafter=info.drafter,
+        verifier=info.verifier,
+        policy=info.policy,
+        dtype=info.dtype,
+        device=info.device,
+    )
+
+
+def traced_rows(record: StepRecord, probs: Mapping[str, TreeProbs]) -> list[TracedRow]:
+    """Return what is told of the decoding rows that are traced, in order; `probs` has those of their trees by request."""
+    return [
+        _traced_row(record.plan.step, outcome, probs.get(outcome.row.request_id, TreeProbs()))
+        for outcome in record.outcomes
+        if outcome.row.is_traced
+    ]
+
+
+def with_traces(events: Sequence[TokenEvent], stats: StepStats, rows: Sequence[TracedRow]) -> tuple[TokenEvent, ...]:
+    """Return a step's events with what is told of their rows."""
+    if not rows:
+        return tuple(events)
+    by_request = {row.request_id: step_trace(stats, row) for row in rows}
+    return tuple(replace(event, trace=by_request.get(event.request_id)) for event in events)
+
+
+def _traced_row(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:
+    row, verdict, emission = outcome.row, outcome.verdict, outcome.emission
+    judged = verdict if isinstance(verdict, Verdict) else None
+    return TracedRow(
+        step=step,
+        request_id=row.request_id,
+        root_position=row.root_position,
+        verifier=row.verifier,
+        expansion=str(row.expansion),
+        sampling=_traced_sampling(row.sampling),
+        tree=outcome.tree,
+        path=judged.path if judged else (),
+        extra_id=judged.extra_id if judged else None,
+        expected_tokens=outcome.expected_tokens,
+        emitted_ids=emission.new_ids if emission else (),
+        finish=emission.finish if emission else None,
+        error=verdict.reason if isinstance(verdict, Unjudged) else None,
+        sources=outcome.sources,
+        probs=probs,
+    )
+
+
+def _traced_sampling(sampling: SamplingParams) -> TracedSampling:
+    return TracedSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        is_seeded=sampling.seed is not None,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_words,
+        min_tokens=sampling.min_tokens,
+        typical_p=sampling.typical_p,
+        grammar=sampling.grammar.kind if sampling.grammar else None,
+    )

@@ -1,0 +1,57 @@
+"""Probabilities of the tokens of one tree, for who looks at a step. Computed for the rows that are traced and for no other.
+
+Shape key: N nodes of one tree, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from engine.core.row_trace import TreeProbs
+from engine.core.step_plan import Row
+from engine.core.tree import TokenTree
+from engine.draft.trees.grown import Growth
+from engine.sampling.laws import ranking_params, warped_laws
+from engine.sampling.logits_processors import edited_logits
+from engine.structured_output.masks import GrammarMasks
+from engine.utils.host_transfer import integers
+from engine.verify.verdict import Unjudged, Verdict
+
+
+def traced_probs(
+    rows: Sequence[Row],
+    growth: Growth,
+    verdicts: Sequence[Verdict | Unjudged],
+    logits_NV: Float[Tensor, "N V"],
+    grammars: GrammarMasks | None = None,
+) -> dict[str, TreeProbs]:
+    """Return the probabilities in the judged trees of the decoding rows that are traced, by request.
+
+    To be asked before the step is committed: the edits of a law depend on the text that a row had when its tree grew. `logits_NV`
+    are the target's raw ones after all trees' nodes. Rows with a grammar need `grammars`.
+    """
+    probs: dict[str, TreeProbs] = {}
+    for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
+        if row.is_traced and isinstance(verdict, Verdict):
+            first, end = growth.forest.offsets[index : index + 2]
+            tree = growth.forest.trees[index]
+            paths = [tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(tree.num_nodes)]
+            edited_NV = edited_logits(logits_NV[first:end], [row.law_context(path_ids) for path_ids in paths], grammars)
+            probs[row.request_id] = _tree_probs(row, tree, verdict, growth.draft_probs[index], edited_NV)
+    return probs
+
+
+def _tree_probs(
+    row: Row, tree: TokenTree, verdict: Verdict, draft_probs: Sequence[float], logits_NV: Float[Tensor, "N V"]
+) -> TreeProbs:
+    """Return the probabilities of one tree; `logits_NV` are the edited ones after its nodes.
+
+    The laws are made once more from the same logits by the same rules as those that the tree was judged by. Where edits leave no
+    token, all have probability 0.
+    """
+    laws_NV = warped_laws(logits_NV, [ranking_params(row.sampling)] * tree.num_nodes).nan_to_num(0.0)
+    after = integers([*tree.parents[1:], verdict.path[-1]], laws_NV.device)
+    token_ids = integers([*tree.token_ids[1:], verdict.extra_id], laws_NV.device)
+    *target, extra = laws_NV[after, token_ids].tolist()
+    return TreeProbs(tuple(draft_probs), tuple(target), extra)

@@ -1,0 +1,82 @@
+"""What a model's `generation_config.json` sets for requests that leave a parameter open.
+
+Read as vLLM reads it: only what the file names counts. `transformers.generate` also samples from the 50 likeliest tokens where a
+file names no `top_k`; a request that leaves `top_k` open samples from all.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engine.core.sampling_limits import require_law
+from engine.core.types import RequestDefaults, SamplingParams
+
+_logger = logging.getLogger(__name__)
+
+FILE_NAME = "generation_config.json"
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"it must be a number, not {value!r}")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if _number(value) != int(value):
+        raise ValueError(f"it must be an integer, not {value!r}")
+    return int(value)
+
+
+def _top_k(value: Any) -> int:
+    return max(0, _count(value))  # -1 is off too
+
+
+def _max_tokens(value: Any) -> int:
+    if _count(value) < 1:
+        raise ValueError(f"it must be at least 1, not {value!r}")
+    return int(value)
+
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], float | int]]] = {
+    "temperature": ("temperature", _number),
+    "top_p": ("top_p", _number),
+    "top_k": ("top_k", _top_k),
+    "min_p": ("min_p", _number),
+    "repetition_penalty": ("repetition_penalty", _number),
+    "max_new_tokens": ("max_tokens", _max_tokens),
+}
+
+
+def read_request_defaults(folder: Path) -> RequestDefaults:
+    """Return the defaults that a model folder sets and log them; what makes no distribution is left out, with a warning."""
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return RequestDefaults()
+    try:
+        settings = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        _logger.warning("%s cannot be read and sets no defaults: %s", path, " ".join(str(error).split()))
+        return RequestDefaults()
+    found: dict[str, Any] = {}
+    for name, (field, read) in _FIELDS.items():
+        if not isinstance(settings, dict) or settings.get(name) is None:
+            continue
+        try:
+            found |= {field: _lawful(field, read(settings[name]))}
+        except (ValueError, OverflowError) as error:
+            _logger.warning("%s: %s is left out: %s", path, name, error)
+    defaults = RequestDefaults(**found)
+    if found:
+        told = ", ".join(f"{field} {value:g}" for field, value in asdict(defaults).items() if value is not None)
+        _logger.info("defaults of requests, from %s: %s", FILE_NAME, told)
+    return defaults
+
+
+def _lawful(field: str, value: Any) -> Any:
+    """Return the value; raise NoLaw, a ValueError, if no request could have it."""
+    require_law(SamplingParams(**{field: value}), 1, ())
+    return value

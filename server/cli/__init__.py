@@ -1,0 +1,1 @@
+"""The command `latebranch` and its subcommands."""

@@ -1,0 +1,140 @@
+"""`latebranch audit`: its arguments, with mistakes in them found before a model is loaded. server.cli.audit_run does the rest."""
+
+import argparse
+import math
+import secrets
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from engine.core.sampling_limits import NoLaw, require_law
+from engine.core.tree import Expansion, parse_expansion
+from engine.core.types import SamplingParams
+from engine.core.verifier_table import VERIFIER_NAMES, is_exact
+from engine.weights import WeightsError
+from server.cli.bench_prompts import BenchError, read_prompts
+from server.settings import Settings, SettingsError, load_settings
+
+_PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.yaml"
+
+
+class AuditError(Exception):
+    """A mistake in what the audit was asked for; the message is one line."""
+
+
+class AuditFailed(Exception):
+    """An engine that failed while it was audited; the message is one line."""
+
+
+def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `audit`: what to audit, on what, and how sure to be."""
+    command = subparsers.add_parser("audit", help="prove that speculation does not change the target's law")
+    command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, verifier, threads")
+    command.add_argument("--prompts", type=Path, default=_PROMPTS, help="YAML file: lists of user messages by kind")
+    command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to use; all of the file by default")
+    command.add_argument("--num-prompts", type=_count, default=1, help="prompts of each kind")
+    _add_sampling(command)
+    command.add_argument("--verifiers", nargs="+", metavar="NAME", help="rules to audit; by default the configured one")
+    command.add_argument(
+        "--expansions", nargs="+", type=parse_expansion, metavar="TREE", help="trees to audit; by default the configured one"
+    )
+    command.add_argument("--samples", type=_count, default=150, help="answers drawn for each prompt and setting")
+    command.add_argument("--max-tokens", type=_count, default=8, help="tokens of such an answer")
+    command.add_argument("--greedy-tokens", type=_count, default=48, help="tokens of each greedy and of each seeded text")
+    command.add_argument("--seeds", type=_count, default=2, help="seeds tried with and without speculation")
+    command.add_argument("--alpha", type=_within(0.0, 1.0), default=1e-3, help="chance that a lossless engine fails a law test")
+    command.add_argument("--first-seed", type=_seed, default=None, help="repeats an audit; the report names its own")
+    command.set_defaults(handler=_audit)
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--temperatures", nargs="+", type=_within(0.0, math.inf), default=[1.0, 0.7], help="above 0")
+    command.add_argument("--top-p", type=_within(0.0, 1.0, is_high_open=False), default=1.0)
+    command.add_argument("--top-k", type=_number_or_0, default=0, help="0 is off")
+    command.add_argument("--min-p", type=float, default=0.0, help="0 is off")
+    for name in ("presence", "frequency"):
+        command.add_argument(f"--{name}-penalty", type=float, default=0.0)
+    command.add_argument("--repetition-penalty", type=float, default=1.0)
+
+
+def _count(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _number_or_0(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    """Return a whole number of at least `least` that fits 63 bits."""
+    with suppress(ValueError):
+        if least <= (number := int(text)) < 2**63:
+            return number
+    raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
+
+
+def _within(low: float, high: float, is_high_open: bool = True) -> Callable[[str], float]:
+    """Return a reader of numbers between two others, the lower one excluded."""
+
+    def number(text: str) -> float:
+        with suppress(ValueError):
+            if low < (value := float(text)) < high or (value == high and not is_high_open):
+                return value
+        raise argparse.ArgumentTypeError(f"must lie in ({low:g}, {high:g}{')' if is_high_open else ']'}, not {text}")
+
+    return number
+
+
+def _audit(parsed: argparse.Namespace) -> int:
+    """Run the audit and return its status: 1 too if the engine fails or weights cannot be had, 2 for mistaken arguments."""
+    try:
+        settings = load_settings(parsed.config, {})
+        texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
+        parsed.verifiers = parsed.verifiers or [settings.verifier]
+        parsed.expansions = parsed.expansions or _configured(settings)
+        parsed.first_seed = secrets.randbits(62) if parsed.first_seed is None else parsed.first_seed
+        _check(settings, parsed.verifiers, parsed.expansions)
+        _check_law(parsed)
+        from server.cli.audit_run import audit  # here, because it brings torch
+
+        return audit(settings, texts, parsed)
+    except (SettingsError, BenchError, AuditError, AuditFailed, WeightsError) as error:
+        sys.stderr.write(f"latebranch audit: {error}\n")
+        return 1 if isinstance(error, (WeightsError, AuditFailed)) else 2
+
+
+def _configured(settings: Settings) -> list[Expansion | None]:
+    """Return the configured tree, and None, the policy's own choice, where that may be another."""
+    tree = parse_expansion(settings.expansion)
+    return [tree, None] if settings.policy == "adaptive" else [tree]
+
+
+def law_parameters(parsed: argparse.Namespace) -> list[SamplingParams]:
+    """Return the ways of drawing that were asked for, one for each temperature."""
+    names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    others = {name: getattr(parsed, name) for name in names}
+    return [SamplingParams(temperature, **others) for temperature in parsed.temperatures]
+
+
+def _check_law(parsed: argparse.Namespace) -> None:
+    try:
+        for sampling in law_parameters(parsed):
+            require_law(sampling, vocab_size=0, eos_token_ids=())  # no token is named
+    except NoLaw as error:
+        raise AuditError(str(error)) from error
+
+
+def _check(settings: Settings, names: list[str], expansions: list[Expansion | None]) -> None:
+    """Refuse names that do not exist, pairs that are not lossless, and an audit of nothing."""
+    if unknown := [name for name in names if name not in VERIFIER_NAMES]:
+        raise AuditError(f"no verifier is named {', '.join(unknown)}; the names are {', '.join(VERIFIER_NAMES)}")
+    if settings.drafter == "none":
+        raise AuditError("without a drafter there is no speculation to be audited")
+    for expansion in filter(None, expansions):
+        if lossy := [name for name in names if not is_exact(expansion.kind, name)]:
+            raise AuditError(f"{', '.join(lossy)} is not lossless on {expansion.tree} trees, so there is nothing to prove")

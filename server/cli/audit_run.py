@@ -1,0 +1,99 @@
+"""Runs `latebranch audit`: the configured engine says its texts and is dropped, then the reference judges them."""
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from engine.audit.collect import Collected, RequestFailed, collect
+from engine.audit.examine import examine
+from engine.audit.plan import AuditPlan, Setting
+from engine.audit.reference import load_reference
+from engine.audit.report import Report, Verdict
+from engine.build import BadConfiguration
+from engine.core.types import ModelInfo
+from engine.core.validation import RequestRefused
+from engine.model.check import UnsupportedModel
+from engine.scheduler.slot_pool import IntegrityError
+from engine.weights import resolve
+from server.assembly import tool_engine
+from server.cli.audit import AuditError, AuditFailed, law_parameters
+from server.cli.audit_report import as_text
+from server.settings import Settings
+from server.text.chat_ids import chat_ids
+
+EXIT_STATUS = {Verdict.LOSSLESS: 0, Verdict.VIOLATION: 1, Verdict.INCONCLUSIVE: 3}  # 2 is a mistake in what was asked
+Texts = Mapping[str, Sequence[str]]  # user messages by kind
+
+
+def audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
+    """Run the audit on messages by kind; return the exit status. Raises AuditError, AuditFailed."""
+    try:
+        return _audit(settings, texts, parsed)
+    except (BadConfiguration, UnsupportedModel, RequestRefused) as error:
+        raise AuditError(str(error)) from error
+    except (RequestFailed, IntegrityError) as error:
+        raise AuditFailed(f"the engine failed: {error}") from error
+
+
+def _audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("engine.audit").setLevel(logging.INFO)  # a line for each part that is done
+    started_s = time.monotonic()
+    plan = plan_of(parsed, encoded(settings.model, texts))
+    info, collected = _collected(settings, plan)
+    reference = load_reference(resolve(settings.model).folder, settings.dtype, info.device)
+    report = examine(collected, reference)
+    sys.stdout.write(as_text(report, info, time.monotonic() - started_s) + "\n" + as_json(report, info) + "\n")
+    return EXIT_STATUS[report.verdict]
+
+
+def _collected(settings: Settings, plan: AuditPlan) -> tuple[ModelInfo, Collected]:
+    """Return what the engine is and says; it is gone afterwards, so that the reference has its memory."""
+    engine = tool_engine(settings.to_tool_config())
+    return engine.info, collect(engine, plan)
+
+
+def encoded(model: str, texts: Texts) -> tuple[tuple[int, ...], ...]:
+    """Return every message as a chat prompt of the model."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve(model).folder)
+    return tuple(chat_ids(tokenizer, text) for of_kind in texts.values() for text in of_kind)
+
+
+def plan_of(parsed: argparse.Namespace, prompts: tuple[tuple[int, ...], ...]) -> AuditPlan:
+    """Return what the arguments ask for: every temperature with every verifier and tree."""
+    settings = [Setting(*parts) for parts in product(law_parameters(parsed), parsed.verifiers, parsed.expansions)]
+    return AuditPlan(
+        prompts=prompts,
+        settings=tuple(dict.fromkeys(settings)),
+        first_seed=parsed.first_seed,
+        num_samples=parsed.samples,
+        max_tokens=parsed.max_tokens,
+        num_choice_tokens=parsed.greedy_tokens,
+        num_seeds=parsed.seeds,
+        alpha=parsed.alpha,
+    )
+
+
+def as_json(report: Report, info: ModelInfo) -> str:
+    """Return one line with the engine's facts and everything found."""
+    verdict = {"verdict": report.verdict, "is_lossless": report.is_lossless, "inconclusive": report.inconclusive}
+    everything = {"engine": asdict(info), **verdict, "level": report.level, "report": asdict(report)}
+    return json.dumps(_finite(everything), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with null for infinite and undefined numbers, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,71 @@
+"""`latebranch bench`: its arguments, with mistakes in them found before a model is loaded. server.cli.bench_run does the rest."""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.core.tree import Expansion, parse_expansion
+from engine.core.verifier_table import VERIFIER_NAMES, is_exact
+from engine.weights import WeightsError
+from server.cli.bench_prompts import BenchError, read_prompts
+from server.settings import SettingsError, load_settings
+
+_PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.yaml"
+_EXPANSIONS = [Expansion(4, 1, 0), Expansion(8, 1, 0), Expansion(2, 2, 3), Expansion(0, 3, 4)]
+
+
+def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `bench`: what to compare and on what."""
+    command = subparsers.add_parser("bench", help="compare plain decoding with verifiers and expansions")
+    command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, threads")
+    command.add_argument("--prompts", type=Path, default=_PROMPTS, help="YAML file: lists of user messages by kind")
+    command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to run; all of the file by default")
+    command.add_argument("--num-prompts", type=_count, default=4, help="prompts of each kind")
+    command.add_argument("--temperatures", nargs="+", type=_temperature, default=[0.0, 1.0])
+    command.add_argument("--expansions", nargs="+", type=parse_expansion, default=_EXPANSIONS, metavar="TREE")
+    command.add_argument("--verifiers", nargs="+", default=["traversal", "specinfer", "nss"], metavar="NAME")
+    command.add_argument("--max-tokens", type=_count, default=96, help="tokens generated for each prompt")
+    command.add_argument("--concurrency", type=_count, default=1, help="requests in the engine at a time")
+    command.add_argument("--rounds", type=_count, default=3, help="times everything is run, interleaved")
+    command.set_defaults(handler=_bench)
+
+
+def _count(text: str) -> int:
+    """Return a count; ValueError for what is none."""
+    if (count := int(text)) < 1:
+        raise ValueError(text)
+    return count
+
+
+def _temperature(text: str) -> float:
+    if not 0 <= (temperature := float(text)) < math.inf:
+        raise ValueError(text)
+    return temperature
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    """Run the benchmark. A mistake in what was asked for is one line and status 2; weights that cannot be had, status 1."""
+    try:
+        settings = load_settings(parsed.config, {})
+        texts = read_prompts(parsed.prompts, parsed.kinds, parsed.num_prompts)
+        _check_pairs(parsed.verifiers, parsed.expansions)
+        from server.cli.bench_run import bench  # here, because it brings torch
+
+        return bench(settings, texts, parsed)
+    except (SettingsError, BenchError, WeightsError) as error:
+        sys.stderr.write(f"latebranch bench: {error}\n")
+        return 1 if isinstance(error, WeightsError) else 2
+
+
+def _check_pairs(names: Sequence[str], expansions: Sequence[Expansion]) -> None:
+    """Refuse names that do not exist, and contenders that are exact beside no other."""
+    if unknown := [name for name in names if name not in VERIFIER_NAMES]:
+        raise BenchError(f"no verifier is named {', '.join(unknown)}; the names are {', '.join(VERIFIER_NAMES)}")
+    for expansion in expansions:
+        if not any(is_exact(expansion.kind, name) for name in names):
+            raise BenchError(f"none of the verifiers {', '.join(names)} is lossless on {expansion.tree} trees")
+    for name in names:
+        if not any(is_exact(expansion.kind, name) for expansion in expansions):
+            raise BenchError(f"verifier {name} is lossless on none of the trees {', '.join(map(str, expansions))}")

@@ -1,0 +1,215 @@
+"""Plain decoding against every verifier and expansion, on the same prompts, interleaved in one run.
+
+Knows an engine in this process and its clock; no HTTP, no command line. A ratio is taken within a round, against that round's
+plain decoding; the median and the spread over rounds are reported.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.core.tree import PLAIN, Expansion
+from engine.core.types import STAGES, FinishReason, Request, SamplingParams, Speculation, StepStats
+from engine.core.verifier_table import is_exact
+from engine.engine import Engine
+from engine.utils.progress_bar import progress_bar
+
+_STAGES = tuple(f"{stage}_s" for stage in STAGES)
+
+
+class OutputsDiffer(AssertionError):
+    """Speculation changed a greedy text."""
+
+
+class RequestFailed(RuntimeError):
+    """The engine gave up on a request, so that nothing was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One contender: a verifier and an expansion, or plain decoding."""
+
+    verifier: str
+    expansion: Expansion
+
+    @property
+    def name(self) -> str:
+        """Short label."""
+        return "plain" if self.expansion.is_plain else f"{self.verifier} {self.expansion}"
+
+    @property
+    def speculation(self) -> Speculation:
+        """What to ask of the engine."""
+        return Speculation(not self.expansion.is_plain, self.expansion, self.verifier)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What every contender is given."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    temperature: float
+    max_tokens: int
+    concurrency: int
+
+    def requests(self, case: Case, round_number: int) -> Iterator[Request]:
+        """Yield one request a prompt; seeds depend on prompt and round, not on the case."""
+        for index, prompt in enumerate(self.prompts):
+            seed = None if self.temperature == 0 else 1000 * round_number + index
+            sampling = SamplingParams(self.temperature, seed=seed, max_tokens=self.max_tokens, ignore_eos=True)
+            yield Request(f"bench-{index}", prompt, sampling, case.speculation)
+
+
+@dataclass
+class Run:
+    """One contender's pass over the load."""
+
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    steps: list[StepStats] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Time in the engine's steps."""
+        return sum(step.step_s for step in self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens a second, prompts' feeding included."""
+        return sum(len(ids) for ids in self.texts.values()) / self.seconds
+
+    @property
+    def block_efficiency(self) -> float:
+        """Emitted tokens for each sequence and step."""
+        return sum(step.num_generated_tokens for step in self.steps) / sum(step.num_decoding_rows for step in self.steps)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Part of the time spent in each stage."""
+        return {stage: sum(getattr(step, stage) for step in self.steps) / self.seconds for stage in _STAGES}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A contender's figures over all rounds. Ratios are to plain decoding in the same round: median, lowest, highest."""
+
+    case: str
+    temperature: float
+    kind: str
+    num_tokens: int
+    block_efficiency: float
+    tokens_per_s: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    num_different_texts: int | None  # at temperature 0
+    shares: dict[str, float]
+
+
+def run_case(engine: Engine, requests: Iterator[Request], concurrency: int) -> Run:
+    """Keep `concurrency` requests in the engine until all are done. Raises RequestFailed if the engine fails on one."""
+    run = Run()
+    for _ in stepped(engine, requests, concurrency, run):
+        pass
+    return run
+
+
+def stepped(engine: Engine, requests: Iterator[Request], concurrency: int, run: Run) -> Iterator[None]:
+    """Do so a step at a time, noted in `run`: whoever measures several lets them step in turns."""
+    living, is_exhausted = 0, False
+    while not is_exhausted or living:
+        while not is_exhausted and living < concurrency:
+            request = next(requests, None)
+            is_exhausted = request is None
+            if request is not None:
+                engine.add(request)
+                run.texts[request.request_id] = []
+                living += 1
+        if not living:
+            break
+        output = engine.step()
+        run.steps.append(output.stats)
+        for event in output.events:
+            if event.finish is FinishReason.ERROR:
+                raise RequestFailed(f"{event.request_id}: {event.error}")
+            run.texts[event.request_id].extend(event.token_ids)
+            living -= event.finish is not None
+        yield
+    engine.check_integrity()
+
+
+def compare(engine: Engine, cases: Sequence[Case], load: Load, kind: str, num_rounds: int) -> list[Result]:
+    """Run every case in every round, in turn; the first case must be plain decoding.
+
+    A greedy text that differs from plain decoding's raises OutputsDiffer. In bfloat16, where wide and narrow passes round
+    differently and near ties fall either way, the texts that differ are counted.
+    """
+    rounds = []
+    bar = progress_bar(what=f"{kind}, temperature {load.temperature:g}", total=num_rounds * len(cases), unit="run")
+    for number in range(num_rounds):
+        runs = []
+        for case in cases:
+            bar.set_postfix_str(case.name)
+            runs.append(run_case(engine, load.requests(case, number), load.concurrency))
+            bar.update()
+        if load.temperature == 0 and not engine.info.rounds_by_width:
+            _require_equal(cases, runs)
+        rounds.append(runs)
+    bar.close()
+    return [_result(index, case, rounds, load, kind) for index, case in enumerate(cases)]
+
+
+def _require_equal(cases: Sequence[Case], runs: Sequence[Run]) -> None:
+    for case, run in zip(cases, runs, strict=True):
+        differing = _differing(run, runs[0])
+        if differing:
+            raise OutputsDiffer(f"{case.name} differs from {cases[0].name} at temperature 0 on {', '.join(differing)}")
+
+
+def _differing(run: Run, plain: Run) -> list[str]:
+    return [name for name, ids in run.texts.items() if ids != plain.texts[name]]
+
+
+def _result(index: int, case: Case, rounds: Sequence[Sequence[Run]], load: Load, kind: str) -> Result:
+    runs = [one[index] for one in rounds]
+    ratios = [one[index].tokens_per_s / one[0].tokens_per_s for one in rounds]
+    return Result(
+        case=case.name,
+        temperature=load.temperature,
+        kind=kind,
+        num_tokens=sum(len(ids) for run in runs for ids in run.texts.values()),
+        block_efficiency=statistics.mean(run.block_efficiency for run in runs),
+        tokens_per_s=statistics.median(run.tokens_per_s for run in runs),
+        ratio=statistics.median(ratios),
+        ratio_low=min(ratios),
+        ratio_high=max(ratios),
+        num_different_texts=sum(len(_differing(one[index], one[0])) for one in rounds) if load.temperature == 0 else None,
+        shares={stage: statistics.mean(run.shares[stage] for run in runs) for stage in _STAGES},
+    )
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return the results as aligned text."""
+    lines = [
+        f"{'kind':<12}{'T':>5}  {'case':<22}{'tokens':>7}{'block eff.':>11}{'tok/s':>8}"
+        f"{'ratio':>7}  {'spread':<13}{'draft':>6}{'verify':>7}{'judge':>6}{'policy':>7}{'host':>6}"
+    ]
+    for r in results:
+        shares = "".join(f"{r.shares[stage]:>{width}.0%}" for stage, width in zip(_STAGES, (6, 7, 6, 7, 6), strict=True))
+        spread = f"{r.ratio_low:.2f}..{r.ratio_high:.2f}"
+        lines.append(
+            f"{r.kind:<12}{r.temperature:>5.1f}  {r.case:<22}{r.num_tokens:>7}{r.block_efficiency:>11.2f}{r.tokens_per_s:>8.1f}"
+            f"{r.ratio:>7.2f}  {spread:<13}{shares}"
+        )
+    return "\n".join(lines)
+
+
+def cases_of(verifiers: Sequence[str], expansions: Sequence[Expansion], temperature: float) -> list[Case]:
+    """Return plain decoding and then every verifier with every expansion that drafts something and that it is exact on.
+
+    At temperature 0 every verifier is the same walk along the arg max, so one stands for all.
+    """
+    drafting = [expansion for expansion in expansions if not expansion.is_plain]
+    pairs = [(verifier, expansion) for expansion in drafting for verifier in verifiers if is_exact(expansion.kind, verifier)]
+    if temperature == 0:
+        pairs = list({expansion: (verifier, expansion) for verifier, expansion in reversed(pairs)}.values())[::-1]
+    return [Case(verifiers[0], PLAIN), *(Case(verifier, expansion) for verifier, expansion in pairs)]

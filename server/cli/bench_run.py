@@ -1,0 +1,60 @@
+"""Runs `latebranch bench`: builds the configured engine in this process, compares, prints a table and one JSON line last."""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from transformers import AutoTokenizer
+
+from engine.build import BadConfiguration
+from engine.core.validation import RequestRefused
+from engine.engine import Engine
+from engine.model.check import UnsupportedModel
+from engine.weights import resolve
+from server.assembly import tool_engine
+from server.cli.bench_compare import Load, Result, cases_of, compare, table
+from server.cli.bench_prompts import BenchError
+from server.settings import Settings
+from server.text.chat_ids import chat_ids
+
+Prompts = tuple[tuple[int, ...], ...]  # token ids
+Texts = Mapping[str, Sequence[str]]  # user messages by kind
+
+
+def bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
+    """Run the benchmark on messages by kind; return the exit status. Raises BenchError if the engine cannot do what is asked."""
+    try:
+        return _bench(settings, texts, parsed)
+    except (BadConfiguration, UnsupportedModel, RequestRefused) as error:
+        raise BenchError(str(error)) from error
+
+
+def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING)
+    tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
+    prompts = {kind: tuple(chat_ids(tokenizer, text) for text in of_kind) for kind, of_kind in texts.items()}
+    engine = tool_engine(settings.to_tool_config())
+    results = run_bench(engine, prompts, parsed)
+    sys.stdout.write(table(results) + "\n" + as_json(engine, results) + "\n")
+    return 0
+
+
+def run_bench(engine: Engine, prompts: Mapping[str, Prompts], parsed: argparse.Namespace) -> list[Result]:
+    """Run the whole benchmark; each kind and temperature is printed as it is done."""
+    results: list[Result] = []
+    for kind, of_kind in prompts.items():
+        for temperature in parsed.temperatures:
+            load = Load(of_kind, temperature, parsed.max_tokens, parsed.concurrency)
+            cases = cases_of(parsed.verifiers, parsed.expansions, temperature)
+            part = compare(engine, cases, load, kind, parsed.rounds)
+            results += part
+            sys.stderr.write(table(part) + "\n")
+    return results
+
+
+def as_json(engine: Engine, results: Sequence[Result]) -> str:
+    """Return one line with the engine's facts and every result."""
+    return json.dumps({"engine": asdict(engine.info), "results": [asdict(result) for result in results]})

@@ -1,0 +1,85 @@
+"""`latebranch selector evaluate`: networks on prompts that they never saw, beside lighter ways and the oracle."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from server.cli.selector_train import read_examples
+
+if TYPE_CHECKING:
+    from selector.network.evaluate import Calibration
+
+
+def add_evaluate_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `evaluate`."""
+    measure = commands.add_parser("evaluate", help="tables of choices on held-out prompts: networks, lighter ways, oracle")
+    measure.add_argument("--examples", type=Path, required=True, help="folder that `collect` made")
+    measure.add_argument(
+        "--selectors",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="files that `train` wrote, with the same seed from these examples",
+    )
+    measure.add_argument("--plot", type=Path, help="file of a calibration plot to write, if matplotlib is installed")
+    measure.set_defaults(handler=_evaluate)
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    from selector.network.evaluate import calibration, scores, table, told_by, ways
+    from selector.network.net import SelectorNet
+    from selector.network.replay import rows_by
+
+    try:
+        examples, _, seconds_RM = read_examples(parsed.examples)
+        loaded = {path.stem: SelectorNet.load(path) for path in parsed.selectors}
+        aside = {name: tuple(_prompts(recipe)["test"]) for name, (_, recipe) in loaded.items()}
+        if len(set(aside.values())) > 1:
+            raise ValueError("the selectors kept different prompts aside; train them with one seed")
+        by_prompt = rows_by(examples.prompts)
+        tested = next(iter(aside.values()))
+        missing = [prompt for prompt in tested if prompt not in by_prompt]
+        if missing:
+            raise ValueError(f"prompts kept aside are not among the examples: {', '.join(missing)}")
+        asked = sorted(row for prompt in tested for row in by_prompt[prompt].tolist())
+        known = sorted(set(range(len(examples))) - set(asked))
+        held, held_s = examples.at(asked), seconds_RM[asked]
+        told = ways(examples.at(known), seconds_RM[known], held, held_s)
+        told += [told_by(name, net, held, held_s) for name, (net, _) in loaded.items()]
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"latebranch selector evaluate: {error}\n")
+        return 1
+    sys.stdout.write(f"{len(held)} examples of {len(tested)} prompts\n\n{table(scores(told, held, held_s))}\n\n")
+    curves = [calibration(one, held) for one in told if one.tokens_RM is not None and one.name != "oracle"]
+    sys.stdout.writelines(f"calibration of {one.name}: off by {one.error:.3f} tokens in the mean of its bins\n" for one in curves)
+    if parsed.plot is not None:
+        _plot(curves, parsed.plot)
+    return 0
+
+
+def _prompts(recipe: Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = recipe["prompts"]
+    return found
+
+
+def _plot(curves: "Sequence[Calibration]", path: Path) -> None:
+    """Draw what came over what was expected, if matplotlib is installed."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        sys.stderr.write("matplotlib is not installed: no plot\n")
+        return
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 5), layout="constrained")
+    for curve in curves:
+        axes.plot(curve.expected, curve.came, marker="o", label=f"{curve.name} ({curve.error:.2f})")
+    lowest, highest = axes.get_xlim()
+    axes.plot([lowest, highest], [lowest, highest], color="grey", linestyle=":")
+    axes.set(xlabel="tokens expected of the chosen tree", ylabel="tokens that it brought")
+    axes.legend()
+    figure.savefig(path)
+    plt.close(figure)

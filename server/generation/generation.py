@@ -1,0 +1,176 @@
+"""One HTTP request's samples, from submission to their merged pieces. Every way out ends every sample in the engine.
+
+Knows the engine's door and choices. Does not know the wire format.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from engine.core.service import UNKNOWN_RETRY_S, EngineService
+from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
+from server.generation.sample import AcceptanceCounts, Choice, Piece
+from server.http.errors import ApiError, GenerationFailed, InvalidRequest, Overloaded, as_api_error
+from server.http.time_limits import TimeLimits
+from server.http.tracing import current_trace
+from server.metrics.requests import RequestMeter, SampleMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One engine request, what its tokens become, and its account."""
+
+    request: Request
+    choice: Choice
+    meter: SampleMeter
+
+
+_UNLIMITED = TimeLimits()
+
+_Arrival = tuple[Sample, TokenEvent] | Exception
+
+
+class Generation:
+    """Owns the samples of one HTTP request: `start`, iterate over `pieces`, and `close` on every way out."""
+
+    def __init__(
+        self,
+        engine: EngineService,
+        samples: Sequence[Sample],
+        meter: RequestMeter,
+        num_prompt_tokens: int,
+        limits: TimeLimits = _UNLIMITED,
+    ) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self._engine = engine
+        self._samples = tuple(samples)
+        self._meter = meter
+        self._limits = limits
+        self._began_s = asyncio.get_running_loop().time()
+        self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()
+        self._pumps: list[asyncio.Task[None]] = []
+        self._unfinished = FinishReason.ABORT  # how the samples are counted that have not ended when this is closed
+
+    @property
+    def choices(self) -> Iterator[Choice]:
+        """The choices in the order of their indices."""
+        return (sample.choice for sample in self._samples)
+
+    @property
+    def num_choices(self) -> int:
+        """Samples, all prompts together."""
+        return len(self._samples)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that nobody computed for this request: of each prompt what its least lucky choice found cached."""
+        found: dict[tuple[int, ...], int] = {}
+        for sample in self._samples:
+            prompt = sample.request.prompt_ids
+            found[prompt] = min(found.get(prompt, len(prompt)), sample.choice.num_cached_tokens)
+        return sum(found.values())
+
+    @property
+    def acceptance(self) -> AcceptanceCounts:
+        """What became of the drafts, all choices together."""
+        total = AcceptanceCounts()
+        for choice in self.choices:
+            total.add(choice.acceptance)
+        return total
+
+    def start(self) -> Self:
+        """Submit every sample, or none: whatever goes wrong is raised here, before any answer began."""
+        try:
+            streams = self._engine.submit([sample.request for sample in self._samples])
+        except Exception as error:
+            self._meter.reject(as_api_error(error).code or "engine_error")
+            raise
+        for sample, stream in zip(self._samples, streams, strict=True):
+            pump = asyncio.create_task(self._pump(sample, stream))
+            pump.add_done_callback(self._on_pump_end)
+            self._pumps.append(pump)
+        return self
+
+    async def _pump(self, sample: Sample, stream: AsyncIterator[TokenEvent]) -> None:
+        """Move one sample's events to the common queue."""
+        async for event in stream:
+            self._arrivals.put_nowait((sample, event))
+            if event.finish is not None:
+                return
+        raise GenerationFailed("the engine ended a request without saying why")
+
+    def _on_pump_end(self, pump: asyncio.Task[None]) -> None:
+        """Tell the reader of `pieces` what ended a pump before its time, whatever it was."""
+        if not pump.cancelled() and isinstance(error := pump.exception(), Exception):
+            self._arrivals.put_nowait(error)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield what each event adds, until every choice has finished. Raises what made one fail."""
+        while any(choice.finish is None for choice in self.choices):
+            arrival = await self._next_arrival()
+            if isinstance(arrival, Exception):
+                self._unfinished = FinishReason.ERROR
+                raise arrival
+            sample, event = arrival
+            if sample.choice.finish is None:
+                piece = self._take(sample, event)
+                if event.token_ids or piece.finish is not None:
+                    yield piece
+
+    async def _next_arrival(self) -> _Arrival:
+        """Return what comes next; raise the error of a request that is late."""
+        has_begun = all(sample.meter.num_tokens or sample.choice.finish for sample in self._samples)
+        try:
+            async with asyncio.timeout_at(self._limits.deadline_s(self._began_s, has_begun)):
+                return await self._arrivals.get()
+        except TimeoutError:
+            late = self._limits.lateness(asyncio.get_running_loop().time() - self._began_s)
+            self._unfinished = FinishReason.ERROR
+            self._meter.fail(late.code or "")
+            raise late from None
+
+    def _take(self, sample: Sample, event: TokenEvent) -> Piece:
+        sample.meter.on_event(event)
+        if event.finish is FinishReason.ERROR:
+            self._unfinished = FinishReason.ERROR
+            raise _error_of(event)
+        if event.finish is FinishReason.ABORT:
+            raise Overloaded("the server is shutting down", "engine_unavailable", 1.0)
+        piece = sample.choice.take(event)
+        sample.meter.keep(len(piece.token_ids))
+        if sample.choice.is_cut and event.finish is None:
+            self._engine.abort(sample.request.request_id)
+        if piece.finish is not None:
+            sample.meter.end(piece.finish)
+        return piece
+
+    async def close(self) -> None:
+        """Abort what still runs in the engine, let go of its streams and close the account. Can be called again."""
+        pumps, self._pumps = self._pumps, []
+        if not pumps:
+            return
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        for sample in self._samples:
+            if not sample.meter.is_ended:
+                self._engine.abort(sample.request.request_id)
+        self._meter.close(self._unfinished)
+        if (trace := current_trace.get()) is not None:
+            trace.generated(self._meter.times())
+
+
+def _error_of(event: TokenEvent) -> ApiError:
+    """Return the answer to a request that was given up: some are at fault themselves, and would be again."""
+    text = event.error or "the engine failed on this request"
+    if event.error_code is ErrorCode.DISPLACED:
+        return Overloaded(text, "engine_busy", UNKNOWN_RETRY_S)
+    if event.error_code in (ErrorCode.REFUSED, ErrorCode.NO_POSSIBLE_TOKEN):
+        return InvalidRequest(text, None, event.error_code)
+    return GenerationFailed(text, code=event.error_code)

@@ -1,0 +1,174 @@
+"""The process in which grammars are tried: some small schemas take the library minutes, and only a process can be ended.
+
+Knows one vocabulary and grammars. Used from one thread; `close` may be called from another.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from engine.core.types import Grammar
+from engine.structured_output.grammars import BadGrammar, CompiledGrammars, VocabularySource, require_first_mask
+from engine.worker.process import die_with_parent
+
+_logger = logging.getLogger(__name__)
+
+_DEADLINE_S = 4.0  # of processor time; whole books of schemas compile in a tenth of it
+_STALL_S = 4.0  # without any processor time
+_START_S = 120.0
+_START_STALL_S = 30.0  # the first start reads the library from a disk
+_CHECK_S = 0.1
+_JOIN_S = 5.0
+_HAS_PROC = Path("/proc/self/stat").exists()
+# Signals that a process causes itself. Others are sent, by a person or by a kernel that is out of memory.
+_OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+
+
+class GrammarProcessFailed(Exception):
+    """The process did not answer; the text says what happened. `is_own_crash`: it ended itself over a grammar."""
+
+    def __init__(self, reason: str, *, is_own_crash: bool = False) -> None:
+        super().__init__(reason)
+        self.is_own_crash = is_own_crash
+
+
+class _TooExpensive(Exception):
+    """The process was ended because an answer took it too much processor time."""
+
+
+class GrammarProcess:
+    """Owns the process; begun when first needed, replaced after it was ended. What is tried in it is compiled once."""
+
+    def __init__(self) -> None:
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._is_closed = False
+
+    def check(self, source: VocabularySource, grammar: Grammar) -> None:
+        """Raise BadGrammar unless texts can be held to the grammar and it compiles in time.
+
+        A process that dies or stops is replaced once. Raise GrammarProcessFailed if the second one fails too, unless both crashed
+        by themselves: then the grammar is the cause.
+        """
+        try:
+            self._check_once(source, grammar)
+        except GrammarProcessFailed as first:
+            if self._is_closed:
+                raise
+            _logger.warning("%s; the grammar is tried in a new one", first)
+            try:
+                self._check_once(source, grammar)
+            except GrammarProcessFailed as second:
+                if first.is_own_crash and second.is_own_crash:
+                    raise BadGrammar("the library cannot compile it") from second
+                raise
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def _check_once(self, source: VocabularySource, grammar: Grammar) -> None:
+        if self._process is None or not self._process.is_alive():
+            self._start(source)
+        try:
+            self._ask(grammar, _DEADLINE_S, _STALL_S)
+        except _TooExpensive:
+            raise BadGrammar(f"it takes longer than {_DEADLINE_S:g} s to compile") from None
+
+    def _start(self, source: VocabularySource) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), name="latebranch-grammars", daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            self._ask(source, _START_S, _START_STALL_S)
+        except (_TooExpensive, GrammarProcessFailed) as error:
+            raise GrammarProcessFailed("the process that tries grammars does not start") from error
+
+    def _ask(self, question: VocabularySource | Grammar, limit_s: float, stall_s: float) -> None:
+        """Send a question and wait for the reason why not; none is a yes."""
+        assert self._pipe is not None
+        try:
+            self._pipe.send(question)
+            self._wait(limit_s, stall_s)
+            reason = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            code = self._end()
+            is_own_crash = code is not None and (code > 0 or -code in _OWN_SIGNALS)
+            what = f"the process that tries grammars ended with code {code}"
+            raise GrammarProcessFailed(what, is_own_crash=is_own_crash) from error
+        if reason is not None:
+            raise BadGrammar(reason)
+
+    def _wait(self, limit_s: float, stall_s: float) -> None:
+        """Wait for an answer, or end the process: once it used too much processor time, or none at all for too long.
+
+        Where the system does not report processor time, time on the clock counts as used.
+        """
+        assert self._process is not None
+        assert self._pipe is not None
+        used_before = used = _processor_s(self._process.pid)
+        progress_at = time.monotonic()
+        while not self._pipe.poll(_CHECK_S):
+            latest = _processor_s(self._process.pid)
+            if latest > used:
+                used, progress_at = latest, time.monotonic()
+            if used - used_before > limit_s:
+                self._end()
+                raise _TooExpensive
+            if time.monotonic() - progress_at > stall_s:
+                self._end()
+                raise GrammarProcessFailed("the process that tries grammars has stopped")
+
+    def _end(self) -> int | None:
+        """Kill the process and return its exit code, which is that of an earlier death."""
+        process, pipe = self._process, self._pipe
+        self._process = self._pipe = None
+        assert process is not None
+        assert pipe is not None
+        process.kill()
+        process.join(_JOIN_S)
+        pipe.close()
+        return process.exitcode
+
+
+def _processor_s(pid: int | None) -> float:
+    """Return the processor time that a process has used, 0 if it is gone; the time on the clock where none is reported."""
+    if not _HAS_PROC:
+        return time.monotonic()
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime of proc(5)
+    except OSError:
+        return 0.0
+
+
+def _serve(pipe: Connection) -> None:
+    """Be the process: answer until the other end of the pipe is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
+    grammars: CompiledGrammars | None = None
+    while True:
+        try:
+            question = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if isinstance(question, VocabularySource):
+                grammars = CompiledGrammars(question.load)
+                _ = grammars.vocabulary
+            elif grammars is not None:
+                require_first_mask(grammars.matcher(question))
+            pipe.send(None)
+        except BadGrammar as error:
+            pipe.send(str(error))

@@ -1,0 +1,1 @@
+"""HTTP below the routes: errors, keys, limits, streaming, disconnects, logs and tracing."""

@@ -1,0 +1,194 @@
+"""What can go wrong, and its face on the wire: always `{"error": {message, type, param, code}}`.
+
+    ApiError
+    ├── InvalidRequest (400)
+    │   └── ContextTooLong (400, context_length_exceeded)
+    ├── BadApiKey (401)
+    ├── UnknownModel (404, model_not_found)
+    ├── BodyTooLarge (413)
+    ├── TooManyRequests (429, Retry-After)
+    ├── TooManyHeaders (431)
+    ├── GenerationFailed (500)
+    ├── Overloaded (503, Retry-After)
+    └── DeadlineExceeded (504; server/http/time_limits.py)
+
+Error text is bounded: a client's input must not come back larger than it was sent.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.core.service import EngineBusy, EngineError, EngineUnavailable
+from server.http.validation_messages import param_of, worded
+from server.schemas.answer import ErrorBody, ErrorDetail
+
+MAX_ERRORS = 10
+MAX_MESSAGE_CHARS = 1000
+MAX_INPUT_CHARS = 200
+
+
+def clipped(text: str, limit: int) -> str:
+    """Return `text` cut to `limit` characters and fit for UTF-8 (no lone surrogates)."""
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+class ApiError(Exception):
+    """Base of every error that has an answer; subclasses say status and type."""
+
+    status = 500
+    type = "server_error"
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> ErrorBody:
+        """The answer's body."""
+        param = None if self.param is None else clipped(self.param, MAX_INPUT_CHARS)
+        message = clipped(str(self), MAX_MESSAGE_CHARS)
+        return ErrorBody(error=ErrorDetail(message=message, type=self.type, param=param, code=self.code))
+
+    def response(self) -> Response:
+        """Return the HTTP answer."""
+        return JSONResponse(self.body.model_dump(), self.status, self.headers)
+
+
+class InvalidRequest(ApiError):
+    """The client's mistake; `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and answer do not fit."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message, param, "context_length_exceeded")
+
+
+class BadApiKey(ApiError):
+    """No key, or a wrong one."""
+
+    status = 401
+    type = "authentication_error"
+
+    def __init__(self) -> None:
+        super().__init__("missing or wrong API key", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+
+
+class UnknownModel(ApiError):
+    """A model that is not served here."""
+
+    status = 404
+    type = "invalid_request_error"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the model {clipped(name, MAX_INPUT_CHARS)!r} is not served here", "model", "model_not_found")
+
+
+class BodyTooLarge(ApiError):
+    """A body over the limit."""
+
+    status = 413
+    type = "invalid_request_error"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the request body is larger than {limit_bytes} bytes", None, "body_too_large", {"Connection": "close"})
+
+
+class TooManyRequests(ApiError):
+    """More than this key may ask for; the header says when to try again."""
+
+    status = 429
+    type = "requests"  # OpenAI's name of what there are too many of
+
+    def __init__(self, message: str, code: str, retry_after_s: float) -> None:
+        super().__init__(message, None, code, _retry_after(retry_after_s))
+
+
+class TooManyHeaders(ApiError):
+    """More headers than any client has reason to send."""
+
+    status = 431
+    type = "invalid_request_error"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request has more than {limit} headers", None, "too_many_headers", {"Connection": "close"})
+
+
+class GenerationFailed(ApiError):
+    """The engine gave up on a request."""
+
+
+class Overloaded(ApiError):
+    """Not now; the header says when to try again."""
+
+    status = 503
+    type = "service_unavailable"
+
+    def __init__(self, message: str, code: str, retry_after_s: float) -> None:
+        super().__init__(message, None, code, _retry_after(retry_after_s))
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return the answer to any exception; what is not known is a 500 that tells nothing of the inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineBusy):
+        return Overloaded(str(error), "engine_busy", error.retry_after_s)
+    if isinstance(error, EngineUnavailable):
+        return Overloaded(str(error), "engine_unavailable", error.retry_after_s)
+    if isinstance(error, EngineError):
+        return GenerationFailed(str(error))
+    return ApiError("internal error; the log has it under this X-Request-Id")
+
+
+def as_invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """Return the 400 of what validation found: the first field is `param`, the first ten are told of."""
+    unknown = [param_of(error) or "" for error in errors if error["type"] == "extra_forbidden"]
+    sentences = {name: f"unknown parameter: {clipped(name, MAX_INPUT_CHARS) or repr(name)}" for name in unknown}
+    for param, words in worded([error for error in errors if error["type"] != "extra_forbidden"]).items():
+        words = clipped(words, MAX_INPUT_CHARS)
+        sentences[param or ""] = f"{clipped(param, MAX_INPUT_CHARS)}: {words}" if param else words
+    told = list(sentences.values())[:MAX_ERRORS]
+    if len(sentences) > MAX_ERRORS:
+        told.append(f"and {len(sentences) - MAX_ERRORS} more")
+    return InvalidRequest("; ".join(told) or "the request is not valid", next(iter(sentences), None) or None)
+
+
+async def answer_api_error(_: Request, error: Exception) -> Response:
+    """Answer an ApiError or an EngineError."""
+    return as_api_error(error).response()
+
+
+async def answer_validation_error(_: Request, error: Exception) -> Response:
+    """Answer what pydantic refused: 400, not 422."""
+    assert isinstance(error, RequestValidationError)
+    return as_invalid_request(error.errors()).response()
+
+
+async def answer_http_exception(_: Request, error: Exception) -> Response:
+    """Answer what the router raises: unknown paths, wrong methods."""
+    assert isinstance(error, HTTPException)
+    status_error = ApiError(error.detail, None, None, error.headers)
+    status_error.status = error.status_code
+    status_error.type = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return status_error.response()

@@ -1,0 +1,56 @@
+"""How log lines are written: text for people, JSON for machines, each with the id of its request."""
+
+import json
+import logging
+import sys
+from typing import Any, Literal
+
+from server.http.middleware import request_id_var
+
+
+class _RequestIdFilter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = request_id_var.get()
+        return True
+
+
+# Control characters, and what some readers of logs take for the end of a line.
+_ESCAPES = {code: f"\\u{code:04x}" for code in [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]}
+
+
+class LineFormatter(logging.Formatter):
+    """A line for people. Whatever text of a client is in it makes no line of its own: a traceback's lines are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return super().formatMessage(record).translate(_ESCAPES)
+
+    def formatException(self, ei: Any) -> str:
+        """Return the lines of a traceback."""
+        return "\n".join(f"  {line.translate(_ESCAPES)}" for line in super().formatException(ei).splitlines())
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "request_id": getattr(record, "request_id", "-"),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def configure_logging(level: str, form: Literal["text", "json"]) -> None:
+    """Send every log line of the process to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_RequestIdFilter())
+    text = LineFormatter("%(asctime)s %(levelname)s [%(request_id)s] %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,136 @@
+"""Plain ASGI layers around every request: its id and log line, the last resort for exceptions, limits on headers and bodies."""
+
+import logging
+import re
+import time
+import uuid
+from contextvars import ContextVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.http.errors import BodyTooLarge, TooManyHeaders, as_api_error
+from server.schemas.common import REQUEST_ID
+
+log = logging.getLogger(__name__)
+access_log = logging.getLogger("server.access")
+
+request_id_var: ContextVar[str] = ContextVar("request_id", default="-")
+
+_SANE_ID = re.compile(REQUEST_ID)
+
+
+class RequestContext:
+    """Outermost: gives the request its id (the client's own if it is sane), returns it in a header, writes the log line."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        offered = Headers(scope=scope).get("x-request-id", "")
+        request_id = offered if _SANE_ID.fullmatch(offered) else uuid.uuid4().hex
+        request_id_var.set(request_id)
+        began_s, status = time.monotonic(), 499  # 499: the client left before an answer began
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            path = scope["path"].encode("unicode_escape").decode()[:500]  # no line breaks of the client's in the log
+            access_log.info("%s %s %d %.1f ms", scope["method"], path, status, (time.monotonic() - began_s) * 1000)
+
+
+class ErrorBoundary:
+    """Answers exceptions that nothing else answered. It stands inside RequestContext, so that they have an id too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        is_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal is_started
+            is_started = is_started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched_send)
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            log.exception("unhandled error")
+            if not is_started:
+                await as_api_error(error).response()(scope, receive, send)
+
+
+class HeaderLimit:
+    """Refuses requests with more headers than any client has reason to send; their bytes are bounded by the protocol."""
+
+    def __init__(self, app: ASGIApp, max_headers: int) -> None:
+        self.app = app
+        self.max_headers = max_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] == "http" and len(scope["headers"]) > self.max_headers:
+            await TooManyHeaders(self.max_headers).response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
+class BodyLimit:
+    """Reads the whole body, counted as it comes (streamed ones too), before anything else sees it."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        is_within = not declared.isdecimal() or int(declared[:20]) <= self.max_body_bytes
+        body = await self._read(receive) if is_within else None
+        if body is None:
+            await BodyTooLarge(self.max_body_bytes).response()(scope, receive, send)
+        elif body["type"] == "http.request":  # else the client left before it had said all
+            await self.app(scope, _replayed(body, receive), send)
+
+    async def _read(self, receive: Receive) -> Message | None:
+        """Return one message with the whole body, or the disconnect that came instead; None if it is too large."""
+        chunks: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            chunks.append(message.get("body", b""))
+            num_bytes += len(chunks[-1])
+            if num_bytes > self.max_body_bytes:
+                return None
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
+
+
+def _replayed(first: Message, receive: Receive) -> Receive:
+    """Return a receive channel that gives `first` and then whatever the real one gives."""
+    waiting = [first]
+
+    async def replay() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return replay

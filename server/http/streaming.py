@@ -1,0 +1,67 @@
+"""Server-sent events: a stream of JSON objects that ends with [DONE], also when it fails, and that notices a client gone."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.core.service import EngineError
+from server.http.disconnect import ClientGone, until_disconnect
+from server.http.errors import ApiError, as_api_error
+from server.schemas.responses import ResponsesEvent
+
+log = logging.getLogger(__name__)
+
+_DONE = b"data: [DONE]\n\n"
+
+
+def sse_event(body: BaseModel) -> bytes:
+    """Return one event, named where the format names them; only fields that were set are written."""
+    name = f"event: {body.type}\n".encode() if isinstance(body, ResponsesEvent) else b""
+    return name + b"data: " + body.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends one event for each object. The connection is watched all the while: a client that leaves during a silence of the
+    engine is noticed then, not at the next send (which the server would swallow anyway). `close` runs on every way out.
+    """
+
+    media_type = "text/event-stream"
+    charset = "utf-8"
+
+    def __init__(self, objects: AsyncIterator[BaseModel], close: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._objects = objects
+        self._close = close
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except ClientGone:
+            log.info("the client left its stream")
+        finally:
+            await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for item in self._objects:
+                await _send_body(send, sse_event(item))
+        except (ApiError, EngineError) as error:
+            await self._send_error(send, error)
+        except Exception as error:
+            log.exception("unhandled error in a stream")
+            await self._send_error(send, error)
+        await _send_body(send, _DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_error(self, send: Send, error: Exception) -> None:
+        await _send_body(send, sse_event(as_api_error(error).body))
+
+
+async def _send_body(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,46 @@
+"""What the probes say of the engine. Live, healthy and ready are apart: the process serves; the engine has given a sign of life
+lately; and a request would be taken now, which needs both and a tokenizer (Runtime decides).
+"""
+
+from pydantic import BaseModel
+
+from engine.core.service import EngineState
+from server.http.errors import MAX_MESSAGE_CHARS, clipped
+from server.runtime import Runtime
+
+
+class HealthReport(BaseModel):
+    """Body of /ready and /health, whatever their status."""
+
+    status: str
+    state: str
+    heartbeat_age_s: float | None
+    restarts: int
+    reason: str | None = None
+
+
+def health_report(runtime: Runtime, has_detail: bool) -> HealthReport:
+    """Return where the engine stands now; `has_detail` tells the engine's own words too, which may name paths."""
+    engine = runtime.engine.health
+    is_silent = engine.state is EngineState.READY
+    status = "ready" if runtime.is_ready else "healthy" if runtime.is_healthy else "silent" if is_silent else "unavailable"
+    return HealthReport(
+        status=status,
+        state=engine.state,
+        heartbeat_age_s=engine.heartbeat_age_s,
+        restarts=engine.num_restarts,
+        reason=None if runtime.is_ready else _reason(runtime, has_detail),
+    )
+
+
+def _reason(runtime: Runtime, has_detail: bool) -> str:
+    """Return why no request would be taken now."""
+    engine = runtime.engine.health
+    if engine.state is not EngineState.READY:
+        detail = engine.detail if has_detail else ""
+        return clipped(f"the engine is {engine.state}: {detail}".rstrip(": "), MAX_MESSAGE_CHARS)
+    if runtime.is_healthy:
+        return "the server is not ready yet, or shuts down"
+    if engine.heartbeat_age_s is None:
+        return "the engine has not said a word yet"
+    return f"the engine has said nothing for {engine.heartbeat_age_s:.1f} s"

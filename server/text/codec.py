@@ -1,0 +1,239 @@
+"""Between text and token ids: prompts, chat templates, and the strings of single tokens.
+
+Knows the tokenizer of the served model. Does not know requests, engines or HTTP; what a client did wrong is a TextError.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, cast
+
+from jinja2 import TemplateError
+
+from server.text.chat_text import ControlMask, strings_of, unused_mark
+from server.text.control_tokens import ControlFinder, Part
+from server.text.detokenizer import Detokenizer
+from server.text.tokenizer_info import tokenizer_info
+from server.text.tokenizer_thread import TokenizerThread
+
+log = logging.getLogger(__name__)
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_REPLACEMENT = "\ufffd"
+
+Messages = Sequence[Mapping[str, Any]]  # as a chat template reads them
+Tools = Sequence[Mapping[str, Any]]  # functions with their JSON schemas, as it reads them
+
+
+class TextError(Exception):
+    """The client's text cannot become a prompt."""
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    chat_template: Any
+    added_tokens_decoder: Mapping[int, Any]
+    special_tokens_map: Mapping[str, Any]
+
+    def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
+        """Return the ids of `text`; special tokens that it spells out are text if they are to be split."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        """Return the text of ids."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        """Return the tokenizer's own spelling of a token."""
+        ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> str:
+        """Return the prompt text of a conversation, with the tools that the template shows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """How a conversation becomes a prompt: it ends where the assistant speaks, behind the last message, or inside it.
+
+    `adds_special_tokens` puts around it what the model expects around a bare text; most templates have written that already.
+    """
+
+    opens_answer: bool = True
+    continues_last: bool = False
+    adds_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token on its own: its text (U+FFFD where its bytes are no UTF-8) and its bytes.
+
+    `name` stands for it in log-probabilities where a client wants tokens told apart that spell the same.
+    """
+
+    text: str
+    raw: bytes
+    name: str | None = None
+
+
+class TextCodec:
+    """Owns a tokenizer and the thread on which `encode` and `encode_chat` are to be run."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        vocab = tokenizer.get_vocab()
+        self._byte_ids = {i: int(m[1], 16) for token, i in vocab.items() if (m := _BYTE_TOKEN.fullmatch(token))}
+        specials = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._controls = {content: i for i, content in specials.items()}
+        self.added_tokens = frozenset(token.content for token in tokenizer.added_tokens_decoder.values())
+        self._finder = ControlFinder(self._controls)
+        self._ids = set(vocab.values())
+        self._text_ids = self._ids - specials.keys()
+        bare = tokenizer.encode("a", add_special_tokens=False)
+        self._anchor = bare[-1:]
+        self._around = _around(bare, tokenizer.encode("a", add_special_tokens=True))
+        self._token_texts: dict[int, TokenText] = {}
+        self.longest_token_bytes = _longest_bytes(vocab)
+        self.info = tokenizer_info(tokenizer, len(vocab), self._controls)
+        self.thread = TokenizerThread()
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a bare prompt, with the special tokens that the model expects around it."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=True))
+
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text that goes on after others, with nothing around it."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_chat(self, messages: Messages, form: ChatForm = ChatForm(), tools: Tools = ()) -> tuple[int, ...]:
+        """Return the ids of a conversation. Raises TextError with the template's reason."""
+        mask = ControlMask([*messages, *tools], self._finder)
+        prompt = self._rendered([mask.masked(message) for message in messages], form, [mask.masked(tool) for tool in tools])
+        if mask.is_needed:
+            ids = [i for part in mask.parts(prompt) for i in self._part_ids(part)]
+        else:
+            ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        before, after = self._around if form.adds_special_tokens else ((), ())
+        return (*before, *ids, *after)
+
+    def rendered(self, messages: Messages, tools: Tools = ()) -> str:
+        """Return what the chat template makes of a conversation that may go on. Raises TextError with the template's reason."""
+        return self._from_template(list(map(dict, messages)), list(map(dict, tools)), False)
+
+    def _rendered(self, conversation: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]]) -> str:
+        if not form.continues_last:
+            return self._from_template(conversation, tools, form.opens_answer)
+        # The template may write anything behind the last message, also its own words once more: a mark says where it ends.
+        mark = unused_mark(strings_of([*conversation, *tools]))
+        *earlier, last = conversation
+        if "content" not in last or "tool_calls" in last:
+            raise TextError("the last message ends in calls of tools, so it cannot be continued")
+        text = self._from_template([*earlier, {**last, "content": last["content"] + mark}], tools, False)
+        if text.count(mark) != 1:
+            raise TextError("the model's chat template does not write the last message once, so it cannot be continued")
+        return text.partition(mark)[0]
+
+    def _from_template(self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]], opens_answer: bool) -> str:
+        if not self._tokenizer.chat_template:
+            raise TextError("this model has no chat template; use /v1/completions")
+        try:
+            return self._tokenizer.apply_chat_template(
+                conversation, tools or None, add_generation_prompt=opens_answer, tokenize=False
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # the latter two of what a template does with a value
+            raise TextError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _part_ids(self, part: Part) -> list[int]:
+        if part.is_control:
+            return [self._controls[part.text]]
+        return self._tokenizer.encode(part.text, add_special_tokens=False, split_special_tokens=True)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokenizer's own spelling of each token; that of an id that is none is empty."""
+        return [self._tokenizer.convert_ids_to_tokens(i) or "" for i in token_ids]
+
+    def decode(self, token_ids: Sequence[int], skips_special: bool = True) -> str:
+        """Return the text of all ids at once; special tokens are left out or spelled out, ids that are no tokens have no text."""
+        kept = self._text_ids if skips_special else self._ids
+        return self._decode([i for i in token_ids if i in kept])
+
+    def detokenizer(self, skips_special: bool = True, kept: Iterable[str] = ()) -> Detokenizer:
+        """Return a fresh detokenizer whose pieces add up to what `decode` gives, and have the special tokens that are `kept`."""
+        text_ids = self._text_ids if skips_special else self._ids
+        kept_ids = {self._controls[token] for token in kept if token in self._controls}
+        return Detokenizer(self._decode, text_ids | kept_ids if kept_ids else text_ids, self._byte_ids.keys())
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Return the text and bytes of one token as it stands inside a text; special tokens are spelled out."""
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self._find_token_text(token_id)
+        return self._token_texts[token_id]
+
+    def named_token_text(self, token_id: int) -> TokenText:
+        """Return the same with a name that no other token has."""
+        return replace(self.token_text(token_id), name=f"token_id:{token_id}")
+
+    def _find_token_text(self, token_id: int) -> TokenText:
+        if token_id in self._byte_ids:
+            raw = bytes([self._byte_ids[token_id]])
+            return TokenText(raw.decode("utf-8", "replace"), raw)
+        # Some decoders strip a leading space from whatever they are given; behind the anchor a token keeps its own.
+        text = self._decode([*self._anchor, token_id])[len(self._decode(self._anchor)) :]
+        if _REPLACEMENT in text:
+            return TokenText(text, _byte_level_bytes(self._tokenizer.convert_ids_to_tokens(token_id) or "") or text.encode())
+        return TokenText(text, text.encode("utf-8", "replace"))
+
+
+def _byte_level_table() -> dict[str, int]:
+    """Return GPT-2's printable stand-in for each byte, inverted (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_table()
+
+
+def _byte_level_bytes(token: str) -> bytes | None:
+    """Return the bytes that a byte-level token stands for; None if it is not spelled that way."""
+    if all(char in _BYTE_LEVEL for char in token):
+        return bytes(_BYTE_LEVEL[char] for char in token)
+    return None
+
+
+def _longest_bytes(vocab: Iterable[str]) -> int:
+    """Return the bytes of text that the longest token can stand for, at most."""
+    byte_level = [_byte_level_bytes(token) for token in vocab]
+    num_odd = sum(raw is None for raw in byte_level)  # added tokens may be spelled as they are
+    if num_odd * 2 < len(byte_level):
+        return max(len(raw or token.encode()) for raw, token in zip(byte_level, vocab, strict=True))
+    return max(len(token.encode()) for token in vocab)
+
+
+def _around(bare: list[int], whole: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what a tokenizer puts before and after a text whose ids are `bare`."""
+    at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return tuple(whole[:at]), tuple(whole[at + len(bare) :])
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """Return the tokenizer in a weights folder. Slow: transformers is imported here, not when the server is."""
+    from transformers import AutoTokenizer
+
+    load = cast(Callable[[str], Tokenizer], AutoTokenizer.from_pretrained)
+    return load(folder)
