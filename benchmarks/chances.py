@@ -42,7 +42,7 @@ def main() -> None:
     for rule, calibration in sorted(engine.calibrations.known.items()):
         agreement = calibration.agreement
         of_noise = [] if rule == "greedy" else [agreement.noise, agreement.sharpness]  # greedy rows have none
-        weights.append([rule, *(f"{weight:.2f}" for weight in (agreement.law, *of_noise)), *["–"] * (2 - len(of_noise))])
+        weights.append([rule, *(f"{weight:.2f}" for weight in (agreement.distribution, *of_noise)), *["–"] * (2 - len(of_noise))])
         for source, shares in zip(("model", "cached"), calibration.reliability.shares, strict=True):
             rows.append([rule, source, *(f"{share:.2f}" for share in shares)])
     print(table(["rows", "law", "noise", "sharpness"], weights), end="\n\n")

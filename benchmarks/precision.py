@@ -91,21 +91,21 @@ def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> 
     exact = load_model(folder, "float32", _CPU, fastest_linears(_CPU))
     written = progress_bar(starts, what=f"{name}, writing", total=len(starts), unit="text")
     texts = [_written(exact, list(ids), max_tokens) for ids in written]
-    laws = [_logits(exact, text, len(text)).log_softmax(-1) for text in texts]
+    probs = [_logits(exact, text, len(text)).log_softmax(-1) for text in texts]
     del exact
-    return [_difference(name, folder, precision, texts, laws) for precision in _PRECISIONS]
+    return [_difference(name, folder, precision, texts, probs) for precision in _PRECISIONS]
 
 
-def _difference(name: str, folder: Path, precision: str, texts: list[list[int]], laws: list[Tensor]) -> Difference:
+def _difference(name: str, folder: Path, precision: str, texts: list[list[int]], probs: list[Tensor]) -> Difference:
     model = load_model(folder, precision, _CPU, fastest_linears(_CPU))
     rows = []
-    pairs = list(zip(texts, laws, strict=True))
+    pairs = list(zip(texts, probs, strict=True))
     for text, exact_TV in progress_bar(pairs, what=f"{name}, {precision}", total=len(pairs), unit="text"):
         logits_TV = _logits(model, text, len(text))
-        law_TV = logits_TV.log_softmax(-1)
-        divergence_T = (exact_TV.exp() * (exact_TV - law_TV)).sum(-1)
-        variation_T = (exact_TV.exp() - law_TV.exp()).abs().sum(-1) / 2
-        agrees_T = exact_TV.argmax(-1) == law_TV.argmax(-1)
+        probs_TV = logits_TV.log_softmax(-1)
+        divergence_T = (exact_TV.exp() * (exact_TV - probs_TV)).sum(-1)
+        variation_T = (exact_TV.exp() - probs_TV.exp()).abs().sum(-1) / 2
+        agrees_T = exact_TV.argmax(-1) == probs_TV.argmax(-1)
         changed_T = (_logits(model, text, 1) != logits_TV).any(-1)
         rows.append(torch.stack([divergence_T, variation_T, agrees_T.float(), changed_T.float()]))
     mean = torch.cat(rows, dim=-1).mean(-1).tolist()

@@ -108,12 +108,12 @@ def cases(model: CausalModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Ca
     for name, request, prediction in (("edit", edit, code), ("again", free, noised)):
         for temperature in (0.0, 0.7):
             asked = replace(request, sampling=replace(greedy, temperature=temperature))
-            foretold = replace(asked, prediction_ids=prediction)
+            predicted = replace(asked, prediction_ids=prediction)
             for has_runs in (False, True):
                 runs = " and runs" if has_runs else ""
                 yield Case(f"{name}, T {temperature}, own text{runs}", asked, True, has_runs)
-                yield Case(f"{name}, T {temperature}, own text and prediction{runs}", foretold, True, has_runs)
-                yield Case(f"{name}, T {temperature}, prediction alone{runs}", foretold, False, has_runs)
+                yield Case(f"{name}, T {temperature}, own text and prediction{runs}", predicted, True, has_runs)
+                yield Case(f"{name}, T {temperature}, prediction alone{runs}", predicted, False, has_runs)
 
 
 def samples(case: Case) -> list[Case]:

@@ -33,7 +33,7 @@ from engine.core.config import EngineConfig
 from engine.core.policy import Choice, DraftOutcome, ExpansionPolicy, RootSource, SequenceView, StepFeedback
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.distill.prompts import PromptGrammar
-from engine.profiling.step_timer import Rig
+from engine.profiling.step_timer import StepTimer
 from engine.weights import WeightsCache, default_root, resolve
 from selector.acceptance import CountedAcceptance
 from selector.cost import CostModel
@@ -326,7 +326,7 @@ def watched(args: argparse.Namespace) -> Known:
     policies: list[Watching] = []
     prices: list[CostModel] = []
 
-    def make(config: EngineConfig, rig: Rig, roots: RootSource) -> ExpansionPolicy:
+    def make(config: EngineConfig, rig: StepTimer, roots: RootSource) -> ExpansionPolicy:
         prices.append(cached_profile(rig, WeightsCache(default_root())).costs())
         policies.append(Watching(config, roots))
         return policies[-1]

@@ -43,7 +43,7 @@ class Case:
     """One tree with its laws."""
 
     forest: Forest
-    target_laws_NV: Tensor
+    target_probs_NV: Tensor
 
 
 def main() -> None:
@@ -83,8 +83,8 @@ def _case(args: argparse.Namespace) -> Case:
         for child, token_id in zip(children, drawn):
             parents[child], token_ids[child] = node, token_id
     tree = TokenTree(tuple(parents), tuple(token_ids), draws)
-    law_rows = tuple(node if children else None for node, children in enumerate(draws))
-    return Case(Forest((tree,), draft_NV, (law_rows,)), target_NV.softmax(-1))
+    probs_rows = tuple(node if children else None for node, children in enumerate(draws))
+    return Case(Forest((tree,), draft_NV, (probs_rows,)), target_NV.softmax(-1))
 
 
 def _shape(expansion: Expansion) -> tuple[tuple[int, ...], ...]:
@@ -104,7 +104,7 @@ def _measure(names: Sequence[str], case: Case, repeats: int) -> list[Cost]:
     for repeat in progress_bar(range(repeats + 1), what="judging", total=repeats + 1, unit="round"):
         for verifier in verifiers:
             begin = time.perf_counter()
-            verifier.judge(case.forest, case.target_laws_NV, [StepKey(repeat, 0)])
+            verifier.judge(case.forest, case.target_probs_NV, [StepKey(repeat, 0)])
             elapsed_ms = 1000 * (time.perf_counter() - begin)
             if repeat:  # the first round warms up
                 times_ms[verifier.name].append(elapsed_ms)

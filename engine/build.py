@@ -41,10 +41,10 @@ from engine.memory_plan import memory_need, shortage
 from engine.model.causal_lm import CausalModel, load_model, weights_dtype
 from engine.model.check import UnsupportedModel
 from engine.model.linears import fastest_linears, fastest_precision
-from engine.model.root_features import RootReader
+from engine.model.root_features import RootFeatures
 from engine.model.target import Target
 from engine.native import library
-from engine.profiling.step_timer import Rig
+from engine.profiling.step_timer import StepTimer
 from engine.structured_output.grammars import CompiledGrammars, vocabulary_loader
 from engine.trace.file import TraceFile
 from engine.trace.tracer import FileTracer, header_of
@@ -58,7 +58,7 @@ class BadConfiguration(ValueError):
     """The configuration asks for something that does not exist or does not fit together."""
 
 
-PolicyFactory = Callable[[EngineConfig, Rig, RootSource], ExpansionPolicy]
+PolicyFactory = Callable[[EngineConfig, StepTimer, RootSource], ExpansionPolicy]
 Models = MutableMapping[tuple[str, str], CausalModel]  # by reference and number format
 
 
@@ -87,7 +87,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     with _refusing_graphs(config):
         recorded = _recorded(config, target, own_drafter)
         _prepare(recorded)
-    drafter, roots = _with_texts(own_drafter, config, model), RootReader(model, own_drafter)
+    drafter, roots = _with_texts(own_drafter, config, model), RootFeatures(model, own_drafter)
     max_model_len = min(config.scheduler.max_model_len, model.max_positions, config.scheduler.num_slots)
     folder = resolve(config.model).folder
     info = ModelInfo(
@@ -107,7 +107,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     )
     measured = CachedDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, CachedDrafter) else own_drafter
     _warm_up(info, config, target, _with_texts(measured, config, model))
-    rig = Rig(info, config.scheduler, target, measured, _drafter_weights(config, models))
+    rig = StepTimer(info, config.scheduler, target, measured, _drafter_weights(config, models))
     policy = _policy(config, drafter, rig, roots, adaptive)
     with _refusing_graphs(config):
         _prepare(recorded)  # anew, where a policy watches them now
@@ -314,7 +314,7 @@ def _model_drafter(reference: str, config: EngineConfig, target: Target, models:
 
 
 def _policy(
-    config: EngineConfig, drafter: Drafter | None, rig: Rig, roots: RootSource, adaptive: PolicyFactory | None
+    config: EngineConfig, drafter: Drafter | None, rig: StepTimer, roots: RootSource, adaptive: PolicyFactory | None
 ) -> ExpansionPolicy:
     if drafter is None or config.policy == "plain":
         return PlainDecoding()

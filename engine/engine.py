@@ -23,14 +23,14 @@ from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import grow, learn
 from engine.draft.trees.grown import Growth, plain_growth
 from engine.kv_cache.canary import SlotCanary
-from engine.kv_cache.slot_digests import NoWatch, SlotTexts, StepWatch
-from engine.model.root_features import Ending, RootReader
+from engine.kv_cache.slot_digests import NoWatch, SlotDigests, StepWatch
+from engine.model.root_features import Ending, RootFeatures
 from engine.model.target import Target
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.structured_output.grammars import CompiledGrammars, no_grammars
 from engine.structured_output.masks import GrammarMasks
-from engine.structured_output.pending import Anteroom
+from engine.structured_output.pending import PendingGrammars
 from engine.teacher_forcing import TeacherForcing
 from engine.trace.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, stats_of
 from engine.trace.tracer import NoTracer, Tracer, traced_rows, with_traces
@@ -63,7 +63,7 @@ class Engine:
         target: Target,
         drafter: Drafter | None,
         policy: ExpansionPolicy,
-        roots: RootReader | None = None,
+        roots: RootFeatures | None = None,
         grammars: CompiledGrammars | None = None,
     ) -> None:
         self.info = info
@@ -72,13 +72,13 @@ class Engine:
         self._drafter = drafter
         self._follower: RequestFollower | None = drafter if isinstance(drafter, RequestFollower) else None
         self._policy = policy
-        self._roots = roots or RootReader(target.model, drafter)
+        self._roots = roots or RootFeatures(target.model, drafter)
         grammars = grammars or no_grammars()
         self.grammars = GrammarMasks(grammars, 2 * config.max_running)
-        self._anteroom = Anteroom(grammars)
+        self._pending_grammars = PendingGrammars(grammars)
         self._judge = Judge(self.grammars)
         self._tracer: Tracer = NoTracer()
-        self._announce: Callable[[StepNote], None] = _tell_nobody
+        self._announce: Callable[[StepNote], None] = _ignore_note
         self._watch: StepWatch = NoWatch()
         self._calibrations = Calibrations()
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
@@ -100,24 +100,24 @@ class Engine:
         return self._calibrations
 
     @property
-    def roots(self) -> RootReader:
+    def roots(self) -> RootFeatures:
         """What tells a policy of the places where trees will grow."""
         return self._roots
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do or say something."""
-        return self._scheduler.has_work or bool(self._ended) or not self._anteroom.is_empty
+        return self._scheduler.has_work or bool(self._ended) or not self._pending_grammars.is_empty
 
     def add(self, request: Request) -> None:
         """Queue a request; raise RequestRefused if it can never run, ValueError if its id is in use."""
         require_runnable(request, self.info)
-        if request.request_id in self._scheduler or request.request_id in self._anteroom:
+        if request.request_id in self._scheduler or request.request_id in self._pending_grammars:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if request.sampling.grammar is None:
             self._queue(request)
         else:
-            self._anteroom.enter(request)
+            self._pending_grammars.enter(request)
 
     def _queue(self, request: Request) -> None:
         request = with_end_tokens(request, self.info)
@@ -134,7 +134,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step tells of it. Unknown ids are ignored."""
-        if self._scheduler.remove(request_id) or self._anteroom.remove(request_id):
+        if self._scheduler.remove(request_id) or self._pending_grammars.remove(request_id):
             self._ended.append(TokenEvent(request_id, finish=FinishReason.ABORT))
             self._let_go(request_id)
 
@@ -146,7 +146,7 @@ class Engine:
         """Advance every running sequence by one tree; return the tokens that left the engine."""
         watch = Stopwatch()
         # 1. Who runs, and how far each may speculate.
-        self._empty_anteroom()
+        self._queue_compiled()
         self._scheduler.admit()
         has_news = self._follower is not None and self._follower.advance(self._scheduler.running_ids)
         watch.lap("follow")
@@ -156,7 +156,7 @@ class Engine:
         watch.lap("choose")
         plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, prices=choice.prices)
         watch.lap("plan")
-        self._announce(note_of(plan, self._anteroom.request_ids))
+        self._announce(note_of(plan, self._pending_grammars.request_ids))
         self._watch.check(plan)
         # 2. A tree for each decoding row.
         growth = self._grow(plan)
@@ -182,7 +182,7 @@ class Engine:
         self._commit_chunks(plan, prompts.broken)
         committed = self._commit(plan, growth, verdicts)
         if self._roots.is_watching:
-            self._roots.note(_endings(committed, growth), logits_NV, growth.forest.draft_laws_RV)
+            self._roots.note(_endings(committed, growth), logits_NV, growth.forest.draft_probs_RV)
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_ends(), *(self._event(one, logits_NV) for one in committed)]
         events = with_scores(events, prompts.told)
@@ -207,9 +207,9 @@ class Engine:
 
     def watch_slots(self, canary: SlotCanary) -> None:
         """Check every slot that is read from now on, by the canary of the caches too; valid before the first request."""
-        texts = self._watch = SlotTexts(self._scheduler.pool.num_slots)
+        texts = self._watch = SlotDigests(self._scheduler.pool.num_slots)
         for listener in (canary.on_free, texts.on_free):
-            self._scheduler.pool.tell_of_freed(listener)
+            self._scheduler.pool.on_freed_slots(listener)
         canary.begin()
 
     def check_integrity(self) -> None:
@@ -220,10 +220,10 @@ class Engine:
         """Return what feeds known texts to the target in this engine's slots; valid while the engine has no work of its own."""
         return TeacherForcing(self._scheduler, self._target)
 
-    def _empty_anteroom(self) -> None:
+    def _queue_compiled(self) -> None:
         """Queue requests whose grammars are compiled; with nothing else to do, wait a moment for one."""
         is_idle = not (self._scheduler.has_work or self._ended)
-        for admission in self._anteroom.leave(_PATIENCE_S if is_idle else 0.0):
+        for admission in self._pending_grammars.leave(_PATIENCE_S if is_idle else 0.0):
             if admission.refusal is None:
                 self._queue(admission.request)
             else:
@@ -309,19 +309,19 @@ def _failure(row: Row, why: Unjudged) -> TokenEvent:
     return TokenEvent(row.request_id, finish=FinishReason.ERROR, error=text, error_code=why.code)
 
 
-def _tell_nobody(_: StepNote) -> None:
+def _ignore_note(_: StepNote) -> None:
     """Stand for a listener where nobody wants to know."""
 
 
 def _endings(outcomes: SequenceOf[RowOutcome], growth: Growth) -> dict[str, Ending]:
     """Return where the step of each row that goes on has ended."""
     endings = {}
-    for outcome, law_rows in zip(outcomes, growth.forest.law_rows, strict=True):
+    for outcome, probs_rows in zip(outcomes, growth.forest.probs_rows, strict=True):
         row, verdict, emission = outcome.row, outcome.verdict, outcome.emission
         if isinstance(verdict, Verdict) and emission is not None and emission.finish is None:
             last = verdict.path[-1]
             slot = row.slots[row.root_position + last]
-            endings[row.request_id] = Ending(outcome.offset + last, law_rows[last], slot, verdict.extra_id, row.sampling)
+            endings[row.request_id] = Ending(outcome.offset + last, probs_rows[last], slot, verdict.extra_id, row.sampling)
     return endings
 
 

@@ -101,13 +101,13 @@ def tiny_pair(family: str = "llama", seed: int = 0, noise: float = 0.01, vocab_s
 LawAfter = Callable[[int], Sequence[float]]  # the law of tokens 3, 4 and 5 after a token
 
 
-def table_pair(target_law: LawAfter, draft_law: LawAfter) -> tuple[CausalModel, CausalModel]:
+def table_pair(target_distribution: LawAfter, draft_distribution: LawAfter) -> tuple[CausalModel, CausalModel]:
     """Return a target and a drafter that are Markov chains over the tokens 3, 4 and 5 of 8, of any positive laws."""
     device = torch.device("cpu")
-    return adopt(table_module(target_law), device), adopt(table_module(draft_law), device)
+    return adopt(table_module(target_distribution), device), adopt(table_module(draft_distribution), device)
 
 
-def table_module(law_after: LawAfter) -> PreTrainedModel:
+def table_module(probs_after: LawAfter) -> PreTrainedModel:
     """Return a Llama whose logits are a table. Its layer adds nothing, so the state is the embedding, 10 I, normed to sqrt(V).
 
     lm_head[v, x] = log p(v | x) / sqrt(V); every other token is left exp(-30).
@@ -119,7 +119,7 @@ def table_module(law_after: LawAfter) -> PreTrainedModel:
     module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     head_VV = torch.full((width, width), -30.0)
     for token_id in range(width):
-        head_VV[3:6, token_id] = torch.tensor([math.log(value) for value in law_after(token_id)])
+        head_VV[3:6, token_id] = torch.tensor([math.log(value) for value in probs_after(token_id)])
     with torch.no_grad():
         module.model.embed_tokens.weight.copy_(torch.eye(width) * 10.0)
         module.model.layers[0].self_attn.o_proj.weight.zero_()

@@ -33,7 +33,7 @@ def adaptive_policy(config: EngineConfig, bench: Bench, roots: RootSource) -> Ex
     """
     menu = menu_for_all(config.expansion, config.verifier, config.largest_expansion)
     estimator, costs = estimator_of(config, menu, roots), profiled_costs(bench, config.is_restart)
-    policy = AdaptiveExpansion(menu, estimator, costs, unasked_share=bench.unasked_share)
+    policy = AdaptiveExpansion(menu, estimator, costs, unqueried_share=bench.unqueried_share)
     return GuardedPolicy(policy, config.expansion)
 
 

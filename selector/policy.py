@@ -54,10 +54,10 @@ class AdaptiveExpansion:
     verifier is exact on; a sequence with another verifier gets what that is exact on too.
     """
 
-    def __init__(self, menu: Menu, estimator: Estimator, costs: CostModel, unasked_share: float = 1.0) -> None:
+    def __init__(self, menu: Menu, estimator: Estimator, costs: CostModel, unqueried_share: float = 1.0) -> None:
         self.name = f"adaptive up to {replace(menu.entries[-1], least_chance=0.0)}"
         self._menu, self._estimator, self._costs = menu, estimator, costs
-        self._unasked_share = unasked_share
+        self._unasked_share = unqueried_share
         self._probes = Probes()
         self._reason = Reason.PLAIN_IS_BEST
         self._without_probe: Step | None = None  # what the step under way would be without its probe

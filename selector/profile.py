@@ -60,7 +60,7 @@ class Bench(Protocol):
         ...
 
     @property
-    def unasked_share(self) -> float:
+    def unqueried_share(self) -> float:
         """What a token costs the drafter that it is merely fed, as a share of one that it is asked about."""
         ...
 

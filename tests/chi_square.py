@@ -29,11 +29,11 @@ def z_score(observed: Sequence[float], expected: Sequence[float]) -> float:
     return float(((statistic / freedom) ** (1.0 / 3.0) - (1.0 - spread)) / math.sqrt(spread))
 
 
-def z_of_counts(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> float:
+def z_of_counts(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float]) -> float:
     """Return the z score of counted outcomes against a law; an outcome outside the law counts against it."""
     total = sum(counts.values())
-    outcomes = [*law, *(outcome for outcome in counts if outcome not in law)]
-    return z_score([counts.get(o, 0) for o in outcomes], [total * law.get(o, 0.0) for o in outcomes])
+    outcomes = [*distribution, *(outcome for outcome in counts if outcome not in distribution)]
+    return z_score([counts.get(o, 0) for o in outcomes], [total * distribution.get(o, 0.0) for o in outcomes])
 
 
 def z_of_uniforms(values: Sequence[float], num_bins: int = 32) -> float:

@@ -33,17 +33,17 @@ class TinyModel:
         self.vocab_size = vocab_size
         self._seed = seed
         self._flavour = flavour
-        self.target: Callable[[Context], Law] = cache(lambda context: self._law("target", context))
+        self.target: Callable[[Context], Law] = cache(lambda context: self._probs("target", context))
         self.draft: Callable[[Context], Law] = (
-            self.target if flavour == "equal" else cache(lambda context: self._law("draft", context))
+            self.target if flavour == "equal" else cache(lambda context: self._probs("draft", context))
         )
 
-    def _law(self, role: str, context: Context) -> Law:
+    def _probs(self, role: str, context: Context) -> Law:
         rng = np.random.default_rng([self._seed, zlib.crc32(role.encode()), *context])
-        law = rng.dirichlet(np.full(self.vocab_size, 0.2 if self._flavour == "peaked" else 1.0)) + 1e-9
+        distribution = rng.dirichlet(np.full(self.vocab_size, 0.2 if self._flavour == "peaked" else 1.0)) + 1e-9
         if self._flavour == "sparse":
-            law[rng.integers(self.vocab_size)] = 0.0
-        return np.asarray(law / law.sum())
+            distribution[rng.integers(self.vocab_size)] = 0.0
+        return np.asarray(distribution / distribution.sum())
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ def _level_draws(model: TinyModel, context: Context, sizes: Sequence[int], sibli
             yield draws + tuple(itertools.chain(*(c[0] for c in combination))), probability * _product(c[1] for c in combination)
 
 
-def _orderings(law: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def _orderings(distribution: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yield ordered draws without replacement until `count` are drawn or the law is empty."""
-    count = min(count, int((law > 0).sum()))
-    for tokens in itertools.permutations(range(len(law)), count):
-        probability, left = 1.0, law.copy()
+    count = min(count, int((distribution > 0).sum()))
+    for tokens in itertools.permutations(range(len(distribution)), count):
+        probability, left = 1.0, distribution.copy()
         for token_id in tokens:
             probability *= left[token_id] / left.sum() if left[token_id] > 0 else 0.0
             left[token_id] = 0.0
@@ -160,10 +160,10 @@ def _orderings(law: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
             yield tokens, probability
 
 
-def _set_and_sample(law: Law, set_size: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def _set_and_sample(distribution: Law, set_size: int) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yield the likeliest tokens with each draw off them, alone if nothing is left to draw."""
-    fixed = tuple(token_id for token_id in np.argsort(-law)[:set_size].tolist() if law[token_id] > 0.0)
-    rest = law.copy()
+    fixed = tuple(token_id for token_id in np.argsort(-distribution)[:set_size].tolist() if distribution[token_id] > 0.0)
+    rest = distribution.copy()
     rest[list(fixed)] = 0.0
     for token_id in np.flatnonzero(rest).tolist():
         yield (*fixed, token_id), float(rest[token_id] / rest.sum())
@@ -185,15 +185,15 @@ def _heap_trees(
     if not budget or not places:
         yield _distinct_tree(draws, probability)
         return
-    value, context, law = best = max(places, key=lambda place: place[0])
+    value, context, distribution = best = max(places, key=lambda place: place[0])
     others = tuple(place for place in places if place is not best)
-    for token_id in np.flatnonzero(law).tolist():
-        rest = law.copy()
+    for token_id in np.flatnonzero(distribution).tolist():
+        rest = distribution.copy()
         rest[token_id] = 0.0
-        sibling = ((value * (1.0 - law[token_id]), context, rest / rest.sum()),) if rest.sum() > 0 else ()
-        child = (value * law[token_id], (*context, token_id), model.draft((*context, token_id)))
+        sibling = ((value * (1.0 - distribution[token_id]), context, rest / rest.sum()),) if rest.sum() > 0 else ()
+        child = (value * distribution[token_id], (*context, token_id), model.draft((*context, token_id)))
         drawn = (*draws, (context, token_id))
-        yield from _heap_trees(model, (*others, child, *sibling), drawn, probability * law[token_id], budget - 1)
+        yield from _heap_trees(model, (*others, child, *sibling), drawn, probability * distribution[token_id], budget - 1)
 
 
 def beam_trees(model: TinyModel, width: int, depth: int) -> list[DrawnTree]:
@@ -216,20 +216,20 @@ class Batch:
 
     trees: tuple[DrawnTree, ...]
     forest: Forest
-    target_laws_NV: Tensor
+    target_probs_NV: Tensor
 
 
 def batch_of(model: TinyModel, trees: Sequence[DrawnTree], dtype: torch.dtype = torch.float64) -> Batch:
     """Return the forest of the trees and the target's law after each node."""
     contexts = [context for drawn in trees for context in drawn.contexts]
     rows = itertools.count()
-    law_rows = tuple(tuple(row if drawn else None for drawn, row in zip(tree.tree.draws, rows)) for tree in trees)
-    draft_laws = torch.tensor(np.stack([model.draft(context) for context in contexts])).to(dtype)
-    target_laws = torch.tensor(np.stack([model.target(context) for context in contexts])).to(dtype)
-    return Batch(tuple(trees), Forest(tuple(drawn.tree for drawn in trees), draft_laws, law_rows), target_laws)
+    probs_rows = tuple(tuple(row if drawn else None for drawn, row in zip(tree.tree.draws, rows)) for tree in trees)
+    draft_probs = torch.tensor(np.stack([model.draft(context) for context in contexts])).to(dtype)
+    target_probs = torch.tensor(np.stack([model.target(context) for context in contexts])).to(dtype)
+    return Batch(tuple(trees), Forest(tuple(drawn.tree for drawn in trees), draft_probs, probs_rows), target_probs)
 
 
-def emitted_law(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tensor) -> Law:
+def emitted_probs(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tensor) -> Law:
     """Return the law of the text: path and extra token, completed by the target to one token more than the deepest tree.
 
     `stop_N`: probability that a tree's path ends at each packed node; `extra_NV`: law of the extra token there.
@@ -246,22 +246,22 @@ def emitted_law(model: TinyModel, batch: Batch, stop_N: Tensor, extra_NV: Tensor
 
 def completed(model: TinyModel, prefix: Context, length: int) -> Law:
     """Return the target's law of texts of `length` tokens that begin with `prefix`, flattened."""
-    laws = np.zeros((model.vocab_size,) * length)
-    laws[prefix] = _continuations(model, prefix, length)
-    return laws.reshape(-1)
+    probs = np.zeros((model.vocab_size,) * length)
+    probs[prefix] = _continuations(model, prefix, length)
+    return probs.reshape(-1)
 
 
 def _continuations(model: TinyModel, prefix: Context, length: int) -> Law:
     if len(prefix) == length:
         return np.ones(())
-    law = model.target(prefix)
-    return np.stack([law[y] * _continuations(model, (*prefix, y), length) for y in range(model.vocab_size)])
+    distribution = model.target(prefix)
+    return np.stack([distribution[y] * _continuations(model, (*prefix, y), length) for y in range(model.vocab_size)])
 
 
-def loss(model: TinyModel, law: Law) -> float:
+def loss(model: TinyModel, distribution: Law) -> float:
     """Return the largest error of a law of texts against the target's; 0 for a lossless rule."""
-    length = round(np.log(law.size) / np.log(model.vocab_size))
-    return float(np.abs(law - completed(model, (), length)).max())
+    length = round(np.log(distribution.size) / np.log(model.vocab_size))
+    return float(np.abs(distribution - completed(model, (), length)).max())
 
 
 def _product(factors: Iterable[float]) -> float:

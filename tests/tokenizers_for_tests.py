@@ -66,9 +66,9 @@ def surrounding() -> PreTrainedTokenizerFast:
 def byte_fallback() -> PreTrainedTokenizerFast:
     """Return BPE with `<0xNN>` tokens for what it does not know and a stripped first space, as Llama 2 and Gemma have it."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    letters = ["▁", *sorted({c for text in CORPUS[:3] for c in text if c != " "})]
+    commands = ["▁", *sorted({c for text in CORPUS[:3] for c in text if c != " "})]
     words = ["▁t", "▁th", "▁the", "he", "ll"]
-    tokens = [*SPECIAL, *byte_tokens, *letters, *words]
+    tokens = [*SPECIAL, *byte_tokens, *commands, *words]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("l", "l")]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))

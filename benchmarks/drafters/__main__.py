@@ -104,8 +104,8 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, has_predictions: bool) -> EncodedPrompt:
-    foretold = prompt.prediction if has_predictions and prompt.prediction is not None else ""
-    return EncodedPrompt(chat_ids(tokenizer, prompt.text), tuple(tokenizer.encode(foretold, add_special_tokens=False)))
+    predicted = prompt.prediction if has_predictions and prompt.prediction is not None else ""
+    return EncodedPrompt(chat_ids(tokenizer, prompt.text), tuple(tokenizer.encode(predicted, add_special_tokens=False)))
 
 
 if __name__ == "__main__":

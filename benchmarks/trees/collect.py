@@ -20,7 +20,7 @@ from engine.core.types import SamplingParams
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import grow, learn
 from engine.engine import Engine
-from engine.profiling.counterfactual import Lab, Planting, Point
+from engine.profiling.counterfactual import Counterfactual, Planting, Point
 from engine.utils.progress_bar import progress_bar
 from engine.verify.coupled import judge_greedy
 from engine.verify.rules import create_verifier
@@ -45,7 +45,7 @@ class Collector:
 
     def __init__(self, engine: Engine, design: Design, out: Path) -> None:
         self._engine, self._design, self._out = engine, design, out
-        self._lab = Lab(engine)
+        self._lab = Counterfactual(engine)
         self._verifiers: dict[str, Verifier] = {}
         self._calibrations = {temperature: Calibrations() for temperature in design.temperatures}
         self._num_points = 0
@@ -101,9 +101,9 @@ class Collector:
         begin = time.perf_counter()
         if row.sampling.is_greedy:
             return judge_greedy(forest.trees, point.best_N(index))[0], time.perf_counter() - begin
-        laws_NV = point.target_laws_NV(index)
+        probs_NV = point.target_probs_NV(index)
         begin = time.perf_counter()
-        verdict = self._verifier(name).judge(forest, laws_NV, [row.key])[0]
+        verdict = self._verifier(name).judge(forest, probs_NV, [row.key])[0]
         return verdict, time.perf_counter() - begin
 
     def _verifier(self, name: str) -> Verifier:

@@ -89,10 +89,10 @@ def _pit_of(said: Said, plan: AuditPlan, reference: Reference, tolerance: float)
     pit = _Pit()
     key = stream_key(plan.first_seed, plan.settings.index(said.setting), Stream.EXTRA)
     for passage in _passages(said, reference):
-        support = support_of(passage.laws, passage.logits_MV, said.setting.sampling, tolerance)
+        support = support_of(passage.probs, passage.logits_MV, said.setting.sampling, tolerance)
         uniforms = [uniform(key, pit.support.num_tokens + index) for index in range(len(passage.token_ids))]
         if support.is_testable:
-            pit.values += transformed(support.laws_NV, passage.token_ids, uniforms)
+            pit.values += transformed(support.probs_NV, passage.token_ids, uniforms)
         pit.support += support.tally(passage.token_ids)
     return pit
 
@@ -106,14 +106,14 @@ def _prefix_tests(said: Said, count: int, least: int, reference: Reference) -> I
         if len(token_ids) >= least:
             logits_NV = reference.logits([(*prompt, *prefix)], count + 1)[0]
             last_NV = penalised(logits_NV, prompt, prefix, said.setting.sampling)[-1:]
-            yield _law_test(warped(last_NV, said.setting.sampling)[0], Counter(token_ids))
+            yield _probs_test(warped(last_NV, said.setting.sampling)[0], Counter(token_ids))
 
 
-def _law_test(law_V: Float[Tensor, " V"], counts: Counter[int]) -> ChiSquare:
+def _probs_test(probs_V: Float[Tensor, " V"], counts: Counter[int]) -> ChiSquare:
     """Compare drawn tokens with a law; the many tokens too unlikely for a cell of their own share one."""
     total = counts.total()
-    cells = (law_V * total >= _CELL).nonzero()[:, 0].tolist()
-    expected = [float(law_V[token_id]) * total for token_id in cells]
+    cells = (probs_V * total >= _CELL).nonzero()[:, 0].tolist()
+    expected = [float(probs_V[token_id]) * total for token_id in cells]
     observed = [counts[token_id] for token_id in cells]
     return compared([*observed, total - sum(observed)], [*expected, max(0.0, total - sum(expected))])
 
@@ -141,7 +141,7 @@ class _Passage:
         """The tokens, text after text."""
         return [token_id for text in self.texts for token_id in text.token_ids]
 
-    def laws(self, sampling: SamplingParams) -> Float[Tensor, "M V"]:
+    def probs(self, sampling: SamplingParams) -> Float[Tensor, "M V"]:
         """Return the laws the tokens should have been drawn from."""
         return warped(self.logits_MV, sampling)
 
@@ -158,7 +158,7 @@ class _Passage:
 def _choices_of(passage: _Passage, sampling: SamplingParams, tolerance: float) -> Tally:
     if sampling.is_greedy:
         return tally_gaps(greedy_gaps(passage.logits_MV, passage.token_ids), tolerance)
-    support = support_of(passage.laws, passage.logits_MV, sampling, tolerance)
+    support = support_of(passage.probs, passage.logits_MV, sampling, tolerance)
     return tally_gaps(support.coupled_gaps(passage.noise(), passage.token_ids), tolerance / sampling.temperature)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.audit.outcomes import Support, Tally, greedy_gaps, support_of, tally_gaps
 from engine.audit.pit import NUM_BINS, binned, transformed
 from engine.core.rng_keys import Stream, stream_key
-from engine.core.step_plan import LawContext
+from engine.core.step_plan import SamplingContext
 from engine.core.types import Request, SamplingParams
-from engine.sampling.laws import warped_laws
+from engine.sampling.distributions import warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.sampling.noise import gumbels
 from engine.structured_output.masks import GrammarMasks
@@ -97,10 +97,10 @@ class Judgement:
         if self.record.check is Check.GREEDY:
             return tally_gaps(greedy_gaps(edited_NV, token_ids), self._tolerance)
 
-        def laws_of(params: SamplingParams) -> Tensor:
-            return warped_laws(edited_NV, [params] * len(token_ids))
+        def probs_of(params: SamplingParams) -> Tensor:
+            return warped_probs(edited_NV, [params] * len(token_ids))
 
-        support = support_of(laws_of, edited_NV, sampling, self._tolerance)
+        support = support_of(probs_of, edited_NV, sampling, self._tolerance)
         if self.record.check is Check.COUPLED:
             gaps = support.coupled_gaps(self._noise(logits_NV), token_ids)
             return tally_gaps(gaps, self._tolerance / sampling.temperature)
@@ -111,14 +111,15 @@ class Judgement:
     def _count_draws(self, support: Support, token_ids: list[int]) -> None:
         """Put every draw into its bin."""
         uniforms = [next(self._uniforms) for _ in token_ids]
-        new = binned(transformed(support.laws_NV, token_ids, uniforms))
+        new = binned(transformed(support.probs_NV, token_ids, uniforms))
         self.bins = [old + more for old, more in zip(self.bins, new, strict=True)]
 
-    def _contexts(self, token_ids: list[int]) -> list[LawContext]:
+    def _contexts(self, token_ids: list[int]) -> list[SamplingContext]:
         request = self.record.request
         num_prompt = len(request.prompt_ids)
         return [
-            LawContext(request.sampling, self._history, num_prompt, tuple(token_ids[:place])) for place in range(len(token_ids))
+            SamplingContext(request.sampling, self._history, num_prompt, tuple(token_ids[:place]))
+            for place in range(len(token_ids))
         ]
 
     def _noise(self, logits_NV: Tensor) -> Tensor:

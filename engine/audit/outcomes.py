@@ -89,7 +89,7 @@ class Support:
     where these are not. `is_testable` says that rounding changes no probability by more than a factor e.
     """
 
-    laws_NV: Float[Tensor, "N V"]
+    probs_NV: Float[Tensor, "N V"]
     log_untruncated_NV: Float[Tensor, "N V"]
     is_sure_NV: Bool[Tensor, "N V"]
     is_perhaps_NV: Bool[Tensor, "N V"]
@@ -97,7 +97,7 @@ class Support:
 
     def tally(self, token_ids: Sequence[int]) -> Tally:
         """Count draws inside the law, at its edge, and where it is 0."""
-        is_inside_N, is_perhaps_N = _at(self.laws_NV, token_ids) > 0, _at(self.is_perhaps_NV, token_ids)
+        is_inside_N, is_perhaps_N = _at(self.probs_NV, token_ids) > 0, _at(self.is_perhaps_NV, token_ids)
         num_match, num_mismatch = int(is_inside_N.sum()), int((~is_inside_N & ~is_perhaps_N).sum())
         return Tally(num_match, len(token_ids) - num_match - num_mismatch, num_mismatch)
 
@@ -114,25 +114,25 @@ def is_testable(sampling: SamplingParams, tolerance: float) -> bool:
     return tolerance <= sampling.temperature
 
 
-def support_of(laws_of: LawsOf, logits_NV: Float[Tensor, "N V"], sampling: SamplingParams, tolerance: float) -> Support:
+def support_of(probs_of: LawsOf, logits_NV: Float[Tensor, "N V"], sampling: SamplingParams, tolerance: float) -> Support:
     """Return the support of laws under `sampling` of logits, edited already, that may be off by `tolerance`.
 
     Of two tokens nearly tied for the first place either may be all of a sharp law. A nucleus whose mass meets top-p nearly
     exactly may hold a token more or less, and so may a top-k with a near tie at its end.
     """
     temperature = max(sampling.temperature, MIN_TEMPERATURE)
-    laws_NV, log_NV = laws_of(sampling), torch.log_softmax(logits_NV.double() / temperature, -1)
+    probs_NV, log_NV = probs_of(sampling), torch.log_softmax(logits_NV.double() / temperature, -1)
     is_near_top_NV = logits_NV >= logits_NV.amax(-1, keepdim=True) - tolerance
-    is_sure_NV = is_perhaps_NV = laws_NV > 0
+    is_sure_NV = is_perhaps_NV = probs_NV > 0
     if sampling.top_p < 1.0 or sampling.top_k or sampling.min_p:
-        is_sure_NV, is_perhaps_NV = _edges(laws_of, log_NV.exp(), sampling, min(_MOST_SLACK, tolerance / temperature))
-    return Support(laws_NV, log_NV, is_sure_NV, is_perhaps_NV | is_near_top_NV, is_testable(sampling, tolerance))
+        is_sure_NV, is_perhaps_NV = _edges(probs_of, log_NV.exp(), sampling, min(_MOST_SLACK, tolerance / temperature))
+    return Support(probs_NV, log_NV, is_sure_NV, is_perhaps_NV | is_near_top_NV, is_testable(sampling, tolerance))
 
 
-def _edges(laws_of: LawsOf, untruncated_NV: Tensor, sampling: SamplingParams, slack: float) -> tuple[Tensor, Tensor]:
+def _edges(probs_of: LawsOf, untruncated_NV: Tensor, sampling: SamplingParams, slack: float) -> tuple[Tensor, Tensor]:
     """Return the tokens that truncation surely keeps, and those it perhaps keeps."""
-    sure = laws_of(replace(sampling, top_p=_less(sampling.top_p, slack), min_p=min(1.0, sampling.min_p / (1.0 - slack))))
-    perhaps = laws_of(replace(sampling, top_p=min(1.0, sampling.top_p + slack), min_p=sampling.min_p * (1.0 - slack)))
+    sure = probs_of(replace(sampling, top_p=_less(sampling.top_p, slack), min_p=min(1.0, sampling.min_p / (1.0 - slack))))
+    perhaps = probs_of(replace(sampling, top_p=min(1.0, sampling.top_p + slack), min_p=sampling.min_p * (1.0 - slack)))
     most_dropped_N1 = untruncated_NV.masked_fill(sure > 0, 0.0).amax(-1, keepdim=True)
     is_sure_NV = (sure > 0) & (untruncated_NV >= most_dropped_N1 * (1.0 + slack))
     least_kept_N1 = untruncated_NV.masked_fill(perhaps <= 0, 1.0).amin(-1, keepdim=True)

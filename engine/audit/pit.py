@@ -19,14 +19,14 @@ from engine.audit.chi_square import ChiSquare, compared
 NUM_BINS = 20
 
 
-def transformed(laws_NV: Float[Tensor, "N V"], token_ids: Sequence[int], uniforms: Sequence[float]) -> list[float]:
+def transformed(probs_NV: Float[Tensor, "N V"], token_ids: Sequence[int], uniforms: Sequence[float]) -> list[float]:
     """Return u of each draw."""
-    ids_N1 = torch.tensor(list(token_ids), device=laws_NV.device)[:, None]
-    own_N1 = laws_NV.gather(-1, ids_N1)
-    index_V = torch.arange(laws_NV.shape[-1], device=laws_NV.device)
-    is_before_NV = (laws_NV > own_N1) | ((laws_NV == own_N1) & (index_V < ids_N1))
-    before_N = (laws_NV.double() * is_before_NV).sum(-1)
-    inside_N = torch.tensor(list(uniforms), dtype=torch.float64, device=laws_NV.device) * own_N1[:, 0]
+    ids_N1 = torch.tensor(list(token_ids), device=probs_NV.device)[:, None]
+    own_N1 = probs_NV.gather(-1, ids_N1)
+    index_V = torch.arange(probs_NV.shape[-1], device=probs_NV.device)
+    is_before_NV = (probs_NV > own_N1) | ((probs_NV == own_N1) & (index_V < ids_N1))
+    before_N = (probs_NV.double() * is_before_NV).sum(-1)
+    inside_N = torch.tensor(list(uniforms), dtype=torch.float64, device=probs_NV.device) * own_N1[:, 0]
     return (before_N + inside_N).tolist()
 
 

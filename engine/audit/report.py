@@ -21,7 +21,7 @@ class LawTest:
 
     name: str
     test: ChiSquare
-    num_laws: int = 1
+    num_distributions: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,8 +220,8 @@ class StepFeedback:
     num_rows: int
     num_rounds: int
     num_passes: int
-    tell_work: Callable[[], StepWork]
-    tell_outcomes: Callable[[], tuple[DraftOutcome, ...]]
+    make_work: Callable[[], StepWork]
+    make_outcomes: Callable[[], tuple[DraftOutcome, ...]]
     _work: StepWork | None = field(default=None, init=False)
     _outcomes: tuple[DraftOutcome, ...] | None = field(default=None, init=False)
 
@@ -234,14 +234,14 @@ class StepFeedback:
     def work(self) -> StepWork:
         """What it ran."""
         if self._work is None:
-            self._work = self.tell_work()
+            self._work = self.make_work()
         return self._work
 
     @property
     def outcomes(self) -> tuple[DraftOutcome, ...]:
         """What became of its decoding rows."""
         if self._outcomes is None:
-            self._outcomes = self.tell_outcomes()
+            self._outcomes = self.make_outcomes()
         return self._outcomes
 
 

@@ -10,7 +10,7 @@ from engine.core.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class LawContext:
+class SamplingContext:
     """All that the law of one next token depends on beside the model: the parameters and the tokens before it.
 
     `history` is the committed text, its first `num_prompt_tokens` the prompt; `path_ids` are drafted tokens after it.
@@ -77,9 +77,9 @@ class Row:
         """Names this row's randomness in this step."""
         return StepKey(self.seed, self.root_position)
 
-    def law_context(self, path_ids: tuple[int, ...]) -> LawContext:
+    def sampling_context(self, path_ids: tuple[int, ...]) -> SamplingContext:
         """Return what the law after these drafted tokens, the root's successors, depends on."""
-        return LawContext(self.sampling, self.history, self.num_prompt_tokens, path_ids)
+        return SamplingContext(self.sampling, self.history, self.num_prompt_tokens, path_ids)
 
     @property
     def draw_kind(self) -> TreeKind:

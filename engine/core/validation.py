@@ -1,6 +1,6 @@
 """Which requests can never run: one check, made before a request gets a place in the queue."""
 
-from engine.core.sampling_limits import NoLaw, require_law
+from engine.core.sampling_limits import NoDistribution, require_probs
 from engine.core.tree import PLAIN
 from engine.core.types import ErrorCode, FinishReason, ModelInfo, Request, Speculation, TokenEvent
 from engine.core.verifier_table import InexactPairError, UnknownVerifierError, require_exact
@@ -32,8 +32,8 @@ def require_runnable(request: Request, info: ModelInfo) -> None:
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
         raise RequestRefused(f"prompt, prediction and generated token ids must lie in [0, {info.vocab_size})")
     try:
-        require_law(sampling, info.vocab_size, info.eos_token_ids)
-    except NoLaw as error:
+        require_probs(sampling, info.vocab_size, info.eos_token_ids)
+    except NoDistribution as error:
         raise RequestRefused(str(error)) from error
     _require_exact_pair(request.speculation)
 

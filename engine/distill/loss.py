@@ -13,12 +13,12 @@ _ROWS = 512  # positions at a time, so that their laws stay in the processor's c
 _ROWS_ELSEWHERE = 8192  # where a launch costs more, and it is their memory that counts
 
 
-def teacher_laws(states_ND: Float[Tensor, "N D"], rows_MD: Float[Tensor, "M D"]) -> Float[Tensor, "N M"]:
+def teacher_probs(states_ND: Float[Tensor, "N D"], rows_MD: Float[Tensor, "M D"]) -> Float[Tensor, "N M"]:
     """Return the target's laws over the head's vocabulary alone, scaled to sum to 1, bfloat16."""
-    laws_NM = torch.empty(len(states_ND), len(rows_MD), dtype=torch.bfloat16, device=states_ND.device)
+    probs_NM = torch.empty(len(states_ND), len(rows_MD), dtype=torch.bfloat16, device=states_ND.device)
     for part in _parts(states_ND):
-        laws_NM[part] = (states_ND[part] @ rows_MD.T).float().softmax(-1)
-    return laws_NM
+        probs_NM[part] = (states_ND[part] @ rows_MD.T).float().softmax(-1)
+    return probs_NM
 
 
 class _Distilled(torch.autograd.Function):
@@ -29,11 +29,11 @@ class _Distilled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, predicted_ND: Tensor, laws_NM: Tensor, rows_MD: Tensor, refusal_weight: float) -> Tensor:
+    def forward(ctx: Any, predicted_ND: Tensor, probs_NM: Tensor, rows_MD: Tensor, refusal_weight: float) -> Tensor:
         grad_ND = torch.empty_like(predicted_ND)
         loss = torch.zeros((), device=predicted_ND.device)
         for part in _parts(predicted_ND):
-            logits, p = predicted_ND[part] @ rows_MD.T, laws_NM[part]
+            logits, p = predicted_ND[part] @ rows_MD.T, probs_NM[part]
             q = logits.softmax(-1, dtype=torch.float32)
             # sum p log q = sum p logits - log of the sum of exp(logits), and that is logits - log q at any token
             log_sum = logits[:, :1].float() - q[:, :1].clamp_min(1e-38).log()
@@ -62,10 +62,10 @@ def _parts(rows_ND: Tensor) -> list[slice]:
 
 
 def distillation_loss(
-    predicted_ND: Float[Tensor, "N D"], laws_NM: Float[Tensor, "N M"], rows_MD: Float[Tensor, "M D"], refusal_weight: float
+    predicted_ND: Float[Tensor, "N D"], probs_NM: Float[Tensor, "N M"], rows_MD: Float[Tensor, "M D"], refusal_weight: float
 ) -> Float[Tensor, ""]:
     """Return the mean of (1 - w) cross-entropy + w refused mass over the positions; w = `refusal_weight` in [0, 1].
 
     `rows_MD` are the target's output rows of the head's vocabulary: frozen, no gradient reaches them.
     """
-    return _Distilled.apply(predicted_ND, laws_NM, rows_MD, refusal_weight)  # type: ignore[no-any-return, no-untyped-call]
+    return _Distilled.apply(predicted_ND, probs_NM, rows_MD, refusal_weight)  # type: ignore[no-any-return, no-untyped-call]

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.distill.chains import chain_states
 from engine.distill.corpus import Text
-from engine.distill.loss import distillation_loss, teacher_laws
+from engine.distill.loss import distillation_loss, teacher_probs
 from engine.draft.models.head import DraftHead
 from engine.utils.progress_bar import progress_bar
 
@@ -162,8 +162,8 @@ class Trainer:
     def _learn(self, batch: Batch, progress: float, generator: torch.Generator, share: float) -> tuple[float, float]:
         """Add one pass's gradient; return its loss and, at step 0, the overlap with the target over the head's vocabulary."""
         plan, device = self.plan, self._rows_MD.device
-        laws_NM = teacher_laws(batch.states_BTFD[batch.counts_BT][:, -1].to(self._dtype), self._rows_MD)
-        law_of_BT = batch.counts_BT.flatten().cumsum(0).view_as(batch.counts_BT) - 1
+        probs_NM = teacher_probs(batch.states_BTFD[batch.counts_BT][:, -1].to(self._dtype), self._rows_MD)
+        probs_of_BT = batch.counts_BT.flatten().cumsum(0).view_as(batch.counts_BT) - 1
         starts_BC, is_start_BC = sampled_starts(batch.counts_BT, plan.chain_share, plan.num_steps, generator)
         weight = plan.refusal_weight * progress
         total = torch.zeros((), device=device)
@@ -173,12 +173,12 @@ class Trainer:
             for step, state in enumerate(chain_states(self.head, batch.states_BTFD, embeddings, starts_BC, plan.num_steps)):
                 predicted = self.head.predicted(state)
                 if step == 0:
-                    kept, laws = predicted[batch.counts_BT], laws_NM
-                    overlap = _overlap(kept.detach()[::17], laws[::17], self._rows_MD)
+                    kept, probs = predicted[batch.counts_BT], probs_NM
+                    overlap = _overlap(kept.detach()[::17], probs[::17], self._rows_MD)
                 else:
                     rows = torch.arange(len(starts_BC), device=device)[:, None]
-                    kept, laws = predicted[is_start_BC], laws_NM[law_of_BT[rows, starts_BC + step][is_start_BC]]
-                total = total + distillation_loss(kept.to(self._dtype), laws, self._rows_MD, weight)
+                    kept, probs = predicted[is_start_BC], probs_NM[probs_of_BT[rows, starts_BC + step][is_start_BC]]
+                total = total + distillation_loss(kept.to(self._dtype), probs, self._rows_MD, weight)
         loss = total / plan.num_steps
         (loss * share).backward()  # type: ignore[no-untyped-call]
         return float(loss.detach()), overlap
@@ -255,6 +255,6 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _overlap(predicted_ND: Tensor, laws_NM: Tensor, rows_MD: Tensor) -> float:
+def _overlap(predicted_ND: Tensor, probs_NM: Tensor, rows_MD: Tensor) -> float:
     q = (predicted_ND.to(rows_MD.dtype) @ rows_MD.T).float().softmax(-1)
-    return float(torch.minimum(q, laws_NM.float()).sum(-1).mean())
+    return float(torch.minimum(q, probs_NM.float()).sum(-1).mean())

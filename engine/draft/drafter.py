@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.core.enums import Origin
-from engine.core.step_plan import Feeding, LawContext, Row
+from engine.core.step_plan import Feeding, Row, SamplingContext
 from engine.core.tree import ROOT, TokenTree
 from engine.core.types import Request
 from engine.utils.host_transfer import integers
@@ -35,7 +35,7 @@ class GrowingTree:
     token_ids: list[int] = field(default_factory=list)
     draws: list[list[int]] = field(default_factory=lambda: [[]])
     depths: list[int] = field(default_factory=lambda: [0])
-    law_rows: list[int | None] = field(default_factory=lambda: [None])
+    probs_rows: list[int | None] = field(default_factory=lambda: [None])
     fed: set[int] = field(default_factory=set)
     origins: dict[tuple[int, ...], Mapping[int, Origin]] = field(default_factory=dict)
     odds: dict[tuple[int, ...], Mapping[int, float]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class GrowingTree:
         self.token_ids.append(token_id)
         self.draws.append([])
         self.depths.append(self.depths[parent] + 1)
-        self.law_rows.append(None)
+        self.probs_rows.append(None)
         self.draws[parent].append(node)
         return node
 
@@ -88,9 +88,9 @@ class FrontierNode:
         return self.tree.row.root_position + self.tree.depths[self.node]
 
     @property
-    def law_context(self) -> LawContext:
+    def sampling_context(self) -> SamplingContext:
         """What the law after the node depends on."""
-        return self.tree.row.law_context(tuple(self.tree.token_ids[node] for node in self.tree.path(self.node)[1:]))
+        return self.tree.row.sampling_context(tuple(self.tree.token_ids[node] for node in self.tree.path(self.node)[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class ModelPasses:
     num_fed: float = 0
 
     @classmethod
-    def one(cls, num_tokens: int, num_asked: int, unasked_share: float) -> "ModelPasses":
+    def one(cls, num_tokens: int, num_asked: int, unqueried_share: float) -> "ModelPasses":
         """Return a pass over tokens of which some are asked about."""
-        return cls(1, num_asked + unasked_share * (num_tokens - num_asked))
+        return cls(1, num_asked + unqueried_share * (num_tokens - num_asked))
 
     def __add__(self, other: "ModelPasses") -> "ModelPasses":
         return ModelPasses(self.num_passes + other.num_passes, self.num_fed + other.num_fed)
@@ -184,12 +184,12 @@ class Drafter(Protocol):
 class FeedsForLess(Protocol):
     """A drafter for which a token that it is merely fed costs this share of one that it is asked about."""
 
-    unasked_share: float
+    unqueried_share: float
 
 
-def unasked_share_of(drafter: Drafter | None) -> float:
+def unqueried_share_of(drafter: Drafter | None) -> float:
     """Return that share; most drafters take as long for the one as for the other."""
-    return drafter.unasked_share if isinstance(drafter, FeedsForLess) else 1.0
+    return drafter.unqueried_share if isinstance(drafter, FeedsForLess) else 1.0
 
 
 @runtime_checkable

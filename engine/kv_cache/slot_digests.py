@@ -39,7 +39,7 @@ class NoWatch:
         """Do nothing."""
 
 
-class SlotTexts:
+class SlotDigests:
     """Owns a digest for each slot. Whoever owns the slots tells it of those that are freed."""
 
     def __init__(self, num_slots: int) -> None:

@@ -40,13 +40,13 @@ class Ending:
     """Where a row's step ended: packed node, the row of the law its children were drawn from, its slot, the token after it."""
 
     node: int
-    law_row: int | None
+    probs_row: int | None
     slot: int
     root_id: int
     sampling: SamplingParams
 
 
-class RootReader:
+class RootFeatures:
     """Tells of roots after the latest noted step. Sees nothing, and costs nothing, before `watch`.
 
     `drafter` is what was made for the target's features, if anything was.
@@ -58,7 +58,7 @@ class RootReader:
         self._embeddings_VD: Tensor = model.module.get_input_embeddings().weight
         self._endings: Mapping[str, Ending] = {}
         self._given_ND: Tensor | None = None  # to the output head, in the latest pass
-        self._states_ND = self._logits_NV = self._laws_RV = torch.empty((0, 0))
+        self._states_ND = self._logits_NV = self._probs_RV = torch.empty((0, 0))
         self._is_watching = False
 
     @property
@@ -85,13 +85,13 @@ class RootReader:
         """Return it."""
         return self._given_ND
 
-    def note(self, endings: Mapping[str, Ending], logits_NV: Float[Tensor, "N V"], laws_RV: Float[Tensor, "R V"]) -> None:
+    def note(self, endings: Mapping[str, Ending], logits_NV: Float[Tensor, "N V"], probs_RV: Float[Tensor, "R V"]) -> None:
         """Take note of the step whose pass has just run; what was noted before is forgotten."""
         self._endings = endings
         if endings:
             assert self._given_ND is not None
             # Nodes come first; the scored places of prompts, which follow them, are no roots.
-            self._states_ND, self._logits_NV, self._laws_RV = self._given_ND[: len(logits_NV)], logits_NV, laws_RV
+            self._states_ND, self._logits_NV, self._probs_RV = self._given_ND[: len(logits_NV)], logits_NV, probs_RV
 
     def facts(self, request_ids: Sequence[str]) -> RootFacts:
         """Return what is known of these sequences' roots."""
@@ -127,20 +127,20 @@ class RootReader:
         logits_BV = self._logits_NV.index_select(0, nodes)
         if any(temperature != 1.0 for temperature in temperatures):
             logits_BV = logits_BV / column(temperatures, logits_BV)
-        laws_BV = logits_BV.softmax(-1)
+        probs_BV = logits_BV.softmax(-1)
         root_ids = integers([one.root_id for one in endings], device)[:, None]
-        top_B1 = laws_BV.amax(-1, keepdim=True)
+        top_B1 = probs_BV.amax(-1, keepdim=True)
         # With log p = logits - c, and c known from the likeliest token: H = c - sum of p x logits.
         normaliser_B1 = logits_BV.amax(-1, keepdim=True) - top_B1.log()
-        entropy_B1 = normaliser_B1 - torch.linalg.vecdot(laws_BV, logits_BV)[:, None]
+        entropy_B1 = normaliser_B1 - torch.linalg.vecdot(probs_BV, logits_BV)[:, None]
         root_log_B1 = logits_BV.gather(1, root_ids) - normaliser_B1
         of_draft_BC = torch.zeros((len(endings), _NUM_COMPARED), device=device)
-        known = [place for place, one in enumerate(endings) if one.law_row is not None]
+        known = [place for place, one in enumerate(endings) if one.probs_row is not None]
         if known:
-            rows = integers([row for one in endings if (row := one.law_row) is not None], device)
+            rows = integers([row for one in endings if (row := one.probs_row) is not None], device)
             index = integers(known, device)
-            drafted_BV = self._laws_RV.index_select(0, rows)
-            known_BV = laws_BV if len(known) == len(endings) else laws_BV.index_select(0, index)
+            drafted_BV = self._probs_RV.index_select(0, rows)
+            known_BV = probs_BV if len(known) == len(endings) else probs_BV.index_select(0, index)
             of_draft_BC[index] = _compared(known_BV, drafted_BV, root_ids[index])
         return torch.cat([entropy_B1, top_B1, root_log_B1.clamp(min=_LEAST_LOG), of_draft_BC], dim=-1)
 

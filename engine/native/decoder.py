@@ -17,7 +17,7 @@ from engine.attention.packing import PackedBatch
 from engine.kv_cache.pool import KVCache
 from engine.native import library
 from engine.native.passes import Features, Output, Runner, Tables
-from engine.utils.rotary_table import ByPosition
+from engine.utils.rotary_table import RotaryTable
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Gemma3DecoderLayer")
 _NORMS = {  # what is added to the weight
@@ -142,7 +142,7 @@ class NativeDecoder:
         return self._tensors[-1].data_ptr()
 
 
-def _rotations(embedding: Any, kind: str | None) -> ByPosition[Tables]:
+def _rotations(embedding: Any, kind: str | None) -> RotaryTable[Tables]:
     """Return the cosines and sines of a kind of layer, from the model's own embedding."""
     options = {} if kind is None else {"layer_type": kind}
 
@@ -150,7 +150,7 @@ def _rotations(embedding: Any, kind: str | None) -> ByPosition[Tables]:
         cosines, sines = embedding(torch.empty(0), positions_P[None], **options)
         return cosines[0].contiguous(), sines[0].contiguous()
 
-    return ByPosition(make)
+    return RotaryTable(make)
 
 
 def refuse_by_structure(module: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.native import library
 from engine.native.library import Fed
-from engine.native.mixture import Foretold, flattened
+from engine.native.mixture import Predicted, flattened
 from engine.utils.host_transfer import as_longs
 
 
@@ -166,7 +166,7 @@ class Growing:
         """Let the library forget it."""
         self._library.latebranch_end_growth(self._handle)
 
-    def round(self, told: Sequence[Foretold], is_sure: Sequence[bool], unknown: Sequence[int]) -> tuple[list[list[bool]], Fed]:
+    def round(self, told: Sequence[Predicted], is_sure: Sequence[bool], unknown: Sequence[int]) -> tuple[list[list[bool]], Fed]:
         """Answer the nodes of `asks`, which become those of the next round; return how that went.
 
         What cached text foretells there is `told`; columns from M on are of `unknown` tokens. Where it `is_sure` the head is not

@@ -18,7 +18,7 @@ from engine.native import library
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class Predicted:
     """What cached text says of one token: columns and probabilities, and how far it is trusted; without columns nothing."""
 
     columns: Sequence[int]
@@ -34,11 +34,11 @@ class Flat(NamedTuple):
     odds: library.Numbers
 
 
-def flattened(foretold: Sequence[Foretold]) -> Flat:
+def flattened(predicted: Sequence[Predicted]) -> Flat:
     """Return what is foretold side by side."""
-    firsts = [*accumulate((len(one.columns) for one in foretold), initial=0)]
-    columns = [*chain.from_iterable(one.columns for one in foretold)]
-    odds = array("f", [*chain.from_iterable(one.odds for one in foretold), *(one.chance for one in foretold)])
+    firsts = [*accumulate((len(one.columns) for one in predicted), initial=0)]
+    columns = [*chain.from_iterable(one.columns for one in predicted)]
+    odds = array("f", [*chain.from_iterable(one.odds for one in predicted), *(one.chance for one in predicted)])
     return Flat(firsts, columns, odds)
 
 
@@ -48,7 +48,7 @@ def can_mix(device: torch.device) -> bool:
 
 
 def mixed(
-    model_RK: Float[Tensor, "R K"] | None, rows: Sequence[int | None], foretold: Sequence[Foretold], num_columns: int
+    model_RK: Float[Tensor, "R K"] | None, rows: Sequence[int | None], predicted: Sequence[Predicted], num_columns: int
 ) -> tuple[Float[Tensor, "P M"], list[list[bool]]]:
     """Return logits of the mixtures, and of each foretold token whether more of it is cached text's.
 
@@ -60,8 +60,8 @@ def mixed(
         assert model_RK.dtype == torch.float32
         assert model_RK.shape[1] <= num_columns
         model_RK, num_known = model_RK.contiguous(), model_RK.shape[1]
-    assert len(foretold) == num_proposals
-    firsts, columns, odds = flattened(foretold)
+    assert len(predicted) == num_proposals
+    firsts, columns, odds = flattened(predicted)
     assert all(0 <= column < num_columns for column in columns), "a foretold token has no column"
     places = np.array([*(-1 if row is None else row for row in rows), *firsts, *columns], dtype=np.int64)
     is_rather_cached = np.zeros(firsts[-1], dtype=np.uint8)

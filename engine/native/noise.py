@@ -34,13 +34,13 @@ def gumbels(keys: Sequence[int], vocab_size: int, ids_M: Int[Tensor, " M"] | Non
     return noise
 
 
-def choices(laws_NV: Float[Tensor, "N V"], rows: Sequence[int], keys: Sequence[int]) -> list[tuple[float, int]]:
+def choices(probs_NV: Float[Tensor, "N V"], rows: Sequence[int], keys: Sequence[int]) -> list[tuple[float, int]]:
     """Return the best perturbed log-probability of each of `rows` and its token; NaN or -inf where the law is no law."""
     scores, chosen = np.empty(len(rows)), np.empty(len(rows), dtype=np.int64)
-    laws_NV, rows_K, keys_K = laws_NV.contiguous(), np.array(rows, dtype=np.int64), np.array(keys, dtype=np.uint64)
+    probs_NV, rows_K, keys_K = probs_NV.contiguous(), np.array(rows, dtype=np.int64), np.array(keys, dtype=np.uint64)
     library.library().latebranch_choose(
-        laws_NV.data_ptr(),
-        laws_NV.shape[1],
+        probs_NV.data_ptr(),
+        probs_NV.shape[1],
         library.address(rows_K),
         library.address(keys_K),
         len(rows),

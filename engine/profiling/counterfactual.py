@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.core.policy import RootFacts
-from engine.core.step_plan import Feeding, LawContext, Row, StepPlan
+from engine.core.step_plan import Feeding, Row, SamplingContext, StepPlan
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, Proposal
@@ -24,7 +24,7 @@ from engine.draft.trees.grown import Growth
 from engine.draft.trees.nested import Nested, Truncation
 from engine.engine import Engine
 from engine.model.root_features import Ending
-from engine.sampling.laws import processed_laws
+from engine.sampling.distributions import processed_probs
 from engine.verify.coupled import judge_greedy
 from engine.verify.forest import Forest
 from engine.verify.verdict import Verifier
@@ -44,7 +44,7 @@ class Planting:
     seed: int
 
 
-class Lab:
+class Counterfactual:
     """Both models over one text; the engine must be idle, and run nothing but what is asked for here."""
 
     def __init__(self, engine: Engine) -> None:
@@ -139,7 +139,7 @@ class Lab:
         """Ask the target for the law after every node of the trees."""
         nodes = [_add(union, tree) for tree in growth.forest.trees]
         logits_UV = self._target.forward(StepPlan(0, (union.row,)), [union.frozen()])
-        return Point(rows, growth, nodes, _laws(union, logits_UV, sampling), logits_UV.argmax(-1).tolist())
+        return Point(rows, growth, nodes, _probs(union, logits_UV, sampling), logits_UV.argmax(-1).tolist())
 
     def facts(self, point: int, planting: Planting, sampling: SamplingParams) -> RootFacts:
         """Return what a policy could see of the root at `point` if the step before had ended one token before it.
@@ -151,9 +151,9 @@ class Lab:
         model = self._target.model
         growth = grow(self._drafter, [row], model.vocab_size, model.device)
         logits_NV = self._target.forward(StepPlan(0, (row,)), growth.forest.trees)
-        law_row, root_id = growth.forest.law_rows[0][ROOT], self._text[point]
-        ending = Ending(ROOT, law_row, row.slots[row.root_position], root_id, sampling)
-        self._roots.note({_NAME: ending}, logits_NV, growth.forest.draft_laws_RV)
+        probs_row, root_id = growth.forest.probs_rows[0][ROOT], self._text[point]
+        ending = Ending(ROOT, probs_row, row.slots[row.root_position], root_id, sampling)
+        self._roots.note({_NAME: ending}, logits_NV, growth.forest.draft_probs_RV)
         return self._roots.facts([_NAME])
 
 
@@ -164,13 +164,13 @@ class Point:
     rows: list[Row]
     growth: Growth
     nodes: list[list[int]]  # of each tree, as nodes of the union
-    laws_UV: Tensor | None
+    probs_UV: Tensor | None
     best_U: list[int]
 
-    def target_laws_NV(self, index: int) -> Tensor:
+    def target_probs_NV(self, index: int) -> Tensor:
         """Return the law after each node of a tree."""
-        assert self.laws_UV is not None
-        return self.laws_UV[torch.tensor(self.nodes[index])]
+        assert self.probs_UV is not None
+        return self.probs_UV[torch.tensor(self.nodes[index])]
 
     def best_N(self, index: int) -> list[int]:
         """Return the target's arg max after each node of a tree."""
@@ -194,11 +194,11 @@ class NestedPoint:
     def forest(self, index: int) -> Forest:
         """Return the truncations of a tree with the laws that their nodes were drawn from."""
         growth, trees = self.whole.growth, self.truncations[index]
-        rows = growth.forest.law_rows[index]
-        law_rows = tuple(
+        rows = growth.forest.probs_rows[index]
+        probs_rows = tuple(
             tuple(rows[node] if drawn else None for node, drawn in zip(one.nodes, one.tree.draws, strict=True)) for one in trees
         )
-        return Forest(tuple(one.tree for one in trees), growth.forest.draft_laws_RV, law_rows)
+        return Forest(tuple(one.tree for one in trees), growth.forest.draft_probs_RV, probs_rows)
 
     def tokens(self, index: int, verifier: Verifier | None) -> list[Brought]:
         """Return what each truncation of a tree brings; without a verifier, to a greedy row.
@@ -209,41 +209,41 @@ class NestedPoint:
             path = judge_greedy([self.whole.growth.forest.trees[index]], self.whole.best_N(index))[0].path
         elif verifier.name == "coupled":
             forest, key = self.whole.growth.forest.subset([index]), self.whole.rows[index].key
-            path = verifier.judge(forest, self.whole.target_laws_NV(index), [key])[0].path
+            path = verifier.judge(forest, self.whole.target_probs_NV(index), [key])[0].path
         else:
             return self._expected(index, verifier)
         reaches = (sum(node in one.nodes for node in path) for one in self.truncations[index])
         return [Brought(float(reach), reach - 1) for reach in reaches]
 
     def _expected(self, index: int, verifier: Verifier) -> list[Brought]:
-        forest, laws_NC = lumped(self.forest(index), self.whole.target_laws_NV(index), self.truncations[index])
-        verdicts = verifier.judge(forest, laws_NC, [self.whole.rows[index].key] * len(forest.trees))
+        forest, probs_NC = lumped(self.forest(index), self.whole.target_probs_NV(index), self.truncations[index])
+        verdicts = verifier.judge(forest, probs_NC, [self.whole.rows[index].key] * len(forest.trees))
         assert all(verdict.expected_tokens is not None for verdict in verdicts)
         return [Brought(verdict.expected_tokens or 0.0, len(verdict.path) - 1) for verdict in verdicts]
 
 
-def lumped(forest: Forest, target_laws_MV: Tensor, truncations: Sequence[Truncation]) -> tuple[Forest, Tensor]:
+def lumped(forest: Forest, target_probs_MV: Tensor, truncations: Sequence[Truncation]) -> tuple[Forest, Tensor]:
     """Return the forest over fewer tokens, and the target's law after each of its nodes: what no draft law knows is one token.
 
     A rule treats tokens that cannot be drafted alike, each in proportion to its probability, so that masses stay what they are.
     `target_laws_MV` is by node of the whole tree.
     """
-    is_known_V = (forest.draft_laws_RV > 0.0).any(0)
+    is_known_V = (forest.draft_probs_RV > 0.0).any(0)
     known_C = is_known_V.nonzero()[:, 0]
     column_V = (is_known_V.cumsum(0) - 1).tolist()
     trees = tuple(replace(tree, token_ids=(0, *(column_V[token_id] for token_id in tree.token_ids[1:]))) for tree in forest.trees)
-    drafted_RC = functional.pad(forest.draft_laws_RV.index_select(1, known_C), (0, 1))
-    rest_M1 = target_laws_MV[:, ~is_known_V].sum(-1, keepdim=True)
-    laws_MC = torch.cat([target_laws_MV.index_select(1, known_C), rest_M1], dim=-1)
+    drafted_RC = functional.pad(forest.draft_probs_RV.index_select(1, known_C), (0, 1))
+    rest_M1 = target_probs_MV[:, ~is_known_V].sum(-1, keepdim=True)
+    probs_MC = torch.cat([target_probs_MV.index_select(1, known_C), rest_M1], dim=-1)
     nodes = torch.tensor([node for one in truncations for node in one.nodes])
-    return Forest(trees, drafted_RC, forest.law_rows), laws_MC[nodes]
+    return Forest(trees, drafted_RC, forest.probs_rows), probs_MC[nodes]
 
 
-def _laws(union: GrowingTree, logits_UV: Tensor, sampling: SamplingParams) -> Tensor | None:
+def _probs(union: GrowingTree, logits_UV: Tensor, sampling: SamplingParams) -> Tensor | None:
     if sampling.is_greedy:
         return None
-    contexts: list[LawContext] = [FrontierNode(union, node, 0).law_context for node in range(len(union.parents))]
-    return processed_laws(logits_UV, contexts)
+    contexts: list[SamplingContext] = [FrontierNode(union, node, 0).sampling_context for node in range(len(union.parents))]
+    return processed_probs(logits_UV, contexts)
 
 
 def _add(union: GrowingTree, tree: TokenTree) -> list[int]:

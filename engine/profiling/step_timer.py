@@ -18,7 +18,7 @@ from engine.core.policy import Choice, PassSize, SequenceView, StepFeedback, Ste
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import Expansion, TokenTree
 from engine.core.types import ModelInfo, Request, SamplingParams
-from engine.draft.drafter import Drafter, unasked_share_of
+from engine.draft.drafter import Drafter, unqueried_share_of
 from engine.engine import Engine
 from engine.model.target import Target
 from engine.native import library
@@ -28,7 +28,7 @@ from engine.verify.forest import Forest
 _NUM_CONTEXT_SLOTS = 64  # that hold keys; longer contexts read them again
 
 
-class Rig:
+class StepTimer:
     """Runs the target, the judge and whole steps at will. Valid while no engine over the same caches has work.
 
     `drafter` is what is to be measured: the model that drafts, where there is one, without the cached text beside it, which would
@@ -69,21 +69,21 @@ class Rig:
         }
 
     @property
-    def unasked_share(self) -> float:
+    def unqueried_share(self) -> float:
         """What a token costs the drafter that it is merely fed, as a share of one that it is asked about."""
-        return unasked_share_of(self._drafter)
+        return unqueried_share_of(self._drafter)
 
     def time_pass(self, size: PassSize) -> tuple[StepWork, float]:
         """Return what a pass of that size runs, with its judgement, and its seconds."""
         self._write_context()
         rows = [self._row(index, size) for index in range(size.num_rows)]
         trees = tuple(_chain(size.num_nodes, row.certain_ids[0]) for row in rows)
-        laws_RV = torch.full((1, self._info.vocab_size), 1.0 / self._info.vocab_size, device=self._target.model.device)
-        law_rows = tuple(tuple(0 if tree.draws[node] else None for node in range(tree.num_nodes)) for tree in trees)
+        probs_RV = torch.full((1, self._info.vocab_size), 1.0 / self._info.vocab_size, device=self._target.model.device)
+        probs_rows = tuple(tuple(0 if tree.draws[node] else None for node in range(tree.num_nodes)) for tree in trees)
         self._synchronize()
         begin_s = time.perf_counter()
         logits_NV = self._target.forward(StepPlan(0, tuple(rows)), trees)
-        self._judge.judge(rows, Forest(trees, laws_RV, law_rows), logits_NV)
+        self._judge.judge(rows, Forest(trees, probs_RV, probs_rows), logits_NV)
         seconds = time.perf_counter() - begin_s
         num_keys, num_drawn = size.num_context + 1, size.num_tokens if size.is_drawn else 0
         num_scores = size.num_tokens * num_keys

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.native import laws as native
+from engine.native import distributions as native
 from engine.utils.host_transfer import rows_to_host
 
 

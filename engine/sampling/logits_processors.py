@@ -31,14 +31,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from engine.core.step_plan import LawContext
+from engine.core.step_plan import SamplingContext
 from engine.core.types import SamplingParams
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers
 
 
 def edited_logits(
-    logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContext], grammars: GrammarMasks | None = None
+    logits_NV: Float[Tensor, "N V"], contexts: Sequence[SamplingContext], grammars: GrammarMasks | None = None
 ) -> Float[Tensor, "N V"]:
     """Return each row's logits after its own bias, penalties and masks; the same tensor, untouched, if no row asks for any.
 
@@ -71,7 +71,7 @@ class _Texts:
     paths: tuple[tuple[int, ...], ...]
 
 
-def _by_request(contexts: Sequence[LawContext]) -> Iterator[_Texts]:
+def _by_request(contexts: Sequence[SamplingContext]) -> Iterator[_Texts]:
     """Return the rows in order, those side by side together that share parameters and history (the very object: not compared)."""
     first = 0
     for _, group in groupby(contexts, key=lambda one: (id(one.history), one.num_prompt_tokens, one.sampling)):

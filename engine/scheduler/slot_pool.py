@@ -43,7 +43,7 @@ class SlotPool:
         self._is_used = bytearray(num_slots)
         self._listeners: list[Callable[[Sequence[int]], None]] = []
 
-    def tell_of_freed(self, listener: Callable[[Sequence[int]], None]) -> None:
+    def on_freed_slots(self, listener: Callable[[Sequence[int]], None]) -> None:
         """Tell `listener` of slots that are freed, from now on."""
         self._listeners.append(listener)
 

@@ -20,7 +20,7 @@ class Admission:
     refusal: str | None
 
 
-class Anteroom:
+class PendingGrammars:
     """Owns the requests in it and the one thread that compiles. Not thread-safe: the engine's caller alone uses it."""
 
     def __init__(self, grammars: CompiledGrammars) -> None:

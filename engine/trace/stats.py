@@ -101,8 +101,8 @@ def feedback_of(record: StepRecord) -> StepFeedback:
         num_rows=len(rows),
         num_rounds=record.num_draft_rounds,
         num_passes=record.draft_passes.num_passes,
-        tell_work=lambda: _work_of(record),
-        tell_outcomes=lambda: tuple(map(_draft_outcome, record.outcomes)),
+        make_work=lambda: _work_of(record),
+        make_outcomes=lambda: tuple(map(_draft_outcome, record.outcomes)),
     )
 
 
@@ -163,7 +163,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
     tokens = [(outcome.expected_tokens, outcome.accepted_depth + 1) for outcome in record.outcomes]
-    foretold = [(expected, came) for expected, came in tokens if expected is not None]
+    predicted = [(expected, came) for expected, came in tokens if expected is not None]
     laps = record.laps
     return StepStats(
         step=record.plan.step,
@@ -185,9 +185,9 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         expansions=_by_label([outcome.row.expansion for outcome in record.outcomes]),
         drafted_by_source=_counted(outcome.sources for outcome in drafted),
         accepted_by_source=_counted(outcome.accepted_sources for outcome in drafted),
-        num_expected_rows=len(foretold),
-        expected_tokens=sum(expected for expected, _ in foretold),
-        num_realised_tokens=sum(came for _, came in foretold),
+        num_expected_rows=len(predicted),
+        expected_tokens=sum(expected for expected, _ in predicted),
+        num_realised_tokens=sum(came for _, came in predicted),
         draft_s=laps["draft"],
         verify_s=laps["verify"],
         judge_s=laps["judge"],

@@ -12,7 +12,7 @@ from engine.core.row_trace import TreeProbs
 from engine.core.step_plan import Row
 from engine.core.tree import TokenTree
 from engine.draft.trees.grown import Growth
-from engine.sampling.laws import ranking_params, warped_laws
+from engine.sampling.distributions import ranking_params, warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers
@@ -37,7 +37,7 @@ def traced_probs(
             first, end = growth.forest.offsets[index : index + 2]
             tree = growth.forest.trees[index]
             paths = [tuple(tree.token_ids[v] for v in tree.path(node)[1:]) for node in range(tree.num_nodes)]
-            edited_NV = edited_logits(logits_NV[first:end], [row.law_context(path_ids) for path_ids in paths], grammars)
+            edited_NV = edited_logits(logits_NV[first:end], [row.sampling_context(path_ids) for path_ids in paths], grammars)
             probs[row.request_id] = _tree_probs(row, tree, verdict, growth.draft_probs[index], edited_NV)
     return probs
 
@@ -50,8 +50,8 @@ def _tree_probs(
     The laws are made once more from the same logits by the same rules as those that the tree was judged by. Where edits leave no
     token, all have probability 0.
     """
-    laws_NV = warped_laws(logits_NV, [ranking_params(row.sampling)] * tree.num_nodes).nan_to_num(0.0)
-    after = integers([*tree.parents[1:], verdict.path[-1]], laws_NV.device)
-    token_ids = integers([*tree.token_ids[1:], verdict.extra_id], laws_NV.device)
-    *target, extra = laws_NV[after, token_ids].tolist()
+    probs_NV = warped_probs(logits_NV, [ranking_params(row.sampling)] * tree.num_nodes).nan_to_num(0.0)
+    after = integers([*tree.parents[1:], verdict.path[-1]], probs_NV.device)
+    token_ids = integers([*tree.token_ids[1:], verdict.extra_id], probs_NV.device)
+    *target, extra = probs_NV[after, token_ids].tolist()
     return TreeProbs(tuple(draft_probs), tuple(target), extra)

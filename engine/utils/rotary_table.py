@@ -11,7 +11,7 @@ T = TypeVar("T")
 _FIRST = 1024  # positions
 
 
-class ByPosition(Generic[T]):
+class RotaryTable(Generic[T]):
     """Makes anew for twice as many positions and more; what belongs to a position must not depend on how many there are."""
 
     def __init__(self, make: Callable[[Int[Tensor, " N"]], T], device: torch.device | str = "cpu") -> None:

@@ -97,18 +97,18 @@ class Coupled:
 
     name = "coupled"
 
-    def judge(self, forest: Forest, target_laws_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
+    def judge(self, forest: Forest, target_probs_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
         """Return one verdict a tree, the same whatever other trees are in the forest.
 
         Walks all trees a depth at a time and computes noise and choices for the visited nodes only; the choices of a depth
         cross to the host. Raises NotFiniteLawError if a visited law has no arg max.
         """
         walks = [Walk(tree) for tree in forest.trees]
-        max_rows = rows_at_once(target_laws_NV.shape[-1], target_laws_NV.device)
+        max_rows = rows_at_once(target_probs_NV.shape[-1], target_probs_NV.device)
         while walking := [b for b, walk in enumerate(walks) if not walk.is_over]:
             for trees in chunks(walking, max_rows):
                 rows = [forest.offsets[b] + walks[b].node for b in trees]
-                choices = _choices(target_laws_NV, rows, [_noise_key(keys[b], walks[b].depth) for b in trees])
+                choices = _choices(target_probs_NV, rows, [_noise_key(keys[b], walks[b].depth) for b in trees])
                 if faulty := [b for b, choice in zip(trees, choices) if not math.isfinite(choice.score)]:
                     raise NotFiniteLawError(faulty)
                 for b, choice in zip(trees, choices):
@@ -141,13 +141,13 @@ class _Choice(NamedTuple):
     token_id: int
 
 
-def _choices(target_laws_NV: Tensor, rows: Sequence[int], noise_keys: Sequence[int]) -> list[_Choice]:
+def _choices(target_probs_NV: Tensor, rows: Sequence[int], noise_keys: Sequence[int]) -> list[_Choice]:
     """Return each row's token of best perturbed log-probability; its score is NaN or infinite where the law is no law."""
-    device = target_laws_NV.device
-    if native.can_choose(device) and target_laws_NV.dtype == torch.float32:
-        return [_Choice(score, token_id) for score, token_id in native.choices(target_laws_NV, rows, noise_keys)]
-    laws_MV = target_laws_NV.index_select(0, integers(rows, device))
-    best = (laws_MV.log() + gumbels(noise_keys, laws_MV.shape[-1], device)).max(-1, keepdim=True)
+    device = target_probs_NV.device
+    if native.can_choose(device) and target_probs_NV.dtype == torch.float32:
+        return [_Choice(score, token_id) for score, token_id in native.choices(target_probs_NV, rows, noise_keys)]
+    probs_MV = target_probs_NV.index_select(0, integers(rows, device))
+    best = (probs_MV.log() + gumbels(noise_keys, probs_MV.shape[-1], device)).max(-1, keepdim=True)
     return [_Choice(score, int(token_id)) for (score,), (token_id,) in rows_to_host([best.values, best.indices])]
 
 

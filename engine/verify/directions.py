@@ -33,7 +33,7 @@ class Direction(Protocol):
         """Return the prefix mass that each try hands to its child."""
         ...
 
-    def stop_law(self, tree: TokenTree, odds: Odds) -> list[float]:
+    def stop_distribution(self, tree: TokenTree, odds: Odds) -> list[float]:
         """Return the probability that the accepted path ends at each node; they sum to 1."""
         ...
 
@@ -48,7 +48,7 @@ class BottomUp:
         """Pass the mass on."""
         return tried
 
-    def stop_law(self, tree: TokenTree, odds: Odds) -> list[float]:
+    def stop_distribution(self, tree: TokenTree, odds: Odds) -> list[float]:
         """Return final[v] times the product of 1 - final[w] over the w before v in post-order."""
         stops, refused = [0.0] * tree.num_nodes, 1.0
         for node in tree.post_order:
@@ -64,7 +64,7 @@ class TopDown:
         """Start every child anew with all the mass."""
         return torch.ones_like(tried)
 
-    def stop_law(self, tree: TokenTree, odds: Odds) -> list[float]:
+    def stop_distribution(self, tree: TokenTree, odds: Odds) -> list[float]:
         """Return the product of branching probabilities along the path times the chance that no child is taken."""
         left = [0.0] * tree.num_nodes  # of the chance to reach a node: what its tries so far have not taken
         left[ROOT] = 1.0

@@ -15,12 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.sampling_limits import MIN_TEMPERATURE
-from engine.core.step_plan import LawContext, Row
+from engine.core.step_plan import Row, SamplingContext
 from engine.core.tree import TokenTree
 from engine.core.types import ErrorCode, TokenLogprobs
-from engine.native import laws as native
+from engine.native import distributions as native
 from engine.sampling.argmax import Likeliest, likeliest
-from engine.sampling.laws import truncates, warped_laws
+from engine.sampling.distributions import truncates, warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers, rows_to_host
@@ -50,24 +50,24 @@ class Judge:
         is_read = native.can_read(logits_NV)
         rules = [_rule(row, tree, is_read) for row, tree in zip(rows, forest.trees, strict=True)]
         best = likeliest(logits_NV) if best is None else best
-        is_sound = has_law = [one.is_sound for one in best]
+        is_sound = has_distribution = [one.is_sound for one in best]
         edited_NV = logits_NV
         if any(row.sampling.edits_logits for row in rows):
             contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
             edited_NV = edited_logits(logits_NV, contexts, self._grammars)
             edited = likeliest(edited_NV)
-            has_law = [one.is_sound for one in edited]
+            has_distribution = [one.is_sound for one in edited]
             best = [new if new.is_sound else old for new, old in zip(edited, best, strict=True)]
-            if not all(has_law):
-                has_law_N1 = torch.tensor(has_law, device=logits_NV.device)[:, None]
-                edited_NV = torch.where(has_law_N1, edited_NV, logits_NV)
+            if not all(has_distribution):
+                has_probs_N1 = torch.tensor(has_distribution, device=logits_NV.device)[:, None]
+                edited_NV = torch.where(has_probs_N1, edited_NV, logits_NV)
         seen = _Seen(edited_NV, best)
         judged: list[Verdict | Unjudged] = [_WAITING if sound else NOT_FINITE for sound in self._sound(forest, is_sound)]
         for rule in dict.fromkeys(rules):
             indices = [i for i, one in enumerate(rules) if one == rule and judged[i] is _WAITING]
             for index, verdict in self._by_rule(rule, indices, rows, forest, seen):
                 judged[index] = verdict
-        return judged if all(has_law) else _unless_lawless(judged, forest, has_law)
+        return judged if all(has_distribution) else _unless_invalid(judged, forest, has_distribution)
 
     def _sound(self, forest: Forest, is_sound: Sequence[bool]) -> list[bool]:
         """Return for each tree whether all its nodes' logits are."""
@@ -104,7 +104,7 @@ class Judge:
         sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
         if rule not in self._verifiers:
             self._verifiers[rule] = create_verifier(rule)
-        return self._verifiers[rule].judge(part, warped_laws(seen.logits_NV, sampling, some), [rows[i].key for i in indices])
+        return self._verifiers[rule].judge(part, warped_probs(seen.logits_NV, sampling, some), [rows[i].key for i in indices])
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,26 @@ _LAWLESS = Unjudged(
 )
 
 
-def _unless_lawless(judged: Sequence[Verdict | Unjudged], forest: Forest, has_law: Sequence[bool]) -> list[Verdict | Unjudged]:
+def _unless_invalid(
+    judged: Sequence[Verdict | Unjudged], forest: Forest, has_distribution: Sequence[bool]
+) -> list[Verdict | Unjudged]:
     """Return the verdicts, but for those whose text comes to a node without a law: a text fails there and nowhere else.
 
     Such nodes were judged by the law of the bare model. Whatever it is, a text comes there as often as the laws before it say.
     """
     return [
-        _LAWLESS if isinstance(verdict, Verdict) and not all(has_law[offset + node] for node in verdict.path) else verdict
+        _LAWLESS
+        if isinstance(verdict, Verdict) and not all(has_distribution[offset + node] for node in verdict.path)
+        else verdict
         for verdict, offset in zip(judged, forest.offsets[:-1], strict=True)
     ]
 
 
-def _contexts(row: Row, tree: TokenTree) -> list[LawContext]:
+def _contexts(row: Row, tree: TokenTree) -> list[SamplingContext]:
     """Return what the law after each node depends on; where logits are not edited, that is the parameters alone."""
     if not row.sampling.edits_logits:
-        return [row.law_context(())] * tree.num_nodes
-    return [row.law_context(tuple(tree.token_ids[v] for v in tree.path(node)[1:])) for node in range(tree.num_nodes)]
+        return [row.sampling_context(())] * tree.num_nodes
+    return [row.sampling_context(tuple(tree.token_ids[v] for v in tree.path(node)[1:])) for node in range(tree.num_nodes)]
 
 
 def _rule(row: Row, tree: TokenTree, is_read: bool) -> str:

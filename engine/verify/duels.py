@@ -34,16 +34,16 @@ class Duels:
         wanted_AV, draft_AV = trying.target_MV().double(), trying.draft_AV().double()
         wanted_AV.mul_(trying.mass_M[:, None])
         draft_AV.div_(draft_AV.sum(-1, keepdim=True))
-        law_AV = draft_AV.clone()
+        probs_AV = draft_AV.clone()
         chance_AC = torch.zeros_like(trying.tokens_MC, dtype=torch.float64)
         chance_AC[:, 0] = 1.0
         for rank, count in enumerate(trying.num_tried[1:], start=1):
-            duel = Duel.between(law_AV[:count], draft_AV[:count], wanted_AV[:count], self.head_size)
+            duel = Duel.between(probs_AV[:count], draft_AV[:count], wanted_AV[:count], self.head_size)
             stays_AC = duel.stays(trying.tokens_MC[:count, :rank], trying.tokens_MC[:count, rank])
             chance_AC[:count, rank] = (chance_AC[:count, :rank] * (1.0 - stays_AC)).sum(-1)
             chance_AC[:count, :rank] *= stays_AC
-            law_AV[:count] = duel.law_AV
-        return Choice(chance_AC, law_AV.to(trying.target_laws_NV.dtype))
+            probs_AV[:count] = duel.probs_AV
+        return Choice(chance_AC, probs_AV.to(trying.target_probs_NV.dtype))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Duel:
 
     place_AV: Int[Tensor, "A V"]
     wins_AHH: Float[Tensor, "A H H"]
-    law_AV: Float[Tensor, "A V"]
+    probs_AV: Float[Tensor, "A V"]
 
     @classmethod
     def between(
@@ -86,6 +86,6 @@ class Duel:
         return torch.where(in_head_AC, shared_AC, by_place_AC)
 
 
-def _after(law_AV: Tensor) -> Tensor:
+def _after(probs_AV: Tensor) -> Tensor:
     """Return the probability of all later entries of each row."""
-    return law_AV.flip(-1).cumsum(-1).flip(-1) - law_AV
+    return probs_AV.flip(-1).cumsum(-1).flip(-1) - probs_AV

@@ -19,8 +19,8 @@ def check_trees(forest: Forest, *, reads_draft: bool) -> None:
     """Raise ImpossibleDraftError for children without a draft law, if the verifier reads it."""
     faulty = [
         b
-        for b, (tree, law_rows) in enumerate(zip(forest.trees, forest.law_rows))
-        if reads_draft and any(drawn and row is None for drawn, row in zip(tree.draws, law_rows))
+        for b, (tree, probs_rows) in enumerate(zip(forest.trees, forest.probs_rows))
+        if reads_draft and any(drawn and row is None for drawn, row in zip(tree.draws, probs_rows))
     ]
     if faulty:
         raise ImpossibleDraftError(faulty)
@@ -34,16 +34,16 @@ class Evidence(NamedTuple):
     tried_Y: Float[Tensor, " Y"]
 
 
-def evidence_of(forest: Forest, target_laws_NV: Float[Tensor, "N V"], layout: Layout, *, reads_draft: bool) -> Evidence:
+def evidence_of(forest: Forest, target_probs_NV: Float[Tensor, "N V"], layout: Layout, *, reads_draft: bool) -> Evidence:
     """Return the evidence, on the device; of the draft nothing where it is not read."""
-    target_sums_N = target_laws_NV.sum(-1)
+    target_sums_N = target_probs_NV.sum(-1)
     if not (reads_draft and layout.levels):
         return Evidence(target_sums_N, target_sums_N[:0], target_sums_N[:0])
-    tried_XC = forest.draft_laws_RV[layout.all_levels.law_rows_M[:, None], layout.all_levels.tokens_MC]
-    return Evidence(target_sums_N, forest.draft_laws_RV.sum(-1), tried_XC.view(-1))
+    tried_XC = forest.draft_probs_RV[layout.all_levels.probs_rows_M[:, None], layout.all_levels.tokens_MC]
+    return Evidence(target_sums_N, forest.draft_probs_RV.sum(-1), tried_XC.view(-1))
 
 
-def check_laws(
+def check_probs(
     forest: Forest, layout: Layout, target_sums: Sequence[float], draft_sums: Sequence[float], tried: Sequence[float]
 ) -> None:
     """Raise NotFiniteLawError or ImpossibleDraftError (a drafted token of probability 0) with the trees concerned.
@@ -54,7 +54,7 @@ def check_laws(
     is_possible = [True] * len(is_finite)
     for node, chances in enumerate(layout.by_node(tried)):
         if chances:
-            is_finite[node] = is_finite[node] and math.isfinite(draft_sums[layout.law_rows[node]])
+            is_finite[node] = is_finite[node] and math.isfinite(draft_sums[layout.probs_rows[node]])
             is_possible[node] = all(chance > 0.0 for chance in chances)
     _raise_unless(NotFiniteLawError, forest, is_finite)
     _raise_unless(ImpossibleDraftError, forest, is_possible)

@@ -22,8 +22,8 @@ class Forest:
     """
 
     trees: tuple[TokenTree, ...]
-    draft_laws_RV: Float[Tensor, "R V"]
-    law_rows: tuple[tuple[int | None, ...], ...]
+    draft_probs_RV: Float[Tensor, "R V"]
+    probs_rows: tuple[tuple[int | None, ...], ...]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -40,4 +40,4 @@ class Forest:
 
     def subset(self, indices: Sequence[int]) -> "Forest":
         """Return the forest of some of the trees; the laws are shared, not copied."""
-        return Forest(tuple(self.trees[i] for i in indices), self.draft_laws_RV, tuple(self.law_rows[i] for i in indices))
+        return Forest(tuple(self.trees[i] for i in indices), self.draft_probs_RV, tuple(self.probs_rows[i] for i in indices))

@@ -38,8 +38,8 @@ class KSeq:
         beta_A = overlap_AV.sum(-1).clamp(max=1.0)
         gamma_A = torch.where(beta_A > 0.0, _one_of(beta_A, num_draws_A) / beta_A, num_draws_A)
         rest_AV = target_AV.sub_(overlap_AV.mul_(gamma_A[:, None])).clamp_(min=0.0)
-        law_AV = take_or_spread(trying, in_turn(odds_AC), Decided(rest_AV, torch.zeros_like(beta_A))).tokens_AV
-        return Decided((trying.mass_M[:, None] * law_AV).to(trying.target_laws_NV.dtype), 1.0 - trying.mass_M)
+        probs_AV = take_or_spread(trying, in_turn(odds_AC), Decided(rest_AV, torch.zeros_like(beta_A))).tokens_AV
+        return Decided((trying.mass_M[:, None] * probs_AV).to(trying.target_probs_NV.dtype), 1.0 - trying.mass_M)
 
     def _divisor(self, target_AV: Tensor, draft_AV: Tensor, num_draws_A: Tensor) -> Float[Tensor, " A"]:
         """Return r by bisection on [1, k]: the upper end, where gamma <= r holds. A smaller r is lossy."""

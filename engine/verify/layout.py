@@ -35,7 +35,7 @@ class Level:
     """
 
     nodes_M: Int[Tensor, " M"]
-    law_rows_M: Int[Tensor, " M"]
+    probs_rows_M: Int[Tensor, " M"]
     tokens_MC: Int[Tensor, "M C"]
     children_Y: Int[Tensor, " Y"]
     is_try_MC: Bool[Tensor, "M C"]
@@ -51,7 +51,7 @@ class Layout:
 
     tries: tuple[tuple[int, ...], ...]
     token_ids: tuple[int, ...]
-    law_rows: tuple[int, ...]
+    probs_rows: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
     device: torch.device
 
@@ -93,16 +93,16 @@ class Layout:
         width = max((len(self.tries[node]) for node in nodes), default=0) or 1
         children = [child for node in nodes for child in _padded(self.tries[node], width, self.dummy)]
         tokens = [self.token_ids[child] for child in children]
-        table = integers([*nodes, *(self.law_rows[node] for node in nodes), *tokens, *children], self.device)
-        nodes_M, law_rows_M, tokens_Y, children_Y = table.split_with_sizes([len(nodes), len(nodes), len(tokens), len(tokens)])
+        table = integers([*nodes, *(self.probs_rows[node] for node in nodes), *tokens, *children], self.device)
+        nodes_M, probs_rows_M, tokens_Y, children_Y = table.split_with_sizes([len(nodes), len(nodes), len(tokens), len(tokens)])
         is_try_Y = children_Y != self.dummy
-        return Level(nodes_M, law_rows_M, tokens_Y.view(-1, width), children_Y, is_try_Y.view(-1, width), ())
+        return Level(nodes_M, probs_rows_M, tokens_Y.view(-1, width), children_Y, is_try_Y.view(-1, width), ())
 
     def _cut(self, whole: Level, groups: Sequence[Sequence[int]]) -> tuple[Level, ...]:
         sizes, width = [len(group) for group in groups], whole.tokens_MC.shape[1]
         parts = zip(
             _cut(whole.nodes_M, sizes),
-            _cut(whole.law_rows_M, sizes),
+            _cut(whole.probs_rows_M, sizes),
             _cut(whole.tokens_MC, sizes),
             _cut(whole.children_Y, [size * width for size in sizes]),
             _cut(whole.is_try_MC, sizes),
@@ -132,7 +132,7 @@ def lay_out(forest: Forest, tries: Sequence[Sequence[Sequence[int]]], max_rows: 
     return Layout(
         tries=packed,
         token_ids=(*chain.from_iterable(tree.token_ids for tree in forest.trees), 0),
-        law_rows=tuple(row or 0 for rows in forest.law_rows for row in rows),
+        probs_rows=tuple(row or 0 for rows in forest.probs_rows for row in rows),
         groups=_nodes_by_level(depths, packed, max_rows),
         device=device,
     )

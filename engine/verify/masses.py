@@ -21,7 +21,7 @@ from engine.core.rng_keys import StepKey, Stream, stream_key, uniform
 from engine.core.tree import TokenTree
 from engine.utils.host_transfer import floats, to_host
 from engine.verify.directions import Direction, Odds
-from engine.verify.faults import check_laws, check_trees, evidence_of
+from engine.verify.faults import check_probs, check_trees, evidence_of
 from engine.verify.forest import Forest
 from engine.verify.layout import Layout, Level, chunks, lay_out, rows_at_once
 from engine.verify.plans import Families, LocalPlan
@@ -53,28 +53,28 @@ class Case:
     """
 
     forest: Forest
-    target_laws_NV: Float[Tensor, "N V"]
+    target_probs_NV: Float[Tensor, "N V"]
     plan: LocalPlan
     tries: Sequence[Sequence[Sequence[int]]]
     layout: Layout
 
     @classmethod
-    def of(cls, forest: Forest, target_laws_NV: Float[Tensor, "N V"], plan: LocalPlan) -> "Case":
+    def of(cls, forest: Forest, target_probs_NV: Float[Tensor, "N V"], plan: LocalPlan) -> "Case":
         """Lay the forest out in the order of the plan's tries."""
-        if target_laws_NV.shape[0] != forest.num_nodes:
-            raise ValueError(f"{target_laws_NV.shape[0]} target laws for {forest.num_nodes} nodes")
+        if target_probs_NV.shape[0] != forest.num_nodes:
+            raise ValueError(f"{target_probs_NV.shape[0]} target laws for {forest.num_nodes} nodes")
         check_trees(forest, reads_draft=plan.reads_draft)
         tries = [plan.tries(tree) for tree in forest.trees]
-        layout = lay_out(forest, tries, _max_rows(target_laws_NV), target_laws_NV.device)
-        return cls(forest, target_laws_NV, plan, tries, layout)
+        layout = lay_out(forest, tries, _max_rows(target_probs_NV), target_probs_NV.device)
+        return cls(forest, target_probs_NV, plan, tries, layout)
 
     def families(self, level: Level, prefix_P: Float[Tensor, " P"]) -> Families:
         """Return what the plan may see of the nodes of a level."""
         return Families(
-            target_laws_NV=self.target_laws_NV,
-            draft_laws_RV=self.forest.draft_laws_RV,
+            target_probs_NV=self.target_probs_NV,
+            draft_probs_RV=self.forest.draft_probs_RV,
             nodes_M=level.nodes_M,
-            law_rows_M=level.law_rows_M,
+            probs_rows_M=level.probs_rows_M,
             tokens_MC=level.tokens_MC,
             is_try_MC=level.is_try_MC,
             mass_M=prefix_P.index_select(0, level.nodes_M),
@@ -86,7 +86,7 @@ class Case:
         is_root_P = [0.0] * (self.layout.dummy + 1)
         for root in self.forest.offsets[:-1]:
             is_root_P[root] = 1.0
-        prefix_P = floats(is_root_P, self.target_laws_NV.device)
+        prefix_P = floats(is_root_P, self.target_probs_NV.device)
         tried_Y, final_M = [], []
         for level in self.layout.levels:
             split = self.plan.split(self.families(level, prefix_P))
@@ -99,9 +99,9 @@ class Case:
     def odds(self, masses: Masses) -> list[Odds]:
         """Return what phase 1 found of each tree, on the host: one transfer. Raises a LawError if laws make no sense."""
         layout, num_levels = self.layout, len(self.layout.groups)
-        evidence = evidence_of(self.forest, self.target_laws_NV, layout, reads_draft=self.plan.reads_draft)
+        evidence = evidence_of(self.forest, self.target_probs_NV, layout, reads_draft=self.plan.reads_draft)
         target_sums, draft_sums, draft_chances, prefix, *levels = to_host([*evidence, *masses.all])
-        check_laws(self.forest, layout, target_sums, draft_sums, draft_chances)
+        check_probs(self.forest, layout, target_sums, draft_sums, draft_chances)
         tried = layout.by_node([*chain.from_iterable(levels[:num_levels])])
         final = prefix[: layout.dummy]  # a leaf's own mass
         for node, chance in zip(chain.from_iterable(layout.groups), chain.from_iterable(levels[num_levels:])):
@@ -129,7 +129,7 @@ class TwoPhase:
     plan: LocalPlan
     direction: Direction
 
-    def judge(self, forest: Forest, target_laws_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
+    def judge(self, forest: Forest, target_probs_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
         """Return one verdict a tree, whatever other trees are in the forest.
 
         Rows are computed in the dtype of the laws, scalars in float64. Phase 1 stays on the device; then a few numbers a
@@ -137,23 +137,23 @@ class TwoPhase:
         be judged.
         """
         # 1. The masses of all nodes, and from them the law of where each accepted path ends.
-        case = Case.of(forest, target_laws_NV, self.plan)
+        case = Case.of(forest, target_probs_NV, self.plan)
         masses = case.masses(self.direction)
-        stop_laws = [self.direction.stop_law(tree, odds) for tree, odds in zip(forest.trees, case.odds(masses))]
+        stop_probs = [self.direction.stop_distribution(tree, odds) for tree, odds in zip(forest.trees, case.odds(masses))]
 
         # 2. That node, drawn for each tree.
-        nodes = [draw_one(law, chance) for law, chance in zip(stop_laws, _uniforms(keys, Stream.ACCEPT))]
+        nodes = [draw_one(distribution, chance) for distribution, chance in zip(stop_probs, _uniforms(keys, Stream.ACCEPT))]
 
         # 3. The extra token, drawn from what is left after the node's children.
         extra_ids = _extra_ids(case, masses, nodes, keys)
         return [
-            Verdict(tree.path(node), extra_id, _expected_tokens(tree, law))
-            for tree, node, extra_id, law in zip(forest.trees, nodes, extra_ids, stop_laws)
+            Verdict(tree.path(node), extra_id, _expected_tokens(tree, distribution))
+            for tree, node, extra_id, distribution in zip(forest.trees, nodes, extra_ids, stop_probs)
         ]
 
 
-def _expected_tokens(tree: TokenTree, stop_law: Sequence[float]) -> float:
-    return sum(chance * (depth + 1) for chance, depth in zip(stop_law, tree.depths))
+def _expected_tokens(tree: TokenTree, stop_distribution: Sequence[float]) -> float:
+    return sum(chance * (depth + 1) for chance, depth in zip(stop_distribution, tree.depths))
 
 
 def _extra_ids(case: Case, masses: Masses, nodes: Sequence[int], keys: Sequence[StepKey]) -> list[int]:
@@ -161,15 +161,15 @@ def _extra_ids(case: Case, masses: Masses, nodes: Sequence[int], keys: Sequence[
     ends = [offset + node for offset, node in zip(case.forest.offsets, nodes)]
     order = sorted(range(len(ends)), key=lambda b: -case.layout.num_tries(ends[b]))
     drawn: list[Tensor] = []
-    for trees in chunks(order, _max_rows(case.target_laws_NV)):
+    for trees in chunks(order, _max_rows(case.target_probs_NV)):
         weights_MV = case.extra_weights(case.layout.level(ends[b] for b in trees), masses.prefix_P)
         drawn.append(draw(weights_MV, floats(_uniforms([keys[b] for b in trees], Stream.EXTRA), weights_MV.device)))
     extra_ids = dict(zip(order, torch.cat(drawn).tolist()))
     return [extra_ids[b] for b in range(len(ends))]
 
 
-def _max_rows(laws_NV: Tensor) -> int:
-    return rows_at_once(laws_NV.shape[-1], laws_NV.device)
+def _max_rows(probs_NV: Tensor) -> int:
+    return rows_at_once(probs_NV.shape[-1], probs_NV.device)
 
 
 _MAX_UNIFORM = 1.0 - 2.0**-53  # its product with a total is less than the total, whatever that rounds to

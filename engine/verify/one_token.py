@@ -73,7 +73,7 @@ class Choice(NamedTuple):
     """`chance_AC`: with what chance each try is chosen, given the draws; `law_AV`: the chosen token's law over all draws."""
 
     chance_AC: Float[Tensor, "A C"]
-    law_AV: Float[Tensor, "A V"]
+    probs_AV: Float[Tensor, "A V"]
 
 
 class Selection(Protocol):
@@ -98,17 +98,17 @@ class AcceptChosen:
         choice = self._choice(trying)
         weights_AV = trying.target_MV()
         weights_AV.mul_(trying.mass_M[:, None].to(weights_AV.dtype))
-        ratio_AC = weights_AV.gather(1, trying.tokens_MC).double() / choice.law_AV.gather(1, trying.tokens_MC)
+        ratio_AC = weights_AV.gather(1, trying.tokens_MC).double() / choice.probs_AV.gather(1, trying.tokens_MC)
         odds_AC = ratio_AC.clamp(max=1.0).nan_to_num(nan=0.0)  # p = 0 and an s that rounds to 0 make NaN
         taken_AC = torch.where(choice.chance_AC > 0.0, choice.chance_AC * odds_AC, 0.0)
-        rest_AV = weights_AV.sub_(choice.law_AV).clamp_(min=0.0)
+        rest_AV = weights_AV.sub_(choice.probs_AV).clamp_(min=0.0)
         return take_or_spread(trying, taken_AC, Decided(rest_AV, 1.0 - trying.mass_M))
 
     def _choice(self, trying: Families) -> Choice:
-        chance_AC = certain(torch.zeros_like(trying.law_rows_M), trying)
+        chance_AC = certain(torch.zeros_like(trying.probs_rows_M), trying)
         choice = Choice(chance_AC, trying.draft_AV())
         if count := trying.num_choosing:
-            chance_AC[:count], choice.law_AV[:count] = self.selection.choose(trying.first(count))
+            chance_AC[:count], choice.probs_AV[:count] = self.selection.choose(trying.first(count))
         return choice
 
 

@@ -26,10 +26,10 @@ class Families:
     `num_tried[j]` families, the first ones, have more than j tries; `is_try_MC` says the same entry by entry.
     """
 
-    target_laws_NV: Float[Tensor, "N V"]
-    draft_laws_RV: Float[Tensor, "R V"]
+    target_probs_NV: Float[Tensor, "N V"]
+    draft_probs_RV: Float[Tensor, "R V"]
     nodes_M: Int[Tensor, " M"]
-    law_rows_M: Int[Tensor, " M"]
+    probs_rows_M: Int[Tensor, " M"]
     tokens_MC: Int[Tensor, "M C"]
     is_try_MC: Bool[Tensor, "M C"]
     mass_M: Float[Tensor, " M"]
@@ -47,11 +47,11 @@ class Families:
 
     def target_MV(self) -> Float[Tensor, "M V"]:
         """Return a fresh copy of the law after each node."""
-        return self.target_laws_NV.index_select(0, self.nodes_M)
+        return self.target_probs_NV.index_select(0, self.nodes_M)
 
     def draft_AV(self) -> Float[Tensor, "A V"]:
         """Return a fresh copy of the law that the children of each family with tries were drawn from."""
-        return self.draft_laws_RV.index_select(0, _first(self.law_rows_M, self.num_trying))
+        return self.draft_probs_RV.index_select(0, _first(self.probs_rows_M, self.num_trying))
 
     def tokens_A1(self, rank: int) -> Int[Tensor, "A 1"]:
         """Return try `rank` of the families that have one."""
@@ -64,7 +64,7 @@ class Families:
         return replace(
             self,
             nodes_M=self.nodes_M[:count],
-            law_rows_M=self.law_rows_M[:count],
+            probs_rows_M=self.probs_rows_M[:count],
             tokens_MC=self.tokens_MC[:count],
             is_try_MC=self.is_try_MC[:count],
             mass_M=self.mass_M[:count],
@@ -77,7 +77,7 @@ class Families:
 
     def target_at_tries_MC(self) -> Float[Tensor, "M C"]:
         """Return the target probability of each try in float64, 0 where there is none."""
-        return self.target_laws_NV[self.nodes_M[:, None], self.tokens_MC].double() * self.is_try_MC
+        return self.target_probs_NV[self.nodes_M[:, None], self.tokens_MC].double() * self.is_try_MC
 
 
 def _first(rows: Tensor, count: int) -> Tensor:

@@ -16,7 +16,7 @@ class FirstDraw:
 
     def choose(self, trying: Families) -> Choice:
         """Choose try 0."""
-        return Choice(certain(torch.zeros_like(trying.law_rows_M), trying), trying.draft_AV())
+        return Choice(certain(torch.zeros_like(trying.probs_rows_M), trying), trying.draft_AV())
 
 
 class BestRanked:
@@ -33,9 +33,9 @@ class BestRanked:
         upto_AV = draft_AV.gather(1, order_AV).cumsum(-1, dtype=torch.float64)
         at_most_AV = (upto_AV / upto_AV[:, -1:]).pow_(trying.is_try_MC.sum(-1, keepdim=True))
         won_AV = at_most_AV.diff(dim=-1, prepend=torch.zeros_like(at_most_AV[:, :1])).clamp_(min=0.0)
-        law_AV = draft_AV.scatter_(1, order_AV, won_AV.to(draft_AV.dtype))
+        probs_AV = draft_AV.scatter_(1, order_AV, won_AV.to(draft_AV.dtype))
         rank_AC = places(order_AV).gather(1, trying.tokens_MC)
-        return Choice(certain(torch.where(trying.is_try_MC, rank_AC, -1).argmax(-1), trying), law_AV)
+        return Choice(certain(torch.where(trying.is_try_MC, rank_AC, -1).argmax(-1), trying), probs_AV)
 
 
 def places(order_AV: Tensor) -> Tensor:

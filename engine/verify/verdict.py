@@ -42,7 +42,7 @@ class Verifier(Protocol):
         """The name by which configurations and traces call it."""
         ...
 
-    def judge(self, forest: Forest, target_laws_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
+    def judge(self, forest: Forest, target_probs_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
         """Return one verdict a tree. `target_laws_NV`: processed float32 law after each packed node; one key a tree.
 
         A tree's verdict depends on its own laws and key alone. Raises a LawError that names the trees it cannot judge.

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.core.sampling_limits import require_law
+from engine.core.sampling_limits import require_probs
 from engine.core.types import RequestDefaults, SamplingParams
 
 _logger = logging.getLogger(__name__)
@@ -78,5 +78,5 @@ def read_request_defaults(folder: Path) -> RequestDefaults:
 
 def _lawful(field: str, value: Any) -> Any:
     """Return the value; raise NoLaw, a ValueError, if no request could have it."""
-    require_law(SamplingParams(**{field: value}), 1, ())
+    require_probs(SamplingParams(**{field: value}), 1, ())
     return value

@@ -14,11 +14,11 @@ from engine.core.config import SchedulerConfig
 from engine.core.service import EngineHealth, EngineState, EngineUnavailable
 from engine.core.types import ErrorCode, ModelInfo, Request, StepStats
 from engine.utils.run_folder import run_folder
-from engine.worker.connection import Launcher, WorkerDied, WorkerLink
+from engine.worker.connection import Launcher, WorkerConnection, WorkerDied
 from engine.worker.crash_dump import CrashDumps, Death
-from engine.worker.messages import Abort, Add, Letter, Ready, Report, Turn, encoded
-from engine.worker.recovery import Readmission
-from engine.worker.request_table import MAX_RETRY_S, EventStream, Ledger, clamped_retry_s
+from engine.worker.messages import Abort, Add, Letter, Ready, Report, StepResult, encoded
+from engine.worker.recovery import Recovery
+from engine.worker.request_table import MAX_RETRY_S, EventStream, RequestTable, clamped_retry_s
 from engine.worker.stats_listeners import Listener, Listeners
 from engine.worker.step_log import StepNote
 from engine.worker.supervision import DeathRecord, Supervision
@@ -45,8 +45,8 @@ class WorkerClient:
     ) -> None:
         self._launcher = launcher
         self._supervision = supervision or Supervision()
-        self._ledger = Ledger(limits, self._post_abort)
-        self._readmission = Readmission(self._ledger, self._post_add, self._supervision.max_deaths, limits.max_running)
+        self._request_table = RequestTable(limits, self._post_abort)
+        self._readmission = Recovery(self._request_table, self._post_add, self._supervision.max_deaths, limits.max_running)
         self._listeners = Listeners()
         self._dumps = dumps
         self._last_stats: StepStats | None = None  # of the worker that lives
@@ -54,7 +54,7 @@ class WorkerClient:
         self._state = EngineState.STOPPED
         self._detail = ""
         self._model: ModelInfo | None = None
-        self._link: WorkerLink | None = None
+        self._link: WorkerConnection | None = None
         self._num_launches = 0
         self._launched_at = 0.0
         self._ready_at: float | None = None
@@ -101,9 +101,9 @@ class WorkerClient:
         self._is_stopping = True
         if self._supervisor is not None and not self._supervisor.done():
             self._state = EngineState.STOPPING
-            await self._ledger.wait_empty(drain_s)
+            await self._request_table.wait_empty(drain_s)
             self._is_over.set()
-            self._ledger.abort_all()
+            self._request_table.abort_all()
             await self._end_worker(self._supervisor)
         self._state = EngineState.STOPPED
 
@@ -124,12 +124,12 @@ class WorkerClient:
         self._require_ready()
         for request in requests:
             encoded(Add(request))  # what cannot be encoded is refused here and not when its turn comes
-        self._ledger.make_room(requests)
+        self._request_table.make_room(requests)
         return self._readmission.enter(requests)
 
     def abort(self, request_id: str) -> None:
         """Ask that a request end; its iterator then gives a last event with ABORT. Unknown ids are ignored."""
-        self._ledger.abort(request_id)
+        self._request_table.abort(request_id)
 
     def add_listener(self, listener: Listener) -> None:
         """Have `listener` called on the event loop with the numbers of each step."""
@@ -174,7 +174,7 @@ class WorkerClient:
     @property
     def _is_needed(self) -> bool:
         """Whether requests may come, or wait for an end that only a worker can bring."""
-        return not self._is_over.is_set() and (not self._is_stopping or len(self._ledger) > 0)
+        return not self._is_over.is_set() and (not self._is_stopping or len(self._request_table) > 0)
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -188,7 +188,7 @@ class WorkerClient:
             return
         self._num_launches += 1
         self._launched_at, self._ready_at, self._last_stats = time.monotonic(), None, None
-        link = self._link = WorkerLink(self._launcher, folder, self._num_launches, self._supervision)
+        link = self._link = WorkerConnection(self._launcher, folder, self._num_launches, self._supervision)
         try:
             async for report in link.reports():
                 self._read(report)
@@ -202,8 +202,8 @@ class WorkerClient:
         match report:
             case Ready(info):
                 self._be_ready(info)
-            case Turn(events, stats):
-                self._ledger.deliver(events)
+            case StepResult(events, stats):
+                self._request_table.deliver(events)
                 self._readmission.go_on()
                 if stats is not None:
                     self._last_stats = stats
@@ -229,14 +229,14 @@ class WorkerClient:
         served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
         verb = "did not start" if self._ready_at is None else "died"
         self._detail = f"the engine's worker {verb}: {cause}"
-        _logger.error("%s (worker %d, %d requests in flight)", self._detail, self._num_launches, len(self._ledger))
+        _logger.error("%s (worker %d, %d requests in flight)", self._detail, self._num_launches, len(self._request_table))
         if self._dumps is not None:
-            self._dumps.write(Death(cause, self._num_launches, served_s, note, self._last_stats), self._ledger.entries)
+            self._dumps.write(Death(cause, self._num_launches, served_s, note, self._last_stats), self._request_table.entries)
         self._readmission.end(note.request_ids if note else None, cause)
         self._deaths.note(served_s, death.is_from_outside and not self._readmission.has_suspects)
 
     def _give_up(self) -> None:
         """Leave nobody waiting, neither for tokens nor for the start."""
         self._state = EngineState.STOPPED if self._is_stopping else EngineState.FAILED
-        self._ledger.fail_all(ErrorCode.ENGINE_FAILED, self._detail)
+        self._request_table.fail_all(ErrorCode.ENGINE_FAILED, self._detail)
         self._is_settled.set()

@@ -57,7 +57,7 @@ class Launcher(Protocol):
         ...
 
 
-class WorkerLink:
+class WorkerConnection:
     """Owns one worker process, its sockets and their folder, a new one in `parent`."""
 
     def __init__(self, launcher: Launcher, parent: Path, number: int, limits: Supervision) -> None:
@@ -85,7 +85,7 @@ class WorkerLink:
         self._inbox.set_hwm(0)
         self._outbox.set_hwm(0)
         self._inbox.bind(self._addresses.reports)
-        self._outbox.connect(self._addresses.letters)  # letters wait here until the worker has bound its end
+        self._outbox.connect(self._addresses.commands)  # letters wait here until the worker has bound its end
 
     def _close_streets(self) -> None:
         self._inbox.close(linger=0)

@@ -12,7 +12,7 @@ from engine.core.config import EngineConfig
 from engine.core.types import ModelInfo, Request, StepStats, TokenEvent
 from engine.core.validation import refused
 from engine.scheduler.slot_pool import IntegrityError
-from engine.worker.messages import Abort, Add, Turn
+from engine.worker.messages import Abort, Add, StepResult
 from engine.worker.step_log import StepNote
 
 _logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class SteppedEngine(Protocol):
 EngineFactory = Callable[[EngineConfig], SteppedEngine]
 
 
-class Desk:
+class EngineLoop:
     """Turns an engine and keeps the set of living requests, of which it is the one owner.
 
     A request lives from its Add until an event with `finish` leaves in a Turn. News of a request that lives no more stops
@@ -103,17 +103,17 @@ class Desk:
         else:
             self._living[request.request_id] = None
 
-    def turn(self) -> Turn | None:
+    def turn(self) -> StepResult | None:
         """Run one step if there is work; return all news, or None if there is none."""
         refusals, self._refusals = self._refusals, []
         if not self._engine.has_work:
-            return Turn(tuple(refusals)) if refusals else None
+            return StepResult(tuple(refusals)) if refusals else None
         output = self._engine.step()
         news = [event for event in output.events if event.request_id in self._living]
         for event in news:
             if event.finish is not None:
                 del self._living[event.request_id]
-        return Turn((*refusals, *news), output.stats)
+        return StepResult((*refusals, *news), output.stats)
 
     def check_idle(self) -> None:
         """Raise IntegrityError if an engine without work still owes someone an end, or its own books do not balance."""

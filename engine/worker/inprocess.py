@@ -16,9 +16,9 @@ from engine.core.config import SchedulerConfig
 from engine.core.service import EngineHealth, EngineState, EngineUnavailable
 from engine.core.types import ErrorCode, ModelInfo, Request
 from engine.worker.engine_loop import SteppedEngine
-from engine.worker.messages import Abort, Add, Failed, Letter, Ready, Report, Shutdown, Turn
+from engine.worker.messages import Abort, Add, Failed, Letter, Ready, Report, Shutdown, StepResult
 from engine.worker.process import MOST_LETTERS, Worker, described
-from engine.worker.request_table import MAX_RETRY_S, EventStream, Ledger
+from engine.worker.request_table import MAX_RETRY_S, EventStream, RequestTable
 from engine.worker.stats_listeners import Listener, Listeners
 
 _logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ class InProcessEngine:
 
     def __init__(self, build: Callable[[], SteppedEngine], limits: SchedulerConfig) -> None:
         self._build = build
-        self._letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
-        self._ledger = Ledger(limits, lambda request_id: self._letters.put(Abort(request_id)))
+        self._commands: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+        self._request_table = RequestTable(limits, lambda request_id: self._commands.put(Abort(request_id)))
         self._listeners = Listeners()
         self._state = EngineState.STOPPED
         self._detail = ""
@@ -72,9 +72,9 @@ class InProcessEngine:
         """Admit nothing more, drain for up to `drain_s`, end the rest with ABORT, end the thread after its step."""
         if self._thread is not None and self._state is not EngineState.STOPPED:
             self._state = EngineState.STOPPING
-            await self._ledger.wait_empty(drain_s)
-            self._ledger.abort_all()
-            self._letters.put(Shutdown())
+            await self._request_table.wait_empty(drain_s)
+            self._request_table.abort_all()
+            self._commands.put(Shutdown())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), _STOP_LIMIT_S)
                 self._thread.join()  # to say that it ends was its last act
@@ -87,15 +87,15 @@ class InProcessEngine:
         """
         if self._state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {self._state}: {self._detail}".rstrip(": "), MAX_RETRY_S)
-        self._ledger.make_room(requests)
-        streams = self._ledger.open(requests)
+        self._request_table.make_room(requests)
+        streams = self._request_table.open(requests)
         for request in requests:
-            self._letters.put(Add(request))
+            self._commands.put(Add(request))
         return streams
 
     def abort(self, request_id: str) -> None:
         """Ask that a request end; its iterator then gives a last event with ABORT. Unknown ids are ignored."""
-        self._ledger.abort(request_id)
+        self._request_table.abort(request_id)
 
     def add_listener(self, listener: Listener) -> None:
         """Have `listener` called on the event loop with the numbers of each step."""
@@ -108,20 +108,20 @@ class InProcessEngine:
             loop.call_soon_threadsafe(self._hear, report)
 
         try:
-            Worker(self._build(), self._read_letters, say).serve()
+            Worker(self._build(), self._read_commands, say).serve()
         except Exception as error:
             _logger.exception("the engine fails")
             say(Failed(described(error)))
         finally:
             loop.call_soon_threadsafe(self._has_ended.set)
 
-    def _read_letters(self, wait_s: float) -> list[Letter]:
-        letters: list[Letter] = []
+    def _read_commands(self, wait_s: float) -> list[Letter]:
+        commands: list[Letter] = []
         with suppress(queue.Empty):
-            letters.append(self._letters.get(block=wait_s > 0, timeout=wait_s))
-            while len(letters) < MOST_LETTERS:
-                letters.append(self._letters.get_nowait())
-        return letters
+            commands.append(self._commands.get(block=wait_s > 0, timeout=wait_s))
+            while len(commands) < MOST_LETTERS:
+                commands.append(self._commands.get_nowait())
+        return commands
 
     def _hear(self, report: Report) -> None:
         """Act on a report; on the event loop."""
@@ -130,14 +130,14 @@ class InProcessEngine:
             case Ready(info):
                 self._model = info
                 self._settle(EngineState.READY)
-            case Turn(events, stats):
-                self._ledger.deliver(events)
+            case StepResult(events, stats):
+                self._request_table.deliver(events)
                 if stats is not None:
                     self._listeners.tell(stats)
             case Failed(error):
                 self._detail = f"the engine failed: {error}"
                 self._settle(EngineState.FAILED)
-                self._ledger.fail_all(ErrorCode.ENGINE_FAILED, self._detail)
+                self._request_table.fail_all(ErrorCode.ENGINE_FAILED, self._detail)
 
     def _settle(self, state: EngineState) -> None:
         if self._state is EngineState.STARTING or state is EngineState.FAILED:

@@ -17,9 +17,9 @@ class Addresses:
     that the worker leaves its notes in (engine.worker.step_log).
     """
 
-    letters: str
+    commands: str
     reports: str
-    black_box: str
+    step_log: str
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -38,7 +38,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the worker after the step that runs, finishing nothing."""
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     """The worker is alive and has nothing else to say."""
 
 
@@ -48,7 +48,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     info: ModelInfo
 
 
-class Turn(msgspec.Struct, frozen=True, tag="turn"):
+class StepResult(msgspec.Struct, frozen=True, tag="turn"):
     """Everything that one turn of the worker's loop made; `stats` is None if no step ran in it."""
 
     events: tuple[TokenEvent, ...]
@@ -62,10 +62,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Letter = Add | Abort | Shutdown
-Report = Beat | Ready | Turn | Failed
+Report = Heartbeat | Ready | StepResult | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_letter_decoder: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
+_command_decoder: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
 _report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
@@ -74,9 +74,9 @@ def encoded(message: Letter | Report) -> bytes:
     return _encoder.encode(message)
 
 
-def decoded_letter(data: bytes) -> Letter:
+def decoded_command(data: bytes) -> Letter:
     """Return the letter these bytes hold."""
-    return _letter_decoder.decode(data)
+    return _command_decoder.decode(data)
 
 
 def decoded_report(data: bytes) -> Report:

@@ -22,8 +22,8 @@ from pathlib import Path
 import zmq
 
 from engine.core.config import EngineConfig
-from engine.worker.engine_loop import Desk, EngineFactory, SteppedEngine
-from engine.worker.messages import Addresses, Beat, Failed, Letter, Ready, Report, Shutdown, decoded_letter, encoded
+from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
+from engine.worker.messages import Addresses, Failed, Heartbeat, Letter, Ready, Report, Shutdown, decoded_command, encoded
 from engine.worker.step_log import opened_black_box
 
 _logger = logging.getLogger(__name__)
@@ -46,27 +46,27 @@ class Worker:
 
     def __init__(self, engine: SteppedEngine, read: ReadLetters, say: Say) -> None:
         self._engine = engine
-        self._desk = Desk(engine)
+        self._engine_loop = EngineLoop(engine)
         self._read = read
         self._say = say
 
     def serve(self) -> None:
         """Say Ready, then turn until a Shutdown letter; raise what the engine raises, and IntegrityError."""
         self._say(Ready(self._engine.info))
-        while self._take_letters():
-            turn = self._desk.turn()
-            self._say(turn or Beat())
+        while self._take_commands():
+            turn = self._engine_loop.turn()
+            self._say(turn or Heartbeat())
             if turn is not None:
                 _logger.debug("%d events, %s", len(turn.events), turn.stats)
-                if not self._desk.has_work:
-                    self._desk.check_idle()
+                if not self._engine_loop.has_work:
+                    self._engine_loop.check_idle()
 
-    def _take_letters(self) -> bool:
+    def _take_commands(self) -> bool:
         """Take the letters that are there, waiting for one if there is no work; return False after a Shutdown."""
-        for letter in self._read(0.0 if self._desk.has_work else BEAT_S):
+        for letter in self._read(0.0 if self._engine_loop.has_work else BEAT_S):
             if isinstance(letter, Shutdown):
                 return False
-            self._desk.take(letter)
+            self._engine_loop.take(letter)
         return True
 
 
@@ -172,9 +172,9 @@ def _worker_main(orders: Connection, preload: Callable[[], None] | None, log_lev
                 engine = order.factory(order.config)
             gc.collect()
             gc.freeze()  # what is there now stays: collections in the midst of a stream need not go through it
-            with opened_black_box(Path(order.addresses.black_box)) as black_box:
-                engine.announce(black_box.note)
-                Worker(engine, partial(_read_letters, inbox), say).serve()
+            with opened_black_box(Path(order.addresses.step_log)) as step_log:
+                engine.announce(step_log.note)
+                Worker(engine, partial(_read_commands, inbox), say).serve()
         except Exception as error:
             _logger.exception("the worker fails")
             say(Failed(described(error)))
@@ -212,17 +212,17 @@ def _streets(addresses: Addresses) -> "Iterator[tuple[zmq.Socket[bytes], zmq.Soc
         inbox.set_hwm(0)
         outbox.set_hwm(0)
         outbox.linger = _LAST_WORDS_MS
-        inbox.bind(addresses.letters)
+        inbox.bind(addresses.commands)
         outbox.connect(addresses.reports)
         yield inbox, outbox
 
 
-def _read_letters(inbox: "zmq.Socket[bytes]", wait_s: float) -> list[Letter]:
-    letters: list[Letter] = []
+def _read_commands(inbox: "zmq.Socket[bytes]", wait_s: float) -> list[Letter]:
+    commands: list[Letter] = []
     inbox.poll(int(wait_s * 1000))
-    while len(letters) < MOST_LETTERS and inbox.poll(0):
-        letters.append(decoded_letter(inbox.recv()))
-    return letters
+    while len(commands) < MOST_LETTERS and inbox.poll(0):
+        commands.append(decoded_command(inbox.recv()))
+    return commands
 
 
 @contextmanager
@@ -234,9 +234,9 @@ def _beating(say: Say) -> Iterator[None]:
     is_over = threading.Event()
 
     def beat() -> None:
-        say(Beat())
+        say(Heartbeat())
         while not is_over.wait(BEAT_S):
-            say(Beat())
+            say(Heartbeat())
 
     thread = threading.Thread(target=beat, name="beat-while-loading")
     thread.start()

@@ -10,7 +10,7 @@ from engine.core.config import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class QueuedShare:
     """What those requests of an answer that wait take of the queue. `has_begun`: some of the answer has been told."""
 
     group: str
@@ -23,7 +23,7 @@ class Claim:
 class _Shares:
     """What each key has of the queue, and all together; kept up to date by every claim that goes."""
 
-    def __init__(self, claims: Sequence[Claim], limits: SchedulerConfig) -> None:
+    def __init__(self, claims: Sequence[QueuedShare], limits: SchedulerConfig) -> None:
         self._limits = limits
         self.num_places = self.num_tokens = 0
         self._places = {claim.group: 0 for claim in claims}
@@ -39,41 +39,41 @@ class _Shares:
         """Whether it is more than may wait: an answer that waits alone may have any number of tokens."""
         return self.num_places > self._limits.max_waiting or (self.num_tokens > self._limits.max_waiting_tokens and not is_alone)
 
-    def add(self, claim: Claim) -> None:
+    def add(self, claim: QueuedShare) -> None:
         """Count a claim."""
         self._count(claim, 1)
 
-    def remove(self, claim: Claim) -> None:
+    def remove(self, claim: QueuedShare) -> None:
         """Count a claim no more."""
         self._count(claim, -1)
 
-    def _count(self, claim: Claim, sign: int) -> None:
+    def _count(self, claim: QueuedShare, sign: int) -> None:
         self._places[claim.group] += sign * claim.num_places
         self._tokens[claim.group] += sign * claim.num_tokens
         self.num_places += sign * claim.num_places
         self.num_tokens += sign * claim.num_tokens
 
 
-def displaced(queue: Sequence[Claim], newcomer: Claim, limits: SchedulerConfig) -> list[int] | None:
+def displaced(queue: Sequence[QueuedShare], new_request: QueuedShare, limits: SchedulerConfig) -> list[int] | None:
     """Return which claims of a full queue, oldest first, make room for a newcomer, in turn; None if it is to be refused.
 
     Only keys give way that have more of the queue than the newcomer's would: the one that has most, with the last of its least
     urgent answers. An answer that has begun is somebody's half-read text: its turn comes when nothing else could go. Who can stay
     beside those whose turns came later stays. A newcomer beside whom nobody waits may have any number of tokens.
     """
-    shares = _Shares([*queue, newcomer], limits)
-    in_turn = _in_turn(queue, newcomer.group, shares)
+    shares = _Shares([*queue, new_request], limits)
+    in_turn = _in_turn(queue, new_request.group, shares)
     return None if in_turn is None else _needed(in_turn, queue, shares)
 
 
-def _in_turn(queue: Sequence[Claim], newcomer: str, shares: _Shares) -> list[int] | None:
+def _in_turn(queue: Sequence[QueuedShare], new_request: str, shares: _Shares) -> list[int] | None:
     """Take claims out of the shares, one after the other, until there is room for a key's newcomer; return which."""
     answers: dict[str, list[int]] = {claim.group: [] for claim in queue}  # of each key, in the order in which they are kept
     for index in sorted(range(len(queue)), key=lambda index: (not queue[index].has_begun, queue[index].priority, index)):
         answers[queue[index].group].append(index)
     victims: list[int] = []
     while shares.are_too_many(is_alone=len(victims) == len(queue)):
-        greater = [group for group, theirs in answers.items() if theirs and shares[group] > shares[newcomer]]
+        greater = [group for group, theirs in answers.items() if theirs and shares[group] > shares[new_request]]
         if not greater:
             return None
         most = max(greater, key=lambda group: (not queue[answers[group][-1]].has_begun, shares[group]))
@@ -82,7 +82,7 @@ def _in_turn(queue: Sequence[Claim], newcomer: str, shares: _Shares) -> list[int
     return victims
 
 
-def _needed(victims: Sequence[int], queue: Sequence[Claim], shares: _Shares) -> list[int]:
+def _needed(victims: Sequence[int], queue: Sequence[QueuedShare], shares: _Shares) -> list[int]:
     """Return those for whom there is no room once all the others have gone; shares are without any of them."""
     needed: list[int] = []
     for victim in reversed(victims):

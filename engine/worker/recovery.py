@@ -14,28 +14,28 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 
 from engine.core.types import ErrorCode, Request
-from engine.worker.request_table import Entry, EventStream, Ledger
+from engine.worker.request_table import Entry, EventStream, RequestTable
 
 _logger = logging.getLogger(__name__)
 
 
-class Readmission:
+class Recovery:
     """Owns the order of return. `post` sends a request to the worker that is ready; `max_running` have a place in it at once."""
 
-    def __init__(self, ledger: Ledger, post: Callable[[Request], None], max_deaths: int, max_running: int) -> None:
-        self._ledger = ledger
+    def __init__(self, request_table: RequestTable, post: Callable[[Request], None], max_deaths: int, max_running: int) -> None:
+        self._request_table = request_table
         self._post = post
         self._max_deaths = max_deaths
         self._max_running = max_running
-        self._suspects: deque[Entry] = deque()
-        self._on_trial: Entry | None = None
+        self._quarantined: deque[Entry] = deque()
+        self._retried_alone: Entry | None = None
         self._unheard: list[Entry] = []  # handed over since the worker last spoke
         self.num_resumed = 0  # requests taken back from dead workers, each as often as it was
         self._is_open = False  # a worker is ready, and nobody is on trial
 
     def enter(self, requests: Sequence[Request]) -> list[EventStream]:
         """Enter requests for which the ledger has room, and give them to the worker unless somebody is on trial there."""
-        streams = self._ledger.open(requests, is_posted=False)
+        streams = self._request_table.open(requests, is_posted=False)
         if self._is_open:
             for stream in streams:
                 self._hand_over(stream.entry)
@@ -43,8 +43,8 @@ class Readmission:
 
     def begin(self) -> None:
         """Give a worker that is ready its first requests."""
-        suspects = [entry for entry in self._ledger.entries if entry.num_deaths >= self._max_deaths]
-        self._suspects = deque(sorted(suspects, key=lambda entry: -entry.num_deaths))
+        suspects = [entry for entry in self._request_table.entries if entry.num_deaths >= self._max_deaths]
+        self._quarantined = deque(sorted(suspects, key=lambda entry: -entry.num_deaths))
         self._admit()
 
     def go_on(self) -> None:
@@ -54,27 +54,31 @@ class Readmission:
 
     def _admit(self) -> None:
         while not self._is_open and not self._is_trying:
-            self._on_trial = None
-            if not self._suspects:
+            self._retried_alone = None
+            if not self._quarantined:
                 self._is_open = True
-                for entry in self._ledger.entries:
+                for entry in self._request_table.entries:
                     if not entry.is_posted:
                         self._hand_over(entry)
-            elif self._ledger.num_posted >= self._max_running:
+            elif self._request_table.num_posted >= self._max_running:
                 return  # it would wait there, and be blamed for a death in which it had no part
-            elif self._ledger.has(suspect := self._suspects.popleft()):
-                self._on_trial = suspect
+            elif self._request_table.has(suspect := self._quarantined.popleft()):
+                self._retried_alone = suspect
                 _logger.warning("request %s is on trial after %d deaths", suspect.request.request_id, suspect.num_deaths)
                 self._hand_over(suspect)
 
     @property
     def has_suspects(self) -> bool:
         """Whether a living request may have killed `max_deaths` workers in a row."""
-        return any(entry.num_deaths >= self._max_deaths for entry in self._ledger.entries)
+        return any(entry.num_deaths >= self._max_deaths for entry in self._request_table.entries)
 
     @property
     def _is_trying(self) -> bool:
-        return self._on_trial is not None and self._on_trial.num_deaths > 0 and self._ledger.has(self._on_trial)
+        return (
+            self._retried_alone is not None
+            and self._retried_alone.num_deaths > 0
+            and self._request_table.has(self._retried_alone)
+        )
 
     def _hand_over(self, entry: Entry) -> None:
         entry.is_posted = True
@@ -84,12 +88,19 @@ class Readmission:
     def end(self, running: Set[str] | None, cause: str) -> None:
         """Take back what a dead worker had, `running` in its last step (None: unknown); give up who was there alone, on trial."""
         self._is_open = False
-        taken = [entry for entry in self._ledger.entries if entry.is_posted]
-        suspect, self._on_trial = self._on_trial, None
-        self._ledger.recall(None if running is None else {*running, *(entry.request.request_id for entry in self._unheard)})
+        taken = [entry for entry in self._request_table.entries if entry.is_posted]
+        suspect, self._retried_alone = self._retried_alone, None
+        self._request_table.recall(
+            None if running is None else {*running, *(entry.request.request_id for entry in self._unheard)}
+        )
         self._unheard.clear()
-        self.num_resumed += sum(map(self._ledger.has, taken))
-        if suspect is not None and taken == [suspect] and self._ledger.has(suspect) and suspect.num_deaths > self._max_deaths:
+        self.num_resumed += sum(map(self._request_table.has, taken))
+        if (
+            suspect is not None
+            and taken == [suspect]
+            and self._request_table.has(suspect)
+            and suspect.num_deaths > self._max_deaths
+        ):
             text = f"{suspect.num_deaths} workers died of this request, the last when it ran alone: {cause}"
             _logger.error("request %s is given up: %s", suspect.request.request_id, text)
-            self._ledger.fail(suspect, ErrorCode.WORKER_CRASHED, text)
+            self._request_table.fail(suspect, ErrorCode.WORKER_CRASHED, text)

@@ -16,7 +16,7 @@ from typing import Any
 from engine.core.config import SchedulerConfig
 from engine.core.service import UNKNOWN_RETRY_S, EngineBusy
 from engine.core.types import ErrorCode, FinishReason, Progress, Request, TokenEvent
-from engine.worker.queue_displacement import Claim, displaced
+from engine.worker.queue_displacement import QueuedShare, displaced
 
 _RECENT_FINISHES = 64  # of the present queue
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
@@ -60,7 +60,7 @@ class Entry:
         return replace(self.request, progress=Progress(tuple(self.token_ids), self.num_prompt_logprobs))
 
 
-class Ledger:
+class RequestTable:
     """Owns the entries. An entry leaves with exactly one `finish` in its mailbox, that of the engine or one that is put here."""
 
     def __init__(
@@ -240,9 +240,9 @@ class Ledger:
             await asyncio.wait_for(self._is_empty.wait(), timeout_s)
 
 
-def _claim(requests: Sequence[Request], has_begun: bool = False) -> Claim:
+def _claim(requests: Sequence[Request], has_begun: bool = False) -> QueuedShare:
     first, num_tokens = requests[0], sum(len(request.prompt_ids) for request in requests)
-    return Claim(first.group, first.priority, len(requests), num_tokens, has_begun)
+    return QueuedShare(first.group, first.priority, len(requests), num_tokens, has_begun)
 
 
 class EventStream(AsyncGenerator[TokenEvent, None]):

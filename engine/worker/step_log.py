@@ -52,7 +52,7 @@ def _row_note(row: Row) -> RowNote:
     return RowNote(row.request_id, row.context_len, len(row.certain_ids), str(row.expansion) if row.is_decoding else None)
 
 
-class BlackBox:
+class StepLog:
     """The worker's side: owns the map. Its last note stands until the next."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -69,12 +69,12 @@ class BlackBox:
 
 
 @contextmanager
-def opened_black_box(path: Path) -> Iterator[BlackBox]:
+def opened_black_box(path: Path) -> Iterator[StepLog]:
     """Make the file and map it."""
     with path.open("w+b") as file:
         file.truncate(_SIZE_BYTES)
         with mmap.mmap(file.fileno(), _SIZE_BYTES) as memory:
-            yield BlackBox(memory)
+            yield StepLog(memory)
 
 
 def last_note(path: Path) -> StepNote | None:

@@ -111,10 +111,10 @@ class SelectorNet(nn.Module):
 
     def standardise(self, scalars_RS: NDArray[np.float32]) -> None:
         """Take means and deviations of the scalars from examples; those of a draft law, from examples that have one."""
-        has_law = scalars_RS[:, OF_DRAFT_LAW.start] > 0.0
+        has_distribution = scalars_RS[:, OF_DRAFT_LAW.start] > 0.0
         for column in range(scalars_RS.shape[1]):
-            is_of_law = OF_DRAFT_LAW.start < column < OF_DRAFT_LAW.stop
-            values = scalars_RS[has_law, column] if is_of_law else scalars_RS[:, column]
+            is_of_probs = OF_DRAFT_LAW.start < column < OF_DRAFT_LAW.stop
+            values = scalars_RS[has_distribution, column] if is_of_probs else scalars_RS[:, column]
             if len(values):
                 self.mean_S[column] = float(values.mean())
                 self.deviation_S[column] = max(float(values.std()), 1e-2)
@@ -122,9 +122,9 @@ class SelectorNet(nn.Module):
     def forward(self, features: "Inputs") -> Float[Tensor, "B M"]:
         """Return expected tokens of every entry, or its score."""
         scalars_BS = (features.scalars_BS - self.mean_S) / self.deviation_S
-        has_law_B1 = features.scalars_BS[:, OF_DRAFT_LAW.start : OF_DRAFT_LAW.start + 1]
-        law = slice(OF_DRAFT_LAW.start + 1, OF_DRAFT_LAW.stop)
-        scalars_BS[:, law] = scalars_BS[:, law] * has_law_B1
+        has_probs_B1 = features.scalars_BS[:, OF_DRAFT_LAW.start : OF_DRAFT_LAW.start + 1]
+        distribution = slice(OF_DRAFT_LAW.start + 1, OF_DRAFT_LAW.stop)
+        scalars_BS[:, distribution] = scalars_BS[:, distribution] * has_probs_B1
         parts = (features.target_BD, features.draft_BW, scalars_BS)
         code_BC = self.body(
             torch.cat([projection(part) for projection, part in zip(self.projections, parts, strict=True)], dim=-1)

@@ -157,11 +157,13 @@ class _Part:
     def __len__(self) -> int:
         return len(self._inputs.rules_B)
 
-    def losses(self, net: SelectorNet, rows: Tensor, is_law_hidden_B: Tensor, is_state_hidden_B: Tensor | None = None) -> Tensor:
+    def losses(
+        self, net: SelectorNet, rows: Tensor, is_probs_hidden_B: Tensor, is_state_hidden_B: Tensor | None = None
+    ) -> Tensor:
         """Return the losses of some examples, of which the drafter's last law, or all states, may be hidden."""
         all_of = self._inputs
         scalars_BS = all_of.scalars_BS[rows].clone()
-        scalars_BS[is_law_hidden_B, OF_DRAFT_LAW] = 0.0
+        scalars_BS[is_probs_hidden_B, OF_DRAFT_LAW] = 0.0
         target_BD, draft_BW = all_of.target_BD[rows], all_of.draft_BW[rows]
         if is_state_hidden_B is not None:
             target_BD, draft_BW = (one.masked_fill(is_state_hidden_B[:, None], 0.0) for one in (target_BD, draft_BW))
@@ -188,8 +190,8 @@ def _descend(net: SelectorNet, learnt: _Part, stopping: _Part, plan: TrainingPla
             net.train()
             total = 0.0
             for rows in torch.split(torch.randperm(len(learnt), generator=generator), plan.batch):
-                is_law_hidden_B, is_state_hidden_B = torch.rand((2, len(rows)), generator=generator) < 0.5
-                loss = learnt.losses(net, rows, is_law_hidden_B, is_state_hidden_B if hides_states else None).mean()
+                is_probs_hidden_B, is_state_hidden_B = torch.rand((2, len(rows)), generator=generator) < 0.5
+                loss = learnt.losses(net, rows, is_probs_hidden_B, is_state_hidden_B if hides_states else None).mean()
                 optimiser.zero_grad(set_to_none=True)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimiser.step()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from engine.core.sampling_limits import NoLaw, require_law
+from engine.core.sampling_limits import NoDistribution, require_probs
 from engine.core.tree import Expansion, parse_expansion
 from engine.core.types import SamplingParams
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
@@ -99,7 +99,7 @@ def _audit(parsed: argparse.Namespace) -> int:
         parsed.expansions = parsed.expansions or _configured(settings)
         parsed.first_seed = secrets.randbits(62) if parsed.first_seed is None else parsed.first_seed
         _check(settings, parsed.verifiers, parsed.expansions)
-        _check_law(parsed)
+        _check_probs(parsed)
         from server.cli.audit_run import audit  # here, because it brings torch
 
         return audit(settings, texts, parsed)
@@ -114,18 +114,18 @@ def _configured(settings: Settings) -> list[Expansion | None]:
     return [tree, None] if settings.policy == "adaptive" else [tree]
 
 
-def law_parameters(parsed: argparse.Namespace) -> list[SamplingParams]:
+def probs_parameters(parsed: argparse.Namespace) -> list[SamplingParams]:
     """Return the ways of drawing that were asked for, one for each temperature."""
     names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     others = {name: getattr(parsed, name) for name in names}
     return [SamplingParams(temperature, **others) for temperature in parsed.temperatures]
 
 
-def _check_law(parsed: argparse.Namespace) -> None:
+def _check_probs(parsed: argparse.Namespace) -> None:
     try:
-        for sampling in law_parameters(parsed):
-            require_law(sampling, vocab_size=0, eos_token_ids=())  # no token is named
-    except NoLaw as error:
+        for sampling in probs_parameters(parsed):
+            require_probs(sampling, vocab_size=0, eos_token_ids=())  # no token is named
+    except NoDistribution as error:
         raise AuditError(str(error)) from error
 
 

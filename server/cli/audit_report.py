@@ -14,7 +14,7 @@ def as_text(report: Report, info: ModelInfo, seconds: float) -> str:
         *_notes(report),
         "",
         f"Draws (each test's level is {report.level:.1e}: {report.alpha:g} over {report.num_tests} tests)",
-        f"  {'test':<25}{'laws':>5}{'tokens':>8}{'G':>9}{'freedom':>9}{'p':>10}{'finds':>8}  verdict",
+        f"  {'test':<25}{'dists':>5}{'tokens':>8}{'G':>9}{'freedom':>9}{'p':>10}{'finds':>8}  verdict",
     ]
     for sampled in report.sampled:
         lines += _sampled(sampled, report.level)
@@ -35,7 +35,7 @@ def _sampled(sampled: SampledReport, level: float) -> Iterator[str]:
     for one in sampled.tests:
         test = one.test
         yield (
-            f"    {one.name:<23}{one.num_laws:>5}{test.num_counted:>8}{test.statistic:>9.1f}{test.freedom:>9}"
+            f"    {one.name:<23}{one.num_distributions:>5}{test.num_counted:>8}{test.statistic:>9.1f}{test.freedom:>9}"
             f"{test.p_value:>10.2g}{test.detectable(level):>8.3f}  {_verdict(test.p_value >= level)}"
         )
     support = sampled.support

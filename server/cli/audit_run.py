@@ -25,7 +25,7 @@ from engine.model.check import UnsupportedModel
 from engine.scheduler.slot_pool import IntegrityError
 from engine.weights import resolve
 from server.assembly import tool_engine
-from server.cli.audit import AuditError, AuditFailed, law_parameters
+from server.cli.audit import AuditError, AuditFailed, probs_parameters
 from server.cli.audit_report import as_text
 from server.settings import Settings
 from server.text.chat_ids import chat_ids
@@ -70,7 +70,7 @@ def encoded(model: str, texts: Texts) -> tuple[tuple[int, ...], ...]:
 
 def plan_of(parsed: argparse.Namespace, prompts: tuple[tuple[int, ...], ...]) -> AuditPlan:
     """Return what the arguments ask for: every temperature with every verifier and tree."""
-    settings = [Setting(*parts) for parts in product(law_parameters(parsed), parsed.verifiers, parsed.expansions)]
+    settings = [Setting(*parts) for parts in product(probs_parameters(parsed), parsed.verifiers, parsed.expansions)]
     return AuditPlan(
         prompts=prompts,
         settings=tuple(dict.fromkeys(settings)),

@@ -137,13 +137,13 @@ def _measured_engine(settings: Settings) -> "tuple[Engine, Profile]":
     from engine.build import build_engine
     from engine.core.config import EngineConfig
     from engine.core.policy import ExpansionPolicy, PlainDecoding, RootSource
-    from engine.profiling.step_timer import Rig
+    from engine.profiling.step_timer import StepTimer
     from engine.weights import WeightsCache, default_root
     from selector.profile import cached_profile
 
     profiles: list[Profile] = []
 
-    def plain(config: EngineConfig, rig: Rig, roots: RootSource) -> ExpansionPolicy:  # noqa: ARG001
+    def plain(config: EngineConfig, rig: StepTimer, roots: RootSource) -> ExpansionPolicy:  # noqa: ARG001
         profiles.append(cached_profile(rig, WeightsCache(default_root())))
         return PlainDecoding()
 
@@ -172,7 +172,7 @@ class Collector:
 
     def __init__(self, engine: "Engine", settings: Settings, design: Design, seed: int) -> None:
         from engine.core.verifier_table import is_exact
-        from engine.profiling.counterfactual import Lab
+        from engine.profiling.counterfactual import Counterfactual
         from engine.verify.rules import create_verifier
         from selector.acceptance import CountedAcceptance
         from selector.menu import menu_of
@@ -182,7 +182,7 @@ class Collector:
         if not all(entry.is_delayed for entry in self._menu.entries):
             raise ValueError(f"the network knows delayed trees alone, not those of {config.expansion}")
         self._design, self._seed = design, seed
-        self._lab: Lab = Lab(engine)
+        self._lab: Counterfactual = Counterfactual(engine)
         self.rules = tuple(dict.fromkeys((config.verifier, *design.verifiers)))
         branching = max(self._menu.entries, key=lambda entry: (entry.branches, entry.max_depth))
         inexact = [name for name in self.rules if not is_exact(branching.kind, name)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from engine.core.sampling_limits import NoLaw, require_law
+from engine.core.sampling_limits import NoDistribution, require_probs
 from engine.core.types import Grammar, ModelInfo, SamplingParams
 from server.http.errors import InvalidRequest
 from server.schemas.common import GenerationRequest
@@ -56,7 +56,7 @@ def sampling_of(
         num_prompt_logprobs=body.num_prompt_logprobs,
     )
     try:
-        require_law(sampling, model.vocab_size, model.eos_token_ids)
-    except NoLaw as error:
+        require_probs(sampling, model.vocab_size, model.eos_token_ids)
+    except NoDistribution as error:
         raise InvalidRequest(str(error), grammar_param if error.param == "grammar" else error.param) from error
     return sampling

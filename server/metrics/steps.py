@@ -78,7 +78,7 @@ class StepMetrics:
         self._predicted_s = families.counter(
             "latebranch_predicted_seconds", "What the policy expected steps to take, of those it expected something of."
         )
-        self._foretold_s = families.counter("latebranch_foretold_seconds", "What those steps took.")
+        self._predicted_seconds = families.counter("latebranch_foretold_seconds", "What those steps took.")
         self._plain_s = families.counter(
             "latebranch_predicted_plain_seconds", "What plain decoding would take for the tokens expected of those steps."
         )
@@ -148,7 +148,7 @@ class StepMetrics:
         if stats.predicted_s is not None:
             self._predicted_s.inc(stats.predicted_s)
             self._plain_s.inc(stats.predicted_s * stats.predicted_speedup)
-            self._foretold_s.inc(stats.step_s - stats.policy_s)  # a policy does not foretell its own
+            self._predicted_seconds.inc(stats.step_s - stats.policy_s)  # a policy does not foretell its own
 
     def _on_seconds(self, stats: StepStats) -> None:
         self._steps.inc()

@@ -83,18 +83,18 @@ async def test_calls_that_must_come_match_their_schemas(special: bool | None):
     """Whether the markup is text, tokens, or special tokens; greedy and seeded; streamed, drafted for or not."""
     names: list[str] = []
     async with _served(special) as client:
-        for law in ({"temperature": 0}, {"seed": 1, "temperature": 1.7}):
-            choice = await _choice(client, tool_choice="required", **law)
+        for distribution in ({"temperature": 0}, {"seed": 1, "temperature": 1.7}):
+            choice = await _choice(client, tool_choice="required", **distribution)
             found = _check_calls(choice)
             assert found or choice["finish_reason"] == "length"
             if found:
                 assert choice["message"]["content"] is None
             names += found
-            named = await _choice(client, tool_choice=NAMED, **law)
+            named = await _choice(client, tool_choice=NAMED, **distribution)
             assert (_check_calls(named), named["finish_reason"]) == (["weather"], "tool_calls")
-            plain = await _choice(client, tool_choice=NAMED, speculative={"enabled": False}, **law)
+            plain = await _choice(client, tool_choice=NAMED, speculative={"enabled": False}, **distribution)
             assert without_ids(plain) == without_ids(named)
-            body = chat(tools=TOOLS, tool_choice="required", stream=True, max_tokens=100, **law)
+            body = chat(tools=TOOLS, tool_choice="required", stream=True, max_tokens=100, **distribution)
             assert without_ids(streamed(data_of((await client.post(URL, json=body)).text))) == without_ids(choice)
     assert names
 

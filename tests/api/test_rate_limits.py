@@ -61,7 +61,7 @@ def test_who_waits_as_told_is_let_in_though_seconds_are_rounded():
     _check_bucket(Account, 1, [0.0, 25.596, 11.172, 5.931, 0.0, 20.942, 0.0])
 
 
-def test_the_law_of_the_bucket_sees_one_that_overflows():
+def test_the_probs_of_the_bucket_sees_one_that_overflows():
     class Overflowing(Account):
         def _fill(self, per_minute: int, now_s: float) -> None:
             self._left += (now_s - self._at_s) * per_minute / 60

@@ -154,8 +154,8 @@ def check_logprobs(prompt_ids: list[int], choice: dict[str, Any], is_echoed: boo
     if is_echoed:
         assert told[0] is None
     first = 1 if is_echoed else len(prompt_ids)
-    laws_TV = torch.log_softmax(target_module()(torch.tensor([ids]), use_cache=False).logits[0].double(), -1)
-    expected = [float(laws_TV[at - 1, ids[at]]) for at in range(first, len(ids))]
+    probs_TV = torch.log_softmax(target_module()(torch.tensor([ids]), use_cache=False).logits[0].double(), -1)
+    expected = [float(probs_TV[at - 1, ids[at]]) for at in range(first, len(ids))]
     assert told[1 if is_echoed else 0 :] == pytest.approx(expected, abs=1e-4)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from engine.core.service import EngineState
 from engine.core.types import ErrorCode, Request, TokenEvent
 from engine.worker.client import WorkerClient
-from engine.worker.messages import Beat, Report, Turn
+from engine.worker.messages import Heartbeat, Report, StepResult
 from engine.worker.process import ProcessLauncher
 from engine.worker.supervision import Supervision
 from tests.clients import submitted
@@ -42,12 +42,12 @@ class CountingClient(WorkerClient):
     def _read(self, report: Report) -> None:
         super()._read(report)
         match report:
-            case Turn(events, stats):
+            case StepResult(events, stats):
                 self.num_told += sum(len(event.token_ids) for event in events)
                 if stats is not None:
                     self.num_counted += stats.num_generated_tokens
                     self.num_used_slots = stats.num_used_slots
-            case Beat() if not len(self._ledger):
+            case Heartbeat() if not len(self._request_table):
                 self.is_idle.set()
 
 

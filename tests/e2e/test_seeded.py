@@ -24,7 +24,7 @@ from engine.verify import coupled
 from engine.weights import resolve
 from server.settings import SHIPPED_DRAFTERS
 from tests.e2e.seeded_prompts import SEEDED_PROMPTS
-from tests.model.laws import laws_of
+from tests.model.distributions import probs_of
 
 PRESET = "smollm2-135m"
 NUM_TOKENS = 32
@@ -122,8 +122,8 @@ def _gap(case: Case, expected: tuple[int, ...], found: tuple[int, ...]) -> str:
     """Say where the texts part and by how much plain decoding preferred its token: a gap near 1e-6 is a tie."""
     at = next((i for i, (one, other) in enumerate(zip(expected, found)) if one != other), min(len(expected), len(found)))
     text = [*case.prompt, *expected[:at]]
-    law_V = laws_of(_reference()(torch.tensor([text])).logits[:, -1].float(), [case.sampling])[0].double()
-    scores_V = law_V.log() + gumbels([stream_key(case.sampling.seed or 0, len(text), Stream.TOKEN)], len(law_V))[0]
+    probs_V = probs_of(_reference()(torch.tensor([text])).logits[:, -1].float(), [case.sampling])[0].double()
+    scores_V = probs_V.log() + gumbels([stream_key(case.sampling.seed or 0, len(text), Stream.TOKEN)], len(probs_V))[0]
     best, runner_up = scores_V.topk(2).values.tolist()
     return f"parts at token {at}, {expected[at:][:1]} for {found[at:][:1]}; perturbed-score gap {best - runner_up:.2e}"
 

@@ -50,10 +50,10 @@ class Stage:
             "tasks": len(asyncio.all_tasks(self.service._loop)),
             "threads": {thread.name for thread in threading.enumerate()},
             "files": len(list(Path("/proc/self/fd").iterdir())),
-            "ledger": len(self.service._ledger),
+            "ledger": len(self.service._request_table),
             "slots": scheduler.num_used_slots,
             "sequences": scheduler.num_running + scheduler.num_waiting,
-            "anteroom": self.engine._anteroom.request_ids,
+            "anteroom": self.engine._pending_grammars.request_ids,
             "followed": len(self.texts._followed),
             "unrest": unrest_of(self.get),
         }

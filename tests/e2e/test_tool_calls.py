@@ -56,10 +56,10 @@ def calls(client: openai.OpenAI, **fields: Any) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("choice", "law"), [("required", {"temperature": 0}), (NAMED, {"temperature": 0.7, "seed": 3})], ids=["greedy", "seeded"]
 )
-def test_forced_calls_keep_their_schema_with_drafts_and_without(client: openai.OpenAI, choice: Any, law: dict[str, Any]):
-    drafted = calls(client, tool_choice=choice, **law)
+def test_forced_calls_keep_their_schema_with_drafts_and_without(client: openai.OpenAI, choice: Any, distribution: dict[str, Any]):
+    drafted = calls(client, tool_choice=choice, **distribution)
     assert drafted
-    assert drafted == calls(client, tool_choice=choice, extra_body={"speculative": {"enabled": False}}, **law)
+    assert drafted == calls(client, tool_choice=choice, extra_body={"speculative": {"enabled": False}}, **distribution)
 
 
 def test_a_call_is_streamed_and_its_result_read(client: openai.OpenAI):

@@ -14,8 +14,8 @@ from engine.draft.text.text_drafter import CachedDrafter
 from engine.model.causal_lm import adopt
 from engine.sampling.noise import gumbels, uniforms
 from engine.testing import FAMILIES, tiny_engine, tiny_module
+from tests.model.distributions import probs_of
 from tests.model.driving import greedy, run, sampled
-from tests.model.laws import laws_of
 from tests.model.tiny import own_greedy_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,10 +38,10 @@ def test_noise_is_the_cpus():
     assert torch.allclose(gumbels(KEYS, 1000, CUDA).cpu(), gumbels(KEYS, 1000), rtol=1e-12)
 
 
-def test_laws_are_the_cpus():
+def test_probs_are_the_cpus():
     logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)) * 3
     params = [SamplingParams(temperature=0.7), SamplingParams(top_k=40), SamplingParams(top_p=0.9), SamplingParams(min_p=0.02)]
-    assert torch.allclose(laws_of(logits.to(CUDA), params).cpu(), laws_of(logits, params), atol=1e-6)
+    assert torch.allclose(probs_of(logits.to(CUDA), params).cpu(), probs_of(logits, params), atol=1e-6)
 
 
 def engine_on(device: torch.device, family: str, drafter: str):

@@ -92,13 +92,13 @@ def _learnt(family: str) -> dict[str, Tensor]:
         ids_BT = module.generate(prompts_BT, attention_mask=torch.ones_like(prompts_BT), max_new_tokens=20, **kinds)
         out = module(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
     states_BTFD = torch.stack([out.hidden_states[count] for count in head.shape.feature_layers], dim=-2)
-    laws = out.logits[..., head.vocab_M.long()].softmax(-1)
+    probs = out.logits[..., head.vocab_M.long()].softmax(-1)
     head.requires_grad_(True)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     for _ in range(60):
         read_BTW = read(head.features(states_BTFD))[:, :-1]
         logits = cut_logits(head, module, dense_states(head, module, ids_BT, read_BTW))
-        loss = -(laws * logits.log_softmax(-1)).sum(-1).mean()
+        loss = -(probs * logits.log_softmax(-1)).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

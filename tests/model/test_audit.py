@@ -19,7 +19,7 @@ from engine.core.rng_keys import Stream, stream_key
 from engine.core.tree import Expansion, TreeKind
 from engine.core.types import FinishReason, SamplingParams, TokenEvent
 from engine.draft.trees import sampling as children
-from engine.sampling.laws import warped_laws
+from engine.sampling.distributions import warped_probs
 from engine.testing import LawAfter, table_module, table_pair, tiny_engine
 from engine.verify import coupled, masses, plans, rules
 from engine.verify.directions import BottomUp
@@ -85,11 +85,11 @@ def test_the_policy_may_choose_the_tree():
     assert "by policy" in found.sampled[0].setting
 
 
-def draft_believed(self, forest, target_laws_NV, keys):
+def draft_believed(self, forest, target_probs_NV, keys):
     """Accept the first path whole, whatever the target says of it."""
     return [
         Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
-        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_laws_NV, keys), strict=True)
+        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
     ]
 
 
@@ -98,11 +98,11 @@ def uniform_residual(self, level, prefix_P):
     return torch.ones_like(_WEIGHTS(self, level, prefix_P))
 
 
-def from_the_root(self, forest, target_laws_NV, keys):
+def from_the_root(self, forest, target_probs_NV, keys):
     """Draw the extra token from the law after the root, wherever the path ends."""
-    roots_BV = target_laws_NV[list(forest.offsets[:-1])]
+    roots_BV = target_probs_NV[list(forest.offsets[:-1])]
     extras = masses.draw(roots_BV, torch.tensor(masses._uniforms(keys, Stream.EXTRA), dtype=torch.float64)).tolist()
-    return [Verdict(one.path, extra) for one, extra in zip(_JUDGE(self, forest, target_laws_NV, keys), extras, strict=True)]
+    return [Verdict(one.path, extra) for one, extra in zip(_JUDGE(self, forest, target_probs_NV, keys), extras, strict=True)]
 
 
 def shared_stream(seed, position, stream):
@@ -209,11 +209,11 @@ def test_a_slip_in_a_rules_formula_is_found(table, monkeypatch):
     assert not is_lawful(table_report(table))
 
 
-def likeliest_as_draws(asked, logits_PM, laws, vocab):
+def likeliest_as_draws(asked, logits_PM, probs, vocab):
     """Take the likeliest tokens for children and show the law as if they had been drawn from it."""
-    laws_PM = children._kept_laws(asked, logits_PM, laws, vocab)
+    probs_PM = children._kept_probs(asked, logits_PM, probs, vocab)
     width = max(node.num_draws for node in asked)
-    return children._offers(children._told(asked, laws_PM.topk(width).indices, laws_PM, vocab))
+    return children._offers(children._told(asked, probs_PM.topk(width).indices, probs_PM, vocab))
 
 
 def test_a_rule_of_ratios_on_chosen_children_is_found(monkeypatch):
@@ -222,23 +222,23 @@ def test_a_rule_of_ratios_on_chosen_children_is_found(monkeypatch):
 
 
 def one_too_many(logits_NV, sampling, rows):
-    return warped_laws(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling], rows)
+    return warped_probs(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling], rows)
 
 
 def one_too_few(logits_NV, sampling, rows):
     """Cut the nucleus before the token that completes it."""
-    laws_NV = warped_laws(logits_NV, sampling, rows)
-    least_N1 = laws_NV.masked_fill(laws_NV <= 0, 2.0).amin(-1, keepdim=True)
-    cut_NV = torch.where((laws_NV > least_N1) | (laws_NV == laws_NV.amax(-1, keepdim=True)), laws_NV, 0.0)
+    probs_NV = warped_probs(logits_NV, sampling, rows)
+    least_N1 = probs_NV.masked_fill(probs_NV <= 0, 2.0).amin(-1, keepdim=True)
+    cut_NV = torch.where((probs_NV > least_N1) | (probs_NV == probs_NV.amax(-1, keepdim=True)), probs_NV, 0.0)
     return cut_NV / cut_NV.sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize(
     ("mutant", "sampling"), [(one_too_many, SHARP), (one_too_few, SamplingParams(temperature=1.5, top_p=0.5))]
 )
-def test_a_law_cut_one_token_off_is_found(mutant, sampling, monkeypatch):
+def test_a_probs_cut_one_token_off_is_found(mutant, sampling, monkeypatch):
     """In the judge and in plain decoding alike: only a reference of other make can see it."""
-    monkeypatch.setattr("engine.verify.dispatch.warped_laws", mutant)
+    monkeypatch.setattr("engine.verify.dispatch.warped_probs", mutant)
     found = report(sampling=sampling)
     assert not is_lawful(found)
     assert bool(found.sampled[0].support.num_mismatch) is (mutant is one_too_many)

@@ -26,7 +26,7 @@ from engine.core.service import EngineHealth, EngineState
 from engine.core.tree import Expansion
 from engine.core.types import AuditStats, FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent
 from engine.engine import Engine
-from engine.sampling.laws import warped_laws
+from engine.sampling.distributions import warped_probs
 from engine.teacher_forcing import MAX_CHUNK_LOGITS, MAX_CHUNK_TOKENS, KnownText
 from engine.testing import tiny_engine
 from engine.verify import coupled, masses
@@ -157,11 +157,11 @@ def test_noise_of_a_wrong_position_is_found(monkeypatch):
     assert outcomes(session)[Check.COUPLED].num_mismatch > 4
 
 
-def draft_believed(self, forest, target_laws_NV, keys):
+def draft_believed(self, forest, target_probs_NV, keys):
     """Accept the first path whole, whatever the target says of it."""
     return [
         Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
-        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_laws_NV, keys), strict=True)
+        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
     ]
 
 
@@ -178,12 +178,12 @@ def test_drafts_that_are_believed_are_found(monkeypatch, caplog):
 
 def one_token_more(logits_NV, sampling, rows):
     """Keep one token more than top-k allows."""
-    return warped_laws(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling], rows)
+    return warped_probs(logits_NV, [replace(params, top_k=params.top_k + 1) for params in sampling], rows)
 
 
 @pytest.mark.usefixtures("numbered_secrets")
 def test_tokens_that_cannot_come_are_found(monkeypatch):
-    monkeypatch.setattr("engine.verify.dispatch.warped_laws", one_token_more)
+    monkeypatch.setattr("engine.verify.dispatch.warped_probs", one_token_more)
     session = run(audited(), [unseeded(index, top_k=2, temperature=1.5) for index in range(20)])
     assert outcomes(session)[Check.SAMPLED].num_mismatch
 
@@ -367,7 +367,7 @@ def test_logits_that_are_not_finite_are_no_match():
 
 
 @pytest.mark.parametrize(("temperature", "num_binned"), [(0.4, 0), (0.6, 1)])
-def test_draws_of_a_law_that_rounding_decides_fill_no_bin(temperature, num_binned):
+def test_draws_of_a_probs_that_rounding_decides_fill_no_bin(temperature, num_binned):
     """In bfloat16 a near tie is no mismatch, and where it is the whole law its draws are no test."""
     auditor = Auditor(1.0, 4, tie_tolerance("bfloat16"), seed=0)
     auditor.enlist(unseeded(1, max_tokens=1, temperature=temperature))

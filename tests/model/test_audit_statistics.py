@@ -12,21 +12,21 @@ from engine.audit.pit import NUM_BINS, binned, evenness, transformed
 from engine.audit.reference import Reference, penalised, warped
 from engine.core.rng_keys import uniform
 from engine.core.types import SamplingParams
-from engine.sampling.laws import warped_laws
+from engine.sampling.distributions import warped_probs
 from engine.sampling.noise import uniforms
 from tests.model.tiny import own_logits, own_module
 
 LAW = torch.softmax(torch.linspace(3.0, -6.0, 40, dtype=torch.float64), 0)
 
 
-def drawn(law_V, number, key):
+def drawn(probs_V, number, key):
     """Return draws of a law by inverse distribution function."""
-    points = uniforms([key], number)[0] * law_V.sum()
-    return torch.searchsorted(law_V.cumsum(-1), points, right=True).clamp(max=len(law_V) - 1).tolist()
+    points = uniforms([key], number)[0] * probs_V.sum()
+    return torch.searchsorted(probs_V.cumsum(-1), points, right=True).clamp(max=len(probs_V) - 1).tolist()
 
 
-def sample_of(law_V, number, key):
-    counts = torch.bincount(torch.tensor(drawn(law_V, number, key)), minlength=len(LAW))
+def sample_of(probs_V, number, key):
+    counts = torch.bincount(torch.tensor(drawn(probs_V, number, key)), minlength=len(LAW))
     return compared(counts.tolist(), (LAW * number).tolist())
 
 
@@ -73,26 +73,26 @@ def test_tests_add_up():
 
 def transforms(order):
     """Return the transform of draws from many laws, the tokens of each law in another order."""
-    laws_NV = torch.stack([LAW[torch.randperm(40, generator=torch.Generator().manual_seed(i))] for i in range(4000)])
-    ids = [drawn(law_V, 1, key)[0] for key, law_V in enumerate(laws_NV)]
-    return transformed(order(laws_NV), ids, [uniform(5, i) for i in range(4000)])
+    probs_NV = torch.stack([LAW[torch.randperm(40, generator=torch.Generator().manual_seed(i))] for i in range(4000)])
+    ids = [drawn(probs_V, 1, key)[0] for key, probs_V in enumerate(probs_NV)]
+    return transformed(order(probs_NV), ids, [uniform(5, i) for i in range(4000)])
 
 
-def test_draws_of_any_laws_become_uniform():
-    assert evenness(binned(transforms(lambda laws: laws))).p_value > 1e-3
+def test_draws_of_any_probs_become_uniform():
+    assert evenness(binned(transforms(lambda probs: probs))).p_value > 1e-3
 
 
 @pytest.mark.parametrize("power", [0.8, 1.25])
-def test_a_law_too_flat_or_too_peaked_is_found(power):
-    def other(laws_NV):
-        return laws_NV**power / (laws_NV**power).sum(-1, keepdim=True)
+def test_a_probs_too_flat_or_too_peaked_is_found(power):
+    def other(probs_NV):
+        return probs_NV**power / (probs_NV**power).sum(-1, keepdim=True)
 
     assert evenness(binned(transforms(other))).p_value < 1e-6
 
 
 def test_a_transform_lies_inside_its_tokens_part():
-    laws = torch.tensor([[0.2, 0.5, 0.3]] * 3, dtype=torch.float64)
-    assert transformed(laws, [1, 2, 0], [0.5, 0.5, 0.5]) == pytest.approx([0.25, 0.65, 0.9])
+    probs = torch.tensor([[0.2, 0.5, 0.3]] * 3, dtype=torch.float64)
+    assert transformed(probs, [1, 2, 0], [0.5, 0.5, 0.5]) == pytest.approx([0.25, 0.65, 0.9])
     assert transformed(torch.full((2, 2), 0.5), [0, 1], [0.5, 0.5]) == pytest.approx([0.25, 0.75])  # ties by token id
     assert len(binned([0.0, 1.0])) == NUM_BINS
 
@@ -113,9 +113,9 @@ def test_near_ties_and_mistakes_are_told_apart():
         (SamplingParams(min_p=0.20001), 3, 4),
     ],
 )
-def test_the_edge_of_a_law_is_as_wide_as_rounding(sampling, edge, outside):
-    laws = torch.tensor([[0.5, 0.15, 0.1499999, 0.1, 0.09, 0.0100001]], dtype=torch.float64)
-    support = support_of(lambda params: warped(laws.log(), params), laws.log(), sampling, 1e-3)
+def test_the_edge_of_a_probs_is_as_wide_as_rounding(sampling, edge, outside):
+    probs = torch.tensor([[0.5, 0.15, 0.1499999, 0.1, 0.09, 0.0100001]], dtype=torch.float64)
+    support = support_of(lambda params: warped(probs.log(), params), probs.log(), sampling, 1e-3)
     assert support.tally([0]) == Tally(1)
     assert support.tally([edge]).num_mismatch == 0
     assert support.tally([outside]) == Tally(0, 0, 1)
@@ -127,11 +127,11 @@ def test_the_edge_of_a_law_is_as_wide_as_rounding(sampling, edge, outside):
 
 @pytest.mark.parametrize(("temperature", "tolerance"), [(0.001, 0.5), (1e-10, 1e-3)])
 @pytest.mark.parametrize("truncation", [{}, {"top_p": 0.95}])
-def test_a_near_tie_of_a_sharp_law_is_possible(temperature, tolerance, truncation):
+def test_a_near_tie_of_a_sharp_probs_is_possible(temperature, tolerance, truncation):
     """The bug: float32 laws underflow to 0 where a logit lies hardly below the top, and a sound engine was called lossy."""
     logits_NV = torch.tensor([[20.0, 20.0 - tolerance / 2, 20.0 - 2 * tolerance, 0.0]])
     sampling = SamplingParams(temperature, **truncation)
-    support = support_of(lambda params: warped_laws(logits_NV, [params]), logits_NV, sampling, tolerance)
+    support = support_of(lambda params: warped_probs(logits_NV, [params]), logits_NV, sampling, tolerance)
     assert support.tally([0]) == Tally(1)
     assert support.tally([1]) == Tally(0, 1)
     assert support.tally([2]) == Tally(0, 0, 1)
@@ -143,15 +143,15 @@ def test_a_near_tie_of_a_sharp_law_is_possible(temperature, tolerance, truncatio
 def test_draws_that_test_nothing_do_not_make_a_sum_look_surer():
     informative, fixed = ChiSquare(3.0, 2, 100), ChiSquare(0.0, 0, 100)
     together_, worst = _summary("first token", [informative, *[fixed] * 9])
-    assert (together_.test, together_.num_laws) == (informative, 1)
+    assert (together_.test, together_.num_distributions) == (informative, 1)
     assert together([informative, *[fixed] * 9]).detectable(1e-4) < together_.test.detectable(1e-4)
     assert worst.test == informative
 
 
 def test_the_last_token_of_a_nucleus_is_sure():
     """The bug: it was taken for one at the edge, so that an engine that never chose it went unnoticed."""
-    laws = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
-    support = support_of(lambda params: warped(laws.log(), params), laws.log(), SamplingParams(top_p=0.9), 1e-3)
+    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
+    support = support_of(lambda params: warped(probs.log(), params), probs.log(), SamplingParams(top_p=0.9), 1e-3)
     assert support.is_sure_NV.tolist() == support.is_perhaps_NV.tolist() == [[True, True, True, False]]
 
 

@@ -120,7 +120,7 @@ async def test_a_cancelled_reader_aborts_by_dropping_its_stream() -> None:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
         del reader
-        await until(lambda: len(client._ledger) == 0)
+        await until(lambda: len(client._request_table) == 0)
 
 
 async def test_a_full_queue_is_busy_and_loses_nothing() -> None:

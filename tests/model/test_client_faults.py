@@ -24,7 +24,7 @@ from engine.core.service import EngineState, EngineUnavailable
 from engine.core.tree import Expansion
 from engine.core.types import ErrorCode, FinishReason, Progress, Request, SamplingParams
 from engine.worker.client import WorkerClient
-from engine.worker.connection import WorkerDied, WorkerLink
+from engine.worker.connection import WorkerConnection, WorkerDied
 from engine.worker.crash_dump import CrashDumps
 from engine.worker.engine_loop import EngineFactory, SteppedEngine
 from engine.worker.messages import Addresses, Report
@@ -236,7 +236,7 @@ async def test_what_is_given_up_between_two_workers_ends_at_once() -> None:
         client.abort("a")
         assert end_of([event async for event in streams[0]]).finish is FinishReason.ABORT
         await streams[1].aclose()
-        assert len(client._ledger) == 0
+        assert len(client._request_table) == 0
 
 
 class SkippingClock:
@@ -336,13 +336,13 @@ async def test_a_sleepy_event_loop_blames_nobody(clock: SkippingClock) -> None:
 
 async def test_judging_before_reading_the_mail_is_noticed(clock: SkippingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: a link that looks at the clock first and at its inbox afterwards."""
-    unread = WorkerLink._unread
+    unread = WorkerConnection._unread
 
-    async def hasty(self: WorkerLink) -> list[Report]:
+    async def hasty(self: WorkerConnection) -> list[Report]:
         self._kill_if_silent()
         return await unread(self)
 
-    monkeypatch.setattr(WorkerLink, "_unread", hasty)
+    monkeypatch.setattr(WorkerConnection, "_unread", hasty)
     with pytest.raises((AssertionError, EngineUnavailable)):
         await check_a_sleepy_event_loop_blames_nobody(worker_client(supervision=PATIENT), clock)
 
@@ -434,7 +434,7 @@ async def test_repeated_kills_lengthen_no_pause(number: signal.Signals) -> None:
     async with running(client):
         reader = asyncio.create_task(collect(client, counting_request("a", Trick.PACE, 10, max_tokens=300)))
         for restarts in (1, 2, 3):
-            await until(lambda: all(not entry.num_deaths for entry in client._ledger.entries))
+            await until(lambda: all(not entry.num_deaths for entry in client._request_table.entries))
             signal_worker(number)
             await until_ready_again(client, restarts)
             assert client._deaths.backoff_s == 0.0

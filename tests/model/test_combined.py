@@ -29,12 +29,12 @@ from engine.kv_cache.pool import KVCache
 from engine.native import mixture as native
 from engine.testing import tiny_engine
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
-from tests.model import test_engine_laws
+from tests.model import test_engine_distributions
 from tests.model.driving import greedy, run, sampled
 from tests.model.heads import head_engine, learnt_head
 from tests.model.passes import CPU
 from tests.model.rows import TableDrafter, decoding_row
-from tests.model.test_engine_laws import PROMPT, SAMPLING, WIDE, target_law
+from tests.model.test_engine_distributions import PROMPT, SAMPLING, WIDE, target_distribution
 from tests.model.test_kv_cache import EXACT, RandomExpansion, cache_error
 from tests.model.tiny import model, own_greedy_text, pair
 
@@ -181,7 +181,7 @@ class Foretelling(TextCache):
         super().__init__()
         self._by_length = by_length
 
-    def law_after(self, row: Row, path_ids: Sequence[int]) -> CachedLaw | None:
+    def probs_after(self, row: Row, path_ids: Sequence[int]) -> CachedLaw | None:
         found = self._by_length.get(len(path_ids))
         return None if found is None else CachedLaw(found[0], found[1], frozenset({3}), found[1] >= SURE)
 
@@ -237,9 +237,9 @@ def mixture() -> torch.Tensor:
     return weight * torch.tensor([0.25, 0.0, 0.75, 0.0]) + (1 - weight) * LAWS[0]
 
 
-def test_the_law_between_is_the_mixture_and_it_is_the_one_that_is_kept():
+def test_the_probs_between_is_the_mixture_and_it_is_the_one_that_is_kept():
     growth, inner = grown(MIXED, Expansion(1, 1, 0))
-    assert growth.forest.draft_laws_RV[0].tolist() == pytest.approx(mixture().tolist())
+    assert growth.forest.draft_probs_RV[0].tolist() == pytest.approx(mixture().tolist())
     assert (inner.num_passes, growth.fed) == (1, (frozenset({ROOT}),))
 
 
@@ -249,8 +249,8 @@ def first_draws(num_seeds: int = 4000) -> Counter[tuple[int]]:
 
 
 def test_draws_are_of_the_mixture():
-    law = {(token_id,): float(p) for token_id, p in enumerate(mixture())}
-    assert z_of_counts(first_draws(), law) < PASSES_BELOW
+    distribution = {(token_id,): float(p) for token_id, p in enumerate(mixture())}
+    assert z_of_counts(first_draws(), distribution) < PASSES_BELOW
 
 
 def weight_chosen_after_the_draw(*args):
@@ -265,8 +265,8 @@ _DRAWN = children._drawn_iid
 
 def test_draws_kill_a_weight_chosen_after_the_draw(monkeypatch):
     monkeypatch.setitem(children._RULES, TreeKind.PATH, weight_chosen_after_the_draw)
-    law = {(token_id,): float(p) for token_id, p in enumerate(mixture())}
-    assert z_of_counts(first_draws(), law) > FAILS_ABOVE
+    distribution = {(token_id,): float(p) for token_id, p in enumerate(mixture())}
+    assert z_of_counts(first_draws(), distribution) > FAILS_ABOVE
 
 
 NUM_REQUESTS = 700
@@ -274,8 +274,8 @@ NUM_REQUESTS = 700
 
 def triples(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
     """Return how often each first three tokens came; predictions are likely texts, some of them the request's own plain one."""
-    law = target_law()
-    likely = sorted(law, key=lambda text: -law[text])[:7]
+    distribution = target_distribution()
+    likely = sorted(distribution, key=lambda text: -distribution[text])[:7]
     requests = [
         Request(
             str(index),
@@ -295,17 +295,21 @@ def triples(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
     return Counter(tuple(outcome.ids[:3]) for outcome in session.outcomes.values())
 
 
-LAWFUL = [("traversal", test_engine_laws.DELAYED), ("rrsw", test_engine_laws.DISTINCT[1]), ("coupled", test_engine_laws.DELAYED)]
+LAWFUL = [
+    ("traversal", test_engine_distributions.DELAYED),
+    ("rrsw", test_engine_distributions.DISTINCT[1]),
+    ("coupled", test_engine_distributions.DELAYED),
+]
 
 
 @pytest.mark.parametrize(("verifier", "expansion"), LAWFUL)
-def test_combined_drafts_keep_the_targets_law(verifier, expansion):
-    assert z_of_counts(triples(verifier, expansion), target_law()) < PASSES_BELOW
+def test_combined_drafts_keep_the_targets_probs(verifier, expansion):
+    assert z_of_counts(triples(verifier, expansion), target_distribution()) < PASSES_BELOW
 
 
-def test_the_law_kills_a_mixture_that_is_not_the_law_kept(monkeypatch):
-    test_engine_laws.misreport_draft_laws(monkeypatch)
-    assert z_of_counts(triples(*LAWFUL[0]), target_law()) > FAILS_ABOVE
+def test_the_probs_kills_a_mixture_that_is_not_the_probs_kept(monkeypatch):
+    test_engine_distributions.misreport_draft_probs(monkeypatch)
+    assert z_of_counts(triples(*LAWFUL[0]), target_distribution()) > FAILS_ABOVE
 
 
 def predicted(prediction: Sequence[int], num_tokens: int = 20) -> tuple[int, int, int]:

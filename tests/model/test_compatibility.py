@@ -157,17 +157,17 @@ def test_a_drafter_that_is_padded_otherwise_changes_no_text(num_rows, tree):
 @pytest.mark.parametrize("num_rows", [48, 64])
 def test_what_the_target_has_no_row_for_is_never_drafted(num_rows):
     """Nor what the drafter has none for: its chance is 0, and the law sums to 1."""
-    laws = []
+    probs = []
 
     class Seen(RepaddedModel):
         def forward(self, batch, cache, logit_rows_N):
             logits_NV = super().forward(batch, cache, logit_rows_N)
-            laws.append(logits_NV.softmax(-1))
+            probs.append(logits_NV.softmax(-1))
             return logits_NV
 
     model = repadded(num_rows)
     run(drafting(Seen(model._model, 61)), [Request("r", PROMPTS[0], SamplingParams(max_tokens=12, ignore_eos=True))])
-    every = torch.cat(laws)
+    every = torch.cat(probs)
     assert every.shape[1] == 61
     assert torch.allclose(every.sum(-1), torch.ones(len(every)))
     assert bool((every[:, num_rows:] == 0).all())

@@ -16,7 +16,7 @@ from engine.distill.chains import chain_states
 from engine.distill.corpus import TEMPERATURES, Corpus, OtherTexts, Text, collect, write_texts
 from engine.distill.distil import is_held_out, shape_for
 from engine.distill.evaluation import evaluate
-from engine.distill.loss import distillation_loss, teacher_laws
+from engine.distill.loss import distillation_loss, teacher_probs
 from engine.distill.prompts import PromptGrammar, draw_in_turn
 from engine.distill.rows import coverage, frequent_tokens, require_plain_output
 from engine.distill.trainer import Trainer, TrainingPlan, batched, made_ahead, sampled_starts
@@ -157,12 +157,12 @@ def test_chains_start_where_they_count_to_their_end() -> None:
 def test_the_loss_has_the_gradient_that_autograd_finds(weight: float) -> None:
     generator = torch.Generator().manual_seed(2)
     rows_MD = torch.randn(13, 6, generator=generator)
-    laws_NM = teacher_laws(torch.randn(7, 6, generator=generator), rows_MD).float()
+    probs_NM = teacher_probs(torch.randn(7, 6, generator=generator), rows_MD).float()
     predicted = torch.randn(7, 6, generator=generator, requires_grad=True)
     log_q = (predicted @ rows_MD.T).log_softmax(-1)
-    plain = (1 - weight) * -(laws_NM * log_q).sum(-1) + weight * (1 - torch.minimum(laws_NM, log_q.exp()).sum(-1))
+    plain = (1 - weight) * -(probs_NM * log_q).sum(-1) + weight * (1 - torch.minimum(probs_NM, log_q.exp()).sum(-1))
     (expected,) = torch.autograd.grad(plain.mean(), predicted)
-    loss = distillation_loss(predicted, laws_NM, rows_MD, weight)
+    loss = distillation_loss(predicted, probs_NM, rows_MD, weight)
     (found,) = torch.autograd.grad(loss, predicted)
     assert torch.allclose(loss, plain.mean(), atol=2e-2)  # the teacher's laws are bfloat16 and sum to about 1
     assert torch.allclose(found, expected, atol=1e-3)

@@ -25,7 +25,7 @@ from tests.model.test_kv_cache import EXACT, RandomExpansion, cache_error
 from tests.model.tiny import model, own_greedy_text, own_module
 
 
-def test_cached_laws_are_proposed_where_there_are_any():
+def test_cached_probs_are_proposed_where_there_are_any():
     """The law is the share of continuations of the longest match; what was never seen stays a leaf."""
     trees = [GrowingTree(decoding_row(text, request_id=str(text))) for text in ((1, 2, 0, 3, 1, 2, 1, 3, 1, 2), (1, 2, 3))]
     proposal = CachedDrafter(4, CPU).feed([], [FrontierNode(tree, ROOT, 1) for tree in trees])
@@ -70,11 +70,11 @@ def test_early_exit_says_what_the_lens_makes_of_the_first_layers(num_layers):
     row = decoding_row((5, 9, 33, 4), Expansion(1, 2, 2))
     grown = grow(drafter, [row], 61, CPU)
     tree = grown.forest.trees[0]
-    for node, law_row in enumerate(grown.forest.law_rows[0]):
-        if law_row is not None:
+    for node, probs_row in enumerate(grown.forest.probs_rows[0]):
+        if probs_row is not None:
             text = [*row.certain_ids, *(tree.token_ids[v] for v in tree.path(node)[1:])]
-            law_V = grown.forest.draft_laws_RV[law_row]
-            assert torch.allclose(law_V, early_exit_logits(text, lens).softmax(-1), atol=1e-4)
+            probs_V = grown.forest.draft_probs_RV[probs_row]
+            assert torch.allclose(probs_V, early_exit_logits(text, lens).softmax(-1), atol=1e-4)
     assert cache.num_layers == num_layers
 
 

@@ -27,8 +27,8 @@ from engine.testing import FAMILIES, tiny_engine
 from engine.verify import coupled
 from engine.verify import dispatch as judge
 from engine.verify.verdict import Verdict
+from tests.model.distributions import probs_of
 from tests.model.driving import greedy, run, sampled
-from tests.model.laws import laws_of
 from tests.model.passes import CPU
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
 from tests.strategies import any_expansions, expansions, growth_prices
@@ -68,9 +68,9 @@ def seeded_text(family: str, request: Request) -> list[int]:
     """Return plain decoding's text by transformers' logits: each token the arg max of log law plus its position's noise."""
     text = list(request.prompt_ids)
     for _ in range(request.sampling.max_tokens):
-        law = laws_of(own_logits(family, [text])[:, -1], [request.sampling])[0].double()
-        noise = gumbels([stream_key(request.sampling.seed or 0, len(text), Stream.TOKEN)], len(law))[0]
-        text.append(int((law.log() + noise).argmax()))
+        distribution = probs_of(own_logits(family, [text])[:, -1], [request.sampling])[0].double()
+        noise = gumbels([stream_key(request.sampling.seed or 0, len(text), Stream.TOKEN)], len(distribution))[0]
+        text.append(int((distribution.log() + noise).argmax()))
     return text[len(request.prompt_ids) :]
 
 

@@ -180,12 +180,12 @@ def check_logprobs(session: Session, requests: list[Request]) -> None:
         outcome = session.outcomes[request.request_id]
         num_top = request.sampling.num_logprobs
         text = [*request.prompt_ids, *outcome.ids]
-        laws = torch.log_softmax(own_logits("llama", [text])[0, len(request.prompt_ids) - 1 : -1].double(), -1)
-        assert len(outcome.logprobs) == len(outcome.ids) == len(laws)
-        for law, token_id, one in zip(laws, outcome.ids, outcome.logprobs, strict=True):
-            assert one.logprob == pytest.approx(float(law[token_id]), abs=1e-4)
-            assert list(one.top_logprobs) == pytest.approx(law.topk(num_top).values.tolist(), abs=1e-4)
-            assert [float(law[i]) for i in one.top_ids] == pytest.approx(one.top_logprobs, abs=1e-4)
+        probs = torch.log_softmax(own_logits("llama", [text])[0, len(request.prompt_ids) - 1 : -1].double(), -1)
+        assert len(outcome.logprobs) == len(outcome.ids) == len(probs)
+        for distribution, token_id, one in zip(probs, outcome.ids, outcome.logprobs, strict=True):
+            assert one.logprob == pytest.approx(float(distribution[token_id]), abs=1e-4)
+            assert list(one.top_logprobs) == pytest.approx(distribution.topk(num_top).values.tolist(), abs=1e-4)
+            assert [float(distribution[i]) for i in one.top_ids] == pytest.approx(one.top_logprobs, abs=1e-4)
 
 
 def requests_with_logprobs() -> list[Request]:

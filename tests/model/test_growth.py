@@ -24,7 +24,7 @@ from engine.draft.trees.strategies import num_draws
 from engine.kv_cache.pool import KVCache
 from engine.sampling.noise import gumbels
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
-from tests.model.laws import laws_of
+from tests.model.distributions import probs_of
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
 from tests.model.tiny import pair
@@ -77,20 +77,20 @@ def rows_of(several, sampling: SamplingParams, verifier: str, seed: int):
 
 @settings(max_examples=40)
 @given(batches, sampling_params(), st.integers(0, 2**62))
-def test_sampled_trees_have_their_shape_and_their_laws(several, sampling, seed):
+def test_sampled_trees_have_their_shape_and_their_probs(several, sampling, seed):
     """`law_rows` names the processed law of the drafter after each node's path, and children come from its support."""
     rows = rows_of(several, sampling, "traversal", seed)
     grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU)
-    for row, tree, law_rows, fed in zip(rows, grown.forest.trees, grown.forest.law_rows, grown.fed, strict=True):
+    for row, tree, probs_rows, fed in zip(rows, grown.forest.trees, grown.forest.probs_rows, grown.fed, strict=True):
         check_shape(tree, row.expansion)
         assert fed == {node for node, drawn in enumerate(tree.draws) if drawn}
-        for node, law_row in enumerate(law_rows):
-            assert (law_row is None) == (not tree.draws[node])
-            if law_row is not None:
-                law_V = grown.forest.draft_laws_RV[law_row]
-                expected_V = laws_of(draft_logits(path_text(row.certain_ids, tree, node))[None], [sampling])[0]
-                assert torch.allclose(law_V, expected_V, atol=1e-4)
-                assert all(law_V[tree.token_ids[child]] > 0 for child in tree.draws[node])
+        for node, probs_row in enumerate(probs_rows):
+            assert (probs_row is None) == (not tree.draws[node])
+            if probs_row is not None:
+                probs_V = grown.forest.draft_probs_RV[probs_row]
+                expected_V = probs_of(draft_logits(path_text(row.certain_ids, tree, node))[None], [sampling])[0]
+                assert torch.allclose(probs_V, expected_V, atol=1e-4)
+                assert all(probs_V[tree.token_ids[child]] > 0 for child in tree.draws[node])
 
 
 @settings(max_examples=40)
@@ -98,9 +98,9 @@ def test_sampled_trees_have_their_shape_and_their_laws(several, sampling, seed):
 def test_ranked_trees_take_the_best_of_their_ranking(several, kind, sampling, seed, sharpness):
     rows = rows_of(several, GREEDY if kind == "greedy" else sampling, "coupled", seed)
     calibrations = Calibrations()
-    calibrations.of(rows[0]).agreement.law *= sharpness
+    calibrations.of(rows[0]).agreement.distribution *= sharpness
     grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU, calibrations)
-    assert len(grown.forest.draft_laws_RV) == 0
+    assert len(grown.forest.draft_probs_RV) == 0
     for row, tree in zip(rows, grown.forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
             asked = num_draws(row.expansion, tree.depths[node], 1)
@@ -114,7 +114,7 @@ def ranking(text: list[int], sampling: SamplingParams, seed: int, sharpness: flo
     scores = draft_logits(text).double()
     if not sampling.is_greedy:
         key = stream_key(seed, len(text), Stream.TOKEN)
-        scores = sharpness * laws_of(scores[None].float(), [sampling])[0].double().log() + gumbels([key], VOCAB_SIZE)[0]
+        scores = sharpness * probs_of(scores[None].float(), [sampling])[0].double().log() + gumbels([key], VOCAB_SIZE)[0]
     order = scores.argsort(descending=True).tolist()
     return [token_id for token_id in order if scores[token_id] > float("-inf")]
 
@@ -150,11 +150,11 @@ def forks(num_seeds: int = 4000, root_position: int = 2) -> list[tuple[int, int,
 
 def fork_z() -> float:
     """Return how far trunk and branches are from independent draws of the laws."""
-    law = {(t, a, b): float(LAWS[0, t] * LAWS[t, a] * LAWS[t, b]) for t, a, b in product(range(4), repeat=3)}
-    return z_of_counts(Counter(forks()), {outcome: p for outcome, p in law.items() if p > 0})
+    distribution = {(t, a, b): float(LAWS[0, t] * LAWS[t, a] * LAWS[t, b]) for t, a, b in product(range(4), repeat=3)}
+    return z_of_counts(Counter(forks()), {outcome: p for outcome, p in distribution.items() if p > 0})
 
 
-def test_children_are_independent_draws_of_the_law():
+def test_children_are_independent_draws_of_the_probs():
     assert fork_z() < PASSES_BELOW
 
 
@@ -198,8 +198,8 @@ def test_independence_of_draws_kills_draws_without_replacement(monkeypatch):
 def position_z() -> float:
     """Return the dependence between the draws at two positions, over seeds."""
     here, there = ([trunk for trunk, *_ in forks(root_position=position)] for position in (2, 3))
-    law = {(a, b): float(LAWS[0, a] * LAWS[0, b]) for a, b in product(range(4), repeat=2)}
-    return z_of_counts(Counter(zip(here, there, strict=True)), law)
+    distribution = {(a, b): float(LAWS[0, a] * LAWS[0, b]) for a, b in product(range(4), repeat=2)}
+    return z_of_counts(Counter(zip(here, there, strict=True)), distribution)
 
 
 def test_draws_at_two_positions_are_independent():
@@ -218,7 +218,7 @@ def test_equal_draws_are_one_node_listed_as_often_as_drawn():
     assert tree.draws == ((1,), (2, 2, 2), (3, 3, 3), ())
 
 
-def test_a_uniform_at_the_very_top_stays_inside_the_law(monkeypatch):
+def test_a_uniform_at_the_very_top_stays_inside_the_probs(monkeypatch):
     """The point u x total can round up to the total, past every token; the draw was then no token at all."""
     monkeypatch.setattr(children, "_uniforms", lambda asked, count: [1.0 - 2.0**-53] * count)
     logits = torch.tensor([[0.3, 0.1, 0.7, float("-inf")]]).repeat(4, 1)
@@ -237,10 +237,10 @@ def test_broken_draft_logits_end_the_tree(broken, sampling, verifier):
     ]
     grown = grow(TableDrafter(logits), rows, 4, CPU)
     assert grown.forest.trees[0].num_nodes == 1
-    for tree, law_rows in zip(grown.forest.trees, grown.forest.law_rows, strict=True):
+    for tree, probs_rows in zip(grown.forest.trees, grown.forest.probs_rows, strict=True):
         for node, token_id in enumerate(tree.token_ids):
-            assert token_id != 3 or (not tree.draws[node] and law_rows[node] is None)
-    assert torch.isfinite(grown.forest.draft_laws_RV).all()
+            assert token_id != 3 or (not tree.draws[node] and probs_rows[node] is None)
+    assert torch.isfinite(grown.forest.draft_probs_RV).all()
 
 
 @pytest.mark.parametrize("first_broken", range(4))
@@ -285,6 +285,6 @@ def test_where_nobody_drafts_the_drafter_is_fed_and_roots_are_what_strategies_wo
     grown, expected = grow(model_drafter(), rows, 61, CPU), grow_by(strategies, model_drafter(), rows, 61, CPU)
     assert grown.passes == expected.passes
     assert grown.passes.num_fed
-    assert torch.equal(grown.forest.draft_laws_RV, expected.forest.draft_laws_RV)
-    assert replace(grown.forest, draft_laws_RV=expected.forest.draft_laws_RV) == expected.forest
+    assert torch.equal(grown.forest.draft_probs_RV, expected.forest.draft_probs_RV)
+    assert replace(grown.forest, draft_probs_RV=expected.forest.draft_probs_RV) == expected.forest
     assert replace(grown, forest=expected.forest) == expected

@@ -32,7 +32,7 @@ from engine.sampling.noise import gumbels
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
 from tests.enumeration import TinyModel, heap_trees
-from tests.model.laws import laws_of
+from tests.model.distributions import probs_of
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, SAMPLED, TableDrafter, decoding_row
 
@@ -49,8 +49,8 @@ class Table:
     vocab_size = 4
 
     def draft(self, context):
-        law = LAWS[context[-1] if context else 0].double().numpy()
-        return law / law.sum()
+        distribution = LAWS[context[-1] if context else 0].double().numpy()
+        return distribution / distribution.sum()
 
 
 def shape(tree: TokenTree) -> Shape:
@@ -66,16 +66,16 @@ def grown_trees(expansion: Expansion, verifier: str = "traversal", num_seeds: in
     return grow(TableDrafter(LAWS.log()), rows, 4, CPU).forest.trees
 
 
-def z_of_trees(expansion: Expansion, law: dict[Shape, float]) -> float:
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-6)
-    return z_of_counts(Counter(map(shape, grown_trees(expansion))), law)
+def z_of_trees(expansion: Expansion, distribution: dict[Shape, float]) -> float:
+    assert sum(distribution.values()) == pytest.approx(1.0, abs=1e-6)
+    return z_of_counts(Counter(map(shape, grown_trees(expansion))), distribution)
 
 
-def heap_law(budget):
-    law: Counter[Any] = Counter()
+def heap_probs(budget):
+    distribution: Counter[Any] = Counter()
     for drawn in heap_trees(cast(TinyModel, Table()), budget):
-        law.update({shape(drawn.tree): drawn.probability})
-    return dict(law)
+        distribution.update({shape(drawn.tree): drawn.probability})
+    return dict(distribution)
 
 
 def drawn_by(decide):
@@ -83,14 +83,14 @@ def drawn_by(decide):
 
     def families(context, value):
         goes_on = decide(context, value)
-        law = Table().draft(context)
-        possible = np.flatnonzero(law).tolist()
+        distribution = Table().draft(context)
+        possible = np.flatnonzero(distribution).tolist()
         for order in [one for size in range(len(possible) + 1) for one in permutations(possible, size)]:
             probability, left, stops = 1.0, 1.0, goes_on is None
             for token_id in order:
                 stops = stops or not goes_on(left)
-                probability *= 0.0 if stops else law[token_id] / left
-                left -= law[token_id]
+                probability *= 0.0 if stops else distribution[token_id] / left
+                left -= distribution[token_id]
             is_over = stops or len(order) == len(possible) or not goes_on(left)
             if probability > 0 and is_over:
                 yield order, probability
@@ -104,22 +104,22 @@ def drawn_by(decide):
             below = [((*context, token_id), value * Table().draft(context)[token_id]) for token_id in order]
             yield from trees([*rest, *below], {**draws, context: order}, probability * chance)
 
-    law: Counter[Any] = Counter()
+    distribution: Counter[Any] = Counter()
     for draws, probability in trees([((), 1.0)], {}, 1.0):
-        law[tuple((*context, -1, *draws[context]) for context in sorted(draws))] += probability
-    return dict(law)
+        distribution[tuple((*context, -1, *draws[context]) for context in sorted(draws))] += probability
+    return dict(distribution)
 
 
-def threshold_law(least, depth):
+def threshold_probs(least, depth):
     """DySpec's threshold tree, where the budget of nodes is never reached."""
     return drawn_by(
         lambda context, value: (lambda left: value * left > least) if len(context) < depth and value > least else None
     )
 
 
-def delayed_distinct_law():
+def delayed_distinct_probs():
     """One trunk token, two different ones after it, one more after each."""
-    law: Counter[Any] = Counter()
+    distribution: Counter[Any] = Counter()
     for trunk in range(4):
         for first, second in permutations(np.flatnonzero(Table().draft((trunk,))).tolist(), 2):
             for a in range(4):
@@ -129,8 +129,8 @@ def delayed_distinct_law():
                     p *= Table().draft((first,))[a] * Table().draft((second,))[b]
                     draws = {(): (trunk,), (trunk,): (first, second), (trunk, first): (a,), (trunk, second): (b,)}
                     draws |= {(trunk, first, a): (), (trunk, second, b): ()}
-                    law[tuple((*context, -1, *draws[context]) for context in sorted(draws))] += p
-    return {one: p for one, p in law.items() if p > 0}
+                    distribution[tuple((*context, -1, *draws[context]) for context in sorted(draws))] += p
+    return {one: p for one, p in distribution.items() if p > 0}
 
 
 HEAP = Expansion(0, 4, 9, "heap", 3)
@@ -138,8 +138,8 @@ DISTINCT = Expansion(1, 2, 2, "delayed_distinct")
 THRESHOLD = Expansion(0, 4, 2, "threshold", 20)
 
 
-def test_heap_trees_have_dyspecs_law():
-    assert z_of_trees(HEAP, heap_law(3)) < PASSES_BELOW
+def test_heap_trees_have_dyspecs_probs():
+    assert z_of_trees(HEAP, heap_probs(3)) < PASSES_BELOW
 
 
 class HighThreshold(Threshold):
@@ -150,13 +150,13 @@ class HighThreshold(Threshold):
         self._least = 0.21
 
 
-def test_threshold_trees_have_dyspecs_law(monkeypatch):
+def test_threshold_trees_have_dyspecs_probs(monkeypatch):
     monkeypatch.setattr(growth, "Threshold", HighThreshold)
-    assert z_of_trees(THRESHOLD, threshold_law(0.21, 2)) < PASSES_BELOW
+    assert z_of_trees(THRESHOLD, threshold_probs(0.21, 2)) < PASSES_BELOW
 
 
 def test_delayed_distinct_trees_are_draws_without_replacement():
-    assert z_of_trees(DISTINCT, delayed_distinct_law()) < PASSES_BELOW
+    assert z_of_trees(DISTINCT, delayed_distinct_probs()) < PASSES_BELOW
 
 
 def tampered(spoil, kind: TreeKind) -> Callable[..., list[children.Offer]]:
@@ -180,11 +180,11 @@ def unlikely_dropped(offer: children.Offer) -> children.Offer:
 
 
 @pytest.mark.parametrize("spoil", [by_odds, by_token, unlikely_dropped])
-@pytest.mark.parametrize(("expansion", "law"), [(HEAP, heap_law(3)), (DISTINCT, delayed_distinct_law())])
-def test_the_laws_of_trees_kill_tampering_with_draws(spoil, expansion, law, monkeypatch):
+@pytest.mark.parametrize(("expansion", "law"), [(HEAP, heap_probs(3)), (DISTINCT, delayed_distinct_probs())])
+def test_the_probs_of_trees_kill_tampering_with_draws(spoil, expansion, distribution, monkeypatch):
     monkeypatch.setitem(children._RULES, expansion.kind, tampered(spoil, expansion.kind))
-    unexpected = {shape(tree) for tree in grown_trees(expansion)} - {*law}
-    assert unexpected or z_of_trees(expansion, law) > FAILS_ABOVE
+    unexpected = {shape(tree) for tree in grown_trees(expansion)} - {*distribution}
+    assert unexpected or z_of_trees(expansion, distribution) > FAILS_ABOVE
 
 
 SET_TREE = Expansion(0, 3, 3, "greedy_sample", 8)
@@ -205,27 +205,27 @@ def z_of_samples(trees):
     for (last, fixed, _), count in observed.items():
         families[last, fixed] += count
     total = sum(families.values())
-    law: dict[Any, float] = {}
+    distribution: dict[Any, float] = {}
     for (last, fixed), count in families.items():
         rest = [0.0 if token_id in fixed else float(LAWS[last, token_id]) for token_id in range(4)]
-        law |= {(last, fixed, token_id): count / total * p / sum(rest) for token_id, p in enumerate(rest) if p}
-    return z_of_counts(observed, law)
+        distribution |= {(last, fixed, token_id): count / total * p / sum(rest) for token_id, p in enumerate(rest) if p}
+    return z_of_counts(observed, distribution)
 
 
-def test_a_set_is_fixed_by_the_law_and_its_sample_drawn_off_it():
+def test_a_set_is_fixed_by_the_probs_and_its_sample_drawn_off_it():
     trees = grown_trees(SET_TREE, verifier="univer", num_seeds=2000)
     assert max(tree.num_nodes for tree in trees) <= 9
     assert {len(tree.draws[ROOT]) for tree in trees} == {3}
     assert z_of_samples(trees) < PASSES_BELOW
 
 
-def test_a_sample_off_the_set_kills_draws_of_the_whole_law(monkeypatch):
+def test_a_sample_off_the_set_kills_draws_of_the_whole_probs(monkeypatch):
     monkeypatch.setattr(children._Urn, "take", lambda self, ids_P, is_taken_P=None: self.num_taken_P.add_(is_taken_P))
     with pytest.raises(AssertionError):
         z_of_samples(grown_trees(SET_TREE, verifier="univer", num_seeds=500))
 
 
-def test_where_the_set_would_be_the_whole_law_its_last_is_the_sample():
+def test_where_the_set_would_be_the_whole_probs_its_last_is_the_sample():
     certain = torch.full((4, 4), float("-inf"))
     certain[:, 2] = 0.0
     row = decoding_row((0,), SET_TREE, SAMPLED, "univer")
@@ -255,8 +255,8 @@ def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, veri
     assert max(map(len, tree.draws)) <= branches
     assert all(tree.draws[node] == tree.children[node] for node in range(tree.num_nodes))
     assert all(node < tree.num_nodes for node in grown.fed[0])
-    drawn = {row for row in grown.forest.law_rows[0] if row is not None}
-    assert drawn == set(range(len(grown.forest.draft_laws_RV)))
+    drawn = {row for row in grown.forest.probs_rows[0] if row is not None}
+    assert drawn == set(range(len(grown.forest.draft_probs_RV)))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_tree_that_takes_nodes_back_is_grown_only_where_nothing_is_drawn(tree_
 # What is drawn next is decided before it is drawn.
 
 
-def places_drawn(strategy, laws: dict[tuple[int, ...], list[int]]) -> list[tuple[tuple[int, ...], int]]:
+def places_drawn(strategy, probs: dict[tuple[int, ...], list[int]]) -> list[tuple[tuple[int, ...], int]]:
     """Grow a tree whose draws after a path are given; return which place was drawn from each time: (path, rank)."""
     drawn: list[tuple[tuple[int, ...], int]] = []
     tree = strategy.tree
@@ -296,10 +296,10 @@ def places_drawn(strategy, laws: dict[tuple[int, ...], list[int]]) -> list[tuple
     while asks := strategy.asks():
         for ask in asks:
             path = tuple(tree.token_ids[v] for v in tree.path(ask.node)[1:])
-            ids = laws.get(path, [0, 1, 2, 3])
-            law = LAWS[path[-1] if path else 0]
-            odds = tuple(float(law[token_id]) for token_id in ids)
-            strategy.take(ask.node, children.Offer(tuple(ids), odds, (), float(law.square().sum())))
+            ids = probs.get(path, [0, 1, 2, 3])
+            distribution = LAWS[path[-1] if path else 0]
+            odds = tuple(float(distribution[token_id]) for token_id in ids)
+            strategy.take(ask.node, children.Offer(tuple(ids), odds, (), float(distribution.square().sum())))
     return drawn
 
 
@@ -350,14 +350,16 @@ def brute_best(expansion, first):
     for _ in range(expansion.depth):
         frontier = [(*path, token_id) for path in frontier for token_id in best_tokens(path, first, expansion.branches)]
         for path in frontier:
-            law = LAWS[path[-2] if len(path) > 1 else first]
-            values[path] = values[path[:-1]] * float(law[path[-1]])
+            distribution = LAWS[path[-2] if len(path) > 1 else first]
+            values[path] = values[path[:-1]] * float(distribution[path[-1]])
     return sorted((path for path in values if path), key=lambda path: -values[path])[: expansion.max_nodes]
 
 
 def best_tokens(path: tuple[int, ...], first: int, count: int) -> list[int]:
-    law = LAWS[path[-1] if path else first]
-    return [token_id for token_id in law.argsort(descending=True, stable=True)[:count].tolist() if law[token_id] > 0]
+    distribution = LAWS[path[-1] if path else first]
+    return [
+        token_id for token_id in distribution.argsort(descending=True, stable=True)[:count].tolist() if distribution[token_id] > 0
+    ]
 
 
 @pytest.mark.parametrize("max_nodes", [1, 3, 6, 10])
@@ -386,12 +388,12 @@ def check_fed(grown_of) -> int:
     generator = torch.Generator().manual_seed(0)
     num_changed = 0
     for _ in range(200):
-        laws = (2.0 * torch.randn((12, 12), generator=generator)).softmax(-1)
+        probs = (2.0 * torch.randn((12, 12), generator=generator)).softmax(-1)
         strategy = strategy_of(decoding_row((1, 0), Expansion(0, 3, 6, "beam", 7), SAMPLED, "nss"), Calibration())
         while asks := strategy.asks():
             for ask in asks:
                 ask.tree.fed.add(ask.node)
-                best = laws[ask.tree.token_ids[ask.node]].topk(3)
+                best = probs[ask.tree.token_ids[ask.node]].topk(3)
                 strategy.take(ask.node, children.Offer(tuple(best.indices.tolist()), tuple(best.values.tolist())))
         grown, fed = grown_of(strategy), strategy.tree
         num_changed += len(fed.fed) - len(grown.fed)
@@ -416,8 +418,8 @@ def test_noise_aware_children_are_those_of_the_positions_own_noise():
     for row, tree in zip(rows, grow(TableDrafter(LAWS.log()), rows, 4, CPU).forest.trees, strict=True):
         for node, drawn in enumerate(tree.draws):
             key = stream_key(row.seed, row.root_position + tree.depths[node] + 1, Stream.TOKEN)
-            law = laws_of(LAWS[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log()
-            scores = AgreementWeights().sharpness * law + gumbels([key], 4)[0]
+            distribution = probs_of(LAWS[tree.token_ids[node]][None].log(), [SAMPLED])[0].double().log()
+            scores = AgreementWeights().sharpness * distribution + gumbels([key], 4)[0]
             assert [tree.token_ids[child] for child in drawn] == scores.argsort(descending=True)[: len(drawn)].tolist()
 
 
@@ -535,7 +537,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(
-    law: float, noise: float, count: int, seed: int = 0, temperatures: Sequence[float] = (0.7, 1.0, 0.0)
+    distribution: float, noise: float, count: int, seed: int = 0, temperatures: Sequence[float] = (0.7, 1.0, 0.0)
 ) -> list[Outcome]:
     """Return what a target takes whose choices have these weights. Of temperature 0 are greedy rows, which have no noise."""
     rng, seen = np.random.default_rng(seed), []
@@ -545,7 +547,7 @@ def outcomes(
         logits = rng.normal(size=rng.integers(2, 20)) * 3
         odds = np.exp(logits / unit - np.logaddexp.reduce(logits / unit))
         gumbels = rng.gumbel(size=len(odds)) * (not is_greedy)
-        taken = int((unit * (law * np.log(odds) + noise * gumbels) + rng.gumbel(size=len(odds))).argmax())
+        taken = int((unit * (distribution * np.log(odds) + noise * gumbels) + rng.gumbel(size=len(odds))).argmax())
         place = None if taken == len(odds) - 1 else taken  # the last stands for all that are not among the best
         seen.append(Outcome(odds.tolist(), [] if is_greedy else gumbels.tolist(), unit, place))
     return seen
@@ -559,20 +561,20 @@ def learnt_of(seen: Sequence[Outcome]) -> AgreementWeights:
 
 
 def weights(agreement: AgreementWeights) -> tuple[float, float]:
-    return agreement.law, agreement.noise
+    return agreement.distribution, agreement.noise
 
 
-def check_weights(law: float, noise: float, as_told: Callable[[Outcome], Outcome] = lambda one: one) -> None:
-    seen = outcomes(law, noise, 4000, temperatures=(0.7, 0.3, 1.0, 0.0))
-    assert weights(learnt_of([*map(as_told, seen)])) == pytest.approx((law, noise), rel=0.25)
+def check_weights(distribution: float, noise: float, as_told: Callable[[Outcome], Outcome] = lambda one: one) -> None:
+    seen = outcomes(distribution, noise, 4000, temperatures=(0.7, 0.3, 1.0, 0.0))
+    assert weights(learnt_of([*map(as_told, seen)])) == pytest.approx((distribution, noise), rel=0.25)
 
 
 WEIGHTS = [(0.9, 0.3), (1.0, 1.0), (3.0, 0.5), (0.4, 0.2)]
 
 
 @pytest.mark.parametrize(("law", "noise"), WEIGHTS)
-def test_weights_are_found_again_whatever_the_temperature(law, noise):
-    check_weights(law, noise)
+def test_weights_are_found_again_whatever_the_temperature(distribution, noise):
+    check_weights(distribution, noise)
 
 
 @pytest.mark.parametrize(
@@ -591,7 +593,7 @@ def test_weights_kill_what_is_learnt_of_something_else(as_told):
 
 def test_a_greedy_row_teaches_nothing_of_noise():
     agreement = learnt_of(outcomes(2.0, 0.5, 1600, temperatures=(0.0,)))
-    assert agreement.law == pytest.approx(2.0, rel=0.25)
+    assert agreement.distribution == pytest.approx(2.0, rel=0.25)
     assert agreement.noise == pytest.approx(AgreementWeights().noise)
 
 
@@ -617,8 +619,8 @@ def likeliest(seen: Sequence[Outcome]) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize(("law", "noise"), [(0.9, 0.3), (1.0, 1.0), (1.4, 0.5)])
-def test_lessons_that_come_step_by_step_teach_what_all_teach_at_once(law, noise):
-    seen = outcomes(law, noise, 1600, seed=7)
+def test_lessons_that_come_step_by_step_teach_what_all_teach_at_once(distribution, noise):
+    seen = outcomes(distribution, noise, 1600, seed=7)
     assert weights(learnt_of(seen)) == pytest.approx(likeliest(seen), rel=0.1)
 
 
@@ -626,7 +628,7 @@ def check_chances(agreement: AgreementWeights) -> None:
     """Chances are those of the model, and so are those of scores and their scale, by which the library ranks."""
     for odds, drawn, unit, _ in outcomes(0.9, 0.3, 60, seed=3):
         log_q, noise = unit * np.log(odds), unit * np.array(drawn or [0.0] * len(odds))
-        model = np.exp(agreement.law * log_q + agreement.noise * noise)
+        model = np.exp(agreement.distribution * log_q + agreement.noise * noise)
         assert agreement.chances(odds, drawn, unit) == pytest.approx(model / model.sum())
         scores = agreement.sharpness * np.log(odds) + noise / unit
         by_score = np.exp((scores - scores.max()) / agreement.score_scale(unit))
@@ -634,8 +636,8 @@ def check_chances(agreement: AgreementWeights) -> None:
 
 
 @pytest.mark.parametrize(("law", "noise"), [*WEIGHTS, (0.5, 0.0), (0.5, 50.0)])
-def test_scores_rank_tokens_by_their_chances(law, noise):
-    check_chances(learnt_of(outcomes(law, noise, 320)))
+def test_scores_rank_tokens_by_their_chances(distribution, noise):
+    check_chances(learnt_of(outcomes(distribution, noise, 320)))
 
 
 class Cold(AgreementWeights):
@@ -657,7 +659,7 @@ class Warm(AgreementWeights):
 @pytest.mark.parametrize("broken", [Cold, Blunt, Warm])
 def test_chances_kill_other_scores(broken):
     agreement = broken()
-    agreement.law, agreement.noise = 0.9, 0.3
+    agreement.distribution, agreement.noise = 0.9, 0.3
     with pytest.raises(AssertionError):
         check_chances(agreement)
 

@@ -88,7 +88,7 @@ class Proposals:
         return watched
 
     def _compare(self, asked: FrontierNode, logits_V: Tensor) -> None:
-        context = asked.law_context
+        context = asked.sampling_context
         expected = head_logits(self._head, self._module, context.history, context.path_ids)
         assert torch.equal(logits_V.isfinite() | logits_V.isnan(), expected.isfinite())
         error = float((logits_V - expected)[expected.isfinite()].abs().max())
@@ -266,7 +266,7 @@ def test_a_head_beside_cached_text_says_what_it_says_alone():
 def test_a_head_over_packed_tied_weights_says_the_same(other):
     """The output rows come from a layer that is packed already; the head's own layers are packed too."""
     config = LlamaConfig(**{**tiny_module().config.to_dict(), "tie_word_embeddings": True})
-    laws = []
+    probs = []
     for linears in ("plain", other):
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -279,8 +279,8 @@ def test_a_head_over_packed_tied_weights_says_the_same(other):
             assert isinstance(drafter._head, LeanHead)
             assert isinstance(drafter._head.output, PackedLinear) == (linears == "packed")
         row = decoding_row((5,), Expansion(3, 1, 0))
-        laws.append(grow(drafter, [row], 61, CPU).forest.draft_laws_RV)
-    assert torch.allclose(laws[0], laws[1], atol=1e-5)
+        probs.append(grow(drafter, [row], 61, CPU).forest.draft_probs_RV)
+    assert torch.allclose(probs[0], probs[1], atol=1e-5)
 
 
 def test_a_head_works_in_the_targets_precision():
@@ -341,12 +341,12 @@ def test_a_token_that_is_merely_fed_counts_as_its_share_of_the_products(num_laye
     behind += len(head.vocab_M) * head.shape.width
     fed = sum(part.weight.numel() for layer in head.decoder for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
     whole = fed + head.fuse.weight.numel() + head.token.weight.numel() + len(head.vocab_M) * head.shape.width
-    assert drafter.unasked_share == pytest.approx(1.0 - behind / whole)
+    assert drafter.unqueried_share == pytest.approx(1.0 - behind / whole)
     row = decoding_row((5, 9, 33, 4), Expansion(0, 1, 0))
     engine.target.forward(StepPlan(0, (row,)), [TokenTree.single(4)])
-    assert drafter.feed([row], []).passes == ModelPasses(1, len(row.draft_ids) * drafter.unasked_share)
+    assert drafter.feed([row], []).passes == ModelPasses(1, len(row.draft_ids) * drafter.unqueried_share)
     root = FrontierNode(GrowingTree(row), 0, 1)
-    assert drafter.feed([row], [root]).passes == ModelPasses(1, 1 + (len(row.draft_ids) - 1) * drafter.unasked_share)
+    assert drafter.feed([row], [root]).passes == ModelPasses(1, 1 + (len(row.draft_ids) - 1) * drafter.unqueried_share)
 
 
 def test_a_head_is_built_from_its_file(tmp_path):

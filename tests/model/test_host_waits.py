@@ -15,7 +15,8 @@ from engine.core.tree import parse_expansion
 from engine.draft.trees import grow as growth
 from engine.draft.trees import sampling as children
 from engine.model.causal_lm import adopt
-from engine.native import laws, noise
+from engine.native import distributions as probs
+from engine.native import noise
 from engine.sampling import argmax as likeliest
 from engine.testing import tiny_engine, tiny_module
 from tests.model.driving import greedy, run, sampled
@@ -36,9 +37,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return read
 
-    monkeypatch.setattr(laws, "can_read", lambda _: False)
+    monkeypatch.setattr(probs, "can_read", lambda _: False)
     monkeypatch.setattr(noise, "can_choose", lambda _: False)
-    monkeypatch.setattr(children, "_known", lambda laws_PM: torch.arange(laws_PM.shape[-1]))
+    monkeypatch.setattr(children, "_known", lambda probs_PM: torch.arange(probs_PM.shape[-1]))
     monkeypatch.setattr(likeliest, "_is_on_host", lambda _: False)
     for name in READS:
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
@@ -74,8 +75,8 @@ def test_a_seeded_step_reads_once_a_round_and_once_a_depth(waits, monkeypatch):
     assert reads == num_rounds + num_steps + 12  # a depth for each token
 
 
-def test_the_tokens_that_a_law_allows_would_be_waited_for(waits, monkeypatch):
-    monkeypatch.setattr(children, "_known", lambda laws_PM: laws_PM.amax(0).nonzero()[:, 0])
+def test_the_tokens_that_a_probs_allows_would_be_waited_for(waits, monkeypatch):
+    monkeypatch.setattr(children, "_known", lambda probs_PM: probs_PM.amax(0).nonzero()[:, 0])
     with pytest.raises(AssertionError):
         test_a_greedy_step_reads_once_a_round_and_once_to_judge(waits, monkeypatch, "3.2.2")
 

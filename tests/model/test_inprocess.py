@@ -46,7 +46,7 @@ async def test_abort_close_and_a_full_queue() -> None:
         service.abort("unknown")
         assert end_of([event async for event in waiting]).finish is FinishReason.ABORT
         await first.aclose()
-        await until(lambda: len(service._ledger) == 0)
+        await until(lambda: len(service._request_table) == 0)
 
 
 @pytest.mark.parametrize(

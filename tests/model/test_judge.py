@@ -20,7 +20,7 @@ from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
 from engine.verify.rules import create_verifier
 from engine.verify.verdict import Unjudged, Verdict
 from tests.chi_square import PASSES_BELOW, z_of_counts
-from tests.model.laws import laws_of
+from tests.model.distributions import probs_of
 from tests.model.native import needs_library
 from tests.model.passes import CPU
 from tests.model.rows import GREEDY, TableDrafter, decoding_row
@@ -50,8 +50,8 @@ def expected_verdict(row: Row):
     logits_NV = target_logits(forest)
     if row.sampling.is_greedy:
         return judge_greedy(forest.trees, logits_NV.argmax(-1).tolist())[0]
-    laws_NV = laws_of(logits_NV, [row.sampling] * len(logits_NV))
-    return create_verifier(row.verifier).judge(forest, laws_NV, [row.key])[0]
+    probs_NV = probs_of(logits_NV, [row.sampling] * len(logits_NV))
+    return create_verifier(row.verifier).judge(forest, probs_NV, [row.key])[0]
 
 
 def check(judge: Judge, kinds, broken: set[int]) -> None:
@@ -161,20 +161,20 @@ def test_logprobs_are_those_of_the_raw_logits(num_top, wanted):
     nodes, ids = [node for node, _ in wanted], [token_id for _, token_id in wanted]
     found = logprobs_of(TABLE, nodes, ids, num_top)
     for one, node, token_id in zip(found, nodes, ids, strict=True):
-        law = torch.log_softmax(TABLE[node].double(), -1)
-        assert one.logprob == pytest.approx(float(law[token_id]), abs=1e-5)
-        assert list(one.top_ids) == law.argsort(descending=True)[:num_top].tolist()
-        assert list(one.top_logprobs) == pytest.approx(law.sort(descending=True).values[:num_top].tolist(), abs=1e-5)
+        distribution = torch.log_softmax(TABLE[node].double(), -1)
+        assert one.logprob == pytest.approx(float(distribution[token_id]), abs=1e-5)
+        assert list(one.top_ids) == distribution.argsort(descending=True)[:num_top].tolist()
+        assert list(one.top_logprobs) == pytest.approx(distribution.sort(descending=True).values[:num_top].tolist(), abs=1e-5)
 
 
 def test_a_tree_that_cannot_be_judged_ends_alone():
     """One LawError once ended the step, and with it the worker and every request in it."""
     rows = rows_of([KINDS[2]] * 3)
     forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
-    laws_RV = forest.draft_laws_RV.clone()
+    probs_RV = forest.draft_probs_RV.clone()
     child = forest.trees[1].children[0][0]
-    laws_RV[forest.law_rows[1][0], forest.trees[1].token_ids[child]] = 0.0
-    verdicts = Judge().judge(rows, replace(forest, draft_laws_RV=laws_RV), target_logits(forest))
+    probs_RV[forest.probs_rows[1][0], forest.trees[1].token_ids[child]] = 0.0
+    verdicts = Judge().judge(rows, replace(forest, draft_probs_RV=probs_RV), target_logits(forest))
     assert [isinstance(verdict, Verdict) for verdict in verdicts] == [True, False, True]
     assert isinstance(verdicts[1], Unjudged)
     assert "could not have been drawn" in verdicts[1].reason
@@ -192,24 +192,24 @@ def test_a_root_alone_is_drawn_from_as_is_cheapest(sampling, own):
     rows = roots_of(sampling, "traversal")
     forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
     logits_NV = target_logits(forest)
-    laws_NV = laws_of(logits_NV, [sampling] * len(rows))
-    wanted = create_verifier(own).judge(forest, laws_NV, [row.key for row in rows])
+    probs_NV = probs_of(logits_NV, [sampling] * len(rows))
+    wanted = create_verifier(own).judge(forest, probs_NV, [row.key for row in rows])
     assert Judge().judge(rows, forest, logits_NV) == [Verdict(one.path, one.extra_id, 1.0) for one in wanted]
 
 
 @needs_library
 @pytest.mark.parametrize("verifier", ["traversal", "nss"])
-def test_what_follows_a_root_alone_has_the_law(verifier):
+def test_what_follows_a_root_alone_has_the_probs(verifier):
     sampling, num = SamplingParams(temperature=0.8), 4000
     rows = [replace(row, certain_ids=(1, 3)) for row in roots_of(sampling, verifier, num)]
     forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
     logits_NV = target_logits(forest)
-    law = dict(enumerate(laws_of(logits_NV[:1], [sampling])[0].tolist()))
+    distribution = dict(enumerate(probs_of(logits_NV[:1], [sampling])[0].tolist()))
     verdicts = Judge().judge(rows, forest, logits_NV)
     counts = Counter(verdict.extra_id for verdict in verdicts if isinstance(verdict, Verdict))
     assert counts.total() == num
-    assert z_of_counts(counts, law) < PASSES_BELOW
-    other = laws_of(logits_NV[:1], [SamplingParams(temperature=0.7)])[0].tolist()
+    assert z_of_counts(counts, distribution) < PASSES_BELOW
+    other = probs_of(logits_NV[:1], [SamplingParams(temperature=0.7)])[0].tolist()
     assert z_of_counts(counts, dict(enumerate(other))) > PASSES_BELOW
 
 

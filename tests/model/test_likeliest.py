@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.core.types import SamplingParams
-from engine.native import laws as native
+from engine.native import distributions as native
 from engine.sampling.argmax import Likeliest, are_sound, likeliest
-from engine.sampling.laws import warped_laws
+from engine.sampling.distributions import warped_probs
 from tests.model.native import needs_library
 
 ODD = (float("-inf"), float("inf"), float("nan"), 0.0, -0.0)
@@ -64,38 +64,38 @@ def test_the_comparison_kills(mutant, monkeypatch):
 
 @needs_library
 @given(st.integers(1, 70), st.floats(0.05, 4.0), st.integers(0, 2**20))
-def test_the_library_s_laws_are_softmax(width, temperature, seed):
+def test_the_library_s_probs_are_softmax(width, temperature, seed):
     logits_NV = torch.randn(3, width, generator=torch.Generator().manual_seed(seed)) * 10.0
     logits_NV[0, : width // 2] = -math.inf
     expected_NV = (logits_NV.double() / temperature).softmax(-1)
     rows = [2, 0, 0, 1]
-    laws_RV = native.laws(logits_NV, rows, [temperature] * 4)
-    np.testing.assert_allclose(laws_RV.double(), expected_NV[rows], rtol=2e-4, atol=1e-7)
-    np.testing.assert_allclose(laws_RV.double().sum(-1), 1.0, atol=1e-5)
-    assert (laws_RV[1][: width // 2] == 0.0).all()
+    probs_RV = native.probs(logits_NV, rows, [temperature] * 4)
+    np.testing.assert_allclose(probs_RV.double(), expected_NV[rows], rtol=2e-4, atol=1e-7)
+    np.testing.assert_allclose(probs_RV.double().sum(-1), 1.0, atol=1e-5)
+    assert (probs_RV[1][: width // 2] == 0.0).all()
 
 
 @needs_library
-def test_a_row_s_law_has_the_same_bits_beside_others():
+def test_a_row_s_probs_has_the_same_bits_beside_others():
     logits_NV = torch.randn(9, 5003, generator=torch.Generator().manual_seed(1)) * 5.0
-    together_RV = native.laws(logits_NV, range(9), [0.7] * 9)
-    assert all(torch.equal(native.laws(logits_NV[row : row + 1], [0], [0.7])[0], together_RV[row]) for row in range(9))
+    together_RV = native.probs(logits_NV, range(9), [0.7] * 9)
+    assert all(torch.equal(native.probs(logits_NV[row : row + 1], [0], [0.7])[0], together_RV[row]) for row in range(9))
 
 
 @needs_library
-def test_a_row_that_is_no_law_is_told_by_its_numbers():
+def test_a_row_that_is_no_probs_is_told_by_its_numbers():
     logits_NV = torch.tensor([[math.nan, 1.0, 2.0], [-math.inf] * 3])
-    assert native.laws(logits_NV, [0, 1], [1.0, 1.0]).isnan().all()
+    assert native.probs(logits_NV, [0, 1], [1.0, 1.0]).isnan().all()
 
 
 @needs_library
-def test_a_law_of_a_whole_vocabulary_is_as_near():
+def test_a_probs_of_a_whole_vocabulary_is_as_near():
     """Sums run over 3,072 vectors."""
     logits_NV = torch.randn(3, 49152, generator=torch.Generator().manual_seed(2)) * torch.tensor([[0.0], [3.0], [9.0]])
-    laws_RV = native.laws(logits_NV, range(3), [1.0, 0.7, 1.3]).double()
+    probs_RV = native.probs(logits_NV, range(3), [1.0, 0.7, 1.3]).double()
     expected_NV = (logits_NV.double() / torch.tensor([[1.0], [0.7], [1.3]])).softmax(-1)
-    assert (laws_RV - expected_NV).abs().sum(-1).max() < 1e-5
-    np.testing.assert_allclose(laws_RV.sum(-1), 1.0, atol=1e-5)
+    assert (probs_RV - expected_NV).abs().sum(-1).max() < 1e-5
+    np.testing.assert_allclose(probs_RV.sum(-1), 1.0, atol=1e-5)
 
 
 @pytest.fixture
@@ -114,16 +114,16 @@ def test_torch_finds_the_same(rows):
 LAWS = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=2.0)]
 
 
-def is_of_rows(laws_of) -> bool:
+def is_of_rows(probs_of) -> bool:
     logits_NV = torch.randn(5, 23, generator=torch.Generator().manual_seed(3)) * 4.0
-    return torch.allclose(laws_of(logits_NV, LAWS, [4, 0, 2]), warped_laws(logits_NV[[4, 0, 2]], LAWS), atol=1e-6)
+    return torch.allclose(probs_of(logits_NV, LAWS, [4, 0, 2]), warped_probs(logits_NV[[4, 0, 2]], LAWS), atol=1e-6)
 
 
-def test_laws_of_some_rows_are_theirs():
-    assert is_of_rows(warped_laws)
-    assert not is_of_rows(lambda logits_NV, sampling, rows: warped_laws(logits_NV, sampling, range(len(rows))))
+def test_probs_of_some_rows_are_theirs():
+    assert is_of_rows(warped_probs)
+    assert not is_of_rows(lambda logits_NV, sampling, rows: warped_probs(logits_NV, sampling, range(len(rows))))
 
 
 @pytest.mark.usefixtures("_by_torch")
 def test_by_torch_too():
-    test_laws_of_some_rows_are_theirs()
+    test_probs_of_some_rows_are_theirs()

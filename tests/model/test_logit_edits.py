@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.core.sampling_limits import NoLaw, require_law
-from engine.core.step_plan import LawContext
+from engine.core.sampling_limits import NoDistribution, require_probs
+from engine.core.step_plan import SamplingContext
 from engine.core.types import SamplingParams
-from engine.sampling.laws import processed_laws
+from engine.sampling.distributions import processed_probs
 from engine.sampling.logits_processors import edited_logits
 from tests.model.edits import processors_of
 
@@ -22,11 +22,11 @@ tokens = st.integers(0, V - 1)
 penalties = st.just(0.0) | st.floats(-2, 2)
 
 
-def makes_a_law(sampling: SamplingParams) -> bool:
+def makes_a_probs(sampling: SamplingParams) -> bool:
     """Whether the engine takes it: transformers frees the allowed tokens again where all of them are masked, we refuse."""
     try:
-        require_law(sampling, V, ())
-    except NoLaw:
+        require_probs(sampling, V, ())
+    except NoDistribution:
         return False
     return True
 
@@ -43,16 +43,16 @@ samplings = st.builds(
     min_tokens=st.integers(0, 6),
     max_tokens=st.just(8),
     stop_token_ids=st.lists(st.integers(0, V + 2), max_size=3).map(tuple),
-).filter(makes_a_law)
+).filter(makes_a_probs)
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> list[LawContext]:
+def requests(draw: st.DrawFn) -> list[SamplingContext]:
     """The nodes of one tree: a request, its text, and paths of drafted tokens after it."""
     sampling, history = draw(samplings), tuple(draw(st.lists(tokens, min_size=1, max_size=9)))
     num_prompt = draw(st.integers(1, len(history)))
     paths = draw(st.lists(st.lists(tokens, max_size=4).map(tuple), min_size=1, max_size=4))
-    return [LawContext(sampling, history, num_prompt, path) for path in paths]
+    return [SamplingContext(sampling, history, num_prompt, path) for path in paths]
 
 
 batches = st.lists(requests(), min_size=1, max_size=3).map(lambda groups: [context for group in groups for context in group])
@@ -62,7 +62,7 @@ def random_logits(seed: int, num_rows: int) -> Tensor:
     return torch.randn(num_rows, V, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def expected(logits_V: Tensor, context: LawContext) -> Tensor:
+def expected(logits_V: Tensor, context: SamplingContext) -> Tensor:
     """Return the row as transformers' processors leave it."""
     text = torch.tensor([[*context.history, *context.path_ids]])
     scores = logits_V[None].clone()
@@ -71,18 +71,18 @@ def expected(logits_V: Tensor, context: LawContext) -> Tensor:
     return scores[0]
 
 
-def check(edit, contexts: Sequence[LawContext], seed: int = 0) -> None:
+def check(edit, contexts: Sequence[SamplingContext], seed: int = 0) -> None:
     logits_NV = random_logits(seed, len(contexts))
     wanted = torch.stack([expected(logits_V, context) for logits_V, context in zip(logits_NV, contexts, strict=True)])
     assert torch.allclose(edit(logits_NV, contexts), wanted, atol=1e-5)
 
 
-def check_laws(laws_of, contexts: Sequence[LawContext], seed: int = 0) -> None:
+def check_probs(probs_of, contexts: Sequence[SamplingContext], seed: int = 0) -> None:
     """Check laws after edits and temperature."""
     logits_NV = random_logits(seed, len(contexts))
-    for law_V, logits_V, context in zip(laws_of(logits_NV, contexts), logits_NV, contexts, strict=True):
+    for probs_V, logits_V, context in zip(probs_of(logits_NV, contexts), logits_NV, contexts, strict=True):
         wanted = torch.softmax(expected(logits_V, context).double() / context.sampling.temperature, -1)
-        assert torch.allclose(law_V.double(), wanted, atol=1e-5, equal_nan=True)  # NaN where no token is left to come
+        assert torch.allclose(probs_V.double(), wanted, atol=1e-5, equal_nan=True)  # NaN where no token is left to come
 
 
 @given(batches, st.integers(0, 2**31))
@@ -91,9 +91,9 @@ def test_edits_are_transformers_processors(contexts, seed):
 
 
 @given(batches, st.integers(0, 2**31))
-def test_laws_are_edited_before_temperature(contexts, seed):
+def test_probs_are_edited_before_temperature(contexts, seed):
     contexts = [replace(one, sampling=replace(one.sampling, temperature=one.sampling.temperature or 0.7)) for one in contexts]
-    check_laws(processed_laws, contexts, seed)
+    check_probs(processed_probs, contexts, seed)
 
 
 @given(batches, st.integers(0, 2**31))
@@ -114,14 +114,14 @@ def test_raw_logits_stay_raw(contexts):
 
 def test_rows_that_ask_for_nothing_cost_nothing():
     logits_NV = random_logits(0, 3)
-    plain = LawContext(replace(NOTHING, temperature=0.3, top_k=3, stop_token_ids=(1,)), (1, 2, 3), 1, (2,))
+    plain = SamplingContext(replace(NOTHING, temperature=0.3, top_k=3, stop_token_ids=(1,)), (1, 2, 3), 1, (2,))
     assert edited_logits(logits_NV, [plain] * 3) is logits_NV
     assert edited_logits(logits_NV[:0], []).shape == (0, V)
 
 
-def test_a_law_with_a_token_alone_is_a_point_mass():
-    context = LawContext(SamplingParams(allowed_token_ids=(4,), logit_bias=((4, -100.0),), top_p=0.5), (4,), 0)
-    assert processed_laws(random_logits(0, 1), [context])[0].nonzero().tolist() == [[4]]
+def test_a_probs_with_a_token_alone_is_a_point_mass():
+    context = SamplingContext(SamplingParams(allowed_token_ids=(4,), logit_bias=((4, -100.0),), top_p=0.5), (4,), 0)
+    assert processed_probs(random_logits(0, 1), [context])[0].nonzero().tolist() == [[4]]
 
 
 def with_contexts(change):
@@ -155,7 +155,7 @@ def repetition_by_count(logits_NV, contexts):
     for logits_V, context in zip(logits_NV, contexts, strict=True):
         only = replace(NOTHING, repetition_penalty=context.sampling.repetition_penalty)
         for token_id in (*context.history, *context.path_ids)[:-1]:
-            logits_V = edited_logits(logits_V[None], [LawContext(only, (token_id,))])[0]
+            logits_V = edited_logits(logits_V[None], [SamplingContext(only, (token_id,))])[0]
         rows.append(
             edited_logits(logits_V[None], [replace(context, sampling=replace(context.sampling, repetition_penalty=1.0))])[0]
         )
@@ -180,7 +180,7 @@ def words_within_the_path(logits_NV, contexts):
     for logits_V, context in zip(logits_NV, contexts, strict=True):
         bare = edited_logits(logits_V[None], [replace(context, sampling=replace(context.sampling, bad_words=()))])
         only = replace(NOTHING, bad_words=context.sampling.bad_words)
-        rows.append(edited_logits(bare, [LawContext(only, context.path_ids or (V - 1,))])[0])
+        rows.append(edited_logits(bare, [SamplingContext(only, context.path_ids or (V - 1,))])[0])
     return torch.stack(rows)
 
 
@@ -190,7 +190,7 @@ def smaller_is_rarer(logits_NV, contexts):
     return torch.where(logits_NV < 0, shifted, edited_logits(logits_NV, contexts))
 
 
-def many_nodes() -> list[LawContext]:
+def many_nodes() -> list[SamplingContext]:
     sampling = SamplingParams(
         presence_penalty=0.7,
         frequency_penalty=0.9,
@@ -202,7 +202,7 @@ def many_nodes() -> list[LawContext]:
         stop_token_ids=(0, 5),
     )
     paths = [(), (1,), (1, 1), (7, 2), (2, 3, 0, 1)]
-    return [LawContext(sampling, (1, 2, 2, 9, 1, 3), 4, path) for path in paths]
+    return [SamplingContext(sampling, (1, 2, 2, 9, 1, 3), 4, path) for path in paths]
 
 
 @pytest.mark.parametrize(
@@ -242,12 +242,12 @@ def edited_after_temperature(logits_NV, contexts):
 
 
 def never_edited(logits_NV, contexts):
-    return processed_laws(logits_NV, [LawContext(SamplingParams(context.sampling.temperature)) for context in contexts])
+    return processed_probs(logits_NV, [SamplingContext(SamplingParams(context.sampling.temperature)) for context in contexts])
 
 
 @pytest.mark.parametrize("mutant", [edited_after_temperature, never_edited])
-def test_laws_kill(mutant):
+def test_probs_kill(mutant):
     contexts = [replace(one, sampling=replace(one.sampling, temperature=0.5)) for one in many_nodes()]
-    check_laws(processed_laws, contexts)
+    check_probs(processed_probs, contexts)
     with pytest.raises(AssertionError):
-        check_laws(mutant, contexts)
+        check_probs(mutant, contexts)

@@ -30,7 +30,7 @@ LOGITS = torch.randn(5, 123, generator=torch.Generator().manual_seed(1)) * 3.0 +
 
 
 def mixed(vocab=VOCAB, logits=LOGITS, rows=ROWS):
-    known = [law for law in LAWS if law is not None]
+    known = [distribution for distribution in LAWS if distribution is not None]
     logits_PM, origins = mixtures(logits, rows, LAWS, with_tokens_of(known, vocab), SIZE, CPU)
     return logits_PM.softmax(-1), origins
 
@@ -42,8 +42,8 @@ def by_torch(monkeypatch, *args, **kwargs):
 
 
 def is_as_by_torch(monkeypatch, **kwargs) -> bool:
-    (laws_PM, origins), (other_PM, other_origins) = mixed(**kwargs), by_torch(monkeypatch, **kwargs)
-    return torch.allclose(laws_PM, other_PM, atol=1e-6) and origins == other_origins
+    (probs_PM, origins), (other_PM, other_origins) = mixed(**kwargs), by_torch(monkeypatch, **kwargs)
+    return torch.allclose(probs_PM, other_PM, atol=1e-6) and origins == other_origins
 
 
 @needs_library
@@ -57,9 +57,11 @@ def test_the_library_mixes_what_torch_mixes(monkeypatch, is_trimmed):
 @pytest.mark.parametrize(
     "mutant",
     [
-        lambda law, columns: native.Foretold(columns, [*law.odds.values()], 0.5),  # whatever it is trusted
-        lambda law, columns: native.Foretold(columns, [1.0 / len(columns)] * len(columns), law.chance),
-        lambda law, columns: native.Foretold([max(0, column - 1) for column in columns], [*law.odds.values()], law.chance),
+        lambda distribution, columns: native.Predicted(columns, [*distribution.odds.values()], 0.5),  # whatever it is trusted
+        lambda distribution, columns: native.Predicted(columns, [1.0 / len(columns)] * len(columns), distribution.chance),
+        lambda distribution, columns: native.Predicted(
+            [max(0, column - 1) for column in columns], [*distribution.odds.values()], distribution.chance
+        ),
     ],
 )
 def test_other_mixtures_are_noticed(monkeypatch, mutant):
@@ -68,15 +70,15 @@ def test_other_mixtures_are_noticed(monkeypatch, mutant):
 
 
 def test_a_mixture_weighs_both_by_their_odds():
-    laws_PM, origins = mixed()
+    probs_PM, origins = mixed()
     own_M = LOGITS[2].softmax(-1)
     trust = float(own_M.square().sum())
     weight = (0.7 / 0.3) / (0.7 / 0.3 + trust / (1.0 - trust))
-    assert laws_PM[0, 3] == pytest.approx(weight * 0.5 + (1.0 - weight) * float(own_M[3]), abs=1e-5)
-    assert laws_PM[0, 7] == pytest.approx((1.0 - weight) * float(own_M[7]), abs=1e-5)
-    assert laws_PM[0, 123] == pytest.approx(weight * 0.25, abs=1e-5)  # which the model does not know
-    assert torch.allclose(laws_PM[1, :123], LOGITS[0].softmax(-1), atol=1e-6)
-    assert laws_PM[3].nonzero()[:, 0].tolist() == [90, 123]  # the cache alone
+    assert probs_PM[0, 3] == pytest.approx(weight * 0.5 + (1.0 - weight) * float(own_M[3]), abs=1e-5)
+    assert probs_PM[0, 7] == pytest.approx((1.0 - weight) * float(own_M[7]), abs=1e-5)
+    assert probs_PM[0, 123] == pytest.approx(weight * 0.25, abs=1e-5)  # which the model does not know
+    assert torch.allclose(probs_PM[1, :123], LOGITS[0].softmax(-1), atol=1e-6)
+    assert probs_PM[3].nonzero()[:, 0].tolist() == [90, 123]  # the cache alone
     assert origins[0][OTHER_ID] == Origin(DraftSource.PREDICTION, True)
     assert origins[1] == {}
     assert {*origins[3].values()} == {Origin(DraftSource.CACHE, True)}
@@ -87,6 +89,6 @@ def test_broken_logits_stay_broken():
     for value in (math.nan, math.inf):
         logits = LOGITS.clone()
         logits[2, 50] = value
-        laws_PM, _ = mixed(logits=logits)
-        assert laws_PM[0].isnan().any()
-        assert not laws_PM[1:].isnan().any()
+        probs_PM, _ = mixed(logits=logits)
+        assert probs_PM[0].isnan().any()
+        assert not probs_PM[1:].isnan().any()

@@ -20,7 +20,8 @@ from engine.model import causal_lm as loading
 from engine.model.causal_lm import CausalModel, adopt, load_model, loaded_dtype, weights_dtype
 from engine.model.hidden_states import StateTap
 from engine.model.linears import NATIVE
-from engine.native import laws, library
+from engine.native import distributions as probs
+from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.native.passes import cache_dtype
 from engine.sampling.argmax import Likeliest
@@ -91,7 +92,7 @@ def test_chunks_of_any_length_have_the_bits_of_their_tokens(num_tokens, precisio
     [("float32", 0.0, 1e-4), ("bfloat16", 1e-4, 0.1), ("int8", 1e-4, 0.2), ("compact", 1e-4, 0.3)],
 )
 @pytest.mark.parametrize("family", KNOWN)
-def test_laws_are_near_those_of_the_model(family, precision, least, most):
+def test_probs_are_near_those_of_the_model(family, precision, least, most):
     """By total variation: equal up to rounding where weights are, and another law where they were rounded."""
     with torch.inference_mode():
         own_TV = own_module(family)(input_ids=torch.tensor([TEXT[:40]])).logits[0].softmax(-1)
@@ -247,7 +248,7 @@ def test_a_pass_tells_of_its_logits_what_reading_them_does(num_threads, num_toke
     for _ in range(8):
         logits_NV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
         told = target.likeliest(logits_NV)
-        assert repr(told) == repr([Likeliest(*one) for one in laws.likeliest(logits_NV)])
+        assert repr(told) == repr([Likeliest(*one) for one in probs.likeliest(logits_NV)])
     assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in told if one.is_sound)
     if num_tokens == 200:
         assert {one.is_sound for one in told} == {False, True}

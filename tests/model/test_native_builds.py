@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.core.tree import TokenTree
-from engine.native import laws, library, mixture, noise, walks
+from engine.native import distributions as probs
+from engine.native import library, mixture, noise, walks
 from tests.model.native import PRECISIONS, native
 from tests.model.passes import node_logits
 from tests.model.test_attention import long_scene, ragged_scene
@@ -64,12 +65,12 @@ def test_passes_are_the_same(monkeypatch, precision, scene):
 
 
 @several
-def test_laws_noise_and_rankings_are_the_same(monkeypatch):
+def test_probs_noise_and_rankings_are_the_same(monkeypatch):
     temperatures, keys = [0.3, 0.7, 1.0, 1.5, 2.0], [3, 1 << 63, 5, 7, 11]
     sharpness = [1.0, 2.5, 8.0, 0.25, 1.4]
-    one, other = of_each_build(monkeypatch, lambda: laws.laws(LOGITS, range(5), temperatures))
+    one, other = of_each_build(monkeypatch, lambda: probs.probs(LOGITS, range(5), temperatures))
     assert torch.equal(one, other)
-    assert len({tuple(found) for found in of_each_build(monkeypatch, lambda: laws.likeliest(LOGITS))}) == 1
+    assert len({tuple(found) for found in of_each_build(monkeypatch, lambda: probs.likeliest(LOGITS))}) == 1
     first, second = of_each_build(monkeypatch, lambda: noise.gumbels(keys, 1003))
     assert torch.equal(first, second)
     chosen = of_each_build(monkeypatch, lambda: [token for _, token in noise.choices(one, range(5), keys)])
@@ -83,9 +84,9 @@ def test_laws_noise_and_rankings_are_the_same(monkeypatch):
 @several
 def test_mixtures_and_walks_are_the_same(monkeypatch):
     told = [
-        mixture.Foretold((3, 5, 1003), (0.5, 0.25, 0.25), 0.7),
-        mixture.Foretold((), (), 0.0),
-        mixture.Foretold((9,), (1.0,), 0.1),
+        mixture.Predicted((3, 5, 1003), (0.5, 0.25, 0.25), 0.7),
+        mixture.Predicted((), (), 0.0),
+        mixture.Predicted((9,), (1.0,), 0.1),
     ]
     (one, first), (other, second) = of_each_build(monkeypatch, lambda: mixture.mixed(LOGITS, [4, 0, None], told, 1004))
     assert torch.equal(one, other)

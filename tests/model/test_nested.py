@@ -11,7 +11,7 @@ from engine.draft.trees.nested import Nested
 from engine.draft.trees.sampling import Offer
 from engine.draft.trees.strategies import Delayed
 from engine.profiling import counterfactual as lab_module
-from engine.profiling.counterfactual import Lab, NestedPoint, Planting
+from engine.profiling.counterfactual import Counterfactual, NestedPoint, Planting
 from engine.verify.rules import create_verifier
 from tests.model.heads import head_engine, learnt_head
 from tests.model.rows import decoding_row
@@ -22,7 +22,7 @@ SAMPLING = SamplingParams(temperature=1.5)
 
 
 def nested_point(family: TreeName = "delayed", sampling: SamplingParams = SAMPLING, verifier: str = "traversal") -> NestedPoint:
-    laboratory = Lab(head_engine(learnt_head()))
+    laboratory = Counterfactual(head_engine(learnt_head()))
     laboratory.load(TEXT)
     expansions = [Expansion(*shape, "delayed" if shape[1] == 1 else family) for shape in SHAPES]
     plantings = [Planting(Expansion(0, 3, 3, family), verifier, seed) for seed in (5, 6)]
@@ -72,9 +72,9 @@ def test_lumping_tokens_that_no_draft_knows_changes_no_expectation(family):
     for name in names:
         verifier = create_verifier(name)
         forest = point.forest(0)
-        laws_MV = point.whole.target_laws_NV(0)
+        probs_MV = point.whole.target_probs_NV(0)
         nodes = torch.tensor([node for one in point.truncations[0] for node in one.nodes])
-        full = verifier.judge(forest, laws_MV[nodes], [point.whole.rows[0].key] * len(SHAPES))
+        full = verifier.judge(forest, probs_MV[nodes], [point.whole.rows[0].key] * len(SHAPES))
         brought = point.tokens(0, verifier)
         assert [one.tokens for one in brought] == pytest.approx([one.expected_tokens for one in full], abs=1e-6), name
         assert len({round(one.tokens, 6) for one in brought}) > 2
@@ -85,9 +85,9 @@ def test_leaving_the_unknown_tokens_out_would_show(monkeypatch):
     whole = lab_module.lumped
 
     def without_rest(*args):
-        forest, laws_NC = whole(*args)
-        laws_NC[:, -1] = 0.0
-        return forest, laws_NC / laws_NC.sum(-1, keepdim=True)
+        forest, probs_NC = whole(*args)
+        probs_NC[:, -1] = 0.0
+        return forest, probs_NC / probs_NC.sum(-1, keepdim=True)
 
     monkeypatch.setattr(lab_module, "lumped", without_rest)
     with pytest.raises(AssertionError):
@@ -101,12 +101,12 @@ def test_where_chance_is_not_the_verifiers_every_truncation_is_judged_as_alone(t
         brought = point.tokens(index, create_verifier(verifier) if temperature else None)
         for one, truncation in zip(brought, point.truncations[index], strict=True):
             assert one.accepted_depth == one.tokens - 1
-            laws_NV = point.whole.laws_UV
+            probs_NV = point.whole.probs_UV
             if temperature:
-                assert laws_NV is not None
+                assert probs_NV is not None
                 numbers = [point.whole.nodes[index][node] for node in truncation.nodes]
                 forest = point.forest(index).subset([point.truncations[index].index(truncation)])
-                alone = create_verifier(verifier).judge(forest, laws_NV[torch.tensor(numbers)], [point.whole.rows[index].key])
+                alone = create_verifier(verifier).judge(forest, probs_NV[torch.tensor(numbers)], [point.whole.rows[index].key])
                 assert one.accepted_depth == len(alone[0].path) - 1
     assert max(
         one.accepted_depth

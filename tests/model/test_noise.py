@@ -85,21 +85,21 @@ def test_the_library_chooses_the_best_perturbed_token():
     """Flat laws and peaked ones: most tokens are passed over without a logarithm, those that could be best are not."""
     keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(400)]
     sharpness_N1 = torch.linspace(0.0, 6.0, 401)[:, None]
-    laws_NV = torch.softmax(torch.randn(401, 977, generator=torch.Generator().manual_seed(0)) * sharpness_N1, -1)
-    laws_NV[:, 100:300] = 0.0
+    probs_NV = torch.softmax(torch.randn(401, 977, generator=torch.Generator().manual_seed(0)) * sharpness_N1, -1)
+    probs_NV[:, 100:300] = 0.0
     rows = list(range(400, 0, -1))
-    best = (laws_NV[rows].log() - torch.log(-torch.log(uniforms(keys, 977)))).max(-1)
-    found = native.choices(laws_NV, rows, keys)
+    best = (probs_NV[rows].log() - torch.log(-torch.log(uniforms(keys, 977)))).max(-1)
+    found = native.choices(probs_NV, rows, keys)
     assert [token_id for _, token_id in found] == best.indices.tolist()
     assert torch.allclose(torch.tensor([score for score, _ in found], dtype=torch.float64), best.values, atol=1e-5)
 
 
 @needs_library
-def test_what_is_no_law_has_no_finite_score():
-    laws_NV = torch.full((3, 11), 1 / 11)
-    laws_NV[0, 3], laws_NV[1] = math.nan, 0.0
-    laws_NV[2, 10] = math.inf
-    scores = [score for score, _ in native.choices(laws_NV, range(3), [5, 6, 7])]
+def test_what_is_no_probs_has_no_finite_score():
+    probs_NV = torch.full((3, 11), 1 / 11)
+    probs_NV[0, 3], probs_NV[1] = math.nan, 0.0
+    probs_NV[2, 10] = math.inf
+    scores = [score for score, _ in native.choices(probs_NV, range(3), [5, 6, 7])]
     assert [math.isfinite(score) for score in scores] == [False] * 3
 
 
@@ -131,28 +131,28 @@ def arg_max_z(noise_of) -> float:
     return z_of_counts(Counter(choices.tolist()), LAW)
 
 
-def test_arg_max_of_log_law_plus_noise_is_a_draw_from_the_law():
+def test_arg_max_of_log_probs_plus_noise_is_a_draw_from_the_probs():
     assert arg_max_z(gumbels) < PASSES_BELOW
 
 
 @pytest.mark.parametrize(
     "mutant", [uniforms, lambda keys, count: -gumbels(keys, count), lambda keys, count: 0.8 * gumbels(keys, count)]
 )
-def test_gumbel_law_kills(mutant):
+def test_gumbel_probs_kills(mutant):
     assert arg_max_z(mutant) > FAILS_ABOVE
 
 
 def ranked(logits_PM, temperatures, sharpness, keys, ids_M, most=9, vocab_size=400):
     """What the library ranks, by torch: columns, best first, their noise, and the law."""
-    laws_PM = torch.softmax(logits_PM / torch.tensor(temperatures)[:, None], -1)
+    probs_PM = torch.softmax(logits_PM / torch.tensor(temperatures)[:, None], -1)
     scores_PM, noise_PM = (
-        laws_PM.double().log() * torch.tensor(sharpness)[:, None],
+        probs_PM.double().log() * torch.tensor(sharpness)[:, None],
         torch.zeros(logits_PM.shape, dtype=torch.float64),
     )
     if keys is not None:
         noise_PM = -torch.log(-torch.log(uniforms(keys, vocab_size)))[:, ids_M]
     best = (scores_PM + noise_PM).topk(most, -1).indices
-    return laws_PM, best, noise_PM.gather(-1, best)
+    return probs_PM, best, noise_PM.gather(-1, best)
 
 
 @needs_library
@@ -165,15 +165,15 @@ def test_the_library_ranks_the_best_tokens(is_noisy):
     temperatures, sharpness = [1.0, 0.3, 0.7, 1.0, 2.0, 1.0], [1.0, 3.0, 2.5, 1.0, 0.4, 8.0]
     ids_M = torch.randperm(400, generator=generator)[:123]
     keys = [stream_key(seed, 3, Stream.TOKEN) for seed in range(6)] if is_noisy else None
-    laws_PM, best, noise = ranked(logits_PM, temperatures, sharpness, keys, ids_M)
+    probs_PM, best, noise = ranked(logits_PM, temperatures, sharpness, keys, ids_M)
     found = native.rankings(logits_PM, temperatures, sharpness, 9, keys, ids_M)
     assert [len(one.token_ids) for one in found] == [9, 2, 9, 9, 9, 9]
     for row, one in enumerate(found):
         columns = best[row, : len(one.token_ids)]
         assert one.token_ids == tuple(ids_M[columns].tolist())
         assert one.noise == pytest.approx(noise[row, : len(one.token_ids)].tolist())
-        assert one.odds == pytest.approx(laws_PM[row, columns].tolist(), rel=1e-5)
-        assert one.collision == pytest.approx(float(laws_PM[row].square().sum()), rel=1e-5)
+        assert one.odds == pytest.approx(probs_PM[row, columns].tolist(), rel=1e-5)
+        assert one.collision == pytest.approx(float(probs_PM[row].square().sum()), rel=1e-5)
 
 
 @needs_library
@@ -191,7 +191,7 @@ def test_no_draw_that_noise_lifts_is_missed(spread, sharpness):
 
 @needs_library
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_make_no_law_have_no_best_tokens(broken):
+def test_logits_that_make_no_probs_have_no_best_tokens(broken):
     logits_PM = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     logits_PM[0, 33], logits_PM[1] = broken, -math.inf
     for keys in (None, [5, 6, 7]):

@@ -15,7 +15,7 @@ from engine.scheduler.sequence import Sequence
 from engine.verify import coupled
 from engine.verify import dispatch as judge
 from tests.model.parameters import told
-from tests.model.parameters.matrix import DOCUMENT, law_row, laws_table, table_in, trees_table
+from tests.model.parameters.matrix import DOCUMENT, probs_row, probs_table, table_in, trees_table
 from tests.model.parameters.subjects import EVERYTHING, GREEDY, LAWS, NUMBERS, Subject
 
 SUBJECTS = {subject.name: subject for subject in LAWS}
@@ -27,7 +27,7 @@ def test_every_parameter_has_a_line():
 
 def test_the_document_tells_what_is_found():
     """Where this fails and should not, `python -m tests.model.parameters.matrix` writes the tables anew."""
-    table = laws_table()
+    table = probs_table()
     cells = {cell for line in table.splitlines()[2:] for cell in line.strip("| ").split(" | ")[3:]}
     assert cells <= {"law", "text", "told"}
     assert table_in(DOCUMENT.read_text(), "laws") == table
@@ -37,7 +37,7 @@ def test_the_document_tells_which_trees_were_enumerated():
     assert table_in(DOCUMENT.read_text(), "trees") == trees_table()
 
 
-_LAW_CONTEXT = Row.law_context
+_LAW_CONTEXT = Row.sampling_context
 
 
 def path_forgotten(row: Row, path_ids: tuple[int, ...]) -> Any:
@@ -56,7 +56,7 @@ def noise_of_the_root(key: Any, depth: int) -> int:
 
 MUTANTS: list[tuple[str, object, str, Callable[..., Any]]] = [
     *(
-        (name, Row, "law_context", path_forgotten)
+        (name, Row, "sampling_context", path_forgotten)
         for name in ("presence_penalty", "frequency_penalty", "bad_words", "min_tokens", "grammar")
     ),
     ("logit_bias", logit_edits, "_add_bias", lambda logits_MV, sampling: None),
@@ -76,18 +76,18 @@ def test_the_table_kills(name: str, where: object, attribute: str, mutant: Calla
 
 
 def test_the_table_kills_greedy_rows_that_forget_the_path(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Row, "law_context", path_forgotten)
+    monkeypatch.setattr(Row, "sampling_context", path_forgotten)
     assert set(_cells(GREEDY).values()) & {"text", "law"} == set()
 
 
 def test_a_value_that_moves_nothing_is_noticed():
     with pytest.raises(AssertionError, match="moves nothing"):
-        law_row(Subject("none", "", EVERYTHING.sampling, EVERYTHING.sampling))
+        probs_row(Subject("none", "", EVERYTHING.sampling, EVERYTHING.sampling))
 
 
 def _cells(subject: Subject) -> dict[str, str]:
     verifiers = ("nss", "traversal", "coupled")
-    return dict(zip(verifiers, law_row(subject, verifiers)[3:], strict=True))
+    return dict(zip(verifiers, probs_row(subject, verifiers)[3:], strict=True))
 
 
 @pytest.mark.parametrize("mutant", ["edited", "root"])

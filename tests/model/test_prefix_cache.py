@@ -124,8 +124,10 @@ def test_a_prompt_that_is_scored_is_computed():
     scored = replace(scored, sampling=replace(scored.sampling, num_prompt_logprobs=0))
     session = run(engine, [scored])
     told = [one.logprob for event in session.outcomes["2"].events for one in event.prompt_logprobs]
-    laws = torch.log_softmax(own_logits("llama", [PREFIX])[0, :-1].double(), -1)
-    assert told == pytest.approx([float(law[token_id]) for law, token_id in zip(laws, PREFIX[1:], strict=True)], abs=1e-4)
+    probs = torch.log_softmax(own_logits("llama", [PREFIX])[0, :-1].double(), -1)
+    assert told == pytest.approx(
+        [float(distribution[token_id]) for distribution, token_id in zip(probs, PREFIX[1:], strict=True)], abs=1e-4
+    )
     assert sum(stats.num_prefix_queries for stats in session.stats) == 0
 
 

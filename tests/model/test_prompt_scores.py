@@ -41,12 +41,15 @@ def check(session: Session) -> None:
             continue
         first_said = next(index for index, event in enumerate(events) if event.token_ids)
         assert not any(event.prompt_logprobs for event in events[first_said + 1 :])
-        laws = torch.log_softmax(own_logits("llama", [request.prompt_ids])[0, :-1].double(), -1)
-        assert len(told) == len(laws) == len(request.prompt_ids) - 1
-        for law, token_id, one in zip(laws, request.prompt_ids[1:], told, strict=True):
-            assert one.rank == 1 + int((law > law[token_id] + 1e-4).sum()) or law.sub(law[token_id]).abs().sort().values[1] < 1e-3
-            assert one.logprob == pytest.approx(float(law[token_id]), abs=1e-4)
-            assert list(one.top_logprobs) == pytest.approx(law.topk(num_top).values.tolist(), abs=1e-4)
+        probs = torch.log_softmax(own_logits("llama", [request.prompt_ids])[0, :-1].double(), -1)
+        assert len(told) == len(probs) == len(request.prompt_ids) - 1
+        for distribution, token_id, one in zip(probs, request.prompt_ids[1:], told, strict=True):
+            assert (
+                one.rank == 1 + int((distribution > distribution[token_id] + 1e-4).sum())
+                or distribution.sub(distribution[token_id]).abs().sort().values[1] < 1e-3
+            )
+            assert one.logprob == pytest.approx(float(distribution[token_id]), abs=1e-4)
+            assert list(one.top_logprobs) == pytest.approx(distribution.topk(num_top).values.tolist(), abs=1e-4)
 
 
 def test_prompts_are_scored_by_the_target():
@@ -110,8 +113,8 @@ def test_a_prompt_is_scored_without_generating() -> None:
     for name in ("scored", "echoed"):
         assert (outcomes[name].ids, outcomes[name].finish) == ([], FinishReason.LENGTH)
     told = [one for event in outcomes["scored"].events for one in event.prompt_logprobs]
-    law = torch.log_softmax(own_logits("llama", [prompt])[0, :-1].double(), -1)
-    assert [one.logprob for one in told] == pytest.approx([float(row[i]) for row, i in zip(law, prompt[1:])], abs=1e-4)
+    distribution = torch.log_softmax(own_logits("llama", [prompt])[0, :-1].double(), -1)
+    assert [one.logprob for one in told] == pytest.approx([float(row[i]) for row, i in zip(distribution, prompt[1:])], abs=1e-4)
 
 
 @pytest.mark.parametrize("num_told", [0, 3])
@@ -129,7 +132,7 @@ def test_a_scored_prompt_is_resumed(num_told: int) -> None:
 BROKEN = "specinfer"
 
 
-def with_a_broken_law(engine: Engine) -> Engine:
+def with_a_broken_probs(engine: Engine) -> Engine:
     """Return the engine with NaN in the last law of each chunk of one request's prompt, and nowhere else."""
     forward = engine.target.forward
 
@@ -146,9 +149,9 @@ def with_a_broken_law(engine: Engine) -> Engine:
     return engine
 
 
-def check_a_broken_law_ends_its_request_alone(config: SchedulerConfig) -> None:
+def check_a_broken_probs_ends_its_request_alone(config: SchedulerConfig) -> None:
     requests = requests_with_scores()
-    engine = with_a_broken_law(tiny_engine(*pair("llama"), RandomExpansion(3), config=config))
+    engine = with_a_broken_probs(tiny_engine(*pair("llama"), RandomExpansion(3), config=config))
     session = run(engine, requests)
     (event,) = session.outcomes.pop(BROKEN).events
     assert (event.finish, event.error_code, event.token_ids) == (FinishReason.ERROR, ErrorCode.LOGITS_NOT_FINITE, ())
@@ -159,12 +162,12 @@ def check_a_broken_law_ends_its_request_alone(config: SchedulerConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [CROWDED, SchedulerConfig(num_slots=2048, max_model_len=256)], ids=["chunks", "whole"])
-def test_a_broken_law_in_a_prompt_ends_its_request_alone(config):
+def test_a_broken_probs_in_a_prompt_ends_its_request_alone(config):
     """The bug: its log-probabilities were told as NaN, which JSON does not have."""
-    check_a_broken_law_ends_its_request_alone(config)
+    check_a_broken_probs_ends_its_request_alone(config)
 
 
-def test_a_broken_law_that_nobody_looks_for_is_noticed(monkeypatch):
+def test_a_broken_probs_that_nobody_looks_for_is_noticed(monkeypatch):
     monkeypatch.setattr(prompt_scores, "are_sound", lambda logits_NV: [True] * len(logits_NV))
     with pytest.raises((AssertionError, ValueError)):
-        check_a_broken_law_ends_its_request_alone(CROWDED)
+        check_a_broken_probs_ends_its_request_alone(CROWDED)

@@ -106,7 +106,7 @@ Compare = Callable[[Growth, Growth], bool]
 def are_same(one: Growth, other: Growth) -> bool:
     """Return whether two growths are equal; odds, noise and what nodes are worth up to rounding."""
     facts, others = (
-        (g.forest.trees, g.forest.law_rows, g.fed, g.sources, g.rounds, g.num_rounds, g.passes, g.draft_probs)
+        (g.forest.trees, g.forest.probs_rows, g.fed, g.sources, g.rounds, g.num_rounds, g.passes, g.draft_probs)
         for g in (one, other)
     )
     return (
@@ -257,8 +257,8 @@ def test_trees_of_other_rows_are_noticed(monkeypatch, mutant):
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 
-def unknown_share_a_column(self, law, column_of_unknown):
-    return honest_columns(self, law, dict.fromkeys(column_of_unknown, len(self._vocab.ids_M)))
+def unknown_share_a_column(self, distribution, column_of_unknown):
+    return honest_columns(self, distribution, dict.fromkeys(column_of_unknown, len(self._vocab.ids_M)))
 
 
 honest_columns = ranked._Texts._columns

@@ -203,7 +203,7 @@ def drafted_after(token_id: int) -> tuple[float, ...]:
     return (0.7, 0.25, 0.05) if token_id == 6 else after(token_id)
 
 
-def law_of_triples() -> dict[tuple[int, ...], float]:
+def probs_of_triples() -> dict[tuple[int, ...], float]:
     triples = product((3, 4, 5), repeat=3)
     return {(a, b, c): after(6)[a - 3] * after(a)[b - 3] * after(b)[c - 3] for a, b, c in triples}
 
@@ -233,10 +233,10 @@ BY_VALUE = [Expansion(0, 2, 2, "heap", 3), Expansion(0, 2, 2, "calibrated", 3)]
 
 
 @pytest.mark.parametrize("expansion", BY_VALUE, ids=str)
-def test_unseeded_requests_keep_their_law_when_resumed(expansion: Expansion) -> None:
+def test_unseeded_requests_keep_their_probs_when_resumed(expansion: Expansion) -> None:
     """A tree whose nodes share a budget by value ends where later noise says so; a fresh seed behind it changed the law."""
-    assert z_of_counts(triples_cut_after_a_step(expansion, resumed), law_of_triples()) < PASSES_BELOW
-    assert z_of_counts(triples_cut_after_a_step(expansion, with_fresh_noise), law_of_triples()) > FAILS_ABOVE
+    assert z_of_counts(triples_cut_after_a_step(expansion, resumed), probs_of_triples()) < PASSES_BELOW
+    assert z_of_counts(triples_cut_after_a_step(expansion, with_fresh_noise), probs_of_triples()) > FAILS_ABOVE
 
 
 def test_requests_without_a_seed_draw_unlike_ones() -> None:

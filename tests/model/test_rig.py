@@ -12,8 +12,8 @@ from engine.core.tree import PLAIN, Expansion
 from engine.draft.text.text_cache import TextCache
 from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
-from engine.model.root_features import RootReader
-from engine.profiling.step_timer import Rig
+from engine.model.root_features import RootFeatures
+from engine.profiling.step_timer import StepTimer
 from engine.testing import tiny_engine
 from engine.weights import WeightsCache
 from selector.build import adaptive_policy
@@ -32,10 +32,10 @@ PROMPT = tuple(range(5, 30))
 CHEAP = Profile((1.0, *(0.001,) * (NUM_REST - 1)), (0.001,) * len(DRAFT_PRICES))
 
 
-def engine_and_rig(drafter: str = "model") -> tuple[Engine, Rig]:
+def engine_and_rig(drafter: str = "model") -> tuple[Engine, StepTimer]:
     drafts = CachedDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
     engine = tiny_engine(model("llama"), drafts, config=LIMITS)
-    return engine, Rig(engine.info, LIMITS, engine.target, engine.drafter, "weights")
+    return engine, StepTimer(engine.info, LIMITS, engine.target, engine.drafter, "weights")
 
 
 class Ticking:
@@ -139,11 +139,11 @@ def test_another_machine_has_another_profile(tmp_path: Path, monkeypatch: pytest
     cached_profile(rig, cache)
     for name in facts:
         others = {**facts, name: "other"}
-        monkeypatch.setattr(Rig, "facts", others)
+        monkeypatch.setattr(StepTimer, "facts", others)
         cached_profile(rig, cache)
     assert "drafter_weights" in facts
     assert len(list((tmp_path / "profiles").iterdir())) == 1 + len(facts)
-    monkeypatch.setattr(Rig, "limits", replace(LIMITS, max_running=2))
+    monkeypatch.setattr(StepTimer, "limits", replace(LIMITS, max_running=2))
     cached_profile(rig, cache)
     assert len(list((tmp_path / "profiles").iterdir())) == 2 + len(facts)
 
@@ -154,12 +154,12 @@ def test_the_policy_knows_what_a_token_costs_that_its_drafter_is_merely_fed(draf
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
     engine = head_engine(random_head()) if drafter == "head" else engine_and_rig(drafter)[0]
-    rig = Rig(engine.info, LIMITS, engine.target, engine.drafter)
+    rig = StepTimer(engine.info, LIMITS, engine.target, engine.drafter)
     guarded = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig, engine.roots)
-    share = drafter_of(engine).unasked_share if drafter == "head" else 1.0
+    share = drafter_of(engine).unqueried_share if drafter == "head" else 1.0
     assert isinstance(guarded, GuardedPolicy)
     assert isinstance(guarded._policy, AdaptiveExpansion)
-    assert guarded._policy._unasked_share == rig.unasked_share == share
+    assert guarded._policy._unasked_share == rig.unqueried_share == share
     assert (share < 1.0) == (drafter == "head")
 
 
@@ -169,7 +169,7 @@ def test_the_adaptive_policy_changes_no_text(drafter, tmp_path: Path, monkeypatc
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
     _, rig = engine_and_rig(drafter)
-    policy = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig, RootReader(model("llama"), None))
+    policy = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig, RootFeatures(model("llama"), None))
     drafts = CachedDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
     engine = tiny_engine(model("llama"), drafts, policy, config=LIMITS)
     requests = [

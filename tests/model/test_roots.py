@@ -39,10 +39,10 @@ def check_root(facts: RootFacts, row: int, text: Sequence[int]) -> bool:
         reads_W = torch.cat([true_features(head, module, ids_BT)[0, -1], module.get_input_embeddings().weight[text[-1]]])
     assert torch.tensor(facts.target_BD[row]).allclose(state_D, atol=1e-3)
     assert torch.tensor(facts.draft_BW[row]).allclose(reads_W, atol=1e-3)
-    law_V = (own_logits("llama", [text[:-1]])[0, -1] / TEMPERATURE).softmax(-1)
-    assert column(facts, row, "entropy") == pytest.approx(float(-(law_V * law_V.clamp(min=1e-6).log()).sum()), abs=1e-3)
-    assert column(facts, row, "top") == pytest.approx(float(law_V.max()), abs=1e-4)
-    assert column(facts, row, "root_log") == pytest.approx(float(law_V[text[-1]].log().clamp(min=-14.0)), abs=1e-2)
+    probs_V = (own_logits("llama", [text[:-1]])[0, -1] / TEMPERATURE).softmax(-1)
+    assert column(facts, row, "entropy") == pytest.approx(float(-(probs_V * probs_V.clamp(min=1e-6).log()).sum()), abs=1e-3)
+    assert column(facts, row, "top") == pytest.approx(float(probs_V.max()), abs=1e-4)
+    assert column(facts, row, "root_log") == pytest.approx(float(probs_V[text[-1]].log().clamp(min=-14.0)), abs=1e-2)
     return column(facts, row, "has_draft") == 1.0
 
 
@@ -50,9 +50,9 @@ def check_draft(facts: RootFacts, row: int, text: Sequence[int], path: Sequence[
     """Hold what is said of the drafter's law against the net's own: `path` are tokens before the root that were drafted."""
     history = text[: len(text) - 1 - len(path)]
     draft_V = (head_logits(learnt_head(), own_module("llama"), history, path) / TEMPERATURE).softmax(-1)
-    law_V = (own_logits("llama", [text[:-1]])[0, -1] / TEMPERATURE).softmax(-1)
+    probs_V = (own_logits("llama", [text[:-1]])[0, -1] / TEMPERATURE).softmax(-1)
     assert column(facts, row, "draft_top") == pytest.approx(float(draft_V.max()), abs=1e-3)
-    assert column(facts, row, "distance") == pytest.approx(float((law_V - draft_V).abs().sum()), abs=1e-2)
+    assert column(facts, row, "distance") == pytest.approx(float((probs_V - draft_V).abs().sum()), abs=1e-2)
     assert column(facts, row, "draft_root_log") == pytest.approx(float(draft_V[text[-1]].log().clamp(min=-14.0)), abs=2e-2)
 
 

@@ -21,7 +21,7 @@ from engine.core.tree import Expansion
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.core.verifier_table import is_exact
 from engine.engine import Engine
-from engine.sampling.laws import warped_laws
+from engine.sampling.distributions import warped_probs
 from engine.sampling.noise import gumbels
 from engine.testing import FAMILIES
 from engine.verify import coupled
@@ -147,25 +147,25 @@ def test_crowds_kill_noise_not_keyed_by_position(mutant, config, monkeypatch):
 def test_crowds_kill_an_extra_token_by_the_noise_of_another_position(monkeypatch):
     """The extra token after the path reuses the noise by which the path's last node was drafted."""
 
-    def reusing(verdicts, trees, laws_NV, keys):
+    def reusing(verdicts, trees, probs_NV, keys):
         offsets = accumulate((tree.num_nodes for tree in trees), initial=0)
         ends = [offset + verdict.path[-1] for offset, verdict in zip(offsets, verdicts)]
         places = [key.root_position + len(verdict.path) - 1 for key, verdict in zip(keys, verdicts, strict=True)]
         noise_keys = [stream_key(key.seed, place, Stream.TOKEN) for key, place in zip(keys, places, strict=True)]
-        scores_BV = laws_NV[ends].log() + gumbels(noise_keys, laws_NV.shape[-1])
+        scores_BV = probs_NV[ends].log() + gumbels(noise_keys, probs_NV.shape[-1])
         extra_ids = scores_BV.argmax(-1).tolist()
         return [replace(verdict, extra_id=extra_id) for verdict, extra_id in zip(verdicts, extra_ids, strict=True)]
 
-    def by_laws(self, forest, laws_NV, keys):
-        return reusing(honest(self, forest, laws_NV, keys), forest.trees, laws_NV, keys)
+    def by_probs(self, forest, probs_NV, keys):
+        return reusing(honest(self, forest, probs_NV, keys), forest.trees, probs_NV, keys)
 
     def by_library(trees, logits_NV, rows, temperatures, keys):
         sampling = [SamplingParams(one) for one, tree in zip(temperatures, trees, strict=True) for _ in range(tree.num_nodes)]
-        laws_NV = warped_laws(logits_NV, sampling, rows)
-        return reusing(coupled.judge_by_library(trees, logits_NV, rows, temperatures, keys), trees, laws_NV, keys)
+        probs_NV = warped_probs(logits_NV, sampling, rows)
+        return reusing(coupled.judge_by_library(trees, logits_NV, rows, temperatures, keys), trees, probs_NV, keys)
 
     honest = coupled.Coupled.judge
-    monkeypatch.setattr(coupled.Coupled, "judge", by_laws)
+    monkeypatch.setattr(coupled.Coupled, "judge", by_probs)
     monkeypatch.setattr(judging, "judge_by_library", by_library)
     with pytest.raises(AssertionError):
         check_crowd(engine_of("llama", "model", TREE, ROOMY), is_cramped=False)

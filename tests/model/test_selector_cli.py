@@ -78,9 +78,9 @@ def test_examples_are_of_every_rule_and_prompt(work):
     assert examples.tokens_RM.max() > 2.0
     assert (examples.nodes_RM <= examples.menu.num_nodes).all()
     drawn = [row for row, rule in enumerate(examples.rules) if rule == "traversal"]
-    has_law = examples.scalars_RS[:, 3]
-    assert (has_law[drawn] == 1.0).all()
-    assert has_law.sum() == len(drawn)  # a rule that ranks keeps no law of the drafter's
+    has_distribution = examples.scalars_RS[:, 3]
+    assert (has_distribution[drawn] == 1.0).all()
+    assert has_distribution.sum() == len(drawn)  # a rule that ranks keeps no law of the drafter's
 
 
 def test_a_second_run_collects_what_is_missing(work, monkeypatch):

@@ -70,7 +70,7 @@ def own_logits(module: PreTrainedModel, text: tuple[int, ...]) -> torch.Tensor:
     return logits
 
 
-def own_law(module: PreTrainedModel, text: Sequence[int], num_prompt: int, sampling: SamplingParams) -> torch.Tensor:
+def own_probs(module: PreTrainedModel, text: Sequence[int], num_prompt: int, sampling: SamplingParams) -> torch.Tensor:
     """Return the next token's law, made by hand: edits, temperature (1 for a greedy request), top-k."""
     logits = own_logits(module, tuple(text)).clone()
     for token_id, bias in sampling.logit_bias:
@@ -109,12 +109,12 @@ def check_probs(session: Session, requests: Sequence[Request], target: PreTraine
             for node in range(1, tree.num_nodes):
                 before = [*text, *(tree.token_ids[v] for v in tree.path(tree.parents[node])[1:])]
                 for module, told in ((target, probs.target), (draft, probs.draft)):
-                    law = own_law(module, before, num_prompt, request.sampling)
-                    assert told[node - 1] == pytest.approx(float(law[tree.token_ids[node]]), abs=2e-5)
+                    distribution = own_probs(module, before, num_prompt, request.sampling)
+                    assert told[node - 1] == pytest.approx(float(distribution[tree.token_ids[node]]), abs=2e-5)
             path = [*text, *(tree.token_ids[v] for v in row.path[1:])]
             assert row.extra_id is not None
-            law = own_law(target, path, num_prompt, request.sampling)
-            assert probs.extra == pytest.approx(float(law[row.extra_id]), abs=2e-5)
+            distribution = own_probs(target, path, num_prompt, request.sampling)
+            assert probs.extra == pytest.approx(float(distribution[row.extra_id]), abs=2e-5)
             assert len(probs.draft) == len(probs.target) == len(row.sources) == tree.num_nodes - 1
             text.extend(row.emitted_ids)
         assert text[num_prompt:] == session.outcomes[request.request_id].ids
@@ -201,9 +201,9 @@ def engine_with_cached_text() -> Engine:
 def test_parts_say_what_drafted_a_node() -> None:
     """A prediction comes back as one, text said before as cached, a model's tokens before the fork as trunk."""
     said = run(engine_with_cached_text(), [greedy("said", LONG)]).outcomes["said"].ids
-    foretold = replace(traced(greedy("foretold", LONG)), prediction_ids=tuple(said))
+    predicted = replace(traced(greedy("foretold", LONG)), prediction_ids=tuple(said))
     repeated = traced(greedy("repeated", [*LONG, *LONG, *LONG[:4]]))
-    session = run(engine_with_cached_text(), [foretold, repeated])
+    session = run(engine_with_cached_text(), [predicted, repeated])
     assert any("prediction" in parts_of(trace.row) for trace in traces_of(session, "foretold"))
     assert any("cached" in parts_of(trace.row) for trace in traces_of(session, "repeated"))
 

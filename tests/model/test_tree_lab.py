@@ -16,9 +16,9 @@ from engine.core.verifier_table import is_exact
 from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import grow
 from engine.profiling import counterfactual as lab_module
-from engine.profiling.counterfactual import Lab, Planting
+from engine.profiling.counterfactual import Counterfactual, Planting
 from engine.testing import tiny_engine
-from tests.model.laws import laws_of
+from tests.model.distributions import probs_of
 from tests.model.passes import CPU
 from tests.model.tiny import own_logits, pair
 
@@ -34,35 +34,35 @@ POINT = 17
 
 
 @pytest.fixture
-def lab() -> Lab:
-    laboratory = Lab(tiny_engine(*pair("llama", noise=0.1)))
+def lab() -> Counterfactual:
+    laboratory = Counterfactual(tiny_engine(*pair("llama", noise=0.1)))
     laboratory.load(TEXT)
     return laboratory
 
 
-def check_laws(laboratory: Lab) -> None:
+def check_probs(laboratory: Counterfactual) -> None:
     """The law after every node is the target's own after the text and the node's path."""
     point = laboratory.point(POINT, PLANTINGS, SAMPLING, Calibrations())
     for index, tree in enumerate(point.growth.forest.trees):
         paths = [[*TEXT[: POINT + 1], *(tree.token_ids[v] for v in tree.path(node)[1:])] for node in range(tree.num_nodes)]
-        for path, law_V in zip(paths, point.target_laws_NV(index), strict=True):
-            assert torch.allclose(law_V, laws_of(own_logits("llama", [path])[:, -1], [SAMPLING])[0], atol=1e-4)
+        for path, probs_V in zip(paths, point.target_probs_NV(index), strict=True):
+            assert torch.allclose(probs_V, probs_of(own_logits("llama", [path])[:, -1], [SAMPLING])[0], atol=1e-4)
 
 
-def test_one_pass_over_the_union_gives_every_trees_laws(lab):
-    check_laws(lab)
+def test_one_pass_over_the_union_gives_every_trees_probs(lab):
+    check_probs(lab)
 
 
-def test_the_laws_kill_a_union_that_loses_track_of_paths(lab, monkeypatch):
+def test_the_probs_kill_a_union_that_loses_track_of_paths(lab, monkeypatch):
     monkeypatch.setattr(lab_module, "_add", lambda union, tree: [0] * tree.num_nodes)
     with pytest.raises(AssertionError):
-        check_laws(lab)
+        check_probs(lab)
 
 
 def test_trees_are_those_that_are_grown_alone(lab):
     together = lab.point(POINT, PLANTINGS, SAMPLING, Calibrations()).growth.forest.trees
     engine = tiny_engine(*pair("llama", noise=0.1))
-    alone = Lab(engine)
+    alone = Counterfactual(engine)
     alone.load(TEXT)
     for planting, tree in zip(PLANTINGS, together, strict=True):
         row = alone.row(POINT, planting, SAMPLING)

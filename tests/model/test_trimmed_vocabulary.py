@@ -56,9 +56,9 @@ def grown(drafter: TableDrafter, tree: str, sampling: SamplingParams, verifier: 
 def check(tree: str, sampling: SamplingParams, verifier: str) -> None:
     whole, trimmed = (grown(drafter(table()), tree, sampling, verifier) for drafter in (TableDrafter, TrimmedDrafter))
     assert trimmed.forest.trees == whole.forest.trees
-    assert trimmed.forest.law_rows == whole.forest.law_rows
-    assert trimmed.forest.draft_laws_RV.shape == whole.forest.draft_laws_RV.shape
-    assert torch.allclose(trimmed.forest.draft_laws_RV, whole.forest.draft_laws_RV, atol=1e-6)
+    assert trimmed.forest.probs_rows == whole.forest.probs_rows
+    assert trimmed.forest.draft_probs_RV.shape == whole.forest.draft_probs_RV.shape
+    assert torch.allclose(trimmed.forest.draft_probs_RV, whole.forest.draft_probs_RV, atol=1e-6)
 
 
 @pytest.mark.parametrize(("tree", "sampling", "verifier"), CASES)
@@ -66,8 +66,8 @@ def test_it_grows_what_logits_over_all_tokens_grow(tree, sampling, verifier):
     check(tree, sampling, verifier)
 
 
-def columns_for_tokens(asked, columns_PC, laws_PM, vocab, *rest):
-    return _TOLD(asked, columns_PC, laws_PM, None, *rest)
+def columns_for_tokens(asked, columns_PC, probs_PM, vocab, *rest):
+    return _TOLD(asked, columns_PC, probs_PM, None, *rest)
 
 
 def ranked_columns_for_tokens(asked, logits_PM, sampling, keys, vocab):

@@ -16,7 +16,19 @@ import zmq
 from engine.core.config import EngineConfig
 from engine.core.types import FinishReason
 from engine.worker.engine_loop import EngineFactory
-from engine.worker.messages import Add, Addresses, Beat, Failed, Letter, Ready, Report, Shutdown, Turn, decoded_report, encoded
+from engine.worker.messages import (
+    Add,
+    Addresses,
+    Failed,
+    Heartbeat,
+    Letter,
+    Ready,
+    Report,
+    Shutdown,
+    StepResult,
+    decoded_report,
+    encoded,
+)
 from engine.worker.process import ProcessLauncher
 from tests.counting_engine import Trick, build_counting, build_once_marked, build_without_weights, counting_request
 
@@ -29,11 +41,11 @@ class Talk:
     """Both ends of a worker's streets."""
 
     process: BaseProcess
-    letters: "zmq.Socket[bytes]"
+    commands: "zmq.Socket[bytes]"
     reports: "zmq.Socket[bytes]"
 
     def post(self, letter: Letter) -> None:
-        self.letters.send(encoded(letter))
+        self.commands.send(encoded(letter))
 
     def next_report(self) -> Report:
         assert self.reports.poll(_PATIENCE_MS), "the worker is silent"
@@ -54,13 +66,13 @@ class Talk:
 @contextmanager
 def worker(folder: Path, factory: EngineFactory = build_counting, model: str = "counting") -> Iterator[Talk]:
     addresses = Addresses(f"ipc://{folder}/l", f"ipc://{folder}/r", f"{folder}/s")
-    with zmq.Context() as context, context.socket(zmq.PUSH) as letters, context.socket(zmq.PULL) as reports:
-        letters.linger = 0
+    with zmq.Context() as context, context.socket(zmq.PUSH) as commands, context.socket(zmq.PULL) as reports:
+        commands.linger = 0
         reports.bind(addresses.reports)
-        letters.connect(addresses.letters)
+        commands.connect(addresses.commands)
         process = ProcessLauncher(EngineConfig(model), factory).launch(addresses)
         try:
-            yield Talk(process, letters, reports)
+            yield Talk(process, commands, reports)
         finally:
             process.kill()
             process.join()
@@ -78,11 +90,11 @@ def is_failed(report: Report) -> bool:
 def test_loads_then_serves_then_leaves_when_told(tmp_path: Path) -> None:
     with worker(tmp_path) as talk:
         *before, ready = talk.until(is_ready)
-        assert all(isinstance(report, Beat) for report in before)
+        assert all(isinstance(report, Heartbeat) for report in before)
         assert isinstance(ready, Ready)
         assert ready.info.name == "counting"
         talk.post(Add(counting_request("a", 10, max_tokens=3)))
-        turns = [report for report in talk.until(_ends("a")) if isinstance(report, Turn)]
+        turns = [report for report in talk.until(_ends("a")) if isinstance(report, StepResult)]
         assert [event.token_ids for turn in turns for event in turn.events] == [(11,), (12,), (13,)]
         assert [turn.stats.step for turn in turns if turn.stats] == [1, 2, 3]
         talk.post(Shutdown())
@@ -91,7 +103,7 @@ def test_loads_then_serves_then_leaves_when_told(tmp_path: Path) -> None:
 
 def _ends(request_id: str) -> Callable[[Report], bool]:
     def ends(report: Report) -> bool:
-        return isinstance(report, Turn) and any(e.request_id == request_id and e.finish is not None for e in report.events)
+        return isinstance(report, StepResult) and any(e.request_id == request_id and e.finish is not None for e in report.events)
 
     return ends
 
@@ -99,10 +111,10 @@ def _ends(request_id: str) -> Callable[[Report], bool]:
 def test_beats_while_loading_and_while_idle(tmp_path: Path) -> None:
     marker = tmp_path / "loaded"
     with worker(tmp_path, build_once_marked, str(marker)) as talk:
-        assert [talk.next_report() for _ in range(3)] == [Beat()] * 3
+        assert [talk.next_report() for _ in range(3)] == [Heartbeat()] * 3
         marker.touch()
         talk.until(is_ready)
-        assert [talk.next_report() for _ in range(3)] == [Beat()] * 3
+        assert [talk.next_report() for _ in range(3)] == [Heartbeat()] * 3
 
 
 def test_a_step_is_one_message_with_every_event(tmp_path: Path) -> None:
@@ -110,7 +122,7 @@ def test_a_step_is_one_message_with_every_event(tmp_path: Path) -> None:
         talk.until(is_ready)
         for request_id, max_tokens in (("a", ENDLESS), ("b", ENDLESS), ("c", 20)):
             talk.post(Add(counting_request(request_id, Trick.PACE, max_tokens=max_tokens)))
-        turns = [report for report in talk.until(_ends("c")) if isinstance(report, Turn)]
+        turns = [report for report in talk.until(_ends("c")) if isinstance(report, StepResult)]
         steps = [turn.stats.step for turn in turns if turn.stats]
         assert steps == list(range(1, len(turns) + 1))
         assert max(len(turn.events) for turn in turns) == 3
@@ -121,7 +133,7 @@ def test_a_refused_request_is_answered_and_harms_nobody(tmp_path: Path) -> None:
         talk.until(is_ready)
         talk.post(Add(counting_request("long", 1, max_tokens=10**9)))
         turn = talk.until(_ends("long"))[-1]
-        assert isinstance(turn, Turn)
+        assert isinstance(turn, StepResult)
         assert turn.events[0].error == "too long"
         talk.post(Add(counting_request("a", 1)))
         talk.until(_ends("a"))
@@ -158,7 +170,7 @@ def test_interrupts_are_the_parents_business_and_terminate_is_obeyed(tmp_path: P
 
 def _finish_of(request_id: str, talk: Talk) -> FinishReason | None:
     turn = talk.until(_ends(request_id))[-1]
-    assert isinstance(turn, Turn)
+    assert isinstance(turn, StepResult)
     return turn.events[-1].finish
 
 

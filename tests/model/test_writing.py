@@ -126,13 +126,13 @@ def test_nothing_is_written_where_nothing_is_ordered(model_of: Callable[[str], C
         next(write(model_of("llama"), orders(0.0), 0))
 
 
-def test_draws_follow_the_law() -> None:
+def test_draws_follow_the_probs() -> None:
     logits_V = torch.tensor([2.0, -1.0, float("-inf"), 0.5, 1.0])
     count = 4000
     uniforms = (torch.arange(count) + 0.5) / count
     tokens = Counter(drawn(logits_V.expand(count, -1), torch.full((count,), 0.7), uniforms).tolist())
-    law_V = (logits_V / 0.7).softmax(-1)
-    assert all(abs(tokens[token] / count - float(law_V[token])) < 2 / count for token in range(5))
+    probs_V = (logits_V / 0.7).softmax(-1)
+    assert all(abs(tokens[token] / count - float(probs_V[token])) < 2 / count for token in range(5))
     assert drawn(logits_V[None], torch.zeros(1), torch.tensor([0.999])).tolist() == [0]
 
 

@@ -84,7 +84,7 @@ class Text:
     context: int = 200
     num_prompt: int = 0
     num_unfed: int = 1
-    unasked_share: float = 1.0
+    unqueried_share: float = 1.0
     temperature: float = 1.0
     max_tokens: int = 10**9
     speculation: Speculation = field(default_factory=Speculation)
@@ -151,7 +151,7 @@ class Ran:
     choices: list[tuple[Expansion, ...]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     prices: list[GrowthPrices] = field(default_factory=list)
-    foretold: list[tuple[float, float]] = field(default_factory=list)
+    predicted: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -160,7 +160,7 @@ class Ran:
     @property
     def foretold_share(self) -> float:
         """What was expected of all steps together over what they took."""
-        return sum(one for one, _ in self.foretold) / sum(seen for _, seen in self.foretold)
+        return sum(one for one, _ in self.predicted) / sum(seen for _, seen in self.predicted)
 
 
 def fixed_rate(machine: Machine, texts: Sequence[Text], expansion: Expansion) -> float:
@@ -210,7 +210,7 @@ def run(
         ran.reasons.append(choice.reason)
         ran.prices.append(choice.prices)
         if choice.step_s is not None:
-            ran.foretold.append((choice.step_s, draft_s + rest_s))
+            ran.predicted.append((choice.step_s, draft_s + rest_s))
         blurred = machine.blurred(draft_s, chance), machine.blurred(rest_s, chance)
         policy.observe(feedback(work, tuple(step.outcomes), *blurred, has_prefill=step.has_prefill))
     return ran
@@ -257,7 +257,7 @@ class _Step:
         chunk = min(text.num_prompt, _CHUNK)
         text.num_prompt -= chunk
         text.num_unfed = max(1, text.num_unfed - chunk)
-        self._add(text.context, num_tokens=chunk, num_drawn=0, num_fed=text.unasked_share * chunk)
+        self._add(text.context, num_tokens=chunk, num_drawn=0, num_fed=text.unqueried_share * chunk)
         self.has_prefill, self._num_passes = True, max(1, self._num_passes)
 
     def decode(self, text: Text, view: SequenceView, wished: Expansion, chance: random.Random) -> float:
@@ -283,11 +283,11 @@ class _Step:
             if not is_cached:
                 self._num_passes = max(self._num_passes, rounds)
                 num_inner = _num_inner(expansion) if grown is None else min(nodes, rounds - 1)
-                num_fed = 1 + text.unasked_share * (text.num_unfed - 1) + (num_inner if drafted else 0)
+                num_fed = 1 + text.unqueried_share * (text.num_unfed - 1) + (num_inner if drafted else 0)
                 text.num_unfed = -min(accepted, max(0, drafted - 1))  # of the path all but a leaf has been fed
         elif self._keeps_up and text.num_unfed > _MOST_BEHIND:
             self._num_passes = max(1, self._num_passes)
-            num_fed, text.num_unfed = text.unasked_share * text.num_unfed, 0
+            num_fed, text.num_unfed = text.unqueried_share * text.num_unfed, 0
         text.num_unfed += accepted + 1
         text.num_generated += accepted + 1
         self._add(view.num_committed, 1 + nodes, (1 + nodes) if text.temperature else 0, num_fed)

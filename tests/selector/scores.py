@@ -44,11 +44,11 @@ def adaptive(
     kind: type[AdaptiveExpansion] = AdaptiveExpansion,
     estimator: Estimator | None = None,
     slower: float = 1.0,
-    unasked_share: float = 1.0,
+    unqueried_share: float = 1.0,
 ) -> AdaptiveExpansion:
     """Return a policy with a profile of the machine."""
     costs = CostModel(*prices_of(machine, slower))
-    return kind(menu, estimator or CountedAcceptance(menu), costs, unasked_share=unasked_share)
+    return kind(menu, estimator or CountedAcceptance(menu), costs, unqueried_share=unqueried_share)
 
 
 def texts_of(chance: float, num_texts: int) -> list[Text]:

@@ -318,11 +318,11 @@ def test_rows_without_room_stay_plain():
     assert [one.is_plain for one in choice.expansions] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(("unasked_share", "machine"), [(0.2, CHEAP), (1.0, CHEAP), (0.2, DEAR)])
-def test_drafters_keep_up_where_cheap(unasked_share, machine):
-    text, policy = Text(flat(0.0), unasked_share=unasked_share), adaptive(machine, unasked_share=unasked_share)
+@pytest.mark.parametrize(("unqueried_share", "machine"), [(0.2, CHEAP), (1.0, CHEAP), (0.2, DEAR)])
+def test_drafters_keep_up_where_cheap(unqueried_share, machine):
+    text, policy = Text(flat(0.0), unqueried_share=unqueried_share), adaptive(machine, unqueried_share=unqueried_share)
     run(policy, machine, [text], 100)
-    assert policy.choose([text.view("0")]).keeps_up == (unasked_share < 1.0 and machine is CHEAP)
+    assert policy.choose([text.view("0")]).keeps_up == (unqueried_share < 1.0 and machine is CHEAP)
 
 
 PREDICTED = {

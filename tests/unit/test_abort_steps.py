@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.worker.messages import Abort, Add, Letter, Ready, Report, Shutdown, Turn
+from engine.worker.messages import Abort, Add, Letter, Ready, Report, Shutdown, StepResult
 from engine.worker.process import Worker
 from tests.counting_engine import CountingEngine, counting_request
 
@@ -14,9 +14,9 @@ class ReadsNowAndThen(Worker):
 
     _round = 0
 
-    def _take_letters(self) -> bool:
+    def _take_commands(self) -> bool:
         self._round += 1
-        return self._round % 2 == 0 or super()._take_letters()
+        return self._round % 2 == 0 or super()._take_commands()
 
 
 def late_steps(kind: type[Worker]) -> int:
@@ -35,12 +35,12 @@ def late_steps(kind: type[Worker]) -> int:
         return taken
 
     def arrive() -> None:
-        letters = next(rounds, [Shutdown()])
-        unread.extend(letters)
-        arrived.update(letter.request_id for letter in letters if isinstance(letter, Abort))
+        commands = next(rounds, [Shutdown()])
+        unread.extend(commands)
+        arrived.update(letter.request_id for letter in commands if isinstance(letter, Abort))
 
     def say(report: Report) -> None:
-        if isinstance(report, Ready | Turn):
+        if isinstance(report, Ready | StepResult):
             arrive()
 
     kind(engine, read, say).serve()

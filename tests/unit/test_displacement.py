@@ -14,8 +14,8 @@ from engine.core.config import SchedulerConfig
 from engine.core.service import EngineBusy
 from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
 from engine.worker import queue_displacement as displacement
-from engine.worker.queue_displacement import Claim, displaced
-from engine.worker.request_table import EventStream, Ledger, Siblings
+from engine.worker.queue_displacement import QueuedShare, displaced
+from engine.worker.request_table import EventStream, RequestTable, Siblings
 from tests.unit.test_queue_at_scale import lines_run
 
 Answer = list[Request]
@@ -35,14 +35,14 @@ def each(*requests: Request) -> list[Answer]:
     return [[request] for request in requests]
 
 
-class PlacesOnlyLedger(Ledger):
+class PlacesOnlyLedger(RequestTable):
     """The mutant: long prompts are no more than short ones."""
 
     def __init__(self, limits, *others) -> None:
         super().__init__(replace(limits, max_waiting_tokens=1 << 40), *others)
 
 
-class SilentLedger(Ledger):
+class SilentLedger(RequestTable):
     """The mutant: the engine goes on with who was displaced."""
 
     def _displace(self, answers) -> None:
@@ -51,7 +51,7 @@ class SilentLedger(Ledger):
         super()._displace(answers)
 
 
-class OrphaningLedger(Ledger):
+class OrphaningLedger(RequestTable):
     """The mutant: each choice of an answer waits, and goes, for itself."""
 
     def open(self, requests, is_posted=True):
@@ -61,7 +61,7 @@ class OrphaningLedger(Ledger):
         return streams
 
 
-class PiecemealLedger(Ledger):
+class PiecemealLedger(RequestTable):
     """The mutant: choices come one after the other, each making its own room."""
 
     def make_room(self, requests) -> None:
@@ -70,7 +70,7 @@ class PiecemealLedger(Ledger):
 
 
 def fill(
-    kind: type[Ledger], limits: SchedulerConfig, answers: Iterable[Answer], begun: Iterable[str] = ()
+    kind: type[RequestTable], limits: SchedulerConfig, answers: Iterable[Answer], begun: Iterable[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
     """Ask for answers; return each request's fate (waits, displaced, busy) and the aborts.
 
@@ -80,25 +80,25 @@ def fill(
     async def scenario() -> tuple[dict[str, str], list[str]]:
         aborted: list[str] = []
         streams: list[EventStream] = []
-        ledger = kind(limits, aborted.append)
+        request_table = kind(limits, aborted.append)
         fates: dict[str, str] = {}
         for answer in answers:
-            num_living = len(ledger)
+            num_living = len(request_table)
             try:
-                ledger.make_room(answer)
+                request_table.make_room(answer)
             except EngineBusy:
                 fates.update((request.request_id, "busy") for request in answer)
-                assert len(ledger) == num_living, "whoever is refused has displaced nobody"
+                assert len(request_table) == num_living, "whoever is refused has displaced nobody"
             else:
                 fates.update((request.request_id, "waits") for request in answer)
-                streams += ledger.open(answer)
-            ledger.deliver(TokenEvent(request.request_id, (9,)) for request in answer if request.request_id in begun)
+                streams += request_table.open(answer)
+            request_table.deliver(TokenEvent(request.request_id, (9,)) for request in answer if request.request_id in begun)
         for stream in streams:
             mailbox = stream.entry.mailbox
             if any(mailbox.get_nowait().error_code is ErrorCode.DISPLACED for _ in range(mailbox.qsize())):
                 fates[stream.entry.request.request_id] = "displaced"
         told = list(aborted)
-        ledger.abort_all()
+        request_table.abort_all()
         return fates, told
 
     return asyncio.run(scenario())
@@ -108,7 +108,7 @@ def of(fates: dict[str, str], fate: str) -> list[str]:
     return [name for name, theirs in fates.items() if theirs == fate]
 
 
-def check_a_late_key_has_its_half(kind: type[Ledger]) -> None:
+def check_a_late_key_has_its_half(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
     greedy = [of_key("a", number, priority=-1 if number == 8 else 0) for number in range(1000)]
     late = [of_key("b", number) for number in range(6)]
@@ -120,15 +120,15 @@ def check_a_late_key_has_its_half(kind: type[Ledger]) -> None:
 
 
 def test_a_key_that_fills_the_queue_gives_way_to_others(monkeypatch) -> None:
-    check_a_late_key_has_its_half(Ledger)
+    check_a_late_key_has_its_half(RequestTable)
     with pytest.raises(AssertionError):
         check_a_late_key_has_its_half(SilentLedger)
-    monkeypatch.setattr("engine.worker.request_table.displaced", lambda queue, newcomer, limits: None)
+    monkeypatch.setattr("engine.worker.request_table.displaced", lambda queue, new_request, limits: None)
     with pytest.raises(AssertionError):
-        check_a_late_key_has_its_half(Ledger)
+        check_a_late_key_has_its_half(RequestTable)
 
 
-def check_tokens_are_bounded(kind: type[Ledger]) -> None:
+def check_tokens_are_bounded(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=100, max_waiting_tokens=50)
     fates, _ = fill(kind, limits, each(*(of_key("a", number, 20) for number in range(5)), of_key("a", 5, 10)))
     assert list(fates.values()) == ["waits", "waits", "waits", "busy", "busy", "waits"]
@@ -142,7 +142,7 @@ def check_tokens_are_bounded(kind: type[Ledger]) -> None:
 
 
 def test_the_tokens_that_wait_are_bounded_too() -> None:
-    check_tokens_are_bounded(Ledger)
+    check_tokens_are_bounded(RequestTable)
     with pytest.raises(AssertionError):
         check_tokens_are_bounded(PlacesOnlyLedger)
 
@@ -150,12 +150,12 @@ def test_the_tokens_that_wait_are_bounded_too() -> None:
 def test_nobody_is_displaced_for_a_request_that_is_refused() -> None:
     """The bug: many short requests went one after the other for a long one, which was then too long all the same."""
     limits = SchedulerConfig(max_running=1, max_waiting=100, max_waiting_tokens=1000)
-    fates, aborted = fill(Ledger, limits, each(*(of_key("a", number, 95) for number in range(11)), of_key("b", 0, 900)))
+    fates, aborted = fill(RequestTable, limits, each(*(of_key("a", number, 95) for number in range(11)), of_key("b", 0, 900)))
     assert aborted == []
     assert list(fates.values()) == ["waits"] * 11 + ["busy"]
 
 
-def check_nobody_goes_for_choices_that_are_refused(kind: type[Ledger]) -> None:
+def check_nobody_goes_for_choices_that_are_refused(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
     fates, aborted = fill(kind, limits, [*each(*(of_key("a", number) for number in range(9))), choices("b", 0, 6)])
     assert aborted == []
@@ -164,12 +164,12 @@ def check_nobody_goes_for_choices_that_are_refused(kind: type[Ledger]) -> None:
 
 def test_nobody_is_displaced_for_choices_that_are_refused() -> None:
     """The bug: the first of an answer's choices displaced others, and the last one was refused, and they with it."""
-    check_nobody_goes_for_choices_that_are_refused(Ledger)
+    check_nobody_goes_for_choices_that_are_refused(RequestTable)
     with pytest.raises(AssertionError):
         check_nobody_goes_for_choices_that_are_refused(PiecemealLedger)
 
 
-def check_choices_go_together(kind: type[Ledger]) -> None:
+def check_choices_go_together(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=2, max_waiting=8)
     asked = [*each(of_key("a", 0), of_key("a", 1), of_key("a", 2)), choices("a", 3, 4), choices("a", 4, 3), *each(of_key("b", 0))]
     fates, aborted = fill(kind, limits, asked)
@@ -180,12 +180,12 @@ def check_choices_go_together(kind: type[Ledger]) -> None:
 
 def test_the_choices_of_an_answer_go_together() -> None:
     """The bug: one waiting choice was displaced, which ended the stream of all, and the others had run for nothing."""
-    check_choices_go_together(Ledger)
+    check_choices_go_together(RequestTable)
     with pytest.raises(AssertionError):
         check_choices_go_together(OrphaningLedger)
 
 
-def check_what_has_begun_stays(kind: type[Ledger]) -> None:
+def check_what_has_begun_stays(kind: type[RequestTable]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
     asked = [choices("a", 0, 2), *each(*(of_key("c", number) for number in range(2))), choices("a", 1, 5), *each(of_key("b", 0))]
     fates, _ = fill(kind, limits, asked, begun=["a0-0"])
@@ -198,30 +198,34 @@ def check_what_has_begun_stays(kind: type[Ledger]) -> None:
 
 
 def test_an_answer_that_has_begun_goes_last(monkeypatch) -> None:
-    check_what_has_begun_stays(Ledger)
+    check_what_has_begun_stays(RequestTable)
     with pytest.raises(AssertionError):
         check_what_has_begun_stays(OrphaningLedger)
 
-    def blind(queue, newcomer, limits):
-        return displaced([replace(claim, has_begun=False) for claim in queue], newcomer, limits)
+    def blind(queue, new_request, limits):
+        return displaced([replace(claim, has_begun=False) for claim in queue], new_request, limits)
 
     monkeypatch.setattr("engine.worker.request_table.displaced", blind)
     with pytest.raises(AssertionError):
-        check_what_has_begun_stays(Ledger)
+        check_what_has_begun_stays(RequestTable)
 
 
 async def test_an_answer_of_which_one_choice_has_ended_has_begun() -> None:
-    ledger = Ledger(SchedulerConfig(max_running=1, max_waiting=3), lambda request_id: None)
-    streams = [*ledger.open([of_key("c", 0)]), *ledger.open([of_key("a", 0)]), *ledger.open(choices("a", 1, 3))]
-    ledger.deliver([TokenEvent("a1-0", (9,), finish=FinishReason.STOP)])
-    ledger.make_room([of_key("b", 0)])
-    assert [stream.entry.request.request_id for stream in streams if not ledger.has(stream.entry)] == ["a0", "a1-0"]
-    ledger.abort_all()
+    request_table = RequestTable(SchedulerConfig(max_running=1, max_waiting=3), lambda request_id: None)
+    streams = [
+        *request_table.open([of_key("c", 0)]),
+        *request_table.open([of_key("a", 0)]),
+        *request_table.open(choices("a", 1, 3)),
+    ]
+    request_table.deliver([TokenEvent("a1-0", (9,), finish=FinishReason.STOP)])
+    request_table.make_room([of_key("b", 0)])
+    assert [stream.entry.request.request_id for stream in streams if not request_table.has(stream.entry)] == ["a0", "a1-0"]
+    request_table.abort_all()
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=40))
 def test_no_key_is_refused_while_another_has_more_of_the_queue(keys: list[str]) -> None:
-    fates, _ = fill(Ledger, SchedulerConfig(max_running=1, max_waiting=6), each(*map(of_key, keys, range(len(keys)))))
+    fates, _ = fill(RequestTable, SchedulerConfig(max_running=1, max_waiting=6), each(*map(of_key, keys, range(len(keys)))))
     places = Counter(name[0] for name in of(fates, "waits")[1:])  # one of them runs
     assert places.total() <= 6
     if list(fates.values())[-1] == "busy":
@@ -235,7 +239,7 @@ asked = st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(1, 20))
 def test_an_answer_has_one_fate(asked: list[tuple[str, int, int]]) -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8, max_waiting_tokens=60)
     answers = [choices(key, number, num, num_prompt) for number, (key, num, num_prompt) in enumerate(asked)]
-    fates, _ = fill(Ledger, limits, answers)
+    fates, _ = fill(RequestTable, limits, answers)
     assert all(len({fates[request.request_id] for request in answer}) == 1 for answer in answers)
     waiting = [answer for answer in answers if fates[answer[0].request_id] == "waits"]
     assert len(list(chain(*waiting))) <= 9  # one of them runs
@@ -244,11 +248,11 @@ def test_an_answer_has_one_fate(asked: list[tuple[str, int, int]]) -> None:
 def check_who_can_stay_stays() -> None:
     limits = SchedulerConfig(max_running=1, max_waiting=8)
     asked = [*each(of_key("a", 0)), choices("a", 1, 5), *each(of_key("a", 2)), choices("c", 0, 2), choices("b", 0, 3)]
-    fates, aborted = fill(Ledger, limits, asked)
+    fates, aborted = fill(RequestTable, limits, asked)
     assert of(fates, "displaced") == aborted == [f"a1-{index}" for index in range(5)]
     limits = SchedulerConfig(max_running=1, max_waiting=20, max_waiting_tokens=40)
     asked = each(of_key("r", 0), of_key("c", 0, 10), of_key("c", 1, 10), *(of_key("a", number) for number in range(11)))
-    _, aborted = fill(Ledger, limits, [*asked, *each(of_key("b", 0, 14))])
+    _, aborted = fill(RequestTable, limits, [*asked, *each(of_key("b", 0, 14))])
     assert aborted == ["c1"], "what is short are tokens, and of those a key with many places has few"
 
 
@@ -260,23 +264,23 @@ def test_who_can_stay_beside_those_that_go_stays(monkeypatch) -> None:
         check_who_can_stay_stays()
 
 
-claims = st.builds(Claim, st.sampled_from("abcd"), st.integers(-2, 2), st.integers(1, 3), st.integers(1, 9), st.booleans())
+claims = st.builds(QueuedShare, st.sampled_from("abcd"), st.integers(-2, 2), st.integers(1, 3), st.integers(1, 9), st.booleans())
 
 
 @given(st.lists(claims, max_size=20), claims)
-def test_only_what_must_goes_and_what_has_begun_goes_last(queue: list[Claim], newcomer: Claim) -> None:
+def test_only_what_must_goes_and_what_has_begun_goes_last(queue: list[QueuedShare], new_request: QueuedShare) -> None:
     limits = SchedulerConfig(max_waiting=12, max_waiting_tokens=40)
-    in_turn = displacement._in_turn(queue, newcomer.group, displacement._Shares([*queue, newcomer], limits))
-    victims = displaced(queue, newcomer, limits)
+    in_turn = displacement._in_turn(queue, new_request.group, displacement._Shares([*queue, new_request], limits))
+    victims = displaced(queue, new_request, limits)
     if in_turn is None or victims is None:
         assert in_turn is victims
         return
     assert len(set(in_turn)) == len(in_turn)
     for count, victim in enumerate(in_turn):
         left = [claim for index, claim in enumerate(queue) if index not in in_turn[:count]]
-        shares = displacement._Shares([*left, newcomer], limits)
+        shares = displacement._Shares([*left, new_request], limits)
         assert shares.num_places > 12 or shares.num_tokens > 40, "there was no room yet"
-        givers = [claim for claim in left if shares[claim.group] > shares[newcomer.group]]
+        givers = [claim for claim in left if shares[claim.group] > shares[new_request.group]]
         assert queue[victim] in givers
         assert not queue[victim].has_begun or all(claim.has_begun for claim in givers)
         of_its_key = [claim.priority for claim in givers if claim.group == queue[victim].group and not claim.has_begun]
@@ -284,7 +288,7 @@ def test_only_what_must_goes_and_what_has_begun_goes_last(queue: list[Claim], ne
     assert victims == [victim for victim in in_turn if victim in victims]
     for spared in [None, *victims]:
         left = [claim for index, claim in enumerate(queue) if index not in victims or index == spared]
-        shares = displacement._Shares([*left, newcomer], limits)
+        shares = displacement._Shares([*left, new_request], limits)
         has_room = shares.num_places <= 12 and (shares.num_tokens <= 40 or not left)
         assert has_room == (spared is None), "there is room once all have gone, and not before"
 
@@ -293,7 +297,9 @@ def test_many_are_displaced_at_the_price_of_counting_once() -> None:
     """The bug: shares were counted anew for each that went, so that one long request cost the square of the queue."""
 
     def work(num_waiting: int) -> int:
-        queue = [Claim("a", 0, 1, 1)] * num_waiting
-        return lines_run(lambda: displaced(queue, Claim("b", 0, num_waiting // 3, 1), SchedulerConfig(max_waiting=num_waiting)))
+        queue = [QueuedShare("a", 0, 1, 1)] * num_waiting
+        return lines_run(
+            lambda: displaced(queue, QueuedShare("b", 0, num_waiting // 3, 1), SchedulerConfig(max_waiting=num_waiting))
+        )
 
     assert work(1600) < 5 * work(400)

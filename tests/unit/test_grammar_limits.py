@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.sampling_limits import MAX_GRAMMAR_CHARS, NoLaw, require_law
+from engine.core.sampling_limits import MAX_GRAMMAR_CHARS, NoDistribution, require_probs
 from engine.core.types import Grammar, GrammarKind, SamplingParams
 
 HELD = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a*"))
 
 
-def test_a_grammar_makes_a_law_beside_other_edits():
+def test_a_grammar_makes_a_probs_beside_other_edits():
     for fields in (
         {},
         {"allowed_token_ids": (1, 7)},
@@ -18,7 +18,7 @@ def test_a_grammar_makes_a_law_beside_other_edits():
         {"temperature": 0.0},
         {"stop_token_ids": (4,)},
     ):
-        require_law(replace(HELD, **fields), 10, (7, 8))
+        require_probs(replace(HELD, **fields), 10, (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,11 @@ def test_a_grammar_makes_a_law_beside_other_edits():
     ],
 )
 def test_what_cannot_be_kept_is_refused(param, fields):
-    with pytest.raises(NoLaw) as refused:
-        require_law(replace(HELD, **fields), 10, (7, 8))
+    with pytest.raises(NoDistribution) as refused:
+        require_probs(replace(HELD, **fields), 10, (7, 8))
     assert refused.value.param == param
 
 
 def test_a_model_without_an_end_token_cannot_complete_a_text():
-    with pytest.raises(NoLaw, match="ends a text"):
-        require_law(HELD, 10, ())
+    with pytest.raises(NoDistribution, match="ends a text"):
+        require_probs(HELD, 10, ())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.config import SchedulerConfig
 from engine.core.service import EngineBusy
 from engine.core.types import ErrorCode, FinishReason, Progress, Request, TokenEvent, TokenLogprobs
-from engine.worker.request_table import EventStream, Ledger
+from engine.worker.request_table import EventStream, RequestTable
 from tests.counting_engine import counting_request
 
 IDS = ("a", "b", "c")
@@ -24,7 +24,7 @@ def no_abort(_request_id: str) -> None:
     """Stand for an engine that takes aborts and says nothing."""
 
 
-class ForgetfulLedger(Ledger):
+class ForgetfulLedger(RequestTable):
     """The mutant: at a death, answers only those who have had a token."""
 
     def fail_all(self, code: ErrorCode, error: str) -> None:
@@ -33,7 +33,7 @@ class ForgetfulLedger(Ledger):
                 self.fail(entry, code, error)
 
 
-class DoubtfulLedger(Ledger):
+class DoubtfulLedger(RequestTable):
     """The mutant: a request that ended can be heard of again."""
 
     def _put(self, entry, event) -> None:
@@ -41,13 +41,13 @@ class DoubtfulLedger(Ledger):
         self._living.setdefault(event.request_id, entry)
 
 
-def opened(ledger: Ledger, request: Request) -> EventStream:
+def opened(request_table: RequestTable, request: Request) -> EventStream:
     """Enter a request that has no siblings."""
-    (stream,) = ledger.open([request])
+    (stream,) = request_table.open([request])
     return stream
 
 
-async def play(ledger: Ledger, steps: list[tuple[str, str]]) -> list[EventStream]:
+async def play(request_table: RequestTable, steps: list[tuple[str, str]]) -> list[EventStream]:
     """Do the steps and end all; return the streams that nobody closed."""
     streams: list[EventStream] = []
     latest: dict[str, EventStream] = {}
@@ -55,27 +55,27 @@ async def play(ledger: Ledger, steps: list[tuple[str, str]]) -> list[EventStream
         match verb:
             case "submit":
                 try:
-                    ledger.make_room([counting_request(request_id)])
+                    request_table.make_room([counting_request(request_id)])
                 except ValueError:
                     continue
-                latest[request_id] = opened(ledger, counting_request(request_id, 1))
+                latest[request_id] = opened(request_table, counting_request(request_id, 1))
                 streams.append(latest[request_id])
             case "token":
-                ledger.deliver([TokenEvent(request_id, (1,))])
+                request_table.deliver([TokenEvent(request_id, (1,))])
             case "finish":
-                ledger.deliver([TokenEvent(request_id, (1,), finish=FinishReason.STOP)])
+                request_table.deliver([TokenEvent(request_id, (1,), finish=FinishReason.STOP)])
             case "abort":
-                ledger.abort(request_id)
+                request_table.abort(request_id)
             case "close":
                 if request_id in latest:
                     stream = latest.pop(request_id)
                     await stream.aclose()
                     streams.remove(stream)
             case "recall":
-                ledger.recall({request_id})
+                request_table.recall({request_id})
             case "die":
-                ledger.fail_all(ErrorCode.ENGINE_FAILED, "dead")
-    ledger.fail_all(ErrorCode.ENGINE_FAILED, "dead")
+                request_table.fail_all(ErrorCode.ENGINE_FAILED, "dead")
+    request_table.fail_all(ErrorCode.ENGINE_FAILED, "dead")
     return streams
 
 
@@ -84,152 +84,152 @@ def ends_in(stream: EventStream) -> int:
     return sum(mailbox.get_nowait().finish is not None for _ in range(mailbox.qsize()))
 
 
-def check_each_ends_once(make: Callable[..., Ledger], steps: list[tuple[str, str]]) -> None:
+def check_each_ends_once(make: Callable[..., RequestTable], steps: list[tuple[str, str]]) -> None:
     async def scenario() -> None:
-        ledger = make(SchedulerConfig(), no_abort)
-        streams = await play(ledger, steps)
+        request_table = make(SchedulerConfig(), no_abort)
+        streams = await play(request_table, steps)
         assert [ends_in(stream) for stream in streams] == [1] * len(streams)
-        assert len(ledger) == 0
+        assert len(request_table) == 0
 
     asyncio.run(scenario())
 
 
 @given(operations)
 def test_each_request_ends_exactly_once(steps: list[tuple[str, str]]) -> None:
-    check_each_ends_once(Ledger, steps)
+    check_each_ends_once(RequestTable, steps)
 
 
 @pytest.mark.parametrize(
     ("mutant", "steps"),
     [(ForgetfulLedger, [("submit", "a"), ("die", "a")]), (DoubtfulLedger, [("submit", "a"), ("finish", "a"), ("finish", "a")])],
 )
-def test_mutants_are_noticed(mutant: type[Ledger], steps: list[tuple[str, str]]) -> None:
+def test_mutants_are_noticed(mutant: type[RequestTable], steps: list[tuple[str, str]]) -> None:
     with pytest.raises(AssertionError):
         check_each_ends_once(mutant, steps)
 
 
 async def test_only_those_beyond_the_running_limit_wait() -> None:
-    ledger = Ledger(SchedulerConfig(max_running=2, max_waiting=3), no_abort)
+    request_table = RequestTable(SchedulerConfig(max_running=2, max_waiting=3), no_abort)
     streams = []
     for number in range(5):
-        ledger.make_room([counting_request(str(number))])
-        streams.append(opened(ledger, counting_request(str(number), 1)))
-    assert ledger.num_waiting == 3
+        request_table.make_room([counting_request(str(number))])
+        streams.append(opened(request_table, counting_request(str(number), 1)))
+    assert request_table.num_waiting == 3
     with pytest.raises(EngineBusy) as busy:
-        ledger.make_room([counting_request("one more")])
+        request_table.make_room([counting_request("one more")])
     assert busy.value.retry_after_s == 5.0, "nothing is known of the rate yet"
-    ledger.deliver([TokenEvent("0", (1,)), TokenEvent("1", (1,))])
-    assert ledger.num_waiting == 3, "to begin is not to make room"
-    ledger.deliver([TokenEvent("0", finish=FinishReason.STOP)])
-    assert ledger.num_waiting == 2
-    ledger.make_room([counting_request("one more")])
+    request_table.deliver([TokenEvent("0", (1,)), TokenEvent("1", (1,))])
+    assert request_table.num_waiting == 3, "to begin is not to make room"
+    request_table.deliver([TokenEvent("0", finish=FinishReason.STOP)])
+    assert request_table.num_waiting == 2
+    request_table.make_room([counting_request("one more")])
     with pytest.raises(ValueError, match="in use"):
-        ledger.make_room([counting_request("1")])
-    ledger.abort_all()
+        request_table.make_room([counting_request("1")])
+    request_table.abort_all()
 
 
 @pytest.mark.parametrize(("seconds_each", "retry_after_s"), [(0.001, 1.0), (2.0, 8.0), (100.0, 30.0)])
 async def test_retry_after_follows_the_recent_rate_of_finishing(seconds_each: float, retry_after_s: float) -> None:
     now_s = 0.0
-    ledger = Ledger(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
-    streams = [opened(ledger, counting_request(str(number), 1)) for number in range(8)]
+    request_table = RequestTable(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
+    streams = [opened(request_table, counting_request(str(number), 1)) for number in range(8)]
     for number in range(3):
         now_s += seconds_each
-        ledger.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
-    assert ledger.num_waiting == 4
+        request_table.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
+    assert request_table.num_waiting == 4
     now_s += seconds_each
-    assert ledger.retry_after_s == pytest.approx(retry_after_s)
-    ledger.abort_all()
+    assert request_table.retry_after_s == pytest.approx(retry_after_s)
+    request_table.abort_all()
     assert len(streams) == 8
 
 
 async def test_retry_after_does_not_count_the_time_before_the_queue() -> None:
     """The bug: two finishes, an hour of silence, then a burst: the hour was taken for slow work and Retry-After was 30 s."""
     now_s = 0.0
-    ledger = Ledger(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
+    request_table = RequestTable(SchedulerConfig(max_running=1), no_abort, clock=lambda: now_s)
     for number in range(2):
-        opened(ledger, counting_request(str(number), 1))
-        ledger.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
+        opened(request_table, counting_request(str(number), 1))
+        request_table.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
     now_s += 3600.0
-    streams = [opened(ledger, counting_request(str(number), 1)) for number in range(7)]
-    assert ledger.retry_after_s == 5.0, "nothing is known of the rate yet"
+    streams = [opened(request_table, counting_request(str(number), 1)) for number in range(7)]
+    assert request_table.retry_after_s == 5.0, "nothing is known of the rate yet"
     for number in range(2):
         now_s += 1.0
-        ledger.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
-    assert ledger.num_waiting == 4
+        request_table.deliver([TokenEvent(str(number), finish=FinishReason.STOP)])
+    assert request_table.num_waiting == 4
     now_s += 1.0
-    assert ledger.retry_after_s == pytest.approx(4.0)
-    ledger.abort_all()
+    assert request_table.retry_after_s == pytest.approx(4.0)
+    request_table.abort_all()
     assert len(streams) == 7
 
 
 async def test_closing_before_the_first_event_aborts_once_and_the_id_stays_taken() -> None:
     aborted: list[str] = []
-    ledger = Ledger(SchedulerConfig(), aborted.append)
-    stream = opened(ledger, counting_request("a", 1))
+    request_table = RequestTable(SchedulerConfig(), aborted.append)
+    stream = opened(request_table, counting_request("a", 1))
     await stream.aclose()
     await stream.aclose()
     assert aborted == ["a"]
     with pytest.raises(ValueError, match="in use"):
-        ledger.make_room([counting_request("a", 1)])
-    ledger.deliver([TokenEvent("a", finish=FinishReason.ABORT)])
-    ledger.make_room([counting_request("a", 1)])
+        request_table.make_room([counting_request("a", 1)])
+    request_table.deliver([TokenEvent("a", finish=FinishReason.ABORT)])
+    request_table.make_room([counting_request("a", 1)])
     assert [event async for event in stream] == []
 
 
 async def test_a_stream_that_is_dropped_aborts_too() -> None:
     aborted: list[str] = []
-    ledger = Ledger(SchedulerConfig(), aborted.append)
-    stream = opened(ledger, counting_request("a", 1))
+    request_table = RequestTable(SchedulerConfig(), aborted.append)
+    stream = opened(request_table, counting_request("a", 1))
     del stream
     gc.collect()
     await asyncio.sleep(0)
     assert aborted == ["a"]
-    ledger.abort_all()
+    request_table.abort_all()
 
 
 async def test_an_ended_stream_aborts_nothing() -> None:
     aborted: list[str] = []
-    ledger = Ledger(SchedulerConfig(), aborted.append)
-    stream = opened(ledger, counting_request("a", 1))
-    ledger.deliver([TokenEvent("a", (1,)), TokenEvent("a", (2,), finish=FinishReason.LENGTH)])
+    request_table = RequestTable(SchedulerConfig(), aborted.append)
+    stream = opened(request_table, counting_request("a", 1))
+    request_table.deliver([TokenEvent("a", (1,)), TokenEvent("a", (2,), finish=FinishReason.LENGTH)])
     assert [event.token_ids async for event in stream] == [(1,), (2,)]
     await stream.aclose()
-    ledger.abort("a")
+    request_table.abort("a")
     assert aborted == []
 
 
 async def test_a_cancelled_wait_leaves_the_stream_usable() -> None:
-    ledger = Ledger(SchedulerConfig(), no_abort)
-    stream = opened(ledger, counting_request("a", 1))
+    request_table = RequestTable(SchedulerConfig(), no_abort)
+    stream = opened(request_table, counting_request("a", 1))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(stream), 0.01)
-    ledger.deliver([TokenEvent("a", (1,), finish=FinishReason.LENGTH)])
+    request_table.deliver([TokenEvent("a", (1,), finish=FinishReason.LENGTH)])
     assert [event.token_ids async for event in stream] == [(1,)]
 
 
 async def test_what_has_been_told_is_the_resumed_requests_history() -> None:
-    ledger = Ledger(SchedulerConfig(), no_abort)
-    stream = opened(ledger, request := counting_request("a", 1))
+    request_table = RequestTable(SchedulerConfig(), no_abort)
+    stream = opened(request_table, request := counting_request("a", 1))
     assert stream.entry.as_resumed == request
-    ledger.deliver([TokenEvent("a", prompt_logprobs=(TokenLogprobs(-1.0),))])
-    ledger.deliver([TokenEvent("a", (2, 3)), TokenEvent("a", (4,))])
+    request_table.deliver([TokenEvent("a", prompt_logprobs=(TokenLogprobs(-1.0),))])
+    request_table.deliver([TokenEvent("a", (2, 3)), TokenEvent("a", (4,))])
     assert stream.entry.as_resumed.progress == Progress((2, 3, 4), 1)
     assert stream.entry.as_resumed.prompt_ids == (1,)
-    ledger.abort_all()
+    request_table.abort_all()
 
 
 async def test_what_nobody_wants_ends_with_the_engine_that_had_it() -> None:
     aborted: list[str] = []
-    ledger = Ledger(SchedulerConfig(), aborted.append)
-    wanted, closed, dropped = (opened(ledger, counting_request(name, 1)) for name in ("wanted", "closed", "aborted"))
+    request_table = RequestTable(SchedulerConfig(), aborted.append)
+    wanted, closed, dropped = (opened(request_table, counting_request(name, 1)) for name in ("wanted", "closed", "aborted"))
     await closed.aclose()
-    ledger.abort("aborted")
-    ledger.recall(None)
+    request_table.abort("aborted")
+    request_table.recall(None)
     assert [event.finish async for event in dropped] == [FinishReason.ABORT]
-    assert [entry.request.request_id for entry in ledger.entries] == ["wanted"]
+    assert [entry.request.request_id for entry in request_table.entries] == ["wanted"]
     assert aborted == ["closed", "aborted"]
-    ledger.abort("wanted")  # no engine has it: it ends here
+    request_table.abort("wanted")  # no engine has it: it ends here
     assert [event.finish async for event in wanted] == [FinishReason.ABORT]
     assert aborted == ["closed", "aborted"]
-    assert len(ledger) == 0
+    assert len(request_table) == 0

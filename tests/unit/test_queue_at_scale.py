@@ -13,7 +13,7 @@ from engine.core.types import FinishReason, Request, SamplingParams, TokenEvent
 from engine.draft.text.text_cache import TextCache
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
-from engine.worker.request_table import Ledger
+from engine.worker.request_table import RequestTable
 
 FEW, MANY = 10, 2_000
 LIMITS = SchedulerConfig(max_running=4, max_waiting=2 * MANY)
@@ -95,32 +95,32 @@ class Front:
     """A ledger with so many requests, the first of which have begun."""
 
     def __init__(self, num_requests: int) -> None:
-        self.ledger = Ledger(LIMITS, lambda request_id: None)
-        self.streams = [self.ledger.open([request(str(number))]) for number in range(num_requests)]
+        self.request_table = RequestTable(LIMITS, lambda request_id: None)
+        self.streams = [self.request_table.open([request(str(number))]) for number in range(num_requests)]
         self.hear()
 
     def hear(self) -> None:
-        self.ledger.deliver([TokenEvent(str(number), (9,)) for number in range(4)])
+        self.request_table.deliver([TokenEvent(str(number), (9,)) for number in range(4)])
 
     def enter(self) -> None:
-        self.ledger.make_room([request("late")])
-        self.streams.append(self.ledger.open([request("late")]))
+        self.request_table.make_room([request("late")])
+        self.streams.append(self.request_table.open([request("late")]))
 
     def finish(self) -> None:
-        self.ledger.deliver([TokenEvent("3", (9,), finish=FinishReason.LENGTH)])
+        self.request_table.deliver([TokenEvent("3", (9,), finish=FinishReason.LENGTH)])
 
 
-@pytest.mark.parametrize("act", [Front.hear, Front.enter, Front.finish, lambda front: front.ledger.num_waiting])
+@pytest.mark.parametrize("act", [Front.hear, Front.enter, Front.finish, lambda front: front.request_table.num_waiting])
 def test_the_front_end_does_as_much_for_many_as_for_few(act):
     async def compare() -> None:
         few, many = Front(FEW), Front(MANY)
         assert lines_run(lambda: act(many)) == lines_run(lambda: act(few))
         for front in (few, many):
-            assert front.ledger.num_waiting == sum(not entry.has_begun for entry in front.ledger.entries) - max(
-                0, LIMITS.max_running - sum(entry.has_begun for entry in front.ledger.entries)
+            assert front.request_table.num_waiting == sum(not entry.has_begun for entry in front.request_table.entries) - max(
+                0, LIMITS.max_running - sum(entry.has_begun for entry in front.request_table.entries)
             )
-            front.ledger.abort_all()
-            assert front.ledger.num_waiting == 0
+            front.request_table.abort_all()
+            assert front.request_table.num_waiting == 0
 
     asyncio.run(compare())
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.core.config import SchedulerConfig
 from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
-from engine.worker.recovery import Readmission
-from engine.worker.request_table import EventStream, Ledger
+from engine.worker.recovery import Recovery
+from engine.worker.request_table import EventStream, RequestTable
 from tests.counting_engine import counting_request
 
 MAX_DEATHS = 2
@@ -48,9 +48,9 @@ class Worker:
 class House:
     """A client without processes."""
 
-    def __init__(self, poisons: dict[str, int], kind: type[Readmission] = Readmission) -> None:
-        self.ledger = Ledger(SchedulerConfig(max_running=MAX_RUNNING), lambda name: None)
-        self.readmission = kind(self.ledger, self._post, MAX_DEATHS, MAX_RUNNING)
+    def __init__(self, poisons: dict[str, int], kind: type[Recovery] = Recovery) -> None:
+        self.request_table = RequestTable(SchedulerConfig(max_running=MAX_RUNNING), lambda name: None)
+        self.readmission = kind(self.request_table, self._post, MAX_DEATHS, MAX_RUNNING)
         self.num_deaths = 0
         self._poisons = poisons
         self._worker = Worker(poisons)
@@ -70,14 +70,14 @@ class House:
     def live(self, may_know: bool = True, is_killed: Callable[[], bool] = lambda: False) -> None:
         """Turn a new worker until nothing lives or it dies."""
         self.begin()
-        while len(self.ledger):
+        while len(self.request_table):
             running = self._worker.running()
             news = None if is_killed() else self._worker.step()
             if news is None:
                 self.num_deaths += 1
                 self.readmission.end(set(running) if may_know else None, "it was killed")
                 return
-            self.ledger.deliver(news)
+            self.request_table.deliver(news)
             self.readmission.go_on()
 
 
@@ -87,11 +87,11 @@ def end_in(stream: EventStream) -> tuple[list[int], TokenEvent]:
     return [token_id for event in events for token_id in event.token_ids], events[-1]
 
 
-def check_the_poison_is_found(num: int, poisons: dict[str, int], may_know: bool, kind: type[Readmission] = Readmission) -> None:
+def check_the_poison_is_found(num: int, poisons: dict[str, int], may_know: bool, kind: type[Recovery] = Recovery) -> None:
     async def scenario() -> None:
         house = House(poisons, kind)
         streams = {str(n): house.submit(str(n)) for n in range(num)}
-        while len(house.ledger):
+        while len(house.request_table):
             house.live(may_know)
             assert house.num_deaths <= (MAX_DEATHS + 1) * (len(poisons) + 1) * NUM_TOKENS, "for ever"
         for name, stream in streams.items():
@@ -111,33 +111,33 @@ def test_each_poison_is_found_and_the_others_complete(num: int, poisons: dict[st
     check_the_poison_is_found(num, {name: at for name, at in poisons.items() if int(name) < num}, may_know)
 
 
-class Trusting(Readmission):
+class Trusting(Recovery):
     """The mutant: nobody is suspected."""
 
     def begin(self) -> None:
-        for entry in self._ledger.entries:
+        for entry in self._request_table.entries:
             entry.num_deaths = 0
         super().begin()
 
 
-class Rash(Readmission):
+class Rash(Recovery):
     """The mutant: all suspects are tried together, and all are ended."""
 
     def end(self, running, cause) -> None:
-        suspects = [entry for entry in self._ledger.entries if entry.num_deaths >= MAX_DEATHS and entry.is_posted]
+        suspects = [entry for entry in self._request_table.entries if entry.num_deaths >= MAX_DEATHS and entry.is_posted]
         super().end(running, cause)
         for entry in suspects:
-            if entry in self._ledger.entries:
-                self._ledger.fail(entry, ErrorCode.WORKER_CRASHED, cause)
+            if entry in self._request_table.entries:
+                self._request_table.fail(entry, ErrorCode.WORKER_CRASHED, cause)
 
     def begin(self) -> None:
         super().begin()
-        for entry in self._ledger.entries:
+        for entry in self._request_table.entries:
             if not entry.is_posted:
                 self._hand_over(entry)
 
 
-class Forgetful(Readmission):
+class Forgetful(Recovery):
     """The mutant: each worker begins the texts anew."""
 
     def _hand_over(self, entry) -> None:
@@ -146,7 +146,7 @@ class Forgetful(Readmission):
 
 
 @pytest.mark.parametrize("mutant", [Trusting, Rash, Forgetful])
-def test_mutants_are_noticed(mutant: type[Readmission]) -> None:
+def test_mutants_are_noticed(mutant: type[Recovery]) -> None:
     with pytest.raises(AssertionError):
         check_the_poison_is_found(3, {"1": 2}, True, mutant)
 
@@ -155,7 +155,7 @@ async def test_bad_luck_ends_nobody() -> None:
     """Each worker is killed after its second step, again and again: every token that gets out acquits."""
     house = House({})
     streams = [house.submit(str(n)) for n in range(8)]
-    while len(house.ledger):
+    while len(house.request_table):
         house.live(is_killed=iter([False, True]).__next__)
     assert house.num_deaths > 3 * MAX_DEATHS
     for stream in streams:
@@ -168,7 +168,7 @@ async def test_who_waits_for_a_place_is_not_suspected() -> None:
     house.live(is_killed=iter([False, True]).__next__)
     house.live(is_killed=iter([False, True]).__next__)
     assert [stream.entry.num_deaths for stream in streams] == [1] * MAX_RUNNING + [0, 0]
-    house.ledger.abort_all()
+    house.request_table.abort_all()
 
 
 async def test_a_worker_that_dies_before_its_first_word_may_have_died_of_any() -> None:
@@ -178,7 +178,7 @@ async def test_a_worker_that_dies_before_its_first_word_may_have_died_of_any() -
     house.readmission.begin()
     house.readmission.end(set(), "it was killed")
     assert [stream.entry.num_deaths for stream in streams] == [1, 1]
-    house.ledger.abort_all()
+    house.request_table.abort_all()
 
 
 async def test_newcomers_wait_while_somebody_is_on_trial() -> None:

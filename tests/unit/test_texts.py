@@ -25,10 +25,10 @@ PROMPT = (5, 6, 7)
 
 
 def test_beside_a_model_what_it_gives_more_is_its_own_but_for_what_was_predicted():
-    law = CachedLaw({5: 0.5, 7: 0.5}, 0.5, frozenset({5}))
-    assert law.origins_beside([False, False]) == {5: Origin(DraftSource.PREDICTION, False)}
-    assert law.origins_beside([True, True]) == law.origins
-    assert law.origins == {5: Origin(DraftSource.PREDICTION, True), 7: Origin(DraftSource.CACHE, True)}
+    distribution = CachedLaw({5: 0.5, 7: 0.5}, 0.5, frozenset({5}))
+    assert distribution.origins_beside([False, False]) == {5: Origin(DraftSource.PREDICTION, False)}
+    assert distribution.origins_beside([True, True]) == distribution.origins
+    assert distribution.origins == {5: Origin(DraftSource.PREDICTION, True), 7: Origin(DraftSource.CACHE, True)}
 
 
 def row_of(request_id: str, history: Sequence[int]) -> Row:
@@ -37,10 +37,10 @@ def row_of(request_id: str, history: Sequence[int]) -> Row:
     return Row(request_id, root, (history[-1],), 0, True, root, (), PLAIN, (), SamplingParams(), "nss", 0, history, len(history))
 
 
-def law(cache: TextCache, history: Sequence[int], path: Sequence[int] = (), request_id: str = "r") -> CachedLaw | None:
+def distribution(cache: TextCache, history: Sequence[int], path: Sequence[int] = (), request_id: str = "r") -> CachedLaw | None:
     """Return the law after a step in which the history was committed."""
     cache.advance([request_id])
-    return cache.law_after(row_of(request_id, history), path)
+    return cache.probs_after(row_of(request_id, history), path)
 
 
 def begun(cache: TextCache, prompt: Sequence[int] = PROMPT, request_id: str = "r", **fields) -> list[int]:
@@ -52,12 +52,12 @@ def begun(cache: TextCache, prompt: Sequence[int] = PROMPT, request_id: str = "r
 
 def known(cache: TextCache, *args: Any, **kwargs: Any) -> CachedLaw:
     """Return the law that there must be."""
-    found = law(cache, *args, **kwargs)
+    found = distribution(cache, *args, **kwargs)
     assert found is not None
     return found
 
 
-def foretold(cache: TextCache, most_tokens: int, least_chance: float = 0.5) -> int:
+def predicted(cache: TextCache, most_tokens: int, least_chance: float = 0.5) -> int:
     """Return how long a run the cache promises after a step."""
     cache.advance(["r"])
     return cache.run("r", most_tokens, least_chance)
@@ -70,7 +70,7 @@ def said(cache: TextCache, output: Sequence[int], tenant: str, request_id: str =
     cache.end(request_id)
 
 
-def test_the_law_is_the_share_of_continuations():
+def test_the_probs_is_the_share_of_continuations():
     assert known(TextCache(), [0, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]).odds == pytest.approx({3: 2 / 3, 4: 1 / 3})
 
 
@@ -79,18 +79,18 @@ def test_the_longest_match_decides():
 
 
 def test_matches_shorter_than_asked_for_say_nothing():
-    assert law(TextCache(min_tokens=3), [1, 2, 0, 9, 1, 2]) is None
-    assert law(TextCache(min_tokens=2), [1, 2, 0, 9, 1, 2]) is not None
+    assert distribution(TextCache(min_tokens=3), [1, 2, 0, 9, 1, 2]) is None
+    assert distribution(TextCache(min_tokens=2), [1, 2, 0, 9, 1, 2]) is not None
 
 
-def test_the_law_follows_the_text_and_the_path():
+def test_the_probs_follows_the_text_and_the_path():
     cache = TextCache()
     history = begun(cache)
-    assert law(cache, history) is None
+    assert distribution(cache, history) is None
     history += [8, 9, 5, 6]
     assert list(known(cache, history).odds) == [7]
     assert list(known(cache, history, (7,)).odds) == [8]
-    assert law(cache, history, (1,)) is None
+    assert distribution(cache, history, (1,)) is None
 
 
 def test_a_prediction_is_expected_at_once_and_found_again_after_it_was_left():
@@ -99,10 +99,10 @@ def test_a_prediction_is_expected_at_once_and_found_again_after_it_was_left():
     assert list(known(cache, history).odds) == [20]
     assert known(cache, history).origins == {20: Origin(DraftSource.PREDICTION, True)}
     history += [20, 99]
-    assert law(cache, history) is None
+    assert distribution(cache, history) is None
     history += [22]
     assert list(known(cache, history).odds) == [23]
-    assert foretold(cache, 8) <= 2
+    assert predicted(cache, 8) <= 2
 
 
 def test_a_prediction_that_comes_true_is_drafted_in_long_runs():
@@ -111,13 +111,13 @@ def test_a_prediction_that_comes_true_is_drafted_in_long_runs():
     history = begun(cache, prediction_ids=tuple(range(100, 180)))
     runs = []
     for token_id in range(100, 140):
-        runs.append(foretold(cache, 16))
+        runs.append(predicted(cache, 16))
         history.append(token_id)
     assert runs[0] <= 4
     assert runs[-1] == 16
-    assert foretold(cache, 6) == 6
+    assert predicted(cache, 6) == 6
     history += [3, 1, 4]
-    assert foretold(cache, 16) == 0
+    assert predicted(cache, 16) == 0
 
 
 def sureness(**sampling) -> tuple[bool, int]:
@@ -125,8 +125,8 @@ def sureness(**sampling) -> tuple[bool, int]:
     cache, params = TextCache(), SamplingParams(**sampling)
     history = begun(cache, range(60, 110), prediction_ids=(20, 21, 22, *range(30, 60)), sampling=params)
     history += [20, 21]
-    length = foretold(cache, 8, 0.1)
-    found = cache.law_after(replace(row_of("r", history), sampling=params, num_prompt_tokens=50), ())
+    length = predicted(cache, 8, 0.1)
+    found = cache.probs_after(replace(row_of("r", history), sampling=params, num_prompt_tokens=50), ())
     assert found is not None
     return found.is_sure, length
 
@@ -149,7 +149,7 @@ def test_sureness_kills_a_judgement_before_the_edits(monkeypatch):
 def test_a_run_ends_where_it_is_not_worth_its_price():
     cache = TextCache()
     begun(cache, range(50), prediction_ids=range(100, 150))
-    lengths = [foretold(cache, 40, least_chance) for least_chance in (0.01, 0.3, 0.5, 0.8, 0.95, 0.99)]
+    lengths = [predicted(cache, 40, least_chance) for least_chance in (0.01, 0.3, 0.5, 0.8, 0.95, 0.99)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[2] > lengths[-1] == 0
 
@@ -166,7 +166,7 @@ def test_texts_are_indexed_in_steps_however_many_requests_have_them(monkeypatch)
         cache.advance(map(str, range(128)))
         steps.append(num_indexed(cache) - before)
     assert steps == [100] * 15
-    assert law(cache, prompt[:500], request_id="7") is not None
+    assert distribution(cache, prompt[:500], request_id="7") is not None
 
 
 def num_indexed(cache: TextCache) -> int:
@@ -187,7 +187,7 @@ def test_choices_alike_share_what_does_not_change_and_not_what_they_say():
     mine += [8, 9, 5, 6, 7, 8]
     assert list(known(cache, mine, request_id="0").odds) == [9]
     others += [8]
-    assert law(cache, others, request_id="1") is None
+    assert distribution(cache, others, request_id="1") is None
 
 
 def test_outputs_are_drafted_from_for_their_tenant():
@@ -208,7 +208,7 @@ def check_isolation(cache: TextCache, earlier: str, later: str) -> None:
     said(cache, [40, 41, 42, 43], earlier)
     history = begun(cache, tenant=later, request_id="later")
     history += [41, 42]
-    assert (law(cache, history, request_id="later") is not None) == (earlier == later != "")
+    assert (distribution(cache, history, request_id="later") is not None) == (earlier == later != "")
 
 
 def test_isolation_kills_one_store_for_all(monkeypatch):
@@ -235,7 +235,7 @@ def test_a_request_that_does_not_speculate_and_a_cache_of_predictions_follow_not
     said(cache, [40, 41, 42, 43], "mine")
     history = begun(cache, (*PROMPT, *PROMPT), tenant="mine", prediction_ids=(1, 2))
     assert list(known(cache, history).odds) == [1]
-    assert law(cache, [1, 2, 3, 1, 2], request_id="unknown") is None
+    assert distribution(cache, [1, 2, 3, 1, 2], request_id="unknown") is None
 
 
 matches = st.builds(Match, st.integers(1, 32), st.dictionaries(st.integers(0, 9), st.integers(1, 9), min_size=1))
@@ -243,7 +243,7 @@ told = st.lists(st.tuples(st.sampled_from(TextSource), matches, st.floats(0.001,
 
 
 @given(told)
-def test_a_mixture_is_a_law_and_its_chance_lies_between_its_parts(several):
+def test_a_mixture_is_a_probs_and_its_chance_lies_between_its_parts(several):
     found = texts._mixture(several)
     assert sum(found.odds.values()) == pytest.approx(1.0)
     assert set(found.odds) == {token_id for _, match, _ in several for token_id in match.counts}
@@ -272,7 +272,7 @@ def test_agreement_is_learnt_before_the_token_is_known():
     cache = TextCache(min_tokens=1)
     history = begun(cache)
     history += range(10, 60)
-    law(cache, history)
+    distribution(cache, history)
     assert not cache._agreement._rates
 
 
@@ -284,9 +284,9 @@ def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
         history.append(token_id)
         cache.advance(["r"])
         if is_asked:
-            cache.law_after(row_of("r", history), ())
+            cache.probs_after(row_of("r", history), ())
             cache.run("r", 4, 0.5)
-    cache.law_after(row_of("r", history), ())  # whoever asks is followed to the end
+    cache.probs_after(row_of("r", history), ())  # whoever asks is followed to the end
     cache.advance(["r"])
     return cache._agreement._rates
 
@@ -301,7 +301,7 @@ def steps_that_follow(is_asked: bool) -> list[int]:
         cache.advance(["r"])
         followed.append(cache._followed["r"].num_unknown == 0)
         if is_asked:
-            cache.law_after(row_of("r", history), ())
+            cache.probs_after(row_of("r", history), ())
     ends = [place for place, is_followed in enumerate(followed) if is_followed]
     return [end - begin for begin, end in pairwise([-1, *ends])]
 
@@ -347,7 +347,7 @@ def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
         history += token_ids
         cache.advance(["r"])
         if is_asked:
-            cache.law_after(row_of("r", history), ())
+            cache.probs_after(row_of("r", history), ())
             cache.run("r", 4, 0.5)
     cache.advance(["r"])
     for position in range(len(prompt), len(history)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.attention.packing import Group
 from engine.kv_cache.pool import KVCache
-from engine.sampling.laws import warped_laws
+from engine.sampling.distributions import warped_probs
 from tests.typechecking import checked
 
 
@@ -38,7 +38,7 @@ def test_what_fits_passes():
         lambda: checked(biased)(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3), 3),
         lambda: checked(biased)(torch.zeros(2, 3), torch.zeros(3), "3"),  # type: ignore[arg-type]
         lambda: group_of(num_keys=4),
-        lambda: warped_laws(torch.zeros(3), []),
+        lambda: warped_probs(torch.zeros(3), []),
         lambda: KVCache(8, torch.device("cpu")).write(0, torch.arange(2), torch.zeros(2, 1, 4), torch.zeros(3, 1, 4)),
     ],
     ids=["axes", "two arguments", "result", "dtype", "type", "field", "function of the engine", "method of the engine"],

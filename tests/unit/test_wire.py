@@ -24,14 +24,14 @@ from engine.core.types import (
 from engine.worker.messages import (
     Abort,
     Add,
-    Beat,
     Failed,
+    Heartbeat,
     Letter,
     Ready,
     Report,
     Shutdown,
-    Turn,
-    decoded_letter,
+    StepResult,
+    decoded_command,
     decoded_report,
     encoded,
 )
@@ -80,23 +80,23 @@ events = st.builds(
 stats = st.builds(StepStats, *[st.integers(0, 2**40)] * 5, expansions=st.dictionaries(texts, st.integers(0, 9)), draft_s=seconds)
 infos = st.builds(ModelInfo, *[texts, *[st.integers(0, 9)] * 3, token_ids, *[texts] * 5])
 
-letters: st.SearchStrategy[Letter] = st.builds(Add, requests) | st.builds(Abort, texts) | st.just(Shutdown())
+commands: st.SearchStrategy[Letter] = st.builds(Add, requests) | st.builds(Abort, texts) | st.just(Shutdown())
 reports: st.SearchStrategy[Report] = st.one_of(
-    st.just(Beat()),
+    st.just(Heartbeat()),
     st.builds(Ready, infos),
-    st.builds(Turn, st.lists(events, max_size=4).map(tuple), st.none() | stats),
+    st.builds(StepResult, st.lists(events, max_size=4).map(tuple), st.none() | stats),
     st.builds(Failed, texts),
 )
 
 
 def check_survives(message: Letter | Report, code: Callable[[Letter | Report], bytes] = encoded) -> None:
-    decode: Callable[[bytes], Letter | Report] = decoded_letter if isinstance(message, Letter) else decoded_report
+    decode: Callable[[bytes], Letter | Report] = decoded_command if isinstance(message, Letter) else decoded_report
     arrived = decode(code(message))
     assert arrived == message
     assert type(arrived) is type(message)
 
 
-@given(letters)
+@given(commands)
 def test_letters_survive(letter: Letter) -> None:
     check_survives(letter)
 
@@ -111,28 +111,28 @@ def test_a_codec_that_drops_logprobs_is_noticed() -> None:
     """The mutant: log-probabilities thought too bulky for the wire."""
 
     def lossy(message: Letter | Report) -> bytes:
-        assert isinstance(message, Turn)
-        return encoded(Turn(tuple(replace(event, logprobs=()) for event in message.events), message.stats))
+        assert isinstance(message, StepResult)
+        return encoded(StepResult(tuple(replace(event, logprobs=()) for event in message.events), message.stats))
 
     with pytest.raises(AssertionError):
-        check_survives(Turn((TokenEvent("r", (1,), (TokenLogprobs(-0.5),)),)), lossy)
+        check_survives(StepResult((TokenEvent("r", (1,), (TokenLogprobs(-0.5),)),)), lossy)
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps(Abort), encoded(Beat()), encoded(Failed("x"))])
+@pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps(Abort), encoded(Heartbeat()), encoded(Failed("x"))])
 def test_what_is_no_letter_is_refused(data: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):
-        decoded_letter(data)
+        decoded_command(data)
 
 
 def test_values_are_checked_on_arrival() -> None:
     wild = msgspec.msgpack.encode({"type": "add", "request": {"request_id": 3, "prompt_ids": "abc"}})
     with pytest.raises(msgspec.ValidationError):
-        decoded_letter(wild)
+        decoded_command(wild)
     bad_shape = msgspec.msgpack.encode(
         {"type": "add", "request": {"request_id": "r", "prompt_ids": [], "speculation": {"expansion": [0, 0, 0]}}}
     )
     with pytest.raises(msgspec.ValidationError):
-        decoded_letter(bad_shape)
+        decoded_command(bad_shape)
 
 
 def test_an_integer_beyond_64_bits_is_refused_before_it_is_sent() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from benchmarks.peers.adapters.generate import law_of
+from benchmarks.peers.adapters.generate import probs_of
 from benchmarks.peers.jobs import Answer, Answers, Job, JobFailed, serve_jobs
 
 _PAGE_TOKENS = 256  # its default
@@ -97,7 +97,7 @@ def _answer(output: GenerationOutput, begin_s: float) -> Answer:
 
 def _config(job: Job) -> GenerationConfig:
     """Return plain sampling without an end token."""
-    return GenerationConfig(max_new_tokens=job.num_tokens, pad_token_id=0, eos_token_id=_NO_END_TOKEN, **law_of(job))
+    return GenerationConfig(max_new_tokens=job.num_tokens, pad_token_id=0, eos_token_id=_NO_END_TOKEN, **probs_of(job))
 
 
 if __name__ == "__main__":

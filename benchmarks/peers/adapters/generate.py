@@ -72,7 +72,7 @@ def _batch(model: Any, assistant: Any, job: Job, some: slice) -> list[Answer]:
     return [Answer(watch.first_s - begin_s, end_s - begin_s, len(one), one) for one in new]
 
 
-def law_of(job: Job) -> dict[str, Any]:
+def probs_of(job: Job) -> dict[str, Any]:
     """Return how transformers is told of temperature alone."""
     if not job.temperature:
         return {"do_sample": False}
@@ -81,7 +81,7 @@ def law_of(job: Job) -> dict[str, Any]:
 
 def _config(model: Any, job: Job) -> GenerationConfig:
     """Return plain sampling without an end token: what a model's own file says of sampling is not asked."""
-    config = GenerationConfig(max_new_tokens=job.num_tokens, pad_token_id=0, **law_of(job))
+    config = GenerationConfig(max_new_tokens=job.num_tokens, pad_token_id=0, **probs_of(job))
     model.generation_config = config  # what it has of its own would fill what is not said here
     return config
 

@@ -26,7 +26,7 @@ from engine.native.growth import FedRow, Growing, RankedRow
 from engine.native.linear import NativeLinear
 from engine.native.passes import Features, Runner, SlotStates, Tables
 from engine.utils.host_transfer import integers
-from engine.utils.rotary_table import ByPosition
+from engine.utils.rotary_table import RotaryTable
 
 
 class NativeHead:
@@ -75,7 +75,7 @@ class NativeHead:
             precision,
         )
         self._kept.append(layers)
-        self._rotations = ByPosition(self._rotated)
+        self._rotations = RotaryTable(self._rotated)
 
     def keep_features(self, pool: FeaturePool, slots_T: Int[Tensor, " T"], states: Sequence[Float[Tensor, "T D"]]) -> None:
         """Keep the target's states after the feature layers in the tokens' slots."""

@@ -25,7 +25,7 @@ from engine.draft.models.head import DraftHead, HeadLayer
 from engine.kv_cache.pool import KVCache
 from engine.model.linears import linear_of, prepare_linears
 from engine.utils.host_transfer import integers
-from engine.utils.rotary_table import ByPosition
+from engine.utils.rotary_table import RotaryTable
 
 
 class LeanLayer(nn.Module):
@@ -96,7 +96,7 @@ class LeanHead(nn.Module):
         self.output = _after_norm(output_MW, head.last_norm.weight, shape.width)
         self.to(device, dtype)
         prepare_linears(self, linears)
-        self._rotations = ByPosition(self._rotated, device)
+        self._rotations = RotaryTable(self._rotated, device)
 
     @property
     def decoder(self) -> list[LeanLayer]:

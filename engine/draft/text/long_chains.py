@@ -69,5 +69,5 @@ class RunningPolicy:
         """Let the policy learn from its own trees, and from rows that had no room for a chain and ran plain."""
         if self._running:
             own = tuple(one for one in feedback.outcomes if one.request_id not in self._running or one.expansion.is_plain)
-            feedback = replace(feedback, tell_outcomes=lambda: own)
+            feedback = replace(feedback, make_outcomes=lambda: own)
         self._policy.observe(feedback)

@@ -16,7 +16,7 @@ from engine.core.tree import ROOT
 from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
 from engine.draft.text.mixture import mixtures, vocabulary_of, with_tokens_of
 from engine.draft.text.text_cache import CachedLaw, TextCache
-from engine.draft.text.text_drafter import FollowsTexts, law_at
+from engine.draft.text.text_drafter import FollowsTexts, probs_at
 from engine.draft.trees.ranked_growth import GrowsRanked, RankedGrower
 
 _MOST_DEFERRED = 128  # committed tokens of all rows that the model may be behind in a step
@@ -53,46 +53,50 @@ class CombinedDrafter(FollowsTexts):
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
         """Feed the model, but for what can wait; propose at the roots."""
-        laws = [law_at(self.texts, root) for root in roots]
-        asked = [_Asked(root, index) for index, (root, law) in enumerate(zip(roots, laws, strict=True)) if not _is_sure(law)]
-        waiting = self._waiting(roots, laws)
+        probs = [probs_at(self.texts, root) for root in roots]
+        asked = [
+            _Asked(root, index)
+            for index, (root, distribution) in enumerate(zip(roots, probs, strict=True))
+            if not _is_sure(distribution)
+        ]
+        waiting = self._waiting(roots, probs)
         fed = [row for row in rows if row.request_id not in waiting]
         answers = self._model.feed(fed, [one.node for one in asked]) if fed else None
-        is_unasked = {index for index, law in enumerate(laws) if _is_sure(law)}
+        is_unasked = {index for index, distribution in enumerate(probs) if _is_sure(distribution)}
         unfed = {i for i in is_unasked if not self._can_catch_up or roots[i].tree.row.request_id in waiting}
-        return self._proposal(laws, _rows_of(asked, answers), answers, unfed)
+        return self._proposal(probs, _rows_of(asked, answers), answers, unfed)
 
-    def _waiting(self, roots: Sequence[FrontierNode], laws: Sequence[CachedLaw | None]) -> set[str]:
+    def _waiting(self, roots: Sequence[FrontierNode], probs: Sequence[CachedLaw | None]) -> set[str]:
         """Return the rows whose tree may do without the model, so that their tokens can be fed later, many at a time."""
         waiting: set[str] = set()
         num_deferred = 0
-        for root, law in zip(roots, laws, strict=True):
+        for root, distribution in zip(roots, probs, strict=True):
             row = root.tree.row
-            if self._can_catch_up and _is_sure(law) and num_deferred + len(row.draft_ids) <= _MOST_DEFERRED:
+            if self._can_catch_up and _is_sure(distribution) and num_deferred + len(row.draft_ids) <= _MOST_DEFERRED:
                 num_deferred += len(row.draft_ids)
                 waiting.add(row.request_id)
         return waiting
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Propose at nodes; feed the model those that the cache is not sure of, each after the ancestors it has not seen."""
-        laws = [law_at(self.texts, asked) for asked in frontier]
-        asked = list(self._asked(frontier, laws))
+        probs = [probs_at(self.texts, asked) for asked in frontier]
+        asked = list(self._asked(frontier, probs))
         late = self._feed_late_roots(asked)
         answers = self._model.extend([one.node for one in asked]) if asked else None
         for place in answers.indices if answers is not None else ():
             if asked[place].index is None:
                 asked[place].node.tree.fed.add(asked[place].node.node)
         places = _rows_of(asked, answers)
-        proposal = self._proposal(laws, places, answers, set(range(len(frontier))) - places.keys())
+        proposal = self._proposal(probs, places, answers, set(range(len(frontier))) - places.keys())
         return replace(proposal, passes=late + proposal.passes)
 
-    def _asked(self, frontier: Sequence[FrontierNode], laws: Sequence[CachedLaw | None]) -> Iterator[_Asked]:
+    def _asked(self, frontier: Sequence[FrontierNode], probs: Sequence[CachedLaw | None]) -> Iterator[_Asked]:
         """Yield what the model is to be fed, each node after its ancestors."""
         chosen: set[tuple[int, int]] = set()
-        for index, (asked, law) in enumerate(zip(frontier, laws, strict=True)):
+        for index, (asked, distribution) in enumerate(zip(frontier, probs, strict=True)):
             tree = asked.tree
             unseen = [node for node in tree.path(asked.node)[1:-1] if node not in tree.fed and (id(tree), node) not in chosen]
-            if _is_sure(law) or ((unseen or ROOT not in tree.fed) and not self._can_catch_up):
+            if _is_sure(distribution) or ((unseen or ROOT not in tree.fed) and not self._can_catch_up):
                 continue
             chosen.update((id(tree), node) for node in unseen)
             yield from (_Asked(FrontierNode(tree, node, 1), None) for node in unseen)
@@ -110,13 +114,13 @@ class CombinedDrafter(FollowsTexts):
         return fed.passes
 
     def _proposal(
-        self, laws: Sequence[CachedLaw | None], rows: Mapping[int, int], answers: Proposal | None, unfed: set[int]
+        self, probs: Sequence[CachedLaw | None], rows: Mapping[int, int], answers: Proposal | None, unfed: set[int]
     ) -> Proposal:
         """Return the model's laws, the cache's where there is none of the model, and mixtures where there are both.
 
         `rows[index]` is the row of `answers` that the model said of node `index` of the frontier.
         """
-        known = {index: law for index, law in enumerate(laws) if law is not None}
+        known = {index: distribution for index, distribution in enumerate(probs) if distribution is not None}
         if answers is not None and not known and tuple(rows) == answers.indices:
             return answers
         indices = sorted({*known, *rows})
@@ -125,14 +129,14 @@ class CombinedDrafter(FollowsTexts):
         else:
             vocab = with_tokens_of([*known.values()], answers.vocab)
         said = None if answers is None else answers.logits_PM
-        told, answered = [laws[index] for index in indices], [rows.get(index) for index in indices]
+        told, answered = [probs[index] for index in indices], [rows.get(index) for index in indices]
         logits_PM, origins = mixtures(said, answered, told, vocab, self._vocab_size, self._device)
         of_index = {index: own for index, own in zip(indices, origins, strict=True) if own}
         return Proposal(tuple(indices), logits_PM, frozenset(unfed), of_index, _passes_of(answers), vocab)
 
 
-def _is_sure(law: CachedLaw | None) -> bool:
-    return law is not None and law.is_sure
+def _is_sure(distribution: CachedLaw | None) -> bool:
+    return distribution is not None and distribution.is_sure
 
 
 def _passes_of(answers: Proposal | None) -> ModelPasses:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.core.enums import DraftSource, Origin
-from engine.core.step_plan import LawContext, Row
+from engine.core.step_plan import Row, SamplingContext
 from engine.core.types import Request
 from engine.draft.text.agreement import Agreement, TextSource
 from engine.draft.text.edited import may_hinder
@@ -213,7 +213,7 @@ class TextCache:
     def _trees_of(self, one: _Followed) -> _Trees:
         return one.trees(self._recent.trees_of(one.request.tenant))
 
-    def law_after(self, row: Row, path_ids: Sequence[int]) -> CachedLaw | None:
+    def probs_after(self, row: Row, path_ids: Sequence[int]) -> CachedLaw | None:
         """Return the law after a row's text and these drafted tokens; None where nothing is known of it.
 
         Of a text that nobody asked about for a while its last tokens are not followed yet: they are known as what stands before
@@ -221,13 +221,13 @@ class TextCache:
 
         A row whose request was not begun here (in tests and tools) has its own text alone, read afresh each time.
         """
-        one, context = self._followed.get(row.request_id), row.law_context(tuple(path_ids))
+        one, context = self._followed.get(row.request_id), row.sampling_context(tuple(path_ids))
         if one is not None:
             one.is_asked = self._is_asked = True
-            return self._law(self._told(one, context.path_ids), context)
+            return self._probs(self._told(one, context.path_ids), context)
         if not self.has_own_texts:
             return None
-        return self._law(self._told_by(_Trees(), _tree_of(row.history), row.history, context.path_ids), context)
+        return self._probs(self._told_by(_Trees(), _tree_of(row.history), row.history, context.path_ids), context)
 
     def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
         """Return how many tokens after a request's text are foretold so surely that they should be drafted as one chain.
@@ -241,14 +241,14 @@ class TextCache:
         path_ids: tuple[int, ...] = ()
         chance = 1.0
         while len(path_ids) < most_tokens:
-            context = LawContext(one.request.sampling, one.history, len(one.request.prompt_ids), path_ids)
+            context = SamplingContext(one.request.sampling, one.history, len(one.request.prompt_ids), path_ids)
             told = self._told(one, path_ids)
             if path_ids and not self._is_sure(told):
                 break
-            law = self._law(told, context)
-            if law is None or not law.is_sure or (chance := chance * law.chance) < least_chance:
+            distribution = self._probs(told, context)
+            if distribution is None or not distribution.is_sure or (chance := chance * distribution.chance) < least_chance:
                 break
-            path_ids += (max(law.odds, key=lambda token_id: law.odds[token_id]),)
+            path_ids += (max(distribution.odds, key=lambda token_id: distribution.odds[token_id]),)
         if path_ids:
             one.is_asked = self._is_asked = True
         return len(path_ids)
@@ -280,13 +280,13 @@ class TextCache:
         end = [*history[-MAX_CONTEXT:], *path_ids]
         return trees.told(end, len(end), self._min_tokens, output.match(end, least=self._min_tokens))
 
-    def _law(self, told: Sequence[_Told], context: LawContext) -> CachedLaw | None:
+    def _probs(self, told: Sequence[_Told], context: SamplingContext) -> CachedLaw | None:
         if not told:
             return None
-        law = _mixture([(*one, self._agreement.chance(*one)) for one in told])
+        distribution = _mixture([(*one, self._agreement.chance(*one)) for one in told])
         num_generated = len(context.history) - context.num_prompt_tokens + len(context.path_ids)
-        is_sure = law.chance >= SURE and not may_hinder(context.sampling, law.odds, num_generated)
-        return replace(law, is_sure=is_sure)
+        is_sure = distribution.chance >= SURE and not may_hinder(context.sampling, distribution.odds, num_generated)
+        return replace(distribution, is_sure=is_sure)
 
 
 def _kept(told: Sequence[_Told]) -> list[_Told]:

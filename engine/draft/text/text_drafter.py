@@ -52,13 +52,17 @@ class CachedDrafter(FollowsTexts):
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
         """Propose at the nodes whose text is known to go on."""
-        laws = {index: law for index, asked in enumerate(frontier) if (law := law_at(self.texts, asked)) is not None}
-        known = [*laws.values()]
+        probs = {
+            index: distribution
+            for index, asked in enumerate(frontier)
+            if (distribution := probs_at(self.texts, asked)) is not None
+        }
+        known = [*probs.values()]
         vocab = vocabulary_of(known, self._vocab_size, self._device)
         logits_PM, origins = mixtures(None, [None] * len(known), known, vocab, self._vocab_size, self._device)
-        return Proposal(tuple(laws), logits_PM, origins=dict(zip(laws, origins, strict=True)), vocab=vocab)
+        return Proposal(tuple(probs), logits_PM, origins=dict(zip(probs, origins, strict=True)), vocab=vocab)
 
 
-def law_at(texts: TextCache, asked: FrontierNode) -> CachedLaw | None:
+def probs_at(texts: TextCache, asked: FrontierNode) -> CachedLaw | None:
     """Return what the cache says of a node's text."""
-    return texts.law_after(asked.tree.row, asked.law_context.path_ids)
+    return texts.probs_after(asked.tree.row, asked.sampling_context.path_ids)

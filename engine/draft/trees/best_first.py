@@ -16,7 +16,7 @@ from engine.draft.trees.grown import Worth, origins_of
 from engine.draft.trees.sampling import Offer
 from engine.draft.trees.strategies import Grown
 from engine.native.library import NUM_SCORES
-from engine.sampling.laws import ranking_temperature
+from engine.sampling.distributions import ranking_temperature
 
 START_OFFERED, START_CONTINUED = 1.0, 0.6  # a prior: of so many offers so many have a token that is accepted, given their node is
 
@@ -103,7 +103,7 @@ class BestFirst:
             return [(token_id, chance, chance) for token_id, chance in zip(token_ids, offer.odds, strict=False)]
         temperature, reliability = ranking_temperature(self.tree.row.sampling), self._calibration.reliability
         chances = self._calibration.agreement.chances(offer.odds, offer.noise, temperature).tolist()
-        cached = self.tree.origins.get(self._ask(node).law_context.path_ids, {}) if self.tree.origins else {}
+        cached = self.tree.origins.get(self._ask(node).sampling_context.path_ids, {}) if self.tree.origins else {}
         return [
             (token_id, chance, reliability.corrected(chance, token_id in cached and cached[token_id].is_rather_cached))
             for token_id, chance in zip(token_ids, chances, strict=False)

@@ -111,14 +111,14 @@ class AgreementWeights:
     _MOST_CHANGE = 1.5  # of a weight in one step, as a factor
 
     def __init__(self) -> None:
-        self.law, self.noise = self._START  # a and b
+        self.distribution, self.noise = self._START  # a and b
         self._information_WW = self._WEIGHT * np.eye(2)
         self._seen: list[_Taken] = []  # since the last step
 
     @property
     def sharpness(self) -> float:
         """How many times log q counts beside the noise."""
-        return self.law / self.noise
+        return self.distribution / self.noise
 
     def score_scale(self, temperature: float) -> float:
         """Return the scale of scores: chances are in proportion to exp(score / scale) by score sharpness * log q_t + g.
@@ -132,7 +132,7 @@ class AgreementWeights:
 
         `odds` are the law's at this temperature; `noise` may be empty.
         """
-        scores_S = _features(odds, noise, temperature) @ (self.law, self.noise)
+        scores_S = _features(odds, noise, temperature) @ (self.distribution, self.noise)
         weights_S = np.exp(scores_S - scores_S.max())
         return np.asarray(weights_S / weights_S.sum())
 
@@ -152,7 +152,7 @@ class AgreementWeights:
         for own_SW, is_there_S, one in zip(features_NSW, is_there_NS, seen, strict=True):
             own_SW[: len(one.odds)] = _features(one.odds, one.noise, one.temperature)
             is_there_S[: len(one.odds)] = True
-        weights_W = np.array([self.law, self.noise])
+        weights_W = np.array([self.distribution, self.noise])
         scores_NS = np.where(is_there_NS, features_NSW @ weights_W, -np.inf)
         chances_NS = np.exp(scores_NS - scores_NS.max(1, keepdims=True))
         chances_NS /= chances_NS.sum(1, keepdims=True)
@@ -163,9 +163,9 @@ class AgreementWeights:
         self._information_WW *= _MEMORY ** len(seen)
         self._information_WW += np.einsum("n,ns,nsw,nsv->wv", memory_N, chances_NS, beside_NSW, beside_NSW)
         step_W = np.linalg.solve(self._information_WW + 1e-6 * np.eye(2), memory_N @ (taken_NW - expected_NW))
-        law, noise = np.clip(weights_W + step_W, weights_W / self._MOST_CHANGE, weights_W * self._MOST_CHANGE).tolist()
-        self.law = min(max(law, self._LAW[0]), self._LAW[1])
-        self.noise = min(max(noise, self.law / self._SHARPNESS[1]), self.law / self._SHARPNESS[0])
+        distribution, noise = np.clip(weights_W + step_W, weights_W / self._MOST_CHANGE, weights_W * self._MOST_CHANGE).tolist()
+        self.distribution = min(max(distribution, self._LAW[0]), self._LAW[1])
+        self.noise = min(max(noise, self.distribution / self._SHARPNESS[1]), self.distribution / self._SHARPNESS[0])
 
 
 _LEAST_ODDS = 1e-40  # of a token that can come: what is less was lost in rounding

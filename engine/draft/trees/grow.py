@@ -18,12 +18,12 @@ from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses
 from engine.draft.trees.best_first import BestFirst
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_odds
 from engine.draft.trees.calibration import Calibration, Calibrations
-from engine.draft.trees.grown import Growth, Worth, no_laws, origins_of, plain_growth, told_by_path
+from engine.draft.trees.grown import Growth, Worth, no_distributions, origins_of, plain_growth, told_by_path
 from engine.draft.trees.ranked_growth import GrowsRanked, can_rank, grow_ranked
 from engine.draft.trees.sampling import Offer, offers_of
 from engine.draft.trees.strategies import Delayed, Static, Strategy
 from engine.draft.trees.topology import best_topology
-from engine.sampling.laws import ranking_temperature
+from engine.sampling.distributions import ranking_temperature
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers
@@ -62,7 +62,7 @@ def grow_by(
     by_tree = {id(strategy.tree): strategy for strategy in strategies}
     frontier = [ask for strategy in strategies for ask in strategy.asks()]
     feeding = [row for row in rows if row.draft_ids]
-    laws: list[Tensor] = []
+    probs: list[Tensor] = []
     rounds, num_rounds, passes = Counter[int](), 0, ModelPasses()
     if feeding or frontier:
         proposal = drafter.feed(feeding, frontier)
@@ -70,16 +70,16 @@ def grow_by(
         while frontier:
             num_rounds += 1
             rounds.update({id(ask.tree) for ask in frontier})
-            for asked, offer in _answers(frontier, proposal, laws, grammars):
+            for asked, offer in _answers(frontier, proposal, probs, grammars):
                 by_tree[id(asked.tree)].take(asked.node, offer)
                 if asked.tree.row.is_traced:
-                    asked.tree.odds[asked.law_context.path_ids] = dict(zip(offer.token_ids, offer.odds, strict=True))
+                    asked.tree.odds[asked.sampling_context.path_ids] = dict(zip(offer.token_ids, offer.odds, strict=True))
             frontier = [ask for strategy in strategies for ask in strategy.asks()]
             if frontier:
                 proposal = drafter.extend(frontier)
                 passes += proposal.passes
     of_trees = tuple(rounds[id(strategy.tree)] for strategy in strategies)
-    return replace(_growth(strategies, laws, vocab_size, device, of_trees), num_rounds=num_rounds, passes=passes)
+    return replace(_growth(strategies, probs, vocab_size, device, of_trees), num_rounds=num_rounds, passes=passes)
 
 
 def _nothing_grown(drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
@@ -150,7 +150,7 @@ def _learn_reliability(calibration: Calibration, tree: TokenTree, worth: Worth |
 
 
 def _answers(
-    frontier: Sequence[FrontierNode], proposal: Proposal, laws: list[Tensor], grammars: GrammarMasks | None
+    frontier: Sequence[FrontierNode], proposal: Proposal, probs: list[Tensor], grammars: GrammarMasks | None
 ) -> list[tuple[FrontierNode, Offer]]:
     """Return what each answered node is offered.
 
@@ -162,10 +162,10 @@ def _answers(
     answered = [frontier[index] for index in proposal.indices]
     logits_PM, vocab = proposal.logits_PM, proposal.vocab
     if any(asked.tree.row.sampling.edits_logits for asked in answered):
-        contexts = [asked.law_context for asked in answered]
+        contexts = [asked.sampling_context for asked in answered]
         logits_PM, vocab = edited_logits(proposal.logits_PV, contexts, grammars), None
     answers = []
-    for index, asked, offer in zip(proposal.indices, answered, offers_of(answered, logits_PM, laws, vocab), strict=True):
+    for index, asked, offer in zip(proposal.indices, answered, offers_of(answered, logits_PM, probs, vocab), strict=True):
         if offer is not None:
             _note(asked, proposal, index)
             answers.append((asked, offer))
@@ -177,22 +177,22 @@ def _note(asked: FrontierNode, proposal: Proposal, index: int) -> None:
     if index not in proposal.unfed:
         asked.tree.fed.add(asked.node)
     if index in proposal.origins:
-        asked.tree.origins[asked.law_context.path_ids] = proposal.origins[index]
+        asked.tree.origins[asked.sampling_context.path_ids] = proposal.origins[index]
 
 
 def _growth(
-    strategies: Sequence[Strategy], laws: Sequence[Tensor], vocab_size: int, device: torch.device, rounds: tuple[int, ...]
+    strategies: Sequence[Strategy], probs: Sequence[Tensor], vocab_size: int, device: torch.device, rounds: tuple[int, ...]
 ) -> Growth:
     """Return the step's trees; laws of nodes that got no child are dropped."""
     grown = [strategy.grown() for strategy in strategies]
     origins = (origins_of(one.tree, strategy.tree.origins) for one, strategy in zip(grown, strategies, strict=True))
     sources = tuple(tuple(origin.source for origin in of_tree) for of_tree in origins)
     draft_probs = tuple(_draft_probs(one.tree, strategy.tree) for one, strategy in zip(grown, strategies, strict=True))
-    used = sorted({row for one in grown for row in one.law_rows if row is not None})
-    laws_RV = _gathered(laws, used, vocab_size, device)
+    used = sorted({row for one in grown for row in one.probs_rows if row is not None})
+    probs_RV = _gathered(probs, used, vocab_size, device)
     new_row = {row: index for index, row in enumerate(used)}
-    law_rows = tuple(tuple(None if row is None else new_row[row] for row in one.law_rows) for one in grown)
-    forest = Forest(tuple(one.tree for one in grown), laws_RV, law_rows)
+    probs_rows = tuple(tuple(None if row is None else new_row[row] for row in one.probs_rows) for one in grown)
+    forest = Forest(tuple(one.tree for one in grown), probs_RV, probs_rows)
     fed, offers = tuple(one.fed for one in grown), tuple(one.offers for one in grown)
     return Growth(forest, fed, offers, sources, draft_probs, rounds, tuple(one.worth for one in grown))
 
@@ -202,12 +202,12 @@ def _draft_probs(tree: TokenTree, growing: GrowingTree) -> tuple[float, ...]:
     return told_by_path(tree, growing.odds, math.nan) if growing.row.is_traced else ()
 
 
-def _gathered(laws: Sequence[Tensor], used: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+def _gathered(probs: Sequence[Tensor], used: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
     """Return the used rows of all laws, each copied once."""
     parts, first = [], 0
-    for laws_PV in laws:
-        rows = [row - first for row in used if first <= row < first + len(laws_PV)]
-        is_whole = len(rows) == len(laws_PV)
-        parts.append(laws_PV if is_whole else laws_PV[integers(rows, device)])
-        first += len(laws_PV)
-    return torch.cat(parts) if parts else no_laws(vocab_size, device)
+    for probs_PV in probs:
+        rows = [row - first for row in used if first <= row < first + len(probs_PV)]
+        is_whole = len(rows) == len(probs_PV)
+        parts.append(probs_PV if is_whole else probs_PV[integers(rows, device)])
+        first += len(probs_PV)
+    return torch.cat(parts) if parts else no_distributions(vocab_size, device)

@@ -60,7 +60,7 @@ class Growth:
 
 
 @cache
-def no_laws(vocab_size: int, device: torch.device) -> Float[Tensor, "0 V"]:
+def no_distributions(vocab_size: int, device: torch.device) -> Float[Tensor, "0 V"]:
     """Return what a step leaves in which nothing was drawn from a draft's law."""
     return torch.empty((0, vocab_size), device=device)
 
@@ -70,7 +70,7 @@ def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> 
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
     num_trees = len(trees)
     return Growth(
-        forest=Forest(trees, no_laws(vocab_size, device), ((None,),) * num_trees),
+        forest=Forest(trees, no_distributions(vocab_size, device), ((None,),) * num_trees),
         fed=(frozenset(),) * num_trees,
         offers=(_NO_OFFERS,) * num_trees,
         sources=((),) * num_trees,

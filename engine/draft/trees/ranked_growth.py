@@ -14,15 +14,15 @@ from engine.core.enums import DraftSource, Origin
 from engine.core.step_plan import Row
 from engine.core.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
-from engine.draft.text.mixture import UNTOLD, foretold, unknown_of
+from engine.draft.text.mixture import UNTOLD, predicted, unknown_of
 from engine.draft.text.text_cache import CachedLaw, TextCache
 from engine.draft.trees.best_first import START_CONTINUED, START_OFFERED
 from engine.draft.trees.calibration import Calibration, Calibrations
-from engine.draft.trees.grown import Growth, Worth, no_laws, origins_of
+from engine.draft.trees.grown import Growth, Worth, no_distributions, origins_of
 from engine.draft.trees.sampling import Offer
 from engine.native.growth import Growing, GrownTree, Offers, RankedRow
 from engine.native.library import Fed
-from engine.sampling.laws import ranking_params, ranking_temperature, truncates
+from engine.sampling.distributions import ranking_params, ranking_temperature, truncates
 from engine.verify.forest import Forest
 
 
@@ -35,7 +35,7 @@ class RankedGrower:
 
     begin: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], Growing]
     vocab: TrimmedVocabulary
-    unasked_share: float
+    unqueried_share: float
     texts: TextCache | None = None
 
 
@@ -76,14 +76,17 @@ class _Texts:
         if self._texts is None:
             return growing.round([UNTOLD] * len(asks), [False] * len(asks), ())[1]
         paths = [self._path(*ask) for ask in asks]
-        laws = [self._texts.law_after(self._rows[ask.tree], path) for ask, path in zip(asks, paths, strict=True)]
-        unknown = unknown_of([law for law in laws if law is not None], self._vocab)
+        probs = [self._texts.probs_after(self._rows[ask.tree], path) for ask, path in zip(asks, paths, strict=True)]
+        unknown = unknown_of([distribution for distribution in probs if distribution is not None], self._vocab)
         column_of = {token_id: column for column, token_id in enumerate(unknown, len(self._vocab.ids_M))}
-        told = [UNTOLD if law is None else foretold(law, self._columns(law, column_of)) for law in laws]
-        flags, fed = growing.round(told, [law is not None and law.is_sure for law in laws], unknown)
-        for ask, path, law, of_law in zip(asks, paths, laws, flags, strict=True):
-            if law is not None:
-                self.origins[ask.tree][path] = law.origins_beside(of_law)
+        told = [
+            UNTOLD if distribution is None else predicted(distribution, self._columns(distribution, column_of))
+            for distribution in probs
+        ]
+        flags, fed = growing.round(told, [distribution is not None and distribution.is_sure for distribution in probs], unknown)
+        for ask, path, distribution, of_probs in zip(asks, paths, probs, flags, strict=True):
+            if distribution is not None:
+                self.origins[ask.tree][path] = distribution.origins_beside(of_probs)
         return fed
 
     def _path(self, tree: int, node: int, parent: int, token_id: int) -> tuple[int, ...]:
@@ -92,8 +95,8 @@ class _Texts:
             paths[node] = (*paths[parent], token_id)
         return paths[node]
 
-    def _columns(self, law: CachedLaw, column_of_unknown: Mapping[int, int]) -> list[int]:
-        known = zip(law.odds, self._vocab.columns(law.odds), strict=True)
+    def _columns(self, distribution: CachedLaw, column_of_unknown: Mapping[int, int]) -> list[int]:
+        known = zip(distribution.odds, self._vocab.columns(distribution.odds), strict=True)
         return [column_of_unknown[token_id] if column < 0 else column for token_id, column in known]
 
 
@@ -111,14 +114,14 @@ def grow_ranked(
             for tree in dict.fromkeys(ask.tree for ask in growing.asks):
                 rounds[tree] += 1
             if (fed := texts.answer(growing)).num_tokens:
-                passes += ModelPasses.one(fed.num_tokens, fed.num_asked, grower.unasked_share)
+                passes += ModelPasses.one(fed.num_tokens, fed.num_asked, grower.unqueried_share)
         trees, offers = growing.finish()
     grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
     of_rows = [_Grown.single(row) if row.expansion.is_plain else _grown(*next(grown), offers) for row in rows if row.is_decoding]
     return Growth(
         forest=Forest(
             tuple(one.tree for one in of_rows),
-            no_laws(vocab_size, device),
+            no_distributions(vocab_size, device),
             tuple((None,) * one.tree.num_nodes for one in of_rows),
         ),
         fed=tuple(one.fed for one in of_rows),

@@ -21,7 +21,7 @@ from engine.core.tree import TreeKind
 from engine.core.types import SamplingParams
 from engine.draft.drafter import FrontierNode, TrimmedVocabulary
 from engine.native import noise as native
-from engine.sampling.laws import ranking_params, ranking_temperature, truncates, warped_laws
+from engine.sampling.distributions import ranking_params, ranking_temperature, truncates, warped_probs
 from engine.sampling.noise import gumbels
 from engine.utils.host_transfer import floats, integers, rows_to_host
 
@@ -43,7 +43,7 @@ class Offer:
 def offers_of(
     asked: Sequence[FrontierNode],
     logits_PM: Float[Tensor, "P M"],
-    laws: list[Tensor],
+    probs: list[Tensor],
     vocab: TrimmedVocabulary | None = None,
 ) -> list[Offer | None]:
     """Return an offer for each node; where children are draws, their laws [P, V] are appended to `laws` and noted in the tree.
@@ -54,13 +54,13 @@ def offers_of(
     """
     kinds = [node.tree.row.draw_kind for node in asked]
     if len(set(kinds)) == 1:
-        return _offered(kinds[0], asked, logits_PM, laws, vocab)
+        return _offered(kinds[0], asked, logits_PM, probs, vocab)
     offers: dict[int, Offer | None] = {}
     for kind in dict.fromkeys(kinds):
         indices = [i for i, one in enumerate(kinds) if one is kind]
         part = [asked[i] for i in indices]
         part_PM = logits_PM[integers(indices, logits_PM.device)]
-        offers.update(zip(indices, _offered(kind, part, part_PM, laws, vocab), strict=True))
+        offers.update(zip(indices, _offered(kind, part, part_PM, probs, vocab), strict=True))
     return [offers[i] for i in range(len(asked))]
 
 
@@ -68,7 +68,7 @@ def _offered(
     kind: TreeKind,
     asked: Sequence[FrontierNode],
     logits_PM: Float[Tensor, "P M"],
-    laws: list[Tensor],
+    probs: list[Tensor],
     vocab: TrimmedVocabulary | None,
 ) -> list[Offer | None]:
     """Return what nodes of one kind are offered."""
@@ -80,79 +80,79 @@ def _offered(
         return _RANKED[kind](asked, logits_PM, vocab)
     sound = [row for row, is_sound in enumerate(torch.isfinite(logits_PM.amax(-1)).tolist()) if is_sound]
     if len(sound) == len(asked):
-        return [*_RULES[kind](asked, logits_PM, laws, vocab)]
+        return [*_RULES[kind](asked, logits_PM, probs, vocab)]
     offers: list[Offer | None] = [None] * len(asked)
     if sound:
         part_PM = logits_PM[integers(sound, logits_PM.device)]
-        for row, offer in zip(sound, _RULES[kind]([asked[row] for row in sound], part_PM, laws, vocab), strict=True):
+        for row, offer in zip(sound, _RULES[kind]([asked[row] for row in sound], part_PM, probs, vocab), strict=True):
             offers[row] = offer
     return offers
 
 
 def _drawn_iid(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
 ) -> list[Offer]:
     """Draw from each node's processed law by inverse distribution functions in float64."""
-    laws_PM = _kept_laws(asked, logits_PM, laws, vocab)
-    urn = _Urn(laws_PM)
+    probs_PM = _kept_probs(asked, logits_PM, probs, vocab)
+    urn = _Urn(probs_PM)
     width = max(node.num_draws for node in asked)
-    draws_PC = _draws(asked, width, laws_PM.device)
+    draws_PC = _draws(asked, width, probs_PM.device)
     columns_PC = torch.stack([urn.at(draws_PC[:, i]) for i in range(width)], dim=-1)
-    return _offers(_told(asked, columns_PC, laws_PM, vocab))
+    return _offers(_told(asked, columns_PC, probs_PM, vocab))
 
 
 def _drawn_distinct(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
 ) -> list[Offer]:
     """Draw without replacement until a node has its children or its law is used up."""
-    laws_PM = _kept_laws(asked, logits_PM, laws, vocab)
-    urn = _Urn(laws_PM)
+    probs_PM = _kept_probs(asked, logits_PM, probs, vocab)
+    urn = _Urn(probs_PM)
     width = max(node.num_draws for node in asked)
-    draws_PC = _draws(asked, width, laws_PM.device)
+    draws_PC = _draws(asked, width, probs_PM.device)
     drawn, num_possible_P = [], torch.zeros_like(urn.num_taken_P)
     for rank in range(width):
         num_possible_P += ~urn.is_empty_P
         drawn.append(urn.at(draws_PC[:, rank]))
         urn.take(drawn[-1])
-    return _offers(_told(asked, torch.stack(drawn, dim=-1), laws_PM, vocab, num_possible_P))
+    return _offers(_told(asked, torch.stack(drawn, dim=-1), probs_PM, vocab, num_possible_P))
 
 
 def _set_and_sample(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], laws: list[Tensor], vocab: TrimmedVocabulary | None
+    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
 ) -> list[Offer]:
     """Fix the likeliest tokens, all but one of what is asked for and none below the node's floor; draw one off them, last.
 
     A fixed token pays where it comes and the sample would have missed it, q(x) (1 - q(x)): that is compared with the floor. Which
     tokens are fixed is decided by the law alone. Where they are the whole law, the least likely of them is the sample.
     """
-    laws_PM = _kept_laws(asked, logits_PM, laws, vocab)
-    width = min(max(node.num_draws for node in asked), laws_PM.shape[-1])
-    top = laws_PM.topk(width, dim=-1)
-    most_P1 = torch.tensor([[node.num_draws - 1] for node in asked], device=laws_PM.device)
-    floor_P1 = torch.tensor([[node.floor] for node in asked], dtype=laws_PM.dtype, device=laws_PM.device)
-    rank_C = torch.arange(width, device=laws_PM.device)
-    num_possible_P1 = (laws_PM > 0.0).sum(-1, keepdim=True)
+    probs_PM = _kept_probs(asked, logits_PM, probs, vocab)
+    width = min(max(node.num_draws for node in asked), probs_PM.shape[-1])
+    top = probs_PM.topk(width, dim=-1)
+    most_P1 = torch.tensor([[node.num_draws - 1] for node in asked], device=probs_PM.device)
+    floor_P1 = torch.tensor([[node.floor] for node in asked], dtype=probs_PM.dtype, device=probs_PM.device)
+    rank_C = torch.arange(width, device=probs_PM.device)
+    num_possible_P1 = (probs_PM > 0.0).sum(-1, keepdim=True)
     gain_PC = top.values * (1.0 - top.values)  # falls with the rank: no token is likelier than what the first one leaves
     is_fixed_PC = (rank_C < most_P1) & (rank_C < num_possible_P1 - 1) & (gain_PC > floor_P1)
-    urn = _Urn(laws_PM)
+    urn = _Urn(probs_PM)
     goes_on_P = torch.ones_like(urn.is_empty_P)
     for rank in range(width):
         goes_on_P &= is_fixed_PC[:, rank] & ~urn.would_be_empty(top.indices[:, rank])
         urn.take(top.indices[:, rank], goes_on_P)
-    draws_P = _draws(asked, 1, laws_PM.device)[:, 0]
+    draws_P = _draws(asked, 1, probs_PM.device)[:, 0]
     columns_PC = torch.cat([top.indices, top.indices[:, :1]], dim=-1)
     columns_PC.scatter_(1, urn.num_taken_P[:, None], urn.at(draws_P)[:, None])
-    return _offers(_told(asked, columns_PC, laws_PM, vocab, urn.num_taken_P + 1))
+    return _offers(_told(asked, columns_PC, probs_PM, vocab, urn.num_taken_P + 1))
 
 
 def _ranked(
     asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], vocab: TrimmedVocabulary | None
 ) -> list[Offer | None]:
     """Return the likeliest tokens: nothing is drawn."""
-    laws_PM = warped_laws(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
-    known_K = _known(laws_PM)
-    known_PK = laws_PM.index_select(-1, known_K)
-    told = _best(asked, known_K, known_PK, None, laws_PM, vocab)
+    probs_PM = warped_probs(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
+    known_K = _known(probs_PM)
+    known_PK = probs_PM.index_select(-1, known_K)
+    told = _best(asked, known_K, known_PK, None, probs_PM, vocab)
     return _where_sound(_offers(told), told)
 
 
@@ -160,13 +160,13 @@ def _ranked_with_noise(
     asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], vocab: TrimmedVocabulary | None
 ) -> list[Offer | None]:
     """Return the best tokens by log q and the Gumbel noise of the position itself: the noise that will decide the token."""
-    laws_PM = warped_laws(logits_PM, [node.tree.row.sampling for node in asked])
-    known_K = _known(laws_PM)
-    known_ids_K, vocab_size = (known_K, laws_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
-    noise_PK = gumbels(_noise_keys(asked), vocab_size, laws_PM.device, known_ids_K)
-    sharpness_P1 = floats([node.tree.sharpness for node in asked], laws_PM.device)[:, None]
-    scores_PK = sharpness_P1 * laws_PM.index_select(-1, known_K).double().log() + noise_PK
-    told = _best(asked, known_K, scores_PK, noise_PK, laws_PM, vocab)
+    probs_PM = warped_probs(logits_PM, [node.tree.row.sampling for node in asked])
+    known_K = _known(probs_PM)
+    known_ids_K, vocab_size = (known_K, probs_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
+    noise_PK = gumbels(_noise_keys(asked), vocab_size, probs_PM.device, known_ids_K)
+    sharpness_P1 = floats([node.tree.sharpness for node in asked], probs_PM.device)[:, None]
+    scores_PK = sharpness_P1 * probs_PM.index_select(-1, known_K).double().log() + noise_PK
+    told = _best(asked, known_K, scores_PK, noise_PK, probs_PM, vocab)
     return _where_sound(_offers(told), told)
 
 
@@ -220,14 +220,14 @@ class _Told(NamedTuple):
     noise: tuple[float, ...]
 
 
-def _known(laws_PM: Float[Tensor, "P M"]) -> Int[Tensor, " K"]:
+def _known(probs_PM: Float[Tensor, "P M"]) -> Int[Tensor, " K"]:
     """Return the tokens that some law allows: no other can be ranked, and where they are few most of the work is saved.
 
     On a GPU those are all tokens: how many it were would have to be waited for.
     """
-    if laws_PM.device.type == "cuda":
-        return torch.arange(laws_PM.shape[-1], device=laws_PM.device)
-    return laws_PM.amax(0).nonzero()[:, 0]
+    if probs_PM.device.type == "cuda":
+        return torch.arange(probs_PM.shape[-1], device=probs_PM.device)
+    return probs_PM.amax(0).nonzero()[:, 0]
 
 
 def _best(
@@ -235,31 +235,31 @@ def _best(
     known_K: Int[Tensor, " K"],
     scores_PK: Float[Tensor, "P K"],
     noise_PK: Float[Tensor, "P K"] | None,
-    laws_PM: Float[Tensor, "P M"],
+    probs_PM: Float[Tensor, "P M"],
     vocab: TrimmedVocabulary | None,
 ) -> list[_Told]:
     """Return each node's best tokens of positive probability by score, and their noise if there is any."""
     best_PC = scores_PK.topk(min(max(node.num_draws for node in asked), len(known_K)), dim=-1).indices
     columns_PC = known_K[best_PC]
-    num_possible_P = (laws_PM.gather(-1, columns_PC) > 0.0).sum(-1)
+    num_possible_P = (probs_PM.gather(-1, columns_PC) > 0.0).sum(-1)
     noise_PC = None if noise_PK is None else noise_PK.gather(-1, best_PC)
-    return _told(asked, columns_PC, laws_PM, vocab, num_possible_P, noise_PC)
+    return _told(asked, columns_PC, probs_PM, vocab, num_possible_P, noise_PC)
 
 
 def _told(
     asked: Sequence[FrontierNode],
     columns_PC: Int[Tensor, "P C"],
-    laws_PM: Float[Tensor, "P M"],
+    probs_PM: Float[Tensor, "P M"],
     vocab: TrimmedVocabulary | None,
     num_possible_P: Int[Tensor, " P"] | None = None,
     noise_PC: Float[Tensor, "P C"] | None = None,
 ) -> list[_Told]:
     """Bring all that a round decides by to the host, in one transfer. A node has no more children than it may, or can."""
     ids_PC = columns_PC if vocab is None else vocab.ids_M[columns_PC]
-    collision_P1 = laws_PM.square().sum(-1, keepdim=True)
+    collision_P1 = probs_PM.square().sum(-1, keepdim=True)
     possible_P1 = torch.full_like(collision_P1, math.inf) if num_possible_P is None else num_possible_P[:, None]
-    noise = laws_PM[:, :0] if noise_PC is None else noise_PC
-    rows = rows_to_host([possible_P1, collision_P1, ids_PC, laws_PM.gather(-1, columns_PC), noise])
+    noise = probs_PM[:, :0] if noise_PC is None else noise_PC
+    rows = rows_to_host([possible_P1, collision_P1, ids_PC, probs_PM.gather(-1, columns_PC), noise])
     return [
         _Told(int(min(node.num_draws, *possible)), tuple(map(int, ids)), tuple(odds), collision, tuple(noise))
         for node, (possible, (collision,), ids, odds, noise) in zip(asked, rows, strict=True)
@@ -281,16 +281,16 @@ def _draws(asked: Sequence[FrontierNode], count: int, device: torch.device) -> F
     return floats([draw for node in asked for draw in _uniforms(node, count)], device).view(len(asked), count)
 
 
-def _kept_laws(
-    asked: Sequence[FrontierNode], logits_PM: Tensor, laws: list[Tensor], vocab: TrimmedVocabulary | None
+def _kept_probs(
+    asked: Sequence[FrontierNode], logits_PM: Tensor, probs: list[Tensor], vocab: TrimmedVocabulary | None
 ) -> Float[Tensor, "P M"]:
     """Return the processed laws, and keep them for the verifier, over the whole vocabulary."""
-    first_row = sum(len(kept) for kept in laws)
-    laws_PM = warped_laws(logits_PM, [node.tree.row.sampling for node in asked])
-    laws.append(laws_PM if vocab is None else vocab.widened(laws_PM, 0.0))
+    first_row = sum(len(kept) for kept in probs)
+    probs_PM = warped_probs(logits_PM, [node.tree.row.sampling for node in asked])
+    probs.append(probs_PM if vocab is None else vocab.widened(probs_PM, 0.0))
     for offset, node in enumerate(asked):
-        node.tree.law_rows[node.node] = first_row + offset
-    return laws_PM
+        node.tree.probs_rows[node.node] = first_row + offset
+    return probs_PM
 
 
 def _uniforms(asked: FrontierNode, count: int) -> list[float]:
@@ -310,8 +310,8 @@ class _Urn:
     A token's width is the difference of neighbouring sums, so that what is cut out is just what could have been drawn.
     """
 
-    def __init__(self, laws_PM: Float[Tensor, "P M"]) -> None:
-        self._cumulative_PM = laws_PM.cumsum(-1, dtype=torch.float64)
+    def __init__(self, probs_PM: Float[Tensor, "P M"]) -> None:
+        self._cumulative_PM = probs_PM.cumsum(-1, dtype=torch.float64)
         self._left_P = self._cumulative_PM[:, -1].clone()
         self._starts: list[Tensor] = []  # of the taken intervals, each [P], infinite where nothing was taken
         self._widths: list[Tensor] = []

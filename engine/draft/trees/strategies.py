@@ -24,7 +24,7 @@ class Grown:
     """
 
     tree: TokenTree
-    law_rows: tuple[int | None, ...]
+    probs_rows: tuple[int | None, ...]
     fed: frozenset[int]
     offers: dict[int, Offer]
     worth: Worth | None = None
@@ -63,8 +63,8 @@ class Keeping:
     def grown(self) -> Grown:
         """Return the tree as it is."""
         tree = self.tree.frozen()
-        law_rows = tuple(row if drawn else None for row, drawn in zip(self.tree.law_rows, tree.draws, strict=True))
-        return Grown(tree, law_rows, frozenset(self.tree.fed), {})
+        probs_rows = tuple(row if drawn else None for row, drawn in zip(self.tree.probs_rows, tree.draws, strict=True))
+        return Grown(tree, probs_rows, frozenset(self.tree.fed), {})
 
 
 def num_draws(expansion: Expansion, depth: int, num_paths: int) -> int:

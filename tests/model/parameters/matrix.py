@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
-from engine.core.sampling_limits import require_law
+from engine.core.sampling_limits import require_probs
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from tests.model.parameters.subjects import EVERYTHING, GREEDY, LAWS, NUMBERS, Subject
 from tests.model.parameters.texts import INFO, KINDS, Enumeration, RequestedModel, distance, plain_texts
@@ -23,10 +23,10 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "parameters.md"
 LEAST_MOVE = 0.005  # a value that moves the law by less shows nothing
 
 
-def laws_table() -> str:
+def probs_table() -> str:
     """Return the table of parameters and verifiers."""
     head = ["parameter", "value", "moves", *VERIFIER_NAMES]
-    rows = [law_row(subject) for subject in (GREEDY, *LAWS, EVERYTHING)]
+    rows = [probs_row(subject) for subject in (GREEDY, *LAWS, EVERYTHING)]
     return _table(head, [*rows, *([f"`{name}`", "3", "–", *map(_told, VERIFIER_NAMES)] for name in NUMBERS)])
 
 
@@ -37,10 +37,10 @@ def trees_table() -> str:
     )
 
 
-def law_row(subject: Subject, verifiers: Iterable[str] = VERIFIER_NAMES) -> list[str]:
+def probs_row(subject: Subject, verifiers: Iterable[str] = VERIFIER_NAMES) -> list[str]:
     """Return a line of the table: what the parameter moves, and whether each verifier follows."""
     name = [f"`{subject.name}`" if subject is not EVERYTHING else subject.name, subject.value]
-    require_law(subject.sampling, INFO.vocab_size, INFO.eos_token_ids)
+    require_probs(subject.sampling, INFO.vocab_size, INFO.eos_token_ids)
     model = RequestedModel(subject.sampling)
     moves = distance(plain_texts(model), plain_texts(RequestedModel(subject.base)))
     assert moves > LEAST_MOVE, f"{subject.name} {subject.value} moves nothing"
@@ -48,11 +48,11 @@ def law_row(subject: Subject, verifiers: Iterable[str] = VERIFIER_NAMES) -> list
     if model.sampling.is_greedy:
         return [*name, f"{moves:.2f}", *(same_text for _ in verifiers)]
     enumeration = Enumeration(model)
-    cells = [same_text if one == "coupled" else _law(model, enumeration, one) for one in verifiers]
+    cells = [same_text if one == "coupled" else _probs(model, enumeration, one) for one in verifiers]
     return [*name, f"{moves:.2f}", *cells]
 
 
-def _law(model: RequestedModel, enumeration: Enumeration, verifier: str) -> str:
+def _probs(model: RequestedModel, enumeration: Enumeration, verifier: str) -> str:
     plain = plain_texts(model)
     worst = max(distance(plain, texts) for texts in enumeration.texts(RULES[verifier]).values())
     return "law" if worst < EXACT else f"{worst:.1e}"
@@ -73,7 +73,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "laws": laws_table,
+    "laws": probs_table,
     "trees": trees_table,
     "wire": lambda: _table(*wire_rows()),
     "defaults": lambda: _table(*default_rows()),

@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from engine.core.rng_keys import StepKey
-from engine.core.step_plan import LawContext, Row
+from engine.core.step_plan import Row, SamplingContext
 from engine.core.tree import PLAIN, Expansion, TreeKind
 from engine.core.types import ModelInfo, Request, SamplingParams
 from engine.core.verifier_table import is_exact
 from engine.engine import with_end_tokens
-from engine.sampling.laws import warped_laws
+from engine.sampling.distributions import warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.scheduler.sequence import Sequence as EngineSequence
 from engine.structured_output.grammars import CompiledGrammars, Vocabulary, source_of
@@ -73,8 +73,8 @@ class RequestedModel(TinyModel):
         self.grammars = GrammarMasks(CompiledGrammars(_vocabulary))
         raw_target, raw_draft = self.target, self.draft
         self.raw_target = raw_target
-        self.target = cache(lambda context: _plain_law(self.sampling, raw_target(context), context))
-        self.draft = cache(lambda context: self._engine_law(raw_draft(context), context))
+        self.target = cache(lambda context: _plain_probs(self.sampling, raw_target(context), context))
+        self.draft = cache(lambda context: self._engine_probs(raw_draft(context), context))
 
     def raw_logits(self, trees: Sequence[DrawnTree]) -> Tensor:
         """Return the target's logits after every node of the trees, before any edit."""
@@ -85,11 +85,11 @@ class RequestedModel(TinyModel):
         """The request's parameters, the model's end tokens among the stops."""
         return self.request.sampling
 
-    def _engine_law(self, raw: Law, context: Context) -> Law:
+    def _engine_probs(self, raw: Law, context: Context) -> Law:
         """Return the drafter's processed law: the one that is sampled and shown to the verifier."""
-        contexts = [LawContext(self.sampling, PROMPT, len(PROMPT), context)]
+        contexts = [SamplingContext(self.sampling, PROMPT, len(PROMPT), context)]
         edited_1V = edited_logits(torch.from_numpy(np.log(raw))[None], contexts, self.grammars)
-        return np.asarray(warped_laws(edited_1V, [self.sampling])[0].double())
+        return np.asarray(warped_probs(edited_1V, [self.sampling])[0].double())
 
 
 class _Grammatical(LogitsProcessor):
@@ -114,7 +114,7 @@ def _vocabulary() -> Vocabulary:
     return source_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"), VOCAB_SIZE, [END_ID]).load()
 
 
-def _plain_law(sampling: SamplingParams, raw: Law, context: Context) -> Law:
+def _plain_probs(sampling: SamplingParams, raw: Law, context: Context) -> Law:
     """Return the law of the next token as transformers' `generate` has it, in float64."""
     processors = processors_of(sampling, len(PROMPT))
     if sampling.grammar is not None:
@@ -147,12 +147,12 @@ def _continued(model: RequestedModel, text: Context) -> TextLaw:
     """Return the law of texts that begin so and go on as plain decoding does, by this module's own idea of their end."""
     if len(text) >= model.sampling.max_tokens or (text and text[-1] in model.sampling.stop_token_ids):
         return {text: 1.0}
-    law: TextLaw = {}
+    distribution: TextLaw = {}
     for token_id, chance in enumerate(model.target(text).tolist()):
         if chance > 0.0:
             for whole, share in _continued(model, (*text, token_id)).items():
-                law[whole] = law.get(whole, 0.0) + chance * share
-    return law
+                distribution[whole] = distribution.get(whole, 0.0) + chance * share
+    return distribution
 
 
 class Watcher:
@@ -161,10 +161,10 @@ class Watcher:
     name = "watcher"
 
     def __init__(self) -> None:
-        self.laws_NV = torch.zeros(0)
+        self.probs_NV = torch.zeros(0)
 
-    def judge(self, forest: Forest, target_laws_NV: Tensor, keys: Sequence[StepKey]) -> list[Verdict]:
-        self.laws_NV = target_laws_NV
+    def judge(self, forest: Forest, target_probs_NV: Tensor, keys: Sequence[StepKey]) -> list[Verdict]:
+        self.probs_NV = target_probs_NV
         return [Verdict((0,), 0)] * len(forest.trees)
 
 
@@ -185,35 +185,35 @@ class Enumeration:
         stop_N, extra_NV = outcomes_of(rule, batch)
         nodes = iter(zip(stop_N.tolist(), extra_NV.tolist(), strict=True))
         for b, tree in zip(chosen, batch.trees, strict=True):
-            law = weights.setdefault(self._growth_of[b], {})
+            distribution = weights.setdefault(self._growth_of[b], {})
             for context in tree.contexts:
                 stop, extra = next(nodes)
                 for token_id, share in enumerate(extra):
                     text = (*context, token_id)
-                    law[text] = law.get(text, 0.0) + tree.probability * stop * share
-        return {growth: self._ended(law) for growth, law in weights.items()}
+                    distribution[text] = distribution.get(text, 0.0) + tree.probability * stop * share
+        return {growth: self._ended(distribution) for growth, distribution in weights.items()}
 
     def _judged(self, trees: list[DrawnTree]) -> Batch:
         """Return the trees with the laws that the Judge hands to a verifier."""
         batch, watcher, judge = batch_of(self._model, trees), Watcher(), Judge(self._model.grammars)
         judge._verifiers["traversal"] = watcher
         judge.judge([request_row(self._model, "traversal")] * len(trees), batch.forest, self._model.raw_logits(trees))
-        return replace(batch, target_laws_NV=watcher.laws_NV)
+        return replace(batch, target_probs_NV=watcher.probs_NV)
 
     def _subset(self, chosen: Sequence[int]) -> Batch:
         offsets = self._batch.forest.offsets
         rows = [node for b in chosen for node in range(offsets[b], offsets[b + 1])]
         trees = tuple(self._batch.trees[b] for b in chosen)
-        return Batch(trees, self._batch.forest.subset(chosen), self._batch.target_laws_NV[torch.tensor(rows)])
+        return Batch(trees, self._batch.forest.subset(chosen), self._batch.target_probs_NV[torch.tensor(rows)])
 
     def _ended(self, weights: TextLaw) -> TextLaw:
         """Return the law of whole texts: a path and its extra token as the sequence accepts them, then plain decoding."""
-        law: TextLaw = {}
+        distribution: TextLaw = {}
         for text, weight in weights.items():
             if weight > 0.0:
                 for whole, share in _continued(self._model, accepted(self._model.request, text)).items():
-                    law[whole] = law.get(whole, 0.0) + weight * share
-        return law
+                    distribution[whole] = distribution.get(whole, 0.0) + weight * share
+        return distribution
 
 
 def request_row(model: RequestedModel, verifier: str, seed: int = 0) -> Row:
@@ -249,6 +249,6 @@ def growths(model: TinyModel) -> dict[str, list[DrawnTree]]:
     }
 
 
-def distance(law: TextLaw, other: TextLaw) -> float:
+def distance(distribution: TextLaw, other: TextLaw) -> float:
     """Return the largest difference of two laws of texts."""
-    return max(abs(law.get(text, 0.0) - other.get(text, 0.0)) for text in {*law, *other})
+    return max(abs(distribution.get(text, 0.0) - other.get(text, 0.0)) for text in {*distribution, *other})

@@ -75,8 +75,8 @@ def check_numbers(verifier: str) -> None:
 
 
 def _check(ids: Sequence[int], told: Sequence[TokenLogprobs]) -> None:
-    laws_TV = torch.log_softmax(own_logits("llama", [ids])[0, :-1].double(), -1)
-    assert len(told) == len(laws_TV)
-    for law_V, token_id, one in zip(laws_TV, ids[1:], told, strict=True):
-        assert one.logprob == pytest.approx(float(law_V[token_id]), abs=TOLERANCE)
-        assert list(one.top_logprobs) == pytest.approx(law_V.topk(_NUM_TOP).values.tolist(), abs=TOLERANCE)
+    probs_TV = torch.log_softmax(own_logits("llama", [ids])[0, :-1].double(), -1)
+    assert len(told) == len(probs_TV)
+    for probs_V, token_id, one in zip(probs_TV, ids[1:], told, strict=True):
+        assert one.logprob == pytest.approx(float(probs_V[token_id]), abs=TOLERANCE)
+        assert list(one.top_logprobs) == pytest.approx(probs_V.topk(_NUM_TOP).values.tolist(), abs=TOLERANCE)

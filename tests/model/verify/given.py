@@ -20,7 +20,7 @@ class Given(NamedTuple):
 def given_by(plan: LocalPlan, model: TinyModel, trees: list[DrawnTree], mass: float) -> Given:
     """Return what the plan gives at a root of prefix mass `mass`."""
     batch = batch_of(model, trees)
-    case = Case.of(batch.forest, batch.target_laws_NV, plan)
+    case = Case.of(batch.forest, batch.target_probs_NV, plan)
     roots = case.layout.level(batch.forest.offsets[:-1])
     masses_P = torch.full((case.layout.dummy + 1,), mass, dtype=torch.float64)
     families = case.families(roots, masses_P)

@@ -11,7 +11,7 @@ from engine.verify.directions import Direction
 from engine.verify.masses import Case, Masses, TwoPhase
 from engine.verify.plans import LocalPlan
 from engine.verify.rules import create_verifier
-from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, emitted_law, loss
+from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, emitted_probs, loss
 
 EXACT = 1e-12
 
@@ -25,31 +25,31 @@ class Outcomes(NamedTuple):
 
 def outcomes_of(rule: TwoPhase, batch: Batch) -> Outcomes:
     """Return the exact outcome laws of phase 1 and of what phase 2 draws from."""
-    case = Case.of(batch.forest, batch.target_laws_NV, rule.plan)
+    case = Case.of(batch.forest, batch.target_probs_NV, rule.plan)
     masses = case.masses(rule.direction)
-    stop_N = stop_laws(case, rule.direction, masses)
-    extra_NV = torch.zeros_like(batch.target_laws_NV)
+    stop_N = stop_probs(case, rule.direction, masses)
+    extra_NV = torch.zeros_like(batch.target_probs_NV)
     level = case.layout.level(range(batch.forest.num_nodes))
     weights_NV = case.extra_weights(level, masses.prefix_P)
     extra_NV[level.nodes_M] = weights_NV / weights_NV.sum(-1, keepdim=True)
     return Outcomes(stop_N, extra_NV)
 
 
-def stop_laws(case: Case, direction: Direction, masses: Masses) -> Tensor:
+def stop_probs(case: Case, direction: Direction, masses: Masses) -> Tensor:
     """Return the probability that the path of its tree ends at each packed node."""
-    laws = [direction.stop_law(tree, odds) for tree, odds in zip(case.forest.trees, case.odds(masses))]
-    return torch.tensor([chance for law in laws for chance in law], dtype=torch.float64)
+    probs = [direction.stop_distribution(tree, odds) for tree, odds in zip(case.forest.trees, case.odds(masses))]
+    return torch.tensor([chance for distribution in probs for chance in distribution], dtype=torch.float64)
 
 
-def text_law(rule: TwoPhase, model: TinyModel, trees: list[DrawnTree]) -> Tensor:
+def text_probs(rule: TwoPhase, model: TinyModel, trees: list[DrawnTree]) -> Tensor:
     """Return the law of the emitted text, each tree weighed by its probability."""
     batch = batch_of(model, trees)
-    return torch.from_numpy(emitted_law(model, batch, *outcomes_of(rule, batch)))
+    return torch.from_numpy(emitted_probs(model, batch, *outcomes_of(rule, batch)))
 
 
 def loss_of(rule: TwoPhase, model: TinyModel, trees: list[DrawnTree]) -> float:
     """Return how far the law of the emitted text is from the target's."""
-    return loss(model, text_law(rule, model, trees).numpy())
+    return loss(model, text_probs(rule, model, trees).numpy())
 
 
 def named(name: str) -> TwoPhase:

@@ -18,7 +18,7 @@ from engine.verify.plans import Families, LocalPlan, TargetDraw
 from engine.verify.selections import BestRanked
 from tests.enumeration import Law, TinyModel, batch_of, delayed_trees, set_and_sample_trees
 from tests.model.verify.given import given_by
-from tests.model.verify.rules_under_test import EXACT, ON_DELAYED, RULES, stop_laws
+from tests.model.verify.rules_under_test import EXACT, ON_DELAYED, RULES, stop_probs
 from tests.model.verify.test_verify_plans import PLANS, AcceptsAlways
 
 Formula = Callable[[Law, Law, int], float]
@@ -89,8 +89,8 @@ def test_what_is_accepted_is_what_the_closed_form_says(name: str, num_draws: int
 
 def test_the_closed_form_of_another_rule_differs() -> None:
     model = TinyModel(4, seed=0)
-    laws = model.target(()), model.draft(())
-    values = sorted(formula(*laws, 2) for formula in {*FORMULAS.values()})
+    probs = model.target(()), model.draft(())
+    values = sorted(formula(*probs, 2) for formula in {*FORMULAS.values()})
     assert min(np.diff(values)) > 2e-3
 
 
@@ -131,17 +131,17 @@ def is_optimal_for_one(plan: LocalPlan, mass: float) -> bool:
 # Choices: the law that is told is the law of what is chosen.
 
 
-def chosen_law(selection: Selection, model: TinyModel, num_draws: int) -> tuple[Law, Law]:
+def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tuple[Law, Law]:
     """Return the law of the chosen token, by enumeration of the draws and as the selection tells it."""
     trees = delayed_trees(model, Expansion(0, num_draws, 1))
     batch = batch_of(model, trees)
-    case = Case.of(batch.forest, batch.target_laws_NV, OneToken(AcceptChosen(selection)))
+    case = Case.of(batch.forest, batch.target_probs_NV, OneToken(AcceptChosen(selection)))
     roots = case.layout.level(batch.forest.offsets[:-1])
     families = case.families(roots, torch.ones(case.layout.dummy + 1, dtype=torch.float64))
     choice = selection.choose(families)
     weights_M = torch.tensor([drawn.probability for drawn in trees], dtype=torch.float64)
-    drawn_MV = torch.zeros_like(choice.law_AV).scatter_add_(1, families.tokens_MC, choice.chance_AC)
-    return (weights_M @ drawn_MV).numpy(), choice.law_AV[0].numpy()
+    drawn_MV = torch.zeros_like(choice.probs_AV).scatter_add_(1, families.tokens_MC, choice.chance_AC)
+    return (weights_M @ drawn_MV).numpy(), choice.probs_AV[0].numpy()
 
 
 class WorstRanked(BestRanked):
@@ -149,18 +149,18 @@ class WorstRanked(BestRanked):
 
     def choose(self, trying: Families) -> Choice:
         chance_AC = super().choose(trying).chance_AC
-        return Choice((1.0 - chance_AC) / (chance_AC.shape[-1] - 1.0), super().choose(trying).law_AV)
+        return Choice((1.0 - chance_AC) / (chance_AC.shape[-1] - 1.0), super().choose(trying).probs_AV)
 
 
 @pytest.mark.parametrize("num_draws", [2, 3])
 @pytest.mark.parametrize(
     "selection", [BestRanked(), Duels(2), Duels(3), Duels(4)], ids=["ranked", "duels-2", "duels-3", "duels-4"]
 )
-def test_the_law_of_the_chosen_draw_is_told(selection: Selection, num_draws: int) -> None:
+def test_the_probs_of_the_chosen_draw_is_told(selection: Selection, num_draws: int) -> None:
     for flavour in ("generic", "sparse", "equal"):
-        drawn, told = chosen_law(selection, TinyModel(4, 3, flavour), num_draws)
+        drawn, told = chosen_probs(selection, TinyModel(4, 3, flavour), num_draws)
         assert told == pytest.approx(drawn, abs=EXACT)
-    drawn, told = chosen_law(WorstRanked(), TinyModel(4, 3), num_draws)
+    drawn, told = chosen_probs(WorstRanked(), TinyModel(4, 3), num_draws)
     assert np.abs(drawn - told).max() > 1e-2
 
 
@@ -171,11 +171,11 @@ def accepted_of(plan: LocalPlan, pairs: Sequence[tuple[Law, Law]], num_draws: in
     """Return what the plan accepts of each (target, draft) pair, over all draws."""
     outcomes = list(itertools.product(range(len(pairs[0][0])), repeat=num_draws))
     trees = [star(draws) for draws in outcomes] * len(pairs)
-    law_rows = tuple((i // len(outcomes), *[None] * (tree.num_nodes - 1)) for i, tree in enumerate(trees))
-    forest = Forest(tuple(trees), torch.tensor(np.stack([draft for _, draft in pairs])), law_rows)
+    probs_rows = tuple((i // len(outcomes), *[None] * (tree.num_nodes - 1)) for i, tree in enumerate(trees))
+    forest = Forest(tuple(trees), torch.tensor(np.stack([draft for _, draft in pairs])), probs_rows)
     target_NV = torch.tensor(np.stack([pairs[i // len(outcomes)][0] for i, tree in enumerate(trees) for _ in tree.parents]))
     case = Case.of(forest, target_NV, plan)
-    stop_N = stop_laws(case, TopDown(), case.masses(TopDown()))
+    stop_N = stop_probs(case, TopDown(), case.masses(TopDown()))
     stop_XD = stop_N[torch.tensor(forest.offsets[:-1])].view(len(pairs), len(outcomes)).numpy()
     probability_XD = np.stack([[np.prod(draft[list(draws)]) for draws in outcomes] for _, draft in pairs])
     return np.asarray(1.0 - (stop_XD * probability_XD).sum(-1))

@@ -63,28 +63,28 @@ def emitted(drawn: DrawnTree, verdict: Verdict) -> Context:
 Judging = Callable[[Forest, torch.Tensor, list[StepKey]], list[Verdict]]
 
 
-def by_laws(forest: Forest, laws_NV: torch.Tensor, keys: list[StepKey]) -> list[Verdict]:
-    return Coupled().judge(forest, laws_NV, keys)
+def by_probs(forest: Forest, probs_NV: torch.Tensor, keys: list[StepKey]) -> list[Verdict]:
+    return Coupled().judge(forest, probs_NV, keys)
 
 
-def by_library(forest: Forest, laws_NV: torch.Tensor, keys: list[StepKey]) -> list[Verdict]:
+def by_library(forest: Forest, probs_NV: torch.Tensor, keys: list[StepKey]) -> list[Verdict]:
     """Judge logits of these laws, at a temperature that they are made for; rows lie among others."""
-    rows, temperatures = range(1, 2 * len(laws_NV), 2), [0.5 + b % 3 for b in range(len(forest.trees))]
-    logits_NV = torch.full((2 * len(laws_NV), laws_NV.shape[1]), math.nan)
+    rows, temperatures = range(1, 2 * len(probs_NV), 2), [0.5 + b % 3 for b in range(len(forest.trees))]
+    logits_NV = torch.full((2 * len(probs_NV), probs_NV.shape[1]), math.nan)
     of_tree = torch.tensor([t for t, tree in zip(temperatures, forest.trees) for _ in range(tree.num_nodes)])
-    logits_NV[list(rows)] = laws_NV.float().log() * of_tree[:, None]
+    logits_NV[list(rows)] = probs_NV.float().log() * of_tree[:, None]
     return judge_by_library(forest.trees, logits_NV, rows, temperatures, keys)
 
 
-WAYS = [by_laws, pytest.param(by_library, marks=needs_library)]
+WAYS = [by_probs, pytest.param(by_library, marks=needs_library)]
 
 
-def speculative_text(model: TinyModel, seed: int, rng: random.Random, judge: Judging = by_laws) -> Context:
+def speculative_text(model: TinyModel, seed: int, rng: random.Random, judge: Judging = by_probs) -> Context:
     text: Context = ()
     while len(text) < NUM_TOKENS:
         drawn = any_tree(rng)
         batch = batch_of(After(model, text), [drawn])  # type: ignore[arg-type]
-        text += emitted(drawn, judge(batch.forest, batch.target_laws_NV, [StepKey(seed, len(text))])[0])
+        text += emitted(drawn, judge(batch.forest, batch.target_probs_NV, [StepKey(seed, len(text))])[0])
     return text[:NUM_TOKENS]
 
 
@@ -97,29 +97,29 @@ def test_any_trees_give_the_text_of_plain_decoding(flavour: str, judge: Judging)
 
 
 @needs_library
-def test_many_trees_at_once_are_judged_as_by_laws() -> None:
+def test_many_trees_at_once_are_judged_as_by_probs() -> None:
     rng = random.Random(3)
     model = TinyModel(VOCAB, 3)
     batch = batch_of(model, [any_tree(rng) for _ in range(40)])
     keys = [StepKey(seed, seed % 5) for seed in range(40)]
-    judged = by_library(batch.forest, batch.target_laws_NV, keys)
-    assert judged == by_laws(batch.forest, batch.target_laws_NV, keys)
+    judged = by_library(batch.forest, batch.target_probs_NV, keys)
+    assert judged == by_probs(batch.forest, batch.target_probs_NV, keys)
     assert len({len(verdict.path) for verdict in judged}) > 2
 
 
 @pytest.mark.parametrize("judge", WAYS)
-def test_a_tree_with_a_law_that_is_none_on_its_path_is_named(judge: Judging) -> None:
+def test_a_tree_with_a_probs_that_is_none_on_its_path_is_named(judge: Judging) -> None:
     rng = random.Random(4)
     batch = batch_of(TinyModel(VOCAB, 4), [any_tree(rng) for _ in range(12)])
     keys = [StepKey(seed, 1) for seed in range(12)]
-    offsets, paths = batch.forest.offsets, [one.path for one in by_laws(batch.forest, batch.target_laws_NV, keys)]
+    offsets, paths = batch.forest.offsets, [one.path for one in by_probs(batch.forest, batch.target_probs_NV, keys)]
     deep = next(i for i, path in enumerate(paths) if len(path) > 1)
-    laws_NV = batch.target_laws_NV.clone()
-    laws_NV[offsets[2]] = math.nan
-    laws_NV[offsets[deep] + paths[deep][1], 1] = math.nan
+    probs_NV = batch.target_probs_NV.clone()
+    probs_NV[offsets[2]] = math.nan
+    probs_NV[offsets[deep] + paths[deep][1], 1] = math.nan
     with pytest.raises(NotFiniteLawError) as raised:
-        judge(batch.forest, laws_NV, keys)
-    assert judge is by_laws or set(raised.value.trees) == {2, deep}
+        judge(batch.forest, probs_NV, keys)
+    assert judge is by_probs or set(raised.value.trees) == {2, deep}
     assert set(raised.value.trees) <= {2, deep}
 
 
@@ -127,7 +127,7 @@ def test_a_tree_with_a_law_that_is_none_on_its_path_is_named(judge: Judging) -> 
 def test_noise_of_another_position_is_noticed(shift, monkeypatch: pytest.MonkeyPatch) -> None:
     right = coupled._noise_key
     monkeypatch.setattr(coupled, "_noise_key", lambda key, depth: right(key, 0 if shift == "root" else depth + shift))
-    for judge in (by_laws, by_library) if library.is_available() else (by_laws,):
+    for judge in (by_probs, by_library) if library.is_available() else (by_probs,):
         with pytest.raises(AssertionError):
             test_any_trees_give_the_text_of_plain_decoding("generic", judge)
 
@@ -138,9 +138,9 @@ def surprise_of_pairs(model: TinyModel, num_seeds: int) -> float:
     drawn = DrawnTree(TokenTree((-1, 0), (0, likeliest), ((1,), ())), ((), (likeliest,)), 1.0)
     batch = batch_of(model, [drawn])
     keys = [StepKey(seed, 0) for seed in range(num_seeds)]
-    forest = Forest(batch.forest.trees * num_seeds, batch.forest.draft_laws_RV, batch.forest.law_rows * num_seeds)
+    forest = Forest(batch.forest.trees * num_seeds, batch.forest.draft_probs_RV, batch.forest.probs_rows * num_seeds)
     counts = np.zeros(VOCAB)
-    for verdict in Coupled().judge(forest, batch.target_laws_NV.repeat(num_seeds, 1), keys):
+    for verdict in Coupled().judge(forest, batch.target_probs_NV.repeat(num_seeds, 1), keys):
         if len(verdict.path) == 2:
             counts[verdict.extra_id] += 1
     expected = num_seeds * model.target(())[likeliest] * model.target((likeliest,))

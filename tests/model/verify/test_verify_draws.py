@@ -30,7 +30,7 @@ UNSURPRISING, NOTICED = 4.0, 10.0  # standard deviations of a chi-square
 def copies(batch: Batch, count: int) -> Forest:
     """Return a forest of `count` copies of the batch's first tree."""
     forest = batch.forest
-    return Forest(forest.trees[:1] * count, forest.draft_laws_RV, forest.law_rows[:1] * count)
+    return Forest(forest.trees[:1] * count, forest.draft_probs_RV, forest.probs_rows[:1] * count)
 
 
 def one_tree(seed: int = 6) -> Batch:
@@ -40,14 +40,14 @@ def one_tree(seed: int = 6) -> Batch:
 
 
 def verdicts_of(rule: TwoPhase, batch: Batch, keys: Sequence[StepKey]) -> list[Verdict]:
-    laws_NV = batch.target_laws_NV[: batch.forest.trees[0].num_nodes].repeat(len(keys), 1)
-    return rule.judge(copies(batch, len(keys)), laws_NV, keys)
+    probs_NV = batch.target_probs_NV[: batch.forest.trees[0].num_nodes].repeat(len(keys), 1)
+    return rule.judge(copies(batch, len(keys)), probs_NV, keys)
 
 
-def chi_square(counts: Tensor, law: Tensor) -> float:
+def chi_square(counts: Tensor, distribution: Tensor) -> float:
     """Return Pearson's statistic in standard deviations above its mean; impossible outcomes must not occur."""
-    expected = law * counts.sum()
-    possible = law > 1e-12
+    expected = distribution * counts.sum()
+    possible = distribution > 1e-12
     assert counts[~possible].sum() == 0
     statistic = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
     freedom = int(possible.sum()) - 1
@@ -127,7 +127,7 @@ def several_trees() -> Batch:
 
 def alone(name: str, batch: Batch, keys: Sequence[StepKey], b: int) -> Verdict:
     rows = slice(batch.forest.offsets[b], batch.forest.offsets[b + 1])
-    return create_verifier(name).judge(batch.forest.subset([b]), batch.target_laws_NV[rows], [keys[b]])[0]
+    return create_verifier(name).judge(batch.forest.subset([b]), batch.target_probs_NV[rows], [keys[b]])[0]
 
 
 @pytest.mark.parametrize("name", VERIFIER_NAMES)
@@ -135,7 +135,7 @@ def test_a_verdict_does_not_depend_on_batch_mates(name: str) -> None:
     batch = several_trees()
     for seed in range(12):
         keys = [StepKey(seed, 7 * b) for b in range(len(batch.trees))]
-        together = create_verifier(name).judge(batch.forest, batch.target_laws_NV, keys)
+        together = create_verifier(name).judge(batch.forest, batch.target_probs_NV, keys)
         assert together == [alone(name, batch, keys, b) for b in range(len(batch.trees))]
 
 
@@ -151,13 +151,13 @@ def test_randomness_numbered_by_place_in_the_batch_is_noticed(monkeypatch: pytes
 def test_levels_of_many_nodes_are_split_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = several_trees()
     keys = [StepKey(1, 7 * b) for b in range(len(batch.trees))]
-    whole = TRAVERSAL.judge(batch.forest, batch.target_laws_NV, keys)
+    whole = TRAVERSAL.judge(batch.forest, batch.target_probs_NV, keys)
     monkeypatch.setattr("engine.verify.layout._CPU_ENTRIES", 1)
-    assert TRAVERSAL.judge(batch.forest, batch.target_laws_NV, keys) == whole
+    assert TRAVERSAL.judge(batch.forest, batch.target_probs_NV, keys) == whole
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_expected_tokens_are_those_of_the_law_of_where_paths_end(rule: TwoPhase) -> None:
+def test_expected_tokens_are_those_of_the_probs_of_where_paths_end(rule: TwoPhase) -> None:
     batch = one_tree()
     verdicts = verdicts_of(rule, batch, [StepKey(seed, 0) for seed in range(NUM_SEEDS)])
     expected = verdicts[0].expected_tokens

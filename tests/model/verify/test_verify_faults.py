@@ -38,16 +38,16 @@ def drawable_after_root(case: Case) -> list[int]:
 @pytest.mark.parametrize("name", READS_DRAFT)
 def test_an_empty_residual_falls_back_to_the_target_never_to_uniform(name: str) -> None:
     """With p = q the first child is taken for certain, so S = 0; token 2 has probability 0 and must stay impossible."""
-    law = np.array([0.25, 0.75, 0.0])
+    distribution = np.array([0.25, 0.75, 0.0])
     model = TinyModel(3, seed=0)
-    model.target = model.draft = lambda context: law
+    model.target = model.draft = lambda context: distribution
     batch = batch_of(model, [DrawnTree(TokenTree((-1, 0), (0, 1), ((1,), ())), ((), (1,)), 1.0)])
     plan = RULES[name].plan
-    assert drawable_after_root(Case.of(batch.forest, batch.target_laws_NV, plan)) == [0, 1]
-    assert drawable_after_root(UniformFallback.of(batch.forest, batch.target_laws_NV, plan)) == [0, 1, 2]
+    assert drawable_after_root(Case.of(batch.forest, batch.target_probs_NV, plan)) == [0, 1]
+    assert drawable_after_root(UniformFallback.of(batch.forest, batch.target_probs_NV, plan)) == [0, 1, 2]
 
 
-def test_float32_laws_give_the_masses_of_float64_even_after_a_near_certain_draft() -> None:
+def test_float32_probs_give_the_masses_of_float64_even_after_a_near_certain_draft() -> None:
     """Renormalising by 1 - q(x) would divide by 0 here: q(x) rounds to 1 in float32."""
     draft, target = np.array([1.0 - 3e-9, 2e-9, 1e-9]), np.array([0.2, 0.5, 0.3])
     model = TinyModel(3, seed=0)
@@ -61,7 +61,7 @@ def test_float32_laws_give_the_masses_of_float64_even_after_a_near_certain_draft
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_makes_of_float32_laws_what_it_makes_of_float64(name: str) -> None:
+def test_every_rule_makes_of_float32_probs_what_it_makes_of_float64(name: str) -> None:
     model = TinyModel(4, seed=1)
     trees = delayed_trees(model, Expansion(1, 2, 1))
     single, double = (outcomes_of(RULES[name], batch_of(model, trees, dtype)) for dtype in (torch.float32, torch.float64))
@@ -95,28 +95,28 @@ def two_trees() -> Batch:
 
 
 def judge(name: str, batch: Batch) -> None:
-    create_verifier(name).judge(batch.forest, batch.target_laws_NV, [StepKey(0, 1), StepKey(1, 1)])
+    create_verifier(name).judge(batch.forest, batch.target_probs_NV, [StepKey(0, 1), StepKey(1, 1)])
 
 
 @pytest.mark.parametrize("name", VERIFIER_NAMES)
-def test_sound_laws_are_judged(name: str) -> None:
+def test_sound_probs_are_judged(name: str) -> None:
     judge(name, two_trees())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", VERIFIER_NAMES)
-def test_a_target_law_that_is_not_finite_names_its_tree(name: str, value: float) -> None:
+def test_a_target_probs_that_is_not_finite_names_its_tree(name: str, value: float) -> None:
     batch = two_trees()
-    batch.target_laws_NV[batch.forest.offsets[1], 2] = value
+    batch.target_probs_NV[batch.forest.offsets[1], 2] = value
     with pytest.raises(NotFiniteLawError, match="trees 1 of") as caught:
         judge(name, batch)
     assert caught.value.trees == (1,)
 
 
 @pytest.mark.parametrize("name", READS_DRAFT)
-def test_a_draft_law_that_is_not_finite_names_its_tree(name: str) -> None:
+def test_a_draft_probs_that_is_not_finite_names_its_tree(name: str) -> None:
     batch = two_trees()
-    batch.forest.draft_laws_RV[0, 2] = float("nan")
+    batch.forest.draft_probs_RV[0, 2] = float("nan")
     with pytest.raises(NotFiniteLawError) as caught:
         judge(name, batch)
     assert caught.value.trees == (0,)
@@ -128,9 +128,9 @@ def test_a_draft_law_that_is_not_finite_names_its_tree(name: str) -> None:
 def test_a_drafted_token_of_draft_probability_zero_names_its_tree(name: str) -> None:
     batch = two_trees()
     tree = batch.forest.trees[1]
-    row = batch.forest.law_rows[1][0]
+    row = batch.forest.probs_rows[1][0]
     assert row is not None
-    batch.forest.draft_laws_RV[row, tree.token_ids[tree.draws[0][0]]] = 0.0
+    batch.forest.draft_probs_RV[row, tree.token_ids[tree.draws[0][0]]] = 0.0
     with pytest.raises(ImpossibleDraftError) as caught:
         judge(name, batch)
     assert caught.value.trees == (1,)
@@ -138,29 +138,29 @@ def test_a_drafted_token_of_draft_probability_zero_names_its_tree(name: str) -> 
 
 
 @pytest.mark.parametrize("name", READS_DRAFT)
-def test_children_without_a_draft_law_are_refused(name: str) -> None:
+def test_children_without_a_draft_probs_are_refused(name: str) -> None:
     batch = two_trees()
-    lawless = replace(batch.forest, law_rows=(batch.forest.law_rows[0], (None,) * batch.forest.trees[1].num_nodes))
+    lawless = replace(batch.forest, probs_rows=(batch.forest.probs_rows[0], (None,) * batch.forest.trees[1].num_nodes))
     with pytest.raises(ImpossibleDraftError):
         judge(name, replace(batch, forest=lawless))
     judge("nss", replace(batch, forest=lawless))
 
 
-def test_every_law_error_is_a_value_error_with_trees() -> None:
+def test_every_probs_error_is_a_value_error_with_trees() -> None:
     assert issubclass(LawError, ValueError)
     assert all(issubclass(error, LawError) for error in (NotFiniteLawError, ImpossibleDraftError))
 
 
-def test_a_missing_target_law_is_an_error() -> None:
+def test_a_missing_target_probs_is_an_error() -> None:
     batch = two_trees()
     with pytest.raises(ValueError, match="target laws for"):
-        Case.of(batch.forest, batch.target_laws_NV[:-1], TargetDraw())
+        Case.of(batch.forest, batch.target_probs_NV[:-1], TargetDraw())
 
 
 @pytest.mark.parametrize("name", VERIFIER_NAMES)
 def test_a_forest_that_drafted_nothing_is_plain_decoding(name: str) -> None:
-    law = torch.tensor([[0.0, 1.0, 0.0]])
+    distribution = torch.tensor([[0.0, 1.0, 0.0]])
     forest = Forest((TokenTree.single(7),), torch.empty((0, 3)), ((None,),))
-    verdict = create_verifier(name).judge(forest, law, [StepKey(3, 5)])[0]
+    verdict = create_verifier(name).judge(forest, distribution, [StepKey(3, 5)])[0]
     assert (verdict.path, verdict.extra_id) == ((0,), 1)
     assert verdict.expected_tokens in (1.0, None)

@@ -42,8 +42,8 @@ def one_tree(shape: Expansion) -> Batch:
 def judge(rule: TwoPhase, batch: Batch, count: int) -> None:
     """Judge `count` copies of the batch's tree; eight keys come round, so that paths end where they do in eight of them."""
     forest = batch.forest
-    copies = Forest(forest.trees * count, forest.draft_laws_RV, forest.law_rows * count)
-    rule.judge(copies, batch.target_laws_NV.repeat(count, 1), [StepKey(b % 8, 5) for b in range(count)])
+    copies = Forest(forest.trees * count, forest.draft_probs_RV, forest.probs_rows * count)
+    rule.judge(copies, batch.target_probs_NV.repeat(count, 1), [StepKey(b % 8, 5) for b in range(count)])
 
 
 def kernels_of(rule: TwoPhase, batch: Batch, count: int) -> int:

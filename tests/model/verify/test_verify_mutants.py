@@ -23,7 +23,7 @@ from tests.enumeration import (
     batch_of,
     delayed_trees,
     distinct_trees,
-    emitted_law,
+    emitted_probs,
     loss,
     set_and_sample_trees,
 )
@@ -49,7 +49,7 @@ class KeepsRefusedInDraftLaw(WithoutReplacement):
 
 
 @pytest.mark.parametrize("direction", [BottomUp(), TopDown()], ids=["q-not-zeroed", "no-multiplicity"])
-def test_merged_duplicates_against_an_unchanged_draft_law_are_noticed(direction) -> None:
+def test_merged_duplicates_against_an_unchanged_draft_probs_are_noticed(direction) -> None:
     model = TinyModel(3, seed=1)
     assert loss_of(rule_of(KeepsRefusedInDraftLaw(), direction), model, delayed_trees(model, Expansion(0, 3, 1))) > 1e-4
 
@@ -96,14 +96,14 @@ def path_loss(model: TinyModel, length: int, caps: Callable[[list[float]], list[
     batch = batch_of(model, delayed_trees(model, Expansion(length, 1, 0)))
     stops, extras = [], []
     for drawn in batch.trees:
-        laws = [(model.target(context), model.draft(context)) for context in drawn.contexts]
-        ratios = [float(target[x] / draft[x]) for (target, draft), x in zip(laws, drawn.contexts[-1])]
+        probs = [(model.target(context), model.draft(context)) for context in drawn.contexts]
+        ratios = [float(target[x] / draft[x]) for (target, draft), x in zip(probs, drawn.contexts[-1])]
         masses = caps(ratios)
-        rests = [np.maximum(mass * target - draft, 0.0) for mass, (target, draft) in zip(masses, laws)]
+        rests = [np.maximum(mass * target - draft, 0.0) for mass, (target, draft) in zip(masses, probs)]
         keeps = [rest.sum() / (rest.sum() + 1.0 - mass) for rest, mass in zip(rests[:-1], masses)] + [masses[-1]]
         stops += [keep * np.prod([1.0 - later for later in keeps[i + 1 :]]) for i, keep in enumerate(keeps)]
-        extras += [rest / max(rest.sum(), 1e-300) for rest in rests[:-1]] + [laws[-1][0]]
-    return loss(model, emitted_law(model, batch, torch.tensor(stops), torch.tensor(np.stack(extras))))
+        extras += [rest / max(rest.sum(), 1e-300) for rest in rests[:-1]] + [probs[-1][0]]
+    return loss(model, emitted_probs(model, batch, torch.tensor(stops), torch.tensor(np.stack(extras))))
 
 
 def test_a_joint_ratio_in_place_of_the_running_mass_is_noticed() -> None:
@@ -116,10 +116,10 @@ class LikeliestPath(FirstPath):
     """Follows the likeliest child instead of the first."""
 
     def __init__(self, model: TinyModel) -> None:
-        self._law = model.draft(())
+        self._probs = model.draft(())
 
     def tries(self, tree: TokenTree) -> Sequence[Sequence[int]]:
-        return [tuple(sorted(kids, key=lambda child: -self._law[tree.token_ids[child]])[:1]) for kids in tree.children]
+        return [tuple(sorted(kids, key=lambda child: -self._probs[tree.token_ids[child]])[:1]) for kids in tree.children]
 
 
 @pytest.mark.parametrize("direction", [BottomUp(), TopDown()], ids=["block", "naive"])
@@ -133,15 +133,15 @@ def test_a_path_chosen_by_value_is_noticed(direction: Direction) -> None:
 class DivisorTooSmall(KSeq):
     """K-SEQ with r below the solution: gamma > r, and the residual would have to be negative."""
 
-    def _divisor(self, *laws_and_draws: Tensor) -> Tensor:
-        return 1.0 + 0.5 * (super()._divisor(*laws_and_draws) - 1.0)
+    def _divisor(self, *probs_and_draws: Tensor) -> Tensor:
+        return 1.0 + 0.5 * (super()._divisor(*probs_and_draws) - 1.0)
 
 
 class DivisorTooLarge(KSeq):
     """K-SEQ with r above the solution: accepts less and loses nothing."""
 
-    def _divisor(self, *laws_and_draws: Tensor) -> Tensor:
-        return 1.0 + 1.5 * (super()._divisor(*laws_and_draws) - 1.0)
+    def _divisor(self, *probs_and_draws: Tensor) -> Tensor:
+        return 1.0 + 1.5 * (super()._divisor(*probs_and_draws) - 1.0)
 
 
 def test_a_small_divisor_is_lossy_and_a_large_one_is_not() -> None:
@@ -163,7 +163,7 @@ class TellsDraftLaw:
 
 
 @pytest.mark.parametrize("selection", [BestRanked(), Duels()], ids=["tournament", "khisti"])
-def test_a_choice_whose_law_is_not_told_is_noticed(selection: Selection) -> None:
+def test_a_choice_whose_probs_is_not_told_is_noticed(selection: Selection) -> None:
     model = TinyModel(4, seed=0)
     trees = delayed_trees(model, Expansion(0, 3, 1))
     assert loss_of(rule_of(OneToken(AcceptChosen(selection)), TopDown()), model, trees) < EXACT
@@ -184,7 +184,7 @@ def test_a_token_shared_as_often_as_drawn_is_noticed() -> None:
     assert loss_of(rule_of(SharesEveryDraw(AcceptChosen(FirstDraw())), TopDown()), model, trees) > 1e-2
 
 
-def test_a_draft_law_that_keeps_the_fixed_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_probs_that_keeps_the_fixed_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyModel(3, seed=0)
     trees = set_and_sample_trees(model, (1, 1))
     assert loss_of(UNIVER, model, trees) < EXACT
@@ -197,8 +197,8 @@ def test_a_bonus_token_taken_from_the_root_is_noticed(rule: TwoPhase) -> None:
     model = TinyModel(3, seed=3)
     batch = batch_of(model, delayed_trees(model, Expansion(1, 2, 1)))
     outcomes = outcomes_of(rule, batch)
-    assert loss(model, emitted_law(model, batch, *outcomes)) < EXACT
+    assert loss(model, emitted_probs(model, batch, *outcomes)) < EXACT
     from_root_NV = outcomes.extra_NV.clone()
     for begin, end in zip(batch.forest.offsets, batch.forest.offsets[1:]):
         from_root_NV[begin:end] = outcomes.extra_NV[begin]
-    assert loss(model, emitted_law(model, batch, outcomes.stop_N, from_root_NV)) > 1e-3
+    assert loss(model, emitted_probs(model, batch, outcomes.stop_N, from_root_NV)) > 1e-3

@@ -15,7 +15,7 @@ from tests.enumeration import (
     batch_of,
     beam_trees,
     delayed_trees,
-    emitted_law,
+    emitted_probs,
     loss,
     set_and_sample_trees,
 )
@@ -26,7 +26,7 @@ from tests.model.verify.rules_under_test import (
     UNIVER,
     loss_of,
     outcomes_of,
-    text_law,
+    text_probs,
 )
 
 
@@ -74,8 +74,8 @@ def sample_dropped(model: TinyModel, is_dropped) -> float:
             cut.append(rebuilt(model, drawn, lambda context, ids: ids[:1]))
         else:
             kept.append(drawn)
-    laws = [text_law(rule, model, trees) for rule, trees in ((UNIVER, kept), (NSS, cut)) if trees]
-    return loss(model, torch.stack(laws).sum(0).numpy())
+    probs = [text_probs(rule, model, trees) for rule, trees in ((UNIVER, kept), (NSS, cut)) if trees]
+    return loss(model, torch.stack(probs).sum(0).numpy())
 
 
 def test_a_sample_ranked_by_its_own_probability_is_noticed() -> None:
@@ -86,7 +86,7 @@ def test_a_sample_ranked_by_its_own_probability_is_noticed() -> None:
     assert sample_dropped(model, lambda best, own: own < 0.2) > 1e-3
 
 
-def test_a_ratio_to_the_draft_law_is_noticed_where_nothing_was_drawn() -> None:
+def test_a_ratio_to_the_draft_probs_is_noticed_where_nothing_was_drawn() -> None:
     model = TinyModel(3, seed=0)
     assert loss_of(NSS, model, beam_trees(model, 2, 1)) < EXACT
     assert loss_of(TRAVERSAL, model, beam_trees(model, 2, 1)) > 0.1
@@ -94,19 +94,19 @@ def test_a_ratio_to_the_draft_law_is_noticed_where_nothing_was_drawn() -> None:
 
 def within_children(batch: Batch) -> Batch:
     """Restrict each draft law to the children that were drawn from it."""
-    draft_RV = torch.zeros_like(batch.forest.draft_laws_RV)
-    for tree, law_rows in zip(batch.forest.trees, batch.forest.law_rows):
-        for kids, row in zip(tree.children, law_rows):
+    draft_RV = torch.zeros_like(batch.forest.draft_probs_RV)
+    for tree, probs_rows in zip(batch.forest.trees, batch.forest.probs_rows):
+        for kids, row in zip(tree.children, probs_rows):
             if row is not None:
                 ids = [tree.token_ids[child] for child in kids]
-                draft_RV[row, ids] = batch.forest.draft_laws_RV[row, ids]
+                draft_RV[row, ids] = batch.forest.draft_probs_RV[row, ids]
                 draft_RV[row] /= draft_RV[row].sum()
-    return replace(batch, forest=replace(batch.forest, draft_laws_RV=draft_RV))
+    return replace(batch, forest=replace(batch.forest, draft_probs_RV=draft_RV))
 
 
-def test_a_draft_law_restricted_to_the_children_is_noticed() -> None:
+def test_a_draft_probs_restricted_to_the_children_is_noticed() -> None:
     model = TinyModel(4, seed=0)
     batch = batch_of(model, delayed_trees(model, Expansion(0, 2, 1)))
-    assert loss(model, emitted_law(model, batch, *outcomes_of(TRAVERSAL, batch))) < EXACT
+    assert loss(model, emitted_probs(model, batch, *outcomes_of(TRAVERSAL, batch))) < EXACT
     mutant = within_children(batch)
-    assert loss(model, emitted_law(model, mutant, *outcomes_of(TRAVERSAL, mutant))) > 1e-2
+    assert loss(model, emitted_probs(model, mutant, *outcomes_of(TRAVERSAL, mutant))) > 1e-2

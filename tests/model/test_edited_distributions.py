@@ -87,13 +87,13 @@ def seeded_text(edits: str) -> list[int]:
     request = request_of(edits, seed=11, temperature=0.8)
     sampling, text = request.sampling, list(PROMPT)
     while len(text) < len(PROMPT) + LONG and (len(text) == len(PROMPT) or text[-1] not in sampling.stop_token_ids):
-        law = law_after(sampling, [text])[0]
-        noise = gumbels([stream_key(11, len(text), Stream.TOKEN)], len(law))[0]
-        text.append(int((law.log() + noise).argmax()))
+        distribution = probs_after(sampling, [text])[0]
+        noise = gumbels([stream_key(11, len(text), Stream.TOKEN)], len(distribution))[0]
+        text.append(int((distribution.log() + noise).argmax()))
     return text[len(PROMPT) :]
 
 
-def law_after(sampling: SamplingParams, texts: Sequence[Sequence[int]], num_prompt: int = len(PROMPT)) -> torch.Tensor:
+def probs_after(sampling: SamplingParams, texts: Sequence[Sequence[int]], num_prompt: int = len(PROMPT)) -> torch.Tensor:
     """Return the float64 laws of what follows texts of one length: transformers' logits and processors, then temperature."""
     scores = processors_of(sampling, num_prompt)(torch.tensor(texts), own_logits("llama", texts)[:, -1])
     return torch.softmax(scores.double() / sampling.temperature, -1)
@@ -179,17 +179,17 @@ WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, ma
 
 
 @cache
-def target_law() -> dict[tuple[int, ...], float]:
+def target_distribution() -> dict[tuple[int, ...], float]:
     """Return the law of the first three tokens, by transformers' logits and processors."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
-        nexts = law_after(COUNTED, [[*SHORT, *text] for text in law], len(SHORT))
-        law = {
+        nexts = probs_after(COUNTED, [[*SHORT, *text] for text in distribution], len(SHORT))
+        distribution = {
             (*text, token_id): p * float(row[token_id])
-            for (text, p), row in zip(law.items(), nexts, strict=True)
+            for (text, p), row in zip(distribution.items(), nexts, strict=True)
             for token_id in row.nonzero()[:, 0].tolist()
         }
-    return law
+    return distribution
 
 
 def triples(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
@@ -210,8 +210,8 @@ def triples(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
         ("block", Expansion(3, 1, 0)),
     ],
 )
-def test_the_engines_law_is_the_edited_law(verifier, expansion):
-    assert z_of_counts(triples(verifier, expansion), target_law()) < PASSES_BELOW
+def test_the_engines_probs_is_the_edited_probs(verifier, expansion):
+    assert z_of_counts(triples(verifier, expansion), target_distribution()) < PASSES_BELOW
 
 
 def context_without(**fields):
@@ -223,7 +223,7 @@ def root_forgotten(row, path_ids):
     return replace(context, history=context.history[:-1])
 
 
-_LAW_CONTEXT = Row.law_context
+_LAW_CONTEXT = Row.sampling_context
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,9 @@ _LAW_CONTEXT = Row.law_context
     [context_without(path_ids=()), context_without(num_prompt_tokens=0), root_forgotten],
     ids=["path forgotten", "prompt counted", "root forgotten"],
 )
-def test_the_law_and_the_texts_kill(mutant, monkeypatch):
-    monkeypatch.setattr(Row, "law_context", mutant)
-    assert z_of_counts(triples("traversal", Expansion(1, 3, 1)), target_law()) > FAILS_ABOVE
+def test_the_probs_and_the_texts_kill(mutant, monkeypatch):
+    monkeypatch.setattr(Row, "sampling_context", mutant)
+    assert z_of_counts(triples("traversal", Expansion(1, 3, 1)), target_distribution()) > FAILS_ABOVE
     for request, text in (
         (request_of("all", temperature=0.0), generated("all")),
         (request_of("all", seed=11, temperature=0.8), seeded_text("all")),
@@ -242,7 +242,7 @@ def test_the_law_and_the_texts_kill(mutant, monkeypatch):
             check_texts(request, text, [Expansion(2, 2, 2)])
 
 
-def test_the_law_kills_a_judge_that_edits_nothing(monkeypatch):
+def test_the_probs_kills_a_judge_that_edits_nothing(monkeypatch):
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     with pytest.raises(AssertionError):
         check_texts(request_of("repetition", temperature=0.0), generated("repetition"))

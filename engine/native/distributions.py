@@ -29,13 +29,13 @@ def likeliest(logits_NV: Float[Tensor, "N V"]) -> list[tuple[float, int]]:
     return list(zip(values_N.tolist(), tokens_N.tolist(), strict=True))
 
 
-def laws(logits_NV: Float[Tensor, "N V"], rows: Sequence[int], temperatures: Sequence[float]) -> Float[Tensor, "R V"]:
+def probs(logits_NV: Float[Tensor, "N V"], rows: Sequence[int], temperatures: Sequence[float]) -> Float[Tensor, "R V"]:
     """Return softmax(logits / temperature) of each of `rows`."""
     logits_NV, rows_R = logits_NV.contiguous(), np.array(rows, dtype=np.int64)
     inverse_R = 1.0 / np.array(temperatures, dtype=np.float32)
-    laws_RV = torch.empty(len(rows), logits_NV.shape[1])
+    probs_RV = torch.empty(len(rows), logits_NV.shape[1])
     library.library().latebranch_laws(
         *(logits_NV.data_ptr(), logits_NV.shape[1], library.address(rows_R), library.address(inverse_R), len(rows)),
-        *(laws_RV.data_ptr(), library.num_threads()),
+        *(probs_RV.data_ptr(), library.num_threads()),
     )
-    return laws_RV
+    return probs_RV

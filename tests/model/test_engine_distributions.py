@@ -20,9 +20,9 @@ from engine.testing import tiny_engine
 from engine.verify import masses
 from engine.verify.verdict import Verdict
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
+from tests.model.distributions import probs_of
 from tests.model.driving import run
 from tests.model.heads import head_engine, learnt_head
-from tests.model.laws import laws_of
 from tests.model.test_kv_cache import RandomExpansion
 from tests.model.tiny import own_logits, pair
 
@@ -43,20 +43,20 @@ WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, ma
 
 
 @cache
-def target_law() -> dict[tuple[int, ...], float]:
+def target_distribution() -> dict[tuple[int, ...], float]:
     """Return the law of the first three tokens, by transformers' logits."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
-        texts = list(law)
+        texts = list(distribution)
         logits = own_logits("llama", [[*PROMPT, *text] for text in texts])[:, -1]
-        nexts = laws_of(logits, [SAMPLING] * len(texts)).double()
-        law = {
-            (*text, token_id): law[text] * float(p)
+        nexts = probs_of(logits, [SAMPLING] * len(texts)).double()
+        distribution = {
+            (*text, token_id): distribution[text] * float(p)
             for text, row in zip(texts, nexts, strict=True)
             for token_id, p in enumerate(row)
             if p > 0
         }
-    return law
+    return distribution
 
 
 def triples(verifier: str | None, expansion: Expansion, engine: Engine | None = None) -> Counter[tuple[int, ...]]:
@@ -93,17 +93,17 @@ def numbered_secrets(monkeypatch):
         *(("spectr", BUSHY), ("khisti", BUSHY), ("tournament", DELAYED), ("gbv", BUSHY), ("block", BUSHY), ("naive_tree", BUSHY)),
     ],
 )
-def test_named_verifiers_keep_the_targets_law(verifier, expansion):
-    assert z_of_counts(triples(verifier, expansion), target_law()) < PASSES_BELOW
+def test_named_verifiers_keep_the_targets_probs(verifier, expansion):
+    assert z_of_counts(triples(verifier, expansion), target_distribution()) < PASSES_BELOW
 
 
 @pytest.mark.parametrize(
     ("verifier", "expansion"), [("traversal", DELAYED), ("rrsw", DISTINCT[4]), ("hu", SET_TREE), ("coupled", NOISE_AWARE)]
 )
-def test_a_draft_head_keeps_the_targets_law(verifier, expansion):
+def test_a_draft_head_keeps_the_targets_probs(verifier, expansion):
     """Its laws lack a third of the vocabulary, and other seeds have other trees in the slots beside."""
     engine = head_engine(learnt_head(), policy=FixedExpansion(expansion), config=WIDE)
-    assert z_of_counts(triples(verifier, expansion, engine), target_law()) < PASSES_BELOW
+    assert z_of_counts(triples(verifier, expansion, engine), target_distribution()) < PASSES_BELOW
 
 
 def at_random() -> Engine:
@@ -112,13 +112,13 @@ def at_random() -> Engine:
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "specinfer", "coupled"])
-def test_a_policy_that_wishes_anything_keeps_the_targets_law(verifier):
-    assert z_of_counts(triples(verifier, DELAYED, at_random()), target_law()) < PASSES_BELOW
+def test_a_policy_that_wishes_anything_keeps_the_targets_probs(verifier):
+    assert z_of_counts(triples(verifier, DELAYED, at_random()), target_distribution()) < PASSES_BELOW
 
 
 @pytest.mark.usefixtures("numbered_secrets")
-def test_unseeded_requests_keep_the_targets_law():
-    assert z_of_counts(triples(None, DELAYED), target_law()) < PASSES_BELOW
+def test_unseeded_requests_keep_the_targets_probs():
+    assert z_of_counts(triples(None, DELAYED), target_distribution()) < PASSES_BELOW
 
 
 def test_unseeded_requests_get_unlike_seeds():
@@ -127,11 +127,11 @@ def test_unseeded_requests_get_unlike_seeds():
     assert len({tuple(text) for text in texts.values()}) == 8
 
 
-def draft_believed(self, forest, target_laws_NV, keys):
+def draft_believed(self, forest, target_probs_NV, keys):
     """Accept the first path whole, whatever the target says of it."""
     return [
         Verdict((*one.path, *tree.children[one.path[-1]][:1]), one.extra_id)
-        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_laws_NV, keys), strict=True)
+        for tree, one in zip(forest.trees, _JUDGE(self, forest, target_probs_NV, keys), strict=True)
     ]
 
 
@@ -149,32 +149,32 @@ _JUDGE = masses.TwoPhase.judge
         (masses, "stream_key", one_stream_for_drafts_and_acceptance),
     ],
 )
-def test_the_law_kills(where, name, mutant, monkeypatch):
+def test_the_probs_kills(where, name, mutant, monkeypatch):
     monkeypatch.setattr(where, name, mutant)
-    assert z_of_counts(triples("traversal", DELAYED), target_law()) > FAILS_ABOVE
+    assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
 
 
-def test_the_law_kills_drafts_that_are_believed_whatever_the_policy(monkeypatch):
+def test_the_probs_kills_drafts_that_are_believed_whatever_the_policy(monkeypatch):
     monkeypatch.setattr(masses.TwoPhase, "judge", draft_believed)
-    assert z_of_counts(triples("traversal", DELAYED, at_random()), target_law()) > FAILS_ABOVE
+    assert z_of_counts(triples("traversal", DELAYED, at_random()), target_distribution()) > FAILS_ABOVE
 
 
-def misreport_draft_laws(monkeypatch):
+def misreport_draft_probs(monkeypatch):
     """Draw from one law and hand over a flatter one."""
     drawn_iid = children._drawn_iid
 
-    def misreported(asked, logits_PM, laws, vocab):
-        drawn = drawn_iid(asked, logits_PM, laws, vocab)
-        laws[-1] = torch.where(laws[-1] > 0, laws[-1] ** 0.2, 0.0)
-        laws[-1] /= laws[-1].sum(-1, keepdim=True)
+    def misreported(asked, logits_PM, probs, vocab):
+        drawn = drawn_iid(asked, logits_PM, probs, vocab)
+        probs[-1] = torch.where(probs[-1] > 0, probs[-1] ** 0.2, 0.0)
+        probs[-1] /= probs[-1].sum(-1, keepdim=True)
         return drawn
 
     monkeypatch.setitem(children._RULES, TreeKind.IID, misreported)
 
 
-def test_the_law_kills_a_draft_law_that_was_not_drawn(monkeypatch):
-    misreport_draft_laws(monkeypatch)
-    assert z_of_counts(triples("traversal", DELAYED), target_law()) > FAILS_ABOVE
+def test_the_probs_kills_a_draft_probs_that_was_not_drawn(monkeypatch):
+    misreport_draft_probs(monkeypatch)
+    assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
 
 
 def best_first(offers):
@@ -198,13 +198,13 @@ def worst_dropped(offers):
         ("hu", SET_TREE, worst_dropped),
     ],
 )
-def test_the_law_kills_draws_that_are_tampered_with(verifier, expansion, spoil, monkeypatch):
+def test_the_probs_kills_draws_that_are_tampered_with(verifier, expansion, spoil, monkeypatch):
     rule = children._RULES[expansion.kind]
     monkeypatch.setitem(children._RULES, expansion.kind, lambda *args: spoil(rule(*args)))
-    assert z_of_counts(triples(verifier, expansion), target_law()) > FAILS_ABOVE
+    assert z_of_counts(triples(verifier, expansion), target_distribution()) > FAILS_ABOVE
 
 
-def test_the_law_is_a_law():
-    law = target_law()
-    assert len(law) == len(list(product(range(3), repeat=3)))
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+def test_the_probs_is_a_probs():
+    distribution = target_distribution()
+    assert len(distribution) == len(list(product(range(3), repeat=3)))
+    assert sum(distribution.values()) == pytest.approx(1.0, abs=1e-5)

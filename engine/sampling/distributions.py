@@ -13,37 +13,37 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.sampling_limits import MIN_TEMPERATURE
-from engine.core.step_plan import LawContext
+from engine.core.step_plan import SamplingContext
 from engine.core.types import SamplingParams
-from engine.native import laws as native
+from engine.native import distributions as native
 from engine.sampling.logits_processors import edited_logits
 from engine.utils.host_transfer import column, integers
 
 _FIRST_CANDIDATES = 1024  # a nucleus is looked for among this many likeliest tokens before all are sorted
 
 
-def processed_laws(logits_NV: Float[Tensor, "N V"], contexts: Sequence[LawContext]) -> Float[Tensor, "N V"]:
+def processed_probs(logits_NV: Float[Tensor, "N V"], contexts: Sequence[SamplingContext]) -> Float[Tensor, "N V"]:
     """Return each row's law after its own sampling parameters, float32 rows that sum to 1. Temperature must not be 0."""
-    return warped_laws(edited_logits(logits_NV, contexts), [context.sampling for context in contexts])
+    return warped_probs(edited_logits(logits_NV, contexts), [context.sampling for context in contexts])
 
 
-def warped_laws(
+def warped_probs(
     logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams], rows: Sequence[int] | None = None
 ) -> Float[Tensor, "R V"]:
     """Return the laws of logits that are edited already, all or those of some rows: temperature and truncation alone."""
-    laws_RV = _tempered(logits_NV, [max(params.temperature, MIN_TEMPERATURE) for params in sampling], rows)
+    probs_RV = _tempered(logits_NV, [max(params.temperature, MIN_TEMPERATURE) for params in sampling], rows)
     for is_asked_for, cut in ((_truncates, _truncated), (_is_typical, _typical)):
         affected = [row for row, params in enumerate(sampling) if is_asked_for(params)]
         if affected:
             index = integers(affected, logits_NV.device)
-            laws_RV[index] = cut(laws_RV[index], [sampling[row] for row in affected])
-    return laws_RV
+            probs_RV[index] = cut(probs_RV[index], [sampling[row] for row in affected])
+    return probs_RV
 
 
 def _tempered(logits_NV: Tensor, temperatures: Sequence[float], rows: Sequence[int] | None) -> Float[Tensor, "R V"]:
     """Return softmax(logits / temperature) of all rows or some."""
     if native.can_read(logits_NV):
-        return native.laws(logits_NV, range(len(logits_NV)) if rows is None else rows, temperatures)
+        return native.probs(logits_NV, range(len(logits_NV)) if rows is None else rows, temperatures)
     logits_RV = logits_NV if rows is None else logits_NV[integers(rows, logits_NV.device)]
     if any(temperature != 1.0 for temperature in temperatures):
         logits_RV = logits_RV / column(temperatures, logits_RV)
@@ -76,17 +76,17 @@ def _is_typical(params: SamplingParams) -> bool:
     return params.typical_p < 1.0
 
 
-def _truncated(laws_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+def _truncated(probs_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Keep the likeliest tokens that top-k, top-p and min-p allow and renormalise."""
-    vocab_size = laws_NV.shape[-1]
+    vocab_size = probs_NV.shape[-1]
     top_ks = [min(params.top_k or vocab_size, vocab_size) for params in sampling]
     num_candidates = min(_FIRST_CANDIDATES, vocab_size)
     if any(num_candidates < top_k < vocab_size for top_k in top_ks):
         num_candidates = vocab_size
-    edges = _edges(laws_NV, sampling, top_ks, num_candidates)
+    edges = _edges(probs_NV, sampling, top_ks, num_candidates)
     if num_candidates < vocab_size and bool(edges.may_lie_lower_N.any()):
-        edges = _edges(laws_NV, sampling, top_ks, vocab_size)
-    kept_NV = torch.where(laws_NV >= edges.least_N1, laws_NV, 0.0)
+        edges = _edges(probs_NV, sampling, top_ks, vocab_size)
+    kept_NV = torch.where(probs_NV >= edges.least_N1, probs_NV, 0.0)
     return kept_NV / kept_NV.sum(-1, keepdim=True)
 
 
@@ -97,35 +97,35 @@ class _Edges(NamedTuple):
     may_lie_lower_N: Tensor
 
 
-def _edges(laws_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence[int], num_candidates: int) -> _Edges:
+def _edges(probs_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence[int], num_candidates: int) -> _Edges:
     """Look for each row's edge among its likeliest candidates.
 
     A row whose top-k is the whole vocabulary is normalised by its whole mass, so the answer holds for the candidates even if
     they are not all of it.
     """
-    values_NC = laws_NV.topk(num_candidates, dim=-1).values
-    top_k_N1 = integers(top_ks, laws_NV.device)[:, None]
+    values_NC = probs_NV.topk(num_candidates, dim=-1).values
+    top_k_N1 = integers(top_ks, probs_NV.device)[:, None]
     is_allowed_NC = values_NC >= values_NC.gather(-1, top_k_N1.clamp(max=num_candidates) - 1)
     allowed_NC = torch.where(is_allowed_NC, values_NC, 0.0)
-    is_uncut_N1 = top_k_N1 == laws_NV.shape[-1]
-    mass_N1 = torch.where(is_uncut_N1, laws_NV.sum(-1, keepdim=True), allowed_NC.sum(-1, keepdim=True))
+    is_uncut_N1 = top_k_N1 == probs_NV.shape[-1]
+    mass_N1 = torch.where(is_uncut_N1, probs_NV.sum(-1, keepdim=True), allowed_NC.sum(-1, keepdim=True))
     before_NC = (allowed_NC.cumsum(-1) - allowed_NC) / mass_N1
-    top_p_N1 = column([params.top_p for params in sampling], laws_NV)
-    min_p_N1 = column([params.min_p for params in sampling], laws_NV)
+    top_p_N1 = column([params.top_p for params in sampling], probs_NV)
+    min_p_N1 = column([params.min_p for params in sampling], probs_NV)
     is_nucleus_NC = (before_NC < top_p_N1) | (top_p_N1 >= 1.0)
     is_kept_NC = is_allowed_NC & is_nucleus_NC & (values_NC >= min_p_N1 * values_NC[:, :1])
     least_N1 = values_NC.gather(-1, is_kept_NC.sum(-1, keepdim=True).clamp(min=1) - 1)
     return _Edges(least_N1, torch.where(is_uncut_N1[:, 0], is_kept_NC[:, -1], is_allowed_NC[:, -1]))
 
 
-def _typical(laws_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+def _typical(probs_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Keep the tokens whose surprise is nearest to the entropy until they have the mass (arXiv 2202.00666), and renormalise."""
-    masses_N1 = column([params.typical_p for params in sampling], laws_NV)
-    logs_NV = laws_NV.log()
-    entropy_N1 = -(laws_NV * logs_NV).nansum(-1, keepdim=True)
+    masses_N1 = column([params.typical_p for params in sampling], probs_NV)
+    logs_NV = probs_NV.log()
+    entropy_N1 = -(probs_NV * logs_NV).nansum(-1, keepdim=True)
     oddity_NV = (logs_NV + entropy_N1).abs()  # infinite where a token cannot come
     sorted_NV, order_NV = oddity_NV.sort(-1)
-    num_short_N1 = (laws_NV.gather(-1, order_NV).cumsum(-1) < masses_N1).sum(-1, keepdim=True)
-    most_N1 = sorted_NV.gather(-1, num_short_N1.clamp(max=laws_NV.shape[-1] - 1))
-    kept_NV = torch.where(oddity_NV <= most_N1, laws_NV, 0.0)
+    num_short_N1 = (probs_NV.gather(-1, order_NV).cumsum(-1) < masses_N1).sum(-1, keepdim=True)
+    most_N1 = sorted_NV.gather(-1, num_short_N1.clamp(max=probs_NV.shape[-1] - 1))
+    kept_NV = torch.where(oddity_NV <= most_N1, probs_NV, 0.0)
     return kept_NV / kept_NV.sum(-1, keepdim=True)

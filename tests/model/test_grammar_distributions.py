@@ -82,7 +82,7 @@ def generated(grammar: Grammar) -> list[int]:
     return out[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
 
 
-def law_after(grammar: Grammar, text: Sequence[int], temperature: float, num_prompt: int = len(PROMPT)) -> torch.Tensor:
+def probs_after(grammar: Grammar, text: Sequence[int], temperature: float, num_prompt: int = len(PROMPT)) -> torch.Tensor:
     """Return the float64 law of what follows a text, by transformers' logits and that processor."""
     scores = GrammarProcessor(grammar, num_prompt)(torch.tensor([text]), own_logits("llama", [text])[:, -1])
     return torch.softmax(scores[0].double() / temperature, -1)
@@ -93,9 +93,9 @@ def seeded_text(grammar: Grammar, seed: int) -> list[int]:
     """Return plain decoding's text: at each place the arg max of log law plus noise."""
     text = list(PROMPT)
     while len(text) < len(PROMPT) + LONG and text[-1] != EOS:
-        law = law_after(grammar, text, 1.5)
-        noise = gumbels([stream_key(seed, len(text), Stream.TOKEN)], len(law))[0]
-        text.append(int((law.log() + noise).argmax()))
+        distribution = probs_after(grammar, text, 1.5)
+        noise = gumbels([stream_key(seed, len(text), Stream.TOKEN)], len(distribution))[0]
+        text.append(int((distribution.log() + noise).argmax()))
     return text[len(PROMPT) :]
 
 
@@ -152,18 +152,18 @@ WIDE = SchedulerConfig(max_running=128, max_step_tokens=2048, num_slots=4096, ma
 
 
 @cache
-def target_law() -> dict[tuple[int, ...], float]:
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+def target_distribution() -> dict[tuple[int, ...], float]:
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
-        ended = {text: p for text, p in law.items() if text[-1:] == (EOS,)}
-        going = {text: p for text, p in law.items() if text not in ended}
-        nexts = {text: law_after(SMALL, (*SHORT, *text), 6.0, len(SHORT)) for text in going}
-        law = ended | {
+        ended = {text: p for text, p in distribution.items() if text[-1:] == (EOS,)}
+        going = {text: p for text, p in distribution.items() if text not in ended}
+        nexts = {text: probs_after(SMALL, (*SHORT, *text), 6.0, len(SHORT)) for text in going}
+        distribution = ended | {
             (*text, token_id): p * float(nexts[text][token_id])
             for text, p in going.items()
             for token_id in nexts[text].nonzero()[:, 0].tolist()
         }
-    return law
+    return distribution
 
 
 def counts(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
@@ -183,8 +183,8 @@ def counts(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
         ("coupled", Expansion(1, 2, 1)),
     ],
 )
-def test_the_engines_law_is_the_masked_law(verifier, expansion):
-    assert z_of_counts(counts(verifier, expansion), target_law()) < PASSES_BELOW
+def test_the_engines_probs_is_the_masked_probs(verifier, expansion):
+    assert z_of_counts(counts(verifier, expansion), target_distribution()) < PASSES_BELOW
 
 
 def only_the_root_is_masked(row, path_ids):
@@ -196,17 +196,17 @@ def every_node_is_masked_like_the_root(row, path_ids):
     return _LAW_CONTEXT(row, ())
 
 
-_LAW_CONTEXT = Row.law_context
+_LAW_CONTEXT = Row.sampling_context
 
 
 @pytest.mark.parametrize("mutant", [only_the_root_is_masked, every_node_is_masked_like_the_root])
-def test_the_law_and_the_texts_kill(mutant, monkeypatch):
-    monkeypatch.setattr(Row, "law_context", mutant)
+def test_the_probs_and_the_texts_kill(mutant, monkeypatch):
+    monkeypatch.setattr(Row, "sampling_context", mutant)
     requests = [request_of(LARK, str(seed), seed=seed, temperature=1.5) for seed in range(4)]
     texts = run(engine_of(Expansion(2, 2, 2)), requests).texts()
     assert texts != {str(seed): seeded_text(LARK, seed) for seed in range(4)}
     found = counts("traversal", Expansion(1, 3, 1))
-    assert found.keys() - target_law().keys() or z_of_counts(found, target_law()) > FAILS_ABOVE
+    assert found.keys() - target_distribution().keys() or z_of_counts(found, target_distribution()) > FAILS_ABOVE
 
 
 # What cannot go on.
@@ -278,7 +278,7 @@ def test_a_resumed_text_goes_on_as_if_nothing_had_been(name):
         assert run(engine_of(Expansion(2, 2, 2)), [told]).outcomes["r"].ids == text[cut:]
 
 
-def test_traced_steps_tell_the_masked_laws():
+def test_traced_steps_tell_the_masked_probs():
     asked = replace(request_of(REGEX, seed=3, temperature=1.5), speculation=Speculation(is_traced=True))
     outcome = run(engine_of(Expansion(2, 2, 2)), [asked]).outcomes["r"]
     assert outcome.ids == seeded_text(REGEX, 3)
@@ -286,9 +286,9 @@ def test_traced_steps_tell_the_masked_laws():
     for event in outcome.events:
         assert event.trace is not None
         row = event.trace.row
-        law = law_after(REGEX, text, 1.5)
+        distribution = probs_after(REGEX, text, 1.5)
         first = [(row.tree.token_ids[v], p) for v, p in enumerate(row.probs.target, 1) if row.tree.parents[v] == 0]
-        assert all(p == pytest.approx(float(law[token_id]), abs=1e-4) for token_id, p in first)
+        assert all(p == pytest.approx(float(distribution[token_id]), abs=1e-4) for token_id, p in first)
         text += event.token_ids
 
 
@@ -308,7 +308,7 @@ def mismatches(expansion: Expansion) -> dict[str, int]:
     return dict(found)
 
 
-def test_the_audit_judges_by_the_masked_law(monkeypatch):
+def test_the_audit_judges_by_the_masked_probs(monkeypatch):
     assert mismatches(Expansion(2, 2, 2)) == {"greedy": 0, "coupled": 0, "sampled": 0}
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     assert all(mismatches(Expansion(2, 2, 2)).values())

@@ -1,0 +1,146 @@
+"""The language of this repository: banned words, unique class names, short sentences, small folders. Prints each fault.
+
+python .ci/language.py
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("engine", "server", "selector")
+BANNED = {
+    "who": "name the subject: a request, a sequence, a policy",
+    "law": "distribution, probabilities",
+    "told": "reported, returned",
+    "say": "report, state",
+    "ask": "request, query",
+    "hear": "receive",
+    "foretell": "predict",
+    "stand": "be reused, be valid",
+    "settled": "cached, decided",
+    "stake": "potential gain",
+    "worth": "expected value",
+    "price": "cost",
+    "lie": "be stored in",
+    "newcomer": "new request",
+    "joiner": "new request",
+    "suspect": "quarantined request",
+    "acquit": "clear",
+    "anteroom": "pending grammars",
+    "desk": "engine loop",
+    "ledger": "request table",
+}
+FORMS = {
+    "who": r"who|whom|whoever|nobody|somebody",
+    "law": r"laws?",
+    "told": r"told|tells?|telling",
+    "say": r"says?|said|saying",
+    "ask": r"asks?|asked|asking",
+    "hear": r"hears?|heard",
+    "foretell": r"foretells?|foretold",
+    "stand": r"stands?|standing|stood",
+    "price": r"prices?|priced",
+    "lie": r"lies?|lay|lays",
+    "newcomer": r"newcomers?",
+    "joiner": r"joiners?",
+    "suspect": r"suspects?",
+    "acquit": r"acquit\w*",
+}
+WORDS = {word: re.compile(rf"(?<![A-Za-z])(?:{FORMS.get(word, word)})(?![A-Za-z])", re.IGNORECASE) for word in BANNED}
+# Names that users have: metrics, settings and fields of files.
+KEPT = re.compile(r"latebranch_\w+|foretold_seconds|stand-in|stand-alone|standalone|stand_in", re.IGNORECASE)
+SHORT_SENTENCES = ("README.md", "docs/quickstart.md", "docs/architecture.md", "docs/selector.md")
+MOST_WORDS = 35  # of a sentence in those
+MOST_DOC_WORDS = 45_000
+MOST_FILES = 25  # of sources in a folder
+
+
+def python_files() -> list[Path]:
+    """Return the source files."""
+    return sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py"))
+
+
+def documents() -> list[Path]:
+    """Return the README and all documents."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def banned_in(text: str) -> Iterator[str]:
+    """Yield what to write in place of each banned word of a text."""
+    plain = KEPT.sub("", text)
+    for word, pattern in WORDS.items():
+        if found := pattern.search(plain):
+            yield f"'{found[0]}': {BANNED[word]}"
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield lines of a source file's comments, strings and names, with their numbers."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING, tokenize.NAME):
+            for offset, line in enumerate(token.string.splitlines()):
+                yield token.start[0] + offset, line.replace("_", " ")
+
+
+def word_faults() -> Iterator[str]:
+    """Yield banned words in sources and documents."""
+    for path in python_files():
+        for number, line in prose_of(path):
+            for fault in banned_in(line):
+                yield f"{path.relative_to(ROOT)}:{number}: {fault}"
+    for path in documents():
+        for number, line in enumerate(without_code(path.read_text()).splitlines(), 1):
+            for fault in banned_in(re.sub(r"`[^`]*`", "", line)):
+                yield f"{path.relative_to(ROOT)}:{number}: {fault}"
+
+
+def class_faults() -> Iterator[str]:
+    """Yield class names that are used twice."""
+    places = defaultdict(list)
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    for name, paths in places.items():
+        if len(paths) > 1:
+            yield f"class {name} is defined in {', '.join(paths)}"
+
+
+def without_code(text: str) -> str:
+    """Return a document with its code blocks blank, lines kept."""
+    return re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+
+
+def sentence_faults() -> Iterator[str]:
+    """Yield long sentences of the documents that users read first."""
+    for name in SHORT_SENTENCES:
+        lines = [line for line in without_code((ROOT / name).read_text()).splitlines() if not line.startswith(("|", "#"))]
+        for paragraph in re.split(r"\n\s*\n|\n(?=\s*[-*\d])", "\n".join(lines)):
+            for sentence in re.split(r"(?<=[.:;!?])\s", paragraph):
+                if (count := len(sentence.split())) > MOST_WORDS:
+                    yield f"{name}: a sentence of {count} words: {' '.join(sentence.split())[:80]}..."
+
+
+def size_faults() -> Iterator[str]:
+    """Yield folders with too many files, and documents that are too long together."""
+    counts = Counter(path.parent.relative_to(ROOT) for path in python_files())
+    yield from (f"{folder} has {count} source files" for folder, count in counts.items() if count > MOST_FILES)
+    words = sum(len(path.read_text().split()) for path in documents())
+    if words > MOST_DOC_WORDS:
+        yield f"README and docs have {words} words"
+
+
+def main() -> int:
+    """Print every fault; return 1 if there is one."""
+    faults = [*dict.fromkeys([*word_faults(), *class_faults(), *sentence_faults(), *size_faults()])]
+    sys.stdout.writelines(f"{fault}\n" for fault in faults)
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+"""Laws of sampling parameters that look at no text."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.core.step_plan import SamplingContext
+from engine.core.types import SamplingParams
+from engine.sampling.distributions import processed_probs
+
+
+def probs_of(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return what `processed_laws` makes of each row."""
+    return processed_probs(logits_NV, [SamplingContext(one) for one in params])
