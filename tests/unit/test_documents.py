@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.results.__main__ import page
 from server.cli.main import _parser
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,10 @@ def test_every_page_is_in_the_index() -> None:
     index = {link.partition("#")[0] for link in links(DOCS / "README.md")}
     assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= index
     assert "docs/README.md" in links(ROOT / "README.md")
+
+
+def test_benchmarks_page_is_made_from_results() -> None:
+    assert (DOCS / "benchmarks.md").read_text() == page()
 
 
 def commands() -> Iterator[tuple[str, str]]:

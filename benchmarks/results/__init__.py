@@ -1,0 +1,1 @@
+"""Results of benchmarks as data, and docs/benchmarks.md made from them."""

@@ -1,0 +1,46 @@
+"""Makes docs/benchmarks.md from the results of this folder.
+
+python -m benchmarks.results > docs/benchmarks.md
+"""
+
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.markdown import table
+
+_FOLDER = Path(__file__).parent
+_HEAD = """# Benchmarks
+
+`python -m benchmarks.results` makes this page from `benchmarks/results/`, which has the whole tables. Machines with two virtual cores are
+noisy: read ratios and their spread, not absolute times. A ratio is of two things in the same round.
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    entries = yaml.safe_load((_FOLDER / "index.yaml").read_text(encoding="utf-8"))
+    return "\n".join([_HEAD, *("\n".join(_section(one)) for one in entries)])
+
+
+def _section(entry: dict[str, Any]) -> Iterator[str]:
+    yield f"## {entry['title']}\n"
+    if "about" in entry:
+        yield f"{entry['about']}\n"
+    if "command" in entry:
+        yield f"```\n{entry['command'].rstrip()}\n```\n"
+    if "table" in entry:
+        head, *rows = csv.reader((_FOLDER / entry["table"]).read_text(encoding="utf-8").splitlines())
+        yield table(head, rows) + "\n"
+    else:
+        yield table(["what", "result", "command"], entry["rows"]) + "\n"
+    data = "".join(f", [{name}](../benchmarks/results/{name})" for name in entry.get("data", ()))
+    yield f"Measured on {entry['machine']}{'. All cells: ' + data[2:] if data else ''}.\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
