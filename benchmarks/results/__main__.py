@@ -16,12 +16,12 @@ from benchmarks.markdown import table
 _FOLDER = Path(__file__).parent
 _HEAD = """# Benchmarks
 
-`python -m benchmarks.results` makes this page from `benchmarks/results/`, which has the whole tables. Machines with two virtual cores are
-noisy: read ratios and their spread, not absolute times. A ratio is of two things in the same round.
+`python -m benchmarks.results` makes this page from `benchmarks/results/`, which has the whole tables. Machines with two
+virtual cores are noisy: read ratios and their spread, not absolute times. A ratio is of two things in the same round.
 """
 
 
-def page() -> str:
+def benchmarks_page() -> str:
     """Return the whole page."""
     entries = yaml.safe_load((_FOLDER / "index.yaml").read_text(encoding="utf-8"))
     return "\n".join([_HEAD, *("\n".join(_section(one)) for one in entries)])
@@ -43,4 +43,4 @@ def _section(entry: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(benchmarks_page())

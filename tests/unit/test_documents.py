@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.results.__main__ import page
+from benchmarks.results.__main__ import benchmarks_page
 from server.cli.main import _parser
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_benchmarks_page_is_made_from_results() -> None:
-    assert (DOCS / "benchmarks.md").read_text() == page()
+    assert (DOCS / "benchmarks.md").read_text() == benchmarks_page()
 
 
 def commands() -> Iterator[tuple[str, str]]:
