@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from engine.distill.prompts import PromptGrammar
 from engine.engine import Engine
@@ -27,6 +26,7 @@ from engine.segments import chain_segment, tree_segment
 from engine.tree import TokenTree, parse_expansion
 from engine.types import Request, SamplingParams, Speculation
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.assembly import tool_engine
 from server.bench import run_case
 from server.chat_ids import chat_ids
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _prompts(engine: Engine, count: int) -> list[tuple[int, ...]]:
-    tokenizer = AutoTokenizer.from_pretrained(resolve(engine.info.name).folder)
+    tokenizer = load_tokenizer(resolve(engine.info.name).folder)
     texts = PromptGrammar.load(_GRAMMAR).draw(count, seed=1)
     return [chat_ids(tokenizer, text) for text in texts]
 

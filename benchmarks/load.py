@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
 
 from benchmarks.drafters.contenders import Stable
 from benchmarks.drafters.report import interval
@@ -40,6 +39,7 @@ from engine.progress_bar import progress_bar
 from engine.tree import FREE_GROWTH, parse_expansion
 from engine.types import Request, SamplingParams, Speculation, StepStats
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.bench import Run, stepped
 from server.bench_prompts import load_prompts
 from server.chat_ids import chat_ids
@@ -127,7 +127,7 @@ class Measured:
 
 def mixed_prompts(model: str, kinds: Sequence[str], num_prompts: int) -> list[tuple[int, ...]]:
     """Return so many prompts of each kind, kinds by turns, as a model's chat template has them."""
-    tokenizer = AutoTokenizer.from_pretrained(resolve(model).folder)
+    tokenizer = load_tokenizer(resolve(model).folder)
     by_kind = load_prompts(_PROMPTS, kinds, num_prompts)
     return [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
 

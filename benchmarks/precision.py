@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from engine.kv_cache import KVCache
 from engine.linears import fastest_linears
@@ -27,6 +26,7 @@ from engine.packing import pack
 from engine.progress_bar import progress_bar
 from engine.segments import chain_segment
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.bench_prompts import load_prompts
 from server.chat_ids import chat_ids
 
@@ -86,7 +86,7 @@ def main() -> None:
 def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> list[Difference]:
     """Return what each precision makes of one model."""
     folder = resolve(name).folder
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     starts = [chat_ids(tokenizer, one.text) for of_kind in load_prompts(prompts, (), num_prompts).values() for one in of_kind]
     exact = load_model(folder, "float32", _CPU, fastest_linears(_CPU))
     written = progress_bar(starts, what=f"{name}, writing", total=len(starts), unit="text")

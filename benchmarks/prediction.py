@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from engine.config import SchedulerConfig
 from engine.draft.cached import CachedDrafter
@@ -22,6 +22,7 @@ from engine.testing import tiny_engine
 from engine.tree import Expansion
 from engine.types import Request, SamplingParams
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.chat_ids import chat_ids
 
 _MODEL, _NUM_TOKENS, _NUM_SAMPLES, _EVERY = "smollm2-135m", 180, 3, 25
@@ -128,7 +129,7 @@ def main() -> None:
     folder = resolve(_MODEL).folder
     model = load_model(folder, "float32", torch.device("cpu"), "packed")
     print("| case | steps a token | block efficiency | predicted: accepted, rejected |\n| --- | --- | --- | --- |")
-    for case in cases(model, AutoTokenizer.from_pretrained(folder)):
+    for case in cases(model, load_tokenizer(folder)):
         total = sum((ran(model, one)[1] for one in samples(case)), Counts())
         share = total.num_steps / total.num_tokens
         print(f"| {case.name} | {share:.3f} | {1 / share:.2f} | {total.num_accepted}, {total.num_rejected} |", flush=True)

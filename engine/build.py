@@ -35,7 +35,6 @@ from engine.kv_cache import KVCache
 from engine.linears import fastest_linears, fastest_precision
 from engine.memory import memory_need, shortage
 from engine.model import CausalModel, load_model, weights_dtype
-from engine.model_check import UnsupportedModel
 from engine.native import library
 from engine.paged.recorder import GraphRefused
 from engine.pairs import require_exact
@@ -48,7 +47,7 @@ from engine.target import Target
 from engine.trace_file import TraceFile
 from engine.tracer import FileTracer, header_of
 from engine.types import ModelInfo, Request, SamplingParams
-from engine.weights import resolve
+from engine.weights import UnsupportedModel, resolve
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
 
     `adaptive` makes the policy of that name, which is not the engine's own. `models` holds what is loaded already and gets what
     is loaded here, so that engines of one number format and device can share weights. Raises BadConfiguration,
-    engine.model_check.UnsupportedModel or what engine.weights raises.
+    or what engine.weights raises.
     """
     require_exact(config.expansion, config.verifier)
     if config.num_threads:

@@ -1,4 +1,4 @@
-"""Whether a model can be driven exactly: what its configuration rules out, and a pass of ours against the model's own.
+"""Whether a model can be driven exactly: a pass of ours against the model's own.
 
 The pass that is compared is chunked, branched and packed beside a second sequence at the far end of the positions: whatever looks
 at the batch as a whole (rotary frequencies scaled by the longest text, say) shows in it.
@@ -6,8 +6,7 @@ Shape key: N rows of logits, V vocabulary.
 """
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from engine.kv_cache import KVCache
 from engine.packing import Segment, pack
 from engine.segments import chain_segment, tree_segment
 from engine.tree import TokenTree
+from engine.weights import UnsupportedModel
 
 if TYPE_CHECKING:
     from engine.model import CausalModel
@@ -30,33 +30,6 @@ _SAME_BITS_LENGTH, _OTHER_LENGTH = 11, 6  # tokens of a text compared to the bit
 _TOLERANCE = 1e-3  # in float32; in narrower formats what follows
 _LOOSE_TOLERANCE, _MOST_TOLERANCE = 5e-2, 0.5
 _OWN_NOISES = 3.0  # times what a model's own passes differ by
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# transformers chooses its frequencies by the longest position of the whole batch. ("dynamic" does so only beyond the positions
-# the model is made for, which are never served.)
-_BATCH_DEPENDENT_ROPE = {"longrope"}
-
-
-class UnsupportedModel(ValueError):
-    """The model cannot be run exactly by tree-masked passes."""
-
-
-def refuse_by_configuration(config: Any) -> None:
-    """Raise UnsupportedModel for what a short comparison could not see."""
-    text = config.get_text_config()
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    if layer_types - _LAYER_TYPES or getattr(text, "attention_chunk_size", None) is not None:
-        raise UnsupportedModel(f"layers of type {', '.join(sorted(layer_types - _LAYER_TYPES)) or 'chunked'} cannot be driven")
-    rope_types = set(_values_of(getattr(text, "rope_parameters", None) or {}, "rope_type")) & _BATCH_DEPENDENT_ROPE
-    if rope_types:
-        raise UnsupportedModel(f"rotary embeddings of type {', '.join(rope_types)} depend on the longest text of a batch")
-
-
-def _values_of(settings: dict[str, Any], name: str) -> Iterator[Any]:
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _values_of(value, name)
-        elif key == name:
-            yield value
 
 
 def check_text(model: "CausalModel") -> list[int]:

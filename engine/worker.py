@@ -23,6 +23,7 @@ import zmq
 from engine.black_box import opened_black_box
 from engine.config import EngineConfig
 from engine.desk import Desk, EngineFactory, SteppedEngine
+from engine.weights.errors import UnsupportedModel
 from engine.wire import Addresses, Beat, Failed, Letter, Ready, Report, Shutdown, decoded_letter, encoded
 
 _logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def _worker_main(order: _Order) -> None:
                 engine.announce(black_box.note)
                 Worker(engine, partial(_read_letters, inbox), say).serve()
         except Exception as error:
-            _logger.exception("the worker fails")
+            _logger.error("the worker fails: %s", error, exc_info=not isinstance(error, UnsupportedModel))
             say(Failed(described(error)))
             sys.exit(1)
 

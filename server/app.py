@@ -16,6 +16,7 @@ from engine.crash_dump import CrashDumps
 from engine.service import EngineError, EngineService
 from engine.supervision import Supervision
 from engine.weights import resolve
+from engine.weights.pretrained import load_config
 from engine.worker import ProcessLauncher
 from server.assembly import served_engine
 from server.auth import ApiKeyGate
@@ -108,4 +109,6 @@ def _worker(settings: Settings) -> EngineService:
 
 
 def _tokenizer_of(reference: str) -> Tokenizer:
-    return load_tokenizer(str(resolve(reference).folder))
+    folder = resolve(reference).folder
+    load_config(folder)  # refuses what no worker need be started for
+    return load_tokenizer(str(folder))

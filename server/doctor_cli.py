@@ -1,6 +1,7 @@
 """`latebranch doctor`: what a server of these settings would run on, and what would keep it from running.
 
-The exit status is 0 if it could serve, 1 if something prevents it, 2 if the settings are wrong.
+The exit status is 0 if it could serve, 1 if something prevents it, 2 if the settings are wrong or the model
+is not supported.
 """
 
 import argparse
@@ -40,6 +41,8 @@ def _doctor(parsed: argparse.Namespace) -> int:
     told = _settings_told(settings, given_flags(parsed), getattr(parsed, "config", None))
     is_refused = any(finding.level is Level.REFUSED for finding in findings)
     sys.stdout.write(_as_json(findings, told, is_refused) if parsed.json else _as_text(findings, told, is_refused))
+    if any(finding.is_unsupported for finding in findings):
+        return 2
     return 1 if is_refused else 0
 
 

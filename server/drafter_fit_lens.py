@@ -10,6 +10,7 @@ import yaml
 
 from engine.weights import resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
+from engine.weights.pretrained import load_tokenizer
 from server.chat_ids import chat_ids
 
 _PROMPTS = Path(__file__).parent.parent / "configs" / "fitting_prompts.yaml"
@@ -61,9 +62,7 @@ def _command(parsed: argparse.Namespace) -> str:
 
 
 def _prompts(path: Path, folder: Path) -> list[tuple[int, ...]]:
-    from transformers import AutoTokenizer  # as slow to import
-
     parts = yaml.safe_load(path.read_text())
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     texts = [template.format(topic=topic) for topic in parts["topics"] for template in parts["templates"]]
     return [chat_ids(tokenizer, text) for text in texts]

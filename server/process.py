@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from engine.weights import UnsupportedModel
 from server.app import create_app
 from server.protocol import MAX_HEAD_BYTES, http_protocol
 from server.runtime import Runtime
@@ -75,7 +76,7 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings) -> str | None:
-    """Serve until told to stop; return why it could not go on, or None."""
+    """Serve until told to stop; return why it could not go on, or None. Raises UnsupportedModel."""
 
     def on_fatal(_: str) -> None:
         server.give_up()
@@ -86,6 +87,8 @@ def serve(settings: Settings) -> str | None:
     runtime: Runtime = app.state.runtime
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
     server.run()
+    if runtime.is_model_refused:
+        raise UnsupportedModel(runtime.fatal)
     return runtime.fatal
 
 

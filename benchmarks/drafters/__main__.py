@@ -5,17 +5,17 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks.drafters.contenders import MissingPart, Stable, contenders_of
 from benchmarks.drafters.measure import Design, EncodedPrompt, Measurement
 from benchmarks.drafters.report import UnlikeRuns, report
 from benchmarks.foreign import MAX_FOREIGN_CPUS
 from engine.build import BadConfiguration
-from engine.model_check import UnsupportedModel
 from engine.refusal import RequestRefused
 from engine.tree import Expansion, parse_expansion
-from engine.weights import WeightsError, resolve
+from engine.weights import UnsupportedModel, WeightsError, resolve
+from engine.weights.pretrained import load_tokenizer
 from server.bench_prompts import BenchError, Prompt, load_prompts
 from server.chat_ids import chat_ids
 from server.settings import SettingsError, load_settings
@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> None:
             "heads": ", ".join(sorted(Path(value).name for value in parts.values() if value)) or "none",
         },
     )
-    tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
+    tokenizer = load_tokenizer(resolve(config.model).folder)
     prompts = {kind: [_encoded(tokenizer, text, args.predictions) for text in of_kind] for kind, of_kind in texts.items()}
     Measurement(design, Stable(config, parts), args.out).run(prompts)
 

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from benchmarks.foreign import MAX_FOREIGN_CPUS
 from benchmarks.peers.contenders import PRECISIONS, Subject, contenders_of, those_ready
 from benchmarks.peers.measure import Design, Measurement, Prompt
@@ -20,6 +18,7 @@ from benchmarks.peers.setup import PEERS, PINS, SetupError, requantise, set_up
 from benchmarks.peers.stable import Stable
 from engine.tree import parse_expansion
 from engine.weights import WeightsError, resolve
+from engine.weights.pretrained import load_tokenizer
 from server.bench_prompts import BenchError, read_prompts
 from server.chat_ids import chat_ids
 from server.settings import Settings, SettingsError, load_settings
@@ -96,7 +95,7 @@ def _report(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> None:
     # 1. what everybody is given
     settings = load_settings(args.config, {})
-    tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
+    tokenizer = load_tokenizer(resolve(settings.model).folder)
     kinds = [kind for kind in args.kinds if kind != _LONG]
     texts = read_prompts(args.prompts, kinds, args.num_prompts) if kinds else {}
     if _LONG in args.kinds:

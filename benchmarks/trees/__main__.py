@@ -3,12 +3,11 @@
 import argparse
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from benchmarks.trees.collect import Collector, Design
 from benchmarks.trees.paired import differences
 from benchmarks.trees.report import report
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.assembly import tool_engine
 from server.bench_prompts import read_prompts
 from server.chat_ids import chat_ids
@@ -50,7 +49,7 @@ def main() -> None:
 
 def _collect(args: argparse.Namespace) -> None:
     settings = load_settings(args.config, {})
-    tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
+    tokenizer = load_tokenizer(resolve(settings.model).folder)
     texts = read_prompts(args.prompts, args.kinds, args.num_prompts)
     prompts = {kind: [chat_ids(tokenizer, text) for text in of_kind] for kind, of_kind in texts.items()}
     design = Design(tuple(args.budgets), tuple(args.temperatures), args.text_tokens, args.stride, args.time_every)

@@ -12,8 +12,9 @@ from torch import Tensor
 from engine.distill.corpus import Text
 from engine.linears import weight_of
 from engine.model import CausalModel
-from engine.model_check import UnsupportedModel, check_text, own_logits
+from engine.model_check import check_text, own_logits
 from engine.taps import StateTap
+from engine.weights import UnsupportedModel
 
 _SAMPLE = 100_000  # positions whose laws are summed
 _TOLERANCE = 5e-2  # of bfloat16 logits, relative to the largest

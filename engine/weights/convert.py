@@ -30,7 +30,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 def load_tokenizer(gguf: Path) -> Any:
     """The tokenizer of the file, splitting text as its vocabulary was trained to."""
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     _split_as_trained(tokenizer, _pre_tokenizer_name(gguf))
     return tokenizer
 
@@ -61,7 +61,7 @@ def _pre_tokenizer_name(gguf: Path) -> str:
 def _load_model(gguf: Path) -> Any:
     quantization = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=torch.bfloat16
+        gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=torch.bfloat16, trust_remote_code=False
     )
     # The weights are plain by now; what remembers the quantisation would make `save_pretrained` refuse.
     model.hf_quantizer = None

@@ -8,8 +8,8 @@ import pytest
 
 import server.cli
 from engine.build import BadConfiguration
-from engine.model_check import UnsupportedModel
 from engine.refusal import RequestRefused
+from engine.weights import UnsupportedModel
 from server.settings import Settings
 
 

@@ -22,8 +22,8 @@ from engine.distill.rows import coverage, frequent_tokens, require_plain_output
 from engine.distill.trainer import Trainer, TrainingPlan, batched, made_ahead, sampled_starts
 from engine.draft.head import DraftHead, HeadShape
 from engine.model import adopt
-from engine.model_check import UnsupportedModel
 from engine.testing import tiny_model, tiny_module
+from engine.weights import UnsupportedModel
 from server.bench_prompts import read_prompts
 
 LAYERS = (1, 3)

@@ -18,10 +18,11 @@ from engine import model as engine_model
 from engine import model_check
 from engine.linears import prepare_linears
 from engine.model import CausalModel, adopt, load_model
-from engine.model_check import UnsupportedModel, refuse_by_configuration
 from engine.packing import Group
 from engine.segments import tree_segment
 from engine.testing import FAMILIES, tiny_module
+from engine.weights import UnsupportedModel
+from engine.weights.pretrained import refuse_by_configuration
 from tests.model.tiny import model, own_logits
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.linears import NATIVE, fastest_linears
 from engine.model import adopt, load_model
-from engine.model_check import UnsupportedModel
 from engine.native import library
 from engine.native.decoder import UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED
 from engine.testing import tiny_module
+from engine.weights import UnsupportedModel
 from tests.conformance.folder import served_folder
 from tests.model.native import KNOWN, PRECISIONS, alone, native, needs_library
 from tests.model.passes import CPU
