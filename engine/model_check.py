@@ -17,7 +17,7 @@ from engine.kv_cache import KVCache
 from engine.packing import Segment, pack
 from engine.segments import chain_segment, tree_segment
 from engine.tree import TokenTree
-from engine.weights import UnsupportedModel
+from engine.weights.pretrained import refused
 
 if TYPE_CHECKING:
     from engine.model import CausalModel
@@ -69,15 +69,18 @@ def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor, tol
 
     `tolerance` is relative to the largest logit.
     """
-    name = type(model.module).__name__
     try:
         logits_NV = _driven_logits(model, ids)
     except (UnsupportedAttention, TypeError, IndexError, RuntimeError) as error:
-        raise UnsupportedModel(f"{name} cannot be driven: {error}") from error
+        raise refused(_type_of(model), f"it cannot be driven: {error}") from error
     error_size = _apart(logits_NV, expected_NV)
     _logger.info("model check: relative error of a tree-masked pass %.1e, of which %.1e are allowed", error_size, tolerance)
     if not error_size < tolerance:
-        raise UnsupportedModel(f"{name}: a tree-masked pass differs from the model's own by {error_size:.1e}")
+        raise refused(_type_of(model), f"a tree-masked pass differs from the model's own by {error_size:.1e}")
+
+
+def _type_of(model: "CausalModel") -> str:
+    return str(model.module.config.model_type)
 
 
 def _apart(logits_NV: Tensor, expected_NV: Tensor) -> float:
@@ -98,7 +101,7 @@ def require_same_bits(model: "CausalModel", ids: list[int]) -> None:
     rows = torch.arange(_OTHER_LENGTH, _OTHER_LENGTH + len(ids), device=model.device)
     together = model.forward(pack(segments, model.device), KVCache(len(slots), model.device), rows)
     if not torch.equal(torch.stack(alone), together):
-        raise UnsupportedModel(f"{type(model.module).__name__}: a row's logits depend on what it is computed with")
+        raise refused(_type_of(model), "a row's logits depend on what it is computed with")
 
 
 def _driven_logits(model: "CausalModel", ids: list[int]) -> Tensor:
