@@ -41,11 +41,10 @@ from engine.types import Request, SamplingParams, Speculation, StepStats
 from engine.weights import resolve
 from engine.weights.pretrained import load_tokenizer
 from server.bench import Run, stepped
-from server.bench_prompts import load_prompts
+from server.bench_prompts import BENCH_PROMPTS, load_prompts
 from server.chat_ids import chat_ids
 from server.settings import load_settings
 
-_PROMPTS = Path(__file__).parent / "prompts.yaml"
 _FEWEST = 4  # requests of a measurement
 _DONE = object()
 
@@ -128,7 +127,7 @@ class Measured:
 def mixed_prompts(model: str, kinds: Sequence[str], num_prompts: int) -> list[tuple[int, ...]]:
     """Return so many prompts of each kind, kinds by turns, as a model's chat template has them."""
     tokenizer = load_tokenizer(resolve(model).folder)
-    by_kind = load_prompts(_PROMPTS, kinds, num_prompts)
+    by_kind = load_prompts(BENCH_PROMPTS, kinds, num_prompts)
     return [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
 
 

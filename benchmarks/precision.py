@@ -64,7 +64,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
-    parser.add_argument("--prompts", default="benchmarks/prompts.yaml")
+    parser.add_argument("--prompts", default="configs/bench_prompts.yaml")
     parser.add_argument("--num-prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--widths", type=int, nargs="*", default=[1, 8, 16, 64], help="tokens of a timed pass")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from server.settings import ENV_PREFIX, Settings, SettingsError
+from server.settings import ENV_PREFIX, Settings, SettingsError, or_shipped
 from server.settings_flags import add_settings_flags, given_flags, settings_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 def _settings_told(settings: Settings, flags: dict[str, str], config_file: Path | None) -> dict[str, dict[str, Any]]:
     """Return each setting's value and where it came from; keys are hidden."""
-    in_file = yaml.safe_load(config_file.read_text()) or {} if config_file is not None else {}
+    in_file = yaml.safe_load(or_shipped(config_file).read_text()) or {} if config_file is not None else {}
     in_environment = {name.upper() for name in os.environ}
     sources = [
         ("command line", flags.__contains__),

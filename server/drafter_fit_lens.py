@@ -12,8 +12,9 @@ from engine.weights import resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
 from engine.weights.pretrained import load_tokenizer
 from server.chat_ids import chat_ids
+from server.settings import SHIPPED
 
-_PROMPTS = Path(__file__).parent.parent / "configs" / "fitting_prompts.yaml"
+_PROMPTS = SHIPPED / "fitting_prompts.yaml"
 _HELD_OUT = 10  # one text in this many is kept to measure on
 
 

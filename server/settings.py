@@ -25,10 +25,9 @@ from server.tool_calls.syntaxes import ToolCallParser
 
 ENV_PREFIX = "LATEBRANCH_"
 OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.weights reads it
-
-
-SHIPPED_DRAFTERS = Path(__file__).parent.parent / "configs" / "drafters"
-SHIPPED_SELECTORS = Path(__file__).parent.parent / "configs" / "selectors"
+# configs/ is stored beside the packages, in a checkout and where a wheel is installed.
+SHIPPED = Path(__file__).parent.parent / "configs"
+SHIPPED_DRAFTERS, SHIPPED_SELECTORS = SHIPPED / "drafters", SHIPPED / "selectors"
 
 
 class SettingsError(Exception):
@@ -336,14 +335,14 @@ class Settings(BaseSettings):
         a server of the coupled rule runs.
         """
         if self.selector != "auto":
-            return None if self.selector == "counting" else self.selector
+            return None if self.selector == "counting" else _named(self.selector)
         shipped = SHIPPED_SELECTORS / f"{self.model}-head.safetensors"
         is_known = self.drafter == "auto" and drafter == "head" and "/" not in self.model
         return str(shipped) if is_known and self.verifier != "coupled" and shipped.is_file() else None
 
     def to_engine_config(self) -> EngineConfig:
         """Return the engine's part."""
-        drafter, head, has_cached_text = self.drafter, self.head, self.cached_text
+        drafter, head, has_cached_text = self.drafter, _named(self.head), self.cached_text
         if drafter == "auto":
             shipped = SHIPPED_DRAFTERS / f"{self.model}-head.safetensors"
             has_cached_text = self.policy != "plain" and "/" not in self.model and shipped.is_file()
@@ -354,7 +353,7 @@ class Settings(BaseSettings):
             model_name=self.served_name,
             drafter=drafter,
             draft_model=self.draft_model,
-            lens=self.lens,
+            lens=_named(self.lens),
             head=head,
             stand_in="ngram" if self.drafter == "auto" else None,
             cached_text=has_cached_text,
@@ -388,8 +387,19 @@ class Settings(BaseSettings):
         )
 
 
+def or_shipped(path: Path) -> Path:
+    """Return a path; if the working folder lacks it and it begins with `configs/`, the file of that name that ships."""
+    shipped = SHIPPED.parent / path
+    return shipped if path.parts[:1] == (SHIPPED.name,) and not path.exists() and shipped.exists() else path
+
+
+def _named(file: str | None) -> str | None:
+    return None if file is None else str(or_shipped(Path(file)))
+
+
 def load_settings(config_file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings of a YAML file, the environment and `overrides` (the command line). Raises SettingsError."""
+    config_file = None if config_file is None else or_shipped(config_file)
     if config_file is not None and not config_file.is_file():
         raise SettingsError(f"no such configuration file: {config_file}")
     _refuse_unknown_variables(os.environ)

@@ -16,11 +16,9 @@ from engine.refusal import RequestRefused
 from engine.tree import Expansion, parse_expansion
 from engine.weights import UnsupportedModel, WeightsError, resolve
 from engine.weights.pretrained import load_tokenizer
-from server.bench_prompts import BenchError, Prompt, load_prompts
+from server.bench_prompts import BENCH_PROMPTS, BenchError, Prompt, load_prompts
 from server.chat_ids import chat_ids
 from server.settings import SettingsError, load_settings
-
-_PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 
 
 def main() -> None:
@@ -56,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         help="trees to fill, or `policy`; by default the configured one",
     )
     run.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
-    run.add_argument("--prompts", type=Path, default=_PROMPTS)
+    run.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     run.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts; all of the file by default")
     run.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     run.add_argument("--predictions", action="store_true", help="send the predictions of prompts that have one")

@@ -19,11 +19,10 @@ from benchmarks.peers.stable import Stable
 from engine.tree import parse_expansion
 from engine.weights import WeightsError, resolve
 from engine.weights.pretrained import load_tokenizer
-from server.bench_prompts import BenchError, read_prompts
+from server.bench_prompts import BENCH_PROMPTS, BenchError, read_prompts
 from server.chat_ids import chat_ids
 from server.settings import Settings, SettingsError, load_settings
 
-_PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 _CONTEXT_STEP_TOKENS = 256
 _LONG = "long"  # a kind of prompts that no file has
 
@@ -51,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="of ours")
     run.add_argument("--concurrency", nargs="+", type=int, default=[1])
     run.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    run.add_argument("--prompts", type=Path, default=_PROMPTS)
+    run.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     run.add_argument("--kinds", nargs="+", default=["code", "maths", "prose"])
     run.add_argument("--num-prompts", type=int, default=2, help="of each kind")
     run.add_argument("--long-tokens", type=int, metavar="N", default=7900, help="of the one prompt of kind `long`, about")

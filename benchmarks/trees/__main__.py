@@ -9,11 +9,9 @@ from benchmarks.trees.report import report
 from engine.weights import resolve
 from engine.weights.pretrained import load_tokenizer
 from server.assembly import tool_engine
-from server.bench_prompts import read_prompts
+from server.bench_prompts import BENCH_PROMPTS, read_prompts
 from server.chat_ids import chat_ids
 from server.settings import load_settings
-
-_PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 
 
 def main() -> None:
@@ -23,7 +21,7 @@ def main() -> None:
     collect = commands.add_parser("collect", help="measure, one JSON line each, appended to a file")
     collect.add_argument("--config", type=Path, required=True)
     collect.add_argument("--out", type=Path, required=True)
-    collect.add_argument("--prompts", type=Path, default=_PROMPTS)
+    collect.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     collect.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     collect.add_argument("--kinds", nargs="*", default=["code", "prose", "translation", "maths"])
     collect.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 32], choices=[8, 16, 32])

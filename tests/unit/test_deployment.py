@@ -1,16 +1,23 @@
 """Container, Prometheus and version files agree with each other and with the project; no Docker is needed to see it."""
 
+import contextlib
 import fnmatch
 import re
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from engine.native import library
+from server.app import create_app
+from server.cli import main
 from server.settings import Settings
+from tests.fake_engine import FakeEngine
+from tests.tokenizers_for_tests import byte_level
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,17 +73,30 @@ def test_compose_waits_longer_than_the_server_drains():
 
 def test_the_image_is_given_every_file_it_copies():
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert {"engine", "server", "selector", "configs", "constraints.txt"} <= set(_copied())
+    assert {"engine", "server", "selector", "configs", "constraints.txt", "LICENSE", "NOTICE"} <= set(_copied())
     for source in _copied():
         assert any(fnmatch.fnmatch(source, pattern) for pattern in allowed), source
 
 
 def test_the_image_compiles_the_library_and_leaves_the_compiler_behind():
     _, build, image = (ROOT / "Dockerfile").read_text().split("\nFROM ")
-    assert build.index("g++") < build.index("pip install -c constraints.txt -e .")
+    assert build.index("g++") < build.index("pip install -c constraints.txt .")
     assert "g++" not in image
-    assert "COPY --from=build /app /app" in image
+    assert "COPY --from=build /opt/latebranch /opt/latebranch" in image
     assert "**/*.so" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_version_is_one_number_everywhere(capsys: pytest.CaptureFixture[str]):
+    """`pyproject.toml` has it: the installed package, the command, the API, the image and the change log give the same."""
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version("latebranch") == number
+    for arguments in (["--version"], ["version"]):
+        with contextlib.suppress(SystemExit):
+            main(arguments)
+        assert capsys.readouterr().out == f"latebranch {number}\n"
+    assert create_app(Settings(), engine=FakeEngine(), tokenizer=byte_level()).version == number
+    assert _compose()["services"]["server"]["image"] == f"latebranch:{number}"
+    assert re.findall(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == number
 
 
 def test_every_source_of_the_library_is_declared():
