@@ -39,7 +39,7 @@ USER latebranch
 VOLUME /var/cache/latebranch
 EXPOSE 8000
 
-# The first start downloads 93 MB and converts them; a probe that fails meanwhile does not count.
+# The first start downloads 98 MB and converts them; a probe that fails meanwhile does not count.
 HEALTHCHECK --start-period=5m --interval=10s --timeout=5s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 

@@ -252,7 +252,7 @@ def main() -> None:
     run.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     run.add_argument("--max-tokens", type=int, default=64)
     run.add_argument("--rounds", type=int, default=3)
-    run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--out", type=Path, default=Path("load.jsonl"))
     make = commands.add_parser("report", help="print the table of a file of measurements")
     make.add_argument("file", type=Path)
     make.add_argument("--max-foreign", type=float, default=MAX_FOREIGN_CPUS, help="processors of others that are too many")

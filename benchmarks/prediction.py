@@ -5,6 +5,7 @@ the same. Drafts from cached text alone; `runs` lets long chains replace the fix
 `python -m benchmarks.prediction`; docs/decisions/0007 has the table.
 """
 
+import argparse
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -126,6 +127,7 @@ def samples(case: Case) -> list[Case]:
 
 def main() -> None:
     """Print a line for each case."""
+    argparse.ArgumentParser(prog="python -m benchmarks.prediction", description="what a prediction saves").parse_args()
     folder = resolve(_MODEL).folder
     model = load_model(folder, "float32", torch.device("cpu"), "packed")
     print("| case | steps a token | block efficiency | predicted: accepted, rejected |\n| --- | --- | --- | --- |")

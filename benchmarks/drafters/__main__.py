@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--max-tokens", type=int, default=96, help="tokens of a text, if the model does not end it before")
     run.add_argument("--batch", type=int, default=1, help="prompts in the engine at a time")
     run.add_argument("--rounds", type=int, default=3)
-    run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--out", type=Path, default=Path("drafters.jsonl"))
     make = commands.add_parser("report", help="print the table of a file of measurements")
     make.add_argument("file", type=Path)
     make.add_argument(

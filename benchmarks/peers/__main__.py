@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--threads", type=int, default=os.cpu_count(), help="of every contender")
     run.add_argument("--memory-gib", type=float, default=10.0, help="for contenders that are loaded at once")
     run.add_argument("--retries", type=int, default=1, help="of a measurement that others on the machine disturbed")
-    run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--out", type=Path, default=Path("peers.jsonl"))
     make = commands.add_parser("report", help="print the tables of a file of measurements")
     make.add_argument("file", type=Path)
     make.add_argument("--short", action="store_true", help="two tables for all blocks, of ratios and of the rest")

@@ -20,7 +20,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     collect = commands.add_parser("collect", help="measure, one JSON line each, appended to a file")
     collect.add_argument("--config", type=Path, required=True)
-    collect.add_argument("--out", type=Path, required=True)
+    collect.add_argument("--out", type=Path, default=Path("trees.jsonl"))
     collect.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     collect.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     collect.add_argument("--kinds", nargs="*", default=["code", "prose", "translation", "maths"])
