@@ -128,6 +128,35 @@ def test_every_dependency_is_pinned_to_a_version_it_allows():
         assert Version(pins[_canonical(requirement.name)]) in requirement.specifier, requirement
 
 
+FIXED = {  # the first release without a known advisory
+    "accelerate": "1.15",  # CVE-2026-69112
+    "h11": "0.16.0",  # CVE-2025-43859
+    "jinja2": "3.1.6",  # CVE-2025-27516
+    "playwright": "1.55.1",  # CVE-2025-59288
+    "pydantic-settings": "2.14.2",  # GHSA-4xgf-cpjx-pc3j
+    "pytest": "9.0.3",  # CVE-2025-71176
+    "sentencepiece": "0.2.1",  # CVE-2026-1260
+    "setuptools": "78.1.1",  # CVE-2025-47273
+    "starlette": "1.3.1",  # CVE-2026-54283, CVE-2026-48818, CVE-2026-48710
+    "torch": "2.12.1",  # CVE-2025-3000, CVE-2026-24747
+    "tqdm": "4.66.3",  # CVE-2024-34062
+    "transformers": "5.5.0",  # CVE-2026-5241, CVE-2026-4372
+}
+
+
+def test_lower_bounds_have_no_known_advisory():
+    """The bug: an installation without constraints.txt could resolve to releases with known faults."""
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = content["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"] + content["build-system"]["requires"]
+    bounded = {_canonical(requirement.name): requirement.specifier for requirement in map(Requirement, wanted)}
+    assert bounded.keys() >= FIXED.keys()
+    for name, first in FIXED.items():
+        (bound,) = bounded[name]
+        assert bound.operator == ">="
+        assert Version(bound.version) >= Version(first), name
+
+
 def test_pins_are_exact_and_free_of_local_builds():
     pins = _pins()
     assert pins["torch"] == "2.13.0"

@@ -194,3 +194,17 @@ def test_the_shipped_network_chooses_beside_the_shipped_head_alone(tmp_path: Pat
 def test_a_network_without_a_choice_to_make_is_refused() -> None:
     with pytest.raises(SettingsError, match="only with policy adaptive"):
         load_settings(overrides={"selector": "own.safetensors", "policy": "fixed"})
+
+
+def test_shipped_files_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The bug: `--config configs/NAME.yaml`, and files that it names, were found from the checkout's folder alone."""
+    monkeypatch.chdir(tmp_path)
+    config = load_settings(Path("configs/smollm2-early-exit.yaml")).to_engine_config()
+    assert config.lens == str(ROOT / "configs/drafters/smollm2-135m-lens.safetensors")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "default.yaml").write_text("port: 9000\n")
+    assert load_settings(Path("configs/default.yaml")).port == 9000  # the working folder comes first
+    with pytest.raises(SettingsError, match=r"file: default\.yaml"):
+        load_settings(Path("default.yaml"))
+    with pytest.raises(SettingsError, match=r"file: configs/no-such\.yaml"):
+        load_settings(Path("configs/no-such.yaml"))
