@@ -19,6 +19,7 @@ from engine.weights import resolve
 from engine.worker import ProcessLauncher
 from server.assembly import served_engine
 from server.auth import ApiKeyGate
+from server.browsers import HostGate, OriginGate, is_loopback
 from server.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
 from server.metrics.http import HttpMeter
 from server.middleware import BodyLimit, ErrorBoundary, HeaderLimit, RequestContext
@@ -83,6 +84,9 @@ def _add_layers(app: FastAPI, runtime: Runtime) -> None:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", IGNORED_HEADER, *RATE_HEADERS],
         )
+    app.add_middleware(OriginGate, origins=settings.cors_origins, pages=playground.PAGES if settings.playground else ())
+    if settings.allowed_hosts or is_loopback(settings.host):
+        app.add_middleware(HostGate, names=settings.allowed_hosts)
     app.add_middleware(ErrorBoundary)
     if settings.otlp_endpoint is not None:
         from server.otel import Tracing, otlp_provider  # here, because it is an extra

@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.app import create_app
+from server.browsers import is_loopback
 from server.protocol import MAX_HEAD_BYTES, http_protocol
 from server.runtime import Runtime
 from server.settings import Settings
@@ -25,7 +26,6 @@ from server.settings import Settings
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LAST_BYTES_S = 5.0  # for answers on their way out, after the drain has ended the requests
 _FORCED_S = 0.5  # the same after a second signal
 
@@ -80,7 +80,7 @@ def serve(settings: Settings) -> str | None:
     def on_fatal(_: str) -> None:
         server.give_up()
 
-    if not settings.all_api_keys and settings.host not in _LOOPBACK:
+    if not settings.all_api_keys and not is_loopback(settings.host):
         log.warning("no API key is set: whoever reaches %s port %d may use the API", settings.host, settings.port)
     app = create_app(settings, on_fatal=on_fatal)
     runtime: Runtime = app.state.runtime

@@ -92,6 +92,11 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         default=(), description="Origins whose pages may call the API, comma-separated; * for any."
     )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        default=(),
+        description="Host names that requests may name beside localhost, comma-separated, without port. Unset: on a loopback "
+        "address no other, else any.",
+    )
     playground: bool = Field(
         default=True, description="Serve a page to try the model on at /; it needs no key, what it asks of the API does."
     )

@@ -29,7 +29,8 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-PATHS = frozenset({"/", *(f"/playground/{name}" for name in _NAMES)})
+PAGES = frozenset({"/"})
+PATHS = PAGES.union({*(f"/playground/{name}" for name in _NAMES)})
 
 
 @router.get("/")

@@ -89,7 +89,9 @@ async def test_origins_are_let_in_only_where_set():
         exposed = (await client.get("/live", headers=headers)).headers["access-control-expose-headers"].lower()
         assert {"x-request-id", "retry-after", "x-should-retry"} <= set(exposed.split(", "))
     async with in_process(FakeEngine()) as client:
-        assert "access-control-allow-origin" not in (await client.get("/live", headers=headers)).headers
+        refused = await client.get("/live", headers=headers)
+        assert refused.status_code == 403
+        assert "access-control-allow-origin" not in refused.headers
 
 
 async def test_the_model_is_listed():
