@@ -31,6 +31,7 @@ BEAT_S = 0.5
 MOST_LETTERS = 256  # that are read before a step: some milliseconds
 _LAST_WORDS_MS = 2000  # how long a dying worker tries to get its reports out
 _MAX_ERROR_CHARS = 2000
+_LOG_LINE = "%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
 _PROCESS_NAME = "latebranch-work"  # the kernel keeps 15 characters
 
 ReadLetters = Callable[[float], list[Letter]]  # MOST_LETTERS at most; waits for up to so many seconds if there is none
@@ -75,16 +76,20 @@ def described(error: Exception) -> str:
 
 
 class ProcessLauncher:
-    """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it."""
+    """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it.
 
-    def __init__(self, config: EngineConfig, factory: EngineFactory) -> None:
+    `configure_logging` is one too, or a `partial` of one; without it a worker logs plain lines.
+    """
+
+    def __init__(self, config: EngineConfig, factory: EngineFactory, configure_logging: Callable[[], None] | None = None) -> None:
         self._config = config
         self._factory = factory
+        level = logging.getLogger().getEffectiveLevel()
+        self._configure_logging = configure_logging or partial(logging.basicConfig, level=level, format=_LOG_LINE)
 
     def launch(self, addresses: Addresses) -> BaseProcess:
         """Return a started worker process that will read letters from and send reports to `addresses`."""
-        level = logging.getLogger().getEffectiveLevel()
-        order = _Order(self._config, self._factory, addresses, level)
+        order = _Order(self._config, self._factory, addresses, self._configure_logging)
         # daemon: ends with a parent that exits in order; a parent that is killed is noticed by the worker itself.
         process = multiprocessing.get_context("spawn").Process(
             target=_worker_main, args=(order,), name="latebranch-worker", daemon=True
@@ -100,7 +105,7 @@ class _Order:
     config: EngineConfig
     factory: EngineFactory
     addresses: Addresses
-    log_level: int
+    configure_logging: Callable[[], None]
 
 
 def _worker_main(order: _Order) -> None:
@@ -132,9 +137,7 @@ def _settle_process(order: _Order) -> None:
     threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
     with suppress(OSError):  # only Linux has it
         Path("/proc/self/comm").write_text(_PROCESS_NAME)
-    logging.basicConfig(
-        stream=sys.stderr, level=order.log_level, format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
-    )
+    order.configure_logging()
 
 
 def die_with_parent() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from engine.weights import resolve
 from engine.worker import ProcessLauncher
 from server.assembly import served_engine
 from server.auth import ApiKeyGate
-from server.browsers import HostGate, OriginGate, is_loopback
+from server.browsers import HostGate, OriginGate
 from server.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
+from server.hosts import is_loopback
+from server.logs import configure_logging
 from server.metrics.http import HttpMeter
 from server.middleware import BodyLimit, ErrorBoundary, HeaderLimit, RequestContext
 from server.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
@@ -108,7 +111,8 @@ def _worker(settings: Settings) -> EngineService:
     config = settings.to_engine_config()
     supervision = Supervision(hang_limit_s=settings.hang_limit_s, max_deaths=settings.max_deaths)
     dumps = CrashDumps(Path(settings.crash_dump_dir), settings.crash_dump_texts) if settings.crash_dump_dir else None
-    return WorkerClient(ProcessLauncher(config, served_engine), config.scheduler, supervision, dumps)
+    logging = partial(configure_logging, settings.log_level, settings.log_format, is_worker=True)
+    return WorkerClient(ProcessLauncher(config, served_engine, logging), config.scheduler, supervision, dumps)
 
 
 def _tokenizer_of(reference: str) -> Tokenizer:

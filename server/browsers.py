@@ -6,23 +6,15 @@ neither.
 
 import re
 from collections.abc import Collection
-from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import ForeignPage, UnknownHost
+from server.hosts import is_loopback
 
 _HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::[0-9]*)?")
 _ANY = "*"
-
-
-def is_loopback(name: str) -> bool:
-    """Return whether a host name or address can only be this machine."""
-    try:
-        return name == "localhost" or ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 class HostGate:

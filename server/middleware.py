@@ -4,18 +4,17 @@ import logging
 import re
 import time
 import uuid
-from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.auth import key_name_of
 from server.errors import BodyTooLarge, TooManyHeaders, as_api_error
+from server.logs import request_id_var
 from server.schemas.common import REQUEST_ID
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("server.access")
-
-request_id_var: ContextVar[str] = ContextVar("request_id", default="-")
 
 _SANE_ID = re.compile(REQUEST_ID)
 
@@ -40,14 +39,18 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                headers["X-Content-Type-Options"] = "nosniff"
             await send(message)
 
         try:
             await self.app(scope, receive, send_with_id)
         finally:
             path = scope["path"].encode("unicode_escape").decode()[:500]  # no line breaks of the client's in the log
-            access_log.info("%s %s %d %.1f ms", scope["method"], path, status, (time.monotonic() - began_s) * 1000)
+            sender = {"client": (scope.get("client") or ["-"])[0], "key": key_name_of(scope)}
+            words = (scope["method"], path, status, (time.monotonic() - began_s) * 1000, *sender.values())
+            access_log.info("%s %s %d %.1f ms from %s, key %s", *words, extra=sender)
 
 
 class ErrorBoundary:

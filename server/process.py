@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
 
@@ -18,7 +19,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.app import create_app
-from server.browsers import is_loopback
 from server.protocol import MAX_HEAD_BYTES, http_protocol
 from server.runtime import Runtime
 from server.settings import Settings
@@ -80,8 +80,11 @@ def serve(settings: Settings) -> str | None:
     def on_fatal(_: str) -> None:
         server.give_up()
 
-    if not settings.all_api_keys and not is_loopback(settings.host):
-        log.warning("no API key is set: whoever reaches %s port %d may use the API", settings.host, settings.port)
+    for text in settings.warnings:
+        log.warning("%s", text)
+    if settings.all_api_keys:
+        told = Counter(f"{key.name} ({key.role})" for key in settings.all_api_keys)
+        log.info("API keys: %s", ", ".join(f"{num} x {name}" if num > 1 else name for name, num in told.items()))
     app = create_app(settings, on_fatal=on_fatal)
     runtime: Runtime = app.state.runtime
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
@@ -98,6 +101,8 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         log_config=None,  # our own, set up by the command line
         access_log=False,  # RequestContext writes it, with the request's id
         server_header=False,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         ws="none",
         lifespan="on",
         http=http_protocol(settings.client_limit_s, runtime.metrics.http.cut_off_at),

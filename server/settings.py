@@ -19,6 +19,8 @@ from engine.config import BLOCK_TOKENS, EngineConfig, SchedulerConfig
 from engine.draft.context_tree import MAX_CONTEXT
 from engine.pairs import VerifierName, require_exact
 from engine.tree import parse_expansion
+from server.api_keys import MIN_KEY_CHARS, ApiKey, may_others_read, parsed_keys
+from server.hosts import is_loopback
 from server.request_log import RequestLog
 from server.schemas.common import MAX_CHOICES
 from server.tool_calls.syntaxes import ToolCallParser
@@ -40,6 +42,17 @@ def _split(value: Any) -> Any:
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
+def _some_keys(value: Any) -> Any:
+    """Return the entries of a list of keys; refuse an empty list and blank entries, which would leave the API open."""
+    entries = _split(value)
+    if not isinstance(entries, list | tuple):
+        return entries
+    texts = [entry.get_secret_value() if isinstance(entry, SecretStr) else entry for entry in entries]
+    if not texts or any(isinstance(text, str) and not text.strip() for text in texts):
+        raise ValueError("is set, but has no key, or a blank one; without keys leave it unset")
+    return entries
+
+
 def _lines_of(path: str) -> list[str]:
     """Return the lines of a file of keys; raise ValueError if it has none, which would leave the API open."""
     try:
@@ -55,10 +68,6 @@ def _is_tracing_installed() -> bool:
     return all(find_spec(name) for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))
 
 
-def _is_key(key: str) -> bool:
-    return key.isascii() and key.isprintable() and " " not in key
-
-
 def _checked_expansion(value: Any) -> Any:
     return str(parse_expansion(value)) if isinstance(value, str) else value
 
@@ -70,8 +79,11 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = Field(
-        default=(), description="Keys that open the API, comma-separated; none leaves it open. /live and /health never need one."
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_some_keys)] = Field(
+        default=(),
+        validate_default=False,
+        description="Keys that open the API, comma-separated, each KEY, NAME:KEY or NAME:ROLE:KEY (docs/security.md); unset: it "
+        "is open. /live and /health never need one.",
     )
     api_keys_file: str | None = Field(
         default=None,
@@ -156,6 +168,11 @@ class Settings(BaseSettings):
         default=None,
         description="OTLP/HTTP collector that is sent a trace of each request, for example http://127.0.0.1:4318; needs the "
         "extra otel. Unset: none.",
+    )
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        default=(),
+        description="Addresses or networks of proxies whose X-Forwarded-For names the client in the access log, comma-separated; "
+        "unset: none.",
     )
     strict: bool = Field(
         default=False, description="Refuse every unknown field of a request; else those that cannot change a text are ignored."
@@ -286,17 +303,30 @@ class Settings(BaseSettings):
         for path in (self.ssl_certfile, self.ssl_keyfile):
             if path is not None and not os.access(path, os.R_OK):
                 raise ValueError(f"{path} cannot be read")
-        if any(not _is_key(key) for key in self.all_api_keys):
-            raise ValueError("an API key has characters other than printable ASCII without spaces")  # no header carries it
+        _ = self.all_api_keys  # raises what is wrong with them
         return self
 
     @cached_property
-    def all_api_keys(self) -> tuple[str, ...]:
+    def all_api_keys(self) -> tuple[ApiKey, ...]:
         """The keys themselves, those of the file too, each once."""
-        keys = [key.get_secret_value() for key in self.api_keys]
+        entries = [key.get_secret_value() for key in self.api_keys]
         if self.api_keys_file is not None:
-            keys += _lines_of(self.api_keys_file)
-        return tuple(dict.fromkeys(keys))
+            entries += _lines_of(self.api_keys_file)
+        return parsed_keys(entries)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed, but leaves a server less safe than it could be."""
+        keys, is_local = self.all_api_keys, is_loopback(self.host)
+        secret_files = [path for path in (self.api_keys_file, self.ssl_keyfile) if path is not None]
+        num_short = sum(len(key.secret) < MIN_KEY_CHARS for key in keys)
+        found = {
+            f"no API key is set: whoever reaches {self.host} port {self.port} may use the API": not keys and not is_local,
+            f"{num_short} of the API keys have fewer than {MIN_KEY_CHARS} characters and can be guessed": num_short > 0,
+            "cors_origins has *: every page that a browser shows may call the API": "*" in self.cors_origins,
+            **{f"every user of this machine may read {path}": may_others_read(path) for path in secret_files},
+        }
+        return tuple(text for text, is_so in found.items() if is_so)
 
     @model_validator(mode="after")
     def _tree_and_verifier_are_an_exact_pair(self) -> Self:

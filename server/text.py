@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 from jinja2 import TemplateError
 
+from engine.progress_bar import quiet_libraries
 from server.chat_text import ControlMask, strings_of, unused_mark
 from server.control_tokens import ControlFinder, Part
 from server.detokenizer import Detokenizer
@@ -235,5 +236,6 @@ def load_tokenizer(folder: str) -> Tokenizer:
     """Return the tokenizer in a weights folder. Slow: transformers is imported here, not when the server is."""
     from transformers import AutoTokenizer
 
+    quiet_libraries()
     load = cast(Callable[[str], Tokenizer], AutoTokenizer.from_pretrained)
     return load(folder)

@@ -2,6 +2,8 @@
 
 import fnmatch
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from engine.native import library
-from server.settings import Settings
+from server.settings import Settings, load_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,3 +114,34 @@ def test_pins_are_exact_and_free_of_local_builds():
     pins = _pins()
     assert pins["torch"] == "2.13.0"
     assert all(Version(version).local is None for version in pins.values())
+
+
+def test_compose_has_no_default_keys():
+    """The bug: the server of the compose file asked for no key, and Grafana's admin had the password `admin`."""
+    services = _compose()["services"]
+    for service, name in (("server", "LATEBRANCH_API_KEYS"), ("grafana", "GF_SECURITY_ADMIN_PASSWORD")):
+        value = services[service]["environment"][name]
+        assert re.fullmatch(r"(\$\{\w+:\?[^}]+\}|,prometheus:scrape:)+", value), "refused where the variable is unset or empty"
+    job = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
+    (secret,) = services["prometheus"]["secrets"]
+    assert job["authorization"]["credentials_file"] == f"/run/secrets/{secret['source']}"
+    assert _compose()["secrets"][secret["source"]] == {"environment": "LATEBRANCH_SCRAPE_KEY"}
+
+
+def test_keys_of_the_script_are_keys_of_the_compose_file(tmp_path: Path):
+    (tmp_path / "deploy").mkdir()
+    script = shutil.copy(ROOT / "deploy" / "keys.sh", tmp_path / "deploy")
+    subprocess.run(["sh", script], check=True, capture_output=True)
+    assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
+    values = dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines())
+    template = _compose()["services"]["server"]["environment"]["LATEBRANCH_API_KEYS"]
+    settings = load_settings(None, {"api_keys": re.sub(r"\$\{(\w+):\?[^}]+\}", lambda found: values[found[1]], template)})
+    assert [(key.name, key.role) for key in settings.all_api_keys] == [
+        ("user", "use"),
+        ("admin", "admin"),
+        ("prometheus", "scrape"),
+    ]
+    assert settings.warnings == ()
+    assert set(re.findall(r"\$\{(\w+):\?", (ROOT / "docker-compose.yml").read_text())) == set(values)
+    assert subprocess.run(["sh", script], check=False, capture_output=True).returncode == 1, "keys are never replaced"
+    assert "/.env" in (ROOT / ".gitignore").read_text().splitlines()
