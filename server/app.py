@@ -72,9 +72,9 @@ def _add_layers(app: FastAPI, runtime: Runtime) -> None:
     """Add the layers from the innermost to the outermost."""
     settings = runtime.settings
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    limits = RateLimits(settings.max_requests_per_minute, settings.max_concurrent_requests)
-    if limits != RateLimits():
-        app.add_middleware(RateLimiter, limits=limits, on_refusal=runtime.metrics.requests.refuse)
+    limits = RateLimits(settings.max_requests_per_minute, settings.max_concurrent_requests, settings.max_tokens_per_minute)
+    metrics = runtime.metrics
+    app.add_middleware(RateLimiter, limits=limits, metrics=metrics.keys, on_refusal=metrics.requests.refuse)
     if settings.all_api_keys:
         pages = playground.PATHS if settings.playground else ()
         app.add_middleware(ApiKeyGate, keys=settings.all_api_keys, also_open=pages)

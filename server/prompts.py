@@ -19,6 +19,7 @@ from server.sampling import sampling_of
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest, Prediction
 from server.schemas.completion import CompletionRequest, Prompt
+from server.schemas.strict import MAX_INTEGER
 from server.text import TextCodec
 from server.told_prompt import ToldPrompt, Wishes
 from server.tool_calls.use import NO_TOOLS, ToolUse, tool_use
@@ -31,9 +32,10 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
     """Return the samples of a completion request, submitted to the engine."""
     require_served(runtime, body.model)
     _check_num_choices(runtime, len(body.prompts) * body.num_samples, "n" if body.best_of is None else "best_of")
+    _check_answer_tokens(runtime, body, "max_tokens")
     key = group_of(tenant)
     prompts = [await _prompt_ids(runtime, key, prompt, body.add_special_tokens is not False) for prompt in body.prompts]
-    num_wanted = body.token_limit or _DEFAULT_COMPLETION_TOKENS
+    num_wanted = body.token_limit or min(_DEFAULT_COMPLETION_TOKENS, runtime.settings.max_answer_tokens or MAX_INTEGER)
     prompts = [_truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, num_wanted) for ids in prompts]
     room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
     return await _submitted(runtime, body, prompts, min(num_wanted, room), tenant)
@@ -43,17 +45,26 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
     """Return the samples of a chat request, submitted to the engine; errors call the conversation `param`."""
     require_served(runtime, body.model)
     _check_num_choices(runtime, body.num_samples, "n")
+    newer = "max_completion_tokens" if param == "messages" else "max_output_tokens"
+    _check_answer_tokens(runtime, body, "max_tokens" if body.max_completion_tokens is None else newer)
     use = tool_use(runtime.tool_support, body)
     ids = await encoded_chat(runtime, group_of(tenant), body.messages, body.offered_tools, body.form, param)
     ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or 1)
     room = _room(runtime.engine.model, ids, param, body.token_limit)
-    return await _submitted(runtime, body, [ids], room if body.token_limit is None else body.token_limit, tenant, use)
+    most = min(room, runtime.settings.max_answer_tokens or room)
+    return await _submitted(runtime, body, [ids], most if body.token_limit is None else body.token_limit, tenant, use)
 
 
 def _check_num_choices(runtime: Runtime, num_choices: int, param: str) -> None:
     limit = runtime.settings.most_choices
     if num_choices > limit:
         raise InvalidRequest(f"{num_choices} choices (prompts times {param}) are asked for; at most {limit} are given", param)
+
+
+def _check_answer_tokens(runtime: Runtime, body: GenerationRequest, param: str) -> None:
+    limit = runtime.settings.max_answer_tokens
+    if limit is not None and (body.token_limit or 0) > limit:
+        raise InvalidRequest(f"{body.token_limit} tokens are asked for; max_answer_tokens of this server is {limit}", param)
 
 
 async def _prompt_ids(runtime: Runtime, key: str, prompt: Prompt, adds_special_tokens: bool) -> PromptIds:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from engine.config import BLOCK_TOKENS, EngineConfig, SchedulerConfig
@@ -31,6 +31,19 @@ OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.w
 
 SHIPPED_DRAFTERS = Path(__file__).parent.parent / "configs" / "drafters"
 SHIPPED_SELECTORS = Path(__file__).parent.parent / "configs" / "selectors"
+
+
+# What `public` sets unless something else does: for servers that others reach.
+PUBLIC: Mapping[str, Any] = {
+    "host": "0.0.0.0",
+    "max_requests_per_minute": 120,
+    "max_concurrent_requests": 8,
+    "max_tokens_per_minute": 100_000,
+    "max_answer_tokens": 4096,
+    "first_token_limit_s": 120.0,
+    "request_limit_s": 600.0,
+    "client_limit_s": 30.0,
+}
 
 
 class SettingsError(Exception):
@@ -68,6 +81,14 @@ def _is_tracing_installed() -> bool:
     return all(find_spec(name) for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))
 
 
+def _is_true(value: Any) -> bool:
+    """Return whether pydantic reads a value as true; what it reads as nothing it refuses itself."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        return False
+
+
 def _checked_expansion(value: Any) -> Any:
     return str(parse_expansion(value)) if isinstance(value, str) else value
 
@@ -77,6 +98,11 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
 
+    public: bool = Field(
+        default=False,
+        description="For a server that others reach: listens on every interface, refuses to start without keys, and sets the "
+        "limits of docs/security.md where they are not set.",
+    )
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_some_keys)] = Field(
@@ -99,6 +125,12 @@ class Settings(BaseSettings):
         ge=1,
         description="Requests (POST) of each key, or without keys of all, that are answered at a time. Unset: any.",
     )
+    max_tokens_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens a minute, of prompts and answers together, of each key, or without keys of all; who has used more is "
+        "answered 429 until that is made up for. Unset: any.",
+    )
     ssl_certfile: str | None = Field(default=None, description="Certificate chain in PEM; HTTPS is spoken with it. Unset: HTTP.")
     ssl_keyfile: str | None = Field(default=None, description="Its private key in PEM; unset: it is in ssl_certfile.")
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
@@ -118,6 +150,12 @@ class Settings(BaseSettings):
         ge=1,
         le=MAX_CHOICES,
         description="Most choices of one request: prompts times n or best_of; never more than may run and wait.",
+    )
+    max_answer_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens that a request may ask for each text, and what a chat gets that names no number. Unset: what "
+        "fits.",
     )
     max_tree_tokens: int = Field(default=64, ge=0, description="Most drafted tokens of the tree that a request may ask for.")
     first_token_limit_s: float | None = Field(
@@ -276,6 +314,20 @@ class Settings(BaseSettings):
         default=32, ge=1, le=128, description="Tokens of such a request that are checked, its first ones; at most 128."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _public_has_defaults_of_its_own(cls, values: Any) -> Any:
+        is_public = isinstance(values, dict) and _is_true(values.get("public"))
+        return {**PUBLIC, **values} if is_public else values
+
+    @model_validator(mode="after")
+    def _public_is_closed(self) -> Self:
+        if self.public and not self.all_api_keys:
+            raise ValueError("public needs api_keys or api_keys_file")
+        if self.public and "*" in self.cors_origins:
+            raise ValueError("public refuses * in cors_origins: name the origins")
+        return self
+
     @model_validator(mode="after")
     def _files_belong_to_what_reads_them(self) -> Self:
         if (self.drafter == "model") != (self.draft_model is not None):
@@ -323,6 +375,9 @@ class Settings(BaseSettings):
         found = {
             f"no API key is set: whoever reaches {self.host} port {self.port} may use the API": not keys and not is_local,
             f"{num_short} of the API keys have fewer than {MIN_KEY_CHARS} characters and can be guessed": num_short > 0,
+            f"keys and texts cross the network unencrypted unless a proxy speaks TLS for {self.host}": (
+                self.public and self.ssl_certfile is None
+            ),
             "cors_origins has *: every page that a browser shows may call the API": "*" in self.cors_origins,
             **{f"every user of this machine may read {path}": may_others_read(path) for path in secret_files},
         }

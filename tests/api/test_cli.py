@@ -34,6 +34,15 @@ def test_flags_reach_the_settings(served: list[Settings], tmp_path: Path):
     assert (settings.port, settings.max_running, settings.cors_origins) == (9, 3, ("a", "b"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_strict"),
+    [([], False), (["--strict"], True), (["--strict", "--port", "9"], True), (["--strict", "no"], False)],
+)
+def test_a_switch_alone_is_true(arguments: list[str], is_strict: bool, served: list[Settings]):
+    assert server.cli.main(["serve", *arguments]) == 0
+    assert served[0].strict is is_strict
+
+
 def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         server.cli.main(["serve", "--help"])
