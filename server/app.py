@@ -71,7 +71,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def _add_layers(app: FastAPI, runtime: Runtime) -> None:
     """Add the layers from the innermost to the outermost."""
     settings = runtime.settings
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_unfinished_bytes=settings.max_unfinished_body_bytes)
     limits = RateLimits(settings.max_requests_per_minute, settings.max_concurrent_requests, settings.max_tokens_per_minute)
     metrics = runtime.metrics
     app.add_middleware(RateLimiter, limits=limits, metrics=metrics.keys, on_refusal=metrics.requests.refuse)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
 import signal
 import socket
 from collections import Counter
@@ -19,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.app import create_app
-from server.protocol import MAX_HEAD_BYTES, http_protocol
+from server.protocol import http_protocol
 from server.runtime import Runtime
 from server.settings import Settings
 
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_BYTES_S = 5.0  # for answers on their way out, after the drain has ended the requests
+_BACKLOG = 64  # connections that asyncio takes at a time, before it closes any
+_OTHER_DESCRIPTORS = 128 + 4 * _BACKLOG  # files, the worker, and connections that are being taken or closed
 _FORCED_S = 0.5  # the same after a second signal
 
 
@@ -92,6 +95,14 @@ def serve(settings: Settings) -> str | None:
     return runtime.fatal
 
 
+def _max_connections(wanted: int) -> int:
+    """Return how many connections may be open: what is wanted, but below the limit of the process's descriptors."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, max(most // 4, most - _OTHER_DESCRIPTORS)))
+
+
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     runtime: Runtime = app.state.runtime
     return uvicorn.Config(
@@ -105,8 +116,8 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         forwarded_allow_ips=list(settings.trusted_proxies),
         ws="none",
         lifespan="on",
-        http=http_protocol(settings.client_limit_s, runtime.metrics.http.cut_off_at),
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        http=http_protocol(settings.client_limit_s, _max_connections(settings.max_connections), runtime.metrics.http.cut_off_at),
+        backlog=_BACKLOG,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         timeout_graceful_shutdown=math.ceil(settings.drain_s + _LAST_BYTES_S),

@@ -145,6 +145,18 @@ class Settings(BaseSettings):
         default=True, description="Serve a page to try the model on at /; it needs no key, what it asks of the API does."
     )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
+    max_unfinished_body_bytes: int = Field(
+        default=64 * 2**20,
+        ge=1024,
+        description="Bytes of bodies that have not come whole, all together; beyond, those larger than their share are answered "
+        "503. At least max_body_bytes.",
+    )
+    max_connections: int = Field(
+        default=1000,
+        ge=1,
+        description="Open connections, at most some hundred below the process's limit of descriptors; for one more, the one that "
+        "waits longest for a request is closed.",
+    )
     max_choices: int = Field(
         default=128,
         ge=1,
