@@ -1,6 +1,7 @@
 """The composition root: settings, engine, tokenizer, layers and routes become one ASGI app."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,19 +20,22 @@ from engine.supervision import Supervision
 from engine.weights import resolve
 from engine.worker import ProcessLauncher
 from server.assembly import served_engine
-from server.auth import ApiKeyGate
+from server.auth import OPEN_PATHS, ApiKeyGate
 from server.browsers import HostGate, OriginGate
 from server.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
 from server.hosts import is_loopback
 from server.logs import configure_logging
 from server.metrics.http import HttpMeter
-from server.middleware import BodyLimit, ErrorBoundary, HeaderLimit, RequestContext
+from server.middleware import BodyLimit, ErrorBoundary, HeadAsGet, HeaderLimit, RequestContext
+from server.openapi import declare_keys
 from server.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
-from server.routes import generation, models, operations, playground, tokens
+from server.routes import docs, generation, models, operations, playground, tokens
 from server.routes.strict import IGNORED_HEADER
 from server.runtime import Runtime
 from server.settings import Settings
 from server.text import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 _MAX_HEADERS = 100
 
@@ -47,15 +51,28 @@ def create_app(
     `on_fatal` is told, on the event loop, why the server can never serve (again).
     """
     runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal)
-    app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, redoc_url=None)
+    app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.runtime = runtime
     for router in (generation.router, models.router, tokens.router, operations.router):
         app.include_router(router)
-    if settings.playground:
-        app.include_router(playground.router)
-    _add_layers(app, runtime)
+    pages, paths = _add_pages(app, settings)
+    _add_layers(app, runtime, pages, paths)
+    if settings.all_api_keys:
+        declare_keys(app, OPEN_PATHS)
     _add_error_answers(app)
     return app
+
+
+def _add_pages(app: FastAPI, settings: Settings) -> tuple[frozenset[str], frozenset[str]]:
+    """Add the pages that are wanted; return their paths, and those of all that they are made of."""
+    wanted = [playground] if settings.playground else []
+    if settings.docs and docs.is_installed():
+        wanted.append(docs)
+    elif settings.docs:
+        log.warning("there is no /docs: the package fastapi-swagger is not installed")
+    for one in wanted:
+        app.include_router(one.router)
+    return frozenset[str]().union(*(one.PAGES for one in wanted)), frozenset[str]().union(*(one.PATHS for one in wanted))
 
 
 @asynccontextmanager
@@ -68,16 +85,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(tracing.shutdown)  # what is not sent yet is
 
 
-def _add_layers(app: FastAPI, runtime: Runtime) -> None:
+def _add_layers(app: FastAPI, runtime: Runtime, pages: frozenset[str], paths_of_pages: frozenset[str]) -> None:
     """Add the layers from the innermost to the outermost."""
     settings = runtime.settings
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_unfinished_bytes=settings.max_unfinished_body_bytes)
     limits = RateLimits(settings.max_requests_per_minute, settings.max_concurrent_requests, settings.max_tokens_per_minute)
     metrics = runtime.metrics
     app.add_middleware(RateLimiter, limits=limits, metrics=metrics.keys, on_refusal=metrics.requests.refuse)
     if settings.all_api_keys:
-        pages = playground.PATHS if settings.playground else ()
-        app.add_middleware(ApiKeyGate, keys=settings.all_api_keys, also_open=pages)
+        app.add_middleware(ApiKeyGate, keys=settings.all_api_keys, also_open=paths_of_pages)
     app.add_middleware(HeaderLimit, max_headers=_MAX_HEADERS)
     if settings.cors_origins:
         app.add_middleware(
@@ -87,7 +104,7 @@ def _add_layers(app: FastAPI, runtime: Runtime) -> None:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", IGNORED_HEADER, *RATE_HEADERS],
         )
-    app.add_middleware(OriginGate, origins=settings.cors_origins, pages=playground.PAGES if settings.playground else ())
+    app.add_middleware(OriginGate, origins=settings.cors_origins, pages=pages)
     if settings.allowed_hosts or is_loopback(settings.host):
         app.add_middleware(HostGate, names=settings.allowed_hosts)
     app.add_middleware(ErrorBoundary)
@@ -111,8 +128,8 @@ def _worker(settings: Settings) -> EngineService:
     config = settings.to_engine_config()
     supervision = Supervision(hang_limit_s=settings.hang_limit_s, max_deaths=settings.max_deaths)
     dumps = CrashDumps(Path(settings.crash_dump_dir), settings.crash_dump_texts) if settings.crash_dump_dir else None
-    logging = partial(configure_logging, settings.log_level, settings.log_format, is_worker=True)
-    return WorkerClient(ProcessLauncher(config, served_engine, logging), config.scheduler, supervision, dumps)
+    configure = partial(configure_logging, settings.log_level, settings.log_format, is_worker=True)
+    return WorkerClient(ProcessLauncher(config, served_engine, configure), config.scheduler, supervision, dumps)
 
 
 def _tokenizer_of(reference: str) -> Tokenizer:

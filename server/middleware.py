@@ -78,6 +78,28 @@ class ErrorBoundary:
                 await as_api_error(error).response()(scope, receive, send)
 
 
+class HeadAsGet:
+    """Innermost: answers HEAD as the GET of the same path, without its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        scope["method"] = "GET"  # in place: the router leaves its route in the scope, for metrics
+        try:
+            await self.app(scope, receive, send_head)
+        finally:
+            scope["method"] = "HEAD"
+
+
 class HeaderLimit:
     """Refuses requests with more headers than any client has reason to send; their bytes are bounded by the protocol."""
 

@@ -144,6 +144,9 @@ class Settings(BaseSettings):
     playground: bool = Field(
         default=True, description="Serve a page to try the model on at /; it needs no key, what it asks of the API does."
     )
+    docs: bool = Field(
+        default=True, description="Serve Swagger UI at /docs, from here alone; it needs no key, what it asks of the API does."
+    )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
     max_unfinished_body_bytes: int = Field(
         default=64 * 2**20,

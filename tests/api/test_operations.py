@@ -58,7 +58,7 @@ async def test_an_engine_that_fails_for_good_is_told_once(fails_while: str):
 
 async def test_keys_open_everything_but_liveness():
     keys = (SecretStr("one"), SecretStr("two"))
-    async with in_process(FakeEngine(), api_keys=keys) as client:
+    async with in_process(FakeEngine(), api_keys=keys, docs=False) as client:
         for path in ("/live", "/health"):
             assert (await client.get(path)).status_code == 200
         for path in (
