@@ -34,9 +34,10 @@ def _doctor(parsed: argparse.Namespace) -> int:
     except SettingsError as error:
         sys.stderr.write(f"latebranch doctor: {error}\n")
         return 2
-    from server.doctor import Level, examine  # here, because it brings torch
+    from server.doctor import Finding, Level, examine  # here, because it brings torch
 
     findings = list(examine(settings.to_engine_config()))
+    findings += [Finding("security", Level.WARNING, text) for text in settings.warnings]
     told = _settings_told(settings, given_flags(parsed), getattr(parsed, "config", None))
     is_refused = any(finding.level is Level.REFUSED for finding in findings)
     sys.stdout.write(_as_json(findings, told, is_refused) if parsed.json else _as_text(findings, told, is_refused))
