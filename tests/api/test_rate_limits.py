@@ -205,3 +205,11 @@ async def test_answers_are_no_longer_than_allowed(path: str, body: dict[str, obj
             assert (answer.json()["error"]["param"], engine.requests) == (param, [])
         else:
             assert engine.requests[0].sampling.max_tokens == num_tokens
+
+
+def test_time_before_a_stream_spends_does_not_count_twice():
+    """A full bucket stays full while nothing is spent: what a late token costs is not made up for by the time before it."""
+    account = Account(RateLimits(max_tokens_per_minute=60), 0.0)
+    account.spend(60, 60.0)
+    assert _enters(account, 60.0) == 1
+    assert _enters(account, 61.0) is None
