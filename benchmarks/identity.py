@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from engine.attention.packing import Segment, pack
 from engine.attention.segments import chain_segment, tree_segment
@@ -27,6 +26,7 @@ from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.assembly import tool_engine
 from server.cli.bench_compare import run_case
 from server.settings import load_settings
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _prompts(engine: Engine, count: int) -> list[tuple[int, ...]]:
-    tokenizer = AutoTokenizer.from_pretrained(resolve(engine.info.name).folder)
+    tokenizer = load_tokenizer(resolve(engine.info.name).folder)
     texts = PromptGrammar.load(_GRAMMAR).draw(count, seed=1)
     return [chat_ids(tokenizer, text) for text in texts]
 

@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
 
 from benchmarks.drafters.contenders import Stable
 from benchmarks.drafters.report import interval
@@ -40,12 +39,12 @@ from engine.engine import Engine
 from engine.model.causal_lm import CausalModel
 from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.cli.bench_compare import Run, stepped
-from server.cli.bench_prompts import load_prompts
+from server.cli.bench_prompts import BENCH_PROMPTS, load_prompts
 from server.settings import load_settings
 from server.text.chat_ids import chat_ids
 
-_PROMPTS = Path(__file__).parent / "prompts.yaml"
 _FEWEST = 4  # requests of a measurement
 _DONE = object()
 
@@ -127,8 +126,8 @@ class Measured:
 
 def mixed_prompts(model: str, kinds: Sequence[str], num_prompts: int) -> list[tuple[int, ...]]:
     """Return so many prompts of each kind, kinds by turns, as a model's chat template has them."""
-    tokenizer = AutoTokenizer.from_pretrained(resolve(model).folder)
-    by_kind = load_prompts(_PROMPTS, kinds, num_prompts)
+    tokenizer = load_tokenizer(resolve(model).folder)
+    by_kind = load_prompts(BENCH_PROMPTS, kinds, num_prompts)
     return [chat_ids(tokenizer, one.text) for same in zip(*by_kind.values(), strict=False) for one in same]
 
 
@@ -253,7 +252,7 @@ def main() -> None:
     run.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     run.add_argument("--max-tokens", type=int, default=64)
     run.add_argument("--rounds", type=int, default=3)
-    run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--out", type=Path, default=Path("load.jsonl"))
     make = commands.add_parser("report", help="print the table of a file of measurements")
     make.add_argument("file", type=Path)
     make.add_argument("--max-foreign", type=float, default=MAX_FOREIGN_CPUS, help="processors of others that are too many")

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
@@ -27,6 +26,7 @@ from engine.model.linears import fastest_linears
 from engine.native.linear import QUANTISED
 from engine.utils.progress_bar import progress_bar
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.cli.bench_prompts import load_prompts
 from server.text.chat_ids import chat_ids
 
@@ -64,7 +64,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
-    parser.add_argument("--prompts", default="benchmarks/prompts.yaml")
+    parser.add_argument("--prompts", default="configs/bench_prompts.yaml")
     parser.add_argument("--num-prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--widths", type=int, nargs="*", default=[1, 8, 16, 64], help="tokens of a timed pass")
@@ -86,7 +86,7 @@ def main() -> None:
 def differences(name: str, prompts: Path, num_prompts: int, max_tokens: int) -> list[Difference]:
     """Return what each precision makes of one model."""
     folder = resolve(name).folder
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     starts = [chat_ids(tokenizer, one.text) for of_kind in load_prompts(prompts, (), num_prompts).values() for one in of_kind]
     exact = load_model(folder, "float32", _CPU, fastest_linears(_CPU))
     written = progress_bar(starts, what=f"{name}, writing", total=len(starts), unit="text")

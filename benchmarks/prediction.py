@@ -5,12 +5,13 @@ the same. Drafts from cached text alone; `runs` lets long chains replace the fix
 `python -m benchmarks.prediction`; docs/decisions/0007 has the table.
 """
 
+import argparse
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from engine.core.config import SchedulerConfig
 from engine.core.policy import FixedExpansion
@@ -22,6 +23,7 @@ from engine.draft.text.text_drafter import CachedDrafter
 from engine.model.causal_lm import CausalModel, load_model
 from engine.testing import tiny_engine
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.text.chat_ids import chat_ids
 
 _MODEL, _NUM_TOKENS, _NUM_SAMPLES, _EVERY = "smollm2-135m", 180, 3, 25
@@ -125,10 +127,11 @@ def samples(case: Case) -> list[Case]:
 
 def main() -> None:
     """Print a line for each case."""
+    argparse.ArgumentParser(prog="python -m benchmarks.prediction", description="what a prediction saves").parse_args()
     folder = resolve(_MODEL).folder
     model = load_model(folder, "float32", torch.device("cpu"), "packed")
     print("| case | steps a token | block efficiency | predicted: accepted, rejected |\n| --- | --- | --- | --- |")
-    for case in cases(model, AutoTokenizer.from_pretrained(folder)):
+    for case in cases(model, load_tokenizer(folder)):
         total = sum((ran(model, one)[1] for one in samples(case)), Counts())
         share = total.num_steps / total.num_tokens
         print(f"| {case.name} | {share:.3f} | {1 / share:.2f} | {total.num_accepted}, {total.num_rejected} |", flush=True)

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import AutoTokenizer
 
 from benchmarks.markdown import table
 from engine.build import build_engine
@@ -35,6 +34,7 @@ from engine.core.types import Request, SamplingParams, Speculation
 from engine.distill.prompts import PromptGrammar
 from engine.profiling.step_timer import StepTimer
 from engine.weights import WeightsCache, default_root, resolve
+from engine.weights.pretrained import load_tokenizer
 from selector.acceptance import CountedAcceptance
 from selector.cost import CostModel
 from selector.menu import menu_for_all, menu_with
@@ -332,7 +332,7 @@ def watched(args: argparse.Namespace) -> Known:
         return policies[-1]
 
     engine = build_engine(config, make)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
+    tokenizer = load_tokenizer(resolve(config.model).folder)
     prompts = [chat_ids(tokenizer, text) for text in PromptGrammar.load(args.prompt_grammar).draw(args.num_prompts, args.seed)]
 
     def requests() -> Iterator[Request]:

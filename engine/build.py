@@ -39,7 +39,6 @@ from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.pool import KVCache
 from engine.memory_plan import memory_need, shortage
 from engine.model.causal_lm import CausalModel, load_model, weights_dtype
-from engine.model.check import UnsupportedModel
 from engine.model.linears import fastest_linears, fastest_precision
 from engine.model.root_features import RootFeatures
 from engine.model.target import Target
@@ -48,7 +47,7 @@ from engine.profiling.step_timer import StepTimer
 from engine.structured_output.grammars import CompiledGrammars, vocabulary_loader
 from engine.trace.file import TraceFile
 from engine.trace.tracer import FileTracer, header_of
-from engine.weights import resolve
+from engine.weights import UnsupportedModel, resolve
 from engine.weights.request_defaults import read_request_defaults
 
 _logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
 
     `adaptive` makes the policy of that name, which is not the engine's own. `models` holds what is loaded already and gets what
     is loaded here, so that engines of one number format and device can share weights. Raises BadConfiguration,
-    engine.model.check.UnsupportedModel or what engine.weights raises.
+    or what engine.weights raises.
     """
     require_exact(config.expansion, config.verifier)
     if config.num_threads:

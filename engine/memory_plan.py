@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from engine.core.config import EngineConfig
 from engine.draft.models.head import head_shape
@@ -20,7 +20,8 @@ from engine.model.causal_lm import loaded_dtype, weights_dtype
 from engine.model.linears import NATIVE, fastest_linears
 from engine.native.linear import weight_bytes
 from engine.native.passes import cache_dtype
-from engine.weights import WeightsError, resolve
+from engine.weights import resolve
+from engine.weights.pretrained import load_config
 from engine.weights.stored import num_parameters, parameters_in
 
 GB = 1e9
@@ -186,12 +187,8 @@ def shortage(need: MemoryNeed, device: torch.device) -> str | None:
 
 
 def configuration_of(reference: str) -> PretrainedConfig:
-    """Return the configuration of a model; raise WeightsError if it cannot be read."""
-    folder = resolve(reference).folder
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise WeightsError(f"the configuration of {folder} cannot be read: {' '.join(str(error).split())}") from error
+    """Return the configuration of a model; raise WeightsError if it cannot be read, UnsupportedModel if it is refused."""
+    return load_config(resolve(reference).folder)
 
 
 def cache_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:

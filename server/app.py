@@ -1,8 +1,10 @@
 """The composition root: settings, engine, tokenizer, layers and routes become one ASGI app."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,21 +15,28 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.core.service import EngineError, EngineService
 from engine.weights import resolve
+from engine.weights.pretrained import load_config
 from engine.worker.client import WorkerClient
 from engine.worker.crash_dump import CrashDumps
 from engine.worker.process import ProcessLauncher
 from engine.worker.supervision import Supervision
 from server.assembly import preload, served_engine
-from server.http.auth import ApiKeyGate
+from server.http.auth import OPEN_PATHS, ApiKeyGate
+from server.http.browsers import HostGate, OriginGate
 from server.http.errors import ApiError, answer_api_error, answer_http_exception, answer_validation_error
-from server.http.middleware import BodyLimit, ErrorBoundary, HeaderLimit, RequestContext
+from server.http.hosts import is_loopback
+from server.http.logs import configure_logging
+from server.http.middleware import BodyLimit, ErrorBoundary, HeadAsGet, HeaderLimit, RequestContext
 from server.http.rate_limits import RATE_HEADERS, RateLimiter, RateLimits
 from server.metrics.http import HttpMeter
-from server.routes import generation, models, operations, playground, tokens
+from server.openapi import declare_keys
+from server.routes import docs, generation, models, operations, playground, tokens
 from server.routes.strict import IGNORED_HEADER
 from server.runtime import Runtime
 from server.settings import Settings
 from server.text.codec import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 _MAX_HEADERS = 100
 
@@ -43,15 +52,28 @@ def create_app(
     `on_fatal` is told, on the event loop, why the server can never serve (again).
     """
     runtime = Runtime(settings, engine or _worker(settings), lambda: tokenizer or _tokenizer_of(settings.model), on_fatal)
-    app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, redoc_url=None)
+    app = FastAPI(title="latebranch", version=version("latebranch"), lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.runtime = runtime
     for router in (generation.router, models.router, tokens.router, operations.router):
         app.include_router(router)
-    if settings.playground:
-        app.include_router(playground.router)
-    _add_layers(app, runtime)
+    pages, paths = _add_pages(app, settings)
+    _add_layers(app, runtime, pages, paths)
+    if settings.all_api_keys:
+        declare_keys(app, OPEN_PATHS)
     _add_error_answers(app)
     return app
+
+
+def _add_pages(app: FastAPI, settings: Settings) -> tuple[frozenset[str], frozenset[str]]:
+    """Add the pages that are wanted; return their paths, and those of all that they are made of."""
+    wanted = [playground] if settings.playground else []
+    if settings.docs and docs.is_installed():
+        wanted.append(docs)
+    elif settings.docs:
+        log.warning("there is no /docs: the package fastapi-swagger is not installed")
+    for one in wanted:
+        app.include_router(one.router)
+    return frozenset[str]().union(*(one.PAGES for one in wanted)), frozenset[str]().union(*(one.PATHS for one in wanted))
 
 
 @asynccontextmanager
@@ -64,16 +86,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(tracing.shutdown)  # what is not sent yet is
 
 
-def _add_layers(app: FastAPI, runtime: Runtime) -> None:
+def _add_layers(app: FastAPI, runtime: Runtime, pages: frozenset[str], paths_of_pages: frozenset[str]) -> None:
     """Add the layers from the innermost to the outermost."""
     settings = runtime.settings
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    limits = RateLimits(settings.max_requests_per_minute, settings.max_concurrent_requests)
-    if limits != RateLimits():
-        app.add_middleware(RateLimiter, limits=limits, on_refusal=runtime.metrics.requests.refuse)
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_unfinished_bytes=settings.max_unfinished_body_bytes)
+    limits = RateLimits(settings.max_requests_per_minute, settings.max_concurrent_requests, settings.max_tokens_per_minute)
+    metrics = runtime.metrics
+    app.add_middleware(RateLimiter, limits=limits, metrics=metrics.keys, on_refusal=metrics.requests.refuse)
     if settings.all_api_keys:
-        pages = playground.PATHS if settings.playground else ()
-        app.add_middleware(ApiKeyGate, keys=settings.all_api_keys, also_open=pages)
+        app.add_middleware(ApiKeyGate, keys=settings.all_api_keys, also_open=paths_of_pages)
     app.add_middleware(HeaderLimit, max_headers=_MAX_HEADERS)
     if settings.cors_origins:
         app.add_middleware(
@@ -83,6 +105,9 @@ def _add_layers(app: FastAPI, runtime: Runtime) -> None:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", IGNORED_HEADER, *RATE_HEADERS],
         )
+    app.add_middleware(OriginGate, origins=settings.cors_origins, pages=pages)
+    if settings.allowed_hosts or is_loopback(settings.host):
+        app.add_middleware(HostGate, names=settings.allowed_hosts)
     app.add_middleware(ErrorBoundary)
     if settings.otlp_endpoint is not None:
         from server.http.otel import Tracing, otlp_provider  # here, because it is an extra
@@ -104,9 +129,12 @@ def _worker(settings: Settings) -> EngineService:
     config = settings.to_engine_config()
     supervision = Supervision(hang_limit_s=settings.hang_limit_s, max_deaths=settings.max_deaths)
     dumps = CrashDumps(Path(settings.crash_dump_dir), settings.crash_dump_texts) if settings.crash_dump_dir else None
-    launcher = ProcessLauncher(config, served_engine, preload if settings.spare_worker else None)
+    configure = partial(configure_logging, settings.log_level, settings.log_format, is_worker=True)
+    launcher = ProcessLauncher(config, served_engine, preload if settings.spare_worker else None, configure)
     return WorkerClient(launcher, config.scheduler, supervision, dumps)
 
 
 def _tokenizer_of(reference: str) -> Tokenizer:
-    return load_tokenizer(str(resolve(reference).folder))
+    folder = resolve(reference).folder
+    load_config(folder)  # refuses what no worker need be started for
+    return load_tokenizer(str(folder))

@@ -9,24 +9,28 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
 import signal
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from engine.weights import UnsupportedModel
 from server.app import create_app
-from server.http.protocol import MAX_HEAD_BYTES, http_protocol
+from server.http.protocol import http_protocol
 from server.runtime import Runtime
 from server.settings import Settings
 
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LAST_BYTES_S = 5.0  # for answers on their way out, after the drain has ended the requests
+_BACKLOG = 64  # connections that asyncio takes at a time, before it closes any
+_OTHER_DESCRIPTORS = 128 + 4 * _BACKLOG  # files, the worker, and connections that are being taken or closed
 _FORCED_S = 0.5  # the same after a second signal
 
 
@@ -75,18 +79,31 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings) -> str | None:
-    """Serve until told to stop; return why it could not go on, or None."""
+    """Serve until told to stop; return why it could not go on, or None. Raises UnsupportedModel."""
 
     def on_fatal(_: str) -> None:
         server.give_up()
 
-    if not settings.all_api_keys and settings.host not in _LOOPBACK:
-        log.warning("no API key is set: whoever reaches %s port %d may use the API", settings.host, settings.port)
+    for text in settings.warnings:
+        log.warning("%s", text)
+    if settings.all_api_keys:
+        told = Counter(f"{key.name} ({key.role})" for key in settings.all_api_keys)
+        log.info("API keys: %s", ", ".join(f"{num} x {name}" if num > 1 else name for name, num in told.items()))
     app = create_app(settings, on_fatal=on_fatal)
     runtime: Runtime = app.state.runtime
     server = Server(_uvicorn_config(app, settings), runtime, settings.drain_s)
     server.run()
+    if runtime.is_model_refused:
+        raise UnsupportedModel(runtime.fatal)
     return runtime.fatal
+
+
+def _max_connections(wanted: int) -> int:
+    """Return how many connections may be open: what is wanted, but below the limit of the process's descriptors."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, max(most // 4, most - _OTHER_DESCRIPTORS)))
 
 
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
@@ -98,10 +115,12 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         log_config=None,  # our own, set up by the command line
         access_log=False,  # RequestContext writes it, with the request's id
         server_header=False,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         ws="none",
         lifespan="on",
-        http=http_protocol(settings.client_limit_s, runtime.metrics.http.cut_off_at),
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        http=http_protocol(settings.client_limit_s, _max_connections(settings.max_connections), runtime.metrics.http.cut_off_at),
+        backlog=_BACKLOG,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         timeout_graceful_shutdown=math.ceil(settings.drain_s + _LAST_BYTES_S),

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from engine.core.service import EngineService, EngineState, EngineUnavailable
 from engine.structured_output.grammars import VocabularySource, source_of
+from engine.weights import UnsupportedModel, WeightsError
 from server.grammar.check import GrammarCheck
 from server.http.time_limits import TimeLimits
 from server.metrics import Metrics
@@ -54,7 +55,10 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
 
 
 class Runtime:
-    """Owns the engine's and the tokenizer's life. `fatal` says why the server cannot go on, once it cannot."""
+    """Owns the engine's and the tokenizer's life. `fatal` says why the server cannot go on, once it cannot.
+
+    `is_model_refused`: for a model that is not supported, so that another start would fail too.
+    """
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Runtime:
         self.created_s = int(time.time())
         self.time_limits = TimeLimits(settings.first_token_limit_s, settings.request_limit_s)
         self.fatal: str | None = None
+        self.is_model_refused = False
         self._load_tokenizer = load_tokenizer
         self._on_fatal = on_fatal
         self._tokenizer: Tokenizer | None = None
@@ -121,8 +126,11 @@ class Runtime:
             await self._failure()
             self._fail(self.engine.health.detail or "the engine failed for good")
         except Exception as error:
-            log.exception("the server cannot start")
-            self._fail(str(error) or repr(error))
+            _, mark, refusal = str(error).rpartition(f"{UnsupportedModel.__name__}: ")  # a worker's error comes as text
+            self.is_model_refused = isinstance(error, UnsupportedModel) or bool(mark)
+            if not self.is_model_refused and not isinstance(error, WeightsError):
+                log.exception("the server cannot start")
+            self._fail(refusal or repr(error))
 
     async def _failure(self) -> None:
         """Return when the engine has failed for good; the door has no bell for that."""

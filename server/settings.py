@@ -12,23 +12,37 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from engine.core.config import BLOCK_TOKENS, EngineConfig, SchedulerConfig
 from engine.core.tree import parse_expansion
 from engine.core.verifier_table import VerifierName, require_exact
 from engine.draft.text.suffix_counts import MAX_CONTEXT
+from server.http.api_keys import MIN_KEY_CHARS, ApiKey, may_others_read, parsed_keys
+from server.http.hosts import is_loopback
 from server.http.request_log import RequestLog
 from server.schemas.common import MAX_CHOICES
 from server.tool_calls.syntaxes import ToolCallParser
 
 ENV_PREFIX = "LATEBRANCH_"
 OTHER_VARIABLES = frozenset({"LATEBRANCH_CACHE"})  # the weights cache; engine.weights reads it
+# configs/ is stored beside the packages, in a checkout and where a wheel is installed.
+SHIPPED = Path(__file__).parent.parent / "configs"
+SHIPPED_DRAFTERS, SHIPPED_SELECTORS = SHIPPED / "drafters", SHIPPED / "selectors"
 
 
-SHIPPED_DRAFTERS = Path(__file__).parent.parent / "configs" / "drafters"
-SHIPPED_SELECTORS = Path(__file__).parent.parent / "configs" / "selectors"
+# What `public` sets unless something else does: for servers that others reach.
+PUBLIC: Mapping[str, Any] = {
+    "host": "0.0.0.0",
+    "max_requests_per_minute": 120,
+    "max_concurrent_requests": 8,
+    "max_tokens_per_minute": 100_000,
+    "max_answer_tokens": 4096,
+    "first_token_limit_s": 120.0,
+    "request_limit_s": 600.0,
+    "client_limit_s": 30.0,
+}
 
 
 class SettingsError(Exception):
@@ -38,6 +52,17 @@ class SettingsError(Exception):
 def _split(value: Any) -> Any:
     """Return the items of a comma-separated string; lists of a YAML file pass."""
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+
+
+def _some_keys(value: Any) -> Any:
+    """Return the entries of a list of keys; refuse an empty list and blank entries, which would leave the API open."""
+    entries = _split(value)
+    if not isinstance(entries, list | tuple):
+        return entries
+    texts = [entry.get_secret_value() if isinstance(entry, SecretStr) else entry for entry in entries]
+    if not texts or any(isinstance(text, str) and not text.strip() for text in texts):
+        raise ValueError("is set, but has no key, or a blank one; without keys leave it unset")
+    return entries
 
 
 def _lines_of(path: str) -> list[str]:
@@ -55,8 +80,12 @@ def _is_tracing_installed() -> bool:
     return all(find_spec(name) for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))
 
 
-def _is_key(key: str) -> bool:
-    return key.isascii() and key.isprintable() and " " not in key
+def _is_true(value: Any) -> bool:
+    """Return whether pydantic reads a value as true; what it reads as nothing it refuses itself."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        return False
 
 
 def _checked_expansion(value: Any) -> Any:
@@ -68,10 +97,18 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
 
+    public: bool = Field(
+        default=False,
+        description="For a server that others reach: listens on every interface, refuses to start without keys, and sets the "
+        "limits of docs/security.md where they are not set.",
+    )
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = Field(
-        default=(), description="Keys that open the API, comma-separated; none leaves it open. /live and /health never need one."
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_some_keys)] = Field(
+        default=(),
+        validate_default=False,
+        description="Keys that open the API, comma-separated, each KEY, NAME:KEY or NAME:ROLE:KEY (docs/security.md); unset: it "
+        "is open. /live and /health never need one.",
     )
     api_keys_file: str | None = Field(
         default=None,
@@ -87,20 +124,52 @@ class Settings(BaseSettings):
         ge=1,
         description="Requests (POST) of each key, or without keys of all, that are answered at a time. Unset: any.",
     )
+    max_tokens_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens a minute, of prompts and answers together, of each key, or without keys of all; who has used more is "
+        "answered 429 until that is made up for. Unset: any.",
+    )
     ssl_certfile: str | None = Field(default=None, description="Certificate chain in PEM; HTTPS is spoken with it. Unset: HTTP.")
     ssl_keyfile: str | None = Field(default=None, description="Its private key in PEM; unset: it is in ssl_certfile.")
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         default=(), description="Origins whose pages may call the API, comma-separated; * for any."
     )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        default=(),
+        description="Host names that requests may name beside localhost, comma-separated, without port. Unset: on a loopback "
+        "address no other, else any.",
+    )
     playground: bool = Field(
         default=True, description="Serve a page to try the model on at /; it needs no key, what it asks of the API does."
     )
+    docs: bool = Field(
+        default=True, description="Serve Swagger UI at /docs, from here alone; it needs no key, what it asks of the API does."
+    )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="Largest request body.")
+    max_unfinished_body_bytes: int = Field(
+        default=64 * 2**20,
+        ge=1024,
+        description="Bytes of bodies that have not come whole, all together; beyond, those larger than their share are answered "
+        "503. At least max_body_bytes.",
+    )
+    max_connections: int = Field(
+        default=1000,
+        ge=1,
+        description="Open connections, at most some hundred below the process's limit of descriptors; for one more, the one that "
+        "waits longest for a request is closed.",
+    )
     max_choices: int = Field(
         default=128,
         ge=1,
         le=MAX_CHOICES,
         description="Most choices of one request: prompts times n or best_of; never more than may run and wait.",
+    )
+    max_answer_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens that a request may ask for each text, and what a chat gets that names no number. Unset: what "
+        "fits.",
     )
     max_tree_tokens: int = Field(default=64, ge=0, description="Most drafted tokens of the tree that a request may ask for.")
     first_token_limit_s: float | None = Field(
@@ -155,6 +224,11 @@ class Settings(BaseSettings):
         default=None,
         description="OTLP/HTTP collector that is sent a trace of each request, for example http://127.0.0.1:4318; needs the "
         "extra otel. Unset: none.",
+    )
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        default=(),
+        description="Addresses or networks of proxies whose X-Forwarded-For names the client in the access log, comma-separated; "
+        "unset: none.",
     )
     strict: bool = Field(
         default=False, description="Refuse every unknown field of a request; else those that cannot change a text are ignored."
@@ -263,6 +337,20 @@ class Settings(BaseSettings):
         default=32, ge=1, le=128, description="Tokens of such a request that are checked, its first ones; at most 128."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _public_has_defaults_of_its_own(cls, values: Any) -> Any:
+        is_public = isinstance(values, dict) and _is_true(values.get("public"))
+        return {**PUBLIC, **values} if is_public else values
+
+    @model_validator(mode="after")
+    def _public_is_closed(self) -> Self:
+        if self.public and not self.all_api_keys:
+            raise ValueError("public needs api_keys or api_keys_file")
+        if self.public and "*" in self.cors_origins:
+            raise ValueError("public refuses * in cors_origins: name the origins")
+        return self
+
     @model_validator(mode="after")
     def _files_belong_to_what_reads_them(self) -> Self:
         if (self.drafter == "model") != (self.draft_model is not None):
@@ -290,17 +378,33 @@ class Settings(BaseSettings):
         for path in (self.ssl_certfile, self.ssl_keyfile):
             if path is not None and not os.access(path, os.R_OK):
                 raise ValueError(f"{path} cannot be read")
-        if any(not _is_key(key) for key in self.all_api_keys):
-            raise ValueError("an API key has characters other than printable ASCII without spaces")  # no header carries it
+        _ = self.all_api_keys  # raises what is wrong with them
         return self
 
     @cached_property
-    def all_api_keys(self) -> tuple[str, ...]:
+    def all_api_keys(self) -> tuple[ApiKey, ...]:
         """The keys themselves, those of the file too, each once."""
-        keys = [key.get_secret_value() for key in self.api_keys]
+        entries = [key.get_secret_value() for key in self.api_keys]
         if self.api_keys_file is not None:
-            keys += _lines_of(self.api_keys_file)
-        return tuple(dict.fromkeys(keys))
+            entries += _lines_of(self.api_keys_file)
+        return parsed_keys(entries)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed, but leaves a server less safe than it could be."""
+        keys, is_local = self.all_api_keys, is_loopback(self.host)
+        secret_files = [path for path in (self.api_keys_file, self.ssl_keyfile) if path is not None]
+        num_short = sum(len(key.secret) < MIN_KEY_CHARS for key in keys)
+        found = {
+            f"no API key is set: whoever reaches {self.host} port {self.port} may use the API": not keys and not is_local,
+            f"{num_short} of the API keys have fewer than {MIN_KEY_CHARS} characters and can be guessed": num_short > 0,
+            f"keys and texts cross the network unencrypted unless a proxy speaks TLS for {self.host}": (
+                self.public and self.ssl_certfile is None
+            ),
+            "cors_origins has *: every page that a browser shows may call the API": "*" in self.cors_origins,
+            **{f"every user of this machine may read {path}": may_others_read(path) for path in secret_files},
+        }
+        return tuple(text for text, is_so in found.items() if is_so)
 
     @model_validator(mode="after")
     def _tree_and_verifier_are_an_exact_pair(self) -> Self:
@@ -345,14 +449,14 @@ class Settings(BaseSettings):
         a server of the coupled rule runs.
         """
         if self.selector != "auto":
-            return None if self.selector == "counting" else self.selector
+            return None if self.selector == "counting" else _named(self.selector)
         shipped = SHIPPED_SELECTORS / f"{self.model}-head.safetensors"
         is_known = self.drafter == "auto" and drafter == "head" and "/" not in self.model
         return str(shipped) if is_known and self.verifier != "coupled" and shipped.is_file() else None
 
     def to_engine_config(self) -> EngineConfig:
         """Return the engine's part."""
-        drafter, head, has_cached_text = self.drafter, self.head, self.cached_text
+        drafter, head, has_cached_text = self.drafter, _named(self.head), self.cached_text
         if drafter == "auto":
             shipped = SHIPPED_DRAFTERS / f"{self.model}-head.safetensors"
             has_cached_text = self.policy != "plain" and "/" not in self.model and shipped.is_file()
@@ -364,7 +468,7 @@ class Settings(BaseSettings):
             generation_config=self.generation_config,
             drafter=drafter,
             draft_model=self.draft_model,
-            lens=self.lens,
+            lens=_named(self.lens),
             head=head,
             stand_in="ngram" if self.drafter == "auto" else None,
             cached_text=has_cached_text,
@@ -398,8 +502,19 @@ class Settings(BaseSettings):
         )
 
 
+def or_shipped(path: Path) -> Path:
+    """Return a path; if the working folder lacks it and it begins with `configs/`, the file of that name that ships."""
+    shipped = SHIPPED.parent / path
+    return shipped if path.parts[:1] == (SHIPPED.name,) and not path.exists() and shipped.exists() else path
+
+
+def _named(file: str | None) -> str | None:
+    return None if file is None else str(or_shipped(Path(file)))
+
+
 def load_settings(config_file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings of a YAML file, the environment and `overrides` (the command line). Raises SettingsError."""
+    config_file = None if config_file is None else or_shipped(config_file)
     if config_file is not None and not config_file.is_file():
         raise SettingsError(f"no such configuration file: {config_file}")
     _refuse_unknown_variables(os.environ)

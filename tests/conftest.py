@@ -14,21 +14,10 @@ from tests.typechecking import install_shape_checks
 # The modules that hold tensors. The records of the others are built inside hypothesis strategies, where the random choices by
 # which beartype looks into containers are not welcome.
 _TENSOR_MODULES = [
-    *(
-        "noise",
-        "logit_edits",
-        "sampling",
-        "forest",
-        "packing",
-        "segments",
-        "kv_cache",
-        "attention",
-        "linears",
-        "native",
-        "model",
-        "target",
-    ),
-    *("draft", "verify", "judge", "engine"),
+    *("sampling.noise", "sampling.logits_processors", "sampling.distributions"),
+    *("attention.packing", "attention.segments", "attention.tree_attention", "kv_cache.pool"),
+    *("model.linears", "model.causal_lm", "model.target"),
+    *("native", "draft", "verify", "engine"),
 ]
 # For the whole run: test modules import the engine after this file.
 install_shape_checks([f"engine.{name}" for name in _TENSOR_MODULES])

@@ -5,7 +5,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks.drafters.contenders import MissingPart, Stable, contenders_of
 from benchmarks.drafters.measure import Design, EncodedPrompt, Measurement
@@ -14,13 +14,11 @@ from benchmarks.foreign import MAX_FOREIGN_CPUS
 from engine.build import BadConfiguration
 from engine.core.tree import Expansion, parse_expansion
 from engine.core.validation import RequestRefused
-from engine.model.check import UnsupportedModel
-from engine.weights import WeightsError, resolve
-from server.cli.bench_prompts import BenchError, Prompt, load_prompts
+from engine.weights import UnsupportedModel, WeightsError, resolve
+from engine.weights.pretrained import load_tokenizer
+from server.cli.bench_prompts import BENCH_PROMPTS, BenchError, Prompt, load_prompts
 from server.settings import SettingsError, load_settings
 from server.text.chat_ids import chat_ids
-
-_PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 
 
 def main() -> None:
@@ -56,14 +54,14 @@ def _parser() -> argparse.ArgumentParser:
         help="trees to fill, or `policy`; by default the configured one",
     )
     run.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
-    run.add_argument("--prompts", type=Path, default=_PROMPTS)
+    run.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     run.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts; all of the file by default")
     run.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     run.add_argument("--predictions", action="store_true", help="send the predictions of prompts that have one")
     run.add_argument("--max-tokens", type=int, default=96, help="tokens of a text, if the model does not end it before")
     run.add_argument("--batch", type=int, default=1, help="prompts in the engine at a time")
     run.add_argument("--rounds", type=int, default=3)
-    run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--out", type=Path, default=Path("drafters.jsonl"))
     make = commands.add_parser("report", help="print the table of a file of measurements")
     make.add_argument("file", type=Path)
     make.add_argument(
@@ -98,7 +96,7 @@ def _run(args: argparse.Namespace) -> None:
             "heads": ", ".join(sorted(Path(value).name for value in parts.values() if value)) or "none",
         },
     )
-    tokenizer = AutoTokenizer.from_pretrained(resolve(config.model).folder)
+    tokenizer = load_tokenizer(resolve(config.model).folder)
     prompts = {kind: [_encoded(tokenizer, text, args.predictions) for text in of_kind] for kind, of_kind in texts.items()}
     Measurement(design, Stable(config, parts), args.out).run(prompts)
 

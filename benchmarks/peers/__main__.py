@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from benchmarks.foreign import MAX_FOREIGN_CPUS
 from benchmarks.peers.contenders import PRECISIONS, Subject, contenders_of, those_ready
 from benchmarks.peers.measure import Design, Measurement, Prompt
@@ -20,11 +18,11 @@ from benchmarks.peers.setup import PEERS, PINS, SetupError, requantise, set_up
 from benchmarks.peers.stable import Stable
 from engine.core.tree import parse_expansion
 from engine.weights import WeightsError, resolve
-from server.cli.bench_prompts import BenchError, read_prompts
+from engine.weights.pretrained import load_tokenizer
+from server.cli.bench_prompts import BENCH_PROMPTS, BenchError, read_prompts
 from server.settings import Settings, SettingsError, load_settings
 from server.text.chat_ids import chat_ids
 
-_PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 _CONTEXT_STEP_TOKENS = 256
 _LONG = "long"  # a kind of prompts that no file has
 
@@ -52,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="of ours")
     run.add_argument("--concurrency", nargs="+", type=int, default=[1])
     run.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    run.add_argument("--prompts", type=Path, default=_PROMPTS)
+    run.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     run.add_argument("--kinds", nargs="+", default=["code", "maths", "prose"])
     run.add_argument("--num-prompts", type=int, default=2, help="of each kind")
     run.add_argument("--long-tokens", type=int, metavar="N", default=7900, help="of the one prompt of kind `long`, about")
@@ -61,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--threads", type=int, default=os.cpu_count(), help="of every contender")
     run.add_argument("--memory-gib", type=float, default=10.0, help="for contenders that are loaded at once")
     run.add_argument("--retries", type=int, default=1, help="of a measurement that others on the machine disturbed")
-    run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--out", type=Path, default=Path("peers.jsonl"))
     make = commands.add_parser("report", help="print the tables of a file of measurements")
     make.add_argument("file", type=Path)
     make.add_argument("--short", action="store_true", help="two tables for all blocks, of ratios and of the rest")
@@ -96,7 +94,7 @@ def _report(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> None:
     # 1. what everybody is given
     settings = load_settings(args.config, {})
-    tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
+    tokenizer = load_tokenizer(resolve(settings.model).folder)
     kinds = [kind for kind in args.kinds if kind != _LONG]
     texts = read_prompts(args.prompts, kinds, args.num_prompts) if kinds else {}
     if _LONG in args.kinds:

@@ -3,18 +3,15 @@
 import argparse
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from benchmarks.trees.collect import Collector, Design
 from benchmarks.trees.paired import differences
 from benchmarks.trees.report import report
 from engine.weights import resolve
+from engine.weights.pretrained import load_tokenizer
 from server.assembly import tool_engine
-from server.cli.bench_prompts import read_prompts
+from server.cli.bench_prompts import BENCH_PROMPTS, read_prompts
 from server.settings import load_settings
 from server.text.chat_ids import chat_ids
-
-_PROMPTS = Path(__file__).parent.parent / "prompts.yaml"
 
 
 def main() -> None:
@@ -23,8 +20,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     collect = commands.add_parser("collect", help="measure, one JSON line each, appended to a file")
     collect.add_argument("--config", type=Path, required=True)
-    collect.add_argument("--out", type=Path, required=True)
-    collect.add_argument("--prompts", type=Path, default=_PROMPTS)
+    collect.add_argument("--out", type=Path, default=Path("trees.jsonl"))
+    collect.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     collect.add_argument("--num-prompts", type=int, default=6, help="of each kind")
     collect.add_argument("--kinds", nargs="*", default=["code", "prose", "translation", "maths"])
     collect.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 32], choices=[8, 16, 32])
@@ -50,7 +47,7 @@ def main() -> None:
 
 def _collect(args: argparse.Namespace) -> None:
     settings = load_settings(args.config, {})
-    tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
+    tokenizer = load_tokenizer(resolve(settings.model).folder)
     texts = read_prompts(args.prompts, args.kinds, args.num_prompts)
     prompts = {kind: [chat_ids(tokenizer, text) for text in of_kind] for kind, of_kind in texts.items()}
     design = Design(tuple(args.budgets), tuple(args.temperatures), args.text_tokens, args.stride, args.time_every)

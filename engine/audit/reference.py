@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     MinPLogitsWarper,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
@@ -30,6 +29,7 @@ from engine.model.causal_lm import CausalModel, is_run_natively, load_model
 from engine.model.linears import NATIVE
 from engine.native.linear import QUANTISED
 from engine.utils.progress_bar import quiet_libraries
+from engine.weights.pretrained import load_module
 
 _MAX_PASS_TOKENS = 2048
 
@@ -44,7 +44,7 @@ class Reference:
     def load(cls, folder: Path, dtype: str, device: str) -> Self:
         """Load the target's weights anew, with eager attention; in float32 where our library runs it, which rounds weights."""
         quiet_libraries()
-        module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+        module = load_module(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
         module.to(torch.device(device))
         return cls(module.float() if is_run_natively(module, torch.device(device)) else module)
 

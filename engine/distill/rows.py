@@ -11,9 +11,10 @@ from torch import Tensor
 
 from engine.distill.corpus import Text
 from engine.model.causal_lm import CausalModel
-from engine.model.check import UnsupportedModel, check_text, own_logits
+from engine.model.check import check_text, own_logits
 from engine.model.hidden_states import StateTap
 from engine.model.linears import weight_of
+from engine.weights import UnsupportedModel
 
 _SAMPLE = 100_000  # positions whose laws are summed
 _TOLERANCE = 5e-2  # of bfloat16 logits, relative to the largest

@@ -5,13 +5,15 @@ embeddings that depend on the batch) is refused by name. Shape key: T packed tok
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.attention.packing import PackedBatch
 from engine.attention.paged.attention import Attend, PagedContext, failures, heads_of, kernel, try_out, why_not
@@ -19,22 +21,16 @@ from engine.attention.paged.graphs import PassMemory
 from engine.attention.paged.table import IDS, POSITIONS, Columns, PagedBatch, Shape, table_of
 from engine.attention.tree_attention import NAME, AttentionContext, Gathered
 from engine.kv_cache.pool import KVCache
-from engine.model.check import (
-    UnsupportedModel,
-    check_text,
-    own_logits,
-    refuse_by_configuration,
-    require_equal,
-    require_same_bits,
-    tolerance_of,
-)
+from engine.model.check import check_text, own_logits, require_equal, require_same_bits, tolerance_of
 from engine.model.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED
 from engine.sampling.argmax import Likeliest, likeliest
 from engine.utils.host_transfer import integers_32
 from engine.utils.progress_bar import quiet_libraries
+from engine.weights import UnsupportedModel
 from engine.weights.facts import end_tokens
+from engine.weights.pretrained import load_config, load_module, refuse_by_configuration, refused
 from engine.weights.stored import stored_dtype
 
 _logger = logging.getLogger(__name__)
@@ -146,7 +142,7 @@ def loaded_dtype(folder: Path, dtype: str, linears: str) -> torch.dtype:
     asked = weights_dtype(dtype)
     if linears != NATIVE or asked != torch.float32:
         return asked
-    has_constants = AutoConfig.from_pretrained(folder).model_type.startswith(_WITH_CONSTANTS)
+    has_constants = load_config(folder).model_type.startswith(_WITH_CONSTANTS)
     return asked if has_constants else stored_dtype(folder)
 
 
@@ -167,6 +163,22 @@ def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> 
     A model that our library does not know is run as transformers has it, with packed linears; in int8 and compact it is refused.
     """
     quiet_libraries()
+    with _refusing(folder):
+        return _load(folder, dtype, device, linears)
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Raise UnsupportedModel in place of what transformers or a pass of ours raises for an architecture of another kind."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise refused(load_config(folder).model_type, f"{type(error).__name__}: {error}") from error
+
+
+def _load(folder: Path, dtype: str, device: torch.device, linears: str) -> CausalModel:
     module = _loaded(folder, loaded_dtype(folder, dtype, linears), weights_dtype(dtype))
     if linears == NATIVE:
         try:
@@ -183,7 +195,7 @@ def load_model(folder: Path, dtype: str, device: torch.device, linears: str) -> 
 
 def _loaded(folder: Path, dtype: torch.dtype, wanted: torch.dtype) -> PreTrainedModel:
     """Load a model in a format that holds the weights of the wanted one: in that itself if constants of its own were rounded."""
-    module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    module: PreTrainedModel = load_module(folder, dtype=dtype, attn_implementation="eager")
     constants = {buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()}
     if dtype != wanted and not constants <= {torch.float32}:
         del module  # no two at a time

@@ -1,4 +1,4 @@
-"""Whether a model can be driven exactly: what its configuration rules out, and a pass of ours against the model's own.
+"""Whether a model can be driven exactly: a pass of ours against the model's own.
 
 The pass that is compared is chunked, branched and packed beside a second sequence at the far end of the positions: whatever looks
 at the batch as a whole (rotary frequencies scaled by the longest text, say) shows in it.
@@ -6,8 +6,7 @@ Shape key: N rows of logits, V vocabulary.
 """
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from engine.attention.segments import chain_segment, tree_segment
 from engine.attention.tree_attention import UnsupportedAttention
 from engine.core.tree import TokenTree
 from engine.kv_cache.pool import KVCache
+from engine.weights.pretrained import refused
 
 if TYPE_CHECKING:
     from engine.model.causal_lm import CausalModel
@@ -30,33 +30,6 @@ _SAME_BITS_LENGTH, _OTHER_LENGTH = 11, 6  # tokens of a text compared to the bit
 _TOLERANCE = 1e-3  # in float32; in narrower formats what follows
 _LOOSE_TOLERANCE, _MOST_TOLERANCE = 5e-2, 0.5
 _OWN_NOISES = 3.0  # times what a model's own passes differ by
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# transformers chooses its frequencies by the longest position of the whole batch. ("dynamic" does so only beyond the positions
-# the model is made for, which are never served.)
-_BATCH_DEPENDENT_ROPE = {"longrope"}
-
-
-class UnsupportedModel(ValueError):
-    """The model cannot be run exactly by tree-masked passes."""
-
-
-def refuse_by_configuration(config: Any) -> None:
-    """Raise UnsupportedModel for what a short comparison could not see."""
-    text = config.get_text_config()
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    if layer_types - _LAYER_TYPES or getattr(text, "attention_chunk_size", None) is not None:
-        raise UnsupportedModel(f"layers of type {', '.join(sorted(layer_types - _LAYER_TYPES)) or 'chunked'} cannot be driven")
-    rope_types = set(_values_of(getattr(text, "rope_parameters", None) or {}, "rope_type")) & _BATCH_DEPENDENT_ROPE
-    if rope_types:
-        raise UnsupportedModel(f"rotary embeddings of type {', '.join(rope_types)} depend on the longest text of a batch")
-
-
-def _values_of(settings: dict[str, Any], name: str) -> Iterator[Any]:
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _values_of(value, name)
-        elif key == name:
-            yield value
 
 
 def check_text(model: "CausalModel") -> list[int]:
@@ -96,15 +69,18 @@ def require_equal(model: "CausalModel", ids: list[int], expected_NV: Tensor, tol
 
     `tolerance` is relative to the largest logit.
     """
-    name = type(model.module).__name__
     try:
         logits_NV = _driven_logits(model, ids)
     except (UnsupportedAttention, TypeError, IndexError, RuntimeError) as error:
-        raise UnsupportedModel(f"{name} cannot be driven: {error}") from error
+        raise refused(_type_of(model), f"it cannot be driven: {error}") from error
     error_size = _apart(logits_NV, expected_NV)
     _logger.info("model check: relative error of a tree-masked pass %.1e, of which %.1e are allowed", error_size, tolerance)
     if not error_size < tolerance:
-        raise UnsupportedModel(f"{name}: a tree-masked pass differs from the model's own by {error_size:.1e}")
+        raise refused(_type_of(model), f"a tree-masked pass differs from the model's own by {error_size:.1e}")
+
+
+def _type_of(model: "CausalModel") -> str:
+    return str(model.module.config.model_type)
 
 
 def _apart(logits_NV: Tensor, expected_NV: Tensor) -> float:
@@ -125,7 +101,7 @@ def require_same_bits(model: "CausalModel", ids: list[int]) -> None:
     rows = torch.arange(_OTHER_LENGTH, _OTHER_LENGTH + len(ids), device=model.device)
     together = model.forward(pack(segments, model.device), KVCache(len(slots), model.device), rows)
     if not torch.equal(torch.stack(alone), together):
-        raise UnsupportedModel(f"{type(model.module).__name__}: a row's logits depend on what it is computed with")
+        raise refused(_type_of(model), "a row's logits depend on what it is computed with")
 
 
 def _driven_logits(model: "CausalModel", ids: list[int]) -> Tensor:

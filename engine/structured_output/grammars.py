@@ -21,6 +21,8 @@ from engine.core.types import Grammar, GrammarKind
 from engine.structured_output.exact_schemas import exact_lark, exact_schema
 from engine.structured_output.json_bounds import bounded_schema, with_bounded_schemas
 from engine.structured_output.number_lengths import TokenDigits
+from engine.weights import UnsupportedModel, WeightsError
+from engine.weights.pretrained import load_tokenizer
 
 _MAX_REASON_CHARS = 500
 _MAX_COMPILED = 32
@@ -72,12 +74,10 @@ def vocabulary_loader(folder: Path, vocab_size: int, eos_token_ids: Sequence[int
     """Return what loads the vocabulary of a model's folder, which few servers need; it raises BadGrammar if that fails."""
 
     def load() -> Vocabulary:
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise BadGrammar(_bounded(f"the model's folder has no tokenizer that can be read: {error}")) from error
+            tokenizer = load_tokenizer(folder)
+        except (WeightsError, UnsupportedModel) as error:
+            raise BadGrammar(_bounded(f"{error}")) from error
         return source_of(tokenizer, vocab_size, eos_token_ids).load()
 
     return load

@@ -1,15 +1,19 @@
 """Progress of long work on stderr: a bar that moves in a terminal, a plain line now and then in a log.
 
 Knows tqdm and whether stderr is a terminal. A log gets no control characters: a line at the beginning, one every ten seconds
-and one at the end.
+and one at the end. After `lines_to_logging` each is a record of `logging`, for logs whose lines have a form.
 """
 
+import logging
 import shutil
 import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+_logger = logging.getLogger(__name__)
+_is_logged = False
 
 tqdm.monitor_interval = 0  # no thread that watches over bars: an engine measures its steps beside one
 
@@ -26,7 +30,9 @@ class _Lines:
     def write(self, text: str) -> None:
         """Write what there is of a line, without the characters that move a cursor."""
         line = text.replace("\r", "").strip()
-        if line:
+        if line and _is_logged:
+            _logger.info("%s", line)
+        elif line:
             self._stream.write(line + "\n")
 
     def flush(self) -> None:
@@ -34,9 +40,20 @@ class _Lines:
         self._stream.flush()
 
 
+def lines_to_logging() -> None:
+    """Make the lines of progress, and those of transformers, records of `logging` from now on."""
+    global _is_logged
+    _is_logged = True
+
+
+def progress_line(text: str) -> None:
+    """Write one line of progress where there is no bar."""
+    _Lines(sys.stderr).write(text)
+
+
 def is_terminal() -> bool:
-    """Return whether somebody watches stderr."""
-    return sys.stderr.isatty()
+    """Return whether stderr is a terminal that shows bars."""
+    return sys.stderr.isatty() and not _is_logged
 
 
 def progress_bar(
@@ -59,8 +76,11 @@ def progress_bar(
 
 
 def quiet_libraries() -> None:
-    """Keep the bars of transformers out of a log."""
-    from transformers.utils.logging import disable_progress_bar  # here, because it takes seconds
+    """Keep the bars of transformers out of a log, and give its lines the log's form."""
+    from transformers.utils import logging as theirs  # here, because it takes seconds
 
     if not is_terminal():
-        disable_progress_bar()
+        theirs.disable_progress_bar()
+    if _is_logged:
+        theirs.disable_default_handler()
+        theirs.enable_propagation()

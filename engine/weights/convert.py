@@ -119,7 +119,9 @@ def _holds(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
 
 def _load_model(gguf: Path, dtype: torch.dtype) -> Any:
     quantization = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=dtype, trust_remote_code=False
+    )
     # The weights are plain by now; what remembers the quantisation would make `save_pretrained` refuse.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

@@ -1,5 +1,9 @@
-"""The one error that finding, fetching and converting weights can raise."""
+"""The errors that finding, fetching, converting and reading weights can raise."""
 
 
 class WeightsError(Exception):
     """Weights cannot be had. The message is one line that says what was tried and what to do."""
+
+
+class UnsupportedModel(Exception):
+    """The model cannot be run exactly by tree-masked passes. The message is one sentence; another start would not help."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.weights.errors import WeightsError
+from engine.weights.pretrained import load_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,9 @@ class ModelFacts:
 
 
 def read_facts(folder: Path) -> ModelFacts:
-    """Return the facts of a model folder; raise WeightsError if its configuration cannot be read."""
-    from transformers import AutoConfig  # here, because it is slow to import
-
+    """Return the facts of a model folder. Raises what `load_config` raises."""
+    text = load_config(folder).get_text_config()
     try:
-        text = AutoConfig.from_pretrained(folder).get_text_config()
         return ModelFacts(
             vocab_size=int(text.vocab_size),
             width=int(text.hidden_size),

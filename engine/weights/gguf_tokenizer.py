@@ -135,7 +135,7 @@ def _sentencepiece(gguf: Path, fields: dict[str, Any]) -> PreTrainedTokenizerFas
             raise WeightsError(
                 f"tokenizer.ggml.{name} changes text before it is split, which is not known to be done as by the model's own"
             )
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     backend, architecture = tokenizer.backend_tokenizer, fields["general.architecture"]
     if architecture.startswith("gemma"):
         return tokenizer

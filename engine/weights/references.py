@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.utils.progress_bar import is_terminal
+from engine.utils.progress_bar import is_terminal, progress_line
 from engine.weights.cache import WeightsCache, default_root
 from engine.weights.errors import WeightsError
 from engine.weights.fetch import fetch_gguf
@@ -112,7 +112,7 @@ def _convert(gguf: Path, target: Path, weights: str, progress: bool) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # everything it needs is in the file
     stderr = None if progress else subprocess.DEVNULL
     if progress and not is_terminal():  # a log gets a line in place of the bars of libraries
-        sys.stderr.write(f"converting {gguf.name}\n")
+        progress_line(f"converting {gguf.name}")
         environment["TQDM_DISABLE"] = "1"
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, check=False

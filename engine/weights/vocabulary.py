@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.weights.errors import WeightsError
+from engine.weights.pretrained import load_tokenizer
 
 # What decides how text is split, besides the vocabulary: `tokenizer.json` keeps each under this name.
 _SPLITTING = ("normalizer", "pre_tokenizer")
@@ -66,9 +67,7 @@ def _tokenizer_json(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer.json"
     if path.is_file():
         return json.loads(path.read_bytes())  # type: ignore[no-any-return]
-    from transformers import AutoTokenizer  # here, because it is slow: it converts what has no tokenizer.json
-
-    return json.loads(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())  # type: ignore[no-any-return]
+    return json.loads(load_tokenizer(folder).backend_tokenizer.to_str())  # type: ignore[no-any-return]
 
 
 def _tokens(vocab: Any) -> dict[int, str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 import zmq
 
 from engine.core.config import EngineConfig
+from engine.weights.errors import UnsupportedModel
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
 from engine.worker.messages import Addresses, Failed, Heartbeat, Letter, Ready, Report, Shutdown, decoded_command, encoded
 from engine.worker.step_log import opened_black_box
@@ -32,6 +33,7 @@ BEAT_S = 0.5
 MOST_LETTERS = 256  # that are read before a step: some milliseconds
 _LAST_WORDS_MS = 2000  # how long a dying worker tries to get its reports out
 _MAX_ERROR_CHARS = 2000
+_LOG_LINE = "%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
 _PROCESS_NAME, _SPARE_NAME = "latebranch-work", "latebranch-idle"  # the kernel keeps 15 characters
 
 ReadLetters = Callable[[float], list[Letter]]  # MOST_LETTERS at most; waits for up to so many seconds if there is none
@@ -79,12 +81,22 @@ class ProcessLauncher:
     """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it.
 
     With `preload`, such a function too, a spare process runs it ahead of the next launch: importing models takes longer than
-    loading small ones. The spare has no weights and no device.
+    loading small ones. The spare has no weights and no device. `configure_logging` is such a function too, or a `partial` of
+    one; without it a worker logs plain lines.
     """
 
-    def __init__(self, config: EngineConfig, factory: EngineFactory, preload: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        factory: EngineFactory,
+        preload: Callable[[], None] | None = None,
+        configure_logging: Callable[[], None] | None = None,
+    ) -> None:
         self._config = config
         self._factory = factory
+        level = logging.getLogger().getEffectiveLevel()
+        plain_lines = partial(logging.basicConfig, stream=sys.stderr, level=level, format=_LOG_LINE)
+        self._configure_logging = configure_logging or plain_lines
         self._preload = preload
         self._spare: _Idle | None = None
 
@@ -92,7 +104,7 @@ class ProcessLauncher:
         """Return a worker process, the spare or a new one, that will read letters from and send reports to `addresses`."""
         order = _Order(self._config, self._factory, addresses)
         self._config = replace(self._config, is_restart=True)
-        return self._spare_with(order) or _started(None).given(order)
+        return self._spare_with(order) or _started(None, self._configure_logging).given(order)
 
     def _spare_with(self, order: "_Order") -> BaseProcess | None:
         """Return the spare process with its order; None without one, or if it is dead."""
@@ -106,7 +118,7 @@ class ProcessLauncher:
     def keep_spare(self) -> None:
         """Start a spare process unless there is one or there is nothing to preload."""
         if self._preload is not None and self._spare is None:
-            self._spare = _started(self._preload)
+            self._spare = _started(self._preload, self._configure_logging)
 
     def close(self) -> None:
         """End the spare process."""
@@ -140,20 +152,21 @@ class _Idle:
         return self.process
 
 
-def _started(preload: Callable[[], None] | None) -> _Idle:
+def _started(preload: Callable[[], None] | None, configure_logging: Callable[[], None]) -> _Idle:
     context = multiprocessing.get_context("spawn")
     theirs, ours = context.Pipe(duplex=False)
-    level = logging.getLogger().getEffectiveLevel()
     # daemon: ends with a parent that exits in order; a parent that is killed is noticed by the worker itself.
-    process = context.Process(target=_worker_main, args=(theirs, preload, level), name="latebranch-worker", daemon=True)
+    process = context.Process(
+        target=_worker_main, args=(theirs, preload, configure_logging), name="latebranch-worker", daemon=True
+    )
     process.start()
     theirs.close()  # so that a send to a dead process fails
     return _Idle(process, ours)
 
 
-def _worker_main(orders: Connection, preload: Callable[[], None] | None, log_level: int) -> None:
+def _worker_main(orders: Connection, preload: Callable[[], None] | None, configure_logging: Callable[[], None]) -> None:
     """Wait for the order, run a worker from its first word to its last; exit with status 1 if it failed."""
-    _settle_process(log_level)
+    _settle_process(configure_logging)
     if preload is not None:
         _name_process(_SPARE_NAME)
         preload()
@@ -176,19 +189,17 @@ def _worker_main(orders: Connection, preload: Callable[[], None] | None, log_lev
                 engine.announce(step_log.note)
                 Worker(engine, partial(_read_commands, inbox), say).serve()
         except Exception as error:
-            _logger.exception("the worker fails")
+            _logger.error("the worker fails: %s", error, exc_info=not isinstance(error, UnsupportedModel))
             say(Failed(described(error)))
             sys.exit(1)
 
 
-def _settle_process(log_level: int) -> None:
+def _settle_process(configure_logging: Callable[[], None]) -> None:
     """Make the process deaf to Ctrl-C, mortal under SIGTERM and an orphan never."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
-    logging.basicConfig(
-        stream=sys.stderr, level=log_level, format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
-    )
+    configure_logging()
 
 
 def _name_process(name: str) -> None:

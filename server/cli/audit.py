@@ -13,10 +13,8 @@ from engine.core.tree import Expansion, parse_expansion
 from engine.core.types import SamplingParams
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.weights import WeightsError
-from server.cli.bench_prompts import BenchError, read_prompts
+from server.cli.bench_prompts import BENCH_PROMPTS, BenchError, read_prompts
 from server.settings import Settings, SettingsError, load_settings
-
-_PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.yaml"
 
 
 class AuditError(Exception):
@@ -31,7 +29,7 @@ def add_audit_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     """Add `audit`: what to audit, on what, and how sure to be."""
     command = subparsers.add_parser("audit", help="prove that speculation does not change the target's law")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, verifier, threads")
-    command.add_argument("--prompts", type=Path, default=_PROMPTS, help="YAML file: lists of user messages by kind")
+    command.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help="YAML file: lists of user messages by kind")
     command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to use; all of the file by default")
     command.add_argument("--num-prompts", type=_count, default=1, help="prompts of each kind")
     _add_sampling(command)

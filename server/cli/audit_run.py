@@ -11,8 +11,6 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from engine.audit.collect import Collected, RequestFailed, collect
 from engine.audit.examine import examine
 from engine.audit.plan import AuditPlan, Setting
@@ -21,9 +19,9 @@ from engine.audit.report import Report, Verdict
 from engine.build import BadConfiguration
 from engine.core.types import ModelInfo
 from engine.core.validation import RequestRefused
-from engine.model.check import UnsupportedModel
 from engine.scheduler.slot_pool import IntegrityError
-from engine.weights import resolve
+from engine.weights import UnsupportedModel, resolve
+from engine.weights.pretrained import load_tokenizer
 from server.assembly import tool_engine
 from server.cli.audit import AuditError, AuditFailed, probs_parameters
 from server.cli.audit_report import as_text
@@ -64,7 +62,7 @@ def _collected(settings: Settings, plan: AuditPlan) -> tuple[ModelInfo, Collecte
 
 def encoded(model: str, texts: Texts) -> tuple[tuple[int, ...], ...]:
     """Return every message as a chat prompt of the model."""
-    tokenizer = AutoTokenizer.from_pretrained(resolve(model).folder)
+    tokenizer = load_tokenizer(resolve(model).folder)
     return tuple(chat_ids(tokenizer, text) for of_kind in texts.values() for text in of_kind)
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from engine.core.tree import Expansion, parse_expansion
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.weights import WeightsError
-from server.cli.bench_prompts import BenchError, read_prompts
+from server.cli.bench_prompts import BENCH_PROMPTS, BenchError, read_prompts
 from server.settings import SettingsError, load_settings
 
-_PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.yaml"
 _EXPANSIONS = [Expansion(4, 1, 0), Expansion(8, 1, 0), Expansion(2, 2, 3), Expansion(0, 3, 4)]
 
 
@@ -20,7 +19,7 @@ def add_bench_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentP
     """Add `bench`: what to compare and on what."""
     command = subparsers.add_parser("bench", help="compare plain decoding with verifiers and expansions")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings: models, drafter, threads")
-    command.add_argument("--prompts", type=Path, default=_PROMPTS, help="YAML file: lists of user messages by kind")
+    command.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help="YAML file: lists of user messages by kind")
     command.add_argument("--kinds", nargs="*", default=[], help="kinds of prompts to run; all of the file by default")
     command.add_argument("--num-prompts", type=_count, default=4, help="prompts of each kind")
     command.add_argument("--temperatures", nargs="+", type=_temperature, default=[0.0, 1.0])

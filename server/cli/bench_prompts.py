@@ -7,6 +7,10 @@ from typing import Any
 
 import yaml
 
+from server.settings import SHIPPED, or_shipped
+
+BENCH_PROMPTS = SHIPPED / "bench_prompts.yaml"
+
 
 class BenchError(Exception):
     """A mistake in what the benchmark was asked for; the message is one line."""
@@ -36,7 +40,7 @@ def read_prompts(path: Path, kinds: Sequence[str], limit: int) -> dict[str, tupl
 
 def _prompts(path: Path) -> dict[str, tuple[Prompt, ...]]:
     try:
-        value = yaml.safe_load(path.read_text())
+        value = yaml.safe_load(or_shipped(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BenchError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     is_kinds = isinstance(value, dict) and all(isinstance(entries, list) and entries for entries in value.values())

@@ -7,13 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from transformers import AutoTokenizer
-
 from engine.build import BadConfiguration
 from engine.core.validation import RequestRefused
 from engine.engine import Engine
-from engine.model.check import UnsupportedModel
-from engine.weights import resolve
+from engine.weights import UnsupportedModel, resolve
+from engine.weights.pretrained import load_tokenizer
 from server.assembly import tool_engine
 from server.cli.bench_compare import Load, Result, cases_of, compare, table
 from server.cli.bench_prompts import BenchError
@@ -34,7 +32,7 @@ def bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
 
 def _bench(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
+    tokenizer = load_tokenizer(resolve(settings.model).folder)
     prompts = {kind: tuple(chat_ids(tokenizer, text) for text in of_kind) for kind, of_kind in texts.items()}
     engine = tool_engine(settings.to_tool_config())
     results = run_bench(engine, prompts, parsed)

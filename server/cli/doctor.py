@@ -18,11 +18,10 @@ from engine.draft.models.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.models.head import head_shape
 from engine.graph_setup import why_as_they_come
 from engine.memory_plan import GB, configuration_of, memory_need, memory_of, shortage
-from engine.model.check import UnsupportedModel, refuse_by_configuration
 from engine.model.linears import NATIVE, fastest_linears, multiplies_bfloat16
 from engine.native import library
 from engine.native.linear import QUANTISED
-from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
+from engine.weights import UnsupportedModel, WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from engine.weights.stored import num_parameters
 from selector.menu import menu_for_all
 from selector.network.learnt import misfits
@@ -44,6 +43,7 @@ class Finding:
     part: str
     level: Level
     text: str
+    is_unsupported: bool = False  # another start would fail too
 
 
 def examine(config: EngineConfig) -> Iterator[Finding]:
@@ -65,7 +65,7 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
         try:
             yield from part(config, device)
         except (WeightsError, UnsupportedModel) as error:
-            yield Finding(name, Level.REFUSED, str(error))
+            yield Finding(name, Level.REFUSED, str(error), isinstance(error, UnsupportedModel))
 
 
 def _is_missing(reference: str) -> bool:
@@ -109,7 +109,6 @@ def _yes(is_so: bool) -> str:
 
 def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     model = configuration_of(config.model)
-    refuse_by_configuration(model)
     text = model.get_text_config()
     size_gb = num_parameters(resolve(config.model).folder) / GB
     sizes = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {size_gb:.3g} billion parameters"

@@ -1,6 +1,7 @@
 """`latebranch doctor`: what a server of these settings would run on, and what would keep it from running.
 
-The exit status is 0 if it could serve, 1 if something prevents it, 2 if the settings are wrong.
+The exit status is 0 if it could serve, 1 if something prevents it, 2 if the settings are wrong or the model
+is not supported.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from server.cli.settings_flags import add_settings_flags, given_flags, settings_of
-from server.settings import ENV_PREFIX, Settings, SettingsError
+from server.settings import ENV_PREFIX, Settings, SettingsError, or_shipped
 
 if TYPE_CHECKING:
     from server.cli.doctor import Finding
@@ -34,18 +35,21 @@ def _doctor(parsed: argparse.Namespace) -> int:
     except SettingsError as error:
         sys.stderr.write(f"latebranch doctor: {error}\n")
         return 2
-    from server.cli.doctor import Level, examine  # here, because it brings torch
+    from server.cli.doctor import Finding, Level, examine  # here, because it brings torch
 
     findings = list(examine(settings.to_engine_config()))
+    findings += [Finding("security", Level.WARNING, text) for text in settings.warnings]
     told = _settings_told(settings, given_flags(parsed), getattr(parsed, "config", None))
     is_refused = any(finding.level is Level.REFUSED for finding in findings)
     sys.stdout.write(_as_json(findings, told, is_refused) if parsed.json else _as_text(findings, told, is_refused))
+    if any(finding.is_unsupported for finding in findings):
+        return 2
     return 1 if is_refused else 0
 
 
 def _settings_told(settings: Settings, flags: dict[str, str], config_file: Path | None) -> dict[str, dict[str, Any]]:
     """Return each setting's value and where it came from; keys are hidden."""
-    in_file = yaml.safe_load(config_file.read_text()) or {} if config_file is not None else {}
+    in_file = yaml.safe_load(or_shipped(config_file).read_text()) or {} if config_file is not None else {}
     in_environment = {name.upper() for name in os.environ}
     sources = [
         ("command line", flags.__contains__),

@@ -10,9 +10,11 @@ import yaml
 
 from engine.weights import resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
+from engine.weights.pretrained import load_tokenizer
+from server.settings import SHIPPED
 from server.text.chat_ids import chat_ids
 
-_PROMPTS = Path(__file__).parents[2] / "configs" / "fitting_prompts.yaml"
+_PROMPTS = SHIPPED / "fitting_prompts.yaml"
 _HELD_OUT = 10  # one text in this many is kept to measure on
 
 
@@ -61,9 +63,7 @@ def _command(parsed: argparse.Namespace) -> str:
 
 
 def _prompts(path: Path, folder: Path) -> list[tuple[int, ...]]:
-    from transformers import AutoTokenizer  # as slow to import
-
     parts = yaml.safe_load(path.read_text())
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     texts = [template.format(topic=topic) for topic in parts["topics"] for template in parts["templates"]]
     return [chat_ids(tokenizer, text) for text in texts]

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from engine.weights import WeightsError, resolve
 from engine.weights.fingerprint import RECIPE_KEY, fingerprint
+from engine.weights.pretrained import load_tokenizer
 from server.cli.bench_prompts import BenchError, read_prompts
 from server.text.chat_ids import chat_ids
 
@@ -273,9 +274,7 @@ def _load(parsed: argparse.Namespace, folder: Path) -> "CausalModel":
 
 
 def _as_chats(folder: Path, messages: Sequence[str]) -> list[tuple[int, ...]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     return [chat_ids(tokenizer, message) for message in messages]
 
 

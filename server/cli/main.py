@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from engine.weights import UnsupportedModel, WeightsError
 from server.cli.audit import add_audit_command
 from server.cli.bench import add_bench_command
 from server.cli.doctor_cli import add_doctor_command
@@ -22,13 +23,19 @@ from server.settings import SettingsError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parsed = _parser().parse_args(arguments)
-    status: int = parsed.handler(parsed)
+    try:
+        status: int = parsed.handler(parsed)
+    except (UnsupportedModel, WeightsError) as error:
+        sys.stderr.write(f"latebranch {arguments[0]}: {error}\n")
+        return 2 if isinstance(error, UnsupportedModel) else 1
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="latebranch", description="Lossless tree-speculative LLM inference.")
+    parser.add_argument("--version", action="version", version=_version_text())
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve_command(subparsers)
     add_doctor_command(subparsers)
@@ -58,12 +65,16 @@ def _serve(parsed: argparse.Namespace) -> int:
         sys.stderr.write(f"latebranch serve: {error}\n")
         return 2
     configure_logging(settings.log_level, settings.log_format)
-    reason = serve(settings)
+    reason = serve(settings)  # raises UnsupportedModel
     if reason is not None:
         sys.stderr.write(f"latebranch serve: {reason}\n")
     return 0 if reason is None else 1
 
 
 def _version(_: argparse.Namespace) -> int:
-    sys.stdout.write(f"latebranch {version('latebranch')}\n")
+    sys.stdout.write(f"{_version_text()}\n")
     return 0
+
+
+def _version_text() -> str:
+    return f"latebranch {version('latebranch')}"

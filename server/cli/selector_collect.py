@@ -54,11 +54,10 @@ def add_collect_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _collect(parsed: argparse.Namespace) -> int:
-    from transformers import AutoTokenizer
-
     from engine.utils.progress_bar import progress_bar
     from engine.weights import resolve
     from engine.weights.fingerprint import tensors_digest
+    from engine.weights.pretrained import load_tokenizer
     from selector.network.examples import ExampleFolder
 
     try:
@@ -79,7 +78,7 @@ def _collect(parsed: argparse.Namespace) -> int:
     except ValueError as error:  # of the engine's configuration too
         sys.stderr.write(f"latebranch selector collect: {error}\n")
         return 1
-    tokenizer = AutoTokenizer.from_pretrained(resolve(settings.model).folder)
+    tokenizer = load_tokenizer(resolve(settings.model).folder)
     prices = {"rest": profile.rest, "draft": profile.draft}
     kinds = f" --kinds {' '.join(parsed.kinds)}" if parsed.kinds else ""
     num_prompts: int = parsed.num_prompts

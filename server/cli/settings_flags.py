@@ -11,7 +11,10 @@ def add_settings_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="YAML file of settings")
     for name, field in Settings.model_fields.items():
         flag, text = f"--{name.replace('_', '-')}", _help(field.description, field.default)
-        command.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text)
+        if field.annotation is bool:  # a flag alone is true
+            command.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text, nargs="?", const="true")
+        else:
+            command.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text)
 
 
 def given_flags(parsed: argparse.Namespace) -> dict[str, str]:

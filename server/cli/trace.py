@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.trace.records import TraceError, read_trace
 from engine.weights import WeightsError, resolve
+from engine.weights.pretrained import load_tokenizer
 from server.cli.trace_view import ShownStep, Spell, lines_of, shown_steps, spelt_as_ids
 
 if TYPE_CHECKING:
@@ -82,16 +83,14 @@ def _steps(parsed: argparse.Namespace) -> Iterable[ShownStep]:
 
 def _token_texts(reference: str) -> "Callable[[int], TokenText]":
     """Return what has the text and bytes of single tokens."""
-    from server.text.codec import TextCodec, load_tokenizer
+    from server.text.codec import TextCodec
 
-    return TextCodec(load_tokenizer(str(resolve(reference).folder))).token_text
+    return TextCodec(load_tokenizer(resolve(reference).folder)).token_text
 
 
 def _spelt_as_text(reference: str) -> Spell:
     """Return what quotes the text of token ids: escaped, so that a line stays a line whatever a model has written."""
-    from transformers import AutoTokenizer  # here, because it takes seconds
-
-    tokenizer = AutoTokenizer.from_pretrained(resolve(reference).folder)
+    tokenizer = load_tokenizer(resolve(reference).folder)
 
     def spelt(token_ids: Sequence[int]) -> str:
         return repr(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))

@@ -12,6 +12,7 @@ from engine.core.service import UNKNOWN_RETRY_S, EngineService
 from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
 from server.generation.sample import AcceptanceCounts, Choice, Piece
 from server.http.errors import ApiError, GenerationFailed, InvalidRequest, Overloaded, as_api_error
+from server.http.rate_limits import current_spender
 from server.http.time_limits import TimeLimits
 from server.http.tracing import current_trace
 from server.metrics.requests import RequestMeter, SampleMeter
@@ -47,6 +48,7 @@ class Generation:
         self._samples = tuple(samples)
         self._meter = meter
         self._limits = limits
+        self._spender = current_spender.get()
         self._began_s = asyncio.get_running_loop().time()
         self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
@@ -91,6 +93,8 @@ class Generation:
         except Exception as error:
             self._meter.reject(as_api_error(error).code or "engine_error")
             raise
+        if self._spender is not None:
+            self._spender.spend(num_prompt_tokens=self.num_prompt_tokens)
         for sample, stream in zip(self._samples, streams, strict=True):
             pump = asyncio.create_task(self._pump(sample, stream))
             pump.add_done_callback(self._on_pump_end)
@@ -137,6 +141,8 @@ class Generation:
 
     def _take(self, sample: Sample, event: TokenEvent) -> Piece:
         sample.meter.on_event(event)
+        if self._spender is not None:
+            self._spender.spend(num_generated_tokens=len(event.token_ids))
         if event.finish is FinishReason.ERROR:
             self._unfinished = FinishReason.ERROR
             raise _error_of(event)

@@ -31,10 +31,10 @@ async def completion_generation(runtime: Runtime, body: CompletionRequest, tenan
     """Return the samples of a completion request, submitted to the engine."""
     require_served(runtime, body.model)
     _check_num_choices(runtime, len(body.prompts) * body.num_samples, "n" if body.best_of is None else "best_of")
+    _check_answer_tokens(runtime, body, "max_tokens")
     key = group_of(tenant)
     prompts = [await _prompt_ids(runtime, key, prompt, body.add_special_tokens is not False) for prompt in body.prompts]
-    most = runtime.engine.model.defaults.max_tokens
-    num_default = _DEFAULT_COMPLETION_TOKENS if most is None else min(_DEFAULT_COMPLETION_TOKENS, most)
+    num_default = _default_tokens(runtime, _DEFAULT_COMPLETION_TOKENS)
     num_wanted = num_default if body.token_limit is None else body.token_limit
     prompts = [_truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, num_wanted) for ids in prompts]
     room = min(_room(runtime.engine.model, ids, "prompt", body.token_limit) for ids in prompts)
@@ -45,19 +45,33 @@ async def chat_generation(runtime: Runtime, body: ChatRequest, tenant: str, para
     """Return the samples of a chat request, submitted to the engine; errors call the conversation `param`."""
     require_served(runtime, body.model)
     _check_num_choices(runtime, body.num_samples, "n")
+    newer = "max_completion_tokens" if param == "messages" else "max_output_tokens"
+    _check_answer_tokens(runtime, body, "max_tokens" if body.max_completion_tokens is None else newer)
     use = tool_use(runtime.tool_support, body)
     ids = await encoded_chat(runtime, group_of(tenant), body.messages, body.offered_tools, body.form, param)
     most = runtime.engine.model.defaults.max_tokens
     ids = _truncated(runtime.engine.model, ids, body.truncate_prompt_tokens, body.token_limit or most or 1)
     room = _room(runtime.engine.model, ids, param, body.token_limit)
-    num_default = room if most is None else min(room, most)
-    return await _submitted(runtime, body, [ids], num_default if body.token_limit is None else body.token_limit, tenant, use)
+    num_wanted = _default_tokens(runtime, room) if body.token_limit is None else body.token_limit
+    return await _submitted(runtime, body, [ids], num_wanted, tenant, use)
+
+
+def _default_tokens(runtime: Runtime, most: int) -> int:
+    """Return the most tokens of an answer whose request names no limit: `most`, or fewer by the model or the server."""
+    limits = (most, runtime.engine.model.defaults.max_tokens, runtime.settings.max_answer_tokens)
+    return min(limit for limit in limits if limit is not None)
 
 
 def _check_num_choices(runtime: Runtime, num_choices: int, param: str) -> None:
     limit = runtime.settings.most_choices
     if num_choices > limit:
         raise InvalidRequest(f"{num_choices} choices (prompts times {param}) are asked for; at most {limit} are given", param)
+
+
+def _check_answer_tokens(runtime: Runtime, body: GenerationRequest, param: str) -> None:
+    limit = runtime.settings.max_answer_tokens
+    if limit is not None and (body.token_limit or 0) > limit:
+        raise InvalidRequest(f"{body.token_limit} tokens are asked for; max_answer_tokens of this server is {limit}", param)
 
 
 async def _prompt_ids(runtime: Runtime, key: str, prompt: Prompt, adds_special_tokens: bool) -> PromptIds:

@@ -2,10 +2,15 @@
 
     ApiError
     ├── InvalidRequest (400)
-    │   └── ContextTooLong (400, context_length_exceeded)
+    │   ├── ContextTooLong (400, context_length_exceeded)
+    │   └── UnknownHost (400, unknown_host)
     ├── BadApiKey (401)
+    ├── Forbidden (403)
+    │   ├── ForeignPage (403, foreign_origin)
+    │   └── WrongRole (403, wrong_role)
     ├── UnknownModel (404, model_not_found)
     ├── BodyTooLarge (413)
+    ├── UnsupportedMediaType (415)
     ├── TooManyRequests (429, Retry-After)
     ├── TooManyHeaders (431)
     ├── GenerationFailed (500)
@@ -90,6 +95,34 @@ class BadApiKey(ApiError):
         super().__init__("missing or wrong API key", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
 
+class UnknownHost(InvalidRequest):
+    """A host name that this server is not known by."""
+
+    def __init__(self) -> None:
+        super().__init__("this server is not known by the name in Host; allowed_hosts adds names", None, "unknown_host")
+
+
+class Forbidden(ApiError):
+    """What this client may not do, with whatever body."""
+
+    status = 403
+    type = "permission_error"
+
+
+class ForeignPage(Forbidden):
+    """A page of another origin."""
+
+    def __init__(self) -> None:
+        super().__init__("pages of this origin may not call the API; cors_origins adds origins", None, "foreign_origin")
+
+
+class WrongRole(Forbidden):
+    """A key whose role does not include the path."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"a key of role {role} may not do this", None, "wrong_role")
+
+
 class UnknownModel(ApiError):
     """A model that is not served here."""
 
@@ -108,6 +141,16 @@ class BodyTooLarge(ApiError):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"the request body is larger than {limit_bytes} bytes", None, "body_too_large", {"Connection": "close"})
+
+
+class UnsupportedMediaType(ApiError):
+    """A body that is not declared as JSON: pages of other origins can send such ones without being asked."""
+
+    status = 415
+    type = "invalid_request_error"
+
+    def __init__(self) -> None:
+        super().__init__("Content-Type must be application/json", None, "unsupported_media_type")
 
 
 class TooManyRequests(ApiError):

@@ -3,9 +3,14 @@
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from typing import Any, Literal
 
-from server.http.middleware import request_id_var
+from engine.utils.progress_bar import lines_to_logging
+
+request_id_var: ContextVar[str] = ContextVar("request_id", default="-")
+
+_MORE = ("client", "key")  # of a record of the access log
 
 
 class _RequestIdFilter(logging.Filter):
@@ -40,17 +45,26 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "request_id": getattr(record, "request_id", "-"),
+            "process": record.process,
             "message": record.getMessage(),
+            **{name: getattr(record, name) for name in _MORE if hasattr(record, name)},
         }
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields)
 
 
-def configure_logging(level: str, form: Literal["text", "json"]) -> None:
-    """Send every log line of the process to stderr."""
+def configure_logging(level: str, form: Literal["text", "json"], is_worker: bool = False) -> None:
+    """Send every log line of the process to stderr; in JSON warnings and progress too.
+
+    A worker's lines name the worker, not a request.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_RequestIdFilter())
-    text = LineFormatter("%(asctime)s %(levelname)s [%(request_id)s] %(name)s: %(message)s")
+    origin = "worker[%(process)d]" if is_worker else "[%(request_id)s]"
+    text = LineFormatter(f"%(asctime)s %(levelname)s {origin} %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if form == "json":
+        logging.captureWarnings(True)
+        lines_to_logging()

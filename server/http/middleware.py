@@ -4,18 +4,17 @@ import logging
 import re
 import time
 import uuid
-from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.http.errors import BodyTooLarge, TooManyHeaders, as_api_error
+from server.http.auth import key_name_of
+from server.http.errors import ApiError, BodyTooLarge, Overloaded, TooManyHeaders, as_api_error
+from server.http.logs import request_id_var
 from server.schemas.common import REQUEST_ID
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("server.access")
-
-request_id_var: ContextVar[str] = ContextVar("request_id", default="-")
 
 _SANE_ID = re.compile(REQUEST_ID)
 
@@ -40,14 +39,18 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                headers["X-Content-Type-Options"] = "nosniff"
             await send(message)
 
         try:
             await self.app(scope, receive, send_with_id)
         finally:
             path = scope["path"].encode("unicode_escape").decode()[:500]  # no line breaks of the client's in the log
-            access_log.info("%s %s %d %.1f ms", scope["method"], path, status, (time.monotonic() - began_s) * 1000)
+            sender = {"client": (scope.get("client") or ["-"])[0], "key": key_name_of(scope)}
+            words = (scope["method"], path, status, (time.monotonic() - began_s) * 1000, *sender.values())
+            access_log.info("%s %s %d %.1f ms from %s, key %s", *words, extra=sender)
 
 
 class ErrorBoundary:
@@ -75,6 +78,28 @@ class ErrorBoundary:
                 await as_api_error(error).response()(scope, receive, send)
 
 
+class HeadAsGet:
+    """Innermost: answers HEAD as the GET of the same path, without its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        scope["method"] = "GET"  # in place: the router leaves its route in the scope, for metrics
+        try:
+            await self.app(scope, receive, send_head)
+        finally:
+            scope["method"] = "HEAD"
+
+
 class HeaderLimit:
     """Refuses requests with more headers than any client has reason to send; their bytes are bounded by the protocol."""
 
@@ -91,39 +116,57 @@ class HeaderLimit:
 
 
 class BodyLimit:
-    """Reads the whole body, counted as it comes (streamed ones too), before anything else sees it."""
+    """Reads the whole body, counted as it comes (streamed ones too), before anything else sees it.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    Bodies that have not come whole are bounded together too. Beyond `max_unfinished_bytes` those that are larger than an equal
+    share of it are refused, so that large and slow ones leave room for small ones.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, max_unfinished_bytes: int) -> None:
         self.app = app
-        self.max_body_bytes = max_body_bytes
+        self._max_bytes = max_body_bytes
+        self._max_unfinished_bytes = max(max_body_bytes, max_unfinished_bytes)
+        self._num_unfinished = 0
+        self._unfinished_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "0")
-        is_within = not declared.isdecimal() or int(declared[:20]) <= self.max_body_bytes
-        body = await self._read(receive) if is_within else None
-        if body is None:
-            await BodyTooLarge(self.max_body_bytes).response()(scope, receive, send)
-        elif body["type"] == "http.request":  # else the client left before it had said all
+        try:
+            body = await self._read(Headers(scope=scope), receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        if body["type"] == "http.request":  # else the client left before it had said all
             await self.app(scope, _replayed(body, receive), send)
 
-    async def _read(self, receive: Receive) -> Message | None:
-        """Return one message with the whole body, or the disconnect that came instead; None if it is too large."""
+    async def _read(self, headers: Headers, receive: Receive) -> Message:
+        """Return one message with the whole body, or the disconnect that came instead; raise ApiError if it is too large."""
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
+            raise BodyTooLarge(self._max_bytes)
         chunks: list[bytes] = []
         num_bytes = 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return message
-            chunks.append(message.get("body", b""))
-            num_bytes += len(chunks[-1])
-            if num_bytes > self.max_body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
+        self._num_unfinished += 1
+        try:
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return message
+                chunks.append(message.get("body", b""))
+                num_bytes += len(chunks[-1])
+                self._unfinished_bytes += len(chunks[-1])
+                if num_bytes > self._max_bytes:
+                    raise BodyTooLarge(self._max_bytes)
+                if not message.get("more_body", False):
+                    return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
+                if self._unfinished_bytes > self._max_unfinished_bytes < num_bytes * self._num_unfinished:
+                    raise Overloaded("too much of other requests' bodies is awaited", "bodies_full", 1.0)
+        finally:
+            self._num_unfinished -= 1
+            self._unfinished_bytes -= num_bytes
 
 
 def _replayed(first: Message, receive: Receive) -> Receive:

@@ -1,12 +1,14 @@
-"""HTTP/1.1 as uvicorn speaks it, with this API's words where a request is none, or its head is too large, and bounded patience
-for clients that neither send nor read.
+"""HTTP/1.1 as uvicorn speaks it, with this API's words where a request is none, or its head is too large, bounded patience for
+clients that neither send nor read, and a bound on open connections.
 """
 
 import asyncio
 import logging
 import socket
 import struct
+import time
 from collections.abc import Callable
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,6 +19,8 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 * 1024  # the request line and all headers
 _NO_GOODBYE = struct.pack("ii", 1, 0)
+_LINGER_S = 2.0  # without a byte of the rest of a request that was answered early
+_SAY_AGAIN_S = 10.0  # between log lines about connections that were closed for others
 
 
 class _Patience:
@@ -37,14 +41,124 @@ class _Patience:
         self._timer = None
 
 
+class _BoundedHeads(h11.Connection):
+    """h11, which bounds only heads that come in several pieces: one that comes at once is bounded too."""
+
+    def next_event(self) -> Any:
+        """Return the next event; raise RemoteProtocolError for a head that is too large."""
+        if self.their_state is not h11.IDLE:
+            return super().next_event()
+        num_bytes = len(self.trailing_data[0])
+        event = super().next_event()
+        if isinstance(event, h11.Request) and num_bytes - len(self.trailing_data[0]) > MAX_HEAD_BYTES:
+            raise h11.RemoteProtocolError("the head is too large", error_status_hint=431)
+        return event
+
+
+class _LingeringTransport:
+    """A transport whose `close` first reads on while its client still sends a request that is answered already.
+
+    Closed at once, the system would answer what comes with a reset, which takes the answer from the client unread. Anything but
+    closing is the transport's own.
+    """
+
+    def __init__(self, transport: asyncio.Transport, limit_s: float, is_sending: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._limit_s = limit_s
+        self._is_sending = is_sending
+        self._timers: list[asyncio.TimerHandle] = []
+        self.is_lingering = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Return whether nothing more will be sent."""
+        return self.is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close, perhaps after the client has sent all."""
+        if self.is_lingering or self._transport.is_closing() or not self._is_sending():
+            if not self.is_lingering:
+                self._transport.close()
+            return
+        self.is_lingering = True
+        self._transport.resume_reading()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        loop = asyncio.get_running_loop()
+        self._timers = [loop.call_later(limit_s, self.end) for limit_s in (self._limit_s, _LINGER_S)]
+
+    def on_data(self) -> None:
+        """Wait on for the rest."""
+        self._timers.pop().cancel()
+        self._timers.append(asyncio.get_running_loop().call_later(_LINGER_S, self.end))
+
+    def end(self) -> None:
+        """Wait no more."""
+        for timer in self._timers:
+            timer.cancel()
+        self._transport.close()
+
+
+class Crowd:
+    """The open connections of a server, at most `most`: for one more that waits for a request is closed, the longest idle first.
+
+    Connections whose request is being answered are never closed. If all are such, the new one is.
+    """
+
+    def __init__(self, most: int, on_closed: Callable[[], None]) -> None:
+        self._most = most
+        self._on_closed = on_closed
+        self._busy: set[Http] = set()
+        self._idle: dict[Http, None] = {}  # in the order in which they began to wait
+        self._uploading: dict[Http, None] = {}
+        self._next_line_s = 0.0
+
+    def put(self, connection: "Http", state: Any) -> None:
+        """Note what a connection does; `state` is h11's of its client."""
+        kind = self._idle if state is h11.IDLE else self._uploading if state is h11.SEND_BODY else None
+        if kind is not None and connection in kind:
+            return
+        self.drop(connection)
+        if kind is None:
+            self._busy.add(connection)
+        else:
+            kind[connection] = None
+        if len(self._busy) + len(self._idle) + len(self._uploading) > self._most:
+            self._close_one()
+
+    def drop(self, connection: "Http") -> None:
+        """Forget a connection."""
+        self._busy.discard(connection)
+        self._idle.pop(connection, None)
+        self._uploading.pop(connection, None)
+
+    def _close_one(self) -> None:
+        for kind in (self._idle, self._uploading):
+            if kind:
+                connection = next(iter(kind))
+                self.drop(connection)
+                connection.abort()
+                self._on_closed()
+                break
+        if (now_s := time.monotonic()) >= self._next_line_s:
+            self._next_line_s = now_s + _SAY_AGAIN_S
+            log.warning("%d connections are open: those that wait longest are closed for new ones", self._most)
+
+
 class Http(H11Protocol):
     """Answers what never becomes a request with an error like any other, and cuts clients off that keep it waiting.
 
     A request must have come whole within `client_limit_s` of the connection, or of its own first byte on one that is kept. Of
     what is sent something must leave the process within each such time; if not, the client takes nothing, and there is no way to
     tell it so. Cut off, it sees its connection reset, and its requests end like those of any client that leaves.
+
+    A client that is answered before it has sent its whole request may send the rest, which is not looked at.
     """
 
+    crowd: Crowd
+    transport: Any
     client_limit_s = 60.0
 
     def on_cut_off(self, at: str) -> None:
@@ -53,6 +167,8 @@ class Http(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
+        self.conn = _BoundedHeads(h11.SERVER, MAX_HEAD_BYTES)
+        self.transport = _LingeringTransport(transport, self.client_limit_s, self._is_sending)
         self._sending, self._reading = _Patience(self._on_unsaid), _Patience(self._on_unread)
         self._has_spoken = False
         # Writing is paused while anything is unsent. Not 0: TLS would take an empty buffer for a full one.
@@ -62,10 +178,30 @@ class Http(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Go on waiting unless the request is complete."""
         self._has_spoken = True
+        if self.transport.is_lingering:
+            self.transport.on_data()
+            return
         super().data_received(data)
         self._watch_request()
 
+    def _is_sending(self) -> bool:
+        """Return whether the client has not sent all of a request, or what it sends is none."""
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._sending.end()
+        self.transport.abort()
+
+    def shutdown(self) -> None:
+        """End what waits for nothing but the rest of a request."""
+        super().shutdown()
+        if self.transport.is_lingering:
+            self.transport.end()
+
     def _watch_request(self) -> None:
+        if not self.transport.is_closing():
+            self.crowd.put(self, self.conn.their_state)
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._sending.begin(self.loop, self.client_limit_s)
         else:
@@ -76,6 +212,8 @@ class Http(H11Protocol):
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self._watch_request()
+        elif not self.transport.is_closing():
+            self.crowd.put(self, self.conn.their_state)
 
     def pause_writing(self) -> None:
         """Begin to wait for the client to read."""
@@ -90,6 +228,9 @@ class Http(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nobody."""
+        self.crowd.drop(self)
+        if self.transport.is_lingering:
+            self.transport.end()
         super().connection_lost(exc)
         self._sending.end()
         self._reading.end()
@@ -121,16 +262,18 @@ class Http(H11Protocol):
         """Answer and close. `msg` is uvicorn's own, without any text of the client's."""
         body = InvalidRequest(f"{msg.rstrip('.')}, or a head of more than {MAX_HEAD_BYTES} bytes").body.model_dump_json().encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        headers.append(("x-content-type-options", "nosniff"))
         events = (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage())
         self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
 
 
-def http_protocol(limit_s: float, tell_cut_off: Callable[[str], None]) -> type[Http]:
-    """Return the protocol of a server whose clients have `limit_s` seconds."""
+def http_protocol(limit_s: float, max_connections: int, tell_cut_off: Callable[[str], None]) -> type[Http]:
+    """Return the protocol of a server whose clients have `limit_s` seconds, and at most so many connections."""
 
     class LimitedHttp(Http):
         client_limit_s = limit_s
+        crowd = Crowd(max_connections, lambda: tell_cut_off("waiting"))
 
         def on_cut_off(self, at: str) -> None:
             tell_cut_off(at)

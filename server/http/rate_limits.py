@@ -1,16 +1,20 @@
-"""How much one API key may ask for: requests a minute, requests at once. A plain ASGI layer over accounts that know no clock."""
+"""How much one API key may ask for: requests and tokens a minute, requests at once. A plain ASGI layer over accounts that know no
+clock.
+"""
 
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.http.auth import key_digest_of
+from server.http.auth import key_digest_of, key_name_of
 from server.http.errors import TooManyRequests
+from server.metrics.keys import KeyMetrics
 
-RATE_HEADERS = ("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")  # OpenAI's
+RATE_HEADERS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 _ONE = 1.0 - 1e-9  # request: whoever waits as long as told has so much left, by rounding
 _AGAIN_S = 1.0  # when to ask again where nobody knows which running request ends first
 
@@ -21,62 +25,117 @@ class RateLimits:
 
     max_per_minute: int | None = None
     max_concurrent: int | None = None
+    max_tokens_per_minute: int | None = None
+
+
+class Bucket:
+    """A token bucket: it holds a minute's amount, is full at first and fills evenly. Times are of any clock that never goes back.
+
+    So `per_minute` may be taken at once, and in the long run no more than so much a minute. It can be overdrawn: then nothing is
+    left until that is made up for.
+    """
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self.per_minute = per_minute
+        self._left = float(per_minute)
+        self._at_s = now_s
+
+    def fill(self, now_s: float) -> None:
+        """Add what has come since the last time."""
+        self._left = min(self.per_minute, self._left + (now_s - self._at_s) * self.per_minute / 60)
+        self._at_s = now_s
+
+    def take(self, amount: int, now_s: float) -> None:
+        """Take so much, whether it is there or not."""
+        self.fill(now_s)
+        self._left -= amount
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds until there is one; 0 if there is."""
+        self.fill(now_s)
+        return 0.0 if self._left >= _ONE else (1 - self._left) * 60 / self.per_minute
+
+    def headers(self, of: str, now_s: float) -> dict[str, str]:
+        """Return OpenAI's headers: the limit, what is left of it, and when it will be whole again."""
+        self.fill(now_s)
+        whole_again_s = (self.per_minute - self._left) * 60 / self.per_minute
+        told = {"limit": self.per_minute, "remaining": max(0, int(self._left)), "reset": f"{whole_again_s:.3f}s"}
+        return {f"x-ratelimit-{what}-{of}": str(value) for what, value in told.items()}
 
 
 class Account:
-    """What one key has asked for lately. Times are seconds of any clock that never goes back.
+    """What one key has asked for lately."""
 
-    A token bucket: it holds a minute's requests, is full at first and fills evenly. So `max_per_minute` may come at once, and in
-    the long run no more than so many a minute.
-    """
+    bucket = Bucket
 
     def __init__(self, limits: RateLimits, now_s: float) -> None:
-        self._limits = limits
+        self._most_open = limits.max_concurrent
         self._num_open = 0
-        self._left = float(limits.max_per_minute or 0)
-        self._at_s = now_s
+        self._requests = None if limits.max_per_minute is None else self.bucket(limits.max_per_minute, now_s)
+        self._tokens = None if limits.max_tokens_per_minute is None else self.bucket(limits.max_tokens_per_minute, now_s)
 
     def enter(self, now_s: float) -> None:
         """Count one request that begins now, or raise TooManyRequests and count nothing."""
-        most_open, per_minute = self._limits.max_concurrent, self._limits.max_per_minute
-        if most_open is not None and self._num_open >= most_open:
-            raise TooManyRequests(
-                f"{most_open} requests of this key are being answered", "too_many_concurrent_requests", _AGAIN_S
-            )
-        if per_minute is not None:
-            self._fill(per_minute, now_s)
-            if self._left < _ONE:
-                wait_s = (1 - self._left) * 60 / per_minute
-                raise TooManyRequests(f"this key may make {per_minute} requests a minute", "rate_limit_exceeded", wait_s)
-            self._left -= 1
+        if self._most_open is not None and self._num_open >= self._most_open:
+            text = f"{self._most_open} requests of this key are being answered"
+            raise TooManyRequests(text, "too_many_concurrent_requests", _AGAIN_S)
+        if self._requests is not None and (wait_s := self._requests.wait_s(now_s)):
+            text = f"this key may make {self._requests.per_minute} requests a minute"
+            raise TooManyRequests(text, "rate_limit_exceeded", wait_s)
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(now_s)):
+            text = f"this key may use {self._tokens.per_minute} tokens a minute, of prompts and answers together"
+            raise TooManyRequests(text, "token_rate_limit_exceeded", wait_s)
+        if self._requests is not None:
+            self._requests.take(1, now_s)
         self._num_open += 1
 
     def leave(self) -> None:
         """Note that a request that was counted has been answered."""
         self._num_open -= 1
 
-    def headers(self, now_s: float) -> dict[str, str]:
-        """Return RATE_HEADERS: the limit, what is left of it, and when it will be whole again."""
-        per_minute = self._limits.max_per_minute
-        if per_minute is None:
-            return {}
-        self._fill(per_minute, now_s)
-        whole_again_s = (per_minute - self._left) * 60 / per_minute
-        return dict(zip(RATE_HEADERS, (str(per_minute), str(int(self._left)), f"{whole_again_s:.3f}s"), strict=True))
+    def spend(self, num_tokens: int, now_s: float) -> None:
+        """Count tokens of a request. One that has begun is never refused for them; the next one may be."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens, now_s)
 
-    def _fill(self, per_minute: int, now_s: float) -> None:
-        self._left = min(per_minute, self._left + (now_s - self._at_s) * per_minute / 60)
-        self._at_s = now_s
+    def headers(self, now_s: float) -> dict[str, str]:
+        """Return those of RATE_HEADERS that have a limit."""
+        requests = {} if self._requests is None else self._requests.headers("requests", now_s)
+        return requests | ({} if self._tokens is None else self._tokens.headers("tokens", now_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Spender:
+    """Counts the tokens of one key's requests, for its account and for /metrics."""
+
+    name: str
+    account: Account
+    metrics: KeyMetrics
+    clock: Callable[[], float]
+
+    def spend(self, num_prompt_tokens: int = 0, num_generated_tokens: int = 0) -> None:
+        """Count tokens."""
+        self.metrics.count_tokens(self.name, num_prompt_tokens, num_generated_tokens)
+        self.account.spend(num_prompt_tokens + num_generated_tokens, self.clock())
+
+
+current_spender: ContextVar[Spender | None] = ContextVar("current_spender", default=None)
 
 
 class RateLimiter:
     """Stands behind the gate: an account for each key that opened it, one for all where there are no keys. Only POST counts."""
 
     def __init__(
-        self, app: ASGIApp, limits: RateLimits, on_refusal: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        app: ASGIApp,
+        limits: RateLimits,
+        metrics: KeyMetrics,
+        on_refusal: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.app = app
         self._limits = limits
+        self._metrics = metrics
         self._on_refusal = on_refusal
         self._clock = clock
         self._accounts: dict[bytes | None, Account] = {}
@@ -86,7 +145,8 @@ class RateLimiter:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        account = self._account_of(scope)
+        account, name = self._account_of(scope), key_name_of(scope)
+        self._metrics.count_request(name)
 
         async def send_with_rates(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -99,6 +159,7 @@ class RateLimiter:
             self._on_refusal(refusal.code or "")
             await refusal.response()(scope, receive, send_with_rates)
             return
+        current_spender.set(Spender(name, account, self._metrics, self._clock))
         try:
             await self.app(scope, receive, send_with_rates)
         finally:

@@ -27,11 +27,11 @@ class HttpMetrics:
 
         self.cut_off = Counter(
             "latebranch_clients_cut_off",
-            "Connections ended because the client was too slow, by at what.",
+            "Connections ended because the client was too slow, or for a new one, by at what.",
             ("at",),
             registry=registry,
         )
-        for at in ("sending", "reading"):
+        for at in ("sending", "reading", "waiting"):
             self.cut_off.labels(at)
 
     def cut_off_at(self, at: str) -> None:

@@ -21,7 +21,10 @@ from server.metrics.families import (
 
 _ERRORS = tuple(code.value for code in ErrorCode)
 _LATENESS = (DEADLINE_EXCEEDED, FIRST_TOKEN_LATE)
-_REJECTIONS = ("engine_busy", "engine_unavailable", "engine_error", "rate_limit_exceeded", "too_many_concurrent_requests")
+_REJECTIONS = (
+    *("engine_busy", "engine_unavailable", "engine_error"),
+    *("rate_limit_exceeded", "token_rate_limit_exceeded", "too_many_concurrent_requests"),
+)
 
 
 class RequestMetrics:

@@ -15,8 +15,10 @@ _CLIENT_LEFT = 499  # nobody reads this answer
 _MEANINGS = {
     400: "The request is not valid; `param` names the field",
     401: "No API key, or a wrong one",
+    403: "The key's role does not include this, or a page of another origin asks",
     404: "The model is not served here",
     413: "The body is too large",
+    415: "The body is not declared as JSON",
     429: "More requests than this key may make; `Retry-After` says when to try again",
     431: "The request has too many headers",
     500: "The server failed",

@@ -11,13 +11,13 @@ from server.schemas.answer import ModelCard, ModelList
 router = APIRouter(prefix="/v1", tags=["models"])
 
 
-@router.get("/models", responses={status: ERRORS[status] for status in (401, 500)})
+@router.get("/models", responses={status: ERRORS[status] for status in (401, 403, 500)})
 async def list_models(request: Request) -> ModelList:
     """List the one served model."""
     return ModelList(data=[_card(runtime_of(request))])
 
 
-@router.get("/models/{model_id:path}", responses={status: ERRORS[status] for status in (401, 404, 500, "default")})
+@router.get("/models/{model_id:path}", responses={status: ERRORS[status] for status in (401, 403, 404, 500, "default")})
 async def get_model(model_id: str, request: Request) -> ModelCard:
     """Describe the served model."""
     runtime = runtime_of(request)

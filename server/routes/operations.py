@@ -14,6 +14,8 @@ from server.schemas.answer import Load, Version
 
 router = APIRouter(tags=["operations"])
 
+_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+_CLOSED: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 403)}
 _NOT_READY: dict[int | str, dict[str, Any]] = {
     503: {"model": HealthReport, "description": "The engine is not in that state; the body says in which"}
 }
@@ -25,7 +27,7 @@ async def live() -> dict[str, str]:
     return {"status": "live"}
 
 
-@router.get("/ready", response_model=HealthReport, responses={**_NOT_READY, 401: ERRORS[401]})
+@router.get("/ready", response_model=HealthReport, responses={**_NOT_READY, **_CLOSED})
 async def ready(request: Request) -> Response:
     """Answer 200 if a request would be taken now; 503 also if the engine is silent, so that a balancer turns elsewhere."""
     runtime = runtime_of(request)
@@ -39,19 +41,19 @@ async def health(request: Request) -> Response:
     return JSONResponse(health_report(runtime, has_detail=False).model_dump(), 200 if runtime.is_healthy else 503)
 
 
-@router.get("/load", responses={401: ERRORS[401]})
+@router.get("/load", responses=_CLOSED)
 async def load(request: Request) -> Load:
     """Answer with the number of requests that are being worked on: what a balancer of replicas compares."""
     return Load(server_load=runtime_of(request).metrics.http.num_open)
 
 
-@router.get("/metrics", responses={200: {"content": {"text/plain": {}}}, 401: ERRORS[401]})
+@router.get("/metrics", response_class=Response, responses={**_TEXT, **_CLOSED})
 async def metrics(request: Request) -> Response:
     """Answer with the metrics in Prometheus's text format."""
     return Response(runtime_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get("/version", responses={401: ERRORS[401]})
+@router.get("/version", responses=_CLOSED)
 async def get_version() -> Version:
     """Answer with the version of the server."""
     return Version(version=version("latebranch"))

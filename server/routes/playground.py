@@ -21,15 +21,16 @@ _MEDIA_TYPES = {
 }
 _NAMES = ("index.html", "style.css", "app.js", "answer.js", "tree.js", "stream.js", "example.json", "mark.svg")
 _FILES = {name: (FOLDER / name).read_bytes() for name in _NAMES}
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
 
-PATHS = frozenset({"/", *(f"/playground/{name}" for name in _NAMES)})
+PAGES = frozenset({"/"})
+PATHS = PAGES.union({*(f"/playground/{name}" for name in _NAMES)})
 
 
 @router.get("/")
@@ -47,4 +48,4 @@ async def file(name: str) -> Response:
 
 
 def _answer(name: str) -> Response:
-    return Response(_FILES[name], media_type=_MEDIA_TYPES[Path(name).suffix], headers=_HEADERS)
+    return Response(_FILES[name], media_type=_MEDIA_TYPES[Path(name).suffix], headers=HEADERS)

@@ -7,12 +7,11 @@ from typing import Any
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from server.http.errors import InvalidRequest
+from server.http.errors import InvalidRequest, UnsupportedMediaType
 from server.http.unknown_fields import without_foreign
 from server.schemas.common import MAX_BIASED_TOKENS
 from server.schemas.exact_json import exactly_parsed
@@ -56,7 +55,7 @@ class StrictRoute(APIRoute):
             ignored: list[str] = []
             if isinstance(value, dict) and not request.app.state.runtime.settings.strict:
                 value, ignored = without_foreign(value, known)
-            strict = StrictRequest(_as_json(request.scope), request.receive, value)
+            strict = StrictRequest(request.scope, request.receive, value)
             strict._body = body  # read already; starlette keeps it under this name
             response = await handle(strict)
             if ignored:
@@ -81,11 +80,11 @@ def _warn_once(names: Iterable[str], warned: set[str]) -> None:
 
 
 def parsed_body(body: bytes, content_type: str | None) -> Any:
-    """Return the value that the JSON standard says the body is; raise InvalidRequest if it is none, or one that is no request."""
+    """Return the value that the JSON standard says the body is; raise an ApiError if it is none, or one that is no request."""
     if not body:
         raise InvalidRequest("the body is empty")
-    if not _may_be_json(content_type):
-        raise InvalidRequest("Content-Type must be application/json")
+    if not _is_json(content_type):
+        raise UnsupportedMediaType
     if _num_containers(body) > _MAX_CONTAINERS:  # before parsing, which is slow for many small ones
         raise InvalidRequest(f"the body has more than {_MAX_CONTAINERS} objects and lists")
     try:
@@ -98,18 +97,13 @@ def parsed_body(body: bytes, content_type: str | None) -> Any:
     return value
 
 
-def _may_be_json(content_type: str | None) -> bool:
-    """Return whether a body so declared is worth parsing: any kind of JSON, or not declared at all."""
-    if not content_type:
-        return True
-    subtype = content_type.partition(";")[0].strip().lower().rpartition("/")[2]
-    return subtype == "json" or subtype.endswith("+json")
+def _is_json(content_type: str | None) -> bool:
+    """Return whether a body is declared as JSON: application/json or application/*+json, as FastAPI has it.
 
-
-def _as_json(scope: Scope) -> Scope:
-    """Return a scope that declares the JSON that the body is known to be."""
-    headers = [(name, value) for name, value in Headers(scope=scope).raw if name != b"content-type"]
-    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
+    A page of another origin can send other types, or none, without asking; these must not be parsed.
+    """
+    kind, _, subtype = (content_type or "").partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
 def _num_containers(body: bytes) -> int:

@@ -30,7 +30,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return await unless_gone(request, _detokenized(runtime_of(request), body, _key_of(request)))
 
 
-@router.get("/tokenizer_info", responses={status: ERRORS[status] for status in (401, 500, 503)})
+@router.get("/tokenizer_info", responses={status: ERRORS[status] for status in (401, 403, 500, 503)})
 async def get_tokenizer_info(request: Request) -> TokenizerInfo:
     """Describe the tokenizer."""
     return runtime_of(request).codec.info

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 from server.schemas.answer import Metrics, PromptLogprobs, Usage
 from server.schemas.common import MAX_LOGPROBS, GenerationRequest
 from server.schemas.messages import Messages, TemplateOptions
-from server.schemas.strict import MAX_INTEGER, Neutral, misfit
+from server.schemas.strict import MAX_INTEGER, Name, Neutral, misfit
 from server.schemas.tools import AnswerCall, CallDelta, NamedTool, Tool, ToolChoice
 from server.schemas.trace import StepTrace
 
@@ -27,7 +27,7 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call; default true.")
     service_tier: Annotated[object, Neutral("auto", "default")] = None
     store: Annotated[object, Neutral(False)] = None
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
+    metadata: dict[Name, Name] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from engine.core.sampling_limits import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from engine.core.types import Grammar
 from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict import MAX_INTEGER, Strict, misfit
+from server.schemas.strict import MAX_INTEGER, Name, Strict, misfit
 from server.schemas.structured import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 1024  # whatever the settings say
@@ -87,7 +87,7 @@ BadWord = Annotated[str, StringConstraints(pattern=r"\S", max_length=256)]
 class GenerationRequest(Strict):
     """What completions and chat completions share."""
 
-    model: str
+    model: Name
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default the model's, or 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_INTEGER, description="0 and -1 are off.")
@@ -145,7 +145,7 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     speculative: SpeculativeOptions | None = None
     prediction: Prediction | None = Field(None, description="Text that is expected to come; drafted from.")
-    user: str | None = Field(
+    user: Name | None = Field(
         None, description="Changes no text: what one user of a key is told is drafted from for that user alone."
     )
 

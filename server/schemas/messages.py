@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from server.schemas.common import TextParts
-from server.schemas.strict import Neutral, Strict, misfit
+from server.schemas.strict import Name, Neutral, Strict, misfit
 from server.schemas.tools import MAX_CALLS, ToolCall, Tools
 from server.text.codec import ChatForm
 
@@ -21,7 +21,7 @@ class Message(Strict):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
         None, description="Calls that the assistant made."
     )
-    tool_call_id: str | None = Field(None, description="Which call a tool's message answers.")
+    tool_call_id: Name | None = Field(None, description="Which call a tool's message answers.")
     name: Annotated[object, Neutral()] = None
     refusal: Annotated[object, Neutral()] = None
     function_call: Annotated[object, Neutral()] = None

@@ -9,7 +9,7 @@ from server.schemas.chat import ChatRequest
 from server.schemas.common import MAX_PARTS, CacheSalt
 from server.schemas.messages import MAX_MESSAGES
 from server.schemas.speculative import SpeculativeOptions
-from server.schemas.strict import MAX_INTEGER, Neutral, Strict, misfit
+from server.schemas.strict import MAX_INTEGER, Name, Neutral, Strict, misfit
 
 
 class InputText(Strict):
@@ -27,7 +27,7 @@ class InputMessage(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputText], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-    id: str | None = None
+    id: Name | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: Annotated[object, Neutral()] = None
 
@@ -41,16 +41,16 @@ class InputMessage(Strict):
 class ResponsesRequest(Strict):
     """Body of POST /v1/responses."""
 
-    model: str
+    model: Name
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
     instructions: str | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER, description="Default: the room that is left.")
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default the model's, or 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
-    user: str | None = None
+    user: Name | None = None
     cache_salt: CacheSalt | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
+    metadata: dict[Name, Name] | None = Field(None, max_length=16, description="Accepted; changes nothing.")
     speculative: SpeculativeOptions | None = None
     timeout_s: float | None = Field(None, gt=0, description="Seconds after which the request ends with an error, done or not.")
     store: bool | None = Field(None, description="Accepted; nothing is stored.")

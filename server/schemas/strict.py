@@ -5,13 +5,18 @@ as `Neutral`: its neutral values change nothing and are accepted, anything else 
 """
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
+MAX_NAME_CHARS = 1024
+MAX_DESCRIPTION_CHARS = 1 << 14
 MAX_INTEGER = 2**31 - 1  # of any count or id; what the engine is sent must fit in 64 bits
+
+Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARS)]  # of a model, a user, a call: whatever is no text
+Description = Annotated[str, StringConstraints(max_length=MAX_DESCRIPTION_CHARS)]
 
 
 class Neutral:

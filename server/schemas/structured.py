@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from engine.core.sampling_limits import MAX_GRAMMAR_CHARS
 from engine.core.types import Grammar, GrammarKind
 from server.schemas.exact_json import exactly_dumped, exactly_parsed
-from server.schemas.strict import Strict, misfit
+from server.schemas.strict import Description, Strict, misfit
 
 MAX_STRINGS = 1024
 _GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
@@ -28,7 +28,7 @@ class JsonSchema(Strict):
     """A named schema. It is always kept, whatever `strict` says."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    description: str | None = None
+    description: Description | None = None
     schema_: _Schema = Field(alias="schema")
     strict: bool | None = Field(None, description="Accepted; every schema is kept to the letter.")
 

@@ -6,13 +6,13 @@ from pydantic import BaseModel, Field, model_validator
 
 from server.schemas.common import TokenId
 from server.schemas.messages import Messages, TemplateOptions
-from server.schemas.strict import Strict, misfit
+from server.schemas.strict import Name, Strict, misfit
 
 
 class TokenizeRequest(TemplateOptions):
     """Body of POST /tokenize: a text or a conversation."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
     messages: Messages | None = None
     return_token_strs: bool | None = None
@@ -43,7 +43,7 @@ class TokenizeAnswer(BaseModel):
 class DetokenizeRequest(Strict):
     """Body of POST /detokenize."""
 
-    model: str | None = None
+    model: Name | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 from pydantic_core import from_json
 
 from server.schemas.exact_json import rounded
-from server.schemas.strict import MAX_INTEGER, Strict, misfit
+from server.schemas.strict import MAX_INTEGER, Description, Name, Strict, misfit
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
@@ -44,7 +44,7 @@ class FunctionDefinition(Strict):
     """A function: `parameters` is the JSON schema of its arguments; left out, it has none."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    description: str | None = None
+    description: Description | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(_schema_of_an_object)] | None = None
     strict: bool | None = Field(None, description="Calls match `parameters` also where the model decides whether to call.")
 
@@ -86,7 +86,7 @@ def templated_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
 class FunctionName(Strict):
     """A function by its name."""
 
-    name: str
+    name: Name
 
 
 class NamedTool(Strict):
@@ -110,7 +110,7 @@ class FunctionCall(Strict):
 class ToolCall(Strict):
     """A call that an assistant's message made."""
 
-    id: str
+    id: Name
     type: Literal["function"]
     function: FunctionCall
     index: int | None = Field(None, ge=0, le=MAX_INTEGER, description="Of a streamed call; changes nothing.")

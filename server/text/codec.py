@@ -5,13 +5,16 @@ Knows the tokenizer of the served model. Does not know requests, engines or HTTP
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from jinja2 import TemplateError
 
+from engine.utils.progress_bar import quiet_libraries
+from engine.weights import pretrained
 from server.text.chat_text import ControlMask, strings_of, unused_mark
 from server.text.control_tokens import ControlFinder, Part
 from server.text.detokenizer import Detokenizer
@@ -233,7 +236,5 @@ def _around(bare: list[int], whole: list[int]) -> tuple[tuple[int, ...], tuple[i
 
 def load_tokenizer(folder: str) -> Tokenizer:
     """Return the tokenizer in a weights folder. Slow: transformers is imported here, not when the server is."""
-    from transformers import AutoTokenizer
-
-    load = cast(Callable[[str], Tokenizer], AutoTokenizer.from_pretrained)
-    return load(folder)
+    quiet_libraries()
+    return cast(Tokenizer, pretrained.load_tokenizer(Path(folder)))

@@ -43,7 +43,7 @@ async def in_process(engine: EngineService, waits: bool = True, **settings: Any)
         if waits:
             await until(lambda: runtime.is_ready)
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client
 
 

@@ -9,7 +9,7 @@ import pytest
 import server.cli.main
 from engine.build import BadConfiguration
 from engine.core.validation import RequestRefused
-from engine.model.check import UnsupportedModel
+from engine.weights import UnsupportedModel
 from server.settings import Settings
 
 
@@ -32,6 +32,15 @@ def test_flags_reach_the_settings(served: list[Settings], tmp_path: Path):
     assert server.cli.main.main(["serve", "--config", str(tmp_path / "s.yaml"), "--port", "9", "--cors-origins", "a,b"]) == 0
     (settings,) = served
     assert (settings.port, settings.max_running, settings.cors_origins) == (9, 3, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_strict"),
+    [([], False), (["--strict"], True), (["--strict", "--port", "9"], True), (["--strict", "no"], False)],
+)
+def test_a_switch_alone_is_true(arguments: list[str], is_strict: bool, served: list[Settings]):
+    assert server.cli.main.main(["serve", *arguments]) == 0
+    assert served[0].strict is is_strict
 
 
 def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]):

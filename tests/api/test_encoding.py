@@ -198,7 +198,7 @@ async def test_requests_that_wait_for_the_tokenizer_when_the_server_stops_are_50
     runtime: Runtime = app.state.runtime
     async with app.router.lifespan_context(app):
         await until(lambda: runtime.is_ready)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
             asked = [asyncio.create_task(client.post(COMPLETIONS, json=completion(prompt=text))) for text in ("a", "bc")]
             await until(lambda: texts and runtime.codec.thread._waiting_bytes.total() == 3)
             await runtime.stop(0.0)

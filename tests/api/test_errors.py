@@ -50,24 +50,30 @@ async def test_a_body_that_is_no_request_is_400(name: str):
 
 
 @pytest.mark.parametrize(
-    ("content_type", "message"),
+    ("content_type", "status"),
     [
-        (None, None),
-        ("application/json; charset=utf-8", None),
-        ("application/vnd.api+json", None),
-        ("text/json", None),
-        ("text/plain", "Content-Type must be application/json"),
-        ("application/x-www-form-urlencoded", "Content-Type must be application/json"),
+        (None, 415),
+        ("application/json", 200),
+        ("application/json; charset=utf-8", 200),
+        ("APPLICATION/JSON", 200),
+        ("application/vnd.api+json", 200),
+        ("text/json", 415),
+        ("text/plain", 415),
+        ("text/plain; a=application/json", 415),
+        ("text/plain/json", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/x-www-form-urlencoded", 415),
     ],
 )
-async def test_the_content_type_is_what_is_told_of(content_type: str | None, message: str | None):
-    """The bug: without `Content-Type: application/json` the body was taken for a string and refused as no object."""
+async def test_a_body_without_a_json_type_is_415(content_type: str | None, status: int):
+    """The bug: a body without a content type was parsed, and pages of other origins may send such bodies unasked."""
     headers = {} if content_type is None else {"content-type": content_type}
-    async with in_process(FakeEngine()) as client:
+    async with in_process(engine := FakeEngine()) as client:
         response = await client.post(URL, content=json.dumps(completion()).encode(), headers=headers)
-        assert response.status_code == (400 if message else 200)
-        if message:
-            assert _assert_error(response, 400)["message"] == message
+        assert response.status_code == status
+        assert bool(engine.requests) == (status == 200)
+        if status == 415:
+            assert _assert_error(response, 415)["code"] == "unsupported_media_type"
         assert _assert_error(await client.post(URL, headers=headers), 400)["message"] == "the body is empty"
 
 
@@ -127,11 +133,11 @@ async def test_too_many_containers_are_refused_before_they_are_looked_at(monkeyp
 
 def test_brackets_in_text_are_no_containers():
     text = '["' + "{[" * 10_000 + '\\"[\\\\'
-    assert parsed_body(json.dumps({"prompt": text}).encode(), None) == {"prompt": text}
+    assert parsed_body(json.dumps({"prompt": text}).encode(), "application/json") == {"prompt": text}
     with pytest.raises(InvalidRequest, match="objects and lists"):
-        parsed_body(json.dumps({"prompt": text, "stop": [[]] * 20_000}).encode(), None)
+        parsed_body(json.dumps({"prompt": text, "stop": [[]] * 20_000}).encode(), "application/json")
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        parsed_body(b'{"prompt": "' + b'\\"[' * 100_000, None)
+        parsed_body(b'{"prompt": "' + b'\\"[' * 100_000, "application/json")
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -143,7 +149,7 @@ async def test_error_text_is_bounded(strict: bool):
         completion(**{"k" * 3000: 1}),
         completion(**{f"k{i}": 1 for i in range(5000)}),
         completion(prompt=[["x" * 1000] * 100] * 20),
-        completion(model="m" * 100_000),
+        completion(model="m" * 1000),
         completion(stop=["x" * 5000] * 10),
         chat(metadata={f"k{i}": i for i in range(5000)}),
         completion(presence_penalty="x" * 5000),
@@ -217,7 +223,6 @@ async def test_loading_is_503_with_a_time():
 async def test_the_openapi_document_declares_the_errors_and_no_422():
     async with in_process(FakeEngine()) as client:
         document = (await client.get("/openapi.json")).json()
-        assert (await client.get("/docs")).status_code == 200
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         responses = document["paths"][path]["post"]["responses"]
         assert {"200", "400", "401", "404", "413", "500", "503"} <= set(responses)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from server.http.errors import TooManyRequests
-from server.http.rate_limits import Account, RateLimits
-from tests.api.harness import MODEL, completion, in_process, over_loopback, sample, until
+from server.http.rate_limits import Account, Bucket, RateLimits
+from tests.api.harness import MODEL, chat, completion, in_process, over_loopback, sample, until
 from tests.fake_engine import FakeEngine
 
 KEYS = (SecretStr("one"), SecretStr("two"))
@@ -61,14 +61,17 @@ def test_who_waits_as_told_is_let_in_though_seconds_are_rounded():
     _check_bucket(Account, 1, [0.0, 25.596, 11.172, 5.931, 0.0, 20.942, 0.0])
 
 
-def test_the_probs_of_the_bucket_sees_one_that_overflows():
-    class Overflowing(Account):
-        def _fill(self, per_minute: int, now_s: float) -> None:
-            self._left += (now_s - self._at_s) * per_minute / 60
+def test_the_rule_of_the_bucket_sees_one_that_overflows():
+    class Overflowing(Bucket):
+        def fill(self, now_s: float) -> None:
+            self._left += (now_s - self._at_s) * self.per_minute / 60
             self._at_s = now_s
 
+    class Wrong(Account):
+        bucket = Overflowing
+
     with pytest.raises(AssertionError):
-        _check_bucket(Overflowing, 1, [120.0, 0.0, 0.0])
+        _check_bucket(Wrong, 1, [120.0, 0.0, 0.0])
 
 
 async def test_each_key_has_a_bucket_of_its_own():
@@ -136,3 +139,77 @@ async def test_the_official_client_knows_the_refusal():
             await client.completions.create(model=MODEL, prompt="x")
     assert refusal.value.code == "rate_limit_exceeded"
     assert int(refusal.value.response.headers["retry-after"]) > 1
+
+
+@given(st.integers(1, 50), st.lists(st.tuples(st.floats(0, 90), st.integers(1, 120)), max_size=40))
+def test_tokens_are_made_up_for_before_the_next_request(per_minute: int, requests: list[tuple[float, int]]):
+    """What is spent in the long run is the rate, a minute's amount at first, and what the last request spent beyond."""
+    account, now_s, spent, most = Account(RateLimits(max_tokens_per_minute=per_minute), 0.0), 0.0, 0, 0
+    for pause_s, num_tokens in requests:
+        now_s += pause_s
+        if (wait_s := _enters(account, now_s)) is None:
+            assert spent < per_minute + now_s * per_minute / 60 + 1e-6
+            account.spend(num_tokens, now_s)
+            spent, most = spent + num_tokens, max(most, num_tokens)
+        else:
+            assert _enters(deepcopy(account), now_s + wait_s) is None
+    assert spent <= per_minute + now_s * per_minute / 60 + most + 1e-6
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tokens_of_a_key_are_counted_and_limited(stream: bool):
+    keys = (SecretStr("alice:one"), SecretStr("bob:two"))
+    async with in_process(FakeEngine(), api_keys=keys, max_tokens_per_minute=40) as client:
+        body = completion(prompt=[1, 2, 3], max_tokens=20, n=2, stream=stream)
+        first = await client.post(URL, json=body, headers=_as("one"))
+        assert (first.status_code, first.headers["x-ratelimit-limit-tokens"]) == (200, "40")
+        refused = await client.post(URL, json=body, headers=_as("one"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "token_rate_limit_exceeded")
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+        assert 4 <= int(refused.headers["retry-after"]) <= 7, "3 of the prompt and 2 times 20 generated, so 3 and 1 are missing"
+        assert (await client.post("/tokenize", json={"prompt": "x"}, headers=_as("one"))).status_code == 429
+        assert (await client.post(URL, json=body, headers=_as("two"))).status_code == 200
+    async with in_process(FakeEngine(), api_keys=(*keys, SecretStr("root:admin:ad"))) as client:
+        for _ in range(2):
+            await client.post(URL, json=body, headers=_as("one"))
+        await client.post(URL, json=completion(prompt=[1, 2], max_tokens=3), headers=_as("ad"))
+        text = (await client.get("/metrics", headers=_as("ad"))).text
+    for line in (
+        'latebranch_key_requests_total{key="alice"} 2.0',
+        'latebranch_key_tokens_total{key="alice",kind="prompt"} 6.0',
+        'latebranch_key_tokens_total{key="alice",kind="generation"} 80.0',
+        'latebranch_key_tokens_total{key="root",kind="generation"} 3.0',
+    ):
+        assert line in text.splitlines()
+    assert "bob" not in text
+
+
+ANSWERS = [
+    (URL, completion(), 5, None),
+    (URL, completion(max_tokens=5), 5, None),
+    (URL, completion(max_tokens=6), None, "max_tokens"),
+    ("/v1/chat/completions", chat(), 5, None),
+    ("/v1/chat/completions", chat(max_tokens=6), None, "max_tokens"),
+    ("/v1/chat/completions", chat(max_tokens=1, max_completion_tokens=6), None, "max_completion_tokens"),
+    ("/v1/responses", {"model": MODEL, "input": "x", "max_output_tokens": 6}, None, "max_output_tokens"),
+    ("/v1/responses", {"model": MODEL, "input": "x"}, 5, None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "num_tokens", "param"), ANSWERS)
+async def test_answers_are_no_longer_than_allowed(path: str, body: dict[str, object], num_tokens: int | None, param: str | None):
+    async with in_process(engine := FakeEngine(), max_answer_tokens=5) as client:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == (200 if num_tokens else 400)
+        if num_tokens is None:
+            assert (answer.json()["error"]["param"], engine.requests) == (param, [])
+        else:
+            assert engine.requests[0].sampling.max_tokens == num_tokens
+
+
+def test_time_before_a_stream_spends_does_not_count_twice():
+    """A full bucket stays full while nothing is spent: what a late token costs is not made up for by the time before it."""
+    account = Account(RateLimits(max_tokens_per_minute=60), 0.0)
+    account.spend(60, 60.0)
+    assert _enters(account, 60.0) == 1
+    assert _enters(account, 61.0) is None

@@ -102,7 +102,7 @@ async def _raw(port: int, data: bytes) -> bytes:
 async def test_what_is_no_http_is_answered_with_an_error_like_others():
     server, task, port = await _serving(Settings(model=MODEL, port=0))
     try:
-        long_head = b"GET /live HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * MAX_HEAD_BYTES + b"\r\n"
+        long_head = b"GET /live HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * MAX_HEAD_BYTES + b"\r\n"
         for data in (b"no http at all\r\n\r\n", long_head, b"GET /" + b"a" * MAX_HEAD_BYTES):
             head, _, body = (await _raw(port, data)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 400")

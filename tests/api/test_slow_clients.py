@@ -56,7 +56,11 @@ async def connected(server: Server) -> socket.socket:
 
 def request_of(body: object) -> bytes:
     data = json.dumps(body).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(data)
+        + data
+    )
 
 
 def talkative() -> FakeEngine:
@@ -127,7 +131,7 @@ HALVES = {
     "nothing": b"",
     "half a head": b"POST /v1/completions HTTP/1.1\r\nHost:",
     "half a body": request_of(completion())[:-3],
-    "no body": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n",
+    "no body": b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n",
 }
 
 
@@ -149,7 +153,7 @@ async def test_a_client_that_does_not_say_what_it_wants_is_cut_off(sent: str, ca
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.parametrize("before", [request_of(completion(max_tokens=3)), b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("before", [request_of(completion(max_tokens=3)), b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 async def test_half_a_request_behind_a_whole_one_is_cut_off_too(before: bytes) -> None:
     """The bug: what had come before the answer was complete was waited for without end."""
     loop = asyncio.get_running_loop()

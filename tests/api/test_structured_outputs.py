@@ -186,7 +186,7 @@ async def test_texts_match_streamed_or_not():
     async with app.router.lifespan_context(app):
         await until(lambda: app.state.runtime.is_ready)
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for fields, pattern in CASES:
                 body = {"model": MODEL, "prompt": "abc", "max_tokens": 60, "n": 3, "seed": 5, "temperature": 1.3, **fields}
                 whole = (await client.post("/v1/completions", json=body)).json()

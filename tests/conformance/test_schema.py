@@ -25,7 +25,7 @@ from tests.tokenizers_for_tests import byte_level
 
 POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 GETS = ["/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/load", "/metrics", "/version", "/tokenizer_info"]
-ERRORS_OF_A_BODY = {"400", "401", "404", "413", "429", "431", "500", "503"}
+ERRORS_OF_A_BODY = {"400", "401", "403", "404", "413", "415", "429", "431", "500", "503"}
 # Fields that a schema cannot say what else they need, or how many tokens a model has.
 _FITTING = {
     *(

@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+PROGRAM = Path(sys.executable).parent / "latebranch"
 _START_LIMIT_S = 600.0
 
 
@@ -38,12 +39,14 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(log: Path, *flags: str, key: str | None = None) -> Iterator[RunningServer]:
+def running_server(
+    log: Path, *flags: str, key: str | None = None, program: Path = PROGRAM, environment: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
     """Start `latebranch serve` with flags, wait until it is ready, stop it with SIGTERM; it is asked with `key`."""
     port = _free_port()
-    command = [str(Path(sys.executable).parent / "latebranch"), "serve", "--port", str(port), "--num-threads", "1", *flags]
+    command = [str(program), "serve", "--port", str(port), "--num-threads", "1", *flags]
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=dict(os.environ))
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=dict(environment or os.environ))
     server = RunningServer(f"http://127.0.0.1:{port}", port, process, key)
     try:
         _wait_until_ready(server, log)

@@ -116,7 +116,8 @@ def _request(draw: random.Random, stream: bool, has_grammar: bool) -> bytes:
         del body["ignore_eos"]  # which no text of a grammar could obey
         body["structured_outputs"] = {"regex": f"[a-c]{{{draw.randint(1, 60)}}}"}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {STORMY}\r\nContent-Length: {len(data)}\r\n\r\n"
+    kind = "Host: localhost\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\n{kind}Authorization: Bearer {STORMY}\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 

@@ -40,6 +40,7 @@ def prometheus(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) 
     """The address of a Prometheus with the configuration that ships, but for the target and the pace."""
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    del config["scrape_configs"][0]["authorization"]  # the server of this test has no keys
     config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))

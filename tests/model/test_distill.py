@@ -22,8 +22,8 @@ from engine.distill.rows import coverage, frequent_tokens, require_plain_output
 from engine.distill.trainer import Trainer, TrainingPlan, batched, made_ahead, sampled_starts
 from engine.draft.models.head import DraftHead, HeadShape
 from engine.model.causal_lm import adopt
-from engine.model.check import UnsupportedModel
 from engine.testing import tiny_model, tiny_module
+from engine.weights import UnsupportedModel
 from server.cli.bench_prompts import read_prompts
 
 LAYERS = (1, 3)
@@ -445,5 +445,5 @@ def test_a_file_that_is_no_grammar_is_named(tmp_path: Path, text: str) -> None:
 def test_no_prompt_of_the_shipped_grammars_is_a_benchmarks(name) -> None:
     root = Path(__file__).parents[2]
     drawn = set(PromptGrammar.load(root / f"configs/drafters/{name}.yaml").draw(8000, random.Random(3).randrange(100)))
-    held_out = read_prompts(root / "benchmarks/prompts.yaml", [], 1000)
+    held_out = read_prompts(root / "configs/bench_prompts.yaml", [], 1000)
     assert not drawn & {prompt for prompts in held_out.values() for prompt in prompts}

@@ -40,7 +40,7 @@ def _levels(report: dict[str, Any], part: str) -> list[str]:
 
 def test_a_model_that_can_be_served(folder, capsys, monkeypatch):
     monkeypatch.setenv("LATEBRANCH_MAX_RUNNING", "3")
-    status, report = _report(capsys, "--model", folder, "--api-keys", "secret", "--num-slots", "4096")
+    status, report = _report(capsys, "--model", folder, "--api-keys", "secret-of-sixteen", "--num-slots", "4096")
     assert (status, report["can_serve"]) == (0, True)
     assert {finding["part"] for finding in report["findings"]} == {"device", "precision", "model", "cache", "drafter", "selector"}
     assert report["settings"]["max_running"] == {"value": 3, "from": "environment"}

@@ -298,7 +298,7 @@ def test_a_prompt_may_foretell_its_answer(tmp_path):
 
 
 def test_the_prompts_of_the_repository_have_six_of_each_kind():
-    kinds = load_prompts(Path(__file__).parents[2] / "benchmarks" / "prompts.yaml", [], 99)
+    kinds = load_prompts(Path(__file__).parents[2] / "configs" / "bench_prompts.yaml", [], 99)
     assert list(kinds) == ["code", "prose", "translation", "maths", "edit", "summary"]
     assert {len(of_kind) for of_kind in kinds.values()} == {6}
     predicted = [prompt for of_kind in kinds.values() for prompt in of_kind if prompt.prediction is not None]

@@ -19,9 +19,10 @@ from engine.attention.segments import tree_segment
 from engine.model import causal_lm as engine_model
 from engine.model import check as model_check
 from engine.model.causal_lm import CausalModel, adopt, load_model
-from engine.model.check import UnsupportedModel, refuse_by_configuration
 from engine.model.linears import prepare_linears
 from engine.testing import FAMILIES, tiny_module
+from engine.weights import UnsupportedModel
+from engine.weights.pretrained import refuse_by_configuration
 from tests.model.tiny import model, own_logits
 
 CPU = torch.device("cpu")

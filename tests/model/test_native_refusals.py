@@ -12,12 +12,12 @@ from engine.audit.reference import load_reference
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.model.causal_lm import adopt, load_model
-from engine.model.check import UnsupportedModel
 from engine.model.linears import NATIVE, fastest_linears
 from engine.native import library
 from engine.native.decoder import UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED
 from engine.testing import tiny_module
+from engine.weights import UnsupportedModel
 from tests.conformance.folder import served_folder
 from tests.model.native import KNOWN, PRECISIONS, alone, native, needs_library
 from tests.model.passes import CPU

@@ -7,7 +7,7 @@ from pydantic_core import PydanticUndefined
 
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.tree import Expansion, parse_expansion
-from server.settings import ENV_PREFIX, Settings, SettingsError, load_settings
+from server.settings import ENV_PREFIX, PUBLIC, Settings, SettingsError, load_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,3 +195,37 @@ def test_the_shipped_network_chooses_beside_the_shipped_head_alone(tmp_path: Pat
 def test_a_network_without_a_choice_to_make_is_refused() -> None:
     with pytest.raises(SettingsError, match="only with policy adaptive"):
         load_settings(overrides={"selector": "own.safetensors", "policy": "fixed"})
+
+
+def test_shipped_files_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The bug: `--config configs/NAME.yaml`, and files that it names, were found from the checkout's folder alone."""
+    monkeypatch.chdir(tmp_path)
+    config = load_settings(Path("configs/smollm2-early-exit.yaml")).to_engine_config()
+    assert config.lens == str(ROOT / "configs/drafters/smollm2-135m-lens.safetensors")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "default.yaml").write_text("port: 9000\n")
+    assert load_settings(Path("configs/default.yaml")).port == 9000  # the working folder comes first
+    with pytest.raises(SettingsError, match=r"file: default\.yaml"):
+        load_settings(Path("default.yaml"))
+    with pytest.raises(SettingsError, match=r"file: configs/no-such\.yaml"):
+        load_settings(Path("configs/no-such.yaml"))
+
+
+def test_public_is_closed_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SettingsError, match="public needs api_keys"):
+        load_settings(None, {"public": "true"})
+    with pytest.raises(SettingsError, match="public refuses"):
+        load_settings(None, {"public": "true", "api_keys": "k", "cors_origins": "https://a.test,*"})
+    with pytest.raises(SettingsError, match="public"):
+        load_settings(None, {"public": "perhaps"})
+    monkeypatch.setenv("LATEBRANCH_API_KEYS", "a:use:0123456789abcdef")
+    assert load_settings(None, {"public": "false"}).host == "127.0.0.1"
+    for settings in (load_settings(None, {"public": "true"}), load_settings(_file(tmp_path, "public: true"))):
+        assert settings.model_dump(include=set(PUBLIC)) == dict(PUBLIC)
+        (warning,) = settings.warnings
+        assert "TLS" in warning
+    mine = load_settings(_file(tmp_path, "public: true\nhost: 127.0.0.1\n"), {"max_answer_tokens": "7"})
+    assert (mine.host, mine.max_answer_tokens, mine.client_limit_s) == ("127.0.0.1", 7, 30.0)
+    text = (ROOT / "docs" / "security.md").read_text()
+    told = {name: value if isinstance(value, str) else f"{value:.0f}" for name, value in PUBLIC.items()}
+    assert all(f"| `{name}` | {value} |" in text for name, value in told.items())

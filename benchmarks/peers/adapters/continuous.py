@@ -25,7 +25,9 @@ class _Batches:
     """The model and the manager of the law and size that was asked for last."""
 
     def __init__(self, folder: str, dtype: str, num_requests: int, context_tokens: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True
+        ).eval()
         self._num_blocks = num_requests * -(-context_tokens // _PAGE_TOKENS)
         self._kept: tuple[tuple[float, int], ContinuousBatchingManager] | None = None
 

@@ -45,7 +45,9 @@ def load(folder: str, dtype: str, threads: str, draft: str | None = None) -> Cal
 
 
 def _model(folder: str, dtype: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True
+    ).eval()
 
 
 def _batch(model: Any, assistant: Any, job: Job, some: slice) -> list[Answer]:

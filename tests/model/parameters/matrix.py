@@ -7,6 +7,7 @@ told   log-probabilities are the target's own to 1e-4
 or else how far they are apart, which no table may say.
 """
 
+import argparse
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,7 @@ def table_in(text: str, name: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="write the tables of docs/parameters.md anew").parse_args()
     document = DOCUMENT.read_text()
     for table_name, make in TABLES.items():
         document = written(document, table_name, make())

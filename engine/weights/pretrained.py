@@ -1,0 +1,112 @@
+"""Loads from model folders what transformers reads there: configuration, tokenizer, weights. No code of a folder is ever run.
+
+A model type that cannot be served is refused by its name as soon as its configuration is read. Importing this module does not
+import transformers, which takes seconds.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.weights.errors import UnsupportedModel, WeightsError
+
+# Without the first, transformers asks on a terminal whether to run a folder's code; without the second, it reads pickles.
+_TRUST: dict[str, Any] = {"trust_remote_code": False}
+_WEIGHTS: dict[str, Any] = {**_TRUST, "use_safetensors": True}
+_OWN_CODE = "code of its own folder, which is never run"
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# transformers chooses its frequencies by the longest position of the whole batch. ("dynamic" does so only beyond the positions
+# the model is made for, which are never served.)
+_BATCH_DEPENDENT_ROPE = {"longrope"}
+
+
+def load_config(folder: Path) -> Any:
+    """Return the configuration of a model folder; raise WeightsError if it cannot be read, UnsupportedModel if it is refused."""
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+    raw = _json(folder / "config.json")
+    model_type = raw.get("model_type")
+    if model_type is not None and model_type not in CONFIG_MAPPING:
+        needs_code = isinstance(raw.get("auto_map"), dict)
+        why = f"it needs {_OWN_CODE}" if needs_code else f"transformers {__version__} has none"
+        raise refused(model_type, why)
+    config = _read(lambda: AutoConfig.from_pretrained(folder, **_TRUST), "configuration", folder)
+    refuse_by_configuration(config)
+    return config
+
+
+def load_tokenizer(folder: Path, **options: Any) -> Any:
+    """Return the tokenizer of a folder; raise WeightsError if it cannot be read or needs code of the folder."""
+    from transformers import AutoTokenizer
+
+    return _read(lambda: AutoTokenizer.from_pretrained(folder, **_TRUST, **options), "tokenizer", folder)
+
+
+def load_module(folder: Path, **options: Any) -> Any:
+    """Return the model of a folder, from safetensors alone. Raises what `load_config` and transformers raise."""
+    from transformers import AutoModelForCausalLM
+
+    load_config(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, **_WEIGHTS, **options)
+
+
+def refused(model_type: object, why: object) -> UnsupportedModel:
+    """Return the error for a model type that cannot be served."""
+    return UnsupportedModel(f"model type {model_type!r} is not supported: {' '.join(str(why).split())}")
+
+
+def refuse_by_configuration(config: Any) -> None:
+    """Raise UnsupportedModel for what needs no pass to be seen, or what a short pass would not show."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise refused(config.model_type, "it is no causal language model")
+    try:
+        text = config.get_text_config()
+        missing = [name for name in _SIZES if not isinstance(getattr(text, name, None), int)]
+        layer_types = set(getattr(text, "layer_types", None) or ())
+        is_chunked = getattr(text, "attention_chunk_size", None) is not None
+        rope_types = set(_values_of(getattr(text, "rope_parameters", None) or {}, "rope_type")) & _BATCH_DEPENDENT_ROPE
+        for name in ("num_key_value_heads", "head_dim"):  # raises where layers differ in it
+            getattr(text, name, None)
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
+        raise refused(config.model_type, error) from error
+    if layer_types - _LAYER_TYPES or is_chunked:
+        unknown = ", ".join(sorted(layer_types - _LAYER_TYPES)) or "chunked"
+        raise refused(config.model_type, f"layers of type {unknown} cannot be driven")
+    if missing:
+        raise refused(config.model_type, f"its configuration has no {' and no '.join(missing)}")
+    if rope_types:
+        raise refused(
+            config.model_type, f"rotary embeddings of type {', '.join(rope_types)} depend on the longest text of a batch"
+        )
+
+
+def _values_of(settings: dict[str, Any], name: str) -> Iterator[Any]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _values_of(value, name)
+        elif key == name:
+            yield value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+        return content
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"the configuration of {path.parent} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _read(load: Callable[[], Any], what: str, folder: Path) -> Any:
+    """Return what `load` returns; raise WeightsError in place of what transformers raises for a file."""
+    try:
+        return load()
+    except Exception as error:  # what transformers raises for files of others has no common base
+        if "trust_remote_code" in str(error):  # it advises this argument
+            raise UnsupportedModel(f"the {what} of {folder} needs {_OWN_CODE}") from error
+        raise WeightsError(f"the {what} of {folder} cannot be read: {' '.join(str(error).split())}") from error
