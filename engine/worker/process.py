@@ -95,7 +95,7 @@ class ProcessLauncher:
         self._config = config
         self._factory = factory
         level = logging.getLogger().getEffectiveLevel()
-        plain_lines = partial(logging.basicConfig, stream=sys.stderr, level=level, format=_LOG_LINE)
+        plain_lines = partial(logging.basicConfig, level=level, format=_LOG_LINE)
         self._configure_logging = configure_logging or plain_lines
         self._preload = preload
         self._spare: _Idle | None = None

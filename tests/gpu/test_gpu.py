@@ -38,7 +38,7 @@ def test_noise_is_the_cpus():
     assert torch.allclose(gumbels(KEYS, 1000, CUDA).cpu(), gumbels(KEYS, 1000), rtol=1e-12)
 
 
-def test_probs_are_the_cpus():
+def test_distributions_are_the_cpus():
     logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)) * 3
     params = [SamplingParams(temperature=0.7), SamplingParams(top_k=40), SamplingParams(top_p=0.9), SamplingParams(min_p=0.02)]
     assert torch.allclose(probs_of(logits.to(CUDA), params).cpu(), probs_of(logits, params), atol=1e-6)

@@ -236,7 +236,7 @@ def one_too_few(logits_NV, sampling, rows):
 @pytest.mark.parametrize(
     ("mutant", "sampling"), [(one_too_many, SHARP), (one_too_few, SamplingParams(temperature=1.5, top_p=0.5))]
 )
-def test_a_probs_cut_one_token_off_is_found(mutant, sampling, monkeypatch):
+def test_a_distribution_cut_one_token_off_is_found(mutant, sampling, monkeypatch):
     """In the judge and in plain decoding alike: only a reference of other make can see it."""
     monkeypatch.setattr("engine.verify.dispatch.warped_probs", mutant)
     found = report(sampling=sampling)

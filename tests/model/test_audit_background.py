@@ -367,7 +367,7 @@ def test_logits_that_are_not_finite_are_no_match():
 
 
 @pytest.mark.parametrize(("temperature", "num_binned"), [(0.4, 0), (0.6, 1)])
-def test_draws_of_a_probs_that_rounding_decides_fill_no_bin(temperature, num_binned):
+def test_draws_of_a_distribution_that_rounding_decides_fill_no_bin(temperature, num_binned):
     """In bfloat16 a near tie is no mismatch, and where it is the whole law its draws are no test."""
     auditor = Auditor(1.0, 4, tie_tolerance("bfloat16"), seed=0)
     auditor.enlist(unseeded(1, max_tokens=1, temperature=temperature))

@@ -78,12 +78,12 @@ def transforms(order):
     return transformed(order(probs_NV), ids, [uniform(5, i) for i in range(4000)])
 
 
-def test_draws_of_any_probs_become_uniform():
+def test_draws_of_any_distributions_become_uniform():
     assert evenness(binned(transforms(lambda probs: probs))).p_value > 1e-3
 
 
 @pytest.mark.parametrize("power", [0.8, 1.25])
-def test_a_probs_too_flat_or_too_peaked_is_found(power):
+def test_a_distribution_too_flat_or_too_peaked_is_found(power):
     def other(probs_NV):
         return probs_NV**power / (probs_NV**power).sum(-1, keepdim=True)
 
@@ -113,7 +113,7 @@ def test_near_ties_and_mistakes_are_told_apart():
         (SamplingParams(min_p=0.20001), 3, 4),
     ],
 )
-def test_the_edge_of_a_probs_is_as_wide_as_rounding(sampling, edge, outside):
+def test_the_edge_of_a_distribution_is_as_wide_as_rounding(sampling, edge, outside):
     probs = torch.tensor([[0.5, 0.15, 0.1499999, 0.1, 0.09, 0.0100001]], dtype=torch.float64)
     support = support_of(lambda params: warped(probs.log(), params), probs.log(), sampling, 1e-3)
     assert support.tally([0]) == Tally(1)
@@ -127,7 +127,7 @@ def test_the_edge_of_a_probs_is_as_wide_as_rounding(sampling, edge, outside):
 
 @pytest.mark.parametrize(("temperature", "tolerance"), [(0.001, 0.5), (1e-10, 1e-3)])
 @pytest.mark.parametrize("truncation", [{}, {"top_p": 0.95}])
-def test_a_near_tie_of_a_sharp_probs_is_possible(temperature, tolerance, truncation):
+def test_a_near_tie_of_a_sharp_distribution_is_possible(temperature, tolerance, truncation):
     """The bug: float32 laws underflow to 0 where a logit lies hardly below the top, and a sound engine was called lossy."""
     logits_NV = torch.tensor([[20.0, 20.0 - tolerance / 2, 20.0 - 2 * tolerance, 0.0]])
     sampling = SamplingParams(temperature, **truncation)

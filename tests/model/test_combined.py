@@ -237,7 +237,7 @@ def mixture() -> torch.Tensor:
     return weight * torch.tensor([0.25, 0.0, 0.75, 0.0]) + (1 - weight) * LAWS[0]
 
 
-def test_the_probs_between_is_the_mixture_and_it_is_the_one_that_is_kept():
+def test_the_distribution_between_is_the_mixture_and_it_is_the_one_that_is_kept():
     growth, inner = grown(MIXED, Expansion(1, 1, 0))
     assert growth.forest.draft_probs_RV[0].tolist() == pytest.approx(mixture().tolist())
     assert (inner.num_passes, growth.fed) == (1, (frozenset({ROOT}),))
@@ -303,11 +303,11 @@ LAWFUL = [
 
 
 @pytest.mark.parametrize(("verifier", "expansion"), LAWFUL)
-def test_combined_drafts_keep_the_targets_probs(verifier, expansion):
+def test_combined_drafts_keep_the_targets_distribution(verifier, expansion):
     assert z_of_counts(triples(verifier, expansion), target_distribution()) < PASSES_BELOW
 
 
-def test_the_probs_kills_a_mixture_that_is_not_the_probs_kept(monkeypatch):
+def test_the_distribution_kills_a_mixture_that_is_not_the_distribution_kept(monkeypatch):
     test_engine_distributions.misreport_draft_probs(monkeypatch)
     assert z_of_counts(triples(*LAWFUL[0]), target_distribution()) > FAILS_ABOVE
 

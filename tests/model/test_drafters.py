@@ -25,7 +25,7 @@ from tests.model.test_kv_cache import EXACT, RandomExpansion, cache_error
 from tests.model.tiny import model, own_greedy_text, own_module
 
 
-def test_cached_probs_are_proposed_where_there_are_any():
+def test_cached_distributions_are_proposed_where_there_are_any():
     """The law is the share of continuations of the longest match; what was never seen stays a leaf."""
     trees = [GrowingTree(decoding_row(text, request_id=str(text))) for text in ((1, 2, 0, 3, 1, 2, 1, 3, 1, 2), (1, 2, 3))]
     proposal = CachedDrafter(4, CPU).feed([], [FrontierNode(tree, ROOT, 1) for tree in trees])

@@ -210,7 +210,7 @@ def triples(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
         ("block", Expansion(3, 1, 0)),
     ],
 )
-def test_the_engines_probs_is_the_edited_probs(verifier, expansion):
+def test_the_engines_distribution_is_the_edited_distribution(verifier, expansion):
     assert z_of_counts(triples(verifier, expansion), target_distribution()) < PASSES_BELOW
 
 
@@ -231,7 +231,7 @@ _LAW_CONTEXT = Row.sampling_context
     [context_without(path_ids=()), context_without(num_prompt_tokens=0), root_forgotten],
     ids=["path forgotten", "prompt counted", "root forgotten"],
 )
-def test_the_probs_and_the_texts_kill(mutant, monkeypatch):
+def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
     monkeypatch.setattr(Row, "sampling_context", mutant)
     assert z_of_counts(triples("traversal", Expansion(1, 3, 1)), target_distribution()) > FAILS_ABOVE
     for request, text in (
@@ -242,7 +242,7 @@ def test_the_probs_and_the_texts_kill(mutant, monkeypatch):
             check_texts(request, text, [Expansion(2, 2, 2)])
 
 
-def test_the_probs_kills_a_judge_that_edits_nothing(monkeypatch):
+def test_the_distribution_kills_a_judge_that_edits_nothing(monkeypatch):
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     with pytest.raises(AssertionError):
         check_texts(request_of("repetition", temperature=0.0), generated("repetition"))

@@ -93,14 +93,14 @@ def numbered_secrets(monkeypatch):
         *(("spectr", BUSHY), ("khisti", BUSHY), ("tournament", DELAYED), ("gbv", BUSHY), ("block", BUSHY), ("naive_tree", BUSHY)),
     ],
 )
-def test_named_verifiers_keep_the_targets_probs(verifier, expansion):
+def test_named_verifiers_keep_the_targets_distribution(verifier, expansion):
     assert z_of_counts(triples(verifier, expansion), target_distribution()) < PASSES_BELOW
 
 
 @pytest.mark.parametrize(
     ("verifier", "expansion"), [("traversal", DELAYED), ("rrsw", DISTINCT[4]), ("hu", SET_TREE), ("coupled", NOISE_AWARE)]
 )
-def test_a_draft_head_keeps_the_targets_probs(verifier, expansion):
+def test_a_draft_head_keeps_the_targets_distribution(verifier, expansion):
     """Its laws lack a third of the vocabulary, and other seeds have other trees in the slots beside."""
     engine = head_engine(learnt_head(), policy=FixedExpansion(expansion), config=WIDE)
     assert z_of_counts(triples(verifier, expansion, engine), target_distribution()) < PASSES_BELOW
@@ -112,12 +112,12 @@ def at_random() -> Engine:
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "specinfer", "coupled"])
-def test_a_policy_that_wishes_anything_keeps_the_targets_probs(verifier):
+def test_a_policy_that_wishes_anything_keeps_the_targets_distribution(verifier):
     assert z_of_counts(triples(verifier, DELAYED, at_random()), target_distribution()) < PASSES_BELOW
 
 
 @pytest.mark.usefixtures("numbered_secrets")
-def test_unseeded_requests_keep_the_targets_probs():
+def test_unseeded_requests_keep_the_targets_distribution():
     assert z_of_counts(triples(None, DELAYED), target_distribution()) < PASSES_BELOW
 
 
@@ -149,12 +149,12 @@ _JUDGE = masses.TwoPhase.judge
         (masses, "stream_key", one_stream_for_drafts_and_acceptance),
     ],
 )
-def test_the_probs_kills(where, name, mutant, monkeypatch):
+def test_the_distribution_kills(where, name, mutant, monkeypatch):
     monkeypatch.setattr(where, name, mutant)
     assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
 
 
-def test_the_probs_kills_drafts_that_are_believed_whatever_the_policy(monkeypatch):
+def test_the_distribution_kills_drafts_that_are_believed_whatever_the_policy(monkeypatch):
     monkeypatch.setattr(masses.TwoPhase, "judge", draft_believed)
     assert z_of_counts(triples("traversal", DELAYED, at_random()), target_distribution()) > FAILS_ABOVE
 
@@ -172,7 +172,7 @@ def misreport_draft_probs(monkeypatch):
     monkeypatch.setitem(children._RULES, TreeKind.IID, misreported)
 
 
-def test_the_probs_kills_a_draft_probs_that_was_not_drawn(monkeypatch):
+def test_the_distribution_kills_a_draft_distribution_that_was_not_drawn(monkeypatch):
     misreport_draft_probs(monkeypatch)
     assert z_of_counts(triples("traversal", DELAYED), target_distribution()) > FAILS_ABOVE
 
@@ -198,13 +198,13 @@ def worst_dropped(offers):
         ("hu", SET_TREE, worst_dropped),
     ],
 )
-def test_the_probs_kills_draws_that_are_tampered_with(verifier, expansion, spoil, monkeypatch):
+def test_the_distribution_kills_draws_that_are_tampered_with(verifier, expansion, spoil, monkeypatch):
     rule = children._RULES[expansion.kind]
     monkeypatch.setitem(children._RULES, expansion.kind, lambda *args: spoil(rule(*args)))
     assert z_of_counts(triples(verifier, expansion), target_distribution()) > FAILS_ABOVE
 
 
-def test_the_probs_is_a_probs():
+def test_the_distribution_is_a_distribution():
     distribution = target_distribution()
     assert len(distribution) == len(list(product(range(3), repeat=3)))
     assert sum(distribution.values()) == pytest.approx(1.0, abs=1e-5)

@@ -183,7 +183,7 @@ def counts(verifier: str, expansion: Expansion) -> Counter[tuple[int, ...]]:
         ("coupled", Expansion(1, 2, 1)),
     ],
 )
-def test_the_engines_probs_is_the_masked_probs(verifier, expansion):
+def test_the_engines_distribution_is_the_masked_distribution(verifier, expansion):
     assert z_of_counts(counts(verifier, expansion), target_distribution()) < PASSES_BELOW
 
 
@@ -200,7 +200,7 @@ _LAW_CONTEXT = Row.sampling_context
 
 
 @pytest.mark.parametrize("mutant", [only_the_root_is_masked, every_node_is_masked_like_the_root])
-def test_the_probs_and_the_texts_kill(mutant, monkeypatch):
+def test_the_distribution_and_the_texts_kill(mutant, monkeypatch):
     monkeypatch.setattr(Row, "sampling_context", mutant)
     requests = [request_of(LARK, str(seed), seed=seed, temperature=1.5) for seed in range(4)]
     texts = run(engine_of(Expansion(2, 2, 2)), requests).texts()
@@ -278,7 +278,7 @@ def test_a_resumed_text_goes_on_as_if_nothing_had_been(name):
         assert run(engine_of(Expansion(2, 2, 2)), [told]).outcomes["r"].ids == text[cut:]
 
 
-def test_traced_steps_tell_the_masked_probs():
+def test_traced_steps_tell_the_masked_distributions():
     asked = replace(request_of(REGEX, seed=3, temperature=1.5), speculation=Speculation(is_traced=True))
     outcome = run(engine_of(Expansion(2, 2, 2)), [asked]).outcomes["r"]
     assert outcome.ids == seeded_text(REGEX, 3)
@@ -308,7 +308,7 @@ def mismatches(expansion: Expansion) -> dict[str, int]:
     return dict(found)
 
 
-def test_the_audit_judges_by_the_masked_probs(monkeypatch):
+def test_the_audit_judges_by_the_masked_distribution(monkeypatch):
     assert mismatches(Expansion(2, 2, 2)) == {"greedy": 0, "coupled": 0, "sampled": 0}
     monkeypatch.setattr(judge, "edited_logits", lambda logits_NV, contexts, grammars: logits_NV)
     assert all(mismatches(Expansion(2, 2, 2)).values())

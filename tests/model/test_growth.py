@@ -77,7 +77,7 @@ def rows_of(several, sampling: SamplingParams, verifier: str, seed: int):
 
 @settings(max_examples=40)
 @given(batches, sampling_params(), st.integers(0, 2**62))
-def test_sampled_trees_have_their_shape_and_their_probs(several, sampling, seed):
+def test_sampled_trees_have_their_shape_and_their_distributions(several, sampling, seed):
     """`law_rows` names the processed law of the drafter after each node's path, and children come from its support."""
     rows = rows_of(several, sampling, "traversal", seed)
     grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU)
@@ -154,7 +154,7 @@ def fork_z() -> float:
     return z_of_counts(Counter(forks()), {outcome: p for outcome, p in distribution.items() if p > 0})
 
 
-def test_children_are_independent_draws_of_the_probs():
+def test_children_are_independent_draws_of_the_distribution():
     assert fork_z() < PASSES_BELOW
 
 
@@ -218,7 +218,7 @@ def test_equal_draws_are_one_node_listed_as_often_as_drawn():
     assert tree.draws == ((1,), (2, 2, 2), (3, 3, 3), ())
 
 
-def test_a_uniform_at_the_very_top_stays_inside_the_probs(monkeypatch):
+def test_a_uniform_at_the_very_top_stays_inside_the_distribution(monkeypatch):
     """The point u x total can round up to the total, past every token; the draw was then no token at all."""
     monkeypatch.setattr(children, "_uniforms", lambda asked, count: [1.0 - 2.0**-53] * count)
     logits = torch.tensor([[0.3, 0.1, 0.7, float("-inf")]]).repeat(4, 1)

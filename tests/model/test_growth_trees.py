@@ -138,7 +138,7 @@ DISTINCT = Expansion(1, 2, 2, "delayed_distinct")
 THRESHOLD = Expansion(0, 4, 2, "threshold", 20)
 
 
-def test_heap_trees_have_dyspecs_probs():
+def test_heap_trees_have_dyspecs_distribution():
     assert z_of_trees(HEAP, heap_probs(3)) < PASSES_BELOW
 
 
@@ -150,7 +150,7 @@ class HighThreshold(Threshold):
         self._least = 0.21
 
 
-def test_threshold_trees_have_dyspecs_probs(monkeypatch):
+def test_threshold_trees_have_dyspecs_distribution(monkeypatch):
     monkeypatch.setattr(growth, "Threshold", HighThreshold)
     assert z_of_trees(THRESHOLD, threshold_probs(0.21, 2)) < PASSES_BELOW
 
@@ -181,7 +181,7 @@ def unlikely_dropped(offer: children.Offer) -> children.Offer:
 
 @pytest.mark.parametrize("spoil", [by_odds, by_token, unlikely_dropped])
 @pytest.mark.parametrize(("expansion", "law"), [(HEAP, heap_probs(3)), (DISTINCT, delayed_distinct_probs())])
-def test_the_probs_of_trees_kill_tampering_with_draws(spoil, expansion, distribution, monkeypatch):
+def test_the_distributions_of_trees_kill_tampering_with_draws(spoil, expansion, distribution, monkeypatch):
     monkeypatch.setitem(children._RULES, expansion.kind, tampered(spoil, expansion.kind))
     unexpected = {shape(tree) for tree in grown_trees(expansion)} - {*distribution}
     assert unexpected or z_of_trees(expansion, distribution) > FAILS_ABOVE
@@ -212,20 +212,20 @@ def z_of_samples(trees):
     return z_of_counts(observed, distribution)
 
 
-def test_a_set_is_fixed_by_the_probs_and_its_sample_drawn_off_it():
+def test_a_set_is_fixed_by_the_distribution_and_its_sample_drawn_off_it():
     trees = grown_trees(SET_TREE, verifier="univer", num_seeds=2000)
     assert max(tree.num_nodes for tree in trees) <= 9
     assert {len(tree.draws[ROOT]) for tree in trees} == {3}
     assert z_of_samples(trees) < PASSES_BELOW
 
 
-def test_a_sample_off_the_set_kills_draws_of_the_whole_probs(monkeypatch):
+def test_a_sample_off_the_set_kills_draws_of_the_whole_distribution(monkeypatch):
     monkeypatch.setattr(children._Urn, "take", lambda self, ids_P, is_taken_P=None: self.num_taken_P.add_(is_taken_P))
     with pytest.raises(AssertionError):
         z_of_samples(grown_trees(SET_TREE, verifier="univer", num_seeds=500))
 
 
-def test_where_the_set_would_be_the_whole_probs_its_last_is_the_sample():
+def test_where_the_set_would_be_the_whole_distribution_its_last_is_the_sample():
     certain = torch.full((4, 4), float("-inf"))
     certain[:, 2] = 0.0
     row = decoding_row((0,), SET_TREE, SAMPLED, "univer")

@@ -75,7 +75,7 @@ def test_a_seeded_step_reads_once_a_round_and_once_a_depth(waits, monkeypatch):
     assert reads == num_rounds + num_steps + 12  # a depth for each token
 
 
-def test_the_tokens_that_a_probs_allows_would_be_waited_for(waits, monkeypatch):
+def test_the_tokens_that_a_distribution_allows_would_be_waited_for(waits, monkeypatch):
     monkeypatch.setattr(children, "_known", lambda probs_PM: probs_PM.amax(0).nonzero()[:, 0])
     with pytest.raises(AssertionError):
         test_a_greedy_step_reads_once_a_round_and_once_to_judge(waits, monkeypatch, "3.2.2")

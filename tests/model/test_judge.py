@@ -199,7 +199,7 @@ def test_a_root_alone_is_drawn_from_as_is_cheapest(sampling, own):
 
 @needs_library
 @pytest.mark.parametrize("verifier", ["traversal", "nss"])
-def test_what_follows_a_root_alone_has_the_probs(verifier):
+def test_what_follows_a_root_alone_has_the_distribution(verifier):
     sampling, num = SamplingParams(temperature=0.8), 4000
     rows = [replace(row, certain_ids=(1, 3)) for row in roots_of(sampling, verifier, num)]
     forest = grow(TableDrafter(TABLE), rows, V, CPU).forest

@@ -64,7 +64,7 @@ def test_the_comparison_kills(mutant, monkeypatch):
 
 @needs_library
 @given(st.integers(1, 70), st.floats(0.05, 4.0), st.integers(0, 2**20))
-def test_the_library_s_probs_are_softmax(width, temperature, seed):
+def test_the_library_s_distributions_are_softmax(width, temperature, seed):
     logits_NV = torch.randn(3, width, generator=torch.Generator().manual_seed(seed)) * 10.0
     logits_NV[0, : width // 2] = -math.inf
     expected_NV = (logits_NV.double() / temperature).softmax(-1)
@@ -76,20 +76,20 @@ def test_the_library_s_probs_are_softmax(width, temperature, seed):
 
 
 @needs_library
-def test_a_row_s_probs_has_the_same_bits_beside_others():
+def test_a_row_s_distribution_has_the_same_bits_beside_others():
     logits_NV = torch.randn(9, 5003, generator=torch.Generator().manual_seed(1)) * 5.0
     together_RV = native.probs(logits_NV, range(9), [0.7] * 9)
     assert all(torch.equal(native.probs(logits_NV[row : row + 1], [0], [0.7])[0], together_RV[row]) for row in range(9))
 
 
 @needs_library
-def test_a_row_that_is_no_probs_is_told_by_its_numbers():
+def test_a_row_that_is_no_distribution_is_told_by_its_numbers():
     logits_NV = torch.tensor([[math.nan, 1.0, 2.0], [-math.inf] * 3])
     assert native.probs(logits_NV, [0, 1], [1.0, 1.0]).isnan().all()
 
 
 @needs_library
-def test_a_probs_of_a_whole_vocabulary_is_as_near():
+def test_a_distribution_of_a_whole_vocabulary_is_as_near():
     """Sums run over 3,072 vectors."""
     logits_NV = torch.randn(3, 49152, generator=torch.Generator().manual_seed(2)) * torch.tensor([[0.0], [3.0], [9.0]])
     probs_RV = native.probs(logits_NV, range(3), [1.0, 0.7, 1.3]).double()
@@ -119,11 +119,11 @@ def is_of_rows(probs_of) -> bool:
     return torch.allclose(probs_of(logits_NV, LAWS, [4, 0, 2]), warped_probs(logits_NV[[4, 0, 2]], LAWS), atol=1e-6)
 
 
-def test_probs_of_some_rows_are_theirs():
+def test_distributions_of_some_rows_are_theirs():
     assert is_of_rows(warped_probs)
     assert not is_of_rows(lambda logits_NV, sampling, rows: warped_probs(logits_NV, sampling, range(len(rows))))
 
 
 @pytest.mark.usefixtures("_by_torch")
 def test_by_torch_too():
-    test_probs_of_some_rows_are_theirs()
+    test_distributions_of_some_rows_are_theirs()

@@ -77,7 +77,7 @@ def check(edit, contexts: Sequence[SamplingContext], seed: int = 0) -> None:
     assert torch.allclose(edit(logits_NV, contexts), wanted, atol=1e-5)
 
 
-def check_probs(probs_of, contexts: Sequence[SamplingContext], seed: int = 0) -> None:
+def check_distributions(probs_of, contexts: Sequence[SamplingContext], seed: int = 0) -> None:
     """Check laws after edits and temperature."""
     logits_NV = random_logits(seed, len(contexts))
     for probs_V, logits_V, context in zip(probs_of(logits_NV, contexts), logits_NV, contexts, strict=True):
@@ -91,9 +91,9 @@ def test_edits_are_transformers_processors(contexts, seed):
 
 
 @given(batches, st.integers(0, 2**31))
-def test_probs_are_edited_before_temperature(contexts, seed):
+def test_distributions_are_edited_before_temperature(contexts, seed):
     contexts = [replace(one, sampling=replace(one.sampling, temperature=one.sampling.temperature or 0.7)) for one in contexts]
-    check_probs(processed_probs, contexts, seed)
+    check_distributions(processed_probs, contexts, seed)
 
 
 @given(batches, st.integers(0, 2**31))
@@ -119,7 +119,7 @@ def test_rows_that_ask_for_nothing_cost_nothing():
     assert edited_logits(logits_NV[:0], []).shape == (0, V)
 
 
-def test_a_probs_with_a_token_alone_is_a_point_mass():
+def test_a_distribution_with_a_token_alone_is_a_point_mass():
     context = SamplingContext(SamplingParams(allowed_token_ids=(4,), logit_bias=((4, -100.0),), top_p=0.5), (4,), 0)
     assert processed_probs(random_logits(0, 1), [context])[0].nonzero().tolist() == [[4]]
 
@@ -246,8 +246,8 @@ def never_edited(logits_NV, contexts):
 
 
 @pytest.mark.parametrize("mutant", [edited_after_temperature, never_edited])
-def test_probs_kill(mutant):
+def test_distributions_kill(mutant):
     contexts = [replace(one, sampling=replace(one.sampling, temperature=0.5)) for one in many_nodes()]
-    check_probs(processed_probs, contexts)
+    check_distributions(processed_probs, contexts)
     with pytest.raises(AssertionError):
-        check_probs(mutant, contexts)
+        check_distributions(mutant, contexts)

@@ -92,7 +92,7 @@ def test_chunks_of_any_length_have_the_bits_of_their_tokens(num_tokens, precisio
     [("float32", 0.0, 1e-4), ("bfloat16", 1e-4, 0.1), ("int8", 1e-4, 0.2), ("compact", 1e-4, 0.3)],
 )
 @pytest.mark.parametrize("family", KNOWN)
-def test_probs_are_near_those_of_the_model(family, precision, least, most):
+def test_distributions_are_near_those_of_the_model(family, precision, least, most):
     """By total variation: equal up to rounding where weights are, and another law where they were rounded."""
     with torch.inference_mode():
         own_TV = own_module(family)(input_ids=torch.tensor([TEXT[:40]])).logits[0].softmax(-1)

@@ -65,7 +65,7 @@ def test_passes_are_the_same(monkeypatch, precision, scene):
 
 
 @several
-def test_probs_noise_and_rankings_are_the_same(monkeypatch):
+def test_distributions_noise_and_rankings_are_the_same(monkeypatch):
     temperatures, keys = [0.3, 0.7, 1.0, 1.5, 2.0], [3, 1 << 63, 5, 7, 11]
     sharpness = [1.0, 2.5, 8.0, 0.25, 1.4]
     one, other = of_each_build(monkeypatch, lambda: probs.probs(LOGITS, range(5), temperatures))

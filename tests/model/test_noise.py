@@ -95,7 +95,7 @@ def test_the_library_chooses_the_best_perturbed_token():
 
 
 @needs_library
-def test_what_is_no_probs_has_no_finite_score():
+def test_what_is_no_distribution_has_no_finite_score():
     probs_NV = torch.full((3, 11), 1 / 11)
     probs_NV[0, 3], probs_NV[1] = math.nan, 0.0
     probs_NV[2, 10] = math.inf
@@ -131,14 +131,14 @@ def arg_max_z(noise_of) -> float:
     return z_of_counts(Counter(choices.tolist()), LAW)
 
 
-def test_arg_max_of_log_probs_plus_noise_is_a_draw_from_the_probs():
+def test_arg_max_of_log_distribution_plus_noise_is_a_draw_from_the_distribution():
     assert arg_max_z(gumbels) < PASSES_BELOW
 
 
 @pytest.mark.parametrize(
     "mutant", [uniforms, lambda keys, count: -gumbels(keys, count), lambda keys, count: 0.8 * gumbels(keys, count)]
 )
-def test_gumbel_probs_kills(mutant):
+def test_gumbel_distribution_kills(mutant):
     assert arg_max_z(mutant) > FAILS_ABOVE
 
 
@@ -191,7 +191,7 @@ def test_no_draw_that_noise_lifts_is_missed(spread, sharpness):
 
 @needs_library
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_make_no_probs_have_no_best_tokens(broken):
+def test_logits_that_make_no_distribution_have_no_best_tokens(broken):
     logits_PM = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     logits_PM[0, 33], logits_PM[1] = broken, -math.inf
     for keys in (None, [5, 6, 7]):

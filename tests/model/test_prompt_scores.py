@@ -149,7 +149,7 @@ def with_a_broken_probs(engine: Engine) -> Engine:
     return engine
 
 
-def check_a_broken_probs_ends_its_request_alone(config: SchedulerConfig) -> None:
+def check_a_broken_distribution_ends_its_request_alone(config: SchedulerConfig) -> None:
     requests = requests_with_scores()
     engine = with_a_broken_probs(tiny_engine(*pair("llama"), RandomExpansion(3), config=config))
     session = run(engine, requests)
@@ -162,12 +162,12 @@ def check_a_broken_probs_ends_its_request_alone(config: SchedulerConfig) -> None
 
 
 @pytest.mark.parametrize("config", [CROWDED, SchedulerConfig(num_slots=2048, max_model_len=256)], ids=["chunks", "whole"])
-def test_a_broken_probs_in_a_prompt_ends_its_request_alone(config):
+def test_a_broken_distribution_in_a_prompt_ends_its_request_alone(config):
     """The bug: its log-probabilities were told as NaN, which JSON does not have."""
-    check_a_broken_probs_ends_its_request_alone(config)
+    check_a_broken_distribution_ends_its_request_alone(config)
 
 
-def test_a_broken_probs_that_nobody_looks_for_is_noticed(monkeypatch):
+def test_a_broken_distribution_that_nobody_looks_for_is_noticed(monkeypatch):
     monkeypatch.setattr(prompt_scores, "are_sound", lambda logits_NV: [True] * len(logits_NV))
     with pytest.raises((AssertionError, ValueError)):
-        check_a_broken_probs_ends_its_request_alone(CROWDED)
+        check_a_broken_distribution_ends_its_request_alone(CROWDED)

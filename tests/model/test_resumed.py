@@ -233,7 +233,7 @@ BY_VALUE = [Expansion(0, 2, 2, "heap", 3), Expansion(0, 2, 2, "calibrated", 3)]
 
 
 @pytest.mark.parametrize("expansion", BY_VALUE, ids=str)
-def test_unseeded_requests_keep_their_probs_when_resumed(expansion: Expansion) -> None:
+def test_unseeded_requests_keep_their_distribution_when_resumed(expansion: Expansion) -> None:
     """A tree whose nodes share a budget by value ends where later noise says so; a fresh seed behind it changed the law."""
     assert z_of_counts(triples_cut_after_a_step(expansion, resumed), probs_of_triples()) < PASSES_BELOW
     assert z_of_counts(triples_cut_after_a_step(expansion, with_fresh_noise), probs_of_triples()) > FAILS_ABOVE

@@ -75,14 +75,14 @@ def random_logits(seed: int, num_rows: int, vocab_size: int, scale: float, has_t
     st.booleans(),
     st.sampled_from([2, 8, 40, 1024]),
 )
-def test_probs_are_transformers_probs(params, seed, vocab_size, scale, has_ties, first_candidates):
+def test_distributions_are_transformers_distributions(params, seed, vocab_size, scale, has_ties, first_candidates):
     """Rows with unlike parameters together; vocabularies below and above the number of candidates looked at first."""
     with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):
         check(probs_of, random_logits(seed, len(params), vocab_size, scale, has_ties), params)
 
 
 @given(st.lists(sampling_params(), min_size=2, max_size=5), st.integers(0, 2**31), st.booleans(), st.sampled_from([2, 8, 1024]))
-def test_a_probs_does_not_depend_on_batch_mates(params, seed, has_ties, first_candidates):
+def test_a_distribution_does_not_depend_on_batch_mates(params, seed, has_ties, first_candidates):
     """Where tokens tied at the edge, which of them were kept once depended on how many candidates a mate asked for."""
     logits_NV = random_logits(seed, len(params), 61, 1.0, has_ties)
     with patch.object(sampling, "_FIRST_CANDIDATES", first_candidates):
@@ -126,7 +126,7 @@ def check_typical(probs_of, logits_NV: Tensor, params: list[SamplingParams]) -> 
     st.sampled_from([2, 7, 61]),
     st.sampled_from([0.1, 1.0, 4.0]),
 )
-def test_typical_probs_are_transformers_probs(drawn, seed, vocab_size, scale):
+def test_typical_distributions_are_transformers_distributions(drawn, seed, vocab_size, scale):
     params = [replace(one, typical_p=mass) for one, mass in drawn]
     check_typical(probs_of, random_logits(seed, len(params), vocab_size, scale, False), params)
 
@@ -147,7 +147,7 @@ def one_token_too_few(logits_NV, params):
 
 
 @pytest.mark.parametrize("mutant", [typical_before_the_others, the_likeliest_first, one_token_too_few])
-def test_typical_probs_kill(mutant):
+def test_typical_distributions_kill(mutant):
     logits_NV = random_logits(5, 12, 61, 2.0, False)
     params = [SamplingParams(temperature=0.6 + 0.1 * row, typical_p=0.3 + 0.05 * row, top_k=9) for row in range(12)]
     assert check_typical(probs_of, logits_NV, params) > 6
@@ -255,7 +255,7 @@ def check_all(probs_of) -> None:
         ties_broken,
     ],
 )
-def test_probs_kill(mutant):
+def test_distributions_kill(mutant):
     check_all(probs_of)
     with pytest.raises(AssertionError):
         check_all(mutant)

@@ -98,7 +98,7 @@ def traces_of(session: Session, name: str) -> list[StepTrace]:
     return [event.trace for event in session.outcomes[name].events if event.trace is not None]
 
 
-def check_probs(session: Session, requests: Sequence[Request], target: PreTrainedModel, draft: PreTrainedModel) -> None:
+def check_distributions(session: Session, requests: Sequence[Request], target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Compare every told probability with the two models' own laws after the node's own text."""
     for request in requests:
         text = list(request.prompt_ids)
@@ -123,7 +123,7 @@ def check_probs(session: Session, requests: Sequence[Request], target: PreTraine
 @pytest.mark.parametrize("tree", TREES)
 def test_told_probabilities_are_the_models_own(tree: str) -> None:
     session, target, draft = run_pair(tree)
-    check_probs(session, asked(tree), target, draft)
+    check_distributions(session, asked(tree), target, draft)
     assert any(trace.row.tree.num_nodes > 3 for name in ("greedy", "coupled", "drawn") for trace in traces_of(session, name))
 
 
@@ -160,7 +160,7 @@ def test_told_probabilities_kill(mutant: Callable[[pytest.MonkeyPatch], None], m
     tree = "heap.6"
     session, target, draft = run_pair(tree)
     with pytest.raises(AssertionError):
-        check_probs(session, asked(tree), target, draft)
+        check_distributions(session, asked(tree), target, draft)
 
 
 def test_nobody_is_told_who_did_not_ask() -> None:

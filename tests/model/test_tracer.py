@@ -86,7 +86,7 @@ def test_a_trace_tells_what_happened(drafter, config, tmp_path):
     check_trace(tmp_path / "trace", session, requests)
 
 
-def test_all_that_makes_a_probs_is_in_the_trace(tmp_path):
+def test_all_that_makes_a_distribution_is_in_the_trace(tmp_path):
     """A reader who makes the laws again found no penalties, no bias and no masks."""
     limits: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_tokens": 2}
     tokens: dict[str, Any] = {"logit_bias": ((7, 1.5),), "allowed_token_ids": tuple(range(3, 20)), "bad_words": ((4, 5),)}

@@ -40,7 +40,7 @@ def lab() -> Counterfactual:
     return laboratory
 
 
-def check_probs(laboratory: Counterfactual) -> None:
+def check_distributions(laboratory: Counterfactual) -> None:
     """The law after every node is the target's own after the text and the node's path."""
     point = laboratory.point(POINT, PLANTINGS, SAMPLING, Calibrations())
     for index, tree in enumerate(point.growth.forest.trees):
@@ -49,14 +49,14 @@ def check_probs(laboratory: Counterfactual) -> None:
             assert torch.allclose(probs_V, probs_of(own_logits("llama", [path])[:, -1], [SAMPLING])[0], atol=1e-4)
 
 
-def test_one_pass_over_the_union_gives_every_trees_probs(lab):
-    check_probs(lab)
+def test_one_pass_over_the_union_gives_every_trees_distributions(lab):
+    check_distributions(lab)
 
 
-def test_the_probs_kill_a_union_that_loses_track_of_paths(lab, monkeypatch):
+def test_the_distributions_kill_a_union_that_loses_track_of_paths(lab, monkeypatch):
     monkeypatch.setattr(lab_module, "_add", lambda union, tree: [0] * tree.num_nodes)
     with pytest.raises(AssertionError):
-        check_probs(lab)
+        check_distributions(lab)
 
 
 def test_trees_are_those_that_are_grown_alone(lab):

@@ -126,7 +126,7 @@ def test_nothing_is_written_where_nothing_is_ordered(model_of: Callable[[str], C
         next(write(model_of("llama"), orders(0.0), 0))
 
 
-def test_draws_follow_the_probs() -> None:
+def test_draws_follow_the_distribution() -> None:
     logits_V = torch.tensor([2.0, -1.0, float("-inf"), 0.5, 1.0])
     count = 4000
     uniforms = (torch.arange(count) + 0.5) / count

@@ -184,7 +184,7 @@ def test_best_tokens_of_countable_shapes():
     assert best_tokens(Expansion(0, 4, 8, "heap", 16), 0.0) == pytest.approx(1.0)
 
 
-def test_kinds_tell_probs_apart():
+def test_kinds_tell_distributions_apart():
     views = [Text(flat(0.5), temperature=temperature).view("r") for temperature in (0.0, 0.4, 1.0, 1.5)]
     assert len({kind_of(view.sampling, "traversal") for view in views}) == 4
     assert kind_of(views[0].sampling, "traversal") == kind_of(views[0].sampling, "coupled")

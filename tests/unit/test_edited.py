@@ -20,7 +20,7 @@ LAW = (5, 7)
         (3, {"min_tokens": 4, "stop_token_ids": (6,)}),
     ],
 )
-def test_edits_that_leave_a_probs_alone_or_raise_it(num_generated, fields):
+def test_edits_that_leave_a_distribution_alone_or_raise_it(num_generated, fields):
     assert not may_hinder(SamplingParams(**fields), LAW, num_generated)
 
 

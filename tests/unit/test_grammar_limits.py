@@ -10,7 +10,7 @@ from engine.core.types import Grammar, GrammarKind, SamplingParams
 HELD = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a*"))
 
 
-def test_a_grammar_makes_a_probs_beside_other_edits():
+def test_a_grammar_makes_a_distribution_beside_other_edits():
     for fields in (
         {},
         {"allowed_token_ids": (1, 7)},

@@ -65,7 +65,7 @@ def test_what_can_run_passes():
         (SamplingParams(max_tokens=50), "exceed 50"),
     ],
 )
-def test_parameters_without_a_probs_are_refused(sampling, reason):
+def test_parameters_without_a_distribution_are_refused(sampling, reason):
     with pytest.raises(RequestRefused, match=reason):
         require_runnable(Request("r", (1, 2), sampling), INFO)
 

@@ -70,7 +70,7 @@ def said(cache: TextCache, output: Sequence[int], tenant: str, request_id: str =
     cache.end(request_id)
 
 
-def test_the_probs_is_the_share_of_continuations():
+def test_the_distribution_is_the_share_of_continuations():
     assert known(TextCache(), [0, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]).odds == pytest.approx({3: 2 / 3, 4: 1 / 3})
 
 
@@ -83,7 +83,7 @@ def test_matches_shorter_than_asked_for_say_nothing():
     assert distribution(TextCache(min_tokens=2), [1, 2, 0, 9, 1, 2]) is not None
 
 
-def test_the_probs_follows_the_text_and_the_path():
+def test_the_distribution_follows_the_text_and_the_path():
     cache = TextCache()
     history = begun(cache)
     assert distribution(cache, history) is None
@@ -243,7 +243,7 @@ told = st.lists(st.tuples(st.sampled_from(TextSource), matches, st.floats(0.001,
 
 
 @given(told)
-def test_a_mixture_is_a_probs_and_its_chance_lies_between_its_parts(several):
+def test_a_mixture_is_a_distribution_and_its_chance_lies_between_its_parts(several):
     found = texts._mixture(several)
     assert sum(found.odds.values()) == pytest.approx(1.0)
     assert set(found.odds) == {token_id for _, match, _ in several for token_id in match.counts}

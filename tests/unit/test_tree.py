@@ -54,7 +54,7 @@ CHECKS = (check_depths, check_paths, check_mask, check_children, check_post_orde
 
 
 @given(token_trees(max_nodes=20))
-def test_shape_probs(tree):
+def test_shape_distributions(tree):
     for check in CHECKS:
         check(tree)
 
@@ -125,7 +125,7 @@ class SiblingsBackwards(TokenTree):
         (SiblingsBackwards, check_post_order),
     ],
 )
-def test_shape_probs_kill(mutant, check):
+def test_shape_distributions_kill(mutant, check):
     check(TokenTree(*BUSHY))
     with pytest.raises(AssertionError):
         check(mutant(*BUSHY))

@@ -156,7 +156,7 @@ class WorstRanked(BestRanked):
 @pytest.mark.parametrize(
     "selection", [BestRanked(), Duels(2), Duels(3), Duels(4)], ids=["ranked", "duels-2", "duels-3", "duels-4"]
 )
-def test_the_probs_of_the_chosen_draw_is_told(selection: Selection, num_draws: int) -> None:
+def test_the_distribution_of_the_chosen_draw_is_told(selection: Selection, num_draws: int) -> None:
     for flavour in ("generic", "sparse", "equal"):
         drawn, told = chosen_probs(selection, TinyModel(4, 3, flavour), num_draws)
         assert told == pytest.approx(drawn, abs=EXACT)

@@ -97,7 +97,7 @@ def test_any_trees_give_the_text_of_plain_decoding(flavour: str, judge: Judging)
 
 
 @needs_library
-def test_many_trees_at_once_are_judged_as_by_probs() -> None:
+def test_many_trees_at_once_are_judged_as_by_distributions() -> None:
     rng = random.Random(3)
     model = TinyModel(VOCAB, 3)
     batch = batch_of(model, [any_tree(rng) for _ in range(40)])
@@ -108,7 +108,7 @@ def test_many_trees_at_once_are_judged_as_by_probs() -> None:
 
 
 @pytest.mark.parametrize("judge", WAYS)
-def test_a_tree_with_a_probs_that_is_none_on_its_path_is_named(judge: Judging) -> None:
+def test_a_tree_with_a_distribution_that_is_none_on_its_path_is_named(judge: Judging) -> None:
     rng = random.Random(4)
     batch = batch_of(TinyModel(VOCAB, 4), [any_tree(rng) for _ in range(12)])
     keys = [StepKey(seed, 1) for seed in range(12)]

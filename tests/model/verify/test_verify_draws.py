@@ -157,7 +157,7 @@ def test_levels_of_many_nodes_are_split_without_a_trace(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_expected_tokens_are_those_of_the_probs_of_where_paths_end(rule: TwoPhase) -> None:
+def test_expected_tokens_are_those_of_the_distribution_of_where_paths_end(rule: TwoPhase) -> None:
     batch = one_tree()
     verdicts = verdicts_of(rule, batch, [StepKey(seed, 0) for seed in range(NUM_SEEDS)])
     expected = verdicts[0].expected_tokens

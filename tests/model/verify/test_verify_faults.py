@@ -47,7 +47,7 @@ def test_an_empty_residual_falls_back_to_the_target_never_to_uniform(name: str) 
     assert drawable_after_root(UniformFallback.of(batch.forest, batch.target_probs_NV, plan)) == [0, 1, 2]
 
 
-def test_float32_probs_give_the_masses_of_float64_even_after_a_near_certain_draft() -> None:
+def test_float32_distributions_give_the_masses_of_float64_even_after_a_near_certain_draft() -> None:
     """Renormalising by 1 - q(x) would divide by 0 here: q(x) rounds to 1 in float32."""
     draft, target = np.array([1.0 - 3e-9, 2e-9, 1e-9]), np.array([0.2, 0.5, 0.3])
     model = TinyModel(3, seed=0)
@@ -61,7 +61,7 @@ def test_float32_probs_give_the_masses_of_float64_even_after_a_near_certain_draf
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_makes_of_float32_probs_what_it_makes_of_float64(name: str) -> None:
+def test_every_rule_makes_of_float32_distributions_what_it_makes_of_float64(name: str) -> None:
     model = TinyModel(4, seed=1)
     trees = delayed_trees(model, Expansion(1, 2, 1))
     single, double = (outcomes_of(RULES[name], batch_of(model, trees, dtype)) for dtype in (torch.float32, torch.float64))
@@ -99,13 +99,13 @@ def judge(name: str, batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("name", VERIFIER_NAMES)
-def test_sound_probs_are_judged(name: str) -> None:
+def test_sound_distributions_are_judged(name: str) -> None:
     judge(name, two_trees())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", VERIFIER_NAMES)
-def test_a_target_probs_that_is_not_finite_names_its_tree(name: str, value: float) -> None:
+def test_a_target_distribution_that_is_not_finite_names_its_tree(name: str, value: float) -> None:
     batch = two_trees()
     batch.target_probs_NV[batch.forest.offsets[1], 2] = value
     with pytest.raises(NotFiniteLawError, match="trees 1 of") as caught:
@@ -114,7 +114,7 @@ def test_a_target_probs_that_is_not_finite_names_its_tree(name: str, value: floa
 
 
 @pytest.mark.parametrize("name", READS_DRAFT)
-def test_a_draft_probs_that_is_not_finite_names_its_tree(name: str) -> None:
+def test_a_draft_distribution_that_is_not_finite_names_its_tree(name: str) -> None:
     batch = two_trees()
     batch.forest.draft_probs_RV[0, 2] = float("nan")
     with pytest.raises(NotFiniteLawError) as caught:
@@ -138,7 +138,7 @@ def test_a_drafted_token_of_draft_probability_zero_names_its_tree(name: str) -> 
 
 
 @pytest.mark.parametrize("name", READS_DRAFT)
-def test_children_without_a_draft_probs_are_refused(name: str) -> None:
+def test_children_without_a_draft_distribution_are_refused(name: str) -> None:
     batch = two_trees()
     lawless = replace(batch.forest, probs_rows=(batch.forest.probs_rows[0], (None,) * batch.forest.trees[1].num_nodes))
     with pytest.raises(ImpossibleDraftError):
@@ -146,12 +146,12 @@ def test_children_without_a_draft_probs_are_refused(name: str) -> None:
     judge("nss", replace(batch, forest=lawless))
 
 
-def test_every_probs_error_is_a_value_error_with_trees() -> None:
+def test_every_distribution_error_is_a_value_error_with_trees() -> None:
     assert issubclass(LawError, ValueError)
     assert all(issubclass(error, LawError) for error in (NotFiniteLawError, ImpossibleDraftError))
 
 
-def test_a_missing_target_probs_is_an_error() -> None:
+def test_a_missing_target_distribution_is_an_error() -> None:
     batch = two_trees()
     with pytest.raises(ValueError, match="target laws for"):
         Case.of(batch.forest, batch.target_probs_NV[:-1], TargetDraw())

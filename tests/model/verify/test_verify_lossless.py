@@ -27,7 +27,7 @@ def expansion(text: str) -> Expansion:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("shape", EXPANSIONS)
-def test_every_rule_keeps_the_probs_on_delayed_trees(shape: str, flavour: str) -> None:
+def test_every_rule_keeps_the_distribution_on_delayed_trees(shape: str, flavour: str) -> None:
     model = TinyModel(3, seed=len(shape) + 17, flavour=flavour)
     trees = delayed_trees(model, expansion(shape))
     assert sum(drawn.probability for drawn in trees) == pytest.approx(1.0, abs=EXACT)
@@ -36,7 +36,7 @@ def test_every_rule_keeps_the_probs_on_delayed_trees(shape: str, flavour: str) -
 
 
 @pytest.mark.parametrize("shape", ["0.3.1", "0.2.2", "1.3.1"])
-def test_every_rule_keeps_the_probs_over_four_tokens(shape: str) -> None:
+def test_every_rule_keeps_the_distribution_over_four_tokens(shape: str) -> None:
     model = TinyModel(4, seed=5)
     for rule in ON_DELAYED.values():
         assert loss_of(rule, model, delayed_trees(model, expansion(shape))) < EXACT, rule.name
@@ -74,7 +74,7 @@ def _generic(seed: int) -> TinyModel:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("kind", [TreeKind.WITHOUT_REPLACEMENT, TreeKind.FIXED_DISTINCT, TreeKind.SET_PLUS_SAMPLE])
-def test_probs_with_zeros_and_peaks_change_nothing(kind: TreeKind, flavour: str) -> None:
+def test_distributions_with_zeros_and_peaks_change_nothing(kind: TreeKind, flavour: str) -> None:
     model = TinyModel(3, seed=2, flavour=flavour)
     for trees in trees_of(kind, model):
         for name, rule in RULES.items():
@@ -82,7 +82,7 @@ def test_probs_with_zeros_and_peaks_change_nothing(kind: TreeKind, flavour: str)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (1, 1)])
-def test_set_plus_sample_keeps_the_probs_over_four_tokens(sizes: tuple[int, ...]) -> None:
+def test_set_plus_sample_keeps_the_distribution_over_four_tokens(sizes: tuple[int, ...]) -> None:
     model = TinyModel(4, seed=5)
     for name in ("hu", "univer"):
         assert loss_of(RULES[name], model, set_and_sample_trees(model, sizes)) < EXACT

@@ -49,7 +49,7 @@ class KeepsRefusedInDraftLaw(WithoutReplacement):
 
 
 @pytest.mark.parametrize("direction", [BottomUp(), TopDown()], ids=["q-not-zeroed", "no-multiplicity"])
-def test_merged_duplicates_against_an_unchanged_draft_probs_are_noticed(direction) -> None:
+def test_merged_duplicates_against_an_unchanged_draft_distribution_are_noticed(direction) -> None:
     model = TinyModel(3, seed=1)
     assert loss_of(rule_of(KeepsRefusedInDraftLaw(), direction), model, delayed_trees(model, Expansion(0, 3, 1))) > 1e-4
 
@@ -163,7 +163,7 @@ class TellsDraftLaw:
 
 
 @pytest.mark.parametrize("selection", [BestRanked(), Duels()], ids=["tournament", "khisti"])
-def test_a_choice_whose_probs_is_not_told_is_noticed(selection: Selection) -> None:
+def test_a_choice_whose_distribution_is_not_told_is_noticed(selection: Selection) -> None:
     model = TinyModel(4, seed=0)
     trees = delayed_trees(model, Expansion(0, 3, 1))
     assert loss_of(rule_of(OneToken(AcceptChosen(selection)), TopDown()), model, trees) < EXACT
@@ -184,7 +184,7 @@ def test_a_token_shared_as_often_as_drawn_is_noticed() -> None:
     assert loss_of(rule_of(SharesEveryDraw(AcceptChosen(FirstDraw())), TopDown()), model, trees) > 1e-2
 
 
-def test_a_draft_probs_that_keeps_the_fixed_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_distribution_that_keeps_the_fixed_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyModel(3, seed=0)
     trees = set_and_sample_trees(model, (1, 1))
     assert loss_of(UNIVER, model, trees) < EXACT

@@ -86,7 +86,7 @@ def test_a_sample_ranked_by_its_own_probability_is_noticed() -> None:
     assert sample_dropped(model, lambda best, own: own < 0.2) > 1e-3
 
 
-def test_a_ratio_to_the_draft_probs_is_noticed_where_nothing_was_drawn() -> None:
+def test_a_ratio_to_the_draft_distribution_is_noticed_where_nothing_was_drawn() -> None:
     model = TinyModel(3, seed=0)
     assert loss_of(NSS, model, beam_trees(model, 2, 1)) < EXACT
     assert loss_of(TRAVERSAL, model, beam_trees(model, 2, 1)) > 0.1
@@ -104,7 +104,7 @@ def within_children(batch: Batch) -> Batch:
     return replace(batch, forest=replace(batch.forest, draft_probs_RV=draft_RV))
 
 
-def test_a_draft_probs_restricted_to_the_children_is_noticed() -> None:
+def test_a_draft_distribution_restricted_to_the_children_is_noticed() -> None:
     model = TinyModel(4, seed=0)
     batch = batch_of(model, delayed_trees(model, Expansion(0, 2, 1)))
     assert loss(model, emitted_probs(model, batch, *outcomes_of(TRAVERSAL, batch))) < EXACT
