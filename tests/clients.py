@@ -22,7 +22,7 @@ from engine.worker.supervision import Supervision
 from tests.counting_engine import build_counting
 
 # A busy machine may take minutes to start a process.
-SWIFT = Supervision(first_word_limit_s=600.0, min_backoff_s=0.05, max_backoff_s=0.2)
+SWIFT = Supervision(first_heartbeat_limit_s=600.0, min_backoff_s=0.05, max_backoff_s=0.2)
 _PATIENCE_S = 120.0
 
 T = TypeVar("T")
