@@ -16,7 +16,7 @@ from engine.core.policy import ExpansionPolicy
 from engine.core.step_plan import Feeding, Row, StepPlan
 from engine.core.tree import PLAIN
 from engine.core.types import DraftSource, ErrorCode, FinishReason, ModelInfo, Request, StepStats, TokenEvent, TokenLogprobs
-from engine.core.validation import refused, require_runnable
+from engine.core.validation import refusal_event, require_runnable
 from engine.core.verifier_table import verifier_for
 from engine.draft.drafter import Drafter, RequestFollower
 from engine.draft.trees.calibration import Calibrations
@@ -227,7 +227,7 @@ class Engine:
             if admission.refusal is None:
                 self._queue(admission.request)
             else:
-                self._ended.append(refused(admission.request.request_id, admission.refusal))
+                self._ended.append(refusal_event(admission.request.request_id, admission.refusal))
 
     def _taken_ends(self) -> list[TokenEvent]:
         ended, self._ended = self._ended, []

@@ -35,7 +35,7 @@ def table_capacity(limits: SchedulerConfig) -> int:
     return limits.max_running * limits.max_model_len + limits.max_step_tokens * limits.max_step_tokens
 
 
-def why_as_they_come(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> str | None:
+def why_not_replayed(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> str | None:
     """Return why passes of a configuration's target would not be padded and replayed, before it is loaded; None if they would."""
     heads = heads_of(target)
     return _CANARY if config.kv_canary else why_not(device, heads.size, heads.num_shared, weights_dtype(config.dtype))

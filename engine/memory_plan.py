@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from engine.core.config import EngineConfig
 from engine.draft.models.head import head_shape
-from engine.graph_setup import table_capacity, why_as_they_come
+from engine.graph_setup import table_capacity, why_not_replayed
 from engine.model.causal_lm import loaded_dtype, weights_dtype
 from engine.model.linears import NATIVE, fastest_linears
 from engine.native.linear import weight_bytes
@@ -149,7 +149,7 @@ def _replay_bytes(config: EngineConfig, target: PretrainedConfig, device: torch.
     What is between is of the size of a step's own, which has it no longer.
     """
     text, limits = target.get_text_config(), config.scheduler
-    if why_as_they_come(config, target, device) is not None:
+    if why_not_replayed(config, target, device) is not None:
         return 0
     num_models = 1 + (config.draft_model is not None or config.head is not None)
     rows = num_models * limits.max_step_tokens * text.vocab_size

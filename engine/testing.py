@@ -98,16 +98,16 @@ def tiny_pair(family: str = "llama", seed: int = 0, noise: float = 0.01, vocab_s
     return adopt(target, torch.device("cpu")), adopt(draft, torch.device("cpu"))
 
 
-LawAfter = Callable[[int], Sequence[float]]  # the law of tokens 3, 4 and 5 after a token
+ProbsAfter = Callable[[int], Sequence[float]]  # the law of tokens 3, 4 and 5 after a token
 
 
-def table_pair(target_distribution: LawAfter, draft_distribution: LawAfter) -> tuple[CausalModel, CausalModel]:
+def table_pair(target_distribution: ProbsAfter, draft_distribution: ProbsAfter) -> tuple[CausalModel, CausalModel]:
     """Return a target and a drafter that are Markov chains over the tokens 3, 4 and 5 of 8, of any positive laws."""
     device = torch.device("cpu")
     return adopt(table_module(target_distribution), device), adopt(table_module(draft_distribution), device)
 
 
-def table_module(probs_after: LawAfter) -> PreTrainedModel:
+def table_module(probs_after: ProbsAfter) -> PreTrainedModel:
     """Return a Llama whose logits are a table. Its layer adds nothing, so the state is the embedding, 10 I, normed to sqrt(V).
 
     lm_head[v, x] = log p(v | x) / sqrt(V); every other token is left exp(-30).

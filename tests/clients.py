@@ -17,7 +17,7 @@ from engine.worker.crash_dump import CrashDumps
 from engine.worker.engine_loop import EngineFactory
 from engine.worker.inprocess import InProcessEngine
 from engine.worker.process import ProcessLauncher
-from engine.worker.request_table import EventStream
+from engine.worker.request_table import TokenEventStream
 from engine.worker.supervision import Supervision
 from tests.counting_engine import build_counting
 
@@ -58,7 +58,7 @@ async def running(service: EngineService) -> AsyncIterator[None]:
     assert list(Path(tempfile.gettempdir()).glob("latebranch-*")) == []  # noqa: ASYNC240
 
 
-def submitted(service: WorkerClient | InProcessEngine, request: Request) -> EventStream:
+def submitted(service: WorkerClient | InProcessEngine, request: Request) -> TokenEventStream:
     """Return the events to come of a request that has no siblings."""
     (stream,) = service.submit([request])
     return stream

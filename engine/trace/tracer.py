@@ -1,6 +1,6 @@
-"""Who is told of each step: nobody, or a file; and of its rows whoever asked for a request's steps.
+"""Tracers, which receive every step, and the conversion of a step's rows to trace records and events.
 
-Knows what of a step is worth keeping. Does not know files' formats or failures.
+Knows which data of a step are traced. Does not know file formats or failures.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,26 +16,29 @@ from engine.verify.verdict import Unjudged, Verdict
 
 
 class Tracer(Protocol):
-    """Is told of every step once it is over. It must not raise. `wants_rows`: of every row, whoever asked."""
+    """Receives every step after it ran. Must not raise.
+
+    `wants_rows`: all rows are traced, not only those of requests that enable it.
+    """
 
     wants_rows: bool
 
     def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
-        """Keep what it wants of the step and its rows that are traced."""
+        """Record a step and its traced rows."""
         ...
 
 
 class NoTracer:
-    """Keeps nothing."""
+    """Records nothing."""
 
     wants_rows = False
 
     def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
-        """Forget the step."""
+        """Do nothing."""
 
 
 class FileTracer:
-    """Writes every step down."""
+    """Appends every step to a file."""
 
     wants_rows = True
 
@@ -43,7 +46,7 @@ class FileTracer:
         self._file = file
 
     def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
-        """Append the step's lines."""
+        """Append the records of the step."""
         self._file.write([TracedStep(stats), *rows])
 
 
@@ -60,7 +63,7 @@ def header_of(info: ModelInfo) -> TraceHeader:
 
 
 def traced_rows(record: StepRecord, probs: Mapping[str, TreeProbs]) -> list[TracedRow]:
-    """Return what is told of the decoding rows that are traced, in order; `probs` has those of their trees by request."""
+    """Return the records of the traced decoding rows, in order. `probs` maps request ids to the probabilities of their trees."""
     return [
         _traced_row(record.plan.step, outcome, probs.get(outcome.row.request_id, TreeProbs()))
         for outcome in record.outcomes
@@ -69,7 +72,7 @@ def traced_rows(record: StepRecord, probs: Mapping[str, TreeProbs]) -> list[Trac
 
 
 def with_traces(events: Sequence[TokenEvent], stats: StepStats, rows: Sequence[TracedRow]) -> tuple[TokenEvent, ...]:
-    """Return a step's events with what is told of their rows."""
+    """Return a step's events with the traces of their rows."""
     if not rows:
         return tuple(events)
     by_request = {row.request_id: step_trace(stats, row) for row in rows}

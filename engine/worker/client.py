@@ -18,7 +18,7 @@ from engine.worker.connection import Launcher, WorkerConnection, WorkerDied
 from engine.worker.crash_dump import CrashDumps, WorkerDeath
 from engine.worker.messages import Abort, Add, Command, Ready, StepResult, WorkerEvent, encode_message
 from engine.worker.recovery import Recovery
-from engine.worker.request_table import MAX_RETRY_S, EventStream, RequestTable, clamped_retry_s
+from engine.worker.request_table import MAX_RETRY_S, RequestTable, TokenEventStream, clamped_retry_s
 from engine.worker.stats_listeners import StatsListener, StatsListeners
 from engine.worker.step_log import StepNote
 from engine.worker.supervision import DeathRecord, Supervision
@@ -115,7 +115,7 @@ class WorkerClient:
             self._connection.kill("the engine was stopped")
         await supervisor
 
-    def submit(self, requests: Sequence[Request]) -> list[EventStream]:
+    def submit(self, requests: Sequence[Request]) -> list[TokenEventStream]:
         """Queue requests that belong together and return one event stream each. See EngineService.submit.
 
         Raises EngineUnavailable, EngineBusy, or ValueError for an id that is in use. Then no request was queued.

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from engine.core.config import EngineConfig
 from engine.core.types import ModelInfo, Request, StepStats, TokenEvent
-from engine.core.validation import refused
+from engine.core.validation import refusal_event
 from engine.scheduler.slot_pool import IntegrityError
 from engine.worker.messages import Abort, Add, StepResult
 from engine.worker.step_log import StepNote
@@ -17,7 +17,7 @@ from engine.worker.step_log import StepNote
 _logger = logging.getLogger(__name__)
 
 
-class StepOutput(Protocol):
+class SteppedOutput(Protocol):
     """The output of one step."""
 
     @property
@@ -56,7 +56,7 @@ class SteppedEngine(Protocol):
         """End a request. The next step returns its ABORT event. Unknown ids are ignored."""
         ...
 
-    def step(self) -> StepOutput:
+    def step(self) -> SteppedOutput:
         """Advance every running request."""
         ...
 
@@ -98,7 +98,7 @@ class EngineLoop:
             self._engine.add(request)
         except ValueError as refusal:
             _logger.info("request %s refused: %s", request.request_id, refusal)
-            self._refusals.append(refused(request.request_id, str(refusal)))
+            self._refusals.append(refusal_event(request.request_id, str(refusal)))
         else:
             self._live[request.request_id] = None
 

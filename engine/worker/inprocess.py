@@ -18,7 +18,7 @@ from engine.core.types import ErrorCode, ModelInfo, Request
 from engine.worker.engine_loop import SteppedEngine
 from engine.worker.messages import Abort, Add, Command, Failed, Ready, Shutdown, StepResult, WorkerEvent
 from engine.worker.process import MAX_COMMANDS, Worker, describe_error
-from engine.worker.request_table import MAX_RETRY_S, EventStream, RequestTable
+from engine.worker.request_table import MAX_RETRY_S, RequestTable, TokenEventStream
 from engine.worker.stats_listeners import StatsListener, StatsListeners
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class InProcessEngine:
                 self._thread.join()
         self._state = EngineState.STOPPED
 
-    def submit(self, requests: Sequence[Request]) -> list[EventStream]:
+    def submit(self, requests: Sequence[Request]) -> list[TokenEventStream]:
         """Queue requests that belong together and return one event stream each. See EngineService.submit.
 
         Raises EngineUnavailable, EngineBusy, or ValueError for an id that is in use. Then no request was queued.

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 
 from engine.core.types import ErrorCode, Request
-from engine.worker.request_table import Entry, EventStream, RequestTable
+from engine.worker.request_table import Entry, RequestTable, TokenEventStream
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Recovery:
         self.num_resumed = 0  # counts a request once for each death that it survived
         self._admits_all = False  # a worker is ready and no request is quarantined
 
-    def submit(self, requests: Sequence[Request]) -> list[EventStream]:
+    def submit(self, requests: Sequence[Request]) -> list[TokenEventStream]:
         """Open requests in the request table and send them to the worker unless a request is retried alone there."""
         streams = self._request_table.open(requests, is_posted=False)
         if self._admits_all:

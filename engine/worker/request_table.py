@@ -152,7 +152,7 @@ class RequestTable:
             if entry.is_posted:
                 self._post_abort(entry.request.request_id)
 
-    def open(self, requests: Sequence[Request], is_posted: bool = True) -> "list[EventStream]":
+    def open(self, requests: Sequence[Request], is_posted: bool = True) -> "list[TokenEventStream]":
         """Add requests that are submitted together. There must be room. The caller sends them to the engine afterwards."""
         if not self.num_waiting:
             self._finish_times_s.clear()
@@ -162,7 +162,7 @@ class RequestTable:
         self._live.update((entry.request.request_id, entry) for entry in entries)
         self._num_unbegun_tokens += sum(len(request.prompt_ids) for request in requests)
         self._is_empty.clear()
-        return [EventStream(entry, self.abandon) for entry in entries]
+        return [TokenEventStream(entry, self.abandon) for entry in entries]
 
     def deliver(self, events: Iterable[TokenEvent]) -> None:
         """Put events into their mailboxes. Events of requests that are not live are dropped."""
@@ -246,7 +246,7 @@ def _share_of(requests: Sequence[Request], has_begun: bool = False) -> QueuedSha
     return QueuedShare(first.group, first.priority, len(requests), num_tokens, has_begun)
 
 
-class EventStream(AsyncGenerator[TokenEvent, None]):
+class TokenEventStream(AsyncGenerator[TokenEvent, None]):
     """One request's events, in order, the last with `finish`. Closing or dropping the stream early abandons the request.
 
     Not an `async def` generator, whose cleanup code does not run if it is closed before the first item is requested.

@@ -122,7 +122,7 @@ class Text:
             kept.append(worth)
             is_alive = is_alive and chance.random() < odds
             accepted += is_alive
-        least = prices.least_told(expansion, kept)
+        least = prices.complete_above(expansion, kept)
         return NodeChances(tuple(kept), tuple(range(1, len(kept) + 1)), tuple(range(accepted)), least), rounds
 
     def draft(self, expansion: Expansion, chance: random.Random) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core.types import FinishReason, TokenEvent
-from engine.core.validation import refused
+from engine.core.validation import refusal_event
 from engine.scheduler.slot_pool import IntegrityError
 from engine.worker.engine_loop import EngineLoop
 from engine.worker.messages import Abort, Add, StepResult
@@ -62,7 +62,7 @@ def test_the_engines_own_books_are_checked_when_idle() -> None:
 def test_a_refusal_is_an_answer_and_needs_no_step() -> None:
     engine_loop = EngineLoop(CountingEngine())
     engine_loop.handle(Add(counting_request("long", 1, max_tokens=MAX_MODEL_LEN)))
-    assert engine_loop.step() == StepResult((refused("long", "too long"),))
+    assert engine_loop.step() == StepResult((refusal_event("long", "too long"),))
     assert engine_loop.step() is None
     engine_loop.check_idle()
 

@@ -15,7 +15,7 @@ from engine.core.service import EngineBusy
 from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
 from engine.worker import queue_displacement as displacement
 from engine.worker.queue_displacement import QueuedShare, displaced_shares
-from engine.worker.request_table import EventStream, RequestTable, Submission
+from engine.worker.request_table import RequestTable, Submission, TokenEventStream
 from tests.unit.test_queue_at_scale import lines_run
 
 Answer = list[Request]
@@ -79,7 +79,7 @@ def fill(
 
     async def scenario() -> tuple[dict[str, str], list[str]]:
         aborted: list[str] = []
-        streams: list[EventStream] = []
+        streams: list[TokenEventStream] = []
         request_table = kind(limits, aborted.append)
         fates: dict[str, str] = {}
         for answer in answers:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.config import SchedulerConfig
 from engine.core.service import EngineBusy
 from engine.core.types import ErrorCode, FinishReason, Progress, Request, TokenEvent, TokenLogprobs
-from engine.worker.request_table import EventStream, RequestTable
+from engine.worker.request_table import RequestTable, TokenEventStream
 from tests.counting_engine import counting_request
 
 IDS = ("a", "b", "c")
@@ -41,16 +41,16 @@ class DoubtfulLedger(RequestTable):
         self._live.setdefault(event.request_id, entry)
 
 
-def opened(request_table: RequestTable, request: Request) -> EventStream:
+def opened(request_table: RequestTable, request: Request) -> TokenEventStream:
     """Enter a request that has no siblings."""
     (stream,) = request_table.open([request])
     return stream
 
 
-async def play(request_table: RequestTable, steps: list[tuple[str, str]]) -> list[EventStream]:
+async def play(request_table: RequestTable, steps: list[tuple[str, str]]) -> list[TokenEventStream]:
     """Do the steps and end all; return the streams that nobody closed."""
-    streams: list[EventStream] = []
-    latest: dict[str, EventStream] = {}
+    streams: list[TokenEventStream] = []
+    latest: dict[str, TokenEventStream] = {}
     for verb, request_id in steps:
         match verb:
             case "submit":
@@ -79,7 +79,7 @@ async def play(request_table: RequestTable, steps: list[tuple[str, str]]) -> lis
     return streams
 
 
-def ends_in(stream: EventStream) -> int:
+def ends_in(stream: TokenEventStream) -> int:
     mailbox = stream._entry.mailbox
     return sum(mailbox.get_nowait().finish is not None for _ in range(mailbox.qsize()))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.config import SchedulerConfig
 from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
 from engine.worker.recovery import Recovery
-from engine.worker.request_table import EventStream, RequestTable
+from engine.worker.request_table import RequestTable, TokenEventStream
 from tests.counting_engine import counting_request
 
 MAX_DEATHS = 2
@@ -58,7 +58,7 @@ class House:
     def _post(self, request: Request) -> None:
         self._worker.requests[request.request_id] = request
 
-    def submit(self, name: str) -> EventStream:
+    def submit(self, name: str) -> TokenEventStream:
         (stream,) = self.recovery.submit([counting_request(name, 1, max_tokens=NUM_TOKENS)])
         return stream
 
@@ -81,7 +81,7 @@ class House:
             self.recovery.on_events()
 
 
-def end_in(stream: EventStream) -> tuple[list[int], TokenEvent]:
+def end_in(stream: TokenEventStream) -> tuple[list[int], TokenEvent]:
     mailbox = stream.entry.mailbox
     events = [mailbox.get_nowait() for _ in range(mailbox.qsize())]
     return [token_id for event in events for token_id in event.token_ids], events[-1]

@@ -302,4 +302,4 @@ LEAST_TOLD = [  # what nodes a tree has, its expansion, its prices, and down to 
 
 @pytest.mark.parametrize(("chances", "expansion", "prices", "least"), LEAST_TOLD)
 def test_a_tree_tells_down_to_which_chance_it_has_all_nodes(chances, expansion, prices, least):
-    assert prices.least_told(expansion, chances) == least
+    assert prices.complete_above(expansion, chances) == least
