@@ -117,7 +117,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     if canary is not None:
         engine.watch_slots(canary)
     if config.trace_file is not None:
-        engine.trace_to(_file_tracer(Path(config.trace_file), info))
+        engine.add_observer(_file_tracer(Path(config.trace_file), info))
     if info.rounds_by_width:
         _logger.warning("bfloat16 rounds wide and narrow passes differently: near ties can be decided differently")
     _logger.info("engine ready: %s", info)

@@ -1,13 +1,13 @@
-"""Tracers, which receive every step, and the conversion of a step's rows to trace records and events.
+"""The observer that writes a trace file, and the conversion of a step's rows to trace records and events.
 
 Knows which data of a step are traced. Does not know file formats or failures.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from engine.core.row_trace import TracedRow, TracedSampling, TreeProbs
+from engine.core.step_observer import StepObserver
 from engine.core.types import ModelInfo, SamplingParams, StepStats, TokenEvent
 from engine.trace.file import TraceFile
 from engine.trace.records import TracedStep, TraceHeader, step_trace
@@ -15,29 +15,7 @@ from engine.trace.stats import RowOutcome, StepRecord
 from engine.verify.verdict import Unjudged, Verdict
 
 
-class Tracer(Protocol):
-    """Receives every step after it ran. Must not raise.
-
-    `wants_rows`: all rows are traced, not only those of requests that enable it.
-    """
-
-    wants_rows: bool
-
-    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
-        """Record a step and its traced rows."""
-        ...
-
-
-class NoTracer:
-    """Records nothing."""
-
-    wants_rows = False
-
-    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
-        """Do nothing."""
-
-
-class FileTracer:
+class FileTracer(StepObserver):
     """Appends every step to a file."""
 
     wants_rows = True
@@ -45,7 +23,7 @@ class FileTracer:
     def __init__(self, file: TraceFile) -> None:
         self._file = file
 
-    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
+    def after_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
         """Append the records of the step."""
         self._file.write([TracedStep(stats), *rows])
 

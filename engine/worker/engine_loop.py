@@ -44,7 +44,7 @@ class SteppedEngine(Protocol):
         """Whether a step would change anything or return events."""
         ...
 
-    def announce(self, listener: Callable[[StepNote], None]) -> None:
+    def add_step_listener(self, listener: Callable[[StepNote], None]) -> None:
         """Call `listener` before each step with a note of it."""
         ...
 

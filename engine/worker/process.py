@@ -183,7 +183,7 @@ def _worker_main(pipe: Connection, preload: Callable[[], None] | None, log_level
             gc.collect()
             gc.freeze()  # loaded objects stay alive, so later collections can skip them
             with open_step_log(Path(spec.addresses.step_log)) as step_log:
-                engine.announce(step_log.note)
+                engine.add_step_listener(step_log.note)
                 Worker(engine, partial(_read_commands, inbox), send).serve()
         except Exception as error:
             _logger.exception("the worker failed")

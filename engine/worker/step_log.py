@@ -9,12 +9,13 @@ only after the worker is dead.
 import mmap
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
+from engine.core.step_observer import StepObserver
 from engine.core.step_plan import Row, StepPlan
 
 _HEADER = struct.Struct("<II")
@@ -46,6 +47,18 @@ class StepNote(msgspec.Struct, frozen=True):
 def note_of(plan: StepPlan, preparing: tuple[str, ...]) -> StepNote:
     """Return the summary of a plan."""
     return StepNote(plan.step, tuple(_row_note(row) for row in plan.rows), preparing)
+
+
+class StepNotes(StepObserver):
+    """Calls a listener with a note of each step. `preparing` returns the requests whose grammars are being compiled."""
+
+    def __init__(self, listener: Callable[[StepNote], None], preparing: Callable[[], tuple[str, ...]]) -> None:
+        self._listener = listener
+        self._preparing = preparing
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Call the listener."""
+        self._listener(note_of(plan, self._preparing()))
 
 
 def _row_note(row: Row) -> RowNote:

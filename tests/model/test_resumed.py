@@ -170,11 +170,11 @@ def test_nothing_is_left_to_resume_of_a_finished_request() -> None:
     assert (len(tokens_of(events)), end_of(events).finish) == (1, FinishReason.LENGTH)
 
 
-def test_a_step_is_announced_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_noted_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told after the forward would say nothing of the one that kills."""
     engine = with_a_model()
     notes: list[StepNote] = []
-    engine.announce(notes.append)
+    engine.add_step_listener(notes.append)
     engine.add(REQUESTS["greedy"])
 
     def kill(*_: object) -> None:

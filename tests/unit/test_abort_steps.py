@@ -27,7 +27,7 @@ def late_steps(kind: type[Worker]) -> int:
     adds: list[Command] = [Add(counting_request(str(number), 1, max_tokens=99)) for number in range(NUM)]
     aborts: list[list[Command]] = [[Abort(str(number))] for number in range(NUM)]
     rounds = iter([adds, *aborts])
-    engine.announce(lambda note: late.extend(note.request_ids & arrived))
+    engine.add_step_listener(lambda note: late.extend(note.request_ids & arrived))
     unread: list[Command] = []
 
     def read(_wait_s: float) -> list[Command]:

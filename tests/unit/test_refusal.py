@@ -49,8 +49,8 @@ def test_what_can_run_passes():
         (SamplingParams(bad_words=((3,), ())), "a bad word has no tokens"),
         (SamplingParams(bad_words=((100, 3),)), "100 in bad_words"),
         (SamplingParams(bad_words=((1, 2),) * 2049), "more than 4096 tokens"),
-        (SamplingParams(bad_words=tuple((token_id,) for token_id in range(100))), "forbid every token"),
-        (SamplingParams(bad_words=((2,), (3,)), allowed_token_ids=(2, 3)), "forbid every token"),
+        (SamplingParams(bad_words=tuple((token_id,) for token_id in range(100))), "forbid every possible token"),
+        (SamplingParams(bad_words=((2,), (3,)), allowed_token_ids=(2, 3)), "forbid every possible token"),
         (
             SamplingParams(min_tokens=1, bad_words=((2,),), allowed_token_ids=(2, 3), stop_token_ids=(3,)),
             "forbids every token",

@@ -277,8 +277,8 @@ def test_trees_that_are_none_are_refused(wrong):
         Expansion(*wrong)
 
 
-def test_a_tree_s_next_node_never_costs_less():
-    with pytest.raises(ValueError, match="never"):
+def test_node_costs_must_ascend():
+    with pytest.raises(ValueError, match="ascending"):
         GrowthPrices(nodes=(0.2, 0.1))
 
 
