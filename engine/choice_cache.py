@@ -7,7 +7,7 @@ for new sequences.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.core.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
+from engine.core.policy import ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
 from engine.core.tree import PLAIN
 
 _CHANGED_BATCH_STEPS = 8  # for which plain decoding is reused once the batch has changed
@@ -19,10 +19,10 @@ class CachedChoice:
     def __init__(self, policy: ExpansionPolicy) -> None:
         self.name = policy.name
         self._policy = policy
-        self._choice, self._num_left = Choice(()), 0
+        self._choice, self._num_left = ExpansionChoice(()), 0
         self._composition: int | None = None
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the last choice if it is still valid, else a new one."""
         composition, last = composition_of(views), self._choice
         is_same = composition is not None and composition == self._composition

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.policy import Choice, ExpansionPolicy
+from engine.core.policy import ExpansionChoice, ExpansionPolicy
 from engine.core.step_observer import StepObserver
 from engine.core.step_plan import Feeding, Row, StepPlan
 from engine.core.tree import PLAIN
@@ -214,7 +214,7 @@ class Engine:
         ended, self._ended = self._ended, []
         return ended
 
-    def _plan(self, watch: Stopwatch) -> tuple[Choice, StepPlan]:
+    def _plan(self, watch: Stopwatch) -> tuple[ExpansionChoice, StepPlan]:
         """Admit sequences, have the policy choose their expansions, and plan the step."""
         self._queue_compiled()
         self._scheduler.admit()

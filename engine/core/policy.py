@@ -1,7 +1,7 @@
 """The protocol of policies, which choose each sequence's expansion, their input and output, and two trivial policies.
 
-A policy receives SequenceViews, returns a Choice and observes StepFeedback afterwards. The adaptive policy is in the selector
-package, which the engine never imports.
+A policy receives SequenceViews, returns an ExpansionChoice and observes StepFeedback afterwards. The adaptive policy is in the
+selector package, which the engine never imports.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -126,7 +126,7 @@ class RootSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpansionChoice:
     """One expansion for each view, in order, and the policy's prediction of the step.
 
     `speedup` is the predicted ratio of tokens per second to plain decoding, `step_s` the predicted seconds without the policy's
@@ -254,7 +254,7 @@ class ExpansionPolicy(Protocol):
 
     name: str
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return one expansion for each view, in order."""
         ...
 
@@ -270,9 +270,9 @@ class FixedExpansion:
         self.name = f"fixed {expansion}"
         self._expansion = expansion
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the fixed expansion for every view."""
-        return Choice((self._expansion,) * len(views))
+        return ExpansionChoice((self._expansion,) * len(views))
 
     def observe(self, feedback: StepFeedback) -> None:
         """Learn nothing."""
@@ -285,6 +285,6 @@ class PlainDecoding(FixedExpansion):
         super().__init__(PLAIN)
         self.name = "plain"
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return plain decoding for every view. Drafters are fed only for requests that set a tree themselves."""
-        return Choice((PLAIN,) * len(views), keeps_up=False)
+        return ExpansionChoice((PLAIN,) * len(views), keeps_up=False)

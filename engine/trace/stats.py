@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from engine.core.policy import Choice, DraftOutcome, NodeChances, StepFeedback, StepWork
+from engine.core.policy import DraftOutcome, ExpansionChoice, NodeChances, StepFeedback, StepWork
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import DraftSource, FinishReason, StepStats
@@ -73,7 +73,7 @@ class StepRecord:
     """
 
     plan: StepPlan
-    choice: Choice
+    choice: ExpansionChoice
     num_draft_rounds: int
     draft_passes: ModelPasses
     outcomes: tuple[RowOutcome, ...]
