@@ -54,7 +54,7 @@ FORMS = {
 }
 WORDS = {word: re.compile(rf"(?<![A-Za-z])(?:{FORMS.get(word, word)})(?![A-Za-z])", re.IGNORECASE) for word in BANNED}
 # Names that users have: metrics, settings and fields of files.
-KEPT = re.compile(r"latebranch_\w+|foretold_seconds|stand-in|stand-alone|standalone|stand_in", re.IGNORECASE)
+KEPT = re.compile(r"latebranch_\w+|foretold_seconds|last.step.told|stand[-_ ]in|stand-alone|standalone", re.IGNORECASE)
 SHORT_SENTENCES = ("README.md", "docs/quickstart.md", "docs/architecture.md", "docs/selector.md")
 MOST_WORDS = 35  # of a sentence in those
 MOST_DOC_WORDS = 45_000

@@ -31,7 +31,7 @@ from benchmarks.drafters.contenders import Stable
 from benchmarks.drafters.report import interval
 from benchmarks.foreign import MAX_FOREIGN_CPUS, ForeignCpu
 from benchmarks.markdown import table
-from engine.core.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
+from engine.core.policy import ExpansionChoice, ExpansionPolicy, SequenceView, StepFeedback
 from engine.core.tree import FREE_GROWTH, parse_expansion
 from engine.core.types import Request, SamplingParams, Speculation, StepStats
 from engine.core.verifier_table import verifier_for
@@ -61,7 +61,7 @@ class GrownWhole:
         self.name = f"{policy.name}, grown whole"
         self._policy = policy
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the policy's expansions."""
         return replace(self._policy.choose(views), prices=FREE_GROWTH)
 

@@ -29,7 +29,7 @@ from torch import nn
 from benchmarks.markdown import table
 from engine.build import build_engine
 from engine.core.config import EngineConfig
-from engine.core.policy import Choice, DraftOutcome, ExpansionPolicy, RootSource, SequenceView, StepFeedback
+from engine.core.policy import DraftOutcome, ExpansionChoice, ExpansionPolicy, RootSource, SequenceView, StepFeedback
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.distill.prompts import PromptGrammar
 from engine.profiling.step_timer import StepTimer
@@ -119,7 +119,7 @@ class Watching:
         self._seen: dict[str, tuple[SequenceView, NDArray[np.float32], NDArray[np.float32], Array]] = {}
         roots.watch()
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the largest tree for all."""
         facts = self._source.facts([view.request_id for view in views])
         states = np.concatenate([facts.target_BD, facts.draft_BW], axis=1)
@@ -130,7 +130,7 @@ class Watching:
             for row, view in enumerate(views)
             if facts.is_known_B[row]
         }
-        return Choice((self.entries[-1],) * len(views))
+        return ExpansionChoice((self.entries[-1],) * len(views))
 
     def observe(self, feedback: StepFeedback) -> None:
         """Note what the trees were."""

@@ -1,4 +1,4 @@
-"""Builds an engine from its configuration: resolves weights, loads and checks models, chooses drafter and policy."""
+"""Builds an engine from its configuration: resolves weights, loads and checks models, creates drafter and policy."""
 
 import hashlib
 import logging
@@ -54,7 +54,7 @@ _logger = logging.getLogger(__name__)
 
 
 class BadConfiguration(ValueError):
-    """The configuration asks for something that does not exist or does not fit together."""
+    """The configuration names something that does not exist or does not fit together."""
 
 
 PolicyFactory = Callable[[EngineConfig, StepTimer, RootSource], ExpansionPolicy]
@@ -64,9 +64,9 @@ Models = MutableMapping[tuple[str, str], CausalModel]  # by reference and number
 def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, models: Models | None = None) -> Engine:
     """Load everything and return an engine that is ready to step. Takes seconds to a minute.
 
-    `adaptive` makes the policy of that name, which is not the engine's own. `models` holds what is loaded already and gets what
-    is loaded here, so that engines of one number format and device can share weights. Raises BadConfiguration,
-    or what engine.weights raises.
+    `adaptive` creates the policy of that name, which is not part of the engine. `models` caches loaded models, so that engines of
+    the same number format and device can share weights. Raises BadConfiguration, or what
+    engine.weights raises.
     """
     require_exact(config.expansion, config.verifier)
     if config.num_threads:
@@ -74,7 +74,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     config = _compatible(config)
     device = device_of(config)
     if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels and graphs of ours go to the current one
+        torch.cuda.set_device(device)  # our kernels and graphs run on the current device
     _require_memory(config, device)
     models = {} if models is None else models
     model = _load(config.model, config.dtype, device, models)
@@ -109,22 +109,22 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
     rig = StepTimer(info, config.scheduler, target, measured, _drafter_weights(config, models))
     policy = _policy(config, drafter, rig, roots, adaptive)
     with _refusing_graphs(config):
-        _prepare(recorded)  # anew, where a policy watches them now
+        _prepare(recorded)  # again, because the policy may now record root features
     info = replace(info, policy=policy.name)
     grammars = CompiledGrammars(vocabulary_loader(folder, info.vocab_size, info.eos_token_ids))
     engine = Engine(info, config.scheduler, target, drafter, policy, roots, grammars)
     if canary is not None:
         engine.watch_slots(canary)
     if config.trace_file is not None:
-        engine.trace_to(_file_tracer(Path(config.trace_file), info))
+        engine.add_observer(_file_tracer(Path(config.trace_file), info))
     if info.rounds_by_width:
-        _logger.warning("bfloat16 rounds wide and narrow passes differently: near ties can fall either way")
+        _logger.warning("bfloat16 rounds wide and narrow passes differently: near ties can be decided differently")
     _logger.info("engine ready: %s", info)
     return engine
 
 
 def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) -> Engine | AuditedEngine:
-    """Return what a worker turns: the engine, and around it the audit if one is wanted. Raises what `build_engine` raises."""
+    """Return the engine that a worker runs, wrapped in the audit if that is enabled. Raises what `build_engine` raises."""
     engine = build_engine(config, adaptive)
     if not config.audit_share:
         return engine
@@ -134,9 +134,9 @@ def build_served(config: EngineConfig, adaptive: PolicyFactory | None = None) ->
 
 
 def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Drafter | None) -> None:
-    """Run a few tokens through every stage: caches are made, kernels chosen, and what cannot run fails now and not at a user.
+    """Run a few tokens through every stage, so that caches are filled, kernels selected and failures found before serving.
 
-    `drafter` is like the served one, with cached text of its own: nothing that serves learns from this.
+    `drafter` is like the served one but has its own text cache, so that the served one does not learn from the warm-up.
     """
     policy = FixedExpansion(config.expansion) if drafter else PlainDecoding()
     engine = Engine(info, config.scheduler, target, drafter, policy)
@@ -148,7 +148,7 @@ def _warm_up(info: ModelInfo, config: EngineConfig, target: Target, drafter: Dra
 
 @contextmanager
 def _refusing_graphs(config: EngineConfig) -> Iterator[None]:
-    """Raise BadConfiguration where CUDA graphs are demanded and there can be none."""
+    """Raise BadConfiguration if CUDA graphs are required but not possible."""
     try:
         yield
     except GraphRefused as error:
@@ -156,7 +156,7 @@ def _refusing_graphs(config: EngineConfig) -> Iterator[None]:
 
 
 def _recorded(config: EngineConfig, target: Target, drafter: Drafter | None) -> Sequence[Prepared]:
-    """Return the passes that are replayed, still to be prepared."""
+    """Return the replayed passes, not yet prepared."""
     steps = static_steps(config, target.model)
     return () if steps is None else record(steps, config.scheduler, target, drafter)
 
@@ -167,7 +167,7 @@ def _prepare(recorded: Sequence[Prepared]) -> None:
 
 
 def _require_memory(config: EngineConfig, device: torch.device) -> None:
-    """Raise BadConfiguration if the engine does not fit, before anything is loaded."""
+    """Raise BadConfiguration if the engine does not fit into memory, before anything is loaded."""
     need = memory_need(config, draft_dtype(config, device), device)
     if (lacking := shortage(need, device)) is not None:
         raise BadConfiguration(lacking)
@@ -188,17 +188,17 @@ def _load(reference: str, dtype: str, device: torch.device, models: Models) -> C
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    """Return where the engine runs: the device of the configuration, or cuda if there is one."""
+    """Return the device of the configuration, by default cuda if available."""
     return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def draft_dtype(config: EngineConfig, device: torch.device) -> str:
-    """Return the number format of a draft model or head: rounding there costs a little acceptance and no exactness."""
+    """Return the number format of a draft model or head. Rounding affects acceptance a little, but not exactness."""
     return config.draft_dtype or fastest_precision(device, weights_dtype(config.dtype))
 
 
 def _compatible(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with a drafter that belongs to its target, or refuse it, before any weight is loaded."""
+    """Return the configuration with a drafter that fits its target, or raise BadConfiguration, before any weight is loaded."""
     try:
         found = check_drafter(config)
     except UnreadableDrafter as error:
@@ -212,7 +212,7 @@ def _compatible(config: EngineConfig) -> EngineConfig:
 
 
 def _with_stand_in(config: EngineConfig, error: BadConfiguration) -> EngineConfig:
-    """Return the configuration with its stand-in as the drafter, and say why; raise the error if it has none."""
+    """Return the configuration with its stand-in as the drafter, and log the error. Raise the error if there is no stand-in."""
     if config.stand_in is None:
         raise error
     _logger.warning("%s; %s drafts instead", error, config.stand_in)
@@ -221,16 +221,16 @@ def _with_stand_in(config: EngineConfig, error: BadConfiguration) -> EngineConfi
 
 
 def _drafter_or_stand_in(config: EngineConfig, target: Target, models: Models) -> tuple[EngineConfig, Drafter | None]:
-    """Return what drafts, and the configuration that says so."""
+    """Return the configuration, with the stand-in if the drafter cannot be loaded, and the drafter."""
     try:
         return config, _drafter(config, target, models)
-    except BadConfiguration as error:  # its file is of this model, as far as it says, but cannot be used
+    except BadConfiguration as error:  # the file's metadata fits this model, but its content is unusable
         config = _with_stand_in(config, error)
         return config, _drafter(config, target, models)
 
 
 def _drafter_weights(config: EngineConfig, models: Models) -> str:
-    """Return what names the weights that draft: their number format, and a file's digest or a draft model's configuration."""
+    """Return an identifier of the drafter's weights: their number format, and a file's digest or a model's configuration."""
     if config.draft_model is not None:
         drafts = {dtype: model for (reference, dtype), model in models.items() if reference == config.draft_model}
         return " ".join(f"{dtype} {model.module.config.to_json_string()}" for dtype, model in drafts.items())
@@ -253,14 +253,14 @@ def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | 
 
 
 def _with_texts(drafter: Drafter | None, config: EngineConfig, model: CausalModel) -> Drafter | None:
-    """Return a drafter that drafts from predictions too, and where the configuration says so from all cached text."""
+    """Return a drafter that also uses predictions and, with `cached_text`, all cached text."""
     if drafter is None or isinstance(drafter, CachedDrafter):
         return drafter
     return CombinedDrafter(drafter, _texts(config), model.vocab_size, model.device)
 
 
 def _with_runs(policy: ExpansionPolicy, config: EngineConfig, drafter: Drafter) -> ExpansionPolicy:
-    """Return a policy that takes long cached text as it comes, up to the largest tree's depth."""
+    """Return a policy that replaces trees by long chains of cached text, up to the largest tree's depth."""
     if not isinstance(drafter, FollowsTexts):
         return policy
     return RunningPolicy(policy, drafter.texts, config.largest_expansion.max_depth if config.largest_expansion else LENGTHS[0])
@@ -280,7 +280,7 @@ def _required(value: str | None, name: str) -> str:
 def _early_exit_drafter(lens: Path, target: Target) -> ModelDrafter:
     try:
         return early_exit_drafter(target.model, target.cache, Lens.load(lens))
-    except ValueError as error:  # it is no lens, or none of this target's size
+    except ValueError as error:  # the file is no lens or has another size
         raise BadConfiguration(str(error)) from error
 
 
@@ -322,7 +322,7 @@ def _policy(
     if config.policy == "adaptive" and adaptive is not None:
         try:
             return _with_runs(CachedChoice(adaptive(config, rig, roots)), config, drafter)
-        except ValueError as error:  # it was made for other models or trees
+        except ValueError as error:  # the selector was trained for other models or trees
             raise BadConfiguration(str(error)) from error
     known = "plain, fixed" if adaptive is None else "plain, fixed, adaptive"
     raise BadConfiguration(f"unknown policy {config.policy!r}; known: {known}")

@@ -1,34 +1,34 @@
 """Reuse of a policy's choice for a fixed number of steps, as long as the same sequences decode.
 
-Plain decoding is also reused for a batch of other sequences that is no smaller, for a few steps:
-new ones may be worth drafting for.
+A choice of plain decoding is also reused for a changed batch that is not smaller, but for fewer steps, since drafting may pay
+for new sequences.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.core.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
+from engine.core.policy import ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
 from engine.core.tree import PLAIN
 
-_OTHERS_STEPS = 8  # for which plain decoding is reused once the batch has changed
+_CHANGED_BATCH_STEPS = 8  # for which plain decoding is reused once the batch has changed
 
 
 class CachedChoice:
-    """Another policy, whose last choice is reused while it holds."""
+    """Wraps a policy and reuses its last choice while it is valid."""
 
     def __init__(self, policy: ExpansionPolicy) -> None:
         self.name = policy.name
         self._policy = policy
-        self._choice, self._num_left = Choice(()), 0
+        self._choice, self._num_left = ExpansionChoice(()), 0
         self._composition: int | None = None
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
-        """Return the policy's last choice where it still holds, else a new one."""
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
+        """Return the last choice if it is still valid, else a new one."""
         composition, last = composition_of(views), self._choice
         is_same = composition is not None and composition == self._composition
         is_plain = last.reason is Reason.PLAIN_IS_BEST and len(views) >= len(last.expansions)
         if not is_same:
-            self._num_left = min(self._num_left, _OTHERS_STEPS)
+            self._num_left = min(self._num_left, _CHANGED_BATCH_STEPS)
         if self._num_left > 0 and (is_same or is_plain):
             self._num_left -= 1
             return last if is_same else replace(last, expansions=(PLAIN,) * len(views), step_s=None)

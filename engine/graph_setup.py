@@ -1,4 +1,4 @@
-"""Which of an engine's passes are padded and replayed: the target's, and those of what drafts beside it. Knows no requests."""
+"""Decides which passes of target and drafter are padded and replayed as CUDA graphs. Knows no requests."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,34 +20,34 @@ from engine.model.target import Target
 
 
 class Prepared(Protocol):
-    """Passes that can be recorded before they come."""
+    """Passes that can be recorded ahead of time."""
 
     def prepare(self) -> None:
-        """Record what has not been."""
+        """Record the passes that are not recorded yet."""
         ...
 
 
 def table_capacity(limits: SchedulerConfig) -> int:
-    """Return the numbers of the largest table of most steps: every sequence's slots, and what every token sees of its tail.
+    """Return the capacity of the input table: every sequence's slots, and a mask of the step's tokens.
 
-    What is larger runs as it comes.
+    A larger step is not replayed.
     """
     return limits.max_running * limits.max_model_len + limits.max_step_tokens * limits.max_step_tokens
 
 
-def why_as_they_come(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> str | None:
-    """Return why passes of a configuration's target would not be padded and replayed, before it is loaded; None if they would."""
+def why_not_replayed(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> str | None:
+    """Return why passes of a target that is not loaded yet would not be replayed; None if they would."""
     heads = heads_of(target)
     return _CANARY if config.kv_canary else why_not(device, heads.size, heads.num_shared, weights_dtype(config.dtype))
 
 
-_CANARY = "kv_canary looks at what is read"
+_CANARY = "kv_canary checks what is read"
 
 
 def static_steps(config: EngineConfig, model: CausalModel) -> StaticSteps | None:
-    """Return what a model's passes are recorded with; None where they run as they come.
+    """Return the buffers, padding shapes and recorder for a model's passes; None if they are not replayed.
 
-    Raises GraphRefused if graphs are demanded where there can be none.
+    Raises GraphRefused if graphs are required but not possible.
     """
     if model.attend is None or config.kv_canary:
         reason = _CANARY if config.kv_canary else f"on {model.device} attention gathers keys"
@@ -60,12 +60,12 @@ def static_steps(config: EngineConfig, model: CausalModel) -> StaticSteps | None
 
 
 def record(steps: StaticSteps, limits: SchedulerConfig, target: Target, drafter: Drafter | None) -> Sequence[Prepared]:
-    """Let the target's passes be replayed, and the drafter's where it can; return them, to be prepared."""
+    """Set up replay of the target's passes, and of the drafter's if it supports it. Return them for preparation."""
     prepared: list[Prepared] = [target.record(steps)]
     attend = target.model.attend
     if isinstance(drafter, ModelDrafter) and drafter.reads_tables:
         prepared.append(drafter.record(steps))
     elif isinstance(drafter, HeadDrafter) and attend is not None:
-        end = limits.max_model_len + limits.max_step_tokens  # of positions, those of drafted nodes among them
+        end = limits.max_model_len + limits.max_step_tokens  # of positions, including those of drafted nodes
         prepared.append(drafter.record(steps, attend, end))
     return prepared

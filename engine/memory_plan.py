@@ -1,7 +1,7 @@
-"""What an engine of a configuration holds in memory, by configurations and heads of files, before any weight is loaded.
+"""The memory that an engine needs, computed from configurations and file headers before any weight is loaded.
 
-Knows sizes, not tensors. Weights and pools are exact; what a step needs beside them is a bound of its largest tensors: logits and
-laws of every node, scores and masks of the longest text.
+Knows sizes, not tensors. Weights and pools are exact. The memory of a step is an upper bound of its largest tensors: logits and
+distributions of every node, scores and masks of the longest text.
 """
 
 import os
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from engine.core.config import EngineConfig
 from engine.draft.models.head import head_shape
-from engine.graph_setup import table_capacity, why_as_they_come
+from engine.graph_setup import table_capacity, why_not_replayed
 from engine.model.causal_lm import loaded_dtype, weights_dtype
 from engine.model.linears import NATIVE, fastest_linears
 from engine.native.linear import weight_bytes
@@ -25,14 +25,14 @@ from engine.weights.pretrained import load_config
 from engine.weights.stored import num_parameters, parameters_in
 
 GB = 1e9
-_LAW_BYTES = 4 * 4  # a node's logits, edited logits, law and draft law, float32
-_SCORE_BYTES = 3 * 4  # a score and what is made of it, in one layer at a time
+_NODE_BYTES = 4 * 4  # per node and token id: logits, edited logits, target and draft probability, float32
+_SCORE_BYTES = 3 * 4  # per attention score, with intermediate results; layers run one at a time
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
 
     weights: int
     draft_weights: int
@@ -43,7 +43,7 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """The sum of all parts."""
         return self.weights + self.draft_weights + self.cache + self.draft_cache + self.step + self.replays
 
     def __str__(self) -> str:
@@ -60,18 +60,18 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that a device has for us, and those that are free now."""
+    """A device's bytes that this process may use, and those that are free now."""
 
     total: int
     free: int
 
 
 def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) -> MemoryNeed:
-    """Return what an engine needs; `draft_dtype` is its drafter's precision. Raises WeightsError.
+    """Return the memory that an engine needs; `draft_dtype` is its drafter's precision. Raises WeightsError.
 
-    Weights are counted as they are loaded or as they are kept, whichever is more.
+    Weights are counted in the format in which they are loaded or kept, whichever is larger.
     """
-    target, num_slots = configuration_of(config.model), config.scheduler.num_slots + 1  # and nobody's
+    target, num_slots = configuration_of(config.model), config.scheduler.num_slots + 1  # and one that no sequence owns
     weights, draft_weights = weights_dtype(config.dtype), weights_dtype(draft_dtype)
     is_native = fastest_linears(device) == NATIVE
     kept, draft_kept = (cache_dtype(config.dtype), torch.float32) if is_native else (weights, draft_weights)
@@ -86,10 +86,9 @@ def memory_need(config: EngineConfig, draft_dtype: str, device: torch.device) ->
 
 
 def _model_bytes(reference: str, precision: str, is_native: bool) -> int:
-    """Return what a model's weights take.
+    """Return the bytes of a model's weights.
 
-    Our library takes them from the format of the file. It keeps embeddings in float32, and beside them the output head that is
-    tied to them.
+    The native library loads weights in the format of the file. It keeps embeddings in float32, and a copy of a tied output head.
     """
     folder = resolve(reference).folder
     count = num_parameters(folder)
@@ -104,7 +103,7 @@ def _model_bytes(reference: str, precision: str, is_native: bool) -> int:
 
 
 def _draft_bytes(config: EngineConfig, precision: str, is_native: bool) -> int:
-    """Return what the drafter's weights take; a file that cannot be read has none, and is refused by its reader."""
+    """Return the bytes of the drafter's weights. An unreadable file counts 0, since loading it fails later."""
     size = 0 if config.draft_model is None else _model_bytes(config.draft_model, precision, is_native)
     for file in filter(None, (config.head, config.lens)):
         with suppress(OSError, SafetensorError):
@@ -113,11 +112,11 @@ def _draft_bytes(config: EngineConfig, precision: str, is_native: bool) -> int:
 
 
 def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, native: torch.dtype | None) -> int:
-    """Return what a drafter keeps of a token: keys and values of its own, and a head a state or feature to read.
+    """Return the bytes that a drafter keeps per token: its own keys and values, and a head's state or features.
 
-    `dtype` is a draft model's, which our library may not know. A head that torch runs keeps features in it and all else in
-    float32 (on a GPU that is more than it needs); one that our library runs keeps its states in float32, the target's in float16
-    and keys in `native`.
+    `dtype` is a draft model's, which the native library may not support. A head that torch runs keeps features in `dtype` and the
+    rest in float32, an upper bound on a GPU. A head that the native library runs keeps its states in float32, the target's in
+    float16 and keys in `native`.
     """
     if config.draft_model is not None:
         return cache_bytes_per_token(configuration_of(config.draft_model), dtype)
@@ -133,24 +132,24 @@ def _draft_bytes_per_token(config: EngineConfig, dtype: torch.dtype, native: tor
 
 
 def _step_bytes(config: EngineConfig, target: PretrainedConfig) -> int:
-    """Return what the largest step holds beside weights and caches: all its tokens nodes, or one chunk at a text's end.
+    """Return the bytes of the largest step without weights and caches: all tokens are nodes, or one chunk of the longest text.
 
-    A request may ask for a tree of any size, and for the laws of its prompt: nothing else bounds the nodes of a step.
+    A request may set a tree of any size and may request prompt log-probabilities, so only the token budget bounds the nodes.
     """
     text, limits = target.get_text_config(), config.scheduler
     num_nodes = limits.max_step_tokens
     longest = min(limits.max_model_len, limits.num_slots, getattr(text, "max_position_embeddings", None) or limits.max_model_len)
     num_scores = limits.max_step_tokens * longest
-    return int(num_nodes * text.vocab_size * _LAW_BYTES + num_scores * (text.num_attention_heads * _SCORE_BYTES + 1 + 8))
+    return int(num_nodes * text.vocab_size * _NODE_BYTES + num_scores * (text.num_attention_heads * _SCORE_BYTES + 1 + 8))
 
 
 def _replay_bytes(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> int:
-    """Return what passes that are replayed keep: the table that they read, and the target's logits and the drafter's.
+    """Return the bytes of replayed passes: the input table, and the logits of target and drafter.
 
-    What is between is of the size of a step's own, which has it no longer.
+    Their intermediate tensors replace those of a step and are not counted twice.
     """
     text, limits = target.get_text_config(), config.scheduler
-    if why_as_they_come(config, target, device) is not None:
+    if why_not_replayed(config, target, device) is not None:
         return 0
     num_models = 1 + (config.draft_model is not None or config.head is not None)
     rows = num_models * limits.max_step_tokens * text.vocab_size
@@ -158,7 +157,7 @@ def _replay_bytes(config: EngineConfig, target: PretrainedConfig, device: torch.
 
 
 def memory_of(device: torch.device) -> Memory:
-    """Return the memory of a device: a graphics card's, or the machine's within the limit of a container."""
+    """Return the memory of a GPU, or of the machine within its container limit."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Memory(int(total), int(free))
@@ -174,25 +173,25 @@ def memory_of(device: torch.device) -> Memory:
 
 
 def shortage(need: MemoryNeed, device: torch.device) -> str | None:
-    """Return why an engine cannot be: it needs more than is free on a card, or than a machine has; None if it can.
+    """Return an error text if the engine does not fit into a GPU's free or the machine's total memory, else None.
 
-    A machine's memory is taken as slots are used, and what others hold of it now they may give back.
+    On a CPU the total counts: memory is committed only as slots are used, and other processes may free theirs.
     """
     memory = memory_of(device)
     room = memory.free if device.type == "cuda" else memory.total
     if need.total <= room:
         return None
-    asked = "smaller num_slots and max_step_tokens make it less"
-    return f"{need.total / GB:.2f} GB are needed ({need}), {device} has {room / GB:.2f}; {asked}"
+    advice = "smaller num_slots and max_step_tokens make it less"
+    return f"{need.total / GB:.2f} GB are needed ({need}), {device} has {room / GB:.2f}; {advice}"
 
 
 def configuration_of(reference: str) -> PretrainedConfig:
-    """Return the configuration of a model; raise WeightsError if it cannot be read, UnsupportedModel if it is refused."""
+    """Return the configuration of a model. Raises WeightsError if it cannot be read, UnsupportedModel if it is refused."""
     return load_config(resolve(reference).folder)
 
 
 def cache_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in every layer, by the model's configuration."""
+    """Return the bytes of one token's keys and values in all layers, from the model's configuration."""
     text = model.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

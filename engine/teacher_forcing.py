@@ -1,8 +1,7 @@
-"""Teacher forcing: a known text fed to the target as if it were drafted, so that its logits after every token are told again.
+"""Teacher forcing: computes the target's logits after every token of a known text, which is fed as if it were drafted.
 
-A prompt, a chain for a tree, and the whole chain accepted: the scheduler and the target see an ordinary sequence, with chunks,
-slots and shares like any other, but smaller chunks. No drafter, no verifier and no randomness take part.
-Shape key: N neighbouring tokens of the text, V vocabulary.
+Each step is a chain of known tokens that is accepted in full. To the scheduler and the target it is an ordinary sequence with
+smaller chunks. No drafter, no verifier and no randomness take part. Shape key: N consecutive tokens of the text, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
 
 _ID = "teacher-forcing"
-_ANY_TREE = "coupled"  # a verifier that every tree fits; it is never asked
-MAX_CHUNK_TOKENS = 64  # of one step: whoever arrives in the meantime waits for it
-MAX_CHUNK_LOGITS = 8  # rows of logits of one step; whoever called has as much to do with them
+_ANY_TREE = "coupled"  # a verifier that is exact on every tree; it is never called
+MAX_CHUNK_TOKENS = 64  # of one step, since requests that arrive meanwhile wait for it
+MAX_CHUNK_LOGITS = 8  # rows of logits of one step, since the caller's work on them delays requests too
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +32,14 @@ class KnownText:
 
 @dataclass(frozen=True)
 class ForcedStep:
-    """One pass: the raw logits before each of the text's next N tokens, or None while the prompt is not fed."""
+    """One pass: the raw logits before each of the text's next N tokens, or None for a chunk of the prompt."""
 
     num_tokens: int
     logits_NV: Float[Tensor, "N V"] | None
 
 
 class TeacherForcing:
-    """Runs one text at a time on a scheduler that has nothing else to run; whoever calls sees to that."""
+    """Runs one text at a time. The caller ensures that the scheduler has no other sequences."""
 
     def __init__(self, scheduler: Scheduler, target: Target) -> None:
         self._scheduler = scheduler
@@ -49,30 +48,30 @@ class TeacherForcing:
 
     @property
     def is_running(self) -> bool:
-        """Whether a text holds slots."""
+        """Whether a text is being fed."""
         return self._text is not None
 
     @property
     def num_used_slots(self) -> int:
-        """Slots in use, all of them the text's."""
+        """Slots in use, all by the text."""
         return self._scheduler.num_used_slots
 
     def start(self, text: KnownText) -> None:
-        """Give the text a place; the scheduler must be empty."""
+        """Start to feed a text. The scheduler must be empty."""
         sampling = SamplingParams(max_tokens=len(text.token_ids))
         self._scheduler.add(Sequence(Request(_ID, text.prompt_ids, sampling, cache_salt=None), 0, _ANY_TREE))
         self._text = text
 
     def stop(self) -> None:
-        """Give the slots back at once; what was computed is lost. Nothing happens if no text runs."""
+        """Stop feeding and free the slots at once. Does nothing if no text is being fed."""
         if self._text is not None:
             self._scheduler.remove(_ID)
             self._text = None
 
     def step(self) -> ForcedStep:
-        """Feed the next chunk of the text that runs; the last one ends it."""
+        """Feed the next chunk of the text. The last chunk ends it."""
         if self._text is None:
-            raise RuntimeError("no text runs")
+            raise RuntimeError("no text is being fed")
         self._scheduler.admit()
         plan = self._scheduler.plan([Expansion(MAX_CHUNK_LOGITS - 1, 1, 0)], MAX_CHUNK_TOKENS)
         (row,) = plan.rows
@@ -87,7 +86,7 @@ class TeacherForcing:
         return ForcedStep(num_tokens, logits_NV)
 
     def _commit(self, row: Row, tree: TokenTree, text: KnownText) -> None:
-        """Accept the whole chain and the known token after it, which may be the text's last."""
+        """Accept the whole chain and the known token after it, which may be the last of the text."""
         extra_id = text.token_ids[_num_forced(row, text) + tree.num_nodes - 1]
         emission = self._scheduler.commit(row, RowResult(tree, tuple(range(tree.num_nodes)), extra_id, drafted_len=0))
         if emission.finish is not None:
@@ -95,12 +94,12 @@ class TeacherForcing:
 
 
 def _num_forced(row: Row, text: KnownText) -> int:
-    """Tokens of the text that are committed already."""
+    """Return how many tokens of the text are committed."""
     return row.end - len(text.prompt_ids)
 
 
 def _chain(row: Row, text: KnownText) -> TokenTree:
-    """Return the text's next tokens as a tree on the row's last token."""
+    """Return the text's next tokens as a chain after the row's last token."""
     first = _num_forced(row, text)
     drafted = text.token_ids[first : first + row.expansion.num_draft_tokens]
     return TokenTree.chain((row.certain_ids[-1], *drafted))

@@ -1,6 +1,7 @@
-"""Tiny models with random weights, of the families the presets have: real architectures, nothing mocked, milliseconds a pass.
+"""Tiny models with random weights, of the presets' families: real architectures without mocks, milliseconds per pass.
 
-Their laws are peaked like a trained model's (a random head over large embeddings), so that acceptance and arg max mean something.
+Their distributions are peaked like a trained model's (a random head over large embeddings), so that acceptance and arg max are
+meaningful.
 """
 
 import math
@@ -47,12 +48,12 @@ _COMMON = {
 }
 _TABLE_SIZE = 8
 _WINDOW = 6
-FAMILIES = ("llama", "qwen2", "gemma3")  # those of the presets; the others are made too
+FAMILIES = ("llama", "qwen2", "gemma3")  # of the presets; `tiny_module` supports more
 
 
 def _gemma3(common: Mapping[str, int]) -> PretrainedConfig:
     layer_types = ["sliding_attention", "full_attention"] * common["num_hidden_layers"]
-    # Untied: Gemma scales embeddings by sqrt(width), so a random tied head would repeat its input for ever.
+    # Untied: Gemma scales embeddings by sqrt(width), so a random tied head would always repeat its input.
     return Gemma3TextConfig(
         **{"sliding_window": _WINDOW, **common},
         layer_types=layer_types[: common["num_hidden_layers"]],
@@ -71,7 +72,7 @@ _CONFIGURATIONS: dict[str, Callable[[Mapping[str, int]], PretrainedConfig]] = {
 
 
 def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3, vocab_size: int = 61, **sizes: int) -> PreTrainedModel:
-    """Return a random float32 model. Sliding windows are of 6 tokens: mistral's layers', and every other one of gemma3's."""
+    """Return a random float32 model. Mistral's layers and every second one of gemma3's have sliding windows of 6 tokens."""
     config = _CONFIGURATIONS[family]({**_COMMON, "num_hidden_layers": num_layers, "vocab_size": vocab_size, **sizes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -79,18 +80,18 @@ def tiny_module(family: str = "llama", seed: int = 0, num_layers: int = 3, vocab
         for parameter in module.parameters():
             if parameter.dim() == 2:
                 parameter.data.normal_(0.0, 0.35)
-            else:  # biases and norms, so that nothing can be left out unseen
+            else:  # biases and norms must affect the output, so that a test notices if one is ignored
                 parameter.data.add_(torch.randn(parameter.shape) * 0.1)
     return module.eval()
 
 
 def tiny_model(family: str = "llama", seed: int = 0, num_layers: int = 3) -> CausalModel:
-    """Return the same model, driven by us."""
+    """Return the same model as a CausalModel."""
     return adopt(tiny_module(family, seed, num_layers), torch.device("cpu"))
 
 
 def tiny_pair(family: str = "llama", seed: int = 0, noise: float = 0.01, vocab_size: int = 61) -> tuple[CausalModel, CausalModel]:
-    """Return a target and a drafter that often agree: the same weights with noise on the drafter's."""
+    """Return a target and a drafter that often agree: the drafter has the target's weights plus noise."""
     target, draft = (tiny_module(family, seed, vocab_size=vocab_size) for _ in range(2))
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in draft.parameters():
@@ -98,19 +99,19 @@ def tiny_pair(family: str = "llama", seed: int = 0, noise: float = 0.01, vocab_s
     return adopt(target, torch.device("cpu")), adopt(draft, torch.device("cpu"))
 
 
-LawAfter = Callable[[int], Sequence[float]]  # the law of tokens 3, 4 and 5 after a token
+ProbsAfter = Callable[[int], Sequence[float]]  # the probabilities of tokens 3, 4 and 5 after a token
 
 
-def table_pair(target_distribution: LawAfter, draft_distribution: LawAfter) -> tuple[CausalModel, CausalModel]:
-    """Return a target and a drafter that are Markov chains over the tokens 3, 4 and 5 of 8, of any positive laws."""
+def table_pair(target_distribution: ProbsAfter, draft_distribution: ProbsAfter) -> tuple[CausalModel, CausalModel]:
+    """Return a target and a drafter that are Markov chains over the tokens 3, 4 and 5 of 8, with any positive probabilities."""
     device = torch.device("cpu")
     return adopt(table_module(target_distribution), device), adopt(table_module(draft_distribution), device)
 
 
-def table_module(probs_after: LawAfter) -> PreTrainedModel:
+def table_module(probs_after: ProbsAfter) -> PreTrainedModel:
     """Return a Llama whose logits are a table. Its layer adds nothing, so the state is the embedding, 10 I, normed to sqrt(V).
 
-    lm_head[v, x] = log p(v | x) / sqrt(V); every other token is left exp(-30).
+    lm_head[v, x] = log p(v | x) / sqrt(V). The probability of every other token is about exp(-30).
     """
     width = _TABLE_SIZE
     config = LlamaConfig(
@@ -138,7 +139,7 @@ def tiny_engine(
     grammars: CompiledGrammars | None = None,
     has_canary: bool = False,
 ) -> Engine:
-    """Return an engine over given models; a model as drafter gets a cache of its own."""
+    """Return an engine over the given models. A model as drafter gets its own cache."""
     canary = SlotCanary() if has_canary else None
     config = config or SchedulerConfig(num_slots=2048, max_model_len=256)
     drafter: Drafter | None

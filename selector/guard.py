@@ -6,7 +6,7 @@ Any tree is lossless, so whatever goes wrong in choosing or learning can be answ
 import logging
 from collections.abc import Sequence
 
-from engine.core.policy import Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback
+from engine.core.policy import ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback
 from engine.core.tree import Expansion
 
 _logger = logging.getLogger(__name__)
@@ -21,13 +21,13 @@ class GuardedPolicy:
         self._fallback = fallback
         self._has_failed = False
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the policy's choice, or the fixed one."""
         try:
             return self._policy.choose(views)
         except Exception:
             _logger.log(self._level(), "the policy fails to choose; %s is drafted where it does", self._fallback, exc_info=True)
-            return Choice((self._fallback,) * len(views), Reason.FALLBACK)
+            return ExpansionChoice((self._fallback,) * len(views), Reason.FALLBACK)
 
     def observe(self, feedback: StepFeedback) -> None:
         """Let the policy learn if it can."""

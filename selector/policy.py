@@ -12,7 +12,7 @@ from math import inf, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.policy import Choice, Reason, SequenceView, StepFeedback, StepWork, composition_of
+from engine.core.policy import ExpansionChoice, Reason, SequenceView, StepFeedback, StepWork, composition_of
 from engine.core.tree import PLAIN, Expansion
 from selector.acceptance import Estimates, Estimator
 from selector.cost import CostModel, StageSeconds
@@ -67,15 +67,15 @@ class AdaptiveExpansion:
         self._num_passes = self._num_rounds = 1.0  # of drafting, decaying: cached text spares rounds their pass of the model
         self._own_tokens: dict[str, float] = {}  # a step, of sequences whose requests ask for trees
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the expansions with the most expected tokens a second that were found, and what is expected of them."""
         self._learn()
         if composition_of(views) is None and any(view.num_uncached > 1 for view in views):
-            return Choice((PLAIN,) * len(views), Reason.PLAIN_IS_BEST)  # nodes are dear where a prompt fills the step
+            return ExpansionChoice((PLAIN,) * len(views), Reason.PLAIN_IS_BEST)  # nodes are dear where a prompt fills the step
         own = {one.request_id: tree for one in views if not (tree := _own_tree(one)).is_plain}
         self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
         if not any(view.is_free for view in views):
-            return Choice((PLAIN,) * len(views), num_steps=REUSED_STEPS)
+            return ExpansionChoice((PLAIN,) * len(views), num_steps=REUSED_STEPS)
         batch = self._batch(views, own)
         estimates = _within_text(self._estimator.estimate(batch.views, batch.menu), batch)
         search = Search(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
@@ -161,7 +161,7 @@ class AdaptiveExpansion:
 
     def _choice(
         self, views: Sequence[SequenceView], batch: _Batch, search: Search, step: Step, reason: Reason, num_steps: int
-    ) -> Choice:
+    ) -> ExpansionChoice:
         """Return a step as an expansion for every view; a request that asks for its own tree, or none, is not chosen for.
 
         A probe's trees end by their least chance alone, whatever nodes are thought to cost; their levels cost as if all drafted.
@@ -173,7 +173,7 @@ class AdaptiveExpansion:
         prices = search.growth_prices(step, num_sharing)
         fed_s = len(views) * self._unasked_share * self._costs.prices["draft_token"]
         keeps_up_s = fed_s + self._costs.pass_s(batch.load.base.num_keys) / _KEEPS_UP_STEPS
-        return Choice(
+        return ExpansionChoice(
             expansions=tuple(expansions),
             reason=reason,
             speedup=step.rate / search.plain.rate,

@@ -17,12 +17,12 @@ from engine.worker.crash_dump import CrashDumps
 from engine.worker.engine_loop import EngineFactory
 from engine.worker.inprocess import InProcessEngine
 from engine.worker.process import ProcessLauncher
-from engine.worker.request_table import EventStream
+from engine.worker.request_table import TokenEventStream
 from engine.worker.supervision import Supervision
 from tests.counting_engine import build_counting
 
 # A busy machine may take minutes to start a process.
-SWIFT = Supervision(first_word_limit_s=600.0, min_backoff_s=0.05, max_backoff_s=0.2)
+SWIFT = Supervision(first_heartbeat_limit_s=600.0, min_backoff_s=0.05, max_backoff_s=0.2)
 _PATIENCE_S = 120.0
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ async def running(service: EngineService) -> AsyncIterator[None]:
     assert list(Path(tempfile.gettempdir()).glob("latebranch-*")) == []  # noqa: ASYNC240
 
 
-def submitted(service: WorkerClient | InProcessEngine, request: Request) -> EventStream:
+def submitted(service: WorkerClient | InProcessEngine, request: Request) -> TokenEventStream:
     """Return the events to come of a request that has no siblings."""
     (stream,) = service.submit([request])
     return stream

@@ -53,7 +53,7 @@ class CountingEngine:
         self._news: list[TokenEvent] = []
         self._step = 0
         self._has_leaked = False
-        self._announce: Callable[[StepNote], None] = lambda note: None
+        self._step_listener: Callable[[StepNote], None] = lambda note: None
 
     @property
     def has_work(self) -> bool:
@@ -65,8 +65,8 @@ class CountingEngine:
         self._living[request.request_id] = request
         self._emitted[request.request_id] = len(request.progress.token_ids)
 
-    def announce(self, listener: Callable[[StepNote], None]) -> None:
-        self._announce = listener
+    def add_step_listener(self, listener: Callable[[StepNote], None]) -> None:
+        self._step_listener = listener
 
     def abort(self, request_id: str) -> None:
         if self._living.pop(request_id, None) is not None:
@@ -76,7 +76,7 @@ class CountingEngine:
         self._step += 1
         events, self._news = self._news, []
         running = list(self._living.values())[: self._max_running]
-        self._announce(StepNote(self._step, tuple(RowNote(one.request_id, 0, 1, None) for one in running)))
+        self._step_listener(StepNote(self._step, tuple(RowNote(one.request_id, 0, 1, None) for one in running)))
         for request in running:
             self._play(request)
             if request.request_id in self._living:

@@ -36,9 +36,9 @@ class AuditedEngine:
         """Whether a step would do or say something, passes of the audit included."""
         return self._engine.has_work or self._auditor.has_texts
 
-    def announce(self, listener: Callable[[StepNote], None]) -> None:
-        """Have `listener` told of each step of the engine before it runs; passes of the audit are not announced."""
-        self._engine.announce(listener)
+    def add_step_listener(self, listener: Callable[[StepNote], None]) -> None:
+        """Call `listener` before each step of the engine; passes of the audit are not reported."""
+        self._engine.add_step_listener(listener)
 
     def add(self, request: Request) -> None:
         """Queue a request, as the engine does; an audit that is under way makes room."""

@@ -11,8 +11,8 @@ BLOCK_TOKENS = 16  # of a cached prefix
 class SchedulerConfig:
     """Limits of the scheduler. Tokens are counted in packed rows of one target forward, slots in cached tokens.
 
-    `max_waiting_tokens` are those of the prompts that wait; one that waits alone may have more.
-    Requests of one salt share what they have cached of the same text, in blocks of `prefix_block_tokens`; 0: nobody shares.
+    `max_waiting_tokens` bounds the prompt tokens in the queue; a request that waits alone may have more. Requests with the same
+    cache salt share cached prefixes in blocks of `prefix_block_tokens`; 0 turns the prefix cache off.
     """
 
     max_running: int = 32
@@ -36,18 +36,19 @@ class EngineConfig:
 
     `model` and `draft_model` are references that engine.weights resolves. With `generation_config` auto the model's
     generation_config.json sets defaults of requests. `drafter` is `none`, `ngram`, `early-exit`, `head` or `model`; `lens` and
-    `head` are the files of two of them. `stand_in` drafts in its place, with a warning, if it does not belong
-    to the target; without one that is refused. Beside a model, cached text is drafted from where `cached_text` says
-    so; a match of it has `ngram_min_tokens` tokens at least, and of each tenant's outputs the last `recent_tokens` are kept, of
-    all tenants together `total_recent_tokens`.
-    `policy` is `plain`, `fixed` or `adaptive` (made by whoever builds the engine); the last chooses among trees of the family of
-    `expansion`, none beyond `largest_expansion`, by the network in the file `selector` (None counts acceptance; an optional one
-    that does not fit is left out, with a warning). `dtype` is float32, bfloat16, int8 or compact, `draft_dtype` a draft
-    model's or head's. None lets the engine choose: the device (cuda if there is one), threads (the physical processors), the
-    number format in which the device drafts fastest. `audit_share` of the requests have their first `audit_tokens` tokens
-    checked in idle moments. `trace_file` is appended to at every step; None traces nothing. `cuda_graphs` is auto, on (an error
-    where there can be none) or off. With `kv_canary` every slot that is read is checked to be the reader's own.
-    `is_restart`: the worker takes the place of one that died, while requests wait.
+    `head` are the files of two of them. A drafter that does not fit the target is replaced by `stand_in` with a warning, or
+    refused if there is none. With `cached_text`, cached text is used for drafting beside a model. A match has at least
+    `ngram_min_tokens` tokens. The last `recent_tokens` output tokens of each tenant are kept, and `total_recent_tokens` of all
+    tenants together.
+
+    `policy` is `plain`, `fixed` or `adaptive`; the caller of `build_engine` provides the last. It chooses among trees of the
+    family of `expansion` up to `largest_expansion`, with the network in the file `selector`. With None it counts acceptance
+    instead. An optional selector that does not fit is ignored with a warning. `dtype` is float32, bfloat16, int8 or compact.
+    `draft_dtype` is that of a draft model or head. None lets the engine choose: the device (cuda if available), the threads
+    (one per physical core) and the fastest number format for drafting. `audit_share` of the requests have their first
+    `audit_tokens` tokens checked when the engine is idle. Each step is appended to `trace_file`; None disables tracing.
+    `cuda_graphs` is auto, on (an error if unsupported) or off. With `kv_canary`, slot ownership is checked on every read.
+    `is_restart`: the worker replaces a dead one.
     """
 
     model: str

@@ -1,11 +1,11 @@
-"""The words that records of requests and of steps share: why a request ended, and where a drafted token comes from."""
+"""Enums shared by records of requests and of steps."""
 
 from enum import StrEnum
 from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. The wire knows `stop` and `length`; the others are metrics labels and errors."""
+    """Why a request ended. HTTP answers use `stop` and `length`; the others are metric labels and errors."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -14,18 +14,18 @@ class FinishReason(StrEnum):
 
 
 class DraftSource(StrEnum):
-    """Where a drafted token comes from: what foretold it, or else proposed it."""
+    """Which source proposed a drafted token."""
 
     MODEL = "model"
     CACHE = "cache"  # text of the request or its tenant
-    PREDICTION = "prediction"  # what the client expected to be said
+    PREDICTION = "prediction"  # the output that the client expects
 
 
 class Origin(NamedTuple):
-    """Where a drafted token comes from that cached text foretold, and whether more of its odds are the cache's than a model's.
+    """The origin of a drafted token that cached text proposed.
 
-    What a prediction foretold is its own, whoever gives it more; what only cached text foretold and a model gives more is the
-    model's, and has none.
+    `is_rather_cached`: cached text contributed more of its odds than the model. A token from the request's prediction has the
+    source PREDICTION in any case. A token from other cached text has no Origin if the model contributed more.
     """
 
     source: DraftSource

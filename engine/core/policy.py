@@ -1,7 +1,7 @@
-"""Who chooses each sequence's expansion: the Protocol, what it sees and learns, and the choices that need no thought.
+"""The protocol of policies, which choose each sequence's expansion, their input and output, and two trivial policies.
 
-Knows what a policy may see (SequenceView), what it says (Choice) and what it learns afterwards (StepFeedback). The policy that
-weighs tokens against seconds is the selector's and implements the same Protocol; the engine never imports it.
+A policy receives SequenceViews, returns an ExpansionChoice and observes StepFeedback afterwards. The adaptive policy is in the
+selector package, which the engine never imports.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +18,20 @@ from engine.core.types import SamplingParams, Speculation
 
 
 class Reason(StrEnum):
-    """Why a step's expansions are what they are; a label of metrics."""
+    """Why a policy chose a step's expansions; a label of metrics."""
 
-    FIXED = "fixed"  # nobody chose
+    FIXED = "fixed"  # the policy has no alternative
     SPECULATION_PAYS = "speculation_pays"
     PLAIN_IS_BEST = "plain_is_best"
-    PROBE = "probe"  # plain is best as far as is known, and one sequence drafts to see whether it still is
-    COPIED_TEXT = "copied_text"  # sequences repeat text so surely that they have chains of it, whatever was chosen
-    FALLBACK = "fallback"  # what to expect could not be told: the fixed expansion
+    PROBE = "probe"  # plain decoding seems best, and one sequence drafts to check
+    COPIED_TEXT = "copied_text"  # sequences repeat cached text reliably, so chains of it replace the choice
+    FALLBACK = "fallback"  # the policy failed to predict the step, so the fixed expansion is used
 
 
 class SequenceView(NamedTuple):
-    """What a policy may see of a sequence before drafting.
+    """A policy's view of a sequence before drafting.
 
-    `num_uncached` tokens must be fed to the target (the root included; more than 1 while a prompt is fed).
+    `num_uncached` tokens must be fed to the target: the root alone, or more while a prompt is fed.
     """
 
     request_id: str
@@ -45,16 +45,16 @@ class SequenceView(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether the request leaves the choice to the policy: it asks neither for a tree nor for none."""
+        """Whether the request leaves the choice to the policy: it neither sets a tree nor disables speculation."""
         return self.speculation.is_enabled and self.speculation.expansion is None
 
 
 class BatchViews(Sequence[SequenceView]):
-    """What a policy may see of a step's sequences, oldest first; made when somebody looks.
+    """A policy's views of a step's sequences, oldest first; created on first access.
 
-    Steps of one `composition` have the same sequences, all of which decode, and expansions for one are expansions for the others:
-    who stays with a choice need not look. There is none while a prompt is fed. `has_news` says whether cached text may know what
-    comes next in any of them.
+    Steps with the same `composition` have the same sequences, all decoding, in the same order, so a policy can reuse a choice
+    without looking at the views. It is None while a prompt is fed. `has_news`: cached text may predict the next tokens of a
+    sequence.
     """
 
     def __init__(self, make: Callable[[], list[SequenceView]], count: int, composition: int | None) -> None:
@@ -81,13 +81,13 @@ class BatchViews(Sequence[SequenceView]):
 
 
 def composition_of(views: Sequence[SequenceView]) -> int | None:
-    """Return what tells that the sequences are those of an earlier step, if that is known."""
+    """Return the composition of a step, or None if it is unknown."""
     return views.composition if type(views) is BatchViews else None
 
 
-# Of the last law before a root: the target's (at the request's temperature, 1 for a greedy one), and the drafter's where the
-# step before drew from it (else zeros): entropy, greatest probabilities, log-probabilities of the root's token, and the L1
-# distance of the two.
+# Features of the distributions from which a root token came. The target's is at the request's temperature, or 1 if greedy. The
+# drafter's is known if the last step sampled from it, else its features are zeros. The features are the target's entropy, the
+# largest probabilities, the log-probabilities of the root token, and the L1 distance of the two distributions.
 ROOT_SCALARS = (
     "entropy",
     "top",
@@ -101,10 +101,10 @@ ROOT_SCALARS = (
 
 @dataclass(frozen=True, slots=True)
 class RootFacts:
-    """What passes that have run say of B sequences' roots, float32; rows of which nothing is known are zeros.
+    """Features of B sequences' roots from earlier passes, float32. Unknown rows are zeros.
 
-    `target_BD` is the target's last state before the root, `draft_BW` what the drafter will read there (the root's embedding,
-    and where it has features the one before), `scalars_BS` are ROOT_SCALARS.
+    `target_BD` is the target's last hidden state before the root. `draft_BW` is the drafter's input there: the root's embedding
+    and, for a drafter that reads features, the feature before it. `scalars_BS` are ROOT_SCALARS.
     """
 
     is_known_B: NDArray[np.bool_]
@@ -114,25 +114,25 @@ class RootFacts:
 
 
 class RootSource(Protocol):
-    """Tells what is known of roots before anything is drafted from them."""
+    """Provides features of roots before drafting."""
 
     def watch(self) -> None:
-        """Begin to keep what is needed; before, nothing is known of any root."""
+        """Start to record features. No root has features before."""
         ...
 
     def facts(self, request_ids: Sequence[str]) -> RootFacts:
-        """Return what is known of these sequences' roots, in order."""
+        """Return the features of these sequences' roots, in order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One expansion for each view, in order, and what its chooser expects of the step.
+class ExpansionChoice:
+    """One expansion for each view, in order, and the policy's prediction of the step.
 
-    `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
-    expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
-    sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own included, as long as the
-    same sequences run and all of them decode (engine.choice_cache).
+    `speedup` is the predicted ratio of tokens per second to plain decoding, `step_s` the predicted seconds without the policy's
+    own. A policy without predictions leaves the defaults. `prices` are the costs of further nodes and levels. With `keeps_up`,
+    drafters are fed from time to time while their sequences decode plainly, so that they do not fall far behind. The choice can
+    be reused for `num_steps` steps, the first included, as long as the same sequences run and all decode (engine.choice_cache).
     """
 
     expansions: tuple[Expansion, ...]
@@ -145,9 +145,10 @@ class Choice:
 
 
 class NodeChances(NamedTuple):
-    """What a noise-aware tree took its nodes to be worth, the root aside: chances to be accepted, and depths from 1.
+    """Acceptance probabilities of a noise-aware tree's nodes without the root, and their depths, starting at 1.
 
-    `accepted` are the places of those that were, in order. Of nodes at least as likely as `least` it has all that there were.
+    `accepted` are the indices of the accepted nodes, in order. The tree is complete above `least`: it has every node that is at
+    least that likely.
     """
 
     chances: tuple[float, ...]
@@ -157,10 +158,10 @@ class NodeChances(NamedTuple):
 
 
 class DraftOutcome(NamedTuple):
-    """What became of a decoding row: the tree it was to grow, what grew (the root aside), how deep, how deep it was accepted.
+    """The outcome of a decoding row: the requested tree, its drafted nodes, and the depths drafted and accepted.
 
-    Of a tree that finds its own shape `drafted_depth` is the rounds it took to grow; the last levels it may not have kept. Of a
-    noise-aware one there is more to tell of its `nodes`.
+    If the drafter chooses the tree's shape, `drafted_depth` is the number of growth rounds, and the last levels may be missing
+    from the tree. `nodes` is set for noise-aware trees only.
     """
 
     request_id: str
@@ -172,13 +173,13 @@ class DraftOutcome(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """What a step runs, as far as its seconds depend on it; sums over its rows.
+    """The amounts of work in a step that determine its duration, summed over its rows.
 
-    `num_tokens` are packed tokens of the target's forward, `num_drawn` those of them that are nodes of rows that draw (the root
-    included), `num_keys` the cached tokens its rows see and `num_scores` pairs of a token and a key it sees. A draft pass is one
-    of the model that drafts; `num_draft_tokens` are fed to it in all of them together, the roots' included; one that it is
-    not asked about weighs less. Trees grow in `num_rounds`, a level of every tree in each; where cached text is
-    sure of a level its round takes no pass.
+    `num_tokens` are packed tokens of the target's forward. `num_drawn` of them are nodes of sampled rows, roots included.
+    `num_keys` are the cached tokens that the rows attend to, `num_scores` the pairs of a token and a key. `num_passes` counts
+    passes of the draft model. `num_draft_tokens` are fed in all of these passes, roots included; a token whose logits are not
+    needed counts less. Trees grow in `num_rounds`, one level of every tree in each. A round answered by cached text needs no
+    pass.
     """
 
     num_rows: int
@@ -193,7 +194,7 @@ class StepWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """A pass of the target to be timed, over rows that are alike: a chain of nodes (the root included) on so much context."""
+    """A pass of the target to be timed: rows that are chains of `num_nodes` nodes, root included, after `num_context` tokens."""
 
     num_rows: int
     num_nodes: int
@@ -208,10 +209,10 @@ class PassSize:
 
 @dataclass(eq=False, slots=True)
 class StepFeedback:
-    """What a step ran, cost and brought. `rest_s` is all but drafting: the two are told apart on every device.
+    """The work, duration and outcomes of a step. `rest_s` is the step's duration without drafting.
 
-    Trees of its `num_rows` grew in `num_rounds`, with `num_passes` of a model. What else it ran and brought takes time to tell,
-    and is told when it is first asked for, and kept: nothing else changes.
+    The trees of `num_rows` rows grew in `num_rounds` rounds with `num_passes` passes of the draft model. `work` and `outcomes`
+    are computed on first access, since they take time and not every policy needs them.
     """
 
     draft_s: float
@@ -227,33 +228,33 @@ class StepFeedback:
 
     @property
     def has_drafted(self) -> bool:
-        """Whether any row was to grow a tree: to find nothing takes a round too."""
+        """Whether a tree was to grow. A round that finds no token counts too."""
         return self.num_rounds > 0
 
     @property
     def work(self) -> StepWork:
-        """What it ran."""
+        """The amounts of work in the step."""
         if self._work is None:
             self._work = self.make_work()
         return self._work
 
     @property
     def outcomes(self) -> tuple[DraftOutcome, ...]:
-        """What became of its decoding rows."""
+        """The outcomes of the decoding rows."""
         if self._outcomes is None:
             self._outcomes = self.make_outcomes()
         return self._outcomes
 
 
 class ExpansionPolicy(Protocol):
-    """Chooses one expansion for every sequence and step. It changes speed, never the law.
+    """Chooses one expansion for every sequence and step. It affects speed, never the distribution.
 
-    `choose` is called before every step, unless the policy stands behind a CachedChoice, and `observe` after it.
+    `choose` is called before every step, or less often if the policy is wrapped in a CachedChoice. `observe` is called after it.
     """
 
     name: str
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return one expansion for each view, in order."""
         ...
 
@@ -263,27 +264,27 @@ class ExpansionPolicy(Protocol):
 
 
 class FixedExpansion:
-    """Always the same shape."""
+    """Always chooses the same expansion."""
 
     def __init__(self, expansion: Expansion) -> None:
         self.name = f"fixed {expansion}"
         self._expansion = expansion
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
-        """Return the fixed shape for every view."""
-        return Choice((self._expansion,) * len(views))
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
+        """Return the fixed expansion for every view."""
+        return ExpansionChoice((self._expansion,) * len(views))
 
     def observe(self, feedback: StepFeedback) -> None:
         """Learn nothing."""
 
 
 class PlainDecoding(FixedExpansion):
-    """Speculation switched off: the trivial policy."""
+    """The policy that disables speculation."""
 
     def __init__(self) -> None:
         super().__init__(PLAIN)
         self.name = "plain"
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
-        """Return plain decoding for every view; drafters wait until a request asks for a tree itself."""
-        return Choice((PLAIN,) * len(views), keeps_up=False)
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
+        """Return plain decoding for every view. Drafters are fed only for requests that set a tree themselves."""
+        return ExpansionChoice((PLAIN,) * len(views), keeps_up=False)

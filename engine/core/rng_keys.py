@@ -1,7 +1,7 @@
-"""Names of randomness: pure integers from (seed, position, stream). Free of torch, so that front end and scheduler can use them.
+"""Keys of random streams: integers computed from (seed, position, stream). Free of torch, for front end and scheduler.
 
-Streams keep draws that must be independent apart: what drafts a token must not also judge it (a public server biased its output
-by 3 points by sharing them). The coupled rule alone shares TOKEN noise between drafter and verifier, by design.
+Streams separate draws that must be independent: drafting and verifying a token with the same noise would bias the output.
+Only the coupled rule shares TOKEN noise between drafter and verifier, by design.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,9 @@ class Stream(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
-    """Names one tree's randomness: the request's seed and the absolute position of the tree's root token.
+    """Identifies one tree's randomness: the request's seed and the absolute position of the tree's root token.
 
-    A root position occurs once in the life of a sequence, so (seed, root_position) never repeats for the streams that must
-    be fresh each step.
+    A root position occurs once in a sequence, so (seed, root_position) never repeats for streams that must be fresh each step.
     """
 
     seed: int

@@ -1,6 +1,6 @@
-"""What is told of one row of one step: its tree, the probabilities in it and what became of it. Records, free of torch.
+"""Records of one row of one step: its tree, the probabilities in it and the outcome. Free of torch.
 
-They lie below the events that carry them to who asked for a request's steps; engine.trace.records writes them to files.
+Events carry them to clients that trace a request. engine.trace.records writes them to files.
 """
 
 import msgspec
@@ -10,7 +10,7 @@ from engine.core.tree import TokenTree
 
 
 class TracedSampling(msgspec.Struct, frozen=True):
-    """How a row's law was made of logits, as SamplingParams names it."""
+    """How a row's distribution was computed from logits, with the field names of SamplingParams."""
 
     temperature: float
     top_p: float
@@ -25,14 +25,14 @@ class TracedSampling(msgspec.Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     typical_p: float = 1.0
-    grammar: str | None = None  # its kind; its text stays untold
+    grammar: str | None = None  # its kind, without its text
 
 
 class TreeProbs(msgspec.Struct, frozen=True):
-    """Probabilities of a tree's tokens by the laws after their parents, as they are processed for the request.
+    """Probabilities of a tree's tokens after their parents, from logits processed for the request.
 
-    `draft[v - 1]` and `target[v - 1]` are those of node v, the root having none; `extra` is the target's of the extra token. At
-    temperature 0 they are those at temperature 1: of a point mass there is nothing to tell.
+    `draft[v - 1]` and `target[v - 1]` are those of node v; the root has none. `extra` is the target's probability of the extra
+    token. At temperature 0 the values are those at temperature 1, since a point mass carries no information.
     """
 
     draft: tuple[float, ...] = ()
@@ -41,12 +41,12 @@ class TreeProbs(msgspec.Struct, frozen=True):
 
 
 class TracedRow(msgspec.Struct, frozen=True, tag="row", tag_field="type", kw_only=True):
-    """A decoding row of a step: its tree and what became of it.
+    """A decoding row of a step: its tree and the outcome.
 
-    `path` holds the accepted nodes, the root first, `extra_id` the token after them; `emitted_ids` is what of them left the
-    engine, cut at stop tokens and limits, so that those of a request, row after row, are its text. A tree that could not be
-    judged has an `error` and neither path nor probabilities. `expansion` is what was asked for, the tree what was grown;
-    `sources[v - 1]` is what proposed the token of node v.
+    `path` holds the accepted nodes, the root first. `extra_id` is the token after them. `emitted_ids` are the tokens returned to
+    the client, cut at stop tokens and limits; concatenated over a request's rows they are its text. A tree whose verification
+    failed has an `error` and neither path nor probabilities. `expansion` is the requested shape, `tree` the grown one.
+    `sources[v - 1]` is the source of node v's token.
     """
 
     step: int
@@ -66,8 +66,8 @@ class TracedRow(msgspec.Struct, frozen=True, tag="row", tag_field="type", kw_onl
     probs: TreeProbs = TreeProbs()
 
 
-class StepTrace(msgspec.Struct, frozen=True):
-    """A row and, of the step that it was part of, why the policy chose as it did and the seconds by stage."""
+class RowTrace(msgspec.Struct, frozen=True):
+    """A traced row with the policy's reason and the seconds by stage of its step."""
 
     row: TracedRow
     reason: str

@@ -1,6 +1,6 @@
-"""The door between the front end and the engine: what a server may ask of an engine, wherever it runs.
+"""The interface between the front end and the engine.
 
-Two things implement it: the client of the worker process, and the in-process engine of tests and tools.
+Two classes implement it: the client of the worker process, and the in-process engine of tests and tools.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,11 +10,11 @@ from typing import Protocol
 
 from engine.core.types import ModelInfo, Request, StepStats, TokenEvent
 
-UNKNOWN_RETRY_S = 5.0  # until a refused request is tried again, where nobody knows when there will be room
+UNKNOWN_RETRY_S = 5.0  # Retry-After of a refused request if the finish rate is unknown
 
 
 class EngineState(StrEnum):
-    """Life of an engine behind the door."""
+    """Life cycle of an engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -26,9 +26,9 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Where the engine stands. `heartbeat_age_s` is the time since the worker last said anything; None before it first did.
+    """The engine's state. `heartbeat_age_s` is the time since the worker's last event; None before the first.
 
-    `num_resumed` counts the requests that were taken back from dead workers to go on in the next.
+    `num_resumed` counts requests of dead workers that were requeued.
     """
 
     state: EngineState
@@ -39,11 +39,11 @@ class EngineHealth:
 
 
 class EngineError(Exception):
-    """Base of what a service can raise."""
+    """Base of the exceptions of a service."""
 
 
 class EngineBusy(EngineError):
-    """The waiting queue is full; try again after `retry_after_s` seconds."""
+    """The waiting queue is full. Retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -68,28 +68,29 @@ class EngineService(Protocol):
 
     @property
     def health(self) -> EngineHealth:
-        """Where the engine stands now."""
+        """The engine's current state."""
         ...
 
     async def start(self) -> None:
-        """Start and return once ready; raise EngineUnavailable with the reason if it cannot."""
+        """Start and return once ready. Raises EngineUnavailable with the reason if the start fails."""
         ...
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Admit nothing more, let running requests finish for up to `drain_s`, end the rest with ABORT, stop."""
+        """Admit no more requests, drain for up to `drain_s`, end the rest with ABORT, stop."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> Sequence[AsyncIterator[TokenEvent]]:
-        """Queue an answer's requests at once (raising EngineBusy or EngineUnavailable here, not later); return each one's events.
+        """Queue requests that belong together, all or none. Return one event stream for each.
 
-        All of them are queued, or none. Of each the last event carries `finish`; closing its iterator early aborts it.
+        The last event of each stream carries `finish`. Closing a stream early aborts its request. EngineBusy and
+        EngineUnavailable are raised by this call, not by the streams.
         """
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ask that a request end; its iterator then gives a last event with ABORT. Unknown ids are ignored."""
+        """Abort a request. Its stream then yields a last event with ABORT. Unknown ids are ignored."""
         ...
 
     def add_listener(self, listener: Callable[[StepStats], None]) -> None:
-        """Have `listener` called on the event loop with the numbers of each step."""
+        """Call `listener` on the event loop with the statistics of each step."""
         ...

@@ -1,4 +1,4 @@
-"""What one step will do: a Row for each sequence that runs, self-contained, as far as the scheduler decides it."""
+"""The scheduler's plan of one step: a self-contained Row for each running sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from engine.core.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
-    """All that the law of one next token depends on beside the model: the parameters and the tokens before it.
+    """The sampling parameters and earlier tokens that the distribution of one next token depends on.
 
-    `history` is the committed text, its first `num_prompt_tokens` the prompt; `path_ids` are drafted tokens after it.
+    `history` is the committed text, which starts with `num_prompt_tokens` prompt tokens. `path_ids` are drafted tokens after it.
     """
 
     sampling: SamplingParams
@@ -23,26 +23,25 @@ class SamplingContext:
 
 
 class Feeding(Enum):
-    """What a drafter knows a text by, and so which tokens it must be fed and when."""
+    """Which state a drafter keeps, and so which tokens it must be fed and when."""
 
-    TARGET_CACHE = "target's cache"  # or nothing but the text: it has no cache that could fall behind
+    TARGET_CACHE = "target's cache"  # or none at all: the drafter has no cache of its own to feed
     OWN_CACHE = "own cache"  # fed every committed token, at once or later
-    TARGET_FEATURES = "target's features"  # the same, but no token before the target has cached the one before it
+    TARGET_FEATURES = "target's features"  # as OWN_CACHE, but a token only after the target has cached the one before it
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part of a step.
 
-    `certain_ids` are committed tokens the target has not cached: positions [context_len, context_len + len(certain_ids)).
-    If `is_decoding` their last is the root, and a tree may grow from it; else this is a chunk of a prompt still to be fed.
-    `slots` maps the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots: node v of
-    the tree lies at position root_position + v, whatever its depth; it is the row's own copy, and nobody writes to it.
-    `draft_ids` are the committed tokens the drafter is to be fed this step, from position `draft_len` on; the root is the last of
-    them if a tree is to grow. `num_new_prompt_tokens` of the certain ones are prompt tokens fed for the first time (not again
-    after a preemption). `history` is the whole committed text, a read-only view, of which the first `num_prompt_tokens` are the
-    prompt. Of a row that `is_traced` all is kept that a trace tells. A tree that knows what its nodes are worth leaves out those
-    that cost more, at `prices`.
+    `certain_ids` are committed tokens that the target has not cached: positions [context_len, context_len + len(certain_ids)).
+    If `is_decoding`, the last of them is the root, from which a tree may grow. Else they are a chunk of a prompt. `slots` maps
+    the logical positions [0, context_len + len(certain_ids) + expansion.num_draft_tokens) to cache slots. Node v of the tree is
+    at position root_position + v, whatever its depth. The table is the row's own copy and is not modified. `draft_ids` are the
+    committed tokens to feed to the drafter in this step, from position `draft_len` on. The last is the root if a tree grows.
+    `num_new_prompt_tokens` of the certain tokens are prompt tokens fed for the first time (not after a preemption). `history`
+    is the whole committed text, a read-only view that starts with `num_prompt_tokens` prompt tokens. A row with `is_traced`
+    keeps all data of a trace. A noise-aware tree leaves out nodes whose expected value is below their cost in `prices`.
     """
 
     request_id: str
@@ -74,16 +73,16 @@ class Row:
 
     @property
     def key(self) -> StepKey:
-        """Names this row's randomness in this step."""
+        """The key of this row's randomness in this step."""
         return StepKey(self.seed, self.root_position)
 
     def sampling_context(self, path_ids: tuple[int, ...]) -> SamplingContext:
-        """Return what the law after these drafted tokens, the root's successors, depends on."""
+        """Return the context of the distribution after these drafted tokens, which follow the root."""
         return SamplingContext(self.sampling, self.history, self.num_prompt_tokens, path_ids)
 
     @property
     def draw_kind(self) -> TreeKind:
-        """How children are chosen: a greedy row ranks, a coupled one ranks with the noise; the tree decides for the others."""
+        """How children are chosen: deterministic for a greedy row, with shared noise for a coupled one, else by the tree."""
         if self.sampling.is_greedy:
             return TreeKind.DETERMINISTIC
         return TreeKind.SHARED_NOISE if self.verifier == "coupled" else self.expansion.kind
@@ -91,16 +90,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The rows of one step, oldest sequence first, and how many sequences lost their slots to make room.
+    """The rows of one step, oldest sequence first. `num_preempted` sequences lost their slots to make room.
 
-    Of the `num_sought` prompt tokens of sequences that came to run, and others' since, `num_found` were cached already.
+    Since the last plan, `num_prefix_queries` prompt tokens were looked up in the prefix cache, and `num_prefix_hits` were found.
     """
 
     step: int
     rows: tuple[Row, ...]
     num_preempted: int = 0
-    num_sought: int = 0
-    num_found: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
 
     @property
     def decoding(self) -> tuple[Row, ...]:

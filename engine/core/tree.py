@@ -1,6 +1,6 @@
 """Shapes of speculation: the Expansion a policy chooses and the TokenTree a drafter grows from it.
 
-Knows parents, depths, orders and ancestor masks. Does not know models, laws or torch.
+Knows parents, depths, orders and ancestor masks. Does not know models, distributions or torch.
 """
 
 import re
@@ -23,15 +23,15 @@ TREE_NAMES: tuple[TreeName, ...] = get_args(TreeName)
 
 
 class TreeKind(StrEnum):
-    """How a tree's children are chosen; what a verifier is exact on depends on nothing else."""
+    """How a tree's children are chosen. Whether a verifier is exact depends on nothing else."""
 
-    PATH = "path"  # one child a node, drawn from a known law
-    IID = "iid"  # draws from one law, duplicates merged
-    WITHOUT_REPLACEMENT = "without_replacement"  # distinct draws, each from what its elder siblings left
-    FIXED_DISTINCT = "fixed_distinct"  # the same, and no token decides how many siblings it gets
-    SET_PLUS_SAMPLE = "set_plus_sample"  # a fixed set and one draw off it
-    DETERMINISTIC = "deterministic"  # chosen by value, no law: beams, look-ups
-    SHARED_NOISE = "shared_noise"  # chosen by the very noise that decides the tokens
+    PATH = "path"  # one child per node, sampled from a known distribution
+    IID = "iid"  # samples from one distribution, duplicates merged
+    WITHOUT_REPLACEMENT = "without_replacement"  # distinct samples, each from the residual of the earlier ones
+    FIXED_DISTINCT = "fixed_distinct"  # the same, and the number of siblings does not depend on their tokens
+    SET_PLUS_SAMPLE = "set_plus_sample"  # a fixed set and one sample outside it
+    DETERMINISTIC = "deterministic"  # chosen by value without sampling: beams, look-ups
+    SHARED_NOISE = "shared_noise"  # chosen by the same noise that decides the tokens
 
 
 _KINDS: dict[TreeName, TreeKind] = {
@@ -46,26 +46,26 @@ _KINDS: dict[TreeName, TreeKind] = {
     "noise_aware": TreeKind.SHARED_NOISE,
 }
 DELAYED_TREES: tuple[TreeName, ...] = ("delayed", "delayed_distinct")
-DEFAULT_SHAPE = (2, 2, 3)  # trunk, branches, depth of a delayed tree given by its name alone
+DEFAULT_SHAPE = (2, 2, 3)  # trunk, branches and depth of a delayed tree without numbers
 DEFAULT_NODES, DEFAULT_DEPTH, DEFAULT_BRANCHES = 16, 8, 4  # of the other trees
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Expansion:
-    """What tree to grow: which one, how deep, how wide, of how many nodes.
+    """The tree to grow: its kind, depth, width and number of nodes.
 
-    Delayed trees are `trunk` single nodes, then `branches` paths of `depth` nodes each; `delayed` draws the branches i.i.d.,
-    `delayed_distinct` makes them start differently:
+    Delayed trees have `trunk` single nodes, then `branches` paths of `depth` nodes each. `delayed` samples the branches i.i.d.,
+    `delayed_distinct` gives them different first tokens:
 
         root - t1 - t2 -+- a1 - a2 - a3      trunk=2, branches=2, depth=3
                         +- b1 - b2 - b3
 
     `(0, 1, 0)` drafts nothing: plain decoding. `(n, 1, 0)` is a chain. `(0, k, d)` branches at the root. Their size follows from
-    their shape, so `max_nodes` is 0. Source: Dynamic Delayed Tree Expansion (arXiv 2602.16994), where it is written (K, L1, L2).
+    their shape, so `max_nodes` is 0. Source: Dynamic Delayed Tree Expansion (arXiv 2602.16994), written there (K, L1, L2).
 
-    The other trees find their own shape: `max_nodes` drafted tokens at most, `depth` levels, `branches` children a node, no
-    trunk. A noise-aware one knows what chance a node has to be accepted, and may leave out what has less than `least_chance`.
-    Which is which: docs/verification.md.
+    For other trees the drafter chooses the shape within bounds: at most `max_nodes` drafted tokens, `depth` levels and `branches`
+    children per node, without a trunk. A noise-aware tree leaves out nodes whose acceptance probability is below the threshold
+    `least_chance`. docs/verification.md describes each tree.
     """
 
     trunk: int
@@ -98,7 +98,7 @@ class Expansion:
 
     @property
     def kind(self) -> TreeKind:
-        """How its children are chosen (for rows that draw; greedy and coupled rows rank, and every tree is exact there)."""
+        """How its children are chosen in sampled rows. Greedy and coupled rows rank; every tree is exact there."""
         return TreeKind.PATH if self.is_delayed and self.branches == 1 else _KINDS[self.tree]
 
     @property
@@ -108,12 +108,12 @@ class Expansion:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Largest number of nodes below the root (merged duplicates and early ends can make it fewer)."""
+        """The maximum number of nodes below the root. Merged duplicates and early ends can make it fewer."""
         return self.trunk + self.branches * self.depth if self.is_delayed else self.max_nodes
 
     @property
     def label(self) -> str:
-        """Its name among not too many others: a delayed tree's shape, another tree's name."""
+        """A label of low cardinality for metrics: a delayed tree's shape, another tree's name."""
         return str(self) if self.is_delayed else self.tree
 
     @property
@@ -122,9 +122,9 @@ class Expansion:
         return not (self.trunk or self.depth)
 
     def limited(self, max_depth: int, max_draft_tokens: int) -> "Expansion":
-        """Return the nearest expansion with at most that depth and that many drafted tokens, itself if it is that.
+        """Return the nearest expansion within both limits, or this one if it is within them.
 
-        Depth is cut from the branches first, then the trunk; a branch is dropped before depth is lost to the budget.
+        `max_depth` shortens the branches first, then the trunk. `max_draft_tokens` removes branches before depth.
         """
         is_chain = not self.depth and self.branches == 1
         if (self.depth or is_chain) and self.max_depth <= max_depth and self.num_draft_tokens <= max_draft_tokens:
@@ -141,13 +141,13 @@ class Expansion:
         return Expansion(trunk, branches if depth else 1, depth, self.tree)
 
     def width_at(self, depth: int) -> int:
-        """Return how many sampled paths of a delayed tree pass through this depth (root is 0)."""
+        """Return how many sampled paths of a delayed tree pass through this depth; the root's is 0."""
         if depth <= self.trunk:
             return 1
         return self.branches if depth <= self.max_depth else 0
 
     def __str__(self) -> str:
-        """Return what `parse_expansion` reads: `2.2.3` for a delayed tree, else `name.max_nodes.depth.branches@least_chance`."""
+        """Return the text that `parse_expansion` reads: `2.2.3`, or `name.max_nodes.depth.branches@least_chance`."""
         if not self.is_delayed:
             least = f"@{self.least_chance:.6f}".rstrip("0") if self.least_chance else ""
             return f"{self.tree}.{self.max_nodes}.{self.depth}.{self.branches}{least}"
@@ -156,9 +156,9 @@ class Expansion:
 
 
 def parse_expansion(text: str) -> Expansion:
-    """Return the expansion written `trunk.branches.depth`, `delayed_distinct.trunk.branches.depth` or `tree.max_nodes`.
+    """Parse `trunk.branches.depth`, `delayed_distinct.trunk.branches.depth` or `tree.max_nodes[.depth[.branches]]`.
 
-    The last can go on `.depth.branches`, and a noise-aware one end on `@least_chance`. ValueError says what is wrong.
+    A noise-aware tree may end with `@least_chance`. Raises ValueError with the reason.
     """
     shape, at, least = text.partition("@")
     name, *numbers = shape.split(".") if text[:1].isalpha() else ["delayed", *shape.split(".")]
@@ -183,11 +183,11 @@ PLAIN = Expansion(0, 1, 0)
 
 @dataclass(frozen=True, slots=True)
 class GrowthPrices:
-    """What more of a tree costs the step, in tokens that its seconds would bring: another node, another level.
+    """The marginal cost of a further node and of a further level, in tokens: its seconds times the tokens per second.
 
-    A node pays if it is likelier than that to be accepted, a level if it brings more tokens than that. `node` is that of a node
-    in a step as large as is expected; `nodes`, where they are known, are those of a tree's first node, its second and so on,
-    none below the one before it: a step's seconds bend, and the first nodes may cost next to nothing, the last ones much.
+    A node pays if its acceptance probability exceeds its cost, a level if its expected tokens do. `node` is the cost of a node
+    in a step of the expected size. `nodes`, if known, are the costs of a tree's first node, second node and so on, in ascending
+    order: a step's duration is convex, so the first nodes can be almost free and the last ones expensive.
     """
 
     node: float = 0.0
@@ -196,29 +196,30 @@ class GrowthPrices:
 
     def __post_init__(self) -> None:
         if [*self.nodes] != sorted(self.nodes):
-            raise ValueError("a tree's next node never costs less than the one before")
+            raise ValueError("node costs must be in ascending order")
 
     def least_chances(self, expansion: Expansion) -> tuple[float, ...]:
-        """Return the chance that each node of a noise-aware tree must have, the likeliest node first, [max_nodes].
+        """Return the acceptance thresholds of a noise-aware tree's nodes, most likely node first, [max_nodes].
 
-        Where it is not known what each costs, that is the expansion's own least chance, if it has one.
+        If the costs of the nodes are not known, the threshold is the expansion's `least_chance`, or `node` if that is 0.
         """
         most = expansion.num_draft_tokens
         if not self.nodes:
             return (self._least_chance(expansion, 0),) * most
         return self.nodes[:most] + self.nodes[-1:] * (most - len(self.nodes))
 
-    def least_told(self, expansion: Expansion, chances: Sequence[float]) -> float:
-        """Return the chance above which a tree with nodes of these chances has all that it could have: the price of the next one.
+    def complete_above(self, expansion: Expansion, chances: Sequence[float]) -> float:
+        """Return the probability above which a tree with nodes of these `chances` is complete.
 
-        A full one has all that are as likely as its least likely node, or as it was asked for, if that is less likely.
+        That is the acceptance threshold of the next node. A tree with `max_nodes` nodes is complete above its least likely node
+        only, or above `least_chance` if that is lower.
         """
         most, count = expansion.num_draft_tokens, len(chances)
         least = self._least_chance(expansion, min(count, most - 1))
         return least if count < most else max(least, min(*chances, expansion.least_chance))
 
     def _least_chance(self, expansion: Expansion, place: int) -> float:
-        """Return the chance that the node of a tree at this place must have, the likeliest being the first."""
+        """Return the acceptance threshold of the node at this place, most likely node first."""
         return self.nodes[min(place, len(self.nodes) - 1)] if self.nodes else expansion.least_chance or self.node
 
 
@@ -227,11 +228,10 @@ FREE_GROWTH = GrowthPrices()  # the whole expansion is grown
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A drafted token tree; nodes are numbered so that parents come before children, the root is node 0.
+    """A drafted token tree. Parents come before their children; the root is node 0.
 
-    `draws[v]` lists the children of node v in the order in which they were sampled, a child once for each time it was
-    drawn: i.i.d. draws that coincide are one node listed twice. Verifiers need both the order and the multiplicity
-    (docs/verification.md). A node with no draws is a leaf.
+    `draws[v]` lists the children of node v in sampling order, a child once for each time it was sampled: i.i.d. samples that
+    coincide are one node listed twice. Verifiers need order and multiplicity (docs/verification.md). A leaf has no draws.
     """
 
     parents: tuple[int, ...]
@@ -240,7 +240,7 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         if self.parents == (-1,) and self.draws == ((),) and len(self.token_ids) == 1:
-            return  # a root alone, of which most trees of a busy server are
+            return  # a root alone, the most frequent tree of a busy server
         if not len(self.parents) == len(self.token_ids) == len(self.draws) >= 1:
             raise ValueError("parents, token_ids and draws must have one entry for each node, and a root")
         if self.parents[ROOT] != -1 or any(not 0 <= p < v for v, p in enumerate(self.parents) if v != ROOT):
@@ -251,16 +251,18 @@ class TokenTree:
         if any(set(drawn) != kids for drawn, kids in zip(self.draws, children, strict=True)):
             raise ValueError("draws must name exactly the children of each node")
         if len({*zip(self.parents, self.token_ids)}) < self.num_nodes:
-            raise ValueError("siblings must carry different tokens: a token drawn again is the same child, listed again in draws")
+            raise ValueError(
+                "siblings must have different tokens: a token sampled again is the same child, listed again in draws"
+            )
 
     @classmethod
     def single(cls, token_id: int) -> "TokenTree":
-        """Return the tree of plain decoding: a root alone."""
+        """Return a root without children: the tree of plain decoding."""
         return cls((-1,), (token_id,), ((),))
 
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> "TokenTree":
-        """Return a root and one node after the other; there is at least a root."""
+        """Return a tree without branches. The first token is the root's."""
         num_nodes = len(token_ids)
         draws = tuple((node + 1,) if node + 1 < num_nodes else () for node in range(num_nodes))
         return cls(tuple(range(-1, num_nodes - 1)), tuple(token_ids), draws)
@@ -299,7 +301,7 @@ class TokenTree:
 
     @cached_property
     def ancestors_NN(self) -> NDArray[np.bool_]:
-        """Mask [N, N]: entry (v, w) says whether w is v or an ancestor of v."""
+        """Mask [N, N]: entry (v, w) is true if w is v or an ancestor of v."""
         rows: list[bytearray] = []
         for node, parent in enumerate(self.parents):
             rows.append(bytearray(self.num_nodes) if parent < 0 else rows[parent][:])

@@ -1,6 +1,6 @@
-"""Records that pass between the engine's rooms and across the process border. Frozen, free of torch.
+"""Records that the engine's packages and processes exchange. Frozen, free of torch.
 
-They are plain dataclasses so that msgspec can carry them between processes as they are.
+They are plain dataclasses, which msgspec encodes without conversion.
 """
 
 import secrets
@@ -9,38 +9,38 @@ from enum import StrEnum
 
 from engine.core.enums import DraftSource as DraftSource
 from engine.core.enums import FinishReason as FinishReason
-from engine.core.row_trace import StepTrace
+from engine.core.row_trace import RowTrace
 from engine.core.tree import Expansion
 
 
 class ErrorCode(StrEnum):
-    """Why the engine gave a request up: the `code` of the error on the wire and a label of metrics."""
+    """Why a request failed in the engine: the `code` of the HTTP error and a label of metrics."""
 
     REFUSED = "request_refused"  # it can never run
     LOGITS_NOT_FINITE = "logits_not_finite"
-    NO_POSSIBLE_TOKEN = "no_possible_token"  # its own masks leave none
-    VERIFICATION_FAILED = "verification_failed"  # laws that are none
+    NO_POSSIBLE_TOKEN = "no_possible_token"  # the request's masks leave no token
+    VERIFICATION_FAILED = "verification_failed"  # invalid probabilities
     WORKER_CRASHED = "worker_crashed"  # each worker that ran it died
-    ENGINE_FAILED = "engine_failed"  # there is no worker to run it
-    DISPLACED = "displaced"  # it waited in a full queue, and its place went to a key that had fewer there
+    ENGINE_FAILED = "engine_failed"  # no worker can be started
+    DISPLACED = "displaced"  # the queue was full, and its place went to a key with a smaller share
 
 
 class GrammarKind(StrEnum):
-    """The notation of a grammar, and so what its text is."""
+    """The notation of a grammar's text."""
 
     JSON_OBJECT = "json_object"  # any JSON object; no text
     JSON_SCHEMA = "json_schema"  # a JSON schema
     REGEX = "regex"  # a regular expression, in the syntax of Rust's regex crate
-    CHOICE = "choice"  # a JSON array of the strings that may come
-    LARK = "lark"  # llguidance's dialect of Lark, where %json {...} stands for a schema, or GBNF
+    CHOICE = "choice"  # a JSON array of the allowed strings
+    LARK = "lark"  # llguidance's dialect of Lark, where %json {...} embeds a schema, or GBNF
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a whole generated text must match.
+    """A grammar that the whole generated text must match.
 
-    Numbers in JSON have bounded lengths (docs/structured.md). The JSON of a Lark text stands between the two tokens `json_marks`;
-    two empty strings: everywhere; None: nothing is known of it, so its numbers may have any length.
+    Numbers in JSON have bounded lengths (docs/structured.md). In a Lark text, JSON is between the two tokens `json_marks`. Two
+    empty strings: the whole text is JSON. None: unknown, so numbers may have any length.
     """
 
     kind: GrammarKind
@@ -55,19 +55,19 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are drawn. Every field is honoured exactly under speculation.
+    """How one request's tokens are sampled. Every field is exact under speculation.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `typical_p` 1 are off. With a `seed` the text is a pure
     function of (seed, prompt, sampling), whatever is drafted, unless the request names a verifier other than coupled.
-    `num_logprobs` None returns no log-probabilities, 0 only the chosen tokens', k also the k likeliest. `stop_token_ids` end the
-    request and are not part of its text; they come beside the model's own end tokens unless `ignore_eos`, and none of them can
-    come before `min_tokens` tokens have. `num_prompt_logprobs` asks the same of the prompt's tokens, but for the first. With
-    `max_tokens` 0 nothing is generated.
+    `num_logprobs` None returns no log-probabilities, 0 those of the generated tokens, k also the k most likely.
+    `num_prompt_logprobs` is the same for the prompt without its first token. `stop_token_ids` end the request and are not part
+    of its text. The model's end tokens are added unless `ignore_eos`. No stop token is possible before `min_tokens` tokens.
+    With `max_tokens` 0 nothing is generated.
 
-    `logit_bias` has (token id, bias) pairs. `repetition_penalty` looks at prompt and generated tokens, `presence_penalty` and
-    `frequency_penalty` at generated ones alone; `allowed_token_ids`, unless None, are the only ones that can come, and the token
-    sequences `bad_words` never do. With a `grammar` only texts come that match it, or begin so where a limit cuts them.
-    engine.sampling.logits_processors says what each does.
+    `logit_bias` has (token id, bias) pairs. `repetition_penalty` counts prompt and generated tokens. `presence_penalty` and
+    `frequency_penalty` count generated tokens only. `allowed_token_ids`, unless None, are the only possible tokens. The token
+    sequences `bad_words` are impossible. With a `grammar` the text matches it, or is a prefix of a match if a limit cuts it.
+    engine.sampling.logits_processors defines each.
     """
 
     temperature: float = 1.0
@@ -92,27 +92,27 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the law is a point mass at the arg max."""
+        """Whether the distribution is a point mass at the arg max."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on which tokens came before."""
+        """Whether logits depend on earlier tokens."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed before temperature and truncation; only then does the law depend on the text before."""
+        """Whether logits are edited before temperature and truncation. The edits may depend on the text so far."""
         has_masks = self.allowed_token_ids is not None or bool(self.bad_words) or self.min_tokens > 0 or self.grammar is not None
         return self.has_penalties or bool(self.logit_bias) or has_masks
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A request's own wishes about speculation; None leaves the choice to the server's policy.
+    """A request's own speculation settings. None leaves the choice to the server's policy.
 
-    A verifier or an expansion that comes alone is paired with one that is exact beside it (engine.core.verifier_table).
-    `max_nodes` bounds the drafted tokens of every tree. `is_traced` asks to be told of every step.
+    If only one of verifier and expansion is given, the other is chosen so that the pair is exact (engine.core.verifier_table).
+    `max_nodes` bounds the drafted tokens of every tree. `is_traced`: the request's events carry a trace of each step.
     """
 
     is_enabled: bool = True
@@ -124,10 +124,9 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What an engine that died has told of a request. It is history to the next one, which tells none of it again.
+    """What earlier engines, now dead, emitted for a request. The next engine continues after it and does not emit it again.
 
-    `token_ids` were generated, and count as such: they are no part of the prompt. Of the prompt's log-probabilities
-    `num_prompt_logprobs` have been told.
+    `token_ids` count as generated tokens, not as prompt. `num_prompt_logprobs` is the number of emitted prompt log-probabilities.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -140,16 +139,16 @@ def _drawn_seed() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `request_id` is unique among the living ones.
+    """One sequence to generate. `request_id` is unique among live requests.
 
-    `prediction_ids` are what the client expects to come; they are drafted from and change no law. What a `tenant` was told may be
-    drafted from in its later requests and in nobody else's; the empty one shares nothing. Its name up to the first slash is that
-    of a `group`, an API key's. Requests of the same `cache_salt` share what is cached of the same text; one that has None shares
-    nothing. Groups take turns where requests wait, and a request of `priority` p waits as if it had come p requests of its group
-    later, or earlier if p is below 0. `progress` is empty unless the request is resumed.
+    `prediction_ids` is the output that the client expects. It is used for drafting and does not change the distribution.
+    Outputs of a `tenant` may be used for drafting in later requests of the same tenant only; the empty tenant shares nothing.
+    The tenant's name up to the first slash is its `group`, an API key. Requests with the same `cache_salt` share cached
+    prefixes; None shares nothing. The queue serves groups in turn. Within its group, a request of `priority` p is queued as if
+    p more requests had arrived before it, or -p fewer if p is negative. `progress` is empty unless the request is resumed.
 
-    `drawn_seed` is the seed of the noise of a request that names none. It is drawn once, where the request is made, and goes with
-    it to each worker: the length of a step can depend on the noise of later positions, so that noise must not change behind it.
+    `drawn_seed` seeds the noise of a request without a seed. It is drawn once, when the request is created, and is the same in
+    each worker: the length of a step can depend on the noise of later positions, so that noise must not change on a restart.
     """
 
     request_id: str
@@ -165,12 +164,12 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """The seed of the request's noise, its own or the drawn one."""
+        """The seed of the request's noise: the one it names, else `drawn_seed`."""
         return self.drawn_seed if self.sampling.seed is None else self.sampling.seed
 
     @property
     def group(self) -> str:
-        """The tenant's group; tenants without a name are one."""
+        """The tenant's group. The empty tenant has the empty group."""
         return group_of(self.tenant)
 
 
@@ -181,7 +180,7 @@ def group_of(tenant: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The target's own log-probabilities (raw: before temperature and truncation) at one token. `rank` 1 is the likeliest."""
+    """The target's raw log-probabilities (before temperature and truncation) at one token. `rank` 1 is the most likely."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -191,17 +190,18 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one step made of one request.
+    """The output of one step for one request.
 
-    `token_ids` are new and already cut at stop tokens and limits; a stop token itself is among them only as the last
-    one and is not text (`stop_token_id` says which ended it). `logprobs` has an entry for each token or is empty.
-    Exactly one event of a request carries `finish`; with `FinishReason.ERROR` it carries `error` and `error_code` too.
-    `prompt_logprobs` go on through the prompt from its second token; all have come by the first token. `queued_s`, on a request's
-    first tokens, is how long it waited before its first step, `num_cached_tokens` beside it how many prompt tokens were found
-    cached and not fed. The last fields say how the tokens came:
-    `num_draft_tokens` nodes were verified, `num_accepted_tokens` of the returned tokens, its first ones, were drafted. Of the
-    nodes `num_predicted_tokens` had a token that the request's prediction foretold there; `predicted_places` are those of the
-    returned tokens that came so. `trace` has all of it, for a request that is traced.
+    `token_ids` are the new tokens, already cut at stop tokens and limits. A stop token can only be the last and is not text;
+    `stop_token_id` names it. `logprobs` has an entry for each token or is empty. Exactly one event of a request carries
+    `finish`; with `FinishReason.ERROR` it carries `error` and `error_code` too. `prompt_logprobs` continue from event to event,
+    starting with the second prompt token, and are complete at the first generated token. An event with a request's first tokens
+    carries `queued_s`, its time in the queue, and `num_cached_tokens`, its prompt tokens from the prefix cache.
+
+    The other fields describe speculation. `num_draft_tokens` nodes were verified. The first `num_accepted_tokens` of the
+    returned tokens were drafted. `num_predicted_tokens` of the nodes were drafted from the request's prediction;
+    `predicted_places` are the indices of such tokens among the returned ones. `trace` describes the whole step, for a request
+    that is traced.
     """
 
     request_id: str
@@ -219,17 +219,17 @@ class TokenEvent:
     num_predicted_tokens: int = 0
     predicted_places: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    trace: StepTrace | None = None
+    trace: RowTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AuditStats:
-    """What the background audit found since it last told.
+    """Findings of the background audit since the last report.
 
-    `outcomes` counts tokens by check (greedy, coupled, sampled) and outcome (match, near_tie, mismatch); `pit_bins` counts draws
-    by the bin of their probability integral transform; `num_dropped` chosen requests got no audit. `p_value` is that of all
-    draws since the engine was built. `is_pass` says that the step was a pass of the audit, of `num_pass_tokens` tokens, or of
-    none if it failed.
+    `outcomes` counts tokens by check (greedy, coupled, sampled) and outcome (match, near_tie, mismatch). `pit_bins` counts
+    samples by the bin of their probability integral transform. `num_dropped` selected requests were not audited. `p_value`
+    covers all samples since the engine was built. `is_pass`: the step was a pass of the audit, over `num_pass_tokens` tokens, 0
+    if it failed.
     """
 
     is_pass: bool = False
@@ -245,18 +245,17 @@ STAGES = ("draft", "verify", "judge", "policy", "host")  # of a step; StepStats 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Numbers of one engine step; counts are this step's own, gauges the state after it.
+    """Statistics of one engine step. Counts are of this step, gauges describe the state after it.
 
-    `num_prompt_tokens` were fed for the first time; of `num_prefix_queries` prompt tokens that were looked for among the cached
-    `num_prefix_hits` were found, and not fed.
-    Seconds: `draft_s` growing trees, `verify_s` the target's forward, `judge_s` laws and verification, `policy_s` choosing
-    expansions and learning from them, `host_s` the rest. `policy_reason` says why they were chosen; a policy that expects
-    something says so before the step: `predicted_s` its seconds, `predicted_speedup` its tokens a second over plain decoding's.
-    `accepted_per_depth[d]` counts sequences whose accepted path reached depth d + 1. `expansions` counts decoding rows by
-    the label of the expansion they got; `drafted_by_source` and `accepted_by_source` tell drafted and accepted tokens apart by
-    DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the `num_expected_rows` decoding rows whose rule tells it;
-    `num_realised_tokens` is what came out of the same rows, accepted depth + 1 before limits cut it: their difference is chance
-    alone.
+    `num_prompt_tokens` were fed for the first time. Of `num_prefix_queries` prompt tokens that were looked up in the prefix
+    cache, `num_prefix_hits` were found and not fed. Seconds: `draft_s` growing trees, `verify_s` the target's forward,
+    `judge_s` distributions and verification, `policy_s` choosing expansions and learning from feedback, `host_s` the rest.
+    `policy_reason` is the reason of the policy's choice. The policy may predict a step: `predicted_s` its seconds,
+    `predicted_speedup` its tokens per second relative to plain decoding. `accepted_per_depth[d]` counts sequences whose
+    accepted path reached depth d + 1. `expansions` counts decoding rows by their expansion's label. `drafted_by_source` and
+    `accepted_by_source` count drafted and accepted tokens by DraftSource. `expected_tokens` sums E[tau + 1 | tree] over the
+    `num_expected_rows` decoding rows whose verifier computes it. `num_realised_tokens` sums accepted depth + 1 over the same
+    rows, before limits cut it. The two differ by chance alone.
     """
 
     step: int
@@ -295,7 +294,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
-    """What a request gets that leaves a parameter open, by the model's generation_config.json; None: the API's own default.
+    """Default sampling parameters from the model's generation_config.json. None: the API's default.
 
     `max_tokens` is an upper bound of the API's default.
     """
@@ -310,7 +309,7 @@ class RequestDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the front end must know of the loaded models."""
+    """What the front end needs to know about the loaded models."""
 
     name: str
     vocab_size: int
@@ -322,11 +321,11 @@ class ModelInfo:
     drafter: str
     verifier: str
     policy: str
-    has_same_bits: bool = False  # of a row's logits, in passes of any width
+    has_same_bits: bool = False  # a row's logits have the same bits in passes of any width
     cache_dtype: str | None = None  # of keys and values, where it is not `dtype`
     defaults: RequestDefaults = RequestDefaults()
 
     @property
     def rounds_by_width(self) -> bool:
-        """Whether wide and narrow passes round so differently that more than the nearest of ties can fall either way."""
+        """Whether wide and narrow passes round so differently that near ties can be decided differently."""
         return self.dtype == "bfloat16" and not self.has_same_bits

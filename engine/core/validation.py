@@ -1,4 +1,4 @@
-"""Which requests can never run: one check, made before a request gets a place in the queue."""
+"""Rejects requests that can never run, before they are queued."""
 
 from engine.core.sampling_limits import NoDistribution, require_probs
 from engine.core.tree import PLAIN
@@ -7,11 +7,11 @@ from engine.core.verifier_table import InexactPairError, UnknownVerifierError, r
 
 
 class RequestRefused(ValueError):
-    """The request can never run here; the text says why."""
+    """The request can never run here; the text is the reason."""
 
 
-def refused(request_id: str, why: str) -> TokenEvent:
-    """Return the one event of a request that cannot run."""
+def refusal_event(request_id: str, why: str) -> TokenEvent:
+    """Return the only event of a request that cannot run."""
     return TokenEvent(request_id, finish=FinishReason.ERROR, error=why, error_code=ErrorCode.REFUSED)
 
 
@@ -30,7 +30,7 @@ def require_runnable(request: Request, info: ModelInfo) -> None:
         raise RequestRefused(f"{len(request.progress.token_ids)} of {sampling.max_tokens} tokens have been generated already")
     token_ids = (*request.prompt_ids, *request.prediction_ids, *request.progress.token_ids)
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
-        raise RequestRefused(f"prompt, prediction and generated token ids must lie in [0, {info.vocab_size})")
+        raise RequestRefused(f"prompt, prediction and generated token ids must be in [0, {info.vocab_size})")
     try:
         require_probs(sampling, info.vocab_size, info.eos_token_ids)
     except NoDistribution as error:

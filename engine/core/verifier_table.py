@@ -1,4 +1,4 @@
-"""The one table of which verifier is lossless on which kind of tree, and what to pair where only one of the two is named.
+"""The table of which verifier is lossless on which kind of tree, and the default partner of a verifier or a tree.
 
 Knows names, no tensors. Source: docs/verification.md; tests show every allowed pair exact and every refused one lossy.
 """
@@ -37,7 +37,7 @@ class UnknownVerifierError(ValueError):
 
 @dataclass(frozen=True)
 class _Exactness:
-    """One line of the table: the tree of a verifier named alone, the kind it was made for, the others it is exact on."""
+    """One line of the table: a verifier's default tree, the kind it was designed for, and other kinds it is exact on."""
 
     tree: TreeName
     kind: TreeKind
@@ -67,12 +67,12 @@ _TABLE: dict[str, _Exactness] = {
     "univer": _Exactness("greedy_sample", _SET, (_PATH, _FIXED_DISTINCT)),
     "coupled": _Exactness("delayed_distinct", _SHARED, (_PATH, _IID, _DISTINCT, _FIXED_DISTINCT, _SET, _RANKED)),
 }
-# The verifier of a tree that is named alone, where the server's own is not exact on it.
+# The verifier of a tree kind on which the server's verifier is not exact.
 _VERIFIER_OF: dict[TreeKind, VerifierName] = {_SET: "univer", _RANKED: "nss", _SHARED: "coupled"}
 
 
 def is_exact(kind: TreeKind, verifier: str) -> bool:
-    """Return whether the verifier keeps the target's law on such trees; raise UnknownVerifierError if there is none."""
+    """Return whether the verifier preserves the target's distribution on such trees. Raises UnknownVerifierError."""
     return kind in _line(verifier).kinds
 
 
@@ -84,17 +84,17 @@ def require_exact(expansion: Expansion, verifier: str) -> None:
 
 
 def default_tree(verifier: str) -> TreeName:
-    """Return the tree to grow for a verifier that is named alone: one that it is exact on. Raises UnknownVerifierError."""
+    """Return the tree for a verifier without an expansion; the verifier is exact on it. Raises UnknownVerifierError."""
     return _line(verifier).tree
 
 
 def verifier_for(expansion: Expansion, preferred: str) -> str:
-    """Return the verifier of a tree that is named alone: the preferred one if it is exact there."""
+    """Return the verifier for an expansion without a verifier: the preferred one if it is exact there."""
     return preferred if is_exact(expansion.kind, preferred) else _VERIFIER_OF.get(expansion.kind, "traversal")
 
 
 def fitted(expansion: Expansion, verifier: str) -> Expansion:
-    """Return the expansion, or if the verifier is not exact on it, its own tree with about as many nodes, and no more levels."""
+    """Return the expansion if the verifier is exact on it, else the verifier's default tree of about the same size."""
     if expansion.is_plain or is_exact(expansion.kind, verifier):
         return expansion
     tree, num_nodes, depth = default_tree(verifier), expansion.num_draft_tokens, expansion.max_depth
@@ -104,7 +104,7 @@ def fitted(expansion: Expansion, verifier: str) -> Expansion:
 
 
 def _delayed_within(tree: TreeName, num_nodes: int, max_depth: int) -> Expansion:
-    """Return a trunk of a quarter of the nodes and as many branches as the rest makes; a chain where there is no room for two."""
+    """Return a delayed tree whose trunk has a quarter of the nodes. Return a chain if there is no room for two branches."""
     trunk = min(num_nodes // 4, max_depth // 2)
     depth = max(1, min(max_depth - trunk, (num_nodes - trunk) // 2))
     branches = min(16, (num_nodes - trunk) // depth)

@@ -5,11 +5,11 @@ it does not get past this. Knows plans and integers, no tensors.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.core.step_observer import StepObserver
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import TokenTree
 from engine.scheduler.slot_pool import IntegrityError
@@ -17,30 +17,8 @@ from engine.scheduler.slot_pool import IntegrityError
 _NOTHING = 0  # the digest of a slot that is free, or has not been written
 
 
-class StepWatch(Protocol):
-    """Whoever looks at each step before and after the target's pass."""
-
-    def check(self, plan: StepPlan) -> None:
-        """Raise IntegrityError if a row's slots are not what they must be."""
-        ...
-
-    def note(self, plan: StepPlan, trees: Sequence[TokenTree]) -> None:
-        """Take note of what the pass has written; `trees` are those of the decoding rows."""
-        ...
-
-
-class NoWatch:
-    """Looks at nothing."""
-
-    def check(self, plan: StepPlan) -> None:
-        """Do nothing."""
-
-    def note(self, plan: StepPlan, trees: Sequence[TokenTree]) -> None:
-        """Do nothing."""
-
-
-class SlotDigests:
-    """Owns a digest for each slot. Whoever owns the slots tells it of those that are freed."""
+class SlotDigests(StepObserver):
+    """Owns a digest for each slot. The owner of the slots calls `on_free`."""
 
     def __init__(self, num_slots: int) -> None:
         self._held_S = np.full(num_slots, _NOTHING, dtype=np.int64)
@@ -50,8 +28,8 @@ class SlotDigests:
         """Forget what freed slots held."""
         self._held_S[list(slots)] = _NOTHING
 
-    def check(self, plan: StepPlan) -> None:
-        """Raise IntegrityError unless each row's slots hold its context, and its new ones nothing."""
+    def before_step(self, plan: StepPlan) -> None:
+        """Raise IntegrityError unless each row's slots hold its context and its new slots are empty."""
         known, self._texts = self._texts, {}
         for row in plan.rows:
             text = known.get(row.request_id)
@@ -75,8 +53,8 @@ class SlotDigests:
             where = f"request {row.request_id}: slot {row.slots[place]} at position {place} of {row.context_len} cached ones"
             raise IntegrityError(f"{where} holds {holds} instead of {needs}")
 
-    def note(self, plan: StepPlan, trees: Sequence[TokenTree]) -> None:
-        """Take note of the texts that the pass has written; `trees` are those of the decoding rows."""
+    def after_forward(self, plan: StepPlan, trees: Sequence[TokenTree]) -> None:
+        """Record the digests of the texts that the pass has written."""
         remaining = iter(trees)
         for row in plan.rows:
             digests = self._texts[row.request_id].digests(row.end)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.policy import Choice, PassSize, SequenceView, StepFeedback, StepWork
+from engine.core.policy import ExpansionChoice, PassSize, SequenceView, StepFeedback, StepWork
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import Expansion, TokenTree
 from engine.core.types import ModelInfo, Request, SamplingParams
@@ -150,10 +150,10 @@ class _Script:
         self._expansions = iter(expansions)
         self._is_script = False
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         self._is_script = all(view.num_uncached == 1 for view in views)
         wish = next(self._expansions, Expansion(0, 1, 0)) if self._is_script else Expansion(0, 1, 0)
-        return Choice((wish,) * len(views))
+        return ExpansionChoice((wish,) * len(views))
 
     def observe(self, feedback: StepFeedback) -> None:
         if self._is_script:

@@ -1,1 +1,1 @@
-"""Which sequences run in a step, in which slots of the cache, and what a step's token budget is spent on."""
+"""The scheduler: which sequences run in a step, in which cache slots, within which token budget."""

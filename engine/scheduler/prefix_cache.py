@@ -1,15 +1,15 @@
-"""Slots of committed tokens that others can use: blocks of a text, found again by what stands before them.
+"""The prefix cache: blocks of committed tokens whose slots sequences with the same prefix share.
 
-What a slot holds depends on its token and on every token before it. So a block is found by its parent, the block before it, and
-by its own tokens, compared one by one: no two texts can meet by a hash. The first block's parent is the salt; texts of different
-salts share nothing. Blocks are made of committed tokens whose keys the target has cached, never of a draft's.
+A slot's content depends on its token and on every token before it. So the key of a block is its parent, the block before it, and
+its own tokens. Tokens are compared, not only hashed, so two texts cannot collide. The first block's parent is the salt; texts of
+different salts share nothing. Blocks consist of committed tokens whose keys the target has cached, never of drafted tokens.
 
     text        [ t0 ..... t15 | t16 .... t31 | t32 .. t40 | root ]      blocks of 16
     blocks      [   block 0    |   block 1    ]                          shared, never written again by the target
     own slots                                 [ .......... ]             the sequence's alone
 
-A block whose last user has gone stays until its slots are needed: the least lately used goes first, children before parents. One
-that no finite law has proven goes with its last user. Knows sequences and blocks; the pool is the scheduler's.
+An unused block stays until its slots are needed. The least recently used block is evicted first, children before parents. A block
+that is not known to be finite is freed with its last user. Knows sequences and blocks; the scheduler owns the slot pool.
 """
 
 from collections import OrderedDict
@@ -20,22 +20,22 @@ from engine.scheduler.slot_pool import Block, BlockKey, IntegrityError
 
 
 class PrefixCache:
-    """Owns the blocks, of `block_tokens` tokens each. Sequences without a salt neither find nor leave any."""
+    """Owns the blocks of `block_tokens` tokens each. Sequences without a salt neither use nor add blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._by_key: dict[BlockKey, Block] = {}  # those that can be found
-        self._unused: OrderedDict[Block, None] = OrderedDict()  # the least lately used first
+        self._by_key: dict[BlockKey, Block] = {}  # blocks that can be looked up
+        self._unused: OrderedDict[Block, None] = OrderedDict()  # the least recently used first
         self._num_made = 0
 
     @property
     def num_unused_slots(self) -> int:
-        """Slots of blocks that nobody uses: as good as free."""
+        """Slots of unused blocks, which can be evicted."""
         return len(self._unused) * self._block_tokens
 
     def adopt(self, sequence: Sequence) -> None:
-        """Let a sequence go on from what is cached after its own blocks, the root aside, and from what the drafter has of it."""
-        while not sequence.has_own_slots and (key := self.wanted(sequence)) is not None:
+        """Append cached blocks to a sequence's table, up to the root, and update how much the drafter has cached."""
+        while not sequence.has_own_slots and (key := self.lookup_key(sequence)) is not None:
             block = self._by_key.get(key)
             if block is None:
                 break
@@ -47,8 +47,8 @@ class PrefixCache:
         while sequence.draft_len < sequence.num_shared and sequence.blocks[sequence.draft_len // size].is_drafted:
             sequence.draft_len = (sequence.draft_len // size + 1) * size
 
-    def wanted(self, sequence: Sequence) -> BlockKey | None:
-        """Return what finds the next block of a text that would spare a sequence work; None if there can be none."""
+    def lookup_key(self, sequence: Sequence) -> BlockKey | None:
+        """Return the key of the next block that the sequence could use; None if there is none before the root."""
         if not sequence.reads_prefixes or (len(sequence.blocks) + 1) * self._block_tokens >= sequence.num_tokens:
             return None
         return self._next_key(sequence)
@@ -59,7 +59,7 @@ class PrefixCache:
         return parent, tuple(sequence.token_ids[start : start + self._block_tokens])
 
     def publish(self, sequence: Sequence) -> None:
-        """Make blocks of what a sequence has cached since; where another has made the same, the sequence keeps its own slots."""
+        """Add blocks for a sequence's newly cached tokens. If a block exists already, the sequence keeps its own slots."""
         if sequence.salt is None:
             return
         size = self._block_tokens
@@ -77,45 +77,45 @@ class PrefixCache:
             block.is_drafted = True
         sequence.num_marked = num_drafted
 
-    def prove(self, sequence: Sequence) -> None:
-        """Note that a law that looks at all of a sequence's blocks is finite."""
+    def mark_finite(self, sequence: Sequence) -> None:
+        """Mark a sequence's blocks as finite, after a distribution that attends to all of them was finite."""
         for block in reversed(sequence.blocks):
-            if block.is_proven:
+            if block.is_finite:
                 break
-            block.is_proven = True
+            block.is_finite = True
 
     def release(self, sequence: Sequence) -> list[int]:
-        """Take a sequence's blocks back; those that are proven stay for others. Return the slots of those that do not.
+        """Release a sequence's blocks. Finite blocks stay cached; return the slots of the other unused ones.
 
-        The sequence's table is not touched.
+        The sequence's table is not changed.
         """
         freed: list[int] = []
         for block in reversed(sequence.blocks):
             block.num_users -= 1
-            if not block.num_users and block.is_proven:
+            if not block.num_users and block.is_finite:
                 self._unused[block] = None
             elif not block.num_users:
-                self._lose(block)
+                self._unlist(block)
                 freed += block.slots
         return freed
 
-    def forget(self, sequence: Sequence) -> None:
-        """Let nobody find a sequence's blocks any more: what they hold is not to be trusted."""
+    def invalidate(self, sequence: Sequence) -> None:
+        """Remove a sequence's blocks from the lookup, because their content is not trusted."""
         for block in sequence.blocks:
-            self._lose(block)
+            self._unlist(block)
 
     def evict(self) -> tuple[int, ...]:
-        """Give up the block that has been unused for longest; return its slots."""
+        """Evict the block that has been unused for longest. Return its slots."""
         block, _ = self._unused.popitem(last=False)
-        self._lose(block)
+        self._unlist(block)
         return block.slots
 
-    def _lose(self, block: Block) -> None:
+    def _unlist(self, block: Block) -> None:
         if self._by_key.get(block.key) is block:
             del self._by_key[block.key]
 
     def check(self, sequences: Iterable[Sequence]) -> list[int]:
-        """Return the slots of all blocks; raise IntegrityError unless users, texts and tables agree with them."""
+        """Return the slots of all blocks. Raise IntegrityError unless they agree with the sequences' tokens and tables."""
         users: dict[Block, int] = dict.fromkeys(self._unused, 0)
         for sequence in sequences:
             size = self._block_tokens
@@ -126,8 +126,8 @@ class PrefixCache:
                     raise IntegrityError(f"{sequence.request_id} has other slots or tokens than its block {index}")
         if any(block.num_users != count for block, count in users.items()):
             raise IntegrityError("a block has other users than it counts")
-        if not all(block.is_proven for block in self._unused):
-            raise IntegrityError("a block is kept that nobody has proven")
+        if not all(block.is_finite for block in self._unused):
+            raise IntegrityError("an unused block is cached although it is not known to be finite")
         if any(block not in users for block in self._by_key.values()):
-            raise IntegrityError("a block that can be found is neither used nor unused")
+            raise IntegrityError("a block in the lookup is neither used nor unused")
         return [slot for block in users for slot in block.slots]

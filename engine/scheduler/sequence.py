@@ -1,6 +1,6 @@
-"""One request's state inside the engine: its tokens, its slot table and how far each cache has come.
+"""One request's state inside the engine: its tokens, its slot table and the lengths of its caches.
 
-Knows integers only. The scheduler owns every Sequence; others see SequenceView and Row.
+Knows integers only. The scheduler owns every Sequence; other parts see SequenceView and Row.
 """
 
 import time
@@ -12,7 +12,7 @@ from engine.scheduler.slot_pool import Block
 
 
 class Sequence:
-    """A request in progress. Mutable; its one owner is the scheduler.
+    """A request in progress. Mutable; owned by the scheduler.
 
     Layout, in logical positions:
 
@@ -30,18 +30,18 @@ class Sequence:
         self.verifier = verifier
         self.token_ids: list[int] = [*request.prompt_ids, *request.progress.token_ids]
         self.slots = array("q")
-        self.blocks: list[Block] = []  # whose slots the first ones are; the prefix cache's
-        self.num_marked = 0  # blocks that are known to be drafted
+        self.blocks: list[Block] = []  # of the prefix cache; their slots are the first of `slots`
+        self.num_marked = 0  # blocks marked as drafted
         self.salt = request.cache_salt
         self.draft_len = 0
-        self.num_found = 0  # prompt tokens that were found cached and not fed
+        self.num_prefix_hits = 0  # prompt tokens found in the prefix cache and not fed
         self.arrival_s = time.monotonic()
         self.queued_s: float | None = None
-        self._num_counted_prompt = _num_told_of(request)
+        self._num_counted_prompt = _num_fed_before(request)
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
+        """The id of the request."""
         return self.request.request_id
 
     @property
@@ -51,7 +51,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that were generated so far, those that an engine before this one told included."""
+        """Tokens generated so far, including those of earlier engines."""
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property
@@ -66,31 +66,31 @@ class Sequence:
 
     @property
     def num_shared(self) -> int:
-        """Tokens in blocks, which others may share."""
+        """Tokens in blocks, which other sequences may share."""
         return len(self.blocks) * len(self.blocks[0].slots) if self.blocks else 0
 
     @property
     def own_slots(self) -> "array[int]":
-        """The slots that are the sequence's alone."""
+        """The slots that only this sequence uses."""
         return self.slots[self.num_shared :]
 
     @property
     def has_own_slots(self) -> bool:
-        """Whether there are any."""
+        """Whether the sequence has slots outside blocks."""
         return len(self.slots) > self.num_shared
 
     @property
     def reads_prefixes(self) -> bool:
-        """Whether it may go on from what others have cached: not if it is asked what the target says of its own prompt."""
+        """Whether it may use cached prefixes: not if the log-probabilities of its prompt are requested."""
         return self.salt is not None and self.request.sampling.num_prompt_logprobs is None
 
     @property
     def num_uncached(self) -> int:
-        """Tokens the target must still be fed, the root included; at least 1."""
+        """Tokens that must still be fed to the target, the root included; at least 1."""
         return len(self.token_ids) - len(self.slots)
 
     def view(self) -> SequenceView:
-        """Return what a policy may see."""
+        """Return the policy's view of the sequence."""
         return SequenceView(
             request_id=self.request_id,
             num_committed=self.num_tokens,
@@ -103,30 +103,30 @@ class Sequence:
         )
 
     def leave_queue(self) -> None:
-        """Note how long the sequence has waited; after a preemption the first wait stands."""
+        """Record how long the sequence waited. A wait after a preemption is not recorded."""
         if self.queued_s is None:
             self.queued_s = time.monotonic() - self.arrival_s
 
     def count_prompt(self, end: int) -> int:
-        """Return how many prompt tokens before position `end` are fed for the first time; each is counted once in a life.
+        """Return how many prompt tokens before position `end` are fed for the first time. Each is counted only once.
 
-        A request that is resumed lives on: what was told of its prompt is not counted again.
+        Prompt tokens that an earlier engine fed for a resumed request are not counted again.
         """
         reached = min(end, len(self.request.prompt_ids))
         fresh = max(0, reached - self._num_counted_prompt)
         self._num_counted_prompt += fresh
         return fresh
 
-    def count_found(self) -> int:
-        """Return how many prompt tokens have been found cached since this was last asked; none of them is ever fed first."""
+    def count_prefix_hits(self) -> int:
+        """Return how many prompt tokens were found in the prefix cache since the last call."""
         fresh = self.count_prompt(self.target_len)
-        self.num_found += fresh
+        self.num_prefix_hits += fresh
         return fresh
 
     def accept(self, new_ids: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Return how much of `new_ids` belongs to the output, and why the output ends there if it does."""
+        """Return the part of `new_ids` that belongs to the output, and the finish reason if the output ends there."""
         stops, most = self.request.sampling.stop_token_ids, self.num_remaining
-        if not self.request.sampling.max_tokens:  # its prompt alone was asked about
+        if not self.request.sampling.max_tokens:  # only the prompt's log-probabilities are requested
             return [], FinishReason.LENGTH
         for count, token_id in enumerate(new_ids, start=1):
             if token_id in stops:
@@ -135,11 +135,11 @@ class Sequence:
                 return new_ids[:count], FinishReason.LENGTH
         return new_ids, None
 
-    def forget_caches(self) -> None:
-        """Remember nothing cached: the sequence is fed anew when it is next run."""
+    def reset_caches(self) -> None:
+        """Reset the caches' state: the sequence is fed from its start when it runs again."""
         self.slots, self.blocks, self.num_marked, self.draft_len = array("q"), [], 0, 0
 
 
-def _num_told_of(request: Request) -> int:
-    """Return how many leading prompt tokens an engine before this one has fed, for all that is known of it."""
+def _num_fed_before(request: Request) -> int:
+    """Return how many leading prompt tokens earlier engines are known to have fed."""
     return len(request.prompt_ids) if request.progress.token_ids else request.progress.num_prompt_logprobs

@@ -1,21 +1,21 @@
 """The pool of cache slots. A slot holds the keys and values of one token, in every layer of the target and of the drafter.
 
 Pages have size one: a sequence's table maps logical positions to slots, so keeping an accepted path is a permutation of
-integers and no key or value ever moves (docs/architecture.md). Knows who may use a slot; does not know what is in it.
+integers and no key or value ever moves (docs/architecture.md). Knows which slots are free; does not know their content.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-BlockKey = tuple[int | str | None, tuple[int, ...]]  # the parent's serial, or the salt of a text's first block, and the tokens
+BlockKey = tuple[int | str | None, tuple[int, ...]]  # the parent's serial (of a first block the salt) and the tokens
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Neighbouring committed tokens of a text, and the slots where the target has cached them. The prefix cache's.
+    """A block of the prefix cache: consecutive committed tokens and the slots where the target has cached them.
 
-    `serial` is never another block's. `is_drafted`: the drafter has cached all of them too. `is_proven`: a law that looks at them
-    was judged, and is finite; so are then the blocks before it.
+    `serial` is unique. `is_drafted`: the drafter has cached all the tokens too. `is_finite`: a distribution that attends to the
+    block was finite, so the block and its ancestors hold finite keys and values.
     """
 
     serial: int
@@ -23,11 +23,11 @@ class Block:
     slots: tuple[int, ...]
     num_users: int
     is_drafted: bool = False
-    is_proven: bool = False
+    is_finite: bool = False
 
 
 class OutOfSlots(RuntimeError):
-    """More slots were asked for than are free."""
+    """More slots were requested than are free."""
 
 
 class IntegrityError(AssertionError):
@@ -35,7 +35,7 @@ class IntegrityError(AssertionError):
 
 
 class SlotPool:
-    """A free list over `num_slots` slots. Owns the list; callers own the slots they were given until they free them."""
+    """A free list over `num_slots` slots. Owns the list; callers own allocated slots until they free them."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -44,7 +44,7 @@ class SlotPool:
         self._listeners: list[Callable[[Sequence[int]], None]] = []
 
     def on_freed_slots(self, listener: Callable[[Sequence[int]], None]) -> None:
-        """Tell `listener` of slots that are freed, from now on."""
+        """Call `listener` with the slots of each `free`."""
         self._listeners.append(listener)
 
     @property
@@ -54,13 +54,13 @@ class SlotPool:
 
     @property
     def num_used(self) -> int:
-        """Slots that somebody owns."""
+        """Slots that are allocated."""
         return self.num_slots - len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` slots, all or none; raise OutOfSlots if fewer are free."""
+        """Return `count` slots. Raises OutOfSlots if fewer are free."""
         if count > len(self._free):
-            raise OutOfSlots(f"{count} slots wanted, {len(self._free)} free")
+            raise OutOfSlots(f"{count} slots requested, {len(self._free)} free")
         if count == 0:
             return []
         slots = self._free[-count:][::-1]
@@ -70,14 +70,14 @@ class SlotPool:
         return slots
 
     def free(self, slots: Sequence[int]) -> None:
-        """Take slots back; raise IntegrityError if one was not in use."""
+        """Free slots. Raises IntegrityError if one was not in use."""
         for slot in slots:
             if not self._is_used[slot]:
                 raise IntegrityError(f"slot {slot} is freed twice")
             self._is_used[slot] = 0
         self._free.extend(reversed(slots))
-        for tell in self._listeners:
-            tell(slots)
+        for listener in self._listeners:
+            listener(slots)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise IntegrityError unless the tables own each used slot exactly once and nothing else."""

@@ -1,54 +1,55 @@
-"""How the tokens of one step are shared out: between prompts and trees, and between the rows of each, by max-min fairness.
+"""The token budget of one step, divided between prompts and trees, and among the rows of each, by max-min fairness.
 
-Plain arithmetic over wishes; knows no sequences and no slots.
+Plain arithmetic over demands; knows no sequences and no slots.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Wish(NamedTuple):
-    """What a row could use: uncached tokens (the root included) and drafted nodes."""
+class TokenDemand(NamedTuple):
+    """A row's demand: uncached tokens (the root included) and drafted nodes."""
 
     num_uncached: int
     num_draft_tokens: int
 
 
-class Share(NamedTuple):
-    """What a row gets: at least one certain token, and at most so many drafted nodes."""
+class TokenShare(NamedTuple):
+    """A row's share of the budget: certain tokens, at least one, and a maximum of drafted nodes."""
 
     num_certain: int
     max_draft_tokens: int
 
 
-_NOTHING_MORE, _GRANTED = Wish(1, 0), Share(1, 0)  # a row that decodes plainly
+_PLAIN_DEMAND, _PLAIN_SHARE = TokenDemand(1, 0), TokenShare(1, 0)  # of a row that decodes plainly
 
 
-def fair_shares(wants: Sequence[int], total: int) -> list[int]:
-    """Return integers below `wants` that sum to at most `total`: small wants are met whole, the others get equal parts."""
-    if sum(wants) <= total:
-        return [*wants]
-    shares = [0] * len(wants)
+def fair_shares(demands: Sequence[int], total: int) -> list[int]:
+    """Return max-min fair shares of `total`: small demands are met in full, the others get equal parts."""
+    if sum(demands) <= total:
+        return [*demands]
+    shares = [0] * len(demands)
     left = max(0, total)
-    for rank, index in enumerate(sorted(range(len(wants)), key=lambda i: wants[i])):
-        shares[index] = min(wants[index], left // (len(wants) - rank))
+    for rank, index in enumerate(sorted(range(len(demands)), key=lambda i: demands[i])):
+        shares[index] = min(demands[index], left // (len(demands) - rank))
         left -= shares[index]
     return shares
 
 
-def share_out(wishes: Sequence[Wish], max_step_tokens: int) -> list[Share]:
+def share_tokens(demands: Sequence[TokenDemand], max_step_tokens: int) -> list[TokenShare]:
     """Return each row's share of a step.
 
-    Every row has one token for granted. Prompts that wait to be fed have a claim on half of the step and on what trees do not
-    want; a row whose prompt ends in this step may draft from what is left.
+    Every row gets one token. Unfed prompts have priority on half of the step, and also get what trees do not need. A row whose
+    prompt ends in this step may draft within the rest.
     """
-    if all(wish == _NOTHING_MORE for wish in wishes):
-        return [_GRANTED] * len(wishes)
-    tokens = max_step_tokens - len(wishes)
-    prompts = [wish.num_uncached - 1 for wish in wishes]
-    decoding_trees = sum(wish.num_draft_tokens for wish in wishes if wish.num_uncached == 1)
+    if all(demand == _PLAIN_DEMAND for demand in demands):
+        return [_PLAIN_SHARE] * len(demands)
+    tokens = max_step_tokens - len(demands)
+    prompts = [demand.num_uncached - 1 for demand in demands]
+    decoding_trees = sum(demand.num_draft_tokens for demand in demands if demand.num_uncached == 1)
     for_trees = min(decoding_trees, tokens - min(sum(prompts), max_step_tokens // 2))
     fed = fair_shares(prompts, tokens - max(0, for_trees))
-    tree_wants = [wish.num_draft_tokens if got == want else 0 for wish, got, want in zip(wishes, fed, prompts, strict=True)]
-    trees = fair_shares(tree_wants, tokens - sum(fed))
-    return [Share(got + 1, tree) for got, tree in zip(fed, trees, strict=True)]
+    is_fed = [num_fed == num_needed for num_fed, num_needed in zip(fed, prompts, strict=True)]
+    tree_demands = [demand.num_draft_tokens if ends else 0 for demand, ends in zip(demands, is_fed, strict=True)]
+    trees = fair_shares(tree_demands, tokens - sum(fed))
+    return [TokenShare(num_fed + 1, num_nodes) for num_fed, num_nodes in zip(fed, trees, strict=True)]

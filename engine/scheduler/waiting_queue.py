@@ -1,7 +1,7 @@
-"""Sequences that wait to be run, in the order of their turns; none of what is done with them takes longer because many wait.
+"""A priority queue of waiting sequences with fast removal, whatever its length.
 
-A heap whose entries outlive their sequences: one that was taken out is passed over when its entry comes up, and swept out when
-most entries are such.
+A heap with lazy removal: the entry of a removed sequence is skipped when it reaches the front. The heap is rebuilt when most of
+its entries are stale.
 """
 
 import heapq
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from engine.scheduler.sequence import Sequence
 
-_FEW = 64  # entries that are not worth sweeping
+_MIN_STALE = 64  # stale entries before the heap is rebuilt
 
 
 class _Place(NamedTuple):
-    """Who comes first: those who have run before, then by turn, then by arrival. `number` is nobody else's."""
+    """The sort key: preempted sequences first, then by turn, then by arrival. `number` is unique."""
 
     is_new: bool
     turn: int
@@ -22,11 +22,11 @@ class _Place(NamedTuple):
 
 
 class WaitingQueue:
-    """Owns the order of those that wait. Turns only grow, whatever is wished for: see `push`."""
+    """Owns the order of waiting sequences."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[_Place, Sequence]] = []
-        self._places: dict[str, _Place] = {}  # of those that wait
+        self._places: dict[str, _Place] = {}  # of the waiting sequences, by request id
         self._num_pushed = 0
         self._num_returned = 0
 
@@ -37,16 +37,16 @@ class WaitingQueue:
         return request_id in self._places
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yield those that wait, in order; takes as long as there are many."""
+        """Yield the waiting sequences in order. Takes time linear in their number."""
         return (sequence for place, sequence in sorted(self._heap) if self._is_current(place, sequence))
 
     def push(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn: it is passed by no more later ones than the priorities differ by."""
+        """Queue a sequence. At most as many later sequences overtake it as their priorities differ."""
         self._num_pushed += 1
         self._enter(sequence, _Place(True, self._num_pushed + sequence.request.priority, self._num_pushed))
 
     def push_back(self, sequence: Sequence) -> None:
-        """Let a sequence that was running wait before all others."""
+        """Queue a preempted sequence before all others."""
         self._num_returned += 1
         self._enter(sequence, _Place(False, -self._num_returned, self._num_returned))
 
@@ -56,15 +56,15 @@ class WaitingQueue:
 
     @property
     def first(self) -> Sequence | None:
-        """Whose turn it is; None if nobody waits."""
+        """The next sequence; None if the queue is empty."""
         while self._heap and not self._is_current(*self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out that waits, wherever it stands."""
+        """Remove a waiting sequence."""
         del self._places[sequence.request_id]
-        if len(self._heap) > 2 * len(self._places) + _FEW:
+        if len(self._heap) > 2 * len(self._places) + _MIN_STALE:
             self._heap = [entry for entry in self._heap if self._is_current(*entry)]
             heapq.heapify(self._heap)
 

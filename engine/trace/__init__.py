@@ -1,1 +1,1 @@
-"""What is recorded of a step: counters, traced rows, probabilities of a tree, and the trace file."""
+"""Records of steps: statistics, traced rows, probabilities of trees, and the trace file."""

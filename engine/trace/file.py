@@ -1,7 +1,4 @@
-"""The file that a trace is written to: appended to, a step at a time, and given up at the first failure.
-
-Knows bytes and the disk. Does not know what a step is.
-"""
+"""The trace file: appended to at each step, closed at the first failure. Knows bytes and the disk, not steps."""
 
 import logging
 import os
@@ -14,13 +11,13 @@ from engine.trace.records import TraceHeader, TraceRecord, encoded_line
 
 _logger = logging.getLogger(__name__)
 
-_BUFFER_BYTES = 1 << 20  # a step's lines leave in one write; more than this waits for none
+_BUFFER_BYTES = 1 << 20  # so that the lines of a step are written at once
 
 
 class TraceFile:
-    """Owns an open file. Tracing must not fail a step: what goes wrong is logged once, and nothing is written any more.
+    """Owns an open file. Tracing must not fail a step: the first failure is logged, and nothing is written afterwards.
 
-    A trace tells what was generated, so a new file can be read by its owner alone.
+    A trace contains generated text, so only the owner can read a new file.
     """
 
     def __init__(self, path: Path, header: TraceHeader) -> None:
@@ -31,7 +28,7 @@ class TraceFile:
         self._append([*([b"\n"] if is_torn else []), encoded_line(header)])
 
     def write(self, records: Iterable[TraceRecord]) -> None:
-        """Append the records and hand them to the system, so that they outlive this process."""
+        """Append the records and flush them to the kernel, so that they survive this process."""
         self._append([encoded_line(record) for record in records])
 
     def _append(self, lines: list[bytes]) -> None:
@@ -45,15 +42,15 @@ class TraceFile:
             self.close()
 
     def close(self) -> None:
-        """Write no more. A second time does nothing."""
+        """Close the file. A second call does nothing."""
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # it tries once more to get rid of what could not be written
+            with suppress(OSError):  # closing flushes again what could not be written
                 file.close()
 
 
 def _is_torn(path: Path) -> bool:
-    """Return whether a writer before us died in the middle of a line."""
+    """Return whether an earlier writer died in the middle of a line."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

@@ -1,7 +1,6 @@
-"""Traces of steps: the records of a trace file, their JSON lines, and the reader.
+"""The records of a trace file, their JSON lines, and the reader.
 
-Knows records and lines. Does not know engines, nor who writes the file; whoever learns from steps (a selector) or shows them
-reads it from here. docs/traces.md is the schema for people.
+Knows records and lines. Does not know engines. docs/traces.md documents the schema.
 """
 
 from collections.abc import Iterator
@@ -9,18 +8,18 @@ from pathlib import Path
 
 import msgspec
 
-from engine.core.row_trace import StepTrace, TracedRow
+from engine.core.row_trace import RowTrace, TracedRow
 from engine.core.types import STAGES, StepStats
 
-TRACE_VERSION = 1  # raised when a record no longer means what it meant; new fields with defaults do not raise it
+TRACE_VERSION = 1  # incremented when the meaning of a record changes, but not for new fields with defaults
 
 
 class TraceError(Exception):
-    """A file that is no trace, or one of a version unknown here; the message is one line."""
+    """The file is no trace or has an unknown version. The message is one line."""
 
 
 class TraceHeader(msgspec.Struct, frozen=True, tag="header", tag_field="type", kw_only=True):
-    """What wrote the records that follow; one for each start of an engine."""
+    """The engine that wrote the following records; one for each start of an engine."""
 
     version: int = TRACE_VERSION
     model: str
@@ -32,7 +31,7 @@ class TraceHeader(msgspec.Struct, frozen=True, tag="header", tag_field="type", k
 
 
 class TracedStep(msgspec.Struct, frozen=True, tag="step", tag_field="type"):
-    """A step's seconds and counts; the rows of the step follow."""
+    """A step's statistics. The rows of the step follow."""
 
     stats: StepStats
 
@@ -40,10 +39,10 @@ class TracedStep(msgspec.Struct, frozen=True, tag="step", tag_field="type"):
 TraceRecord = TraceHeader | TracedStep | TracedRow
 
 
-def step_trace(stats: StepStats, row: TracedRow) -> StepTrace:
-    """Return the row with what is to be told of its step."""
+def step_trace(stats: StepStats, row: TracedRow) -> RowTrace:
+    """Return the row with the reason and the seconds of its step."""
     stage_s = {stage: getattr(stats, f"{stage}_s") for stage in STAGES}
-    return StepTrace(row, stats.policy_reason, stats.step_s, stage_s)
+    return RowTrace(row, stats.policy_reason, stats.step_s, stage_s)
 
 
 _encoder = msgspec.json.Encoder()
@@ -51,14 +50,14 @@ _decoder: msgspec.json.Decoder[TraceRecord] = msgspec.json.Decoder(TraceRecord)
 
 
 def encoded_line(record: TraceRecord) -> bytes:
-    """Return the record's line, its end included."""
+    """Return the record's line, including the line end."""
     return _encoder.encode(record) + b"\n"
 
 
 def read_trace(path: Path) -> Iterator[TraceRecord]:
     """Yield the records of a trace in order. Raises TraceError, or OSError if the file cannot be read.
 
-    A line that was torn when its writer died is left out; it is the last, or a header (of the next engine) follows it.
+    An incomplete line of a writer that died is skipped. It is the last line, or the header of the next engine follows.
     """
     torn: str | None = None
     with path.open("rb") as lines:
@@ -76,7 +75,7 @@ def read_trace(path: Path) -> Iterator[TraceRecord]:
 
 
 def _decoded(line: bytes, place: str) -> TraceRecord | None:
-    """Return the line's record, None if the line is torn."""
+    """Return the line's record, or None if the line is incomplete."""
     try:
         return _decoder.decode(line)
     except msgspec.ValidationError as error:

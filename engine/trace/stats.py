@@ -1,4 +1,4 @@
-"""A step's numbers: what the engine reports outward and what a policy learns from."""
+"""Statistics of a step, and the feedback that a policy learns from."""
 
 import time
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from engine.core.policy import Choice, DraftOutcome, NodeChances, StepFeedback, StepWork
+from engine.core.policy import DraftOutcome, ExpansionChoice, NodeChances, StepFeedback, StepWork
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import DraftSource, FinishReason, StepStats
@@ -24,7 +24,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Charge the time since the last lap to `name`."""
+        """Record the time since the last lap as `name`."""
         now = time.perf_counter()
         self.laps[name] = now - self._last
         self._last = now
@@ -32,10 +32,10 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """A decoding row after the step. `offset` is its root among the packed nodes; unjudged rows emit nothing and end.
+    """A decoding row after the step. `offset` is the index of its root among the packed nodes.
 
-    `sources` are of the tree's nodes, the root aside, and so is what they are `worth`, if it is noise-aware; it took `num_rounds`
-    to grow.
+    `sources` and, for a noise-aware tree, `worth` describe the tree's nodes without the root. The tree took `num_rounds` to grow.
+    A row whose verification failed emits nothing and ends.
     """
 
     row: Row
@@ -54,26 +54,26 @@ class RowOutcome:
 
     @property
     def accepted_sources(self) -> list[DraftSource]:
-        """Where the drafted ones of the tokens that left the engine come from, in order."""
+        """The sources of the emitted tokens that were drafted, in order."""
         if not isinstance(self.verdict, Verdict) or self.emission is None:
             return []
         return [self.sources[node - 1] for node in self.verdict.path[1 : 1 + self.emission.num_accepted]]
 
     @property
     def expected_tokens(self) -> float | None:
-        """E[tau + 1 | tree] where the rule tells it: what `accepted_depth` + 1 is in the mean."""
+        """E[tau + 1 | tree], the mean of `accepted_depth` + 1, if the verifier computes it."""
         return self.verdict.expected_tokens if isinstance(self.verdict, Verdict) else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Everything a step was: its plan, the choice that led to it, what became of the decoding rows, seconds by stage.
+    """The whole record of a step: its plan, the policy's choice, the outcomes of the decoding rows, and seconds by stage.
 
-    Trees grew in `num_draft_rounds`, in which `draft_passes` of a model were run.
+    Trees grew in `num_draft_rounds` rounds with `draft_passes` of the draft model.
     """
 
     plan: StepPlan
-    choice: Choice
+    choice: ExpansionChoice
     num_draft_rounds: int
     draft_passes: ModelPasses
     outcomes: tuple[RowOutcome, ...]
@@ -87,12 +87,12 @@ class StepRecord:
 
     @property
     def num_emitted(self) -> int:
-        """Tokens that left the engine."""
+        """Tokens emitted in the step."""
         return sum(len(outcome.emission.new_ids) for outcome in self.outcomes if outcome.emission)
 
 
 def feedback_of(record: StepRecord) -> StepFeedback:
-    """Return what a policy may learn, before it has learnt: what a step cost without the policy."""
+    """Return the step's feedback for the policy. The seconds do not include the policy's own."""
     laps, rows = record.laps, record.plan.rows
     return StepFeedback(
         draft_s=laps["draft"],
@@ -107,7 +107,7 @@ def feedback_of(record: StepRecord) -> StepFeedback:
 
 
 def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
-    """Return what a policy learns of a row: what came after a stop token was worth nothing."""
+    """Return a row's outcome for the policy. Tokens accepted after a stop token do not count."""
     row, tree, emission, worth, verdict = outcome.row, outcome.tree, outcome.emission, outcome.worth, outcome.verdict
     path = verdict.path if isinstance(verdict, Verdict) else (ROOT,)
     accepted_depth, expansion = len(path) - 1, row.expansion
@@ -116,14 +116,14 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     drafted_depth, nodes = outcome.num_rounds, None
     if worth is not None:
         accepted = tuple([node - 1 for node in path[1 : 1 + accepted_depth]])
-        nodes = NodeChances(worth.chances, tree.depths[1:], accepted, row.prices.least_told(expansion, worth.chances))
+        nodes = NodeChances(worth.chances, tree.depths[1:], accepted, row.prices.complete_above(expansion, worth.chances))
     elif expansion.is_delayed:
         drafted_depth = max(tree.depths)
     return DraftOutcome(row.request_id, expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)
 
 
 def _work_of(record: StepRecord) -> StepWork:
-    """Return what the step ran. A level that came out empty cost the round that found it so."""
+    """Return the amounts of work in the step. A round that found no token counts too."""
     rows = record.plan.rows
     num_drawn = num_keys = num_scores = 0
     for row in rows:
@@ -152,18 +152,18 @@ def _counted(sources: Iterable[Iterable[DraftSource]]) -> dict[str, int]:
 
 
 def _by_label(expansions: Sequence[Expansion]) -> dict[str, int]:
-    """Return how many there are of each label, which takes longer to write than an object to find again."""
+    """Return the counts by label. Equal objects are grouped first, since creating a label is slow."""
     distinct = {id(one): one for one in expansions}
     labels = {key: one.label for key, one in distinct.items()}
     return dict(Counter(labels[id(one)] for one in expansions))
 
 
 def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
-    """Return the step's numbers; gauges are the scheduler's state after it."""
+    """Return the step's statistics. Gauges are the scheduler's state after the step."""
     drafted = [outcome for outcome in record.outcomes if outcome.tree.num_nodes > 1]
     accepted = [outcome.emission.num_accepted for outcome in drafted if outcome.emission]
     tokens = [(outcome.expected_tokens, outcome.accepted_depth + 1) for outcome in record.outcomes]
-    predicted = [(expected, came) for expected, came in tokens if expected is not None]
+    predicted = [(expected, realised) for expected, realised in tokens if expected is not None]
     laps = record.laps
     return StepStats(
         step=record.plan.step,
@@ -172,8 +172,8 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         num_used_slots=scheduler.num_used_slots,
         num_slots=scheduler.pool.num_slots,
         num_prompt_tokens=sum(row.num_new_prompt_tokens for row in record.plan.rows),
-        num_prefix_queries=record.plan.num_sought,
-        num_prefix_hits=record.plan.num_found,
+        num_prefix_queries=record.plan.num_prefix_queries,
+        num_prefix_hits=record.plan.num_prefix_hits,
         num_generated_tokens=record.num_emitted,
         num_drafts=len(drafted),
         num_draft_tokens=sum(outcome.tree.num_nodes - 1 for outcome in drafted),
@@ -187,7 +187,7 @@ def stats_of(record: StepRecord, scheduler: Scheduler) -> StepStats:
         accepted_by_source=_counted(outcome.accepted_sources for outcome in drafted),
         num_expected_rows=len(predicted),
         expected_tokens=sum(expected for expected, _ in predicted),
-        num_realised_tokens=sum(came for _, came in predicted),
+        num_realised_tokens=sum(realised for _, realised in predicted),
         draft_s=laps["draft"],
         verify_s=laps["verify"],
         judge_s=laps["judge"],

@@ -1,13 +1,13 @@
-"""Who is told of each step: nobody, or a file; and of its rows whoever asked for a request's steps.
+"""The observer that writes a trace file, and the conversion of a step's rows to trace records and events.
 
-Knows what of a step is worth keeping. Does not know files' formats or failures.
+Knows which data of a step are traced. Does not know file formats or failures.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from engine.core.row_trace import TracedRow, TracedSampling, TreeProbs
+from engine.core.step_observer import StepObserver
 from engine.core.types import ModelInfo, SamplingParams, StepStats, TokenEvent
 from engine.trace.file import TraceFile
 from engine.trace.records import TracedStep, TraceHeader, step_trace
@@ -15,35 +15,16 @@ from engine.trace.stats import RowOutcome, StepRecord
 from engine.verify.verdict import Unjudged, Verdict
 
 
-class Tracer(Protocol):
-    """Is told of every step once it is over. It must not raise. `wants_rows`: of every row, whoever asked."""
-
-    wants_rows: bool
-
-    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
-        """Keep what it wants of the step and its rows that are traced."""
-        ...
-
-
-class NoTracer:
-    """Keeps nothing."""
-
-    wants_rows = False
-
-    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
-        """Forget the step."""
-
-
-class FileTracer:
-    """Writes every step down."""
+class FileTracer(StepObserver):
+    """Appends every step to a file."""
 
     wants_rows = True
 
     def __init__(self, file: TraceFile) -> None:
         self._file = file
 
-    def on_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
-        """Append the step's lines."""
+    def after_step(self, stats: StepStats, rows: Sequence[TracedRow]) -> None:
+        """Append the records of the step."""
         self._file.write([TracedStep(stats), *rows])
 
 
@@ -60,7 +41,7 @@ def header_of(info: ModelInfo) -> TraceHeader:
 
 
 def traced_rows(record: StepRecord, probs: Mapping[str, TreeProbs]) -> list[TracedRow]:
-    """Return what is told of the decoding rows that are traced, in order; `probs` has those of their trees by request."""
+    """Return the records of the traced decoding rows, in order. `probs` maps request ids to the probabilities of their trees."""
     return [
         _traced_row(record.plan.step, outcome, probs.get(outcome.row.request_id, TreeProbs()))
         for outcome in record.outcomes
@@ -69,7 +50,7 @@ def traced_rows(record: StepRecord, probs: Mapping[str, TreeProbs]) -> list[Trac
 
 
 def with_traces(events: Sequence[TokenEvent], stats: StepStats, rows: Sequence[TracedRow]) -> tuple[TokenEvent, ...]:
-    """Return a step's events with what is told of their rows."""
+    """Return a step's events with the traces of their rows."""
     if not rows:
         return tuple(events)
     by_request = {row.request_id: step_trace(stats, row) for row in rows}

@@ -1,4 +1,4 @@
-"""Probabilities of the tokens of one tree, for who looks at a step. Computed for the rows that are traced and for no other.
+"""Probabilities of the tokens of one tree, for traces. Computed for traced rows only.
 
 Shape key: N nodes of one tree, V vocabulary.
 """
@@ -26,10 +26,10 @@ def traced_probs(
     logits_NV: Float[Tensor, "N V"],
     grammars: GrammarMasks | None = None,
 ) -> dict[str, TreeProbs]:
-    """Return the probabilities in the judged trees of the decoding rows that are traced, by request.
+    """Return the probabilities in the verified trees of traced decoding rows, by request id.
 
-    To be asked before the step is committed: the edits of a law depend on the text that a row had when its tree grew. `logits_NV`
-    are the target's raw ones after all trees' nodes. Rows with a grammar need `grammars`.
+    Must be called before the step is committed, since logit edits depend on the row's text at the time its tree grew. `logits_NV`
+    are the target's raw logits after all trees' nodes. Rows with a grammar need `grammars`.
     """
     probs: dict[str, TreeProbs] = {}
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
@@ -45,10 +45,9 @@ def traced_probs(
 def _tree_probs(
     row: Row, tree: TokenTree, verdict: Verdict, draft_probs: Sequence[float], logits_NV: Float[Tensor, "N V"]
 ) -> TreeProbs:
-    """Return the probabilities of one tree; `logits_NV` are the edited ones after its nodes.
+    """Return the probabilities of one tree; `logits_NV` are the edited logits after its nodes.
 
-    The laws are made once more from the same logits by the same rules as those that the tree was judged by. Where edits leave no
-    token, all have probability 0.
+    The distributions are computed again in the same way as for verification. If the edits leave no token, they are all 0.
     """
     probs_NV = warped_probs(logits_NV, [ranking_params(row.sampling)] * tree.num_nodes).nan_to_num(0.0)
     after = integers([*tree.parents[1:], verdict.path[-1]], probs_NV.device)

@@ -1,7 +1,7 @@
-"""The front end's side of the worker process: requests in, events out, a dead or hung worker replaced and its requests resumed.
+"""The front end's side of the worker process: sends requests, delivers events, replaces a dead or hung worker.
 
-Knows requests, the life of a worker and the event loop. Does not know models or HTTP, nor how a worker is made: a Launcher
-does. Client and worker share nothing but the wire.
+Knows requests, the life cycle of a worker and the event loop. Does not know models or HTTP. A Launcher starts the worker
+processes. Client and worker share nothing but messages.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from engine.core.service import EngineHealth, EngineState, EngineUnavailable
 from engine.core.types import ErrorCode, ModelInfo, Request, StepStats
 from engine.utils.run_folder import run_folder
 from engine.worker.connection import Launcher, WorkerConnection, WorkerDied
-from engine.worker.crash_dump import CrashDumps, Death
-from engine.worker.messages import Abort, Add, Letter, Ready, Report, StepResult, encoded
+from engine.worker.crash_dump import CrashDumps, WorkerDeath
+from engine.worker.messages import Abort, Add, Command, Ready, StepResult, WorkerEvent, encode_message
 from engine.worker.recovery import Recovery
-from engine.worker.request_table import MAX_RETRY_S, EventStream, RequestTable, clamped_retry_s
-from engine.worker.stats_listeners import Listener, Listeners
+from engine.worker.request_table import MAX_RETRY_S, RequestTable, TokenEventStream, clamped_retry_s
+from engine.worker.stats_listeners import StatsListener, StatsListeners
 from engine.worker.step_log import StepNote
 from engine.worker.supervision import DeathRecord, Supervision
 
@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 class WorkerClient:
     """An EngineService whose engine runs in another process. Started once, stopped once, used on one event loop.
 
-    One task, the supervisor, owns the worker: it launches, listens, buries and launches again.
+    One task, the supervisor, owns the worker: it launches it, reads its events and launches the next after a death.
 
         STOPPED -start-> STARTING -> READY -death-> RESTARTING -> READY ...
                             |                           |
@@ -46,23 +46,23 @@ class WorkerClient:
         self._launcher = launcher
         self._supervision = supervision or Supervision()
         self._request_table = RequestTable(limits, self._post_abort)
-        self._readmission = Recovery(self._request_table, self._post_add, self._supervision.max_deaths, limits.max_running)
-        self._listeners = Listeners()
+        self._recovery = Recovery(self._request_table, self._post_add, self._supervision.max_deaths, limits.max_running)
+        self._listeners = StatsListeners()
         self._dumps = dumps
-        self._last_stats: StepStats | None = None  # of the worker that lives
+        self._last_stats: StepStats | None = None  # of the current worker
         self._deaths = DeathRecord(self._supervision)
         self._state = EngineState.STOPPED
         self._detail = ""
         self._model: ModelInfo | None = None
-        self._link: WorkerConnection | None = None
+        self._connection: WorkerConnection | None = None
         self._num_launches = 0
         self._launched_at = 0.0
         self._ready_at: float | None = None
         self._start_took_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
-        self._is_settled = asyncio.Event()  # the first start succeeded or failed
-        self._is_stopping = False  # nothing more is admitted
-        self._is_over = asyncio.Event()  # nobody is left who waits for an end
+        self._is_start_over = asyncio.Event()  # the first start succeeded or failed
+        self._is_stopping = False  # no more requests are admitted
+        self._is_drain_over = asyncio.Event()
 
     @property
     def model(self) -> ModelInfo:
@@ -73,66 +73,65 @@ class WorkerClient:
 
     @property
     def health(self) -> EngineHealth:
-        """Where the engine stands; `detail` tells of the last death, also after recovery."""
-        age_s = self._link.heartbeat_age_s if self._link else None
-        return EngineHealth(self._state, age_s, max(0, self._num_launches - 1), self._detail, self._readmission.num_resumed)
+        """The engine's state. `detail` describes the last death, also after recovery."""
+        age_s = self._connection.heartbeat_age_s if self._connection else None
+        return EngineHealth(self._state, age_s, max(0, self._num_launches - 1), self._detail, self._recovery.num_resumed)
 
     @property
     def worker_pid(self) -> int | None:
-        """The process that loads or runs the engine; None between two of them."""
-        return self._link.pid if self._link else None
+        """The id of the process that loads or runs the engine; None between two workers."""
+        return self._connection.pid if self._connection else None
 
     async def start(self) -> None:
-        """Launch the worker and return once it is ready; raise EngineUnavailable with its own words if it cannot be."""
+        """Launch the worker and return once it is ready. Raises EngineUnavailable with the worker's error if it fails."""
         if self._supervisor is not None:
             raise RuntimeError("a WorkerClient is started once")
         self._state = EngineState.STARTING
         self._supervisor = asyncio.create_task(self._supervise(), name="worker-supervisor")
-        await self._is_settled.wait()
+        await self._is_start_over.wait()
         if self._state is not EngineState.READY:
             raise EngineUnavailable(self._detail or "the engine was stopped while it started", MAX_RETRY_S)
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Admit nothing more, drain for up to `drain_s`, end the rest with ABORT, end the worker.
+        """Admit no more requests, drain for up to `drain_s`, end the rest with ABORT, end the worker.
 
-        A worker that dies while it drains is replaced, like any other. May be called again while it drains: a second call with
-        less patience forces the first.
+        A worker that dies during the drain is replaced. A second call with a shorter `drain_s` ends the drain earlier.
         """
         self._is_stopping = True
         if self._supervisor is not None and not self._supervisor.done():
             self._state = EngineState.STOPPING
             await self._request_table.wait_empty(drain_s)
-            self._is_over.set()
+            self._is_drain_over.set()
             self._request_table.abort_all()
             await self._end_worker(self._supervisor)
         self._state = EngineState.STOPPED
 
     async def _end_worker(self, supervisor: asyncio.Task[None]) -> None:
-        """Let the worker leave by itself; kill it if it is still loading or does not leave in time."""
-        if self._link is not None and self._ready_at is not None:
-            self._link.dismiss()
+        """Request a shutdown. Kill the worker if it is still loading or does not exit in time."""
+        if self._connection is not None and self._ready_at is not None:
+            self._connection.request_shutdown()
             await asyncio.wait({supervisor}, timeout=self._supervision.stop_limit_s)
-        if self._link is not None:
-            self._link.kill("the engine was stopped")
+        if self._connection is not None:
+            self._connection.kill("the engine was stopped")
         await supervisor
 
-    def submit(self, requests: Sequence[Request]) -> list[EventStream]:
-        """Queue the requests of one answer and return each one's events, the last with `finish`; closing one early aborts it.
+    def submit(self, requests: Sequence[Request]) -> list[TokenEventStream]:
+        """Queue requests that belong together and return one event stream each. See EngineService.submit.
 
-        Raises EngineUnavailable, EngineBusy, or ValueError for an id that is in use; then nothing was queued.
+        Raises EngineUnavailable, EngineBusy, or ValueError for an id that is in use. Then no request was queued.
         """
         self._require_ready()
         for request in requests:
-            encoded(Add(request))  # what cannot be encoded is refused here and not when its turn comes
+            encode_message(Add(request))  # fails here, not later, if the request cannot be encoded
         self._request_table.make_room(requests)
-        return self._readmission.enter(requests)
+        return self._recovery.submit(requests)
 
     def abort(self, request_id: str) -> None:
-        """Ask that a request end; its iterator then gives a last event with ABORT. Unknown ids are ignored."""
+        """Abort a request. Its stream then yields a last event with ABORT. Unknown ids are ignored."""
         self._request_table.abort(request_id)
 
-    def add_listener(self, listener: Listener) -> None:
-        """Have `listener` called on the event loop with the numbers of each step."""
+    def add_listener(self, listener: StatsListener) -> None:
+        """Call `listener` on the event loop with the statistics of each step."""
         self._listeners.add(listener)
 
     def _require_ready(self) -> None:
@@ -141,7 +140,7 @@ class WorkerClient:
 
     @property
     def _retry_after_s(self) -> float:
-        """Seconds until a restart may be over, judging by the last start."""
+        """Estimated seconds until the restart is over, from the duration of the last start."""
         if self._state is not EngineState.RESTARTING:
             return MAX_RETRY_S
         return clamped_retry_s(self._deaths.backoff_s + self._start_took_s)
@@ -152,76 +151,76 @@ class WorkerClient:
     def _post_abort(self, request_id: str) -> None:
         self._post(Abort(request_id))
 
-    def _post(self, letter: Letter) -> None:
-        assert self._link is not None  # who has a request that is posted lives, or is being buried
-        self._link.post(encoded(letter))
+    def _post(self, command: Command) -> None:
+        assert self._connection is not None  # requests are posted only between launch and death
+        self._connection.post(encode_message(command))
 
     async def _supervise(self) -> None:
-        """Keep a worker alive as long as somebody needs one, or until it is hopeless."""
+        """Run one worker after another until none is needed or restarts are hopeless."""
         try:
             with run_folder() as folder:
-                await self._live_and_die(folder)
+                await self._run_worker(folder)
                 while self._is_needed and not self._deaths.is_hopeless:
                     await self._pause(self._deaths.backoff_s)
-                    await self._live_and_die(folder)
+                    await self._run_worker(folder)
         except Exception as error:
-            _logger.exception("the supervisor fails")
+            _logger.exception("the supervisor failed")
             self._detail = f"the supervisor failed: {error!r}"
         finally:
             self._launcher.close()
-            self._give_up()
+            self._finish()
 
     @property
     def _is_needed(self) -> bool:
-        """Whether requests may come, or wait for an end that only a worker can bring."""
-        return not self._is_over.is_set() and (not self._is_stopping or len(self._request_table) > 0)
+        """Whether new requests may arrive, or live ones wait for a worker."""
+        return not self._is_drain_over.is_set() and (not self._is_stopping or len(self._request_table) > 0)
 
     async def _pause(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._is_over.wait(), seconds)
+            await asyncio.wait_for(self._is_drain_over.wait(), seconds)
         except TimeoutError:
             return
 
-    async def _live_and_die(self, folder: Path) -> None:
-        """Run one worker to its end, and take back every request it leaves behind."""
+    async def _run_worker(self, folder: Path) -> None:
+        """Run one worker to its end and requeue its live requests."""
         if not self._is_needed:
             return
         self._num_launches += 1
         self._launched_at, self._ready_at, self._last_stats = time.monotonic(), None, None
-        link = self._link = WorkerConnection(self._launcher, folder, self._num_launches, self._supervision)
+        link = self._connection = WorkerConnection(self._launcher, folder, self._num_launches, self._supervision)
         try:
-            async for report in link.reports():
-                self._read(report)
+            async for event in link.events():
+                self._handle_event(event)
         except WorkerDied as death:
-            self._bury(death, link.last_note)
+            self._handle_death(death, link.last_note)
         finally:
-            self._link = None
+            self._connection = None
             link.close()
 
-    def _read(self, report: Report) -> None:
-        match report:
+    def _handle_event(self, event: WorkerEvent) -> None:
+        match event:
             case Ready(info):
-                self._be_ready(info)
+                self._handle_ready(info)
             case StepResult(events, stats):
                 self._request_table.deliver(events)
-                self._readmission.go_on()
+                self._recovery.on_events()
                 if stats is not None:
                     self._last_stats = stats
-                    self._listeners.tell(stats)
+                    self._listeners.notify(stats)
 
-    def _be_ready(self, info: ModelInfo) -> None:
+    def _handle_ready(self, info: ModelInfo) -> None:
         self._model = info
         self._ready_at = time.monotonic()
         self._start_took_s = self._ready_at - self._launched_at
         _logger.info("worker %d is ready after %.1f s", self._num_launches, self._start_took_s)
         if not self._is_stopping:
             self._state = EngineState.READY
-        self._is_settled.set()
-        self._readmission.begin()
+        self._is_start_over.set()
+        self._recovery.on_ready()
         self._launcher.keep_spare()
 
-    def _bury(self, death: WorkerDied, note: StepNote | None) -> None:
-        if not self._is_needed:  # it left as it was told
+    def _handle_death(self, death: WorkerDied, note: StepNote | None) -> None:
+        if not self._is_needed:  # the worker exited on request
             return
         if not self._is_stopping:
             self._state = EngineState.RESTARTING
@@ -231,12 +230,14 @@ class WorkerClient:
         self._detail = f"the engine's worker {verb}: {cause}"
         _logger.error("%s (worker %d, %d requests in flight)", self._detail, self._num_launches, len(self._request_table))
         if self._dumps is not None:
-            self._dumps.write(Death(cause, self._num_launches, served_s, note, self._last_stats), self._request_table.entries)
-        self._readmission.end(note.request_ids if note else None, cause)
-        self._deaths.note(served_s, death.is_from_outside and not self._readmission.has_suspects)
+            self._dumps.write(
+                WorkerDeath(cause, self._num_launches, served_s, note, self._last_stats), self._request_table.entries
+            )
+        self._recovery.on_death(note.request_ids if note else None, cause)
+        self._deaths.note(served_s, death.is_from_outside and not self._recovery.has_quarantined)
 
-    def _give_up(self) -> None:
-        """Leave nobody waiting, neither for tokens nor for the start."""
+    def _finish(self) -> None:
+        """End every live request and release a waiting `start`."""
         self._state = EngineState.STOPPED if self._is_stopping else EngineState.FAILED
         self._request_table.fail_all(ErrorCode.ENGINE_FAILED, self._detail)
-        self._is_settled.set()
+        self._is_start_over.set()

@@ -1,7 +1,7 @@
 """One worker process and the two sockets to it, from launch to death.
 
-Knows how a worker is heard, how its death or silence is noticed, and how to say what happened. Does not know requests, nor
-what comes after: a link is closed once and never reused, so nothing an earlier worker said can reach a later one's requests.
+Receives the worker's events, detects its death or silence and describes the cause. Does not know requests. A connection is
+never reused, so events of an earlier worker cannot reach requests of a later one.
 """
 
 import logging
@@ -16,24 +16,24 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
-from engine.worker.messages import Addresses, Failed, Report, Shutdown, decoded_report, encoded
+from engine.worker.messages import Addresses, Failed, Shutdown, WorkerEvent, decode_event, encode_message
 from engine.worker.step_log import StepNote, last_note
 from engine.worker.supervision import Supervision
 
 _logger = logging.getLogger(__name__)
 
 _CHECK_MS = 250
-_LAST_WORDS_MS = 200
+_LINGER_MS = 200
 _REAP_S = 5.0
 _FAULTS = frozenset(
     [signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP]
-)  # signals of a process's own making
+)  # signals that a process causes itself
 
 
 class WorkerDied(Exception):
-    """The worker is gone; the text says how, as the end of a sentence about it.
+    """The worker is dead. The text completes a sentence that starts with "the worker".
 
-    `is_from_outside`: by a signal that another process sent, or the kernel for lack of memory.
+    `is_from_outside`: it was killed by another process, or by the kernel for lack of memory.
     """
 
     def __init__(self, text: str, is_from_outside: bool = False) -> None:
@@ -45,11 +45,11 @@ class Launcher(Protocol):
     """Starts workers."""
 
     def launch(self, addresses: Addresses) -> BaseProcess:
-        """Return a started process that reads letters from and sends reports to `addresses`."""
+        """Return a started process that reads commands from and sends events to `addresses`."""
         ...
 
     def keep_spare(self) -> None:
-        """Prepare the next launch, if that makes it faster. May be called again."""
+        """Prepare the next launch if that makes it faster. Repeated calls have no effect."""
         ...
 
     def close(self) -> None:
@@ -58,105 +58,105 @@ class Launcher(Protocol):
 
 
 class WorkerConnection:
-    """Owns one worker process, its sockets and their folder, a new one in `parent`."""
+    """Owns one worker process, its sockets and their folder, which is created in `parent`."""
 
     def __init__(self, launcher: Launcher, parent: Path, number: int, limits: Supervision) -> None:
         self._limits = limits
         self._folder = parent / str(number)
         self._folder.mkdir()
-        self._black_box = self._folder / "steps"
-        self._addresses = Addresses(f"ipc://{self._folder}/letters", f"ipc://{self._folder}/reports", str(self._black_box))
+        self._step_log_path = self._folder / "steps"
+        self._addresses = Addresses(f"ipc://{self._folder}/commands", f"ipc://{self._folder}/events", str(self._step_log_path))
         self._launched_at = time.monotonic()
-        self._heard_at: float | None = None
+        self._last_event_at: float | None = None
         self._cause: str | None = None
         self._context = zmq.Context()
         self._inbox = zmq.asyncio.Socket(self._context, zmq.PULL)
         self._outbox = self._context.socket(zmq.PUSH)
         try:
-            self._open_streets()
+            self._open_sockets()
             self._process = launcher.launch(self._addresses)
         except BaseException:
-            self._close_streets()
+            self._close_sockets()
             raise
         _logger.info("worker %d launched as process %s", number, self._process.pid)
 
-    def _open_streets(self) -> None:
-        # No high-water marks: letters are bounded by the queue limit, reports by max_tokens, and neither side may block.
+    def _open_sockets(self) -> None:
+        # No high-water marks: neither side may block. The queue limit bounds commands, max_tokens bounds events.
         self._inbox.set_hwm(0)
         self._outbox.set_hwm(0)
-        self._inbox.bind(self._addresses.reports)
-        self._outbox.connect(self._addresses.commands)  # letters wait here until the worker has bound its end
+        self._inbox.bind(self._addresses.events)
+        self._outbox.connect(self._addresses.commands)  # buffers commands until the worker has bound its end
 
-    def _close_streets(self) -> None:
+    def _close_sockets(self) -> None:
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
         self._context.term()
 
     @property
     def heartbeat_age_s(self) -> float | None:
-        """Seconds since the worker last said anything; None before it first did."""
-        return None if self._heard_at is None else time.monotonic() - self._heard_at
+        """Seconds since the worker's last event; None before the first."""
+        return None if self._last_event_at is None else time.monotonic() - self._last_event_at
 
     @property
     def pid(self) -> int | None:
-        """The process's id."""
+        """The id of the process."""
         return self._process.pid
 
     @property
     def last_note(self) -> StepNote | None:
-        """The last step that the worker, which must be dead, has begun, as far as it is known."""
-        return last_note(self._black_box)
+        """The last step that the worker began, None if unknown. Valid once the worker is dead."""
+        return last_note(self._step_log_path)
 
     def post(self, data: bytes) -> None:
-        """Send an encoded letter without waiting."""
+        """Send an encoded command without waiting."""
         self._outbox.send(data, zmq.NOBLOCK)
 
-    def dismiss(self) -> None:
-        """Ask the worker to end after its step."""
-        self.post(encoded(Shutdown()))
+    def request_shutdown(self) -> None:
+        """Send a Shutdown: the worker ends after its current step."""
+        self.post(encode_message(Shutdown()))
 
     def kill(self, cause: str) -> None:
-        """End the worker at once. The first cause noted is the one told."""
+        """Kill the worker. The first cause is the one that WorkerDied reports."""
         self._cause = self._cause or cause
         self._process.kill()
 
-    async def reports(self) -> AsyncGenerator[Report, None]:
-        """Yield what the worker says for as long as it lives; then raise WorkerDied."""
+    async def events(self) -> AsyncGenerator[WorkerEvent, None]:
+        """Yield the worker's events until it dies, then raise WorkerDied."""
         poller = zmq.asyncio.Poller()
         poller.register(self._inbox, zmq.POLLIN)
         poller.register(self._process.sentinel, zmq.POLLIN)
-        # The exit code is read besides the sentinel, which a grandchild could keep open.
+        # The sentinel alone is not enough: a grandchild process could keep it open.
         while self._process.exitcode is None:
             await poller.poll(_CHECK_MS)
-            for report in await self._unread():
-                yield report
+            for event in await self._unread():
+                yield event
             self._kill_if_silent()
-        while await self._inbox.poll(_LAST_WORDS_MS):  # sent before the end, read from the kernel's buffer after it
-            for report in await self._unread():
-                yield report
-        raise WorkerDied(self._obituary(), self._is_from_outside)
+        while await self._inbox.poll(_LINGER_MS):  # events that the worker sent before it died
+            for event in await self._unread():
+                yield event
+        raise WorkerDied(self._cause_of_death(), self._is_from_outside)
 
-    async def _unread(self) -> list[Report]:
-        """Return the reports that lie in the inbox, the worker's last words excepted: they belong to its obituary."""
-        reports: list[Report] = []
+    async def _unread(self) -> list[WorkerEvent]:
+        """Return the events in the inbox. Failed is not among them: its error becomes the cause of death."""
+        events: list[WorkerEvent] = []
         while await self._inbox.poll(0):
-            report = decoded_report(await self._inbox.recv())
-            self._heard_at = time.monotonic()
-            if isinstance(report, Failed):
-                self._cause = report.error
+            event = decode_event(await self._inbox.recv())
+            self._last_event_at = time.monotonic()
+            if isinstance(event, Failed):
+                self._cause = event.error
             else:
-                reports.append(report)
-        return reports
+                events.append(event)
+        return events
 
     def _kill_if_silent(self) -> None:
-        # Called right after the inbox was emptied, so an event loop that was itself asleep does not blame the worker.
+        # Called right after the inbox was emptied: a stalled event loop must not look like a silent worker.
         age_s = self.heartbeat_age_s
-        if age_s is None and time.monotonic() - self._launched_at > self._limits.first_word_limit_s:
-            self.kill(f"it said nothing for {self._limits.first_word_limit_s:g} s after its launch and was killed")
+        if age_s is None and time.monotonic() - self._launched_at > self._limits.first_heartbeat_limit_s:
+            self.kill(f"it sent nothing for {self._limits.first_heartbeat_limit_s:g} s after its launch and was killed")
         if age_s is not None and age_s > self._limits.hang_limit_s:
             self.kill(f"it hung (no heartbeat for {age_s:.1f} s) and was killed")
 
-    def _obituary(self) -> str:
+    def _cause_of_death(self) -> str:
         if self._cause is not None:
             return self._cause
         code = self._process.exitcode
@@ -170,12 +170,12 @@ class WorkerConnection:
         return self._cause is None and code is not None and code < 0 and -code not in _FAULTS
 
     def close(self) -> None:
-        """Kill the worker if it lives, and free everything."""
+        """Kill the worker if it is alive and free all resources."""
         self._process.kill()
         self._process.join(_REAP_S)
         if self._process.exitcode is None:
-            _logger.error("process %s does not die", self._process.pid)
+            _logger.error("process %s did not exit after SIGKILL", self._process.pid)
         else:
             self._process.close()
-        self._close_streets()
-        shutil.rmtree(self._folder, ignore_errors=True)  # a process that does not die may still write; the parent goes last
+        self._close_sockets()
+        shutil.rmtree(self._folder, ignore_errors=True)  # a process that survived may still write to it

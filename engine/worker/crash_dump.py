@@ -1,7 +1,7 @@
-"""One JSON file for each death of a worker: why it died, the step that it was in, and the requests that it left.
+"""Writes one JSON file for each death of a worker: the cause, its last step and its live requests.
 
-Parameters are written, not texts: those of prompts, outputs, predictions and of what parameters spell out (bad words, grammars)
-only if asked for. Whatever goes wrong here is logged, and holds up nobody.
+Sampling parameters are always written. Texts (prompts, outputs, predictions, bad words, grammars) are written only if enabled.
+Failures are logged and do not delay the next worker.
 """
 
 import logging
@@ -20,13 +20,13 @@ from engine.worker.step_log import StepNote
 
 _logger = logging.getLogger(__name__)
 
-_MOST_FILES = 100  # the oldest go
+_MOST_FILES = 100  # older files are deleted
 _PRIVATE = 0o600
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
-    """A dead worker: how it died, how long it had served (None: it was never ready), and its last step."""
+class WorkerDeath:
+    """How a worker died. `served_s`: seconds since it was ready, None if it never was. `note`: its last step."""
 
     cause: str
     number: int
@@ -36,20 +36,20 @@ class Death:
 
 
 class CrashDumps:
-    """Writes to one folder, which is made when the first death comes."""
+    """Writes to one folder, which is created at the first death. `has_texts`: texts are written too."""
 
     def __init__(self, folder: Path, has_texts: bool = False) -> None:
         self._folder = folder
         self._has_texts = has_texts
 
-    def write(self, death: Death, entries: Iterable[Entry]) -> None:
-        """Write the file of a death; `entries` are the requests that it leaves."""
+    def write(self, death: WorkerDeath, entries: Iterable[Entry]) -> None:
+        """Write the file of a death. `entries` are the live requests."""
         try:
             self._write(death, entries)
-        except Exception as error:  # noqa: BLE001 (the next worker waits, and can do without)
-            _logger.error("no crash dump: %s: %s", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001 (the restart must not fail for lack of a dump)
+            _logger.error("the crash dump cannot be written: %s: %s", type(error).__name__, error)
 
-    def _write(self, death: Death, entries: Iterable[Entry]) -> None:
+    def _write(self, death: WorkerDeath, entries: Iterable[Entry]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"crash-{time.time_ns()}-{os.getpid()}-{death.number}.json"
         report = {
@@ -59,7 +59,7 @@ class CrashDumps:
             "served_s": death.served_s,
             "last_step_begun": death.note,
             "last_step_told": death.last_stats,
-            "requests": [self._told(entry) for entry in entries],
+            "requests": [self._describe_request(entry) for entry in entries],
         }
         path = self._folder / name
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE), "wb") as file:
@@ -68,9 +68,9 @@ class CrashDumps:
         for old in sorted(self._folder.glob("crash-*.json"))[:-_MOST_FILES]:
             old.unlink(missing_ok=True)
 
-    def _told(self, entry: Entry) -> dict[str, Any]:
+    def _describe_request(self, entry: Entry) -> dict[str, Any]:
         request = entry.request
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "request_id": request.request_id,
             "was_in_the_worker": entry.is_posted,
             "deaths_before": entry.num_deaths,
@@ -81,7 +81,7 @@ class CrashDumps:
             "seed": request.seed,
             "speculation": request.speculation,
         }
-        return told | self._texts(request, entry.token_ids) if self._has_texts else told
+        return fields | self._texts(request, entry.token_ids) if self._has_texts else fields
 
     def _texts(self, request: Request, token_ids: list[int]) -> dict[str, Any]:
         return {"prompt_ids": request.prompt_ids, "output_ids": token_ids, "prediction_ids": request.prediction_ids}

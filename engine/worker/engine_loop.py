@@ -1,7 +1,6 @@
-"""The desk in front of a synchronous engine: letters in, turns out, and each request ended exactly once.
+"""The synchronous engine loop: takes commands, returns step results, ends each request exactly once.
 
-Knows what a stepped engine must offer and which requests live. Does not know threads, processes or sockets: whoever turns
-the desk brings the letters and carries the turns away.
+Knows the interface of a stepped engine and the set of live requests. Does not know threads, processes or sockets.
 """
 
 import logging
@@ -10,7 +9,7 @@ from typing import Protocol
 
 from engine.core.config import EngineConfig
 from engine.core.types import ModelInfo, Request, StepStats, TokenEvent
-from engine.core.validation import refused
+from engine.core.validation import refusal_event
 from engine.scheduler.slot_pool import IntegrityError
 from engine.worker.messages import Abort, Add, StepResult
 from engine.worker.step_log import StepNote
@@ -18,22 +17,22 @@ from engine.worker.step_log import StepNote
 _logger = logging.getLogger(__name__)
 
 
-class StepOutput(Protocol):
-    """What one step made."""
+class SteppedOutput(Protocol):
+    """The output of one step."""
 
     @property
     def events(self) -> tuple[TokenEvent, ...]:
-        """News of requests, at most one event each."""
+        """Events of requests, at most one each."""
         ...
 
     @property
     def stats(self) -> StepStats:
-        """The step's numbers."""
+        """The step's statistics."""
         ...
 
 
 class SteppedEngine(Protocol):
-    """An engine that advances when told to."""
+    """An engine that advances one step a call."""
 
     @property
     def info(self) -> ModelInfo:
@@ -42,27 +41,27 @@ class SteppedEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do or say something."""
+        """Whether a step would change anything or return events."""
         ...
 
-    def announce(self, listener: Callable[[StepNote], None]) -> None:
-        """Have `listener` told of each step from now on, before it runs."""
+    def add_step_listener(self, listener: Callable[[StepNote], None]) -> None:
+        """Call `listener` before each step with a note of it."""
         ...
 
     def add(self, request: Request) -> None:
-        """Queue a request; raise ValueError if it can never run (too long, an unknown option)."""
+        """Queue a request. Raises ValueError if it can never run (too long, an unknown option)."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request; the next step tells of it with ABORT. Unknown ids are ignored."""
+        """End a request. The next step returns its ABORT event. Unknown ids are ignored."""
         ...
 
-    def step(self) -> StepOutput:
+    def step(self) -> SteppedOutput:
         """Advance every running request."""
         ...
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError if the books do not balance. Valid between steps."""
+        """Raise IntegrityError if slots and sequences are inconsistent. Valid between steps."""
         ...
 
 
@@ -70,25 +69,25 @@ EngineFactory = Callable[[EngineConfig], SteppedEngine]
 
 
 class EngineLoop:
-    """Turns an engine and keeps the set of living requests, of which it is the one owner.
+    """Steps an engine and owns the set of live requests.
 
-    A request lives from its Add until an event with `finish` leaves in a Turn. News of a request that lives no more stops
-    here, so an engine that says an end twice is heard once; one that forgets an end is found out when it falls idle.
+    A request is live from its Add until a StepResult with its `finish` event. Later events of it are dropped, so an engine
+    that ends a request twice has no effect. A request that the engine never ends is detected when the engine is idle.
     """
 
     def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
-        self._living: dict[str, None] = {}
+        self._live: dict[str, None] = {}
         self._refusals: list[TokenEvent] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would bring news."""
+        """Whether `step` would return a result."""
         return self._engine.has_work or bool(self._refusals)
 
-    def take(self, letter: Add | Abort) -> None:
-        """Act on a letter. Valid between turns."""
-        match letter:
+    def handle(self, command: Add | Abort) -> None:
+        """Execute a command. Valid between steps."""
+        match command:
             case Add(request):
                 self._add(request)
             case Abort(request_id):
@@ -99,24 +98,24 @@ class EngineLoop:
             self._engine.add(request)
         except ValueError as refusal:
             _logger.info("request %s refused: %s", request.request_id, refusal)
-            self._refusals.append(refused(request.request_id, str(refusal)))
+            self._refusals.append(refusal_event(request.request_id, str(refusal)))
         else:
-            self._living[request.request_id] = None
+            self._live[request.request_id] = None
 
-    def turn(self) -> StepResult | None:
-        """Run one step if there is work; return all news, or None if there is none."""
+    def step(self) -> StepResult | None:
+        """Run one step if the engine has work. Return all events, or None if there is nothing to report."""
         refusals, self._refusals = self._refusals, []
         if not self._engine.has_work:
             return StepResult(tuple(refusals)) if refusals else None
         output = self._engine.step()
-        news = [event for event in output.events if event.request_id in self._living]
-        for event in news:
+        events = [event for event in output.events if event.request_id in self._live]
+        for event in events:
             if event.finish is not None:
-                del self._living[event.request_id]
-        return StepResult((*refusals, *news), output.stats)
+                del self._live[event.request_id]
+        return StepResult((*refusals, *events), output.stats)
 
     def check_idle(self) -> None:
-        """Raise IntegrityError if an engine without work still owes someone an end, or its own books do not balance."""
-        if self._living:
-            raise IntegrityError(f"the engine is idle but never ended {', '.join(self._living)}")
+        """Raise IntegrityError if the idle engine did not end a live request or is inconsistent."""
+        if self._live:
+            raise IntegrityError(f"the engine is idle but never ended {', '.join(self._live)}")
         self._engine.check_integrity()

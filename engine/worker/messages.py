@@ -1,7 +1,7 @@
-"""What crosses the process border: letters to the worker, reports from it, and their msgpack encoding.
+"""Messages between the client and its worker process, encoded with msgpack: commands to the worker and events from it.
 
-Knows records and bytes. Does not know sockets, processes or engines. Nothing is pickled: bytes that are not one of these
-records are refused with msgspec.ValidationError or msgspec.DecodeError.
+Knows records and bytes. Does not know sockets, processes or engines. Nothing is pickled. Bytes that are none of these
+records raise msgspec.ValidationError or msgspec.DecodeError.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,10 @@ from engine.core.types import ModelInfo, Request, StepStats, TokenEvent
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The two one-way streets between a client and its worker, as ZeroMQ endpoints, each bound by its reader; and the file
-    that the worker leaves its notes in (engine.worker.step_log).
-    """
+    """The ZeroMQ endpoints between a client and its worker, each bound by its reader, and the path of the step log."""
 
     commands: str
-    reports: str
+    events: str
     step_log: str
 
 
@@ -29,56 +27,56 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End this request; an id that has ended already is ignored."""
+    """Abort this request. Ids of ended requests are ignored."""
 
     request_id: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """End the worker after the step that runs, finishing nothing."""
+    """End the worker after the current step, without finishing any request."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """The worker is alive and has nothing else to say."""
+    """The worker is alive and has no other event."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The models are loaded; requests are served from now on."""
+    """The models are loaded. The worker now accepts requests."""
 
     info: ModelInfo
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="turn"):
-    """Everything that one turn of the worker's loop made; `stats` is None if no step ran in it."""
+    """All output of one iteration of the worker's loop. `stats` is None if no step ran."""
 
     events: tuple[TokenEvent, ...]
     stats: StepStats | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker's last words: why it cannot go on."""
+    """The worker's last event: the error that ends it."""
 
     error: str
 
 
-Letter = Add | Abort | Shutdown
-Report = Heartbeat | Ready | StepResult | Failed
+Command = Add | Abort | Shutdown
+WorkerEvent = Heartbeat | Ready | StepResult | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_command_decoder: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
-_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_event_decoder: msgspec.msgpack.Decoder[WorkerEvent] = msgspec.msgpack.Decoder(WorkerEvent)
 
 
-def encoded(message: Letter | Report) -> bytes:
-    """Return the message's bytes; raise OverflowError for an integer beyond 64 bits."""
+def encode_message(message: Command | WorkerEvent) -> bytes:
+    """Return the message as bytes. Raises OverflowError for an integer beyond 64 bits."""
     return _encoder.encode(message)
 
 
-def decoded_command(data: bytes) -> Letter:
-    """Return the letter these bytes hold."""
+def decode_command(data: bytes) -> Command:
+    """Return the command that these bytes encode."""
     return _command_decoder.decode(data)
 
 
-def decoded_report(data: bytes) -> Report:
-    """Return the report these bytes hold."""
-    return _report_decoder.decode(data)
+def decode_event(data: bytes) -> WorkerEvent:
+    """Return the event that these bytes encode."""
+    return _event_decoder.decode(data)

@@ -1,7 +1,7 @@
-"""The worker process: loads an engine, turns its loop, tells of every turn, and dies with its parent.
+"""The worker process: loads an engine, runs its loop, sends events and exits with its parent.
 
-Knows the wire and one synchronous engine. Does not know who listens, nor why requests come and go. Importing this module
-loads no model code: the client's process launches workers without paying for that.
+Knows messages and one synchronous engine. Does not know the client. Importing this module loads no model code, since the
+client's process imports it to launch workers.
 """
 
 import gc
@@ -24,64 +24,74 @@ import zmq
 from engine.core.config import EngineConfig
 from engine.weights.errors import UnsupportedModel
 from engine.worker.engine_loop import EngineFactory, EngineLoop, SteppedEngine
-from engine.worker.messages import Addresses, Failed, Heartbeat, Letter, Ready, Report, Shutdown, decoded_command, encoded
-from engine.worker.step_log import opened_black_box
+from engine.worker.messages import (
+    Addresses,
+    Command,
+    Failed,
+    Heartbeat,
+    Ready,
+    Shutdown,
+    WorkerEvent,
+    decode_command,
+    encode_message,
+)
+from engine.worker.step_log import open_step_log
 
 _logger = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-MOST_LETTERS = 256  # that are read before a step: some milliseconds
-_LAST_WORDS_MS = 2000  # how long a dying worker tries to get its reports out
+HEARTBEAT_S = 0.5
+MAX_COMMANDS = 256  # read before one step, which bounds the delay of the step
+_LINGER_MS = 2000  # how long a failed worker waits for its events to be sent
 _MAX_ERROR_CHARS = 2000
 _LOG_LINE = "%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
 _PROCESS_NAME, _SPARE_NAME = "latebranch-work", "latebranch-idle"  # the kernel keeps 15 characters
 
-ReadLetters = Callable[[float], list[Letter]]  # MOST_LETTERS at most; waits for up to so many seconds if there is none
-Say = Callable[[Report], None]  # must not wait for a reader
+ReadCommands = Callable[[float], list[Command]]  # at most MAX_COMMANDS; waits up to the given seconds for the first
+SendEvent = Callable[[WorkerEvent], None]  # must not block
 
 
 class Worker:
-    """The loop: read letters, turn the engine once, tell of it.
+    """The worker's loop: read commands, step the engine once, send the result.
 
-    Each round says exactly one thing, a Turn or a Beat; so silence longer than BEAT_S means that a step is under way.
+    Each iteration sends exactly one event, a StepResult or a Heartbeat. Silence longer than HEARTBEAT_S means that a step runs.
     """
 
-    def __init__(self, engine: SteppedEngine, read: ReadLetters, say: Say) -> None:
+    def __init__(self, engine: SteppedEngine, read: ReadCommands, send: SendEvent) -> None:
         self._engine = engine
         self._engine_loop = EngineLoop(engine)
         self._read = read
-        self._say = say
+        self._send = send
 
     def serve(self) -> None:
-        """Say Ready, then turn until a Shutdown letter; raise what the engine raises, and IntegrityError."""
-        self._say(Ready(self._engine.info))
-        while self._take_commands():
-            turn = self._engine_loop.turn()
-            self._say(turn or Heartbeat())
-            if turn is not None:
-                _logger.debug("%d events, %s", len(turn.events), turn.stats)
+        """Send Ready, then loop until a Shutdown. Raises what the engine raises, and IntegrityError."""
+        self._send(Ready(self._engine.info))
+        while self._handle_commands():
+            result = self._engine_loop.step()
+            self._send(result or Heartbeat())
+            if result is not None:
+                _logger.debug("%d events, %s", len(result.events), result.stats)
                 if not self._engine_loop.has_work:
                     self._engine_loop.check_idle()
 
-    def _take_commands(self) -> bool:
-        """Take the letters that are there, waiting for one if there is no work; return False after a Shutdown."""
-        for letter in self._read(0.0 if self._engine_loop.has_work else BEAT_S):
-            if isinstance(letter, Shutdown):
+    def _handle_commands(self) -> bool:
+        """Handle pending commands, waiting for one if the engine is idle. Return False after a Shutdown."""
+        for command in self._read(0.0 if self._engine_loop.has_work else HEARTBEAT_S):
+            if isinstance(command, Shutdown):
                 return False
-            self._engine_loop.take(letter)
+            self._engine_loop.handle(command)
         return True
 
 
-def described(error: Exception) -> str:
-    """Return an error's kind and text, cut to a length that fits an answer."""
+def describe_error(error: Exception) -> str:
+    """Return the type and text of an error, cut to _MAX_ERROR_CHARS."""
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
 
 
 class ProcessLauncher:
     """Starts worker processes for one configuration. `factory` must be a module-level function: the child imports it.
 
-    With `preload`, such a function too, a spare process runs it ahead of the next launch: importing models takes longer than
-    loading small ones. The spare has no weights and no device. `configure_logging` is such a function too, or a `partial` of
+    With `preload`, also a module-level function, a spare process runs it ahead of the next launch, because importing model
+    code is slow. The spare has no weights and no device. `configure_logging` is such a function too, or a `partial` of
     one; without it a worker logs plain lines.
     """
 
@@ -98,40 +108,40 @@ class ProcessLauncher:
         plain_lines = partial(logging.basicConfig, level=level, format=_LOG_LINE)
         self._configure_logging = configure_logging or plain_lines
         self._preload = preload
-        self._spare: _Idle | None = None
+        self._spare: _IdleProcess | None = None
 
     def launch(self, addresses: Addresses) -> BaseProcess:
-        """Return a worker process, the spare or a new one, that will read letters from and send reports to `addresses`."""
-        order = _Order(self._config, self._factory, addresses)
+        """Return a worker process, the spare or a new one, that uses `addresses`."""
+        spec = _WorkerSpec(self._config, self._factory, addresses)
         self._config = replace(self._config, is_restart=True)
-        return self._spare_with(order) or _started(None, self._configure_logging).given(order)
+        return self._assign_spare(spec) or _start_idle(None, self._configure_logging).assign(spec)
 
-    def _spare_with(self, order: "_Order") -> BaseProcess | None:
-        """Return the spare process with its order; None without one, or if it is dead."""
+    def _assign_spare(self, spec: "_WorkerSpec") -> BaseProcess | None:
+        """Return the spare process with its spec. Return None if there is no spare or it is dead."""
         spare, self._spare = self._spare, None
         try:
-            return None if spare is None else spare.given(order)
+            return None if spare is None else spare.assign(spec)
         except OSError:
             _logger.warning("the spare process is dead; a new one is started")
             return None
 
     def keep_spare(self) -> None:
-        """Start a spare process unless there is one or there is nothing to preload."""
+        """Start a spare process unless one exists or there is nothing to preload."""
         if self._preload is not None and self._spare is None:
-            self._spare = _started(self._preload, self._configure_logging)
+            self._spare = _start_idle(self._preload, self._configure_logging)
 
     def close(self) -> None:
         """End the spare process."""
         spare, self._spare = self._spare, None
         if spare is not None:
-            spare.orders.close()
+            spare.pipe.close()
             spare.process.kill()
             spare.process.join()
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
-    """What makes a worker of an idle process."""
+class _WorkerSpec:
+    """All that an idle process needs to become a worker."""
 
     config: EngineConfig
     factory: EngineFactory
@@ -139,76 +149,76 @@ class _Order:
 
 
 @dataclass(frozen=True, slots=True)
-class _Idle:
-    """A process that waits for its order."""
+class _IdleProcess:
+    """A process that waits for its spec on a pipe."""
 
     process: BaseProcess
-    orders: Connection
+    pipe: Connection
 
-    def given(self, order: _Order) -> BaseProcess:
-        """Send the order and return the process; raise OSError if it is dead."""
-        with self.orders:
-            self.orders.send(order)
+    def assign(self, spec: _WorkerSpec) -> BaseProcess:
+        """Send the spec and return the process. Raises OSError if the process is dead."""
+        with self.pipe:
+            self.pipe.send(spec)
         return self.process
 
 
-def _started(preload: Callable[[], None] | None, configure_logging: Callable[[], None]) -> _Idle:
+def _start_idle(preload: Callable[[], None] | None, configure_logging: Callable[[], None]) -> _IdleProcess:
     context = multiprocessing.get_context("spawn")
-    theirs, ours = context.Pipe(duplex=False)
-    # daemon: ends with a parent that exits in order; a parent that is killed is noticed by the worker itself.
+    reader, writer = context.Pipe(duplex=False)
+    # A daemon process ends when its parent exits regularly. `die_with_parent` handles a parent that is killed.
     process = context.Process(
-        target=_worker_main, args=(theirs, preload, configure_logging), name="latebranch-worker", daemon=True
+        target=_worker_main, args=(reader, preload, configure_logging), name="latebranch-worker", daemon=True
     )
     process.start()
-    theirs.close()  # so that a send to a dead process fails
-    return _Idle(process, ours)
+    reader.close()  # so that a send to a dead process fails
+    return _IdleProcess(process, writer)
 
 
-def _worker_main(orders: Connection, preload: Callable[[], None] | None, configure_logging: Callable[[], None]) -> None:
-    """Wait for the order, run a worker from its first word to its last; exit with status 1 if it failed."""
-    _settle_process(configure_logging)
+def _worker_main(pipe: Connection, preload: Callable[[], None] | None, configure_logging: Callable[[], None]) -> None:
+    """Receive the spec and run a worker. Exit with status 1 if it failed."""
+    _configure_process(configure_logging)
     if preload is not None:
         _name_process(_SPARE_NAME)
         preload()
         gc.collect()
         gc.freeze()
-    with orders:
-        order = orders.recv()
+    with pipe:
+        spec = pipe.recv()
     _name_process(_PROCESS_NAME)
-    with _streets(order.addresses) as (inbox, outbox):
+    with _open_sockets(spec.addresses) as (inbox, outbox):
 
-        def say(report: Report) -> None:
-            outbox.send(encoded(report))
+        def send(event: WorkerEvent) -> None:
+            outbox.send(encode_message(event))
 
         try:
-            with _beating(say):
-                engine = order.factory(order.config)
+            with _sending_heartbeats(send):
+                engine = spec.factory(spec.config)
             gc.collect()
-            gc.freeze()  # what is there now stays: collections in the midst of a stream need not go through it
-            with opened_black_box(Path(order.addresses.step_log)) as step_log:
-                engine.announce(step_log.note)
-                Worker(engine, partial(_read_commands, inbox), say).serve()
+            gc.freeze()  # loaded objects stay alive, so later collections can skip them
+            with open_step_log(Path(spec.addresses.step_log)) as step_log:
+                engine.add_step_listener(step_log.note)
+                Worker(engine, partial(_read_commands, inbox), send).serve()
         except Exception as error:
-            _logger.error("the worker fails: %s", error, exc_info=not isinstance(error, UnsupportedModel))
-            say(Failed(described(error)))
+            _logger.error("the worker failed: %s", error, exc_info=not isinstance(error, UnsupportedModel))
+            send(Failed(describe_error(error)))
             sys.exit(1)
 
 
-def _settle_process(configure_logging: Callable[[], None]) -> None:
-    """Make the process deaf to Ctrl-C, mortal under SIGTERM and an orphan never."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the whole group; the parent decides
+def _configure_process(configure_logging: Callable[[], None]) -> None:
+    """Ignore SIGINT, end on SIGTERM, end with the parent, log to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group; the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=die_with_parent, name="die-with-parent", daemon=True).start()
     configure_logging()
 
 
 def _name_process(name: str) -> None:
-    with suppress(OSError):  # only Linux has it
+    with suppress(OSError):  # Linux only
         Path("/proc/self/comm").write_text(name)
 
 
 def die_with_parent() -> None:
-    """Wait for the parent's end, then end at once, even in the middle of a step or of loading."""
+    """Wait until the parent ends, then exit at once, even in the middle of a step or of loading."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -216,43 +226,43 @@ def die_with_parent() -> None:
 
 
 @contextmanager
-def _streets(addresses: Addresses) -> "Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]":
-    """Open the inbox and the outbox; on leaving, give unsent reports a moment to get out."""
+def _open_sockets(addresses: Addresses) -> "Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]":
+    """Open the inbox and the outbox. On exit, wait up to _LINGER_MS for unsent events."""
     with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
-        # Letters are bounded by the client's queue, reports by max_tokens; a full buffer must never stop the loop.
+        # No high-water marks: a full buffer must never block the loop. The queue limit bounds commands, max_tokens bounds events.
         inbox.set_hwm(0)
         outbox.set_hwm(0)
-        outbox.linger = _LAST_WORDS_MS
+        outbox.linger = _LINGER_MS
         inbox.bind(addresses.commands)
-        outbox.connect(addresses.reports)
+        outbox.connect(addresses.events)
         yield inbox, outbox
 
 
-def _read_commands(inbox: "zmq.Socket[bytes]", wait_s: float) -> list[Letter]:
-    commands: list[Letter] = []
+def _read_commands(inbox: "zmq.Socket[bytes]", wait_s: float) -> list[Command]:
+    commands: list[Command] = []
     inbox.poll(int(wait_s * 1000))
-    while len(commands) < MOST_LETTERS and inbox.poll(0):
-        commands.append(decoded_command(inbox.recv()))
+    while len(commands) < MAX_COMMANDS and inbox.poll(0):
+        commands.append(decode_command(inbox.recv()))
     return commands
 
 
 @contextmanager
-def _beating(say: Say) -> Iterator[None]:
-    """Beat from a thread while the caller loads models.
+def _sending_heartbeats(send: SendEvent) -> Iterator[None]:
+    """Send heartbeats from a thread while the caller loads models.
 
-    The thread is gone when the block is left: afterwards only the loop beats, so that a hung step falls silent.
+    The thread ends with the block. Afterwards only the loop sends heartbeats, so that a hung step is silent.
     """
     is_over = threading.Event()
 
-    def beat() -> None:
-        say(Heartbeat())
-        while not is_over.wait(BEAT_S):
-            say(Heartbeat())
+    def send_heartbeats() -> None:
+        send(Heartbeat())
+        while not is_over.wait(HEARTBEAT_S):
+            send(Heartbeat())
 
-    thread = threading.Thread(target=beat, name="beat-while-loading")
+    thread = threading.Thread(target=send_heartbeats, name="heartbeat-while-loading")
     thread.start()
     try:
         yield
     finally:
         is_over.set()
-        thread.join()  # also the memory barrier that ZeroMQ asks for when a socket changes threads
+        thread.join()  # also the memory barrier that ZeroMQ requires when a socket changes threads

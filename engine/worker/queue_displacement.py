@@ -1,6 +1,6 @@
-"""Who gives up a place in a full queue: keys share it evenly, and the choices of one answer go together or not at all.
+"""Displacement from a full queue: API keys share the queue evenly.
 
-Knows claims, which are numbers; whose they are the ledger knows.
+Requests that were submitted together are displaced together. Knows queue shares only; the request table owns the requests.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from engine.core.config import SchedulerConfig
 
 @dataclass(frozen=True, slots=True)
 class QueuedShare:
-    """What those requests of an answer that wait take of the queue. `has_begun`: some of the answer has been told."""
+    """The waiting requests of one submission: their places and prompt tokens in the queue.
+
+    `has_begun`: a request of the submission has had an event.
+    """
 
     group: str
     priority: int
@@ -20,74 +23,75 @@ class QueuedShare:
     has_begun: bool = False
 
 
-class _Shares:
-    """What each key has of the queue, and all together; kept up to date by every claim that goes."""
+class _QueueUsage:
+    """The queue's usage by key and in total."""
 
-    def __init__(self, claims: Sequence[QueuedShare], limits: SchedulerConfig) -> None:
+    def __init__(self, shares: Sequence[QueuedShare], limits: SchedulerConfig) -> None:
         self._limits = limits
         self.num_places = self.num_tokens = 0
-        self._places = {claim.group: 0 for claim in claims}
+        self._places = {share.group: 0 for share in shares}
         self._tokens = dict(self._places)
-        for claim in claims:
-            self.add(claim)
+        for share in shares:
+            self.add(share)
 
     def __getitem__(self, group: str) -> float:
-        """The part of the queue's places or of its tokens that a key has, whichever is more."""
+        """The key's fraction of the queue's places or of its tokens, whichever is larger."""
         return max(self._places[group] / self._limits.max_waiting, self._tokens[group] / self._limits.max_waiting_tokens)
 
-    def are_too_many(self, is_alone: bool) -> bool:
-        """Whether it is more than may wait: an answer that waits alone may have any number of tokens."""
+    def exceeds_limits(self, is_alone: bool) -> bool:
+        """Whether the queue is over its limits. A submission that waits alone may have any number of tokens."""
         return self.num_places > self._limits.max_waiting or (self.num_tokens > self._limits.max_waiting_tokens and not is_alone)
 
-    def add(self, claim: QueuedShare) -> None:
-        """Count a claim."""
-        self._count(claim, 1)
+    def add(self, share: QueuedShare) -> None:
+        """Add a share to the usage."""
+        self._count(share, 1)
 
-    def remove(self, claim: QueuedShare) -> None:
-        """Count a claim no more."""
-        self._count(claim, -1)
+    def remove(self, share: QueuedShare) -> None:
+        """Subtract a share from the usage."""
+        self._count(share, -1)
 
-    def _count(self, claim: QueuedShare, sign: int) -> None:
-        self._places[claim.group] += sign * claim.num_places
-        self._tokens[claim.group] += sign * claim.num_tokens
-        self.num_places += sign * claim.num_places
-        self.num_tokens += sign * claim.num_tokens
+    def _count(self, share: QueuedShare, sign: int) -> None:
+        self._places[share.group] += sign * share.num_places
+        self._tokens[share.group] += sign * share.num_tokens
+        self.num_places += sign * share.num_places
+        self.num_tokens += sign * share.num_tokens
 
 
-def displaced(queue: Sequence[QueuedShare], new_request: QueuedShare, limits: SchedulerConfig) -> list[int] | None:
-    """Return which claims of a full queue, oldest first, make room for a newcomer, in turn; None if it is to be refused.
+def displaced_shares(queue: Sequence[QueuedShare], new_share: QueuedShare, limits: SchedulerConfig) -> list[int] | None:
+    """Return the indices of the shares to displace for a new one; None if the new one must be refused.
 
-    Only keys give way that have more of the queue than the newcomer's would: the one that has most, with the last of its least
-    urgent answers. An answer that has begun is somebody's half-read text: its turn comes when nothing else could go. Who can stay
-    beside those whose turns came later stays. A newcomer beside whom nobody waits may have any number of tokens.
+    `queue` is ordered by age, oldest first. Only keys with a larger fraction of the queue than the new share's key are
+    displaced. The key with the largest fraction loses its least urgent and youngest submission first. Submissions that have
+    begun are displaced last. A candidate stays if there is room for it after later candidates were taken. A share that waits
+    alone may have any number of tokens.
     """
-    shares = _Shares([*queue, new_request], limits)
-    in_turn = _in_turn(queue, new_request.group, shares)
-    return None if in_turn is None else _needed(in_turn, queue, shares)
+    usage = _QueueUsage([*queue, new_share], limits)
+    candidates = _candidates(queue, new_share.group, usage)
+    return None if candidates is None else _needed(candidates, queue, usage)
 
 
-def _in_turn(queue: Sequence[QueuedShare], new_request: str, shares: _Shares) -> list[int] | None:
-    """Take claims out of the shares, one after the other, until there is room for a key's newcomer; return which."""
-    answers: dict[str, list[int]] = {claim.group: [] for claim in queue}  # of each key, in the order in which they are kept
+def _candidates(queue: Sequence[QueuedShare], new_group: str, usage: _QueueUsage) -> list[int] | None:
+    """Remove shares from the usage, one after the other, until there is room. Return their indices in this order."""
+    by_group: dict[str, list[int]] = {share.group: [] for share in queue}  # the last is displaced first
     for index in sorted(range(len(queue)), key=lambda index: (not queue[index].has_begun, queue[index].priority, index)):
-        answers[queue[index].group].append(index)
-    victims: list[int] = []
-    while shares.are_too_many(is_alone=len(victims) == len(queue)):
-        greater = [group for group, theirs in answers.items() if theirs and shares[group] > shares[new_request]]
+        by_group[queue[index].group].append(index)
+    candidates: list[int] = []
+    while usage.exceeds_limits(is_alone=len(candidates) == len(queue)):
+        greater = [group for group, indices in by_group.items() if indices and usage[group] > usage[new_group]]
         if not greater:
             return None
-        most = max(greater, key=lambda group: (not queue[answers[group][-1]].has_begun, shares[group]))
-        victims.append(answers[most].pop())
-        shares.remove(queue[victims[-1]])
-    return victims
+        most = max(greater, key=lambda group: (not queue[by_group[group][-1]].has_begun, usage[group]))
+        candidates.append(by_group[most].pop())
+        usage.remove(queue[candidates[-1]])
+    return candidates
 
 
-def _needed(victims: Sequence[int], queue: Sequence[QueuedShare], shares: _Shares) -> list[int]:
-    """Return those for whom there is no room once all the others have gone; shares are without any of them."""
+def _needed(candidates: Sequence[int], queue: Sequence[QueuedShare], usage: _QueueUsage) -> list[int]:
+    """Return the candidates for which there is no room once all others are gone. `usage` counts none of them."""
     needed: list[int] = []
-    for victim in reversed(victims):
-        shares.add(queue[victim])
-        if shares.are_too_many(is_alone=False):
-            shares.remove(queue[victim])
-            needed.append(victim)
+    for index in reversed(candidates):
+        usage.add(queue[index])
+        if usage.exceeds_limits(is_alone=False):
+            usage.remove(queue[index])
+            needed.append(index)
     return needed[::-1]

@@ -1,12 +1,12 @@
-"""Which living requests a new worker is given, and when: those that may have killed its predecessors first, and one at a time.
+"""Crash recovery: resumes live requests in a new worker and isolates those that may have killed its predecessors.
 
-A request is a suspect once `max_deaths` workers in a row died over it, in a step that it took part in or before they said a word
-after they got it, and it got nothing out in between: a token that gets out acquits. While there are suspects nothing is in the
-worker but one of them, on trial, and those acquitted. Who was on trial at a death is the first of the next trials, with nobody
-beside it, and is given up if that brings death again. So a culprit is found by one death or two, whatever the number of
-suspects; halving groups would cost a death for each half.
+A request is quarantined after `max_deaths` deaths in a row. A death counts for a request that took part in the worker's last
+step, or that was sent after the worker's last event. Any event of a request clears it. Quarantined requests are retried alone:
+the worker runs one of them, together with cleared requests. If it dies, that request is the next to be retried, with no other
+request in the worker. If the worker dies again, the request fails. So a culprit costs one or two more deaths, however many
+requests are quarantined. Bisection would cost one death per halving.
 
-Knows the ledger's entries. Does not know processes: the client says when a worker is ready, has spoken or is dead.
+Knows the entries of the request table. Does not know processes: the client reports when a worker is ready, sends events or dies.
 """
 
 import logging
@@ -14,13 +14,16 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 
 from engine.core.types import ErrorCode, Request
-from engine.worker.request_table import Entry, EventStream, RequestTable
+from engine.worker.request_table import Entry, RequestTable, TokenEventStream
 
 _logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Owns the order of return. `post` sends a request to the worker that is ready; `max_running` have a place in it at once."""
+    """Owns the order in which requests are resumed.
+
+    `post` sends a request to the worker. At most `max_running` requests run there at once.
+    """
 
     def __init__(self, request_table: RequestTable, post: Callable[[Request], None], max_deaths: int, max_running: int) -> None:
         self._request_table = request_table
@@ -29,78 +32,77 @@ class Recovery:
         self._max_running = max_running
         self._quarantined: deque[Entry] = deque()
         self._retried_alone: Entry | None = None
-        self._unheard: list[Entry] = []  # handed over since the worker last spoke
-        self.num_resumed = 0  # requests taken back from dead workers, each as often as it was
-        self._is_open = False  # a worker is ready, and nobody is on trial
+        self._unconfirmed: list[Entry] = []  # sent since the worker's last event
+        self.num_resumed = 0  # counts a request once for each death that it survived
+        self._admits_all = False  # a worker is ready and no request is quarantined
 
-    def enter(self, requests: Sequence[Request]) -> list[EventStream]:
-        """Enter requests for which the ledger has room, and give them to the worker unless somebody is on trial there."""
+    def submit(self, requests: Sequence[Request]) -> list[TokenEventStream]:
+        """Open requests in the request table and send them to the worker unless a request is retried alone there."""
         streams = self._request_table.open(requests, is_posted=False)
-        if self._is_open:
+        if self._admits_all:
             for stream in streams:
-                self._hand_over(stream.entry)
+                self._send_to_worker(stream.entry)
         return streams
 
-    def begin(self) -> None:
-        """Give a worker that is ready its first requests."""
-        suspects = [entry for entry in self._request_table.entries if entry.num_deaths >= self._max_deaths]
-        self._quarantined = deque(sorted(suspects, key=lambda entry: -entry.num_deaths))
+    def on_ready(self) -> None:
+        """Send the first requests to a worker that is ready."""
+        quarantined = [entry for entry in self._request_table.entries if entry.num_deaths >= self._max_deaths]
+        self._quarantined = deque(sorted(quarantined, key=lambda entry: -entry.num_deaths))
         self._admit()
 
-    def go_on(self) -> None:
-        """Call after each news of the worker: the next suspect's turn comes when the last one is acquitted, then everybody's."""
-        self._unheard.clear()
+    def on_events(self) -> None:
+        """Call after each StepResult. Sends the next quarantined request once the last is cleared, then all others."""
+        self._unconfirmed.clear()
         self._admit()
 
     def _admit(self) -> None:
-        while not self._is_open and not self._is_trying:
+        while not self._admits_all and not self._is_retry_running:
             self._retried_alone = None
             if not self._quarantined:
-                self._is_open = True
+                self._admits_all = True
                 for entry in self._request_table.entries:
                     if not entry.is_posted:
-                        self._hand_over(entry)
+                        self._send_to_worker(entry)
             elif self._request_table.num_posted >= self._max_running:
-                return  # it would wait there, and be blamed for a death in which it had no part
-            elif self._request_table.has(suspect := self._quarantined.popleft()):
-                self._retried_alone = suspect
-                _logger.warning("request %s is on trial after %d deaths", suspect.request.request_id, suspect.num_deaths)
-                self._hand_over(suspect)
+                return  # it would wait in the worker's queue, and a death there would count for it
+            elif self._request_table.has(entry := self._quarantined.popleft()):
+                self._retried_alone = entry
+                _logger.warning("request %s is retried alone after %d deaths", entry.request.request_id, entry.num_deaths)
+                self._send_to_worker(entry)
 
     @property
-    def has_suspects(self) -> bool:
-        """Whether a living request may have killed `max_deaths` workers in a row."""
+    def has_quarantined(self) -> bool:
+        """Whether a live request may have killed `max_deaths` workers in a row."""
         return any(entry.num_deaths >= self._max_deaths for entry in self._request_table.entries)
 
     @property
-    def _is_trying(self) -> bool:
+    def _is_retry_running(self) -> bool:
         return (
             self._retried_alone is not None
             and self._retried_alone.num_deaths > 0
             and self._request_table.has(self._retried_alone)
         )
 
-    def _hand_over(self, entry: Entry) -> None:
+    def _send_to_worker(self, entry: Entry) -> None:
         entry.is_posted = True
-        self._unheard.append(entry)
+        self._unconfirmed.append(entry)
         self._post(entry.as_resumed)
 
-    def end(self, running: Set[str] | None, cause: str) -> None:
-        """Take back what a dead worker had, `running` in its last step (None: unknown); give up who was there alone, on trial."""
-        self._is_open = False
-        taken = [entry for entry in self._request_table.entries if entry.is_posted]
-        suspect, self._retried_alone = self._retried_alone, None
-        self._request_table.recall(
-            None if running is None else {*running, *(entry.request.request_id for entry in self._unheard)}
+    def on_death(self, running: Set[str] | None, cause: str) -> None:
+        """Requeue the requests of a dead worker. Fail a request that was retried there without any other.
+
+        `running` are the ids in the worker's last step; None: unknown.
+        """
+        self._admits_all = False
+        posted = [entry for entry in self._request_table.entries if entry.is_posted]
+        retried, self._retried_alone = self._retried_alone, None
+        self._request_table.requeue(
+            None if running is None else {*running, *(entry.request.request_id for entry in self._unconfirmed)}
         )
-        self._unheard.clear()
-        self.num_resumed += sum(map(self._request_table.has, taken))
-        if (
-            suspect is not None
-            and taken == [suspect]
-            and self._request_table.has(suspect)
-            and suspect.num_deaths > self._max_deaths
-        ):
-            text = f"{suspect.num_deaths} workers died of this request, the last when it ran alone: {cause}"
-            _logger.error("request %s is given up: %s", suspect.request.request_id, text)
-            self._request_table.fail(suspect, ErrorCode.WORKER_CRASHED, text)
+        self._unconfirmed.clear()
+        self.num_resumed += sum(map(self._request_table.has, posted))
+        was_alone = retried is not None and posted == [retried] and self._request_table.has(retried)
+        if retried is not None and was_alone and retried.num_deaths > self._max_deaths:
+            text = f"{retried.num_deaths} workers died of this request, the last when it ran alone: {cause}"
+            _logger.error("request %s failed: %s", retried.request.request_id, text)
+            self._request_table.fail(retried, ErrorCode.WORKER_CRASHED, text)

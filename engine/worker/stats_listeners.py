@@ -1,4 +1,4 @@
-"""Those who want the numbers of each step."""
+"""Listeners that receive the statistics of each step."""
 
 import logging
 from collections.abc import Callable
@@ -7,21 +7,21 @@ from engine.core.types import StepStats
 
 _logger = logging.getLogger(__name__)
 
-Listener = Callable[[StepStats], None]
+StatsListener = Callable[[StepStats], None]
 
 
-class Listeners:
-    """A list of callables. One that raises is logged and stays: numbers must never stop the tokens."""
+class StatsListeners:
+    """A list of callables. A failing listener is logged and stays registered: statistics must not stop generation."""
 
     def __init__(self) -> None:
-        self._listeners: list[Listener] = []
+        self._listeners: list[StatsListener] = []
 
-    def add(self, listener: Listener) -> None:
-        """Have `listener` called by each `tell`."""
+    def add(self, listener: StatsListener) -> None:
+        """Register a listener."""
         self._listeners.append(listener)
 
-    def tell(self, stats: StepStats) -> None:
-        """Call every listener with these numbers."""
+    def notify(self, stats: StepStats) -> None:
+        """Call every listener with these statistics."""
         for listener in self._listeners:
             try:
                 listener(stats)

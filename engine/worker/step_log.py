@@ -1,7 +1,7 @@
-"""What a worker was about to do, kept where its death does not reach: a small file that the worker maps and the client reads.
+"""The worker's current step, in a small memory-mapped file that the client reads after a crash.
 
-A note is written before each step, without a system call: what a process has written to a map of a file survives `kill -9`.
-Nothing is read while the worker lives.
+The worker writes a note before each step, without a system call. Writes to a mapped file survive `kill -9`. The file is read
+only after the worker is dead.
 
     [ length: 4 bytes | CRC-32: 4 bytes | msgpack of the StepNote ]      length 0: no note
 """
@@ -9,12 +9,13 @@ Nothing is read while the worker lives.
 import mmap
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
+from engine.core.step_observer import StepObserver
 from engine.core.step_plan import Row, StepPlan
 
 _HEADER = struct.Struct("<II")
@@ -22,7 +23,7 @@ _SIZE_BYTES = 1 << 20  # of a sparse file; thousands of rows
 
 
 class RowNote(msgspec.Struct, frozen=True):
-    """One row of a step: how much of its text is cached, how much is fed, and the tree that grows from it if one does."""
+    """One row of a step: its cached tokens, its fed tokens and, if it is decoding, its expansion."""
 
     request_id: str
     context_len: int
@@ -31,7 +32,7 @@ class RowNote(msgspec.Struct, frozen=True):
 
 
 class StepNote(msgspec.Struct, frozen=True):
-    """A step in a few words. `preparing`: requests whose grammars are compiled beside it."""
+    """A summary of a step. `preparing`: requests whose grammars are being compiled at the same time."""
 
     step: int
     rows: tuple[RowNote, ...]
@@ -39,13 +40,25 @@ class StepNote(msgspec.Struct, frozen=True):
 
     @property
     def request_ids(self) -> frozenset[str]:
-        """The requests that are worked on."""
+        """The requests in the step and those being prepared."""
         return frozenset((*(row.request_id for row in self.rows), *self.preparing))
 
 
 def note_of(plan: StepPlan, preparing: tuple[str, ...]) -> StepNote:
-    """Return what a plan says in a few words."""
+    """Return the summary of a plan."""
     return StepNote(plan.step, tuple(_row_note(row) for row in plan.rows), preparing)
+
+
+class StepNotes(StepObserver):
+    """Calls a listener with a note of each step. `preparing` returns the requests whose grammars are being compiled."""
+
+    def __init__(self, listener: Callable[[StepNote], None], preparing: Callable[[], tuple[str, ...]]) -> None:
+        self._listener = listener
+        self._preparing = preparing
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Call the listener."""
+        self._listener(note_of(plan, self._preparing()))
 
 
 def _row_note(row: Row) -> RowNote:
@@ -53,24 +66,24 @@ def _row_note(row: Row) -> RowNote:
 
 
 class StepLog:
-    """The worker's side: owns the map. Its last note stands until the next."""
+    """The worker's side: owns the mapped memory, which holds one note."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._encoder = msgspec.msgpack.Encoder()
 
     def note(self, note: StepNote) -> None:
-        """Replace the note; one too long for the file leaves none."""
+        """Replace the note. A note that is too long for the file is left out."""
         data = self._encoder.encode(note)
-        self._memory[: _HEADER.size] = bytes(_HEADER.size)  # while the rest is written there is none
+        self._memory[: _HEADER.size] = bytes(_HEADER.size)  # marks the note as absent while it is written
         if _HEADER.size + len(data) <= _SIZE_BYTES:
             self._memory[_HEADER.size : _HEADER.size + len(data)] = data
             self._memory[: _HEADER.size] = _HEADER.pack(len(data), zlib.crc32(data))
 
 
 @contextmanager
-def opened_black_box(path: Path) -> Iterator[StepLog]:
-    """Make the file and map it."""
+def open_step_log(path: Path) -> Iterator[StepLog]:
+    """Create the file and map it."""
     with path.open("w+b") as file:
         file.truncate(_SIZE_BYTES)
         with mmap.mmap(file.fileno(), _SIZE_BYTES) as memory:
@@ -78,7 +91,7 @@ def opened_black_box(path: Path) -> Iterator[StepLog]:
 
 
 def last_note(path: Path) -> StepNote | None:
-    """Return the note that a dead worker left; None if it left none, or died while it wrote one."""
+    """Return the last note of a dead worker. Return None if there is none or it was only partly written."""
     try:
         with path.open("rb") as file:
             length, checksum = _HEADER.unpack(file.read(_HEADER.size))

@@ -1,4 +1,4 @@
-"""How patient a client is with its worker, and the record of the worker's deaths from which it learns to wait.
+"""Time limits of a worker, and the record of its deaths that sets the backoff of restarts.
 
 Pure bookkeeping: no processes, no clock.
 """
@@ -10,25 +10,24 @@ from dataclasses import dataclass
 class Supervision:
     """Limits of a worker's life, in seconds.
 
-    `hang_limit_s` is generous because a long prefill is one silent step, and takes seconds on a CPU. `first_word_limit_s`
-    bounds the time from launch to the first heartbeat (starting Python); loading models beats, so it may take as long as
-    it takes. A worker that lived `settled_s` after it was ready died by accident; earlier deaths make the next wait longer,
-    unless a signal from outside was their cause.
-    After `max_deaths` workers in a row that died over a request which got nothing out, it is run alone; the next ends it.
+    `hang_limit_s` is long because a long prefill is one silent step that takes seconds on a CPU. `first_heartbeat_limit_s`
+    bounds the time from launch to the first heartbeat, which covers the start of Python. Loading sends heartbeats, so its time
+    is not bounded. A death within `stable_s` after the worker was ready makes the next backoff longer, unless a signal from
+    outside caused it. A request is retried alone after `max_deaths` deaths in a row without any event of it.
     """
 
     hang_limit_s: float = 60.0
-    first_word_limit_s: float = 60.0
+    first_heartbeat_limit_s: float = 60.0
     stop_limit_s: float = 5.0
     min_backoff_s: float = 0.5
     max_backoff_s: float = 30.0
-    settled_s: float = 30.0
+    stable_s: float = 30.0
     max_failed_starts: int = 3
     max_deaths: int = 3
 
 
 class DeathRecord:
-    """Counts deaths in a row. Owned by one client."""
+    """Counts consecutive deaths. Owned by one client."""
 
     def __init__(self, limits: Supervision) -> None:
         self._limits = limits
@@ -38,30 +37,30 @@ class DeathRecord:
         self.backoff_s = 0.0  # how long to wait before the next start
 
     def note(self, ready_for_s: float | None, is_from_outside: bool = False) -> None:
-        """Note that a worker died `ready_for_s` seconds after it was ready; None if it never was.
+        """Note that a worker died `ready_for_s` seconds after it was ready; None: it never was.
 
-        `is_from_outside`: another process killed it, and no request is suspected. Such a death is counted only before a worker is
-        ready: the kernel's memory killer would strike again.
+        `is_from_outside`: another process killed it, and no request is quarantined. Such a death counts only if the worker was
+        never ready: the kernel would kill the next one for lack of memory too.
         """
         self._num_failed_starts = self._num_failed_starts + 1 if ready_for_s is None else 0
         self._was_ever_ready |= ready_for_s is not None
         self.backoff_s = 0.0
-        if ready_for_s is not None and ready_for_s >= self._limits.settled_s:
+        if ready_for_s is not None and ready_for_s >= self._limits.stable_s:
             self._num_early = 0
         elif ready_for_s is None or not is_from_outside:
             self._num_early += 1
             self.backoff_s = self._backoff_s(has_failed=ready_for_s is None)
 
     def _backoff_s(self, has_failed: bool) -> float:
-        """Return a wait that doubles with each early death in a row, up to a cap; the first crash of a ready worker has none."""
+        """Return a backoff that doubles with each consecutive early death, up to a cap. A ready worker's first crash has none."""
         num_doublings = self._num_early - (1 if has_failed else 2)
         return min(self._limits.max_backoff_s, self._limits.min_backoff_s * 2.0**num_doublings) if num_doublings >= 0 else 0.0
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether another start is in vain: too many failed, or the very first did.
+        """Whether another start is useless: too many failed, or the very first did.
 
-        An engine that never ran has a fault in its configuration; trying again would only keep its owner waiting.
+        An engine that never ran is misconfigured, and a second start would fail too.
         """
         limit = self._limits.max_failed_starts if self._was_ever_ready else 1
         return self._num_failed_starts >= limit

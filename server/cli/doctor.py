@@ -16,7 +16,7 @@ from engine.build import device_of, draft_dtype
 from engine.core.config import EngineConfig
 from engine.draft.models.compatibility import UnreadableDrafter, check_drafter
 from engine.draft.models.head import head_shape
-from engine.graph_setup import why_as_they_come
+from engine.graph_setup import why_not_replayed
 from engine.memory_plan import GB, configuration_of, memory_need, memory_of, shortage
 from engine.model.linears import NATIVE, fastest_linears, multiplies_bfloat16
 from engine.native import library
@@ -117,7 +117,7 @@ def _model(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
 
 def _passes(config: EngineConfig, device: torch.device) -> Iterator[Finding]:
     """Say of a GPU how passes are started there, and of any device if graphs are demanded where there are none."""
-    reason = why_as_they_come(config, configuration_of(config.model), device)
+    reason = why_not_replayed(config, configuration_of(config.model), device)
     if config.cuda_graphs == "on" and reason is not None:
         yield Finding("passes", Level.REFUSED, f"cuda_graphs: on: {reason}")
     elif device.type == "cuda" and reason is not None:

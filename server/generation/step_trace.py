@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine.core.enums import DraftSource
-from engine.core.row_trace import StepTrace, TracedRow
+from engine.core.row_trace import RowTrace, TracedRow
 from engine.core.tree import ROOT, TokenTree
 from server.schemas import trace
 from server.text.codec import TokenText
@@ -17,7 +17,7 @@ Spell = Callable[[int], TokenText]
 _OF_TEXT: dict[DraftSource, trace.Part] = {DraftSource.CACHE: "cached", DraftSource.PREDICTION: "prediction"}
 
 
-def step_trace_of(told: StepTrace, spell: Spell) -> trace.StepTrace:
+def step_trace_of(told: RowTrace, spell: Spell) -> trace.StepTrace:
     """Return what is told of the step."""
     row = told.row
     extra = None if row.extra_id is None else trace.TracedToken(**_spelt(row.extra_id, spell), target_prob=row.probs.extra)

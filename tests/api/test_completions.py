@@ -8,7 +8,7 @@ import pytest
 from engine.core.rng_keys import derived_seed
 from engine.core.tree import Expansion
 from engine.core.types import Speculation
-from engine.worker.messages import Add, encoded
+from engine.worker.messages import Add, encode_message
 from tests.api.harness import MODEL, chat, completion, data_of, in_process, sample
 from tests.fake_engine import FakeEngine, says
 from tests.tokenizers_for_tests import byte_level
@@ -270,7 +270,7 @@ async def test_every_parameter_reaches_the_engine():
     assert sampling.typical_p == 0.5
     assert (sampling.logit_bias, sampling.allowed_token_ids) == (((7, -100.0), (0, 1.5)), (0, 7, 8))
     assert sampling.min_tokens == 2
-    encoded(Add(first))
+    encode_message(Add(first))
     assert (first.sampling.seed, second.sampling.seed) == (-5, derived_seed(-5, 1))
     assert first.speculation == Speculation(True, Expansion(2, 3, 1), "nss")
 
@@ -478,7 +478,7 @@ async def test_the_largest_integers_are_no_internal_error():
     async with in_process(engine) as client:
         fine = await client.post("/v1/completions", json=completion(top_k=2**31 - 1, seed=-(2**63)))
         assert fine.status_code == 200
-    encoded(Add(engine.requests[0]))
+    encode_message(Add(engine.requests[0]))
 
 
 async def test_prompts_do_not_share_their_noise():

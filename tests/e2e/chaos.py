@@ -19,7 +19,7 @@ from typing import Any
 from engine.core.service import EngineState
 from engine.core.types import ErrorCode, Request, TokenEvent
 from engine.worker.client import WorkerClient
-from engine.worker.messages import Heartbeat, Report, StepResult
+from engine.worker.messages import Heartbeat, StepResult, WorkerEvent
 from engine.worker.process import ProcessLauncher
 from engine.worker.supervision import Supervision
 from tests.clients import submitted
@@ -39,9 +39,9 @@ class CountingClient(WorkerClient):
         self.num_told = self.num_counted = self.num_used_slots = 0
         self.is_idle = asyncio.Event()
 
-    def _read(self, report: Report) -> None:
-        super()._read(report)
-        match report:
+    def _handle_event(self, event: WorkerEvent) -> None:
+        super()._handle_event(event)
+        match event:
             case StepResult(events, stats):
                 self.num_told += sum(len(event.token_ids) for event in events)
                 if stats is not None:

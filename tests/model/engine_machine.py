@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.config import SchedulerConfig
-from engine.core.policy import Choice
+from engine.core.policy import ExpansionChoice
 from engine.core.tree import FREE_GROWTH, Expansion
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent
 from engine.engine import Engine
@@ -49,7 +49,7 @@ class Wishes:
         self.prices = FREE_GROWTH
 
     def choose(self, views):
-        return Choice(tuple(self.next[index % len(self.next)] for index in range(len(views))), prices=self.prices)
+        return ExpansionChoice(tuple(self.next[index % len(self.next)] for index in range(len(views))), prices=self.prices)
 
     def observe(self, feedback):
         pass

@@ -20,7 +20,7 @@ from engine.core.tree import Expansion, TreeKind
 from engine.core.types import FinishReason, SamplingParams, TokenEvent
 from engine.draft.trees import sampling as children
 from engine.sampling.distributions import warped_probs
-from engine.testing import LawAfter, table_module, table_pair, tiny_engine
+from engine.testing import ProbsAfter, table_module, table_pair, tiny_engine
 from engine.verify import coupled, masses, plans, rules
 from engine.verify.directions import BottomUp
 from engine.verify.first_path import FirstPath
@@ -163,8 +163,8 @@ class Table:
     verifier: str
     slip: object
     expansion: Expansion
-    target: LawAfter
-    draft: LawAfter
+    target: ProbsAfter
+    draft: ProbsAfter
     num_samples: int
     max_tokens: int = 2
 

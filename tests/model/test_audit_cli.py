@@ -166,9 +166,9 @@ MISTAKES = [
     (["--verifiers", "nope"], "is named nope; the names are"),
     (["--verifiers", "specinfer", "--expansions", "heap.8"], "specinfer is not lossless on heap trees"),
     (["--prompts", "/nowhere.yaml"], "cannot be read"),
-    (["--presence-penalty", "3"], "presence_penalty must lie in"),
-    (["--repetition-penalty", "nan"], "repetition_penalty must lie in"),
-    (["--min-p", "-0.1"], "min_p must lie in"),
+    (["--presence-penalty", "3"], "presence_penalty must be in"),
+    (["--repetition-penalty", "nan"], "repetition_penalty must be in"),
+    (["--min-p", "-0.1"], "min_p must be in"),
 ]
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.load import in_turns
+from engine.core.step_observer import StepObserver
 from engine.core.tree import PLAIN, Expansion
 from engine.core.types import FinishReason, TokenEvent
 from engine.testing import tiny_engine, tiny_pair
-from engine.trace.tracer import NoTracer
 from engine.verify import coupled
 from server.cli.bench_compare import Case, Load, OutputsDiffer, RequestFailed, cases_of, compare, run_case, table
 
@@ -48,7 +48,7 @@ def test_contenders_step_in_turns_whoever_has_said_least_next():
     engines = {"drafts": tiny_engine(*tiny_pair()), "plain": tiny_engine(*tiny_pair())}
     order: list[str] = []
     for name, one in engines.items():
-        one.trace_to(Noting(name, order))
+        one.add_observer(Noting(name, order))
     cases = {"drafts": Case("traversal", SHAPES[0]), "plain": Case("traversal", PLAIN)}
     runs = in_turns({name: (one, load(0.0).requests(cases[name], 0)) for name, one in engines.items()}, batch=3)
     assert runs["drafts"].texts == runs["plain"].texts
@@ -61,13 +61,13 @@ def test_contenders_step_in_turns_whoever_has_said_least_next():
     assert said == {"drafts": 80, "plain": 80}
 
 
-class Noting(NoTracer):
+class Noting(StepObserver):
     """Notes whose step it was."""
 
     def __init__(self, name, order):
         self._name, self._order = name, order
 
-    def on_step(self, stats, rows):
+    def after_step(self, stats, rows):
         self._order.append(self._name)
 
 

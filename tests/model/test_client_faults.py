@@ -27,8 +27,8 @@ from engine.worker.client import WorkerClient
 from engine.worker.connection import WorkerConnection, WorkerDied
 from engine.worker.crash_dump import CrashDumps
 from engine.worker.engine_loop import EngineFactory, SteppedEngine
-from engine.worker.messages import Addresses, Report
-from engine.worker.process import BEAT_S, ProcessLauncher, Worker
+from engine.worker.messages import Addresses, WorkerEvent
+from engine.worker.process import HEARTBEAT_S, ProcessLauncher, Worker
 from engine.worker.step_log import StepNote
 from engine.worker.supervision import Supervision
 from server.assembly import served_engine
@@ -37,7 +37,7 @@ from tests.counting_engine import Trick, build_counting, build_unless_marked, bu
 
 ENDLESS = 500_000
 LONG_HANG_LIMIT_S = 3600.0  # of skipped time: on a busy machine nobody is blamed who is only slow
-SILENCE_S = 4 * BEAT_S
+SILENCE_S = 4 * HEARTBEAT_S
 IMPATIENT = replace(SWIFT, min_backoff_s=0.01, max_backoff_s=0.02, max_deaths=1)
 PATIENT = replace(SWIFT, hang_limit_s=LONG_HANG_LIMIT_S)
 LEISURELY = replace(SWIFT, min_backoff_s=3600.0, max_backoff_s=3600.0)
@@ -73,9 +73,9 @@ class SparelessLauncher:
 class ForgetfulClient(WorkerClient):
     """The mutant: buries a worker without taking back what it had."""
 
-    def _bury(self, death: WorkerDied, note: StepNote | None) -> None:
-        with patch.object(self._readmission, "end"):
-            super()._bury(death, note)
+    def _handle_death(self, death: WorkerDied, note: StepNote | None) -> None:
+        with patch.object(self._recovery, "on_death"):
+            super()._handle_death(death, note)
 
 
 class RepeatingClient(WorkerClient):
@@ -275,7 +275,7 @@ async def check_a_hung_step_is_seen(client: WorkerClient, clock: SkippingClock, 
 
 def in_step(client: WorkerClient) -> frozenset[str]:
     """Return who takes part in the step that the worker has begun."""
-    note = client._link.last_note if client._link else None
+    note = client._connection.last_note if client._connection else None
     return note.request_ids if note else frozenset()
 
 
@@ -288,7 +288,7 @@ async def test_a_hung_step_is_seen(clock: SkippingClock) -> None:
 
 
 def _serve_noisily(self: Worker) -> None:
-    with engine.worker.process._beating(self._say):
+    with engine.worker.process._sending_heartbeats(self._send):
         _serve(self)
 
 
@@ -322,8 +322,8 @@ async def test_a_stopped_process_is_a_hang_too(clock: SkippingClock) -> None:
 async def check_a_sleepy_event_loop_blames_nobody(client: WorkerClient, clock: SkippingClock) -> None:
     async with running(client):
         await until(lambda: client.health.heartbeat_age_s is not None)
-        assert client._link is not None
-        assert zmq.Socket.shadow(client._link._inbox).poll(_PATIENCE_MS), "nothing runs here until the worker has spoken"
+        assert client._connection is not None
+        assert zmq.Socket.shadow(client._connection._inbox).poll(_PATIENCE_MS), "nothing runs here until the worker has spoken"
         clock.skipped_s += 1.5 * LONG_HANG_LIMIT_S
         for _ in range(2):  # a worker that was killed may still have had time to answer once
             assert tokens_of(await collect(client, counting_request("a", 1, max_tokens=1))) == [2]
@@ -338,7 +338,7 @@ async def test_judging_before_reading_the_mail_is_noticed(clock: SkippingClock, 
     """The mutant: a link that looks at the clock first and at its inbox afterwards."""
     unread = WorkerConnection._unread
 
-    async def hasty(self: WorkerConnection) -> list[Report]:
+    async def hasty(self: WorkerConnection) -> list[WorkerEvent]:
         self._kill_if_silent()
         return await unread(self)
 
@@ -391,8 +391,8 @@ async def test_a_process_that_never_says_a_word_is_given_up() -> None:
             process.start()
             return process
 
-    client = WorkerClient(MuteLauncher(), SchedulerConfig(), Supervision(first_word_limit_s=0.2))
-    with pytest.raises(EngineUnavailable, match=r"it said nothing for 0\.2 s after its launch"):
+    client = WorkerClient(MuteLauncher(), SchedulerConfig(), Supervision(first_heartbeat_limit_s=0.2))
+    with pytest.raises(EngineUnavailable, match=r"it sent nothing for 0\.2 s after its launch"):
         await client.start()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.config import SchedulerConfig
-from engine.core.policy import Choice, FixedExpansion
+from engine.core.policy import ExpansionChoice, FixedExpansion
 from engine.core.rng_keys import Stream, stream_key
 from engine.core.step_plan import Feeding
 from engine.core.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion, GrowthPrices
@@ -158,7 +158,7 @@ class Script:
     def choose(self, views):
         chosen = [self._wishes[(self._next + i) % len(self._wishes)] for i in range(len(views))]
         self._next += len(views)
-        return Choice(tuple(chosen), prices=self._prices)
+        return ExpansionChoice(tuple(chosen), prices=self._prices)
 
     def observe(self, feedback):
         pass

@@ -1,7 +1,7 @@
 """What an engine tells its policy of a step."""
 
 from engine.core.config import SchedulerConfig
-from engine.core.policy import Choice, FixedExpansion, StepFeedback
+from engine.core.policy import ExpansionChoice, FixedExpansion, StepFeedback
 from engine.core.tree import PLAIN, Expansion
 from engine.testing import tiny_engine
 from tests.model.driving import run
@@ -18,7 +18,7 @@ class SeldomDrafts(RandomExpansion):
 
     def choose(self, views):
         choice = super().choose(views)
-        return choice if self._rng.random() < 0.4 else Choice((PLAIN,) * len(views))
+        return choice if self._rng.random() < 0.4 else ExpansionChoice((PLAIN,) * len(views))
 
 
 def test_what_comes_after_a_stop_token_is_no_gain(monkeypatch):

@@ -149,7 +149,7 @@ def roots_are_proposed_for_at_once(scheduler, sequence, wish):
         (HeadDrafter, "_slots_before", reads_the_slot_before),
         (HeadDrafter, "on_pass", nothing_is_told_of_nodes),
         (Scheduler, "_draft_len_after", drafted_keys_are_kept),
-        (Scheduler, "_num_claimed", roots_are_proposed_for_at_once),
+        (Scheduler, "_num_draftable", roots_are_proposed_for_at_once),
     ],
 )
 def test_the_nets_own_proposals_kill(where, name, mutant, monkeypatch):

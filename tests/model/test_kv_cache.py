@@ -12,7 +12,7 @@ from engine.attention import packing
 from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
 from engine.core.config import SchedulerConfig
-from engine.core.policy import Choice
+from engine.core.policy import ExpansionChoice
 from engine.core.tree import Expansion
 from engine.core.types import FinishReason
 from engine.draft.models.draft_model import ModelDrafter
@@ -65,7 +65,9 @@ class RandomExpansion:
         self._rng = random.Random(seed)
 
     def choose(self, views):
-        return Choice(tuple(Expansion(self._rng.randint(0, 3), self._rng.randint(1, 3), self._rng.randint(0, 3)) for _ in views))
+        return ExpansionChoice(
+            tuple(Expansion(self._rng.randint(0, 3), self._rng.randint(1, 3), self._rng.randint(0, 3)) for _ in views)
+        )
 
     def observe(self, feedback):
         pass

@@ -155,7 +155,7 @@ def test_what_a_bad_pass_left_of_a_prompt_goes_with_its_request(monkeypatch):
         return session.outcomes["next"].ids
 
     assert after_a_bad_pass() == own_greedy_text("llama", PREFIX, 12)
-    monkeypatch.setattr("engine.scheduler.prefix_cache.Block", partial(Block, is_proven=True))
+    monkeypatch.setattr("engine.scheduler.prefix_cache.Block", partial(Block, is_finite=True))
     assert after_a_bad_pass() == []
 
 
@@ -182,7 +182,7 @@ def test_what_is_bad_before_a_window_changes_no_token(is_native, monkeypatch):
     texts = [own_greedy_text("gemma3", prompt, 12) for prompt in (PREFIX, PREFIX[:20], PREFIX[:20])]
     expected = [ErrorCode.LOGITS_NOT_FINITE if number == is_native else text for number, text in enumerate(texts)]
     assert fates_with_a_bad_first_block(target) == expected
-    monkeypatch.setattr(PrefixCache, "forget", lambda cache, sequence: None)
+    monkeypatch.setattr(PrefixCache, "invalidate", lambda cache, sequence: None)
     assert fates_with_a_bad_first_block(target)[-1] is ErrorCode.LOGITS_NOT_FINITE
 
 

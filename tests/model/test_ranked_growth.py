@@ -7,7 +7,7 @@ import pytest
 
 from engine import engine as stepping
 from engine.core.config import SchedulerConfig
-from engine.core.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
+from engine.core.policy import ExpansionChoice, ExpansionPolicy, SequenceView, StepFeedback
 from engine.core.step_plan import Feeding, Row
 from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices
 from engine.core.types import DraftSource, FinishReason, Request, SamplingParams, Speculation
@@ -54,11 +54,11 @@ class Changing:
     def __init__(self) -> None:
         self._step = 0
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         self._step += 1
         trees = tuple(TREES[(self._step + place) % len(TREES)] for place in range(len(views)))
         prices = (GrowthPrices(0.05, 0.25), FREE_GROWTH, FREE_GROWTH, GrowthPrices(0.05, 0.0, (0.0, 0.0, 0.05, 0.2)), FREE_GROWTH)
-        return Choice(trees, prices=prices[self._step % len(prices)])
+        return ExpansionChoice(trees, prices=prices[self._step % len(prices)])
 
     def observe(self, feedback: StepFeedback) -> None:
         pass
@@ -299,9 +299,9 @@ class Mixed:
 
     name = "mixed"
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         drawn = {"traversal": Expansion(2, 1, 0)}
-        return Choice(tuple(drawn.get(view.verifier, TREES[0]) for view in views))
+        return ExpansionChoice(tuple(drawn.get(view.verifier, TREES[0]) for view in views))
 
     def observe(self, feedback: StepFeedback) -> None:
         pass

@@ -9,10 +9,13 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.policy import FixedExpansion
+from engine.core.step_observer import StepObserver
+from engine.core.step_plan import StepPlan
 from engine.core.tree import Expansion
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent, TokenLogprobs
 from engine.draft.text.text_drafter import CachedDrafter
 from engine.engine import Engine
+from engine.scheduler.slot_pool import IntegrityError
 from engine.testing import table_pair, tiny_engine, tiny_pair
 from engine.worker.step_log import StepNote
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW, z_of_counts
@@ -163,18 +166,18 @@ def test_prompt_scores_go_on_where_they_were(num_told: int) -> None:
 def test_nothing_is_left_to_resume_of_a_finished_request() -> None:
     engine = with_cached_text()
     request = Request("r", PROMPT, SamplingParams(max_tokens=2))
-    for progress, error in [(Progress((5, 6)), "2 of 2 tokens"), (Progress((61,)), "must lie in")]:
+    for progress, error in [(Progress((5, 6)), "2 of 2 tokens"), (Progress((61,)), "must be in")]:
         with pytest.raises(ValueError, match=error):
             engine.add(resumed(request, progress))
     events, _ = events_of(engine, resumed(request, Progress((5,))))
     assert (len(tokens_of(events)), end_of(events).finish) == (1, FinishReason.LENGTH)
 
 
-def test_a_step_is_announced_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_noted_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told after the forward would say nothing of the one that kills."""
     engine = with_a_model()
     notes: list[StepNote] = []
-    engine.announce(notes.append)
+    engine.add_step_listener(notes.append)
     engine.add(REQUESTS["greedy"])
 
     def kill(*_: object) -> None:
@@ -186,6 +189,23 @@ def test_a_step_is_announced_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
     (note,) = notes
     assert note.request_ids == {"r"}
     assert (note.rows[0].context_len, note.rows[0].num_certain) == (0, len(PROMPT))
+
+
+def test_a_step_is_noted_before_observers() -> None:
+    """The bug to avoid: an observer that was added earlier fails the step, and the step log still holds the step before."""
+
+    class Failing(StepObserver):
+        def before_step(self, plan: StepPlan) -> None:
+            raise IntegrityError("a slot is wrong")
+
+    engine = with_a_model()
+    engine.add_observer(Failing())
+    notes: list[StepNote] = []
+    engine.add_step_listener(notes.append)
+    engine.add(REQUESTS["greedy"])
+    with pytest.raises(IntegrityError, match="a slot is wrong"):
+        engine.step()
+    assert [note.request_ids for note in notes] == [{"r"}]
 
 
 # After 6 the drafter expects 3 and the target takes 4. Whether the tree has 4 too depends on what is drafted after 3, and so on

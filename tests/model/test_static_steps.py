@@ -79,7 +79,7 @@ def test_what_replays_keep_is_counted(tmp_path, monkeypatch):
     folder = str(model_folder(tmp_path))
     config = replace(CONFIG, model=folder, drafter="model", draft_model=folder)
     assert memory_need(config, "float32", CPU).replays == 0
-    monkeypatch.setattr(memory, "why_as_they_come", lambda *_: None)
+    monkeypatch.setattr(memory, "why_not_replayed", lambda *_: None)
     engine = tiny_engine(model_over_tables(), model_over_tables(), config=LIMITS)
     steps = static_steps(CONFIG, engine.target.model)
     assert steps is not None

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from engine.core.enums import DraftSource
 from engine.core.policy import FixedExpansion
-from engine.core.row_trace import StepTrace
+from engine.core.row_trace import RowTrace
 from engine.core.tree import Expansion, parse_expansion
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.trees import grow as growth
@@ -94,7 +94,7 @@ def run_pair(tree: str) -> tuple[Session, PreTrainedModel, PreTrainedModel]:
     return run(engine, asked(tree)), twin(target), twin(draft)
 
 
-def traces_of(session: Session, name: str) -> list[StepTrace]:
+def traces_of(session: Session, name: str) -> list[RowTrace]:
     return [event.trace for event in session.outcomes[name].events if event.trace is not None]
 
 

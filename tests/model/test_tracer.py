@@ -31,7 +31,7 @@ TREE = Expansion(2, 2, 1)
 
 def traced_run(engine: Engine, requests: list[Request], path: Path) -> Session:
     file = TraceFile(path, header_of(engine.info))
-    engine.trace_to(FileTracer(file))
+    engine.add_observer(FileTracer(file))
     session = run(engine, requests)
     file.close()
     return session
@@ -164,7 +164,7 @@ class FullDisk(TraceFile):
 def test_a_disk_that_fills_up_fails_no_step(tmp_path, caplog):
     engine = tiny_engine(model("llama"), None, FixedExpansion(TREE))
     file = FullDisk(tmp_path / "trace", header_of(engine.info))
-    engine.trace_to(FileTracer(file))
+    engine.add_observer(FileTracer(file))
     assert run(engine, [greedy("r", LONG)]).outcomes["r"].finish is FinishReason.LENGTH
     assert len([record for record in caplog.records if "tracing" in record.message]) == 1
     assert len(list(read_trace(tmp_path / "trace"))) == 1 + 2 * 2
@@ -189,8 +189,9 @@ def test_a_configured_engine_traces_what_it_is_asked(tmp_path):
     assert (first.dtype, first.device) == ("float32", info.device)
     assert [record.stats for record in records if isinstance(record, TracedStep)] == session.stats
     check_rows(rows_of(tmp_path / "trace")["r"], requests[0], session.outcomes["r"].ids)
-    assert isinstance(engine._tracer, FileTracer)
-    engine._tracer._file.close()
+    tracer = engine._observers[-1]
+    assert isinstance(tracer, FileTracer)
+    tracer._file.close()
 
 
 def test_a_trace_that_cannot_be_written_is_told_before_anything_is_served(tmp_path):

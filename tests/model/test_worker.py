@@ -19,15 +19,15 @@ from engine.worker.engine_loop import EngineFactory
 from engine.worker.messages import (
     Add,
     Addresses,
+    Command,
     Failed,
     Heartbeat,
-    Letter,
     Ready,
-    Report,
     Shutdown,
     StepResult,
-    decoded_report,
-    encoded,
+    WorkerEvent,
+    decode_event,
+    encode_message,
 )
 from engine.worker.process import ProcessLauncher
 from tests.counting_engine import Trick, build_counting, build_once_marked, build_without_weights, counting_request
@@ -42,21 +42,21 @@ class Talk:
 
     process: BaseProcess
     commands: "zmq.Socket[bytes]"
-    reports: "zmq.Socket[bytes]"
+    events: "zmq.Socket[bytes]"
 
-    def post(self, letter: Letter) -> None:
-        self.commands.send(encoded(letter))
+    def post(self, command: Command) -> None:
+        self.commands.send(encode_message(command))
 
-    def next_report(self) -> Report:
-        assert self.reports.poll(_PATIENCE_MS), "the worker is silent"
-        return decoded_report(self.reports.recv())
+    def next_event(self) -> WorkerEvent:
+        assert self.events.poll(_PATIENCE_MS), "the worker is silent"
+        return decode_event(self.events.recv())
 
-    def until(self, is_wanted: Callable[[Report], bool]) -> list[Report]:
+    def until(self, is_wanted: Callable[[WorkerEvent], bool]) -> list[WorkerEvent]:
         """Return the reports up to the wanted one."""
-        reports = [self.next_report()]
-        while not is_wanted(reports[-1]):
-            reports.append(self.next_report())
-        return reports
+        events = [self.next_event()]
+        while not is_wanted(events[-1]):
+            events.append(self.next_event())
+        return events
 
     def exit_code(self) -> int | None:
         self.process.join(_PATIENCE_MS / 1000)
@@ -66,44 +66,44 @@ class Talk:
 @contextmanager
 def worker(folder: Path, factory: EngineFactory = build_counting, model: str = "counting") -> Iterator[Talk]:
     addresses = Addresses(f"ipc://{folder}/l", f"ipc://{folder}/r", f"{folder}/s")
-    with zmq.Context() as context, context.socket(zmq.PUSH) as commands, context.socket(zmq.PULL) as reports:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as commands, context.socket(zmq.PULL) as events:
         commands.linger = 0
-        reports.bind(addresses.reports)
+        events.bind(addresses.events)
         commands.connect(addresses.commands)
         process = ProcessLauncher(EngineConfig(model), factory).launch(addresses)
         try:
-            yield Talk(process, commands, reports)
+            yield Talk(process, commands, events)
         finally:
             process.kill()
             process.join()
             process.close()
 
 
-def is_ready(report: Report) -> bool:
-    return isinstance(report, Ready)
+def is_ready(event: WorkerEvent) -> bool:
+    return isinstance(event, Ready)
 
 
-def is_failed(report: Report) -> bool:
-    return isinstance(report, Failed)
+def is_failed(event: WorkerEvent) -> bool:
+    return isinstance(event, Failed)
 
 
 def test_loads_then_serves_then_leaves_when_told(tmp_path: Path) -> None:
     with worker(tmp_path) as talk:
         *before, ready = talk.until(is_ready)
-        assert all(isinstance(report, Heartbeat) for report in before)
+        assert all(isinstance(event, Heartbeat) for event in before)
         assert isinstance(ready, Ready)
         assert ready.info.name == "counting"
         talk.post(Add(counting_request("a", 10, max_tokens=3)))
-        turns = [report for report in talk.until(_ends("a")) if isinstance(report, StepResult)]
+        turns = [event for event in talk.until(_ends("a")) if isinstance(event, StepResult)]
         assert [event.token_ids for turn in turns for event in turn.events] == [(11,), (12,), (13,)]
         assert [turn.stats.step for turn in turns if turn.stats] == [1, 2, 3]
         talk.post(Shutdown())
         assert talk.exit_code() == 0
 
 
-def _ends(request_id: str) -> Callable[[Report], bool]:
-    def ends(report: Report) -> bool:
-        return isinstance(report, StepResult) and any(e.request_id == request_id and e.finish is not None for e in report.events)
+def _ends(request_id: str) -> Callable[[WorkerEvent], bool]:
+    def ends(event: WorkerEvent) -> bool:
+        return isinstance(event, StepResult) and any(e.request_id == request_id and e.finish is not None for e in event.events)
 
     return ends
 
@@ -111,10 +111,10 @@ def _ends(request_id: str) -> Callable[[Report], bool]:
 def test_beats_while_loading_and_while_idle(tmp_path: Path) -> None:
     marker = tmp_path / "loaded"
     with worker(tmp_path, build_once_marked, str(marker)) as talk:
-        assert [talk.next_report() for _ in range(3)] == [Heartbeat()] * 3
+        assert [talk.next_event() for _ in range(3)] == [Heartbeat()] * 3
         marker.touch()
         talk.until(is_ready)
-        assert [talk.next_report() for _ in range(3)] == [Heartbeat()] * 3
+        assert [talk.next_event() for _ in range(3)] == [Heartbeat()] * 3
 
 
 def test_a_step_is_one_message_with_every_event(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_step_is_one_message_with_every_event(tmp_path: Path) -> None:
         talk.until(is_ready)
         for request_id, max_tokens in (("a", ENDLESS), ("b", ENDLESS), ("c", 20)):
             talk.post(Add(counting_request(request_id, Trick.PACE, max_tokens=max_tokens)))
-        turns = [report for report in talk.until(_ends("c")) if isinstance(report, StepResult)]
+        turns = [event for event in talk.until(_ends("c")) if isinstance(event, StepResult)]
         steps = [turn.stats.step for turn in turns if turn.stats]
         assert steps == list(range(1, len(turns) + 1))
         assert max(len(turn.events) for turn in turns) == 3
@@ -200,13 +200,13 @@ def check_a_killed_parent_takes_the_worker_along(
     path = folder / "parent.py"
     path.write_text(script)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with zmq.Context() as context, context.socket(zmq.PULL) as reports:
-        reports.bind(f"ipc://{folder}/r")
+    with zmq.Context() as context, context.socket(zmq.PULL) as events:
+        events.bind(f"ipc://{folder}/r")
         command = [sys.executable, str(path), str(folder), moment]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as parent:
             assert parent.stdout is not None
             worker_pid = int(parent.stdout.readline())
-            assert reports.poll(_PATIENCE_MS), "the worker is silent"  # it beats: the watch over its parent has begun
+            assert events.poll(_PATIENCE_MS), "the worker is silent"  # it beats: the watch over its parent has begun
             parent.kill()
         _wait_gone(worker_pid, patience_ms)
 

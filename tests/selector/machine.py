@@ -11,8 +11,8 @@ from functools import partial
 from engine.choice_cache import CachedChoice
 from engine.core.policy import (
     BatchViews,
-    Choice,
     DraftOutcome,
+    ExpansionChoice,
     ExpansionPolicy,
     NodeChances,
     SequenceView,
@@ -122,7 +122,7 @@ class Text:
             kept.append(worth)
             is_alive = is_alive and chance.random() < odds
             accepted += is_alive
-        least = prices.least_told(expansion, kept)
+        least = prices.complete_above(expansion, kept)
         return NodeChances(tuple(kept), tuple(range(1, len(kept) + 1)), tuple(range(accepted)), least), rounds
 
     def draft(self, expansion: Expansion, chance: random.Random) -> tuple[int, int, int]:
@@ -222,7 +222,7 @@ class _Asked:
     def __init__(self, policy: ExpansionPolicy, shown: Callable[[list[SequenceView]], Sequence[SequenceView]]) -> None:
         self.name, self._policy, self._shown, self._count = policy.name, policy, shown, 0
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         self._count += 1
         return self._policy.choose(self._shown([*views]))
 
@@ -237,7 +237,7 @@ class _Asked:
 class _Step:
     """Adds up what a step runs, as the engine would run it."""
 
-    def __init__(self, choice: Choice, num_rows: int) -> None:
+    def __init__(self, choice: ExpansionChoice, num_rows: int) -> None:
         self.outcomes: list[DraftOutcome] = []
         self.has_prefill = False
         self._keeps_up = choice.keeps_up

@@ -5,7 +5,7 @@ The contract of a policy. The tests hold it to bounds and benchmarks.policy_abla
 
 from collections.abc import Sequence
 
-from engine.core.policy import Choice, ExpansionPolicy, SequenceView, StepFeedback
+from engine.core.policy import ExpansionChoice, ExpansionPolicy, SequenceView, StepFeedback
 from engine.core.tree import PLAIN, Expansion
 from selector.acceptance import CountedAcceptance, Estimator
 from selector.cost import KNOTS, CostModel
@@ -121,8 +121,8 @@ class Always:
     def __init__(self, expansion: Expansion) -> None:
         self.name, self._expansion = "always", expansion
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
-        return Choice((self._expansion,) * len(views))
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
+        return ExpansionChoice((self._expansion,) * len(views))
 
     def observe(self, feedback: StepFeedback) -> None:
         pass

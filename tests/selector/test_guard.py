@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from engine.core.policy import Choice, Reason
+from engine.core.policy import ExpansionChoice, Reason
 from engine.core.tree import PLAIN, Expansion
 from selector.guard import GuardedPolicy
 from tests.selector.machine import Machine, Text, flat, run
@@ -22,7 +22,7 @@ class Failing:
         self.num_choices += 1
         if self.num_choices % 2:
             raise ArithmeticError("no such number")
-        return Choice((PLAIN,) * len(views))
+        return ExpansionChoice((PLAIN,) * len(views))
 
     def observe(self, feedback):
         raise KeyError("no such request")

@@ -258,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def found(self) -> list[Block]:
         """Return the blocks that others can find."""
-        return list(self.scheduler._prefixes._by_key.values())
+        return list(self.scheduler._prefix_cache._by_key.values())
 
     @invariant()
     def books_balance(self):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.worker.messages import Abort, Add, Letter, Ready, Report, Shutdown, StepResult
+from engine.worker.messages import Abort, Add, Command, Ready, Shutdown, StepResult, WorkerEvent
 from engine.worker.process import Worker
 from tests.counting_engine import CountingEngine, counting_request
 
@@ -14,9 +14,9 @@ class ReadsNowAndThen(Worker):
 
     _round = 0
 
-    def _take_commands(self) -> bool:
+    def _handle_commands(self) -> bool:
         self._round += 1
-        return self._round % 2 == 0 or super()._take_commands()
+        return self._round % 2 == 0 or super()._handle_commands()
 
 
 def late_steps(kind: type[Worker]) -> int:
@@ -24,26 +24,26 @@ def late_steps(kind: type[Worker]) -> int:
     engine = CountingEngine(NUM)
     arrived: set[str] = set()
     late: list[str] = []
-    adds: list[Letter] = [Add(counting_request(str(number), 1, max_tokens=99)) for number in range(NUM)]
-    aborts: list[list[Letter]] = [[Abort(str(number))] for number in range(NUM)]
+    adds: list[Command] = [Add(counting_request(str(number), 1, max_tokens=99)) for number in range(NUM)]
+    aborts: list[list[Command]] = [[Abort(str(number))] for number in range(NUM)]
     rounds = iter([adds, *aborts])
-    engine.announce(lambda note: late.extend(note.request_ids & arrived))
-    unread: list[Letter] = []
+    engine.add_step_listener(lambda note: late.extend(note.request_ids & arrived))
+    unread: list[Command] = []
 
-    def read(_wait_s: float) -> list[Letter]:
+    def read(_wait_s: float) -> list[Command]:
         taken, unread[:] = list(unread), []
         return taken
 
     def arrive() -> None:
         commands = next(rounds, [Shutdown()])
         unread.extend(commands)
-        arrived.update(letter.request_id for letter in commands if isinstance(letter, Abort))
+        arrived.update(command.request_id for command in commands if isinstance(command, Abort))
 
-    def say(report: Report) -> None:
-        if isinstance(report, Ready | StepResult):
+    def send(event: WorkerEvent) -> None:
+        if isinstance(event, Ready | StepResult):
             arrive()
 
-    kind(engine, read, say).serve()
+    kind(engine, read, send).serve()
     return len(late)
 
 

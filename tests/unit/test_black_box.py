@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.step_log import RowNote, StepNote, last_note, opened_black_box
+from engine.worker.step_log import RowNote, StepNote, last_note, open_step_log
 
 NOTE = StepNote(7, (RowNote("a", 0, 12, None), RowNote("b", 40, 1, "4.1.0")))
 
@@ -12,7 +12,7 @@ NOTE = StepNote(7, (RowNote("a", 0, 12, None), RowNote("b", 40, 1, "4.1.0")))
 def test_the_last_note_stands(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     assert last_note(path) is None
-    with opened_black_box(path) as box:
+    with open_step_log(path) as box:
         assert last_note(path) is None
         box.note(StepNote(6, (RowNote("a long name" * 9, 0, 500, None),)))
         box.note(NOTE)
@@ -24,7 +24,7 @@ def test_the_last_note_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [4, 8, 20])
 def test_half_a_note_is_none(tmp_path: Path, at: int) -> None:
     path = tmp_path / "steps"
-    with opened_black_box(path) as box:
+    with open_step_log(path) as box:
         box.note(NOTE)
     data = bytearray(path.read_bytes())
     data[at] ^= 1
@@ -34,7 +34,7 @@ def test_half_a_note_is_none(tmp_path: Path, at: int) -> None:
 
 def test_a_note_that_is_too_long_is_none(tmp_path: Path) -> None:
     path = tmp_path / "steps"
-    with opened_black_box(path) as box:
+    with open_step_log(path) as box:
         box.note(NOTE)
         box.note(StepNote(8, (RowNote("x" * 2**20, 0, 1, None),)))
     assert last_note(path) is None

@@ -10,7 +10,7 @@ from engine.core.tree import PLAIN, Expansion, TokenTree
 from engine.core.types import Request, SamplingParams
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.token_budget import Wish, fair_shares, share_out
+from engine.scheduler.token_budget import TokenDemand, fair_shares, share_tokens
 
 HUGE = Expansion(64, 16, 64)
 
@@ -45,12 +45,14 @@ def test_a_short_prompt_is_not_kept_waiting_by_a_long_one():
 
 
 def test_prompts_and_trees_leave_each_other_half():
-    claims = [Wish(400, 0), Wish(1, 500), Wish(1, 500)]
-    prompt, *decoding = share_out(claims, 64)
+    claims = [TokenDemand(400, 0), TokenDemand(1, 500), TokenDemand(1, 500)]
+    prompt, *decoding = share_tokens(claims, 64)
     assert prompt.num_certain == 33
     assert [share.max_draft_tokens for share in decoding] == [14, 15]
-    assert share_out([Wish(400, 0), Wish(1, 2)], 64)[0].num_certain == 1 + 62 - 2  # what trees do not want is the prompt's
-    assert share_out([Wish(400, 0)], 64)[0].num_certain == 64
+    assert (
+        share_tokens([TokenDemand(400, 0), TokenDemand(1, 2)], 64)[0].num_certain == 1 + 62 - 2
+    )  # what trees do not want is the prompt's
+    assert share_tokens([TokenDemand(400, 0)], 64)[0].num_certain == 64
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 100))

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.choice_cache import CachedChoice
-from engine.core.policy import BatchViews, Choice, Reason
+from engine.core.policy import BatchViews, ExpansionChoice, Reason
 from engine.core.tree import PLAIN, Expansion
 
 TREE = Expansion(2, 1, 0)
@@ -19,7 +19,7 @@ class Counts:
 
     def choose(self, views):
         self.num_asked += 1
-        return Choice((self._expansion,) * len(views), self._reason, num_steps=self._num_steps)
+        return ExpansionChoice((self._expansion,) * len(views), self._reason, num_steps=self._num_steps)
 
     def observe(self, feedback):
         pass

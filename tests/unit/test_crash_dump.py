@@ -10,14 +10,14 @@ import pytest
 
 import engine.worker.crash_dump
 from engine.core.types import Grammar, GrammarKind, Request, SamplingParams, StepStats
-from engine.worker.crash_dump import CrashDumps, Death
-from engine.worker.request_table import Entry, Siblings
+from engine.worker.crash_dump import CrashDumps, WorkerDeath
+from engine.worker.request_table import Entry, Submission
 from engine.worker.step_log import RowNote, StepNote
 
-DEATH = Death("it hung", 3, 12.5, StepNote(7, (RowNote("a", 2, 1, "4.1.0"),)), StepStats(6, 1, 0, 3, 64))
+DEATH = WorkerDeath("it hung", 3, 12.5, StepNote(7, (RowNote("a", 2, 1, "4.1.0"),)), StepStats(6, 1, 0, 3, 64))
 SECRET = 31337
 SAMPLING = SamplingParams(seed=4, bad_words=((SECRET,),), grammar=Grammar(GrammarKind.REGEX, str(SECRET)))
-ENTRY = Entry(Request("a", (SECRET, 2), SAMPLING, prediction_ids=(SECRET,)), Siblings(), True, [SECRET, SECRET])
+ENTRY = Entry(Request("a", (SECRET, 2), SAMPLING, prediction_ids=(SECRET,)), Submission(), True, [SECRET, SECRET])
 
 
 def written(folder: Path, has_texts: bool) -> tuple[dict[str, Any], str]:
@@ -59,11 +59,11 @@ def test_a_folder_that_cannot_be_is_logged(tmp_path: Path, caplog: pytest.LogCap
     (tmp_path / "file").touch()
     with caplog.at_level(logging.ERROR):
         CrashDumps(tmp_path / "file").write(DEATH, [ENTRY])
-    assert "no crash dump" in caplog.text
+    assert "the crash dump cannot be written" in caplog.text
 
 
 def test_what_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever is wrong with a dump: the next worker must start."""
     with caplog.at_level(logging.ERROR):
         CrashDumps(tmp_path).write(replace(DEATH, cause="no weights at '\udcff'"), [ENTRY])
-    assert "no crash dump: UnicodeEncodeError" in caplog.text
+    assert "the crash dump cannot be written: UnicodeEncodeError" in caplog.text

@@ -3,17 +3,17 @@
 import pytest
 
 from engine.core.types import FinishReason, TokenEvent
-from engine.core.validation import refused
+from engine.core.validation import refusal_event
 from engine.scheduler.slot_pool import IntegrityError
 from engine.worker.engine_loop import EngineLoop
 from engine.worker.messages import Abort, Add, StepResult
 from tests.counting_engine import MAX_MODEL_LEN, CountingEngine, Trick, counting_request
 
 
-class CredulousDesk(EngineLoop):
+class CredulousLoop(EngineLoop):
     """The mutant: passes on whatever the engine says."""
 
-    def turn(self) -> StepResult | None:
+    def step(self) -> StepResult | None:
         output = self._engine.step()
         return StepResult(output.events, output.stats)
 
@@ -21,15 +21,15 @@ class CredulousDesk(EngineLoop):
 def events_of(engine_loop: EngineLoop) -> list[TokenEvent]:
     events: list[TokenEvent] = []
     while engine_loop.has_work:
-        turn = engine_loop.turn()
+        turn = engine_loop.step()
         assert turn is not None
         events.extend(turn.events)
     return events
 
 
 def check_each_ends_once(engine_loop: EngineLoop) -> None:
-    engine_loop.take(Add(counting_request("a", Trick.END_TWICE, 7, max_tokens=2)))
-    engine_loop.take(Add(counting_request("b", 3, max_tokens=3)))
+    engine_loop.handle(Add(counting_request("a", Trick.END_TWICE, 7, max_tokens=2)))
+    engine_loop.handle(Add(counting_request("b", 3, max_tokens=3)))
     ends = [event.request_id for event in events_of(engine_loop) if event.finish is not None]
     assert sorted(ends) == ["a", "b"]
 
@@ -40,12 +40,12 @@ def test_an_end_said_twice_is_heard_once() -> None:
 
 def test_a_credulous_desk_is_noticed() -> None:
     with pytest.raises(AssertionError):
-        check_each_ends_once(CredulousDesk(CountingEngine()))
+        check_each_ends_once(CredulousLoop(CountingEngine()))
 
 
 def test_a_forgotten_request_is_found_when_idle() -> None:
     engine_loop = EngineLoop(CountingEngine())
-    engine_loop.take(Add(counting_request("lost", Trick.NEVER_END)))
+    engine_loop.handle(Add(counting_request("lost", Trick.NEVER_END)))
     assert events_of(engine_loop) == []
     with pytest.raises(IntegrityError, match="never ended lost"):
         engine_loop.check_idle()
@@ -53,7 +53,7 @@ def test_a_forgotten_request_is_found_when_idle() -> None:
 
 def test_the_engines_own_books_are_checked_when_idle() -> None:
     engine_loop = EngineLoop(CountingEngine())
-    engine_loop.take(Add(counting_request("a", Trick.LEAK, max_tokens=1)))
+    engine_loop.handle(Add(counting_request("a", Trick.LEAK, max_tokens=1)))
     events_of(engine_loop)
     with pytest.raises(IntegrityError, match="a slot leaked"):
         engine_loop.check_idle()
@@ -61,16 +61,16 @@ def test_the_engines_own_books_are_checked_when_idle() -> None:
 
 def test_a_refusal_is_an_answer_and_needs_no_step() -> None:
     engine_loop = EngineLoop(CountingEngine())
-    engine_loop.take(Add(counting_request("long", 1, max_tokens=MAX_MODEL_LEN)))
-    assert engine_loop.turn() == StepResult((refused("long", "too long"),))
-    assert engine_loop.turn() is None
+    engine_loop.handle(Add(counting_request("long", 1, max_tokens=MAX_MODEL_LEN)))
+    assert engine_loop.step() == StepResult((refusal_event("long", "too long"),))
+    assert engine_loop.step() is None
     engine_loop.check_idle()
 
 
 def test_an_abort_is_told_once_and_unknown_ids_not_at_all() -> None:
     engine_loop = EngineLoop(CountingEngine())
-    engine_loop.take(Add(counting_request("a", 1)))
+    engine_loop.handle(Add(counting_request("a", 1)))
     for request_id in ("a", "a", "unknown"):
-        engine_loop.take(Abort(request_id))
+        engine_loop.handle(Abort(request_id))
     assert events_of(engine_loop) == [TokenEvent("a", finish=FinishReason.ABORT)]
     engine_loop.check_idle()

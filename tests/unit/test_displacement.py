@@ -14,8 +14,8 @@ from engine.core.config import SchedulerConfig
 from engine.core.service import EngineBusy
 from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
 from engine.worker import queue_displacement as displacement
-from engine.worker.queue_displacement import QueuedShare, displaced
-from engine.worker.request_table import EventStream, RequestTable, Siblings
+from engine.worker.queue_displacement import QueuedShare, displaced_shares
+from engine.worker.request_table import RequestTable, Submission, TokenEventStream
 from tests.unit.test_queue_at_scale import lines_run
 
 Answer = list[Request]
@@ -46,8 +46,8 @@ class SilentLedger(RequestTable):
     """The mutant: the engine goes on with who was displaced."""
 
     def _displace(self, answers) -> None:
-        for entry in self._living.values():
-            entry.is_posted = entry.is_posted and entry.siblings not in answers
+        for entry in self._live.values():
+            entry.is_posted = entry.is_posted and entry.submission not in answers
         super()._displace(answers)
 
 
@@ -57,7 +57,7 @@ class OrphaningLedger(RequestTable):
     def open(self, requests, is_posted=True):
         streams = super().open(requests, is_posted)
         for stream in streams:
-            stream.entry.siblings = Siblings()
+            stream.entry.submission = Submission()
         return streams
 
 
@@ -79,7 +79,7 @@ def fill(
 
     async def scenario() -> tuple[dict[str, str], list[str]]:
         aborted: list[str] = []
-        streams: list[EventStream] = []
+        streams: list[TokenEventStream] = []
         request_table = kind(limits, aborted.append)
         fates: dict[str, str] = {}
         for answer in answers:
@@ -123,7 +123,7 @@ def test_a_key_that_fills_the_queue_gives_way_to_others(monkeypatch) -> None:
     check_a_late_key_has_its_half(RequestTable)
     with pytest.raises(AssertionError):
         check_a_late_key_has_its_half(SilentLedger)
-    monkeypatch.setattr("engine.worker.request_table.displaced", lambda queue, new_request, limits: None)
+    monkeypatch.setattr("engine.worker.request_table.displaced_shares", lambda queue, new_request, limits: None)
     with pytest.raises(AssertionError):
         check_a_late_key_has_its_half(RequestTable)
 
@@ -203,9 +203,9 @@ def test_an_answer_that_has_begun_goes_last(monkeypatch) -> None:
         check_what_has_begun_stays(OrphaningLedger)
 
     def blind(queue, new_request, limits):
-        return displaced([replace(claim, has_begun=False) for claim in queue], new_request, limits)
+        return displaced_shares([replace(claim, has_begun=False) for claim in queue], new_request, limits)
 
-    monkeypatch.setattr("engine.worker.request_table.displaced", blind)
+    monkeypatch.setattr("engine.worker.request_table.displaced_shares", blind)
     with pytest.raises(AssertionError):
         check_what_has_begun_stays(RequestTable)
 
@@ -259,7 +259,7 @@ def check_who_can_stay_stays() -> None:
 def test_who_can_stay_beside_those_that_go_stays(monkeypatch) -> None:
     """The bug: a short answer went first, made too little room, and was not let back when the next one made enough alone."""
     check_who_can_stay_stays()
-    monkeypatch.setattr(displacement, "_needed", lambda victims, queue, shares: victims)
+    monkeypatch.setattr(displacement, "_needed", lambda candidates, queue, usage: candidates)
     with pytest.raises(AssertionError):
         check_who_can_stay_stays()
 
@@ -270,15 +270,15 @@ claims = st.builds(QueuedShare, st.sampled_from("abcd"), st.integers(-2, 2), st.
 @given(st.lists(claims, max_size=20), claims)
 def test_only_what_must_goes_and_what_has_begun_goes_last(queue: list[QueuedShare], new_request: QueuedShare) -> None:
     limits = SchedulerConfig(max_waiting=12, max_waiting_tokens=40)
-    in_turn = displacement._in_turn(queue, new_request.group, displacement._Shares([*queue, new_request], limits))
-    victims = displaced(queue, new_request, limits)
+    in_turn = displacement._candidates(queue, new_request.group, displacement._QueueUsage([*queue, new_request], limits))
+    victims = displaced_shares(queue, new_request, limits)
     if in_turn is None or victims is None:
         assert in_turn is victims
         return
     assert len(set(in_turn)) == len(in_turn)
     for count, victim in enumerate(in_turn):
         left = [claim for index, claim in enumerate(queue) if index not in in_turn[:count]]
-        shares = displacement._Shares([*left, new_request], limits)
+        shares = displacement._QueueUsage([*left, new_request], limits)
         assert shares.num_places > 12 or shares.num_tokens > 40, "there was no room yet"
         givers = [claim for claim in left if shares[claim.group] > shares[new_request.group]]
         assert queue[victim] in givers
@@ -288,7 +288,7 @@ def test_only_what_must_goes_and_what_has_begun_goes_last(queue: list[QueuedShar
     assert victims == [victim for victim in in_turn if victim in victims]
     for spared in [None, *victims]:
         left = [claim for index, claim in enumerate(queue) if index not in victims or index == spared]
-        shares = displacement._Shares([*left, new_request], limits)
+        shares = displacement._QueueUsage([*left, new_request], limits)
         has_room = shares.num_places <= 12 and (shares.num_tokens <= 40 or not left)
         assert has_room == (spared is None), "there is room once all have gone, and not before"
 
@@ -299,7 +299,7 @@ def test_many_are_displaced_at_the_price_of_counting_once() -> None:
     def work(num_waiting: int) -> int:
         queue = [QueuedShare("a", 0, 1, 1)] * num_waiting
         return lines_run(
-            lambda: displaced(queue, QueuedShare("b", 0, num_waiting // 3, 1), SchedulerConfig(max_waiting=num_waiting))
+            lambda: displaced_shares(queue, QueuedShare("b", 0, num_waiting // 3, 1), SchedulerConfig(max_waiting=num_waiting))
         )
 
     assert work(1600) < 5 * work(400)

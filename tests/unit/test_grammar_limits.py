@@ -38,5 +38,5 @@ def test_what_cannot_be_kept_is_refused(param, fields):
 
 
 def test_a_model_without_an_end_token_cannot_complete_a_text():
-    with pytest.raises(NoDistribution, match="ends a text"):
+    with pytest.raises(NoDistribution, match="no end token is possible"):
         require_probs(HELD, 10, ())

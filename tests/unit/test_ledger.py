@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.config import SchedulerConfig
 from engine.core.service import EngineBusy
 from engine.core.types import ErrorCode, FinishReason, Progress, Request, TokenEvent, TokenLogprobs
-from engine.worker.request_table import EventStream, RequestTable
+from engine.worker.request_table import RequestTable, TokenEventStream
 from tests.counting_engine import counting_request
 
 IDS = ("a", "b", "c")
@@ -28,7 +28,7 @@ class ForgetfulLedger(RequestTable):
     """The mutant: at a death, answers only those who have had a token."""
 
     def fail_all(self, code: ErrorCode, error: str) -> None:
-        for entry in list(self._living.values()):
+        for entry in list(self._live.values()):
             if entry.token_ids:
                 self.fail(entry, code, error)
 
@@ -38,19 +38,19 @@ class DoubtfulLedger(RequestTable):
 
     def _put(self, entry, event) -> None:
         super()._put(entry, event)
-        self._living.setdefault(event.request_id, entry)
+        self._live.setdefault(event.request_id, entry)
 
 
-def opened(request_table: RequestTable, request: Request) -> EventStream:
+def opened(request_table: RequestTable, request: Request) -> TokenEventStream:
     """Enter a request that has no siblings."""
     (stream,) = request_table.open([request])
     return stream
 
 
-async def play(request_table: RequestTable, steps: list[tuple[str, str]]) -> list[EventStream]:
+async def play(request_table: RequestTable, steps: list[tuple[str, str]]) -> list[TokenEventStream]:
     """Do the steps and end all; return the streams that nobody closed."""
-    streams: list[EventStream] = []
-    latest: dict[str, EventStream] = {}
+    streams: list[TokenEventStream] = []
+    latest: dict[str, TokenEventStream] = {}
     for verb, request_id in steps:
         match verb:
             case "submit":
@@ -72,14 +72,14 @@ async def play(request_table: RequestTable, steps: list[tuple[str, str]]) -> lis
                     await stream.aclose()
                     streams.remove(stream)
             case "recall":
-                request_table.recall({request_id})
+                request_table.requeue({request_id})
             case "die":
                 request_table.fail_all(ErrorCode.ENGINE_FAILED, "dead")
     request_table.fail_all(ErrorCode.ENGINE_FAILED, "dead")
     return streams
 
 
-def ends_in(stream: EventStream) -> int:
+def ends_in(stream: TokenEventStream) -> int:
     mailbox = stream._entry.mailbox
     return sum(mailbox.get_nowait().finish is not None for _ in range(mailbox.qsize()))
 
@@ -225,7 +225,7 @@ async def test_what_nobody_wants_ends_with_the_engine_that_had_it() -> None:
     wanted, closed, dropped = (opened(request_table, counting_request(name, 1)) for name in ("wanted", "closed", "aborted"))
     await closed.aclose()
     request_table.abort("aborted")
-    request_table.recall(None)
+    request_table.requeue(None)
     assert [event.finish async for event in dropped] == [FinishReason.ABORT]
     assert [entry.request.request_id for entry in request_table.entries] == ["wanted"]
     assert aborted == ["closed", "aborted"]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.policy import Choice, FixedExpansion, PlainDecoding, Reason, SequenceView
+from engine.core.policy import ExpansionChoice, FixedExpansion, PlainDecoding, Reason, SequenceView
 from engine.core.tree import PLAIN
 from engine.core.types import SamplingParams, Speculation
 from tests.strategies import expansions
@@ -13,5 +13,7 @@ VIEW = SequenceView("r", 50, 10, 6, 1, SamplingParams(), Speculation(), "travers
 
 @given(expansions(), st.integers(0, 5))
 def test_fixed_and_plain_wish_the_same_for_all(expansion, num_views):
-    assert FixedExpansion(expansion).choose([VIEW] * num_views) == Choice((expansion,) * num_views, Reason.FIXED, 1.0, None)
+    assert FixedExpansion(expansion).choose([VIEW] * num_views) == ExpansionChoice(
+        (expansion,) * num_views, Reason.FIXED, 1.0, None
+    )
     assert PlainDecoding().choose([VIEW] * num_views).expansions == (PLAIN,) * num_views

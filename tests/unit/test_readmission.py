@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.config import SchedulerConfig
 from engine.core.types import ErrorCode, FinishReason, Request, TokenEvent
 from engine.worker.recovery import Recovery
-from engine.worker.request_table import EventStream, RequestTable
+from engine.worker.request_table import RequestTable, TokenEventStream
 from tests.counting_engine import counting_request
 
 MAX_DEATHS = 2
@@ -50,7 +50,7 @@ class House:
 
     def __init__(self, poisons: dict[str, int], kind: type[Recovery] = Recovery) -> None:
         self.request_table = RequestTable(SchedulerConfig(max_running=MAX_RUNNING), lambda name: None)
-        self.readmission = kind(self.request_table, self._post, MAX_DEATHS, MAX_RUNNING)
+        self.recovery = kind(self.request_table, self._post, MAX_DEATHS, MAX_RUNNING)
         self.num_deaths = 0
         self._poisons = poisons
         self._worker = Worker(poisons)
@@ -58,14 +58,14 @@ class House:
     def _post(self, request: Request) -> None:
         self._worker.requests[request.request_id] = request
 
-    def submit(self, name: str) -> EventStream:
-        (stream,) = self.readmission.enter([counting_request(name, 1, max_tokens=NUM_TOKENS)])
+    def submit(self, name: str) -> TokenEventStream:
+        (stream,) = self.recovery.submit([counting_request(name, 1, max_tokens=NUM_TOKENS)])
         return stream
 
     def begin(self) -> None:
         """Have a new worker ready."""
         self._worker = Worker(self._poisons)
-        self.readmission.begin()
+        self.recovery.on_ready()
 
     def live(self, may_know: bool = True, is_killed: Callable[[], bool] = lambda: False) -> None:
         """Turn a new worker until nothing lives or it dies."""
@@ -75,13 +75,13 @@ class House:
             news = None if is_killed() else self._worker.step()
             if news is None:
                 self.num_deaths += 1
-                self.readmission.end(set(running) if may_know else None, "it was killed")
+                self.recovery.on_death(set(running) if may_know else None, "it was killed")
                 return
             self.request_table.deliver(news)
-            self.readmission.go_on()
+            self.recovery.on_events()
 
 
-def end_in(stream: EventStream) -> tuple[list[int], TokenEvent]:
+def end_in(stream: TokenEventStream) -> tuple[list[int], TokenEvent]:
     mailbox = stream.entry.mailbox
     events = [mailbox.get_nowait() for _ in range(mailbox.qsize())]
     return [token_id for event in events for token_id in event.token_ids], events[-1]
@@ -114,33 +114,33 @@ def test_each_poison_is_found_and_the_others_complete(num: int, poisons: dict[st
 class Trusting(Recovery):
     """The mutant: nobody is suspected."""
 
-    def begin(self) -> None:
+    def on_ready(self) -> None:
         for entry in self._request_table.entries:
             entry.num_deaths = 0
-        super().begin()
+        super().on_ready()
 
 
 class Rash(Recovery):
-    """The mutant: all suspects are tried together, and all are ended."""
+    """The mutant: all quarantined requests are tried together, and all are ended."""
 
-    def end(self, running, cause) -> None:
-        suspects = [entry for entry in self._request_table.entries if entry.num_deaths >= MAX_DEATHS and entry.is_posted]
-        super().end(running, cause)
-        for entry in suspects:
+    def on_death(self, running, cause) -> None:
+        quarantined = [entry for entry in self._request_table.entries if entry.num_deaths >= MAX_DEATHS and entry.is_posted]
+        super().on_death(running, cause)
+        for entry in quarantined:
             if entry in self._request_table.entries:
                 self._request_table.fail(entry, ErrorCode.WORKER_CRASHED, cause)
 
-    def begin(self) -> None:
-        super().begin()
+    def on_ready(self) -> None:
+        super().on_ready()
         for entry in self._request_table.entries:
             if not entry.is_posted:
-                self._hand_over(entry)
+                self._send_to_worker(entry)
 
 
 class Forgetful(Recovery):
     """The mutant: each worker begins the texts anew."""
 
-    def _hand_over(self, entry) -> None:
+    def _send_to_worker(self, entry) -> None:
         entry.is_posted = True
         self._post(entry.request)
 
@@ -175,8 +175,8 @@ async def test_a_worker_that_dies_before_its_first_word_may_have_died_of_any() -
     """Of taking a request in, for example: it is in no step then."""
     house = House({})
     streams = [house.submit(str(n)) for n in range(2)]
-    house.readmission.begin()
-    house.readmission.end(set(), "it was killed")
+    house.recovery.on_ready()
+    house.recovery.on_death(set(), "it was killed")
     assert [stream.entry.num_deaths for stream in streams] == [1, 1]
     house.request_table.abort_all()
 
@@ -190,7 +190,7 @@ async def test_newcomers_wait_while_somebody_is_on_trial() -> None:
     assert list(house._worker.requests) == ["0"]
     late = house.submit("late")
     assert not late.entry.is_posted
-    house.readmission.end({"0"}, "it was killed")
+    house.recovery.on_death({"0"}, "it was killed")
     house.live()
     assert [end_in(stream)[1].finish for stream in (*streams, late)] == [
         FinishReason.ERROR,

@@ -8,8 +8,8 @@ import pytest
 from engine.choice_cache import CachedChoice
 from engine.core.policy import (
     BatchViews,
-    Choice,
     DraftOutcome,
+    ExpansionChoice,
     ExpansionPolicy,
     FixedExpansion,
     Reason,
@@ -51,8 +51,8 @@ class Listening(FixedExpansion):
         self._node_price = node_price
         self.told: list[StepFeedback] = []
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
-        return Choice((TREE,) * len(views), step_s=0.5, prices=GrowthPrices(self._node_price))
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
+        return ExpansionChoice((TREE,) * len(views), step_s=0.5, prices=GrowthPrices(self._node_price))
 
     def observe(self, feedback: StepFeedback) -> None:
         self.told.append(feedback)
@@ -92,7 +92,7 @@ def test_a_tree_that_ends_by_chances_is_as_deep_as_what_is_likely_enough(least, 
 )
 def test_a_step_of_copied_text_says_so_unless_the_policy_failed(own, told, monkeypatch):
     inner = Listening()
-    monkeypatch.setattr(inner, "choose", lambda views: Choice((TREE,) * len(views), own, 1.3, 0.5))
+    monkeypatch.setattr(inner, "choose", lambda views: ExpansionChoice((TREE,) * len(views), own, 1.3, 0.5))
     choice = RunningPolicy(inner, Sure({"r": 12})).choose([view("r")])
     assert (choice.reason, choice.speedup, choice.step_s) == (told, 1.0, None)
     assert RunningPolicy(inner, Sure({"r": 3})).choose([view("r")]).reason is own
@@ -121,7 +121,7 @@ class Pricing(Listening):
         self._nodes = nodes
 
     def choose(self, views):
-        return Choice((self.wish,) * len(views), prices=GrowthPrices(nodes=self._nodes))
+        return ExpansionChoice((self.wish,) * len(views), prices=GrowthPrices(nodes=self._nodes))
 
 
 @pytest.mark.parametrize(("nodes", "expected"), [((0.01,) * 8, Pricing.wish), ((0.01, 0.9), Expansion(6, 1, 0))])
@@ -209,9 +209,9 @@ class Holds(FixedExpansion):
 
     def __init__(self, num_steps: int, expansion: Expansion) -> None:
         super().__init__(expansion)
-        self._choice = Choice((expansion,), num_steps=num_steps)
+        self._choice = ExpansionChoice((expansion,), num_steps=num_steps)
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         return self._choice
 
 

@@ -14,7 +14,7 @@ from engine.core.verifier_table import fitted
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.token_budget import Share
+from engine.scheduler.token_budget import TokenShare
 from tests.unit.scheduler_machine import SchedulerMachine
 
 
@@ -40,7 +40,7 @@ class PublishesDrafts(Scheduler):
     def commit(self, row, result):
         sequence = self._by_id[row.request_id]
         sequence.token_ids.extend(result.tree.token_ids[1:])
-        self._prefixes.publish(sequence)
+        self._prefix_cache.publish(sequence)
         del sequence.token_ids[row.end :]
         return super().commit(row, result)
 
@@ -57,13 +57,13 @@ class ForgetsTheSalt(PrefixCache):
 
 
 class TakesTheRootForCached(PrefixCache):
-    def wanted(self, sequence):
+    def lookup_key(self, sequence):
         return self._next_key(sequence) if sequence.reads_prefixes else None
 
 
 class AdoptsInTheMiddle(PrefixCache):
     def adopt(self, sequence):
-        key = self.wanted(sequence)
+        key = self.lookup_key(sequence)
         if sequence.own_slots and key and (block := self._by_key.get(key)):
             self._unused.pop(block, None)
             block.num_users += 1
@@ -81,22 +81,22 @@ class FreesWhatOthersUse(PrefixCache):
 
 class KeepsWhatNobodyProved(PrefixCache):
     def release(self, sequence):
-        unproven = [block for block in sequence.blocks if not block.is_proven]
-        self.prove(sequence)
+        unproven = [block for block in sequence.blocks if not block.is_finite]
+        self.mark_finite(sequence)
         freed = super().release(sequence)
         for block in unproven:
-            block.is_proven = False
+            block.is_finite = False
         return freed
 
 
 class ProvesWhatIsFed(PrefixCache):
     def publish(self, sequence):
         super().publish(sequence)
-        self.prove(sequence)
+        self.mark_finite(sequence)
 
 
 class ForgetsNothing(PrefixCache):
-    def forget(self, sequence):
+    def invalidate(self, sequence):
         pass
 
 
@@ -108,9 +108,9 @@ class BelievesThatAllIsDrafted(PrefixCache):
 
 
 class SkipsWhatIsScored(PrefixCache):
-    def wanted(self, sequence):
+    def lookup_key(self, sequence):
         scored, sequence.request = sequence.request, replace(sequence.request, sampling=SamplingParams())
-        key = super().wanted(sequence)
+        key = super().lookup_key(sequence)
         sequence.request = scored
         return key
 
@@ -122,7 +122,7 @@ class AcceptedLeafNeverFed(Scheduler):
 
 class IgnoresTheBudget(Scheduler):
     def _fitted(self, sequence, wish, share, draft_feed):
-        return super()._fitted(sequence, wish, Share(share.num_certain, 99), draft_feed)
+        return super()._fitted(sequence, wish, TokenShare(share.num_certain, 99), draft_feed)
 
 
 class PreemptionRemembersTheDraft(Scheduler):
@@ -157,8 +157,8 @@ class FeedsTheDrafterTooLittle(Scheduler):
 
 
 class FeedsTheDrafterAhead(Scheduler):
-    def _num_claimed(self, sequence, wish):
-        return wish.num_draft_tokens
+    def _num_draftable(self, sequence, tree):
+        return tree.num_draft_tokens
 
 
 class KeepsWhatStoodIn(Scheduler):
@@ -177,13 +177,13 @@ class FinishedSequencesStay(Scheduler):
 
 
 class ForgetsWhoLeft(Scheduler):
-    def _leave(self, sequence):
+    def _stop_running(self, sequence):
         self._running.remove(sequence)
 
 
 class NumbersEachStepAnew(Scheduler):
-    def _compose(self):
-        self._calm = None
+    def _note_new_batch(self):
+        self._decoding_batch = None
 
 
 def with_cache(cache_class: type[PrefixCache]) -> type[Scheduler]:
@@ -192,7 +192,7 @@ def with_cache(cache_class: type[PrefixCache]) -> type[Scheduler]:
     class WithCache(Scheduler):
         def __init__(self, config, feeding):
             super().__init__(config, feeding)
-            self._prefixes = cache_class(config.prefix_block_tokens)
+            self._prefix_cache = cache_class(config.prefix_block_tokens)
 
     return WithCache
 

@@ -90,7 +90,7 @@ def test_counts_and_caches():
     one.slots, one.draft_len = array("q", [10, 11, 12, 13]), 2
     assert (one.num_tokens, one.num_generated, one.num_remaining, one.target_len, one.num_uncached) == (5, 2, 3, 4, 1)
     assert [*one.own_slots] == [10, 11, 12, 13]
-    one.forget_caches()
+    one.reset_caches()
     assert (one.target_len, one.draft_len, one.num_uncached, one.num_generated) == (0, 0, 5, 2)
 
 

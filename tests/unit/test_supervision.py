@@ -4,7 +4,7 @@ import pytest
 
 from engine.worker.supervision import DeathRecord, Supervision
 
-LIMITS = Supervision(min_backoff_s=1.0, max_backoff_s=5.0, settled_s=10.0, max_failed_starts=3)
+LIMITS = Supervision(min_backoff_s=1.0, max_backoff_s=5.0, stable_s=10.0, max_failed_starts=3)
 
 
 def test_a_first_start_that_fails_is_not_repeated() -> None:
@@ -28,10 +28,10 @@ def test_failed_restarts_in_a_row_are_counted() -> None:
     assert deaths.is_hopeless
 
 
-Death = tuple[float | None, bool]  # seconds after it was ready, and whether it came from outside
+WorkerDeath = tuple[float | None, bool]  # seconds after it was ready, and whether it came from outside
 
 
-def waits(*deaths: Death) -> list[float]:
+def waits(*deaths: WorkerDeath) -> list[float]:
     """Return the wait before the start that follows each death."""
     record = DeathRecord(LIMITS)
     record.note(20.0)

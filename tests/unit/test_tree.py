@@ -277,8 +277,8 @@ def test_trees_that_are_none_are_refused(wrong):
         Expansion(*wrong)
 
 
-def test_a_tree_s_next_node_never_costs_less():
-    with pytest.raises(ValueError, match="never"):
+def test_node_costs_must_ascend():
+    with pytest.raises(ValueError, match="ascending"):
         GrowthPrices(nodes=(0.2, 0.1))
 
 
@@ -302,4 +302,4 @@ LEAST_TOLD = [  # what nodes a tree has, its expansion, its prices, and down to 
 
 @pytest.mark.parametrize(("chances", "expansion", "prices", "least"), LEAST_TOLD)
 def test_a_tree_tells_down_to_which_chance_it_has_all_nodes(chances, expansion, prices, least):
-    assert prices.least_told(expansion, chances) == least
+    assert prices.complete_above(expansion, chances) == least

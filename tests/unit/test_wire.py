@@ -24,16 +24,16 @@ from engine.core.types import (
 from engine.worker.messages import (
     Abort,
     Add,
+    Command,
     Failed,
     Heartbeat,
-    Letter,
     Ready,
-    Report,
     Shutdown,
     StepResult,
-    decoded_command,
-    decoded_report,
-    encoded,
+    WorkerEvent,
+    decode_command,
+    decode_event,
+    encode_message,
 )
 
 # The run-time type checker of the tests looks at a random item of each container, also of records built inside a strategy.
@@ -80,8 +80,8 @@ events = st.builds(
 stats = st.builds(StepStats, *[st.integers(0, 2**40)] * 5, expansions=st.dictionaries(texts, st.integers(0, 9)), draft_s=seconds)
 infos = st.builds(ModelInfo, *[texts, *[st.integers(0, 9)] * 3, token_ids, *[texts] * 5])
 
-commands: st.SearchStrategy[Letter] = st.builds(Add, requests) | st.builds(Abort, texts) | st.just(Shutdown())
-reports: st.SearchStrategy[Report] = st.one_of(
+commands: st.SearchStrategy[Command] = st.builds(Add, requests) | st.builds(Abort, texts) | st.just(Shutdown())
+reports: st.SearchStrategy[WorkerEvent] = st.one_of(
     st.just(Heartbeat()),
     st.builds(Ready, infos),
     st.builds(StepResult, st.lists(events, max_size=4).map(tuple), st.none() | stats),
@@ -89,52 +89,54 @@ reports: st.SearchStrategy[Report] = st.one_of(
 )
 
 
-def check_survives(message: Letter | Report, code: Callable[[Letter | Report], bytes] = encoded) -> None:
-    decode: Callable[[bytes], Letter | Report] = decoded_command if isinstance(message, Letter) else decoded_report
+def check_survives(message: Command | WorkerEvent, code: Callable[[Command | WorkerEvent], bytes] = encode_message) -> None:
+    decode: Callable[[bytes], Command | WorkerEvent] = decode_command if isinstance(message, Command) else decode_event
     arrived = decode(code(message))
     assert arrived == message
     assert type(arrived) is type(message)
 
 
 @given(commands)
-def test_letters_survive(letter: Letter) -> None:
-    check_survives(letter)
+def test_letters_survive(command: Command) -> None:
+    check_survives(command)
 
 
 @given(reports)
 @settings(deadline=None)
-def test_reports_survive(report: Report) -> None:
+def test_reports_survive(report: WorkerEvent) -> None:
     check_survives(report)
 
 
 def test_a_codec_that_drops_logprobs_is_noticed() -> None:
     """The mutant: log-probabilities thought too bulky for the wire."""
 
-    def lossy(message: Letter | Report) -> bytes:
+    def lossy(message: Command | WorkerEvent) -> bytes:
         assert isinstance(message, StepResult)
-        return encoded(StepResult(tuple(replace(event, logprobs=()) for event in message.events), message.stats))
+        return encode_message(StepResult(tuple(replace(event, logprobs=()) for event in message.events), message.stats))
 
     with pytest.raises(AssertionError):
         check_survives(StepResult((TokenEvent("r", (1,), (TokenLogprobs(-0.5),)),)), lossy)
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps(Abort), encoded(Heartbeat()), encoded(Failed("x"))])
+@pytest.mark.parametrize(
+    "data", [b"", b"nonsense", pickle.dumps(Abort), encode_message(Heartbeat()), encode_message(Failed("x"))]
+)
 def test_what_is_no_letter_is_refused(data: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):
-        decoded_command(data)
+        decode_command(data)
 
 
 def test_values_are_checked_on_arrival() -> None:
     wild = msgspec.msgpack.encode({"type": "add", "request": {"request_id": 3, "prompt_ids": "abc"}})
     with pytest.raises(msgspec.ValidationError):
-        decoded_command(wild)
+        decode_command(wild)
     bad_shape = msgspec.msgpack.encode(
         {"type": "add", "request": {"request_id": "r", "prompt_ids": [], "speculation": {"expansion": [0, 0, 0]}}}
     )
     with pytest.raises(msgspec.ValidationError):
-        decoded_command(bad_shape)
+        decode_command(bad_shape)
 
 
 def test_an_integer_beyond_64_bits_is_refused_before_it_is_sent() -> None:
     with pytest.raises(OverflowError):
-        encoded(Add(Request("r", (1,), SamplingParams(seed=2**70))))
+        encode_message(Add(Request("r", (1,), SamplingParams(seed=2**70))))

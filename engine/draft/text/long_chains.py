@@ -8,7 +8,7 @@ one is told by committed text alone, before anything is drawn.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.core.policy import BatchViews, Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
+from engine.core.policy import BatchViews, ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
 from engine.core.tree import Expansion, GrowthPrices
 from engine.draft.text.text_cache import TextCache
 
@@ -31,7 +31,7 @@ class RunningPolicy:
         self._composition: int | None = None
         self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
 
-    def choose(self, views: Sequence[SequenceView]) -> Choice:
+    def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
         choice = self._policy.choose(views)
         last, self._composition = self._composition, composition_of(views)
