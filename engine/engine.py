@@ -36,8 +36,8 @@ from engine.trace.stats import RowOutcome, StepRecord, Stopwatch, feedback_of, s
 from engine.trace.tracer import NoTracer, Tracer, traced_rows, with_traces
 from engine.trace.tree_probs import traced_probs
 from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
-from engine.verify.prompt_logprobs import NO_SCORES, scored_by, scores_of, with_scores
-from engine.verify.verdict import Unjudged, Verdict
+from engine.verify.prompt_logprobs import NO_PROMPT_LOGPROBS, score_prompt_tokens, scored_prompt_tokens, with_prompt_logprobs
+from engine.verify.verdict import Verdict, VerificationFailure
 from engine.worker.step_log import StepNote, note_of
 
 _logger = logging.getLogger(__name__)
@@ -162,30 +162,30 @@ class Engine:
         growth = self._grow(plan)
         watch.lap("draft")
         # 3. One tree-masked pass of the target over every row.
-        scored = scored_by(plan, growth.forest.trees)
-        places = [place for one in scored for place in one.places]
+        scored = scored_prompt_tokens(plan, growth.forest.trees)
+        places = [place for one in scored for place in one.sources]
         passed_NV = logits_NV = self._target.forward(plan, growth.forest.trees, places)
         self._watch.note(plan, growth.forest.trees)
-        prompts = NO_SCORES
+        prompts = NO_PROMPT_LOGPROBS
         if scored:
             logits_NV, logits_SV = logits_NV.tensor_split([growth.forest.num_nodes])
-            prompts = scores_of(scored, logits_SV)
+            prompts = score_prompt_tokens(scored, logits_SV)
         watch.lap("verify")
         # 4. Judge every tree.
         best = self._target.model.likeliest(passed_NV, growth.forest.num_nodes)
         verdicts = self._judge.judge(plan.decoding, growth.forest, logits_NV, best)
-        verdicts = [NOT_FINITE if row.request_id in prompts.broken else one for row, one in zip(plan.decoding, verdicts)]
+        verdicts = [NOT_FINITE if row.request_id in prompts.failed else one for row, one in zip(plan.decoding, verdicts)]
         watch.lap("judge")
         probs = traced_probs(plan.decoding, growth, verdicts, logits_NV, self.grammars)
         watch.lap("trace")
         # 5. Keep the accepted paths; tokens out.
-        self._commit_chunks(plan, prompts.broken)
+        self._commit_chunks(plan, prompts.failed)
         committed = self._commit(plan, growth, verdicts)
         if self._roots.is_watching:
             self._roots.note(_endings(committed, growth), logits_NV, growth.forest.draft_probs_RV)
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._taken_ends(), *(self._event(one, logits_NV) for one in committed)]
-        events = with_scores(events, prompts.told)
+        events = with_prompt_logprobs(events, prompts.logprobs)
         # Its laps go on: this one and the last are still to come.
         record = StepRecord(plan, choice, growth.num_rounds, growth.passes, tuple(committed), watch.laps)
         watch.lap("commit")
@@ -251,12 +251,12 @@ class Engine:
             else:
                 self._scheduler.commit_chunk(row)
 
-    def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | Unjudged]) -> list[RowOutcome]:
+    def _commit(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | VerificationFailure]) -> list[RowOutcome]:
         """Commit paths; return what became of the decoding rows, in order."""
         outcomes = []
         for index, (row, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
             emission = None
-            if isinstance(verdict, Unjudged):
+            if isinstance(verdict, VerificationFailure):
                 self._end_unjudged(row.request_id, verdict)
             else:
                 emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
@@ -267,7 +267,7 @@ class Engine:
             outcomes.append(RowOutcome(row, tree, *grown, offset, verdict, emission))
         return outcomes
 
-    def _end_unjudged(self, request_id: str, why: Unjudged) -> None:
+    def _end_unjudged(self, request_id: str, why: VerificationFailure) -> None:
         """End a request; only where the model itself is broken is what it shares broken too, else others go on with it."""
         if why.code is ErrorCode.LOGITS_NOT_FINITE:
             self._scheduler.fail(request_id)
@@ -277,7 +277,7 @@ class Engine:
     def _event(self, outcome: RowOutcome, logits_NV: Float[Tensor, "N V"]) -> TokenEvent:
         """Return the row's event; log-probabilities are read here, where the logits still are."""
         row, emission, verdict = outcome.row, outcome.emission, outcome.verdict
-        if isinstance(verdict, Unjudged):
+        if isinstance(verdict, VerificationFailure):
             return _failure(row, verdict)
         assert emission is not None  # a judged row was committed
         logprobs: tuple[TokenLogprobs, ...] = ()
@@ -302,7 +302,7 @@ class Engine:
         )
 
 
-def _failure(row: Row, why: Unjudged) -> TokenEvent:
+def _failure(row: Row, why: VerificationFailure) -> TokenEvent:
     """Return the last event of a request whose step came to nothing."""
     text = f"{why.reason} (at position {row.root_position})"
     _logger.error("request %s: %s", row.request_id, text)

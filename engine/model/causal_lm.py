@@ -31,7 +31,7 @@ from engine.model.check import (
 from engine.model.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED
-from engine.sampling.argmax import Likeliest, likeliest
+from engine.sampling.argmax import RowArgMax, argmax_rows
 from engine.utils.host_transfer import integers_32
 from engine.utils.progress_bar import quiet_libraries
 from engine.weights.facts import end_tokens
@@ -100,10 +100,10 @@ class CausalModel:
         table = integers_32(table_of(batch, shape, columns), self.device)
         return self._run_table(PagedBatch(table, shape, columns), cache, logit_rows_N)
 
-    def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int | None = None) -> list[Likeliest]:
+    def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int | None = None) -> list[RowArgMax]:
         """Return those of the first `count` rows, or of all; of the latest pass's logits they may be known already."""
         known = None if self.native is None else self.native.likeliest(logits_NV)
-        return likeliest(logits_NV[:count]) if known is None else [Likeliest(*one) for one in known[:count]]
+        return argmax_rows(logits_NV[:count]) if known is None else [RowArgMax(*one) for one in known[:count]]
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
         """Run one pass over a table; return float32 logits of the tokens that its column of places asked about names."""

@@ -24,7 +24,7 @@ from engine.native import distributions as probs
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.native.passes import cache_dtype
-from engine.sampling.argmax import Likeliest
+from engine.sampling.argmax import RowArgMax
 from engine.scheduler.slot_pool import IntegrityError
 from engine.testing import tiny_engine, tiny_module
 from engine.weights.stored import stored_dtype
@@ -248,10 +248,10 @@ def test_a_pass_tells_of_its_logits_what_reading_them_does(num_threads, num_toke
     for _ in range(8):
         logits_NV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
         told = target.likeliest(logits_NV)
-        assert repr(told) == repr([Likeliest(*one) for one in probs.likeliest(logits_NV)])
-    assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in told if one.is_sound)
+        assert repr(told) == repr([RowArgMax(*one) for one in probs.likeliest(logits_NV)])
+    assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in told if one.is_valid)
     if num_tokens == 200:
-        assert {one.is_sound for one in told} == {False, True}
+        assert {one.is_valid for one in told} == {False, True}
 
 
 def test_what_is_known_of_a_pass_is_not_said_of_other_logits():

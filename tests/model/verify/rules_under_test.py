@@ -37,7 +37,7 @@ def outcomes_of(rule: TwoPhase, batch: Batch) -> Outcomes:
 
 def stop_probs(case: Case, direction: Direction, masses: Masses) -> Tensor:
     """Return the probability that the path of its tree ends at each packed node."""
-    probs = [direction.stop_distribution(tree, odds) for tree, odds in zip(case.forest.trees, case.odds(masses))]
+    probs = [direction.stop_distribution(tree, odds) for tree, odds in zip(case.forest.trees, case.acceptance_probs(masses))]
     return torch.tensor([chance for distribution in probs for chance in distribution], dtype=torch.float64)
 
 

@@ -13,7 +13,7 @@ from engine.verify.duels import Duels
 from engine.verify.forest import Forest
 from engine.verify.k_seq import KSeq
 from engine.verify.masses import Case
-from engine.verify.one_token import AcceptChosen, Choice, OneToken, Selection
+from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
 from engine.verify.plans import Families, LocalPlan, TargetDraw
 from engine.verify.selections import BestRanked
 from tests.enumeration import Law, TinyModel, batch_of, delayed_trees, set_and_sample_trees
@@ -147,9 +147,9 @@ def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tupl
 class WorstRanked(BestRanked):
     """Takes the worst-ranked draw and tells the law of the best."""
 
-    def choose(self, trying: Families) -> Choice:
+    def choose(self, trying: Families) -> SelectedDraw:
         chance_AC = super().choose(trying).chance_AC
-        return Choice((1.0 - chance_AC) / (chance_AC.shape[-1] - 1.0), super().choose(trying).probs_AV)
+        return SelectedDraw((1.0 - chance_AC) / (chance_AC.shape[-1] - 1.0), super().choose(trying).probs_AV)
 
 
 @pytest.mark.parametrize("num_draws", [2, 3])
@@ -229,6 +229,6 @@ def test_untruncated_duels_of_two_draws_are_the_optimum_for_any_mass(mass: float
 
 
 def test_too_few_rounds_of_the_solver_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.verify.rebalance._ROUNDS_PER_PLACE", 0)
+    monkeypatch.setattr("engine.verify.rebalance._ROUNDS_PER_NODE", 0)
     with pytest.raises(AssertionError):
         test_untruncated_duels_reach_the_optimum_of_two_draws_and_truncated_ones_do_not()

@@ -11,7 +11,7 @@ from engine.core.rng_keys import StepKey
 from engine.core.tree import Expansion, TokenTree
 from engine.core.verifier_table import VERIFIER_NAMES
 from engine.verify.directions import BottomUp
-from engine.verify.errors import ImpossibleDraftError, LawError, NotFiniteLawError
+from engine.verify.errors import ImpossibleDraftError, InvalidDistributionError, NonFiniteDistributionError
 from engine.verify.forest import Forest
 from engine.verify.layout import Level
 from engine.verify.masses import Case
@@ -108,7 +108,7 @@ def test_sound_probs_are_judged(name: str) -> None:
 def test_a_target_probs_that_is_not_finite_names_its_tree(name: str, value: float) -> None:
     batch = two_trees()
     batch.target_probs_NV[batch.forest.offsets[1], 2] = value
-    with pytest.raises(NotFiniteLawError, match="trees 1 of") as caught:
+    with pytest.raises(NonFiniteDistributionError, match="trees 1 of") as caught:
         judge(name, batch)
     assert caught.value.trees == (1,)
 
@@ -117,7 +117,7 @@ def test_a_target_probs_that_is_not_finite_names_its_tree(name: str, value: floa
 def test_a_draft_probs_that_is_not_finite_names_its_tree(name: str) -> None:
     batch = two_trees()
     batch.forest.draft_probs_RV[0, 2] = float("nan")
-    with pytest.raises(NotFiniteLawError) as caught:
+    with pytest.raises(NonFiniteDistributionError) as caught:
         judge(name, batch)
     assert caught.value.trees == (0,)
     judge("nss", batch)
@@ -147,13 +147,13 @@ def test_children_without_a_draft_probs_are_refused(name: str) -> None:
 
 
 def test_every_probs_error_is_a_value_error_with_trees() -> None:
-    assert issubclass(LawError, ValueError)
-    assert all(issubclass(error, LawError) for error in (NotFiniteLawError, ImpossibleDraftError))
+    assert issubclass(InvalidDistributionError, ValueError)
+    assert all(issubclass(error, InvalidDistributionError) for error in (NonFiniteDistributionError, ImpossibleDraftError))
 
 
 def test_a_missing_target_probs_is_an_error() -> None:
     batch = two_trees()
-    with pytest.raises(ValueError, match="target laws for"):
+    with pytest.raises(ValueError, match="target distributions for"):
         Case.of(batch.forest, batch.target_probs_NV[:-1], TargetDraw())
 
 

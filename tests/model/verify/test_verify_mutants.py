@@ -15,7 +15,7 @@ from engine.verify.duels import Duels
 from engine.verify.first_path import FirstPath
 from engine.verify.k_seq import KSeq
 from engine.verify.masses import TwoPhase
-from engine.verify.one_token import AcceptChosen, Choice, OneToken, Selection
+from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
 from engine.verify.plans import Families, Split, WithoutReplacement, _keep, residual_in_order, split_by_shares, split_in_order
 from engine.verify.selections import BestRanked, FirstDraw
 from tests.enumeration import (
@@ -158,8 +158,8 @@ class TellsDraftLaw:
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
 
-    def choose(self, trying: Families) -> Choice:
-        return Choice(self._selection.choose(trying).chance_AC, trying.draft_AV())
+    def choose(self, trying: Families) -> SelectedDraw:
+        return SelectedDraw(self._selection.choose(trying).chance_AC, trying.draft_AV())
 
 
 @pytest.mark.parametrize("selection", [BestRanked(), Duels()], ids=["tournament", "khisti"])
