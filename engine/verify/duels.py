@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.verify.one_token import SelectedDraw
-from engine.verify.plans import Families
+from engine.verify.plans import NodeFamilies
 from engine.verify.rebalance import rebalanced
 from engine.verify.selections import inverse_permutation
 
@@ -30,7 +30,7 @@ class Duels:
 
     head_size: int = 10
 
-    def choose(self, trying: Families) -> SelectedDraw:
+    def choose(self, trying: NodeFamilies) -> SelectedDraw:
         """Return the probability that each draw wins all its comparisons. Rows are float64."""
         wanted_AV, draft_AV = trying.target_MV().double(), trying.draft_AV().double()
         wanted_AV.mul_(trying.mass_M[:, None])

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.tree import ROOT, TokenTree
-from engine.verify.plans import Families, Split, WithoutReplacement
+from engine.verify.plans import AcceptanceSplit, NodeFamilies, WithoutReplacement
 
 
 class FirstPath:
@@ -31,10 +31,10 @@ class FirstPath:
             node = tree.draws[node][0]
         return firsts
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         """Try the one child."""
         return self._one_try.split(families)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
         """Return (a p - q)+. It may include a token of another branch; the path ends there nevertheless."""
         return self._one_try.residual(families)

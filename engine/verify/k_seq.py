@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.verify.directions import first_accept_probs
 from engine.verify.one_token import Decided, take_or_spread
-from engine.verify.plans import Families
+from engine.verify.plans import NodeFamilies
 
 _BISECTIONS = 40  # narrow [1, k] to (k - 1) / 2^40; a wider rest would cost acceptance, not exactness
 
@@ -24,7 +24,7 @@ class KSeq:
     lossless if gamma <= r. The best r has equality. Rows and scalars are float64.
     """
 
-    def decide(self, trying: Families) -> Decided:
+    def decide(self, trying: NodeFamilies) -> Decided:
         """Return a P(y|X) and 1 - a: the mass only scales the decision."""
         target_AV, draft_AV = trying.target_MV().double(), trying.draft_AV().double()
         num_draws_A = trying.is_try_MC.sum(-1).double()

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """Nodes that are processed together, those with most tries first.
 
     `probs_rows_M` is the row of the distribution from which a node's children were drawn, 0 if there is none. Try j of node m has
@@ -61,16 +61,16 @@ class Layout:
         return len(self.tries)
 
     @cached_property
-    def all_levels(self) -> Level:
+    def all_levels(self) -> TreeLevel:
         """The levels end to end: a table of every try. Its ranks cannot be looped over, unlike a level's."""
         return self._end_to_end(self.groups)
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[TreeLevel, ...]:
         """The nodes with tries, parents before children."""
         return self._cut(self.all_levels, self.groups)
 
-    def level(self, nodes: Iterable[int]) -> Level:
+    def level(self, nodes: Iterable[int]) -> TreeLevel:
         """Return these packed nodes as a level, reordered so that those with most tries come first."""
         group = _most_tries_first(nodes, self.tries)
         return self._cut(self._end_to_end([group]), [group])[0]
@@ -88,7 +88,7 @@ class Layout:
             found[node] = values[row * width : row * width + len(self.tries[node])]
         return found
 
-    def _end_to_end(self, groups: Sequence[Sequence[int]]) -> Level:
+    def _end_to_end(self, groups: Sequence[Sequence[int]]) -> TreeLevel:
         nodes = [*chain.from_iterable(groups)]
         width = max((len(self.tries[node]) for node in nodes), default=0) or 1
         children = [child for node in nodes for child in _padded(self.tries[node], width, self.dummy)]
@@ -96,9 +96,9 @@ class Layout:
         table = integers([*nodes, *(self.probs_rows[node] for node in nodes), *tokens, *children], self.device)
         nodes_M, probs_rows_M, tokens_Y, children_Y = table.split_with_sizes([len(nodes), len(nodes), len(tokens), len(tokens)])
         is_try_Y = children_Y != self.dummy
-        return Level(nodes_M, probs_rows_M, tokens_Y.view(-1, width), children_Y, is_try_Y.view(-1, width), ())
+        return TreeLevel(nodes_M, probs_rows_M, tokens_Y.view(-1, width), children_Y, is_try_Y.view(-1, width), ())
 
-    def _cut(self, whole: Level, groups: Sequence[Sequence[int]]) -> tuple[Level, ...]:
+    def _cut(self, whole: TreeLevel, groups: Sequence[Sequence[int]]) -> tuple[TreeLevel, ...]:
         sizes, width = [len(group) for group in groups], whole.tokens_MC.shape[1]
         parts = zip(
             _cut(whole.nodes_M, sizes),
@@ -107,7 +107,7 @@ class Layout:
             _cut(whole.children_Y, [size * width for size in sizes]),
             _cut(whole.is_try_MC, sizes),
         )
-        return tuple(Level(*part, _num_tried(group, self.tries)) for part, group in zip(parts, groups))
+        return tuple(TreeLevel(*part, _num_tried(group, self.tries)) for part, group in zip(parts, groups))
 
 
 def rows_at_once(vocab_size: int, device: torch.device) -> int:

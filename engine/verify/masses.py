@@ -23,8 +23,8 @@ from engine.utils.host_transfer import floats, to_host
 from engine.verify.directions import AcceptanceProbs, Direction
 from engine.verify.faults import check_probs, check_trees, distribution_sums
 from engine.verify.forest import Forest
-from engine.verify.layout import Layout, Level, build_layout, chunks, rows_at_once
-from engine.verify.plans import Families, LocalPlan
+from engine.verify.layout import Layout, TreeLevel, build_layout, chunks, rows_at_once
+from engine.verify.plans import LocalPlan, NodeFamilies
 from engine.verify.verdict import Verdict
 
 
@@ -46,7 +46,7 @@ class Masses(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class PlannedForest:
     """One step's forest, with its layout for one plan and the target's distribution after each node.
 
     `tries[b][v]` are the children of node v of tree b in the order of the plan's tries.
@@ -59,7 +59,7 @@ class Case:
     layout: Layout
 
     @classmethod
-    def of(cls, forest: Forest, target_probs_NV: Float[Tensor, "N V"], plan: LocalPlan) -> "Case":
+    def of(cls, forest: Forest, target_probs_NV: Float[Tensor, "N V"], plan: LocalPlan) -> "PlannedForest":
         """Build the layout of the forest in the order of the plan's tries."""
         if target_probs_NV.shape[0] != forest.num_nodes:
             raise ValueError(f"{target_probs_NV.shape[0]} target distributions for {forest.num_nodes} nodes")
@@ -68,9 +68,9 @@ class Case:
         layout = build_layout(forest, tries, _max_rows(target_probs_NV), target_probs_NV.device)
         return cls(forest, target_probs_NV, plan, tries, layout)
 
-    def families(self, level: Level, prefix_P: Float[Tensor, " P"]) -> Families:
+    def families(self, level: TreeLevel, prefix_P: Float[Tensor, " P"]) -> NodeFamilies:
         """Return the plan's input for the nodes of a level."""
-        return Families(
+        return NodeFamilies(
             target_probs_NV=self.target_probs_NV,
             draft_probs_RV=self.forest.draft_probs_RV,
             nodes_M=level.nodes_M,
@@ -109,7 +109,7 @@ class Case:
         spans = zip(self.forest.offsets, self.forest.offsets[1:])
         return [AcceptanceProbs(tries, tried[first:end], final[first:end]) for tries, (first, end) in zip(self.tries, spans)]
 
-    def extra_weights(self, level: Level, prefix_P: Float[Tensor, " P"]) -> Float[Tensor, "M V"]:
+    def extra_weights(self, level: TreeLevel, prefix_P: Float[Tensor, " P"]) -> Float[Tensor, "M V"]:
         """Return unnormalised distributions of the extra token after each node of a level, if all its children were refused.
 
         An empty residual means that refusal has probability 0, so only rounding leads there. Then the result is the target's own
@@ -136,7 +136,7 @@ class TwoPhase:
         follow: a few numbers a tree, and the extra tokens. Raises an InvalidDistributionError that lists the trees concerned.
         """
         # 1. The masses of all nodes, and the distribution of the node at which each accepted path ends.
-        case = Case.of(forest, target_probs_NV, self.plan)
+        case = PlannedForest.of(forest, target_probs_NV, self.plan)
         masses = case.masses(self.direction)
         stop_probs = [
             self.direction.stop_distribution(tree, probs) for tree, probs in zip(forest.trees, case.acceptance_probs(masses))
@@ -157,7 +157,7 @@ def _expected_tokens(tree: TokenTree, stop_distribution: Sequence[float]) -> flo
     return sum(chance * (depth + 1) for chance, depth in zip(stop_distribution, tree.depths))
 
 
-def _extra_ids(case: Case, masses: Masses, nodes: Sequence[int], keys: Sequence[StepKey]) -> list[int]:
+def _extra_ids(case: PlannedForest, masses: Masses, nodes: Sequence[int], keys: Sequence[StepKey]) -> list[int]:
     """Draw the extra token after `nodes[b]` of each tree b, a few nodes at a time, those with most tries first."""
     ends = [offset + node for offset, node in zip(case.forest.offsets, nodes)]
     order = sorted(range(len(ends)), key=lambda b: -case.layout.num_tries(ends[b]))

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from engine.core.tree import TokenTree
-from engine.verify.plans import Families, Split, clear_tries_, split_by_shares
+from engine.verify.plans import AcceptanceSplit, NodeFamilies, clear_tries_, split_by_shares
 
 
 class Decided(NamedTuple):
@@ -29,7 +29,7 @@ class Decided(NamedTuple):
 class Decision(Protocol):
     """Decides on one token, or none, after i.i.d. draws. Averaged over the draws, token y must have a p(y)."""
 
-    def decide(self, trying: Families) -> Decided:
+    def decide(self, trying: NodeFamilies) -> Decided:
         """Return the decision given the draws, for families that all have draws."""
         ...
 
@@ -45,7 +45,7 @@ class OneToken:
         """Return the draws with their multiplicity."""
         return tree.draws
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         """Give each child the probability of its token, at the token's first draw; later draws of it get 0."""
         trying, count = families.trying(), families.num_trying
         decided = self.decision.decide(trying)
@@ -55,14 +55,14 @@ class OneToken:
         none_M[:count] = decided.none_A
         return split_by_shares(shares_MC, none_M)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
         """Return the decision's probabilities of tokens outside the tree."""
         weights_MV = families.target_MV()
         weights_MV[: families.num_trying] = self.decision.decide(families.trying()).tokens_AV
         return clear_tries_(weights_MV, families)
 
 
-def _is_first(trying: Families) -> Bool[Tensor, "A C"]:
+def _is_first(trying: NodeFamilies) -> Bool[Tensor, "A C"]:
     """Return whether each try is the first with its token."""
     tokens_MC = trying.tokens_MC
     same_MCC = tokens_MC[:, :, None] == tokens_MC[:, None, :]
@@ -79,7 +79,7 @@ class SelectedDraw(NamedTuple):
 class Selection(Protocol):
     """Selects one of the draws. Any selection is lossless if it returns the exact distribution of the selected token."""
 
-    def choose(self, trying: Families) -> SelectedDraw:
+    def choose(self, trying: NodeFamilies) -> SelectedDraw:
         """Return the selected draw, chances in float64, for families that all have two draws or more."""
         ...
 
@@ -93,7 +93,7 @@ class AcceptChosen:
 
     selection: Selection
 
-    def decide(self, trying: Families) -> Decided:
+    def decide(self, trying: NodeFamilies) -> Decided:
         """Return the decision; a token of (a p - s)+ may be another draw."""
         selected = self._selected(trying)
         weights_AV = trying.target_MV()
@@ -104,7 +104,7 @@ class AcceptChosen:
         rest_AV = weights_AV.sub_(selected.probs_AV).clamp_(min=0.0)
         return take_or_spread(trying, taken_AC, Decided(rest_AV, 1.0 - trying.mass_M))
 
-    def _selected(self, trying: Families) -> SelectedDraw:
+    def _selected(self, trying: NodeFamilies) -> SelectedDraw:
         chance_AC = one_hot(torch.zeros_like(trying.probs_rows_M), trying)
         selected = SelectedDraw(chance_AC, trying.draft_AV())
         if count := trying.num_choosing:
@@ -112,12 +112,12 @@ class AcceptChosen:
         return selected
 
 
-def one_hot(chosen_A: Int[Tensor, " A"], trying: Families) -> Float[Tensor, "A C"]:
+def one_hot(chosen_A: Int[Tensor, " A"], trying: NodeFamilies) -> Float[Tensor, "A C"]:
     """Return probabilities that are 1 for the chosen try."""
     return torch.zeros_like(trying.tokens_MC, dtype=torch.float64).scatter_(1, chosen_A[:, None], 1.0)
 
 
-def take_or_spread(trying: Families, taken_AC: Float[Tensor, "A C"], rest: Decided) -> Decided:
+def take_or_spread(trying: NodeFamilies, taken_AC: Float[Tensor, "A C"], rest: Decided) -> Decided:
     """Give each try its probability and distribute the remaining mass as `rest`, whose weights are overwritten.
 
     An empty rest stays empty, because then the remaining mass is only rounding.

@@ -20,7 +20,7 @@ from engine.core.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class Families:
+class NodeFamilies:
     """M nodes with their children. Distributions are copied only when a plan reads them.
 
     The first `num_tried[j]` families have more than j tries; `is_try_MC` has the same information by entry.
@@ -57,7 +57,7 @@ class Families:
         """Return try `rank` of the families that have one."""
         return _first(self.tokens_MC, self.num_tried[rank]).narrow(1, rank, 1)
 
-    def first(self, count: int) -> "Families":
+    def first(self, count: int) -> "NodeFamilies":
         """Return the first `count` families, those with most tries."""
         if count == len(self.nodes_M):
             return self
@@ -71,7 +71,7 @@ class Families:
             num_tried=tuple(min(count, num) for num in self.num_tried),
         )
 
-    def trying(self) -> "Families":
+    def trying(self) -> "NodeFamilies":
         """Return the families with tries."""
         return self.first(self.num_trying)
 
@@ -85,7 +85,7 @@ def _first(rows: Tensor, count: int) -> Tensor:
     return rows if count == len(rows) else rows[:count]
 
 
-class Split(NamedTuple):
+class AcceptanceSplit(NamedTuple):
     """Float64. `tried_MC`: probability that a try is accepted if those before it were refused; `final_M`: mass left after all."""
 
     tried_MC: Float[Tensor, "M C"]
@@ -101,11 +101,11 @@ class LocalPlan(Protocol):
         """Return every node's children in the order in which they are tried, a child once for each try."""
         ...
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         """Return the acceptance probability of each try and the mass left for the node itself."""
         ...
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
         """Return unnormalised weights of the extra token after all tries are refused; all 0 if that cannot happen."""
         ...
 
@@ -119,24 +119,24 @@ class TargetDraw:
         """Return the distinct children."""
         return tree.children
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         """Give each child its own target probability."""
         return split_by_shares(families.mass_M[:, None] * families.target_at_tries_MC(), 1.0 - families.mass_M)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
         """Return the target's distribution outside the tree."""
         return clear_tries_(families.target_MV(), families)
 
 
-def split_by_shares(shares_MC: Float[Tensor, "M C"], none_M: Float[Tensor, " M"]) -> Split:
+def split_by_shares(shares_MC: Float[Tensor, "M C"], none_M: Float[Tensor, " M"]) -> AcceptanceSplit:
     """Return the sequential acceptance probabilities that give each try its share pi(x|X), and none pi(none|X), in float64."""
     left_MC = 1.0 - shares_MC.cumsum(-1)  # after each try
     before_MC = torch.cat([torch.ones_like(left_MC[:, :1]), left_MC[:, :-1]], -1)
     final_M = torch.where(none_M > 0.0, 1.0 - none_M / left_MC[:, -1], 1.0)
-    return Split((shares_MC / before_MC).nan_to_num(0.0).clamp(0.0, 1.0), final_M.clamp(0.0, 1.0))
+    return AcceptanceSplit((shares_MC / before_MC).nan_to_num(0.0).clamp(0.0, 1.0), final_M.clamp(0.0, 1.0))
 
 
-def clear_tries_(weights_MV: Float[Tensor, "M V"], families: Families) -> Float[Tensor, "M V"]:
+def clear_tries_(weights_MV: Float[Tensor, "M V"], families: NodeFamilies) -> Float[Tensor, "M V"]:
     """Set the weights of the drafted tokens to 0 in place: they are children, not extra tokens."""
     for rank, count in enumerate(families.num_tried):
         _first(weights_MV, count).scatter_(1, families.tokens_A1(rank), 0.0)
@@ -152,11 +152,11 @@ class WithReplacement:
         """Return the draws with their multiplicity."""
         return tree.draws
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         """Try the draws in order against the same distribution."""
         return split_in_order(families, _keep)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
         """Return the residual of the target's distribution after the refused draws."""
         return residual_in_order(families, _keep)
 
@@ -174,11 +174,11 @@ class WithoutReplacement:
         """Return the distinct children in order of first appearance."""
         return tree.children
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         """Try the children in order, each against q without those before it."""
         return split_in_order(families, _remove)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
         """Return the residual of the target's distribution after the refused children."""
         return residual_in_order(families, _remove)
 
@@ -199,14 +199,14 @@ def _remove(draft_AV: Tensor, tokens_A1: Tensor) -> None:
     draft_AV.div_(draft_AV.sum(-1, keepdim=True))
 
 
-def split_in_order(families: Families, after_refusal: _AfterRefusal) -> Split:
+def split_in_order(families: NodeFamilies, after_refusal: _AfterRefusal) -> AcceptanceSplit:
     """Accept x with min(1, a p(x) / q(x)), else continue with the residual: rejection sampling, one try after another."""
     refusals = _Refusals(families, after_refusal)
     accept_probs = [refusals.accept_probs_A1(rank) for rank in refusals]
-    return Split(_table(accept_probs, families.tokens_MC), refusals.left(len(families.nodes_M)).mass_A)
+    return AcceptanceSplit(_table(accept_probs, families.tokens_MC), refusals.left(len(families.nodes_M)).mass_A)
 
 
-def residual_in_order(families: Families, after_refusal: _AfterRefusal) -> Float[Tensor, "M V"]:
+def residual_in_order(families: NodeFamilies, after_refusal: _AfterRefusal) -> Float[Tensor, "M V"]:
     """Return the residual of the target's distribution if all tries of `split_in_order` are refused."""
     refusals = _Refusals(families, after_refusal)
     for _ in refusals:
@@ -228,7 +228,7 @@ class _Refusals:
     a <- S / (S + 1 - a). Scalars are float64 whatever the dtype of the rows.
     """
 
-    def __init__(self, families: Families, after_refusal: _AfterRefusal) -> None:
+    def __init__(self, families: NodeFamilies, after_refusal: _AfterRefusal) -> None:
         self._families, self._after_refusal = families, after_refusal
         self._mass_M = families.mass_M
         self.weights_MV = families.target_MV()

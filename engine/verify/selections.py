@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from engine.verify.one_token import SelectedDraw, one_hot
-from engine.verify.plans import Families
+from engine.verify.plans import NodeFamilies
 
 
 class FirstDraw:
     """NaiveTree: the first draw, distributed as q. Its residual may select another draw."""
 
-    def choose(self, trying: Families) -> SelectedDraw:
+    def choose(self, trying: NodeFamilies) -> SelectedDraw:
         """Choose try 0."""
         return SelectedDraw(one_hot(torch.zeros_like(trying.probs_rows_M), trying), trying.draft_AV())
 
@@ -25,7 +25,7 @@ class BestRanked:
     The selected token is at most x if all draws are: s(x) = F(x)^k - F(x-)^k, F the cumulative distribution of q in that order.
     """
 
-    def choose(self, trying: Families) -> SelectedDraw:
+    def choose(self, trying: NodeFamilies) -> SelectedDraw:
         """Choose the draw of highest rank; a token drawn twice has one rank."""
         target_AV, draft_AV = trying.target_MV(), trying.draft_AV()
         ratio_AV = torch.where(draft_AV > 0.0, target_AV / draft_AV, 0.0)  # q = 0 is never drawn, so its rank does not matter

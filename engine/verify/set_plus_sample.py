@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.tree import TokenTree
-from engine.verify.plans import Families, Split, clear_tries_, split_by_shares
+from engine.verify.plans import AcceptanceSplit, NodeFamilies, clear_tries_, split_by_shares
 
 
 class SetPlusSample:
@@ -32,7 +32,7 @@ class SetPlusSample:
         """Return the children, the sample last."""
         return tree.children
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         """Give the sample its acceptance probability, and each child in H its share of the rest."""
         trying, count = families.trying(), families.num_trying
         spread = _spread(trying)
@@ -44,7 +44,7 @@ class SetPlusSample:
         none_M[:count] *= spread.rate_A
         return split_by_shares(shares_MC, none_M)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
         """Return (a p - q~)+ outside the tree."""
         weights_MV = families.target_MV()
         weights_MV[: families.num_trying] = _spread(families.trying()).rest_AV
@@ -59,7 +59,7 @@ class _Spread(NamedTuple):
     rest_AV: Float[Tensor, "A V"]
 
 
-def _spread(trying: Families) -> _Spread:
+def _spread(trying: NodeFamilies) -> _Spread:
     """Return the probabilities of the sample and of the rest, with R = sum (a p - q~)+ + 1 - a."""
     sample_A1 = trying.tokens_MC.gather(1, _last(trying))
     weights_AV = trying.target_MV()
@@ -72,7 +72,7 @@ def _spread(trying: Families) -> _Spread:
     return _Spread(taken_A, torch.where(spread_A > 0.0, (1.0 - taken_A) / spread_A, 0.0), rest_AV)
 
 
-def _off_set(trying: Families, sample_A1: Tensor) -> Tensor:
+def _off_set(trying: NodeFamilies, sample_A1: Tensor) -> Tensor:
     """Return q~: the draft distribution, 0 on H and renormalised."""
     draft_AV = trying.draft_AV()
     sampled_A1 = draft_AV.gather(1, sample_A1)
@@ -80,6 +80,6 @@ def _off_set(trying: Families, sample_A1: Tensor) -> Tensor:
     return draft_AV.div_(draft_AV.sum(-1, keepdim=True))
 
 
-def _last(trying: Families) -> Tensor:
+def _last(trying: NodeFamilies) -> Tensor:
     """Return the index of the sample among the tries, [A, 1]."""
     return trying.is_try_MC.sum(-1, keepdim=True) - 1

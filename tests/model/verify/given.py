@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from engine.verify.directions import first_accept_probs
-from engine.verify.masses import Case
+from engine.verify.masses import PlannedForest
 from engine.verify.plans import LocalPlan
 from tests.enumeration import DrawnTree, Law, TinyModel, batch_of
 
@@ -20,7 +20,7 @@ class Given(NamedTuple):
 def given_by(plan: LocalPlan, model: TinyModel, trees: list[DrawnTree], mass: float) -> Given:
     """Return what the plan gives at a root of prefix mass `mass`."""
     batch = batch_of(model, trees)
-    case = Case.of(batch.forest, batch.target_probs_NV, plan)
+    case = PlannedForest.of(batch.forest, batch.target_probs_NV, plan)
     roots = case.layout.level(batch.forest.offsets[:-1])
     masses_P = torch.full((case.layout.dummy + 1,), mass, dtype=torch.float64)
     families = case.families(roots, masses_P)
