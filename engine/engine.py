@@ -23,7 +23,7 @@ from engine.draft.trees.calibration import Calibrations
 from engine.draft.trees.grow import grow, learn
 from engine.draft.trees.grown import Growth, plain_growth
 from engine.kv_cache.canary import SlotCanary
-from engine.kv_cache.slot_digests import NoWatch, SlotDigests, StepWatch
+from engine.kv_cache.slot_digests import NoSlotChecks, SlotChecks, SlotDigests
 from engine.model.root_features import Ending, RootFeatures
 from engine.model.target import Target
 from engine.scheduler.scheduler import RowResult, Scheduler
@@ -79,7 +79,7 @@ class Engine:
         self._judge = Judge(self.grammars)
         self._tracer: Tracer = NoTracer()
         self._announce: Callable[[StepNote], None] = _ignore_note
-        self._watch: StepWatch = NoWatch()
+        self._watch: SlotChecks = NoSlotChecks()
         self._calibrations = Calibrations()
         self._scheduler = Scheduler(config, drafter.feeding if drafter else Feeding.TARGET_CACHE)
         self._ended: list[TokenEvent] = []  # between steps
@@ -117,7 +117,7 @@ class Engine:
         if request.sampling.grammar is None:
             self._queue(request)
         else:
-            self._pending_grammars.enter(request)
+            self._pending_grammars.submit(request)
 
     def _queue(self, request: Request) -> None:
         request = with_end_tokens(request, self.info)
@@ -223,7 +223,7 @@ class Engine:
     def _queue_compiled(self) -> None:
         """Queue requests whose grammars are compiled; with nothing else to do, wait a moment for one."""
         is_idle = not (self._scheduler.has_work or self._ended)
-        for admission in self._pending_grammars.leave(_PATIENCE_S if is_idle else 0.0):
+        for admission in self._pending_grammars.ready(_PATIENCE_S if is_idle else 0.0):
             if admission.refusal is None:
                 self._queue(admission.request)
             else:

@@ -61,7 +61,7 @@ def edited_logits(
 
 
 @dataclass(frozen=True, slots=True)
-class _Texts:
+class _RequestRows:
     """The texts of consecutive rows of one request, from row `first` on: a common history, then a path each."""
 
     first: int
@@ -71,12 +71,14 @@ class _Texts:
     paths: tuple[tuple[int, ...], ...]
 
 
-def _by_request(contexts: Sequence[SamplingContext]) -> Iterator[_Texts]:
+def _by_request(contexts: Sequence[SamplingContext]) -> Iterator[_RequestRows]:
     """Return the rows in order, grouped where consecutive rows share parameters and history (the same object)."""
     first = 0
     for _, group in groupby(contexts, key=lambda one: (id(one.history), one.num_prompt_tokens, one.sampling)):
         rows = list(group)
-        yield _Texts(first, rows[0].sampling, rows[0].history, rows[0].num_prompt_tokens, tuple(row.path_ids for row in rows))
+        yield _RequestRows(
+            first, rows[0].sampling, rows[0].history, rows[0].num_prompt_tokens, tuple(row.path_ids for row in rows)
+        )
         first += len(rows)
 
 
@@ -98,7 +100,7 @@ class _TokenCounts(NamedTuple):
     is_contained_MU: Bool[Tensor, "M U"]
 
 
-def _penalise(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
+def _penalise(logits_MV: Float[Tensor, "M V"], texts: _RequestRows) -> None:
     sampling = texts.sampling
     if not sampling.has_penalties:
         return
@@ -112,7 +114,7 @@ def _penalise(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
     logits_MV.index_copy_(-1, tokens.ids_U, values_MU)
 
 
-def _token_counts(texts: _Texts, like: Tensor) -> _TokenCounts:
+def _token_counts(texts: _RequestRows, like: Tensor) -> _TokenCounts:
     """Count tokens: the history once, then each row's own path on top of it."""
     generated = Counter(texts.history[texts.num_prompt_tokens :])
     prompt = dict.fromkeys(texts.history[: texts.num_prompt_tokens] if texts.sampling.repetition_penalty != 1.0 else ())
@@ -127,7 +129,7 @@ def _token_counts(texts: _Texts, like: Tensor) -> _TokenCounts:
     return _TokenCounts(_index(columns, like), counts_MU, is_prompt_U.to(like.device) | (counts_MU > 0))
 
 
-def _mask_early_stops(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
+def _mask_early_stops(logits_MV: Float[Tensor, "M V"], texts: _RequestRows) -> None:
     """Mask stop tokens after each text that is shorter than `min_tokens`. Stop ids beyond the vocabulary are ignored."""
     num_generated = len(texts.history) - texts.num_prompt_tokens
     short = [row for row, path in enumerate(texts.paths) if num_generated + len(path) < texts.sampling.min_tokens]
@@ -143,7 +145,7 @@ def _allow_only(logits_MV: Float[Tensor, "M V"], sampling: SamplingParams) -> No
         logits_MV.fill_(float("-inf")).index_copy_(-1, ids_S, allowed_MS)
 
 
-def _forbid_words(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
+def _forbid_words(logits_MV: Float[Tensor, "M V"], texts: _RequestRows) -> None:
     """Mask the token that would complete a bad word after each text."""
     if not texts.sampling.bad_words:
         return
@@ -174,7 +176,7 @@ def _ends_with(history: Sequence[int], path: tuple[int, ...], end: tuple[int, ..
     return num_before <= len(history) and (*before, *path[len(path) - len(end) + num_before :]) == end
 
 
-def _mask_by_grammar(logits_MV: Float[Tensor, "M V"], texts: _Texts, grammars: GrammarMasks | None) -> None:
+def _mask_by_grammar(logits_MV: Float[Tensor, "M V"], texts: _RequestRows, grammars: GrammarMasks | None) -> None:
     """Mask the tokens that the grammar forbids after each text. Masks are made and unpacked on the host, which is cheap."""
     if texts.sampling.grammar is None:
         return

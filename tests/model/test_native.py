@@ -159,9 +159,9 @@ def test_keys_and_values_of_every_head_lie_where_those_of_torch_do():
     caches = []
     for target in (model("qwen2"), native("qwen2")):
         caches.append(cache := KVCache(7, CPU))
-        slots = [4, 0, 6, cache.nobody, 1, 5, 2]
+        slots = [4, 0, 6, cache.dummy_slot, 1, 5, 2]
         target.forward(pack([chain_segment(TEXT[:7], 0, slots)], CPU), cache, torch.arange(1))
-        target.forward(pack([chain_segment([9], 0, [cache.nobody])], CPU), cache, torch.arange(1))
+        target.forward(pack([chain_segment([9], 0, [cache.dummy_slot])], CPU), cache, torch.arange(1))
     for layer in range(caches[0].num_layers):
         own, found = (torch.stack(cache.gather(layer, torch.tensor([slots]))) for cache in caches)
         assert found.shape[3] > 1, "heads"
