@@ -39,8 +39,14 @@ from engine.trace.tracer import traced_rows, with_traces
 from engine.trace.tree_probs import traced_probs
 from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
 from engine.verify.forest import Forest
-from engine.verify.prompt_logprobs import NO_SCORES, PromptScores, scored_by, scores_of, with_scores
-from engine.verify.verdict import Unjudged, Verdict
+from engine.verify.prompt_logprobs import (
+    NO_PROMPT_LOGPROBS,
+    PromptLogprobs,
+    score_prompt_tokens,
+    scored_prompt_tokens,
+    with_prompt_logprobs,
+)
+from engine.verify.verdict import Verdict, VerificationFailure
 from engine.worker.step_log import StepNote, StepNotes
 
 _logger = logging.getLogger(__name__)
@@ -61,7 +67,7 @@ class _TargetPass(NamedTuple):
 
     all_NV: Float[Tensor, "N V"]
     nodes_NV: Float[Tensor, "N V"]
-    prompts: PromptScores
+    prompts: PromptLogprobs
 
 
 class Engine:
@@ -126,7 +132,7 @@ class Engine:
         if request.sampling.grammar is None:
             self._queue(request)
         else:
-            self._pending_grammars.enter(request)
+            self._pending_grammars.submit(request)
 
     def _queue(self, request: Request) -> None:
         request = with_end_tokens(request, self.info)
@@ -204,7 +210,7 @@ class Engine:
     def _queue_compiled(self) -> None:
         """Queue requests whose grammars are compiled. An idle engine waits up to _GRAMMAR_WAIT_S for one."""
         is_idle = not (self._scheduler.has_work or self._ended)
-        for admission in self._pending_grammars.leave(_GRAMMAR_WAIT_S if is_idle else 0.0):
+        for admission in self._pending_grammars.ready(_GRAMMAR_WAIT_S if is_idle else 0.0):
             if admission.refusal is None:
                 self._queue(admission.request)
             else:
@@ -236,34 +242,34 @@ class Engine:
 
     def _forward(self, plan: StepPlan, forest: Forest) -> _TargetPass:
         """Run the target over all rows and score prompt tokens whose log-probabilities are requested."""
-        scored = scored_by(plan, forest.trees)
-        places = [place for one in scored for place in one.places]
+        scored = scored_prompt_tokens(plan, forest.trees)
+        places = [place for one in scored for place in one.sources]
         all_NV = self._target.forward(plan, forest.trees, places)
         for observer in self._observers:
             observer.after_forward(plan, forest.trees)
         if not scored:
-            return _TargetPass(all_NV, all_NV, NO_SCORES)
+            return _TargetPass(all_NV, all_NV, NO_PROMPT_LOGPROBS)
         nodes_NV, scored_SV = all_NV.tensor_split([forest.num_nodes])
-        return _TargetPass(all_NV, nodes_NV, scores_of(scored, scored_SV))
+        return _TargetPass(all_NV, nodes_NV, score_prompt_tokens(scored, scored_SV))
 
-    def _verify(self, plan: StepPlan, forest: Forest, passed: _TargetPass) -> list[Verdict | Unjudged]:
+    def _verify(self, plan: StepPlan, forest: Forest, passed: _TargetPass) -> list[Verdict | VerificationFailure]:
         """Verify the tree of each decoding row. A row whose prompt has non-finite logits fails."""
         best = self._target.model.likeliest(passed.all_NV, forest.num_nodes)
         verdicts = self._judge.judge(plan.decoding, forest, passed.nodes_NV, best)
-        broken = passed.prompts.broken
+        broken = passed.prompts.failed
         return [NOT_FINITE if row.request_id in broken else one for row, one in zip(plan.decoding, verdicts)]
 
     def _commit(
-        self, plan: StepPlan, growth: Growth, passed: _TargetPass, verdicts: SequenceOf[Verdict | Unjudged]
+        self, plan: StepPlan, growth: Growth, passed: _TargetPass, verdicts: SequenceOf[Verdict | VerificationFailure]
     ) -> tuple[list[RowOutcome], list[TokenEvent]]:
         """Commit chunks and paths, and learn from the verdicts. Return the outcomes of the decoding rows, and all events."""
-        self._commit_chunks(plan, passed.prompts.broken)
+        self._commit_chunks(plan, passed.prompts.failed)
         outcomes = self._commit_paths(plan, growth, verdicts)
         if self._roots.is_watching:
             self._roots.note(_endings(outcomes, growth), passed.nodes_NV, growth.forest.draft_probs_RV)
         learn(self._calibrations, plan.decoding, growth, verdicts)
         events = [*self._take_ended(), *(self._event(one, passed.nodes_NV) for one in outcomes)]
-        return outcomes, with_scores(events, passed.prompts.told)
+        return outcomes, with_prompt_logprobs(events, passed.prompts.logprobs)
 
     def _commit_chunks(self, plan: StepPlan, broken: Set[str]) -> None:
         """Commit the chunks of prompts. End the requests whose prompt has non-finite logits."""
@@ -277,12 +283,14 @@ class Engine:
             else:
                 self._scheduler.commit_chunk(row)
 
-    def _commit_paths(self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | Unjudged]) -> list[RowOutcome]:
+    def _commit_paths(
+        self, plan: StepPlan, growth: Growth, verdicts: SequenceOf[Verdict | VerificationFailure]
+    ) -> list[RowOutcome]:
         """Commit accepted paths. Return the outcomes of the decoding rows, in order."""
         outcomes = []
         for index, (row, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
             emission = None
-            if isinstance(verdict, Unjudged):
+            if isinstance(verdict, VerificationFailure):
                 self._end_failed(row.request_id, verdict)
             else:
                 emission = self._scheduler.commit(row, _row_result(growth, index, verdict))
@@ -293,7 +301,7 @@ class Engine:
             outcomes.append(RowOutcome(row, tree, *grown, offset, verdict, emission))
         return outcomes
 
-    def _end_failed(self, request_id: str, why: Unjudged) -> None:
+    def _end_failed(self, request_id: str, why: VerificationFailure) -> None:
         """End a request. Only if its logits are not finite, its cached prefix is invalidated for others too."""
         if why.code is ErrorCode.LOGITS_NOT_FINITE:
             self._scheduler.fail(request_id)
@@ -303,7 +311,7 @@ class Engine:
     def _event(self, outcome: RowOutcome, logits_NV: Float[Tensor, "N V"]) -> TokenEvent:
         """Return the row's event, with log-probabilities if they are requested."""
         row, emission, verdict = outcome.row, outcome.emission, outcome.verdict
-        if isinstance(verdict, Unjudged):
+        if isinstance(verdict, VerificationFailure):
             return _failure_event(row, verdict)
         assert emission is not None  # a verified row was committed
         logprobs: tuple[TokenLogprobs, ...] = ()
@@ -328,7 +336,7 @@ class Engine:
         )
 
 
-def _failure_event(row: Row, why: Unjudged) -> TokenEvent:
+def _failure_event(row: Row, why: VerificationFailure) -> TokenEvent:
     """Return the last event of a request whose step failed."""
     text = f"{why.reason} (at position {row.root_position})"
     _logger.error("request %s: %s", row.request_id, text)

@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 from transformers import PretrainedConfig
 
-from engine.attention.paged.attention import heads_of, why_not
+from engine.attention.paged.attention import heads_of, unsupported_reason
 from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graph_recorder import CudaGraphs, GraphRefused, Unrecorded
-from engine.attention.paged.graphs import StaticSteps
-from engine.attention.paged.padding_shapes import Ladder
+from engine.attention.paged.graphs import GraphResources
+from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.draft.drafter import Drafter
 from engine.draft.models.draft_model import ModelDrafter
@@ -38,13 +38,13 @@ def table_capacity(limits: SchedulerConfig) -> int:
 def why_not_replayed(config: EngineConfig, target: PretrainedConfig, device: torch.device) -> str | None:
     """Return why passes of a target that is not loaded yet would not be replayed; None if they would."""
     heads = heads_of(target)
-    return _CANARY if config.kv_canary else why_not(device, heads.size, heads.num_shared, weights_dtype(config.dtype))
+    return _CANARY if config.kv_canary else unsupported_reason(device, heads.size, heads.num_shared, weights_dtype(config.dtype))
 
 
 _CANARY = "kv_canary checks what is read"
 
 
-def static_steps(config: EngineConfig, model: CausalModel) -> StaticSteps | None:
+def static_steps(config: EngineConfig, model: CausalModel) -> GraphResources | None:
     """Return the buffers, padding shapes and recorder for a model's passes; None if they are not replayed.
 
     Raises GraphRefused if graphs are required but not possible.
@@ -56,10 +56,10 @@ def static_steps(config: EngineConfig, model: CausalModel) -> StaticSteps | None
         return None
     recorder = Unrecorded() if config.cuda_graphs == "off" else CudaGraphs(is_required=config.cuda_graphs == "on")
     limits = config.scheduler
-    return StaticSteps(TableBuffer(table_capacity(limits), model.device), Ladder(limits.max_step_tokens), recorder)
+    return GraphResources(TableBuffer(table_capacity(limits), model.device), PaddingShapes(limits.max_step_tokens), recorder)
 
 
-def record(steps: StaticSteps, limits: SchedulerConfig, target: Target, drafter: Drafter | None) -> Sequence[Prepared]:
+def record(steps: GraphResources, limits: SchedulerConfig, target: Target, drafter: Drafter | None) -> Sequence[Prepared]:
     """Set up replay of the target's passes, and of the drafter's if it supports it. Return them for preparation."""
     prepared: list[Prepared] = [target.record(steps)]
     attend = target.model.attend

@@ -13,8 +13,8 @@ from benchmarks.gpu.figures import Figures, in_turns
 from engine.attention.packing import PackedBatch
 from engine.attention.paged.attention import Attend, PagedContext, kernel
 from engine.attention.paged.reference import attend as reference
-from engine.attention.paged.table import Columns, PagedBatch, Shape, table_of
-from engine.attention.tree_attention import Gathered
+from engine.attention.paged.table import PagedBatch, Shape, TableColumns, table_of
+from engine.attention.tree_attention import GatheredAttention
 from engine.kv_cache.pool import KVCache
 from engine.utils.host_transfer import integers_32
 
@@ -85,7 +85,7 @@ def _given(layer: Layer, dtype: torch.dtype, batch: PackedBatch, device: torch.d
     made = partial(torch.randn, generator=generator, device=device)
     slots = torch.arange(num_slots, device=device)
     cache.write(0, slots, *(made(num_slots, layer.num_heads, layer.size).to(dtype) for _ in range(2)))
-    shape, columns = Shape(batch.num_tokens, 0), Columns((0, 0, cache.nobody), ())
+    shape, columns = Shape(batch.num_tokens, 0), TableColumns((0, 0, cache.dummy_slot), ())
     query = made(batch.num_tokens, layer.num_heads, layer.num_shared, layer.size).to(dtype)
     return PagedBatch(integers_32(table_of(batch, shape, columns), device), shape, columns), query, cache
 
@@ -99,7 +99,7 @@ def time_layers(figures: Figures, layer: Layer, device: torch.device, sizes: Seq
             return
         batch = batch_of(num_rows, num_nodes, [context], device)
         paged, query, cache = _given(layer, dtype, batch, device)
-        gathered = partial(Gathered(batch, cache).attended, 0, query, layer.size**-0.5, layer.window, layer.softcap)
+        gathered = partial(GatheredAttention(batch, cache).attended, 0, query, layer.size**-0.5, layer.window, layer.softcap)
         paged_too = partial(_attended, attend, layer, query, cache, paged)
         contenders = {"gather": partial(_repeated, gathered), name: partial(_repeated, paged_too)}
         times = in_turns(contenders, turns, device)

@@ -11,8 +11,8 @@ from benchmarks.gpu.models import ModelShape, model_of
 from engine.attention.packing import PackedBatch
 from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graph_recorder import CudaGraphs, Recorder, Unrecorded
-from engine.attention.paged.graphs import StaticSteps
-from engine.attention.paged.padding_shapes import Ladder
+from engine.attention.paged.graphs import GraphResources
+from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.passes import DirectPasses, Passes, RecordedPasses
@@ -51,8 +51,8 @@ def ways_of(model: CausalModel, cache: KVCache, most: int, device: torch.device)
         for layer in range(cache.num_layers):
             for pool in cache.layer(layer):
                 pool.normal_()
-    ladder = Ladder(most)
-    ways |= {name: RecordedPasses(model, cache, StaticSteps(buffer, ladder, one)) for name, one in recorders.items()}
+    shapes = PaddingShapes(most)
+    ways |= {name: RecordedPasses(model, cache, GraphResources(buffer, shapes, one)) for name, one in recorders.items()}
     return ways
 
 

@@ -15,8 +15,8 @@ from benchmarks.gpu.figures import Figures
 from benchmarks.gpu.models import ModelShape, model_of
 from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graph_recorder import CudaGraphs, Unrecorded
-from engine.attention.paged.graphs import StaticSteps
-from engine.attention.paged.padding_shapes import Ladder
+from engine.attention.paged.graphs import GraphResources
+from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionPolicy, FixedExpansion, PlainDecoding
 from engine.core.tree import Expansion
@@ -125,7 +125,7 @@ def _texts(target: CausalModel, draft: CausalModel, case: Case, num_tokens: int)
 def _replayed(engine: Engine, has_graphs: bool) -> None:
     device = engine.target.model.device
     recorder = CudaGraphs(is_required=True) if has_graphs else Unrecorded()
-    steps = StaticSteps(TableBuffer(table_capacity(_LIMITS), device), Ladder(_LIMITS.max_step_tokens), recorder)
+    steps = GraphResources(TableBuffer(table_capacity(_LIMITS), device), PaddingShapes(_LIMITS.max_step_tokens), recorder)
     for passes in record(steps, _LIMITS, engine.target, engine.drafter):
         passes.prepare()
 

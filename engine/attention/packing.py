@@ -1,10 +1,10 @@
-"""Packs many sequences' tokens into one forward: which token attends to which slot.
+"""Packs the tokens of many sequences into one forward, with the slots to which each token attends.
 
-A Segment is one sequence's part: query tokens, where their keys go, and which keys each may see. A prompt chunk, a root with its
-tree and a level of a growing tree are all segments; a chunk is a chain. Segments of like size share a padded Group, so that
+A Segment is the part of one sequence: query tokens, the slots of their keys, and the keys visible to each query. A prompt chunk,
+a root with its tree and a level of a growing tree are all segments. Segments of similar size share a padded Group, so that
 attention is a few batched products. Shape key: T query tokens, L keys, W tail keys, B segments of a group.
 
-    keys of a segment   [ earlier context: seen by every query | tail: seen as tail_visible_TW says ]
+    keys of a segment   [ earlier context: visible to every query | tail: visible by tail_visible_TW ]
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _MAX_PADDING = 2.0  # a group may be at most this many times as large as its seg
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence's queries. `key_slots` ends with the W tail keys at `tail_positions`; the keys before are at 0, 1, 2, ..."""
+    """One sequence's queries. `key_slots` ends with the W tail keys at `tail_positions`; earlier keys are at 0, 1, 2, ..."""
 
     token_ids: Sequence[int]
     positions: Sequence[int]
@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Group:
-    """B segments padded to T queries and L keys. `token_index_BT` picks packed tokens; a padding query sees one key."""
+    """B segments padded to T queries and L keys. `token_index_BT` selects packed tokens; a padding query sees one key."""
 
     token_index_BT: Int[Tensor, "B T"]
     key_slots_BL: Int[Tensor, "B L"]
@@ -63,7 +63,7 @@ class Group:
     _biases: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 T L"]:
-        """Return the additive mask: 0 where a query sees a key, -inf elsewhere; made once a step for each window.
+        """Return the additive mask: 0 where a query sees a key, -inf elsewhere; computed once a step for each window.
 
         `window`: a query at position i sees keys at positions (i - window, i].
         """
@@ -81,8 +81,8 @@ class Group:
 class Padded:
     """Segments as padded groups, on the device.
 
-    `unpad_T` finds each packed token in the groups' padded outputs, end to end; `is_identity` if they are in packed order
-    without padding.
+    `unpad_T` is each packed token's index in the concatenated padded outputs of all groups. `is_identity`: the outputs are in
+    packed order without padding.
     """
 
     groups: tuple[Group, ...]
@@ -91,10 +91,10 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatSegments:
     """Segments end to end, in the host's memory.
 
-    `table` holds where each segment's packed tokens, keys, tail keys and entries of `seen` begin, and their ends, [4, B + 1].
+    `table` contains the offsets of each segment's packed tokens, keys, tail keys and entries of `seen`, [4, B + 1].
     """
 
     table: NDArray[np.int64]
@@ -105,9 +105,9 @@ class Flat:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """What one forward needs. What it runs on and its attention need is made in the form that is asked for.
+    """The input of one forward. Device tensors, padded groups and flat segments are built on first use.
 
-    `tokens_3T` are token ids, positions and the slots to write, in the host's memory; `starts` has the first packed token of each
+    `tokens_3T` are token ids, positions and the slots to write, in the host's memory. `starts` has the first packed token of each
     segment, and the end.
     """
 
@@ -123,7 +123,7 @@ class PackedBatch:
 
     @property
     def end(self) -> int:
-        """A position past all of theirs."""
+        """The largest position plus one."""
         return int(self.tokens_3T[1].max()) + 1
 
     @cached_property
@@ -151,13 +151,13 @@ class PackedBatch:
         return _padded(self.segments, self.starts, self.device)
 
     @cached_property
-    def flat(self) -> Flat:
+    def flat(self) -> FlatSegments:
         """The segments end to end."""
         segments = self.segments
         num_keys, num_tails = [segment.num_keys for segment in segments], [len(segment.tail_positions) for segment in segments]
         num_seen = [segment.num_tokens * num for segment, num in zip(segments, num_tails, strict=True)]
         table = [self.starts, *([*accumulate(counts, initial=0)] for counts in (num_keys, num_tails, num_seen))]
-        return Flat(
+        return FlatSegments(
             table=np.array(table, dtype=np.int64),
             key_slots=np.frombuffer(bytearray().join([as_longs(segment.key_slots) for segment in segments]), dtype=np.int64),
             tail_positions=np.array([*chain.from_iterable(segment.tail_positions for segment in segments)], dtype=np.int64),
@@ -166,7 +166,7 @@ class PackedBatch:
 
 
 def _grouped(segments: Sequence[Segment]) -> list[list[int]]:
-    """Return indices of segments that share a group: like sizes together, so that padding stays bounded."""
+    """Return indices of segments that share a group: similar sizes together, so that padding stays bounded."""
     order = sorted(range(len(segments)), key=lambda i: (segments[i].num_tokens, segments[i].num_keys))
     groups: list[list[int]] = []
     area = height = width = 0
@@ -183,7 +183,7 @@ def _grouped(segments: Sequence[Segment]) -> list[list[int]]:
 
 
 def _tables(segments: Sequence[Segment], starts: Sequence[int]) -> tuple[list[NDArray[np.int64]], NDArray[np.bool_]]:
-    """Return a group's integers (token indices, key slots, positions of queries and keys) and what each query sees."""
+    """Return a group's integers (token indices, key slots, positions of queries and keys) and its visibility mask."""
     num_rows = len(segments)
     height, width = max(s.num_tokens for s in segments), max(s.num_keys for s in segments)
     token_index = np.zeros((num_rows, height), dtype=np.int64)

@@ -1,6 +1,6 @@
 """Segments of the three kinds: a chain of certain tokens, a chain with a tree on its last token, a level of a growing tree.
 
-One rule for all: node v of a tree lies at logical position root_position + v, and its text position is root_position + depth(v).
+Node v of a tree is stored in the sequence's slot number root_position + v, and its text position is root_position + depth(v).
 """
 
 from array import array
@@ -12,12 +12,12 @@ import numpy as np
 from engine.attention.packing import Segment
 from engine.core.tree import TokenTree
 
-_ROOT_ALONE = TokenTree.single(0)  # whose token is the chain's last
+_ROOT_ALONE = TokenTree.single(0)  # the root is the chain's last token
 _SEES_ITSELF = np.ones((1, 1), dtype=np.bool_)
 
 
 class GrowingNodes(Protocol):
-    """A tree as far as it has grown: what is known of each node, and which have keys."""
+    """A growing tree: token and depth of each node, and the nodes that have keys."""
 
     token_ids: list[int]
     depths: list[int]
@@ -66,7 +66,7 @@ def tree_segment(certain_ids: Sequence[int], tree: TokenTree, context_len: int, 
 def level_segment(nodes: Sequence[int], tree: GrowingNodes, root_position: int, slots: Sequence[int]) -> Segment:
     """Return the segment that feeds nodes of a growing tree: each sees the context, its ancestors and itself.
 
-    Only slots that hold keys are gathered: a node that has never been fed has none.
+    Only slots with keys are gathered, those of nodes that have been fed.
     """
     tail = sorted(tree.fed.union(nodes))
     key_slots = array("q", slots[:root_position])

@@ -1,8 +1,8 @@
 """Tree-masked attention over slots, as a transformers attention implementation named "latebranch".
 
-Each layer writes its new keys and values to the cache, then its context attends: here every group of segments to its own slots by
-batched products, in engine.attention.paged by a kernel. Grouped-query heads are folded into the query rows, so keys and values
-are never expanded.
+Each layer writes its new keys and values to the cache, then its context computes attention: here by batched products for every
+group of segments, in engine.attention.paged by a kernel. Grouped-query heads are folded into the query rows, so that keys and
+values are never expanded.
 Shape key: T packed tokens, B segments, Q queries of a group, L keys, H key-value heads, G query heads for each, K head size.
 """
 
@@ -21,15 +21,15 @@ NAME = "latebranch"
 
 
 class UnsupportedAttention(ValueError):
-    """The model asks of attention what this implementation cannot do exactly."""
+    """The model needs a form of attention that this implementation cannot compute exactly."""
 
 
 class AttentionContext(Protocol):
-    """What every layer of one pass shares; travels through the model as a keyword argument."""
+    """The state shared by all layers of one pass, passed through the model as a keyword argument."""
 
     @property
     def cache(self) -> KVCache:
-        """Where keys and values are written."""
+        """The cache of keys and values."""
         ...
 
     @property
@@ -45,13 +45,13 @@ class AttentionContext(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Float[Tensor, "T HGV"]:
-        """Attend to what the cache holds for a layer: every packed token's output, in packed order."""
+        """Attend to a layer's cached keys; return every packed token's output, in packed order."""
         ...
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """Attention that gathers the keys of padded groups: by torch, on any device."""
+class GatheredAttention:
+    """Attention that gathers the keys of padded groups, in torch, on any device."""
 
     batch: PackedBatch
     cache: KVCache
@@ -97,19 +97,19 @@ def group_attention(
 
 
 def folded(query_THGK: Float[Tensor, "T H G K"], group: Group) -> Float[Tensor, "B H GQ K"]:
-    """Return a group's queries, those that share a key-value head together."""
+    """Return a group's queries, with the heads that share a key-value head folded into rows."""
     num_rows, num_queries = group.token_index_BT.shape
     query = query_THGK[group.token_index_BT.reshape(-1)].view(num_rows, num_queries, *query_THGK.shape[1:])
     return query.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def unfolded(x: Float[Tensor, "B H GQ N"], group: Group) -> Float[Tensor, "B H G Q N"]:
-    """Return what belongs to folded queries by query."""
+    """Return the rows of folded queries by head and query."""
     return torch.unflatten(x, 2, (-1, group.token_index_BT.shape[1]))
 
 
 def in_rows(out: Float[Tensor, "B H GQ V"], group: Group) -> Float[Tensor, "BQ HGV"]:
-    """Return folded queries' outputs, a row each."""
+    """Return the outputs of folded queries with one row for each query."""
     return unfolded(out, group).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
 
 
@@ -127,7 +127,7 @@ def tree_attention(
 ) -> tuple[Float[Tensor, "1 T HG V"], None]:
     """Write the layer's keys and values, then attend; the signature is transformers' AttentionInterface.
 
-    Raises UnsupportedAttention for attention sinks and for a call without context (which would be unmasked).
+    Raises UnsupportedAttention for attention sinks and for a call without context, which would be unmasked.
     """
     if attention_context is None or attention_mask is not None:
         raise UnsupportedAttention("this attention needs its context and makes its own masks")

@@ -1,7 +1,7 @@
-"""Proof on one's own models that speculation changes nothing: what an engine said, held against the target's own laws.
+"""Statistical tests that speculation is lossless: an engine's output against the target's own distributions.
 
-    collect(engine, plan)          what a speculating engine says: samples, greedy and seeded texts
-    examine(collected, reference)  the report: each said token against the laws of transformers' own plain forward
+    collect(engine, plan)          the output of a speculating engine: samples, greedy and seeded sequences
+    examine(collected, reference)  the report: each generated token against the distributions of transformers' plain forward
 
-The audit of a running server (engine.audit.background) uses the same statistics on a share of its requests.
+The audit of a running server (engine.audit.background) applies the same statistics to a share of its requests.
 """

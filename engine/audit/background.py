@@ -1,8 +1,7 @@
-"""An engine that audits itself: when clients have nothing for it to do, what it said is fed again by a plain pass and judged.
+"""An engine that audits its own output: while it is idle, it feeds generated tokens again in plain passes and checks them.
 
-A pass runs in idle moments only, a small chunk a step, and gives its slots back the moment a request comes; it then begins anew.
-So no client waits longer than for the chunk that was under way; under unbroken load nothing is audited, and what is dropped is
-counted.
+A pass runs only while the engine is idle, one small chunk a step. It frees its slots and starts again when a request arrives, so
+a client waits for one chunk at most. Under constant load nothing is audited, and dropped records are counted.
 """
 
 import logging
@@ -18,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 class AuditedEngine:
-    """An engine and the auditor of its requests; steps like the engine it wraps, and owns it."""
+    """An engine and the auditor of its requests, with the engine's interface. Owns the engine."""
 
     def __init__(self, engine: Engine, auditor: Auditor) -> None:
         self._engine = engine
@@ -33,40 +32,40 @@ class AuditedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do or say something, passes of the audit included."""
-        return self._engine.has_work or self._auditor.has_texts
+        """Whether a step would do work or return events, passes of the audit included."""
+        return self._engine.has_work or self._auditor.has_pending
 
     def add_step_listener(self, listener: Callable[[StepNote], None]) -> None:
         """Call `listener` before each step of the engine; passes of the audit are not reported."""
         self._engine.add_step_listener(listener)
 
     def add(self, request: Request) -> None:
-        """Queue a request, as the engine does; an audit that is under way makes room."""
+        """Queue a request in the engine; a running audit pass stops and frees its slots."""
         self._forcing.stop()
         self._engine.add(request)
-        if not request.progress.token_ids:  # what was said first is known to no audit of this engine
-            self._auditor.enlist(with_end_tokens(request, self.info))
+        if not request.progress.token_ids:  # a resumed request's first tokens were not observed here
+            self._auditor.select(with_end_tokens(request, self.info))
 
     def abort(self, request_id: str) -> None:
-        """End a request now; the next step tells of it. Unknown ids are ignored."""
+        """End a request now; the next step returns its last event. Unknown ids are ignored."""
         self._engine.abort(request_id)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError if the books do not balance. Valid between steps."""
+        """Raise IntegrityError if the engine's state is inconsistent. Valid between steps."""
         self._engine.check_integrity()
 
     def step(self) -> StepOutput:
-        """Advance every running request; or, if there is none, the audit."""
+        """Advance every running request or, if there is none, the audit."""
         is_idle = self._forcing.is_running or not self._engine.has_work
-        if is_idle and self._auditor.has_texts:
+        if is_idle and self._auditor.has_pending:
             return self._audit()
         output = self._engine.step()
         self._last_step = output.stats.step
-        self._auditor.hear(output.events)
+        self._auditor.observe(output.events)
         return replace(output, stats=replace(output.stats, audit=self._auditor.taken_stats()))
 
     def _audit(self) -> StepOutput:
-        """Feed a chunk of a text that waits and judge the tokens it reached."""
+        """Feed a chunk of a waiting record and check the tokens in it."""
         num_tokens = 0
         try:
             if not self._forcing.is_running:
@@ -74,15 +73,15 @@ class AuditedEngine:
             done = self._forcing.step()
             num_tokens = done.num_tokens
             if done.logits_NV is not None:
-                self._auditor.judge(done.logits_NV)
+                self._auditor.check(done.logits_NV)
         except Exception:
-            _logger.exception("audit: a text cannot be judged")  # clients are not to suffer for it
+            _logger.exception("audit: a record cannot be checked")  # a fault of the audit must not reach clients
             self._forcing.stop()
             self._auditor.drop()
         return StepOutput((), self._stats(num_tokens))
 
     def _stats(self, num_pass_tokens: int) -> StepStats:
-        """Return the numbers of a step that was the audit's: no request runs in it."""
+        """Return the stats of a step of the audit, in which no request runs."""
         return StepStats(
             step=self._last_step,
             num_running=0,

@@ -1,4 +1,4 @@
-"""What an audit is to do: prompts, the ways of sampling to be tried on them, sizes and the error level. Records only."""
+"""The plan of an audit: prompts, sampling settings, sample sizes and the error level."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ _MIN_PREFIX_SAMPLES = 50
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way of asking the engine: how tokens are drawn, which rule judges and what is drafted (None: the policy chooses)."""
+    """Sampling parameters, the verifier, and the tree of drafts (None: the policy chooses)."""
 
     sampling: SamplingParams
     verifier: str
@@ -32,7 +32,7 @@ class Setting:
 
     @property
     def speculation(self) -> Speculation:
-        """What to ask of the engine."""
+        """The speculation parameters of a request."""
         return Speculation(True, self.expansion, self.verifier)
 
 
@@ -41,11 +41,12 @@ _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class AuditPlan:
-    """An audit. `first_seed` makes it repeatable; with another one it is another, independent experiment.
+    """An audit. Equal plans are reproducible; another `first_seed` gives an independent experiment.
 
-    `num_samples` answers of `max_tokens` tokens are drawn for each prompt and setting; texts of `num_choice_tokens` are made
-    greedily and, `num_seeds` times for each prompt and way of sampling, by the coupled rule. `alpha` is the chance that a
-    lossless engine is called lossy by any of the law tests together. Raises ValueError for parameters the reference lacks.
+    `num_samples` sequences of `max_tokens` tokens are drawn for each prompt and setting. Sequences of `num_choice_tokens` tokens
+    are generated greedily and, with `num_seeds` seeds for each prompt and sampling setting, by the coupled rule. `alpha` is the
+    probability that the distribution tests together reject a lossless engine. Raises ValueError for parameters that the
+    reference does not support.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -66,7 +67,7 @@ class AuditPlan:
                 raise ValueError(f"the reference has no {names}, so they cannot be audited")
 
     def choice_settings(self) -> Iterator[Setting]:
-        """Yield the settings whose tokens are no draws once the seed is known: greedy ones, then coupled ones."""
+        """Yield the settings with deterministic tokens: greedy ones, then coupled ones."""
         expansions = list(dict.fromkeys(setting.expansion for setting in self.settings))
         samplings = list(dict.fromkeys(replace(setting.sampling, seed=None) for setting in self.settings))
         greedy = dict.fromkeys(replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0) for sampling in samplings)

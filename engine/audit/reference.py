@@ -1,7 +1,8 @@
-"""The reference: transformers' own forward over whole texts, and its own processors for the laws. Nothing of our engine runs.
+"""The reference: transformers' own forward over whole sequences, and its own processors for the distributions.
 
-No cache, no packing, no tree, no attention of ours: a mistake in any of them cannot be in both. Laws are float64; presence and
-frequency penalties, which transformers lacks, are OpenAI's formulas written again here. Shape key: N positions, V vocabulary.
+It shares no cache, packing, tree or attention with the engine, so a mistake in one of these cannot be in both. Distributions are
+float64. Presence and frequency penalties, which transformers lacks, are implemented here again from OpenAI's formulas.
+Shape key: N positions, V vocabulary.
 """
 
 from collections import Counter
@@ -35,14 +36,14 @@ _MAX_PASS_TOKENS = 2048
 
 
 class Reference:
-    """A model as transformers runs it."""
+    """A model run by transformers."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module: Any = module.eval()
 
     @classmethod
     def load(cls, folder: Path, dtype: str, device: str) -> Self:
-        """Load the target's weights anew, with eager attention; in float32 where our library runs it, which rounds weights."""
+        """Load the target with eager attention; in float32 if the engine runs it natively, which rounds weights."""
         quiet_libraries()
         module = load_module(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
         module.to(torch.device(device))
@@ -55,7 +56,7 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, texts: Sequence[Sequence[int]], num_last: int) -> list[Float[Tensor, "N V"]]:
-        """Return each text's raw logits, float64, after its last `num_last` tokens."""
+        """Return each sequence's raw logits, float64, after its last `num_last` tokens."""
         found: dict[int, Tensor] = {}
         by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         while by_length:
@@ -68,14 +69,14 @@ class Reference:
 
     @staticmethod
     def _batch(indices: Sequence[int], texts: Sequence[Sequence[int]]) -> list[int]:
-        """Return the leading indices whose texts are of one length and together not too long: nothing is ever padded."""
+        """Return the leading indices of sequences of one length, up to the size of a pass: there is no padding."""
         length = len(texts[indices[0]])
         return [index for index in indices[: max(1, _MAX_PASS_TOKENS // length)] if len(texts[index]) == length]
 
 
 class SameBitsReference(Reference):
-    """A target of integers (engine.native). What it is includes how it is computed, so that is run, over whole texts one by
-    one: no cache that outlives a pass, no tree, no neighbour. Its logits are the engine's to the bit."""
+    """A quantised target (engine.native). Its logits are defined by the native kernels, so these run, over one whole sequence at
+    a time: without a cache between passes, a tree or a batch. Its logits are bitwise equal to the engine's."""
 
     def __init__(self, model: CausalModel, dtype: str) -> None:
         super().__init__(model.module)
@@ -88,7 +89,7 @@ class SameBitsReference(Reference):
 
     @torch.inference_mode()
     def logits(self, texts: Sequence[Sequence[int]], num_last: int) -> list[Float[Tensor, "N V"]]:
-        """Return each text's raw logits, float64, after its last `num_last` tokens."""
+        """Return each sequence's raw logits, float64, after its last `num_last` tokens."""
         return [self._logits(text, num_last) for text in texts]
 
     def _logits(self, text: Sequence[int], num_last: int) -> Float[Tensor, "N V"]:
@@ -108,7 +109,7 @@ def load_reference(folder: Path, dtype: str, device: str) -> Reference:
 def penalised(
     logits_NV: Float[Tensor, "N V"], prompt_ids: Sequence[int], text_ids: Sequence[int], sampling: SamplingParams
 ) -> Float[Tensor, "N V"]:
-    """Return the logits after the penalties; row n is the law after `text_ids[:n]`."""
+    """Return the logits after the penalties; row n follows `text_ids[:n]`."""
     rows = [
         _penalised(row_V, prompt_ids, text_ids[:count], sampling) if sampling.has_penalties else row_V
         for count, row_V in enumerate(logits_NV)
@@ -116,22 +117,22 @@ def penalised(
     return torch.stack(rows)
 
 
-def _penalised(row_V: Tensor, prompt_ids: Sequence[int], said: Sequence[int], sampling: SamplingParams) -> Tensor:
+def _penalised(row_V: Tensor, prompt_ids: Sequence[int], generated: Sequence[int], sampling: SamplingParams) -> Tensor:
     row_V = row_V.clone()
     if sampling.repetition_penalty != 1.0:
-        text = torch.tensor([[*prompt_ids, *said]], device=row_V.device)
+        text = torch.tensor([[*prompt_ids, *generated]], device=row_V.device)
         row_V = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))(text, row_V[None])[0]
-    for token_id, count in Counter(said).items():
+    for token_id, count in Counter(generated).items():
         row_V[token_id] -= sampling.frequency_penalty * count + sampling.presence_penalty
     return row_V
 
 
 def warped(logits_NV: Float[Tensor, "N V"], sampling: SamplingParams) -> Float[Tensor, "N V"]:
-    """Return the laws that transformers' own warpers make of penalised logits; temperature must not be 0.
+    """Return the distributions of penalised logits after transformers' own warpers; temperature must not be 0.
 
-    Tokens as likely as the last that is kept are kept too: where a sort leaves ties is nobody's law.
+    Tokens as likely as the last that is kept are kept too, so that the result does not depend on how a sort orders ties.
     """
-    ids = torch.zeros((len(logits_NV), 1), dtype=torch.int64, device=logits_NV.device)  # warpers do not look at the text
+    ids = torch.zeros((len(logits_NV), 1), dtype=torch.int64, device=logits_NV.device)  # ignored by the warpers
     scores_NV = TemperatureLogitsWarper(float(sampling.temperature))(ids, logits_NV)
     kept_NV = scores_NV
     for warper in _truncations(sampling):

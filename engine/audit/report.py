@@ -1,4 +1,4 @@
-"""What an audit found: records, and the one place where a verdict is formed. Knows numbers only."""
+"""The results of an audit, and its verdict. The fields are the JSON output of `latebranch audit`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,7 +7,7 @@ from engine.audit.chi_square import ChiSquare
 from engine.audit.outcomes import Tally
 
 
-class Verdict(StrEnum):
+class AuditVerdict(StrEnum):
     """The outcome of an audit."""
 
     LOSSLESS = "lossless"
@@ -16,8 +16,8 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LawTest:
-    """One chi-square test of draws; `num_laws` says over how many laws, one each prompt and prefix, it is summed."""
+class DistributionTest:
+    """A chi-square test of draws, summed over `num_distributions`, one for each prompt and prefix."""
 
     name: str
     test: ChiSquare
@@ -26,36 +26,36 @@ class LawTest:
 
 @dataclass(frozen=True, slots=True)
 class SampledReport:
-    """The draws of one setting: its law tests, and whether each token could have been drawn at all."""
+    """The draws of one setting: its distribution tests, and whether each token was possible."""
 
     setting: str
     num_texts: int
     num_tokens: int
     num_drafted: int
     num_accepted: int
-    tests: tuple[LawTest, ...]
+    tests: tuple[DistributionTest, ...]
     num_tests: int
     support: Tally
     is_by_policy: bool = False
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether there was something to be found: drafts that were accepted, and draws enough for the first token's laws.
+        """Whether a violation could be found: drafts were accepted, and there are enough draws to test the first token.
 
-        A policy may draft little or nothing; a tree that was asked for is audited beside it.
+        A policy may draft little or nothing; then the settings with a fixed tree provide the accepted drafts.
         """
         return (self.num_accepted > 0 or self.is_by_policy) and any(
             one.test.freedom for one in self.tests if one.name.startswith("first token")
         )
 
     def is_lossless(self, level: float) -> bool:
-        """Whether no test at this level and no token speaks against the setting."""
+        """Whether no test rejects at this level and every token was possible."""
         return not self.support.num_mismatch and all(one.test.p_value >= level for one in self.tests)
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceReport:
-    """Texts of one setting that leave no choice. `num_unlike_texts` differ from those without speculation (coupled ones only)."""
+    """Deterministic sequences of one setting; `num_unlike_texts` (coupled only) differ from those without speculation."""
 
     setting: str
     num_texts: int
@@ -67,18 +67,18 @@ class ChoiceReport:
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether there was something to be found: drafts that were accepted, unless the policy chose to make none."""
+        """Whether a violation could be found: drafts were accepted, or the policy chose to make none."""
         return self.num_accepted > 0 or self.is_by_policy
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every token was the right one or nearly tied with it."""
+        """Whether every token was the expected one or nearly tied with it."""
         return not self.tally.num_mismatch
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole audit. The law tests share the error level `alpha`: each is held against alpha over their number (Bonferroni)."""
+    """The whole audit. The error level of each distribution test is `alpha` over the number of tests (Bonferroni)."""
 
     alpha: float
     first_seed: int
@@ -91,30 +91,30 @@ class Report:
 
     @property
     def num_tests(self) -> int:
-        """Chi-square tests made, each prefix's own among them."""
+        """Number of chi-square tests, including those of each prefix."""
         return sum(one.num_tests for one in self.sampled)
 
     @property
     def level(self) -> float:
-        """The p-value below which one test speaks against the engine."""
+        """The p-value below which a test rejects."""
         return self.alpha / max(1, self.num_tests)
 
     @property
-    def verdict(self) -> Verdict:
-        """What the audit has shown. A violation is one however little there was to find it in."""
+    def verdict(self) -> AuditVerdict:
+        """The outcome. A violation counts even if the rest of the audit is inconclusive."""
         if not self.is_lossless:
-            return Verdict.VIOLATION
-        return Verdict.INCONCLUSIVE if self.inconclusive else Verdict.LOSSLESS
+            return AuditVerdict.VIOLATION
+        return AuditVerdict.INCONCLUSIVE if self.inconclusive else AuditVerdict.LOSSLESS
 
     @property
     def inconclusive(self) -> tuple[str, ...]:
-        """Settings of which this audit could have found nothing."""
+        """Settings in which this audit could not have found a violation."""
         parts: tuple[SampledReport | ChoiceReport, ...] = (*self.sampled, *self.greedy, *self.coupled)
         return tuple(one.setting for one in parts if not one.is_conclusive)
 
     @property
     def is_lossless(self) -> bool:
-        """Whether nothing was found."""
+        """Whether no violation was found."""
         return all(one.is_lossless(self.level) for one in self.sampled) and all(
             one.is_lossless for one in (*self.greedy, *self.coupled)
         )

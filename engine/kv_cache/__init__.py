@@ -1,1 +1,1 @@
-"""Tensors of cached keys and values by slot, and the checks that watch who owns a slot."""
+"""Tensors of cached keys and values by slot, and the checks of slot ownership."""

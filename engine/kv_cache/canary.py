@@ -1,8 +1,7 @@
-"""A canary among the cache slots: what is free or was never written is poisoned, and whoever reads it is told by the slot's name.
+"""A canary for cache slots: free and never written slots are poisoned, and a read of such a slot raises an error with its number.
 
-The poison is a NaN whose bits no computation makes by itself. It is looked for wherever slots are read, and what reads it in
-another way computes NaN. Knows slots and what lies in them; does not know sequences: engine.kv_cache.slot_digests
-knows whose text a slot holds. Shape key: S slots, R rows that were read.
+The poison is a NaN with a bit pattern that no computation produces. Reads are checked for it; an unchecked read of it computes
+NaN. engine.kv_cache.slot_digests checks the sequences to which slots belong. Shape key: S slots, R rows that were read.
 """
 
 from collections.abc import Sequence
@@ -18,19 +17,19 @@ _BITS = {2: (torch.int16, 0x7FCA), 4: (torch.int32, 0x7FCA_CAFE)}  # by bytes of
 
 
 class Canary(Protocol):
-    """Whoever is told of pools with a row for each slot, and of what is read from them."""
+    """Checks reads from pools that have a row for each slot."""
 
     def watch(self, pool: Shaped[Tensor, "S ..."]) -> None:
-        """Take a pool into care; nothing in it has been written."""
+        """Register a new pool, in which nothing has been written."""
         ...
 
     def check(self, name: str, slots_R: Tensor, rows: Shaped[Tensor, "R ..."]) -> None:
-        """Raise IntegrityError if a row of those read from these slots of the named pool is free or was never written."""
+        """Raise IntegrityError if a row read from these slots of the named pool is free or was never written."""
         ...
 
 
 class NoCanary:
-    """Watches nothing, and costs nothing."""
+    """Checks nothing, at no cost."""
 
     def watch(self, pool: Shaped[Tensor, "S ..."]) -> None:
         """Do nothing."""
@@ -40,20 +39,20 @@ class NoCanary:
 
 
 class SlotCanary:
-    """Poisons and checks once it has begun. Whoever owns the slots tells it of those that are freed."""
+    """Poisons and checks slots after `begin`. The owner of the slots must call `on_free`."""
 
     def __init__(self) -> None:
         self._pools: list[Tensor] = []
         self._has_begun = False
 
     def watch(self, pool: Shaped[Tensor, "S ..."]) -> None:
-        """Take a pool into care; nothing in it has been written."""
+        """Register a new pool, in which nothing has been written."""
         self._pools.append(pool)
         if self._has_begun:
             _poison(pool)
 
     def begin(self) -> None:
-        """Take every slot for free, and check from now on."""
+        """Treat every slot as free, and check all later reads."""
         self._has_begun = True
         for pool in self._pools:
             _poison(pool)
@@ -65,7 +64,7 @@ class SlotCanary:
                 _poison(pool, slots)
 
     def check(self, name: str, slots_R: Tensor, rows: Shaped[Tensor, "R ..."]) -> None:
-        """Raise IntegrityError if a row of those read from these slots of the named pool is free or was never written."""
+        """Raise IntegrityError if a row read from these slots of the named pool is free or was never written."""
         if not self._has_begun or not rows.numel():
             return
         kind, pattern = _BITS[rows.element_size()]
@@ -75,7 +74,7 @@ class SlotCanary:
             raise IntegrityError(f"{name} of slots {slots[:8]} are read, which are free or were never written")
 
 
-@torch.inference_mode()  # as pools are made in passes, nothing else may change them
+@torch.inference_mode()  # pools are created in this mode, so updates need it too
 def _poison(pool: Tensor, slots: Sequence[int] | None = None) -> None:
     """Poison these rows of a pool; None: all."""
     kind, pattern = _BITS[pool.element_size()]

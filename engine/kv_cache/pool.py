@@ -1,4 +1,4 @@
-"""Keys and values of cached tokens, by slot: one pool a layer. Knows slots and layers, not sequences.
+"""Keys and values of cached tokens, by slot: one pool for each layer.
 
 Shape key: S slots and one, T tokens, B segments, L keys, H key-value heads, K head size.
 """
@@ -14,18 +14,18 @@ from engine.utils import huge_pages
 
 
 class KVCache:
-    """Pools of keys and values for each layer, [S, H, K], made when a layer first writes (its shape is known then).
+    """Pools of keys and values for each layer, [S, H, K], created at the layer's first write, when its shape is known.
 
-    What is written is rounded to `dtype`; without one pools are as what is written first. In a CPU's memory a head's keys lie
-    side by side, as each head is read by itself (a pool is a view of [H, S, K]); in a GPU's those of a slot. The slot `nobody`,
-    after all others, is for what must be written somewhere and is never read.
-    Owns the tensors. Which slot belongs to whom is the scheduler's business; whoever doubts it has a canary watch.
+    Written numbers are rounded to `dtype`, by default the dtype of the first write. On a CPU the keys of a head are contiguous,
+    because each head is read separately (a pool is a view of [H, S, K]); on a GPU those of a slot are. Padding tokens write to
+    `dummy_slot`, the last one, which is never read.
+    Owns the tensors. The scheduler tracks slot ownership; a canary verifies it.
     """
 
     def __init__(
         self, num_slots: int, device: torch.device, canary: Canary | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self.num_slots = self.nobody = num_slots
+        self.num_slots = self.dummy_slot = num_slots
         self._dtype = dtype
         self.canary = canary or NoCanary()
         self._device = device
@@ -34,7 +34,7 @@ class KVCache:
 
     @property
     def num_layers(self) -> int:
-        """Layers that have written."""
+        """Number of layers that have written."""
         return len(self._keys)
 
     @property
@@ -61,30 +61,27 @@ class KVCache:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a canary must see what is read."""
+        """Whether a canary checks reads."""
         return not isinstance(self.canary, NoCanary)
 
     def layer(self, layer: int) -> tuple[Float[Tensor, "S H K"], Float[Tensor, "S H V"]]:
-        """Return what a layer that has written keeps, for whoever reads it where it lies."""
+        """Return the pools of a layer that has written, to be read in place."""
         return self._keys[layer], self._values[layer]
 
     def pools(
         self, layer: int, num_heads: int, head_size: int, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "S H K"], Float[Tensor, "S H K"]]:
-        """Return a layer's keys and values of every slot, of that dtype, for whoever reads and writes them where they lie.
-
-        What it has read it tells `check_read`.
-        """
+        """Return a layer's pools, of that dtype, to be read and written in place. Reads must be reported to `check_read`."""
         if layer not in self._keys:
             example = torch.empty(0, num_heads, head_size, dtype=dtype, device=self._device)
             with torch.inference_mode():
                 self._make(layer, example, example)
         if self._keys[layer].dtype != dtype:
-            raise ValueError(f"the cache holds {self._keys[layer].dtype}, not {dtype}")
+            raise ValueError(f"the cache has dtype {self._keys[layer].dtype}, not {dtype}")
         return self._keys[layer], self._values[layer]
 
     def check_read(self, slots: NDArray[np.int64]) -> None:
-        """Let the canary look at what lies in these slots, which have been read in every layer."""
+        """Let the canary check these slots, which have been read in every layer."""
         if self.is_watched:
             for layer in self._keys:
                 self.gather(layer, torch.from_numpy(slots)[None].to(self._device))
@@ -104,7 +101,7 @@ class KVCache:
 
 
 def _rounded(written: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers in a format; what is too large for float16 becomes its largest, as our library has it."""
+    """Return numbers in a dtype; numbers too large for float16 become its maximum, as in the native library."""
     if dtype == torch.float16 != written.dtype:
         most = torch.finfo(dtype).max
         written = torch.where(written.isfinite(), written.clamp(-most, most), written)

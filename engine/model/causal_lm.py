@@ -16,16 +16,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention.packing import PackedBatch
-from engine.attention.paged.attention import Attend, PagedContext, failures, heads_of, kernel, try_out, why_not
+from engine.attention.paged.attention import (
+    Attend,
+    PagedContext,
+    check_kernel,
+    heads_of,
+    kernel,
+    kernel_errors,
+    unsupported_reason,
+)
 from engine.attention.paged.graphs import PassMemory
-from engine.attention.paged.table import IDS, POSITIONS, Columns, PagedBatch, Shape, table_of
-from engine.attention.tree_attention import NAME, AttentionContext, Gathered
+from engine.attention.paged.table import IDS, POSITIONS, PagedBatch, Shape, TableColumns, table_of
+from engine.attention.tree_attention import NAME, AttentionContext, GatheredAttention
 from engine.kv_cache.pool import KVCache
 from engine.model.check import check_text, own_logits, require_equal, require_same_bits, tolerance_of
 from engine.model.linears import NATIVE, fastest_linears, prepare_linears, torch_linears
 from engine.native.decoder import NativeDecoder, UnknownDecoder, refuse_by_structure
 from engine.native.linear import QUANTISED
-from engine.sampling.argmax import Likeliest, likeliest
+from engine.sampling.argmax import RowArgMax, argmax_rows
 from engine.utils.host_transfer import integers_32
 from engine.utils.progress_bar import quiet_libraries
 from engine.weights import UnsupportedModel
@@ -90,20 +98,20 @@ class CausalModel:
         if self.native is not None:
             return self.native.forward(batch, cache, logit_rows_N)
         if self.attend is None or cache.is_watched:
-            return self._run(batch.input_ids_1T, batch.position_ids_1T, logit_rows_N, Gathered(batch, cache))
+            return self._run(batch.input_ids_1T, batch.position_ids_1T, logit_rows_N, GatheredAttention(batch, cache))
         shape = Shape(batch.num_tokens, 0)
-        columns = Columns(tokens=(0, 0, cache.nobody), asked=())
+        columns = TableColumns(tokens=(0, 0, cache.dummy_slot), outputs=())
         table = integers_32(table_of(batch, shape, columns), self.device)
         return self._run_table(PagedBatch(table, shape, columns), cache, logit_rows_N)
 
-    def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int | None = None) -> list[Likeliest]:
+    def likeliest(self, logits_NV: Float[Tensor, "N V"], count: int | None = None) -> list[RowArgMax]:
         """Return those of the first `count` rows, or of all; of the latest pass's logits they may be known already."""
         known = None if self.native is None else self.native.likeliest(logits_NV)
-        return likeliest(logits_NV[:count]) if known is None else [Likeliest(*one) for one in known[:count]]
+        return argmax_rows(logits_NV[:count]) if known is None else [RowArgMax(*one) for one in known[:count]]
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
         """Run one pass over a table; return float32 logits of the tokens that its column of places asked about names."""
-        return self._run_table(batch, cache, batch.asked[0])
+        return self._run_table(batch, cache, batch.outputs[0])
 
     def _run_table(self, batch: PagedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         assert self.attend is not None
@@ -239,11 +247,11 @@ def adopt(module: PreTrainedModel, device: torch.device, linears: str = "plain",
 def _attend_of(model: CausalModel) -> Attend | None:
     """Return the kernel that attends for a model, if one does; say why where a GPU does without."""
     heads, device, dtype = heads_of(model.module.config), model.device, model.module.dtype
-    if (reason := why_not(device, heads.size, heads.num_shared, dtype)) is None:
+    if (reason := unsupported_reason(device, heads.size, heads.num_shared, dtype)) is None:
         try:
-            try_out(attend := kernel(), device, heads.num, heads.num_shared, heads.size, dtype)
+            check_kernel(attend := kernel(), device, heads.num, heads.num_shared, heads.size, dtype)
             return attend
-        except failures() as error:
+        except kernel_errors() as error:
             reason = f"the attention kernel cannot run: {' '.join(str(error).split())}"
     if device.type == "cuda":
         _logger.warning("%s; attention gathers keys, without CUDA graphs", reason)

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.attention.packing import PackedBatch
-from engine.attention.paged.graphs import PassMemory, Recordings, StaticSteps
-from engine.attention.paged.table import Columns, PagedBatch
+from engine.attention.paged.graphs import GraphedFunction, GraphResources, PassMemory
+from engine.attention.paged.table import PagedBatch, TableColumns
 from engine.kv_cache.pool import KVCache
 from engine.utils.host_transfer import integers
 
@@ -31,7 +31,7 @@ class PassModel(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Columns of its logits."""
+        """TableColumns of its logits."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class DirectPasses:
 class RecordedPasses:
     """Passes padded to the next shape and replayed; larger ones as they come. What the listener does is recorded with them."""
 
-    def __init__(self, model: PassModel, cache: KVCache, steps: StaticSteps, listener: Listener | None = None) -> None:
+    def __init__(self, model: PassModel, cache: KVCache, steps: GraphResources, listener: Listener | None = None) -> None:
         self._direct = DirectPasses(model, cache, listener)
         self._recorder = steps.recorder
 
@@ -93,8 +93,8 @@ class RecordedPasses:
                 listener(batch.write_slots_T)
             return logits_NV
 
-        columns = Columns(tokens=(0, 0, cache.nobody), asked=(0,))
-        self._recordings = Recordings(steps, columns, run, model.vocab_size, model.memories)
+        columns = TableColumns(tokens=(0, 0, cache.dummy_slot), outputs=(0,))
+        self._recordings = GraphedFunction(steps, columns, run, model.vocab_size, model.memories)
 
     @property
     def way(self) -> str:
@@ -103,7 +103,7 @@ class RecordedPasses:
 
     def run(self, batch: PackedBatch, rows: Sequence[int]) -> Float[Tensor, "N V"]:
         """Return float32 logits of the packed tokens in `rows`."""
-        logits_NV = self._recordings.replay(batch, asked=[rows])
+        logits_NV = self._recordings.replay(batch, outputs=[rows])
         return self._direct.run(batch, rows) if logits_NV is None else logits_NV
 
     def prepare(self) -> None:

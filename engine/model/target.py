@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.attention.packing import Segment, pack
-from engine.attention.paged.graphs import StaticSteps
+from engine.attention.paged.graphs import GraphResources
 from engine.attention.segments import tree_segment
 from engine.core.step_plan import StepPlan
 from engine.core.tree import TokenTree
@@ -49,7 +49,7 @@ class Target:
         if not observer.follow(self.cache):
             self._observers.append(observer)
 
-    def record(self, steps: StaticSteps) -> RecordedPasses:
+    def record(self, steps: GraphResources) -> RecordedPasses:
         """Replay passes from now on; return them, to be prepared."""
         self._passes = recorded = RecordedPasses(self.model, self.cache, steps, self._tell)
         return recorded

@@ -1,1 +1,1 @@
-"""From logits to the distribution that a request asks for, and the random numbers that draw from it."""
+"""From logits to the distribution of a request's sampling parameters, and the random numbers that draw from it."""

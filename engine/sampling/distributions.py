@@ -1,8 +1,8 @@
-"""Logits to processed laws: what a request's edits, temperature, top-k, top-p, min-p and typical-p make of them, row by row.
+"""Logits to processed distributions: a request's edits, temperature, top-k, top-p, min-p and typical-p, row by row.
 
-The order is transformers' (edits, temperature, top-k, top-p, min-p, typical-p), so that our law is `generate`'s. Tokens of equal
-probability are kept or dropped together: a law is a function of its own logits, never of the order in which a sort leaves ties.
-Shape key: N rows, R of them asked for, V vocabulary, C candidates.
+The order is transformers' (edits, temperature, top-k, top-p, min-p, typical-p), so that distributions equal `generate`'s. Tokens
+of equal probability are kept or dropped together, so that a distribution never depends on the order in which a sort leaves ties.
+Shape key: N rows, R selected rows, V vocabulary, C candidates.
 """
 
 from collections.abc import Sequence
@@ -19,24 +19,24 @@ from engine.native import distributions as native
 from engine.sampling.logits_processors import edited_logits
 from engine.utils.host_transfer import column, integers
 
-_FIRST_CANDIDATES = 1024  # a nucleus is looked for among this many likeliest tokens before all are sorted
+_FIRST_CANDIDATES = 1024  # the nucleus is searched among this many likeliest tokens before all are sorted
 
 
 def processed_probs(logits_NV: Float[Tensor, "N V"], contexts: Sequence[SamplingContext]) -> Float[Tensor, "N V"]:
-    """Return each row's law after its own sampling parameters, float32 rows that sum to 1. Temperature must not be 0."""
+    """Return each row's distribution under its sampling parameters, float32 rows that sum to 1. Temperature must not be 0."""
     return warped_probs(edited_logits(logits_NV, contexts), [context.sampling for context in contexts])
 
 
 def warped_probs(
     logits_NV: Float[Tensor, "N V"], sampling: Sequence[SamplingParams], rows: Sequence[int] | None = None
 ) -> Float[Tensor, "R V"]:
-    """Return the laws of logits that are edited already, all or those of some rows: temperature and truncation alone."""
+    """Return the distributions of edited logits, of all rows or some, after temperature and truncation."""
     probs_RV = _tempered(logits_NV, [max(params.temperature, MIN_TEMPERATURE) for params in sampling], rows)
-    for is_asked_for, cut in ((_truncates, _truncated), (_is_typical, _typical)):
-        affected = [row for row, params in enumerate(sampling) if is_asked_for(params)]
+    for applies, truncated in ((_truncates, _truncated), (_is_typical, _typical)):
+        affected = [row for row, params in enumerate(sampling) if applies(params)]
         if affected:
             index = integers(affected, logits_NV.device)
-            probs_RV[index] = cut(probs_RV[index], [sampling[row] for row in affected])
+            probs_RV[index] = truncated(probs_RV[index], [sampling[row] for row in affected])
     return probs_RV
 
 
@@ -51,7 +51,7 @@ def _tempered(logits_NV: Tensor, temperatures: Sequence[float], rows: Sequence[i
 
 
 def ranking_params(sampling: SamplingParams) -> SamplingParams:
-    """Return what makes a law that ranks tokens: at temperature 0, whose own is a point mass, that of temperature 1."""
+    """Return the parameters of the distribution that ranks draft tokens: at temperature 0 those of temperature 1."""
     return _UNSHARPENED if sampling.is_greedy else sampling
 
 
@@ -59,12 +59,12 @@ _UNSHARPENED = SamplingParams()
 
 
 def ranking_temperature(sampling: SamplingParams) -> float:
-    """Return the temperature of that law, as laws heed it."""
+    """Return the temperature of that distribution, at least MIN_TEMPERATURE."""
     return max(ranking_params(sampling).temperature, MIN_TEMPERATURE)
 
 
 def truncates(params: SamplingParams) -> bool:
-    """Return whether a law is cut: more than a temperature makes it of the logits."""
+    """Return whether the parameters truncate the distribution beyond temperature."""
     return _truncates(params) or _is_typical(params)
 
 
@@ -77,31 +77,30 @@ def _is_typical(params: SamplingParams) -> bool:
 
 
 def _truncated(probs_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Keep the likeliest tokens that top-k, top-p and min-p allow and renormalise."""
+    """Keep the tokens that top-k, top-p and min-p allow and renormalise."""
     vocab_size = probs_NV.shape[-1]
     top_ks = [min(params.top_k or vocab_size, vocab_size) for params in sampling]
     num_candidates = min(_FIRST_CANDIDATES, vocab_size)
     if any(num_candidates < top_k < vocab_size for top_k in top_ks):
         num_candidates = vocab_size
     edges = _edges(probs_NV, sampling, top_ks, num_candidates)
-    if num_candidates < vocab_size and bool(edges.may_lie_lower_N.any()):
+    if num_candidates < vocab_size and bool(edges.may_be_lower_N.any()):
         edges = _edges(probs_NV, sampling, top_ks, vocab_size)
     kept_NV = torch.where(probs_NV >= edges.least_N1, probs_NV, 0.0)
     return kept_NV / kept_NV.sum(-1, keepdim=True)
 
 
 class _Edges(NamedTuple):
-    """The least probability each row keeps, and whether the answer needs more candidates than were looked at."""
+    """The least probability each row keeps, and whether it may be lower among candidates that were not examined."""
 
     least_N1: Tensor
-    may_lie_lower_N: Tensor
+    may_be_lower_N: Tensor
 
 
 def _edges(probs_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequence[int], num_candidates: int) -> _Edges:
-    """Look for each row's edge among its likeliest candidates.
+    """Find each row's edge among its likeliest candidates.
 
-    A row whose top-k is the whole vocabulary is normalised by its whole mass, so the answer holds for the candidates even if
-    they are not all of it.
+    A row whose top-k is the whole vocabulary is normalised by its whole mass, so its edge is right with any number of candidates.
     """
     values_NC = probs_NV.topk(num_candidates, dim=-1).values
     top_k_N1 = integers(top_ks, probs_NV.device)[:, None]
@@ -119,13 +118,13 @@ def _edges(probs_NV: Tensor, sampling: Sequence[SamplingParams], top_ks: Sequenc
 
 
 def _typical(probs_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Keep the tokens whose surprise is nearest to the entropy until they have the mass (arXiv 2202.00666), and renormalise."""
+    """Keep the tokens whose surprisal is nearest to the entropy until they have the mass (arXiv 2202.00666), and renormalise."""
     masses_N1 = column([params.typical_p for params in sampling], probs_NV)
     logs_NV = probs_NV.log()
     entropy_N1 = -(probs_NV * logs_NV).nansum(-1, keepdim=True)
-    oddity_NV = (logs_NV + entropy_N1).abs()  # infinite where a token cannot come
-    sorted_NV, order_NV = oddity_NV.sort(-1)
+    distance_NV = (logs_NV + entropy_N1).abs()  # infinite for an impossible token
+    sorted_NV, order_NV = distance_NV.sort(-1)
     num_short_N1 = (probs_NV.gather(-1, order_NV).cumsum(-1) < masses_N1).sum(-1, keepdim=True)
     most_N1 = sorted_NV.gather(-1, num_short_N1.clamp(max=probs_NV.shape[-1] - 1))
-    kept_NV = torch.where(oddity_NV <= most_N1, probs_NV, 0.0)
+    kept_NV = torch.where(distance_NV <= most_N1, probs_NV, 0.0)
     return kept_NV / kept_NV.sum(-1, keepdim=True)

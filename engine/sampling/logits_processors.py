@@ -1,6 +1,6 @@
-"""Edits of raw logits before temperature: bias, penalties and masks, each row by its own request and its own text.
+"""Edits of raw logits before temperature: bias, penalties and masks, for each row by its own request and its own text.
 
-Knows parameters and token ids. The order is that of transformers' `generate` and of vLLM:
+The order is that of transformers' `generate` and of vLLM:
 
     1. logit_bias           logit + bias
     2. repetition_penalty   of every token in prompt or text: logit * penalty if negative, else logit / penalty
@@ -10,11 +10,11 @@ Knows parameters and token ids. The order is that of transformers' `generate` an
     4. min_tokens           -inf for tokens that stop the text while it is too short
     5. allowed_token_ids    -inf for all others
     6. bad_words            -inf for the last token of each where the text, prompt included, ends with those before it
-    7. grammar              -inf for tokens that cannot go on with the generated text
+    7. grammar              -inf for tokens that cannot continue the generated text
 
-The text of a node in a token tree ends with the drafted tokens on its path, so each node has edits of its own: that makes its
-law the one that plain decoding would have there. What costs grows with the tokens named or seen, not with the vocabulary (but
-for a copy of the rows), and is paid by requests that ask for it.
+The text of a node in a token tree ends with the drafted tokens on its path, so each node has its own edits. Its distribution is
+then the one of plain decoding at that position. Except for a copy of the rows, the cost grows with the named or generated tokens,
+not with the vocabulary. Requests without edits cost nothing.
 
 Shape key: N rows, M neighbouring rows of one request, V vocabulary, U tokens of their texts, S named tokens.
 """
@@ -40,29 +40,29 @@ from engine.utils.host_transfer import integers
 def edited_logits(
     logits_NV: Float[Tensor, "N V"], contexts: Sequence[SamplingContext], grammars: GrammarMasks | None = None
 ) -> Float[Tensor, "N V"]:
-    """Return each row's logits after its own bias, penalties and masks; the same tensor, untouched, if no row asks for any.
+    """Return each row's logits after its own bias, penalties and masks; the same tensor, unchanged, if no row has any.
 
-    The arg max of a row is what greedy decoding chooses. A row whose every possible token the model itself rules out has -inf
-    alone, and one whose numbers overflow an infinity: the caller looks at its maximum. `grammars` is needed if a row has one.
+    A row may be invalid: all -inf if no token is possible, or an infinity by overflow. The caller must check its maximum.
+    `grammars` is needed if a row has a grammar.
     """
     texts = [texts for texts in _by_request(contexts) if texts.sampling.edits_logits]
     if not texts:
         return logits_NV
     edited_NV = logits_NV.clone()
     for rows in texts:
-        logits_MV = edited_NV[rows.first : rows.first + len(rows.paths)]  # a view: what is written there stays
+        logits_MV = edited_NV[rows.first : rows.first + len(rows.paths)]  # a view, edited in place
         _add_bias(logits_MV, rows.sampling)
         _penalise(logits_MV, rows)
-        _hold_back_stops(logits_MV, rows)
+        _mask_early_stops(logits_MV, rows)
         _allow_only(logits_MV, rows.sampling)
         _forbid_words(logits_MV, rows)
-        _hold_to_grammar(logits_MV, rows, grammars)
+        _mask_by_grammar(logits_MV, rows, grammars)
     return edited_NV
 
 
 @dataclass(frozen=True, slots=True)
-class _Texts:
-    """The texts of neighbouring rows of one request, from row `first` on: its history, then a path each."""
+class _RequestRows:
+    """The texts of consecutive rows of one request, from row `first` on: a common history, then a path each."""
 
     first: int
     sampling: SamplingParams
@@ -71,12 +71,14 @@ class _Texts:
     paths: tuple[tuple[int, ...], ...]
 
 
-def _by_request(contexts: Sequence[SamplingContext]) -> Iterator[_Texts]:
-    """Return the rows in order, those side by side together that share parameters and history (the very object: not compared)."""
+def _by_request(contexts: Sequence[SamplingContext]) -> Iterator[_RequestRows]:
+    """Return the rows in order, grouped where consecutive rows share parameters and history (the same object)."""
     first = 0
     for _, group in groupby(contexts, key=lambda one: (id(one.history), one.num_prompt_tokens, one.sampling)):
         rows = list(group)
-        yield _Texts(first, rows[0].sampling, rows[0].history, rows[0].num_prompt_tokens, tuple(row.path_ids for row in rows))
+        yield _RequestRows(
+            first, rows[0].sampling, rows[0].history, rows[0].num_prompt_tokens, tuple(row.path_ids for row in rows)
+        )
         first += len(rows)
 
 
@@ -90,29 +92,29 @@ def _add_bias(logits_MV: Float[Tensor, "M V"], sampling: SamplingParams) -> None
         logits_MV[:, ids_S] += logits_MV.new_tensor([bias for _, bias in sampling.logit_bias])
 
 
-class _Seen(NamedTuple):
-    """Tokens of the texts, how often each row generated each, and which each row's text or prompt holds."""
+class _TokenCounts(NamedTuple):
+    """Tokens of the texts, how often each row generated each, and whether each row's text or prompt contains it."""
 
     ids_U: Int[Tensor, " U"]
     counts_MU: Float[Tensor, "M U"]
-    is_held_MU: Bool[Tensor, "M U"]
+    is_contained_MU: Bool[Tensor, "M U"]
 
 
-def _penalise(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
+def _penalise(logits_MV: Float[Tensor, "M V"], texts: _RequestRows) -> None:
     sampling = texts.sampling
     if not sampling.has_penalties:
         return
-    seen = _seen(texts, logits_MV)
-    values_MU = logits_MV.index_select(-1, seen.ids_U)
+    tokens = _token_counts(texts, logits_MV)
+    values_MU = logits_MV.index_select(-1, tokens.ids_U)
     penalty = sampling.repetition_penalty
     repeated_MU = torch.where(values_MU < 0, values_MU * penalty, values_MU / penalty)
-    values_MU = torch.where(seen.is_held_MU, repeated_MU, values_MU)
-    values_MU -= sampling.frequency_penalty * seen.counts_MU
-    values_MU -= sampling.presence_penalty * (seen.counts_MU > 0)
-    logits_MV.index_copy_(-1, seen.ids_U, values_MU)
+    values_MU = torch.where(tokens.is_contained_MU, repeated_MU, values_MU)
+    values_MU -= sampling.frequency_penalty * tokens.counts_MU
+    values_MU -= sampling.presence_penalty * (tokens.counts_MU > 0)
+    logits_MV.index_copy_(-1, tokens.ids_U, values_MU)
 
 
-def _seen(texts: _Texts, like: Tensor) -> _Seen:
+def _token_counts(texts: _RequestRows, like: Tensor) -> _TokenCounts:
     """Count tokens: the history once, then each row's own path on top of it."""
     generated = Counter(texts.history[texts.num_prompt_tokens :])
     prompt = dict.fromkeys(texts.history[: texts.num_prompt_tokens] if texts.sampling.repetition_penalty != 1.0 else ())
@@ -124,11 +126,11 @@ def _seen(texts: _Texts, like: Tensor) -> _Seen:
         counts_MU.index_put_(where, torch.ones(len(drafted), dtype=like.dtype), accumulate=True)
     is_prompt_U = torch.tensor([token_id in prompt for token_id in columns], dtype=torch.bool)
     counts_MU = counts_MU.to(like.device)
-    return _Seen(_index(columns, like), counts_MU, is_prompt_U.to(like.device) | (counts_MU > 0))
+    return _TokenCounts(_index(columns, like), counts_MU, is_prompt_U.to(like.device) | (counts_MU > 0))
 
 
-def _hold_back_stops(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
-    """Rule stop tokens out after each text that is too short to end. A stop id beyond the vocabulary cannot come anyway."""
+def _mask_early_stops(logits_MV: Float[Tensor, "M V"], texts: _RequestRows) -> None:
+    """Mask stop tokens after each text that is shorter than `min_tokens`. Stop ids beyond the vocabulary are ignored."""
     num_generated = len(texts.history) - texts.num_prompt_tokens
     short = [row for row, path in enumerate(texts.paths) if num_generated + len(path) < texts.sampling.min_tokens]
     stops = [token_id for token_id in texts.sampling.stop_token_ids if 0 <= token_id < logits_MV.shape[-1]]
@@ -143,13 +145,13 @@ def _allow_only(logits_MV: Float[Tensor, "M V"], sampling: SamplingParams) -> No
         logits_MV.fill_(float("-inf")).index_copy_(-1, ids_S, allowed_MS)
 
 
-def _forbid_words(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
-    """Rule out the token that would complete a bad word after each text."""
+def _forbid_words(logits_MV: Float[Tensor, "M V"], texts: _RequestRows) -> None:
+    """Mask the token that would complete a bad word after each text."""
     if not texts.sampling.bad_words:
         return
-    alone, words_after = _by_last_before(texts.sampling.bad_words)
-    if alone:
-        logits_MV[:, _index(alone, logits_MV)] = float("-inf")
+    single, words_after = _words_by_next_to_last(texts.sampling.bad_words)
+    if single:
+        logits_MV[:, _index(single, logits_MV)] = float("-inf")
     for row, path in enumerate(texts.paths):
         last = path[-1] if path else texts.history[-1]
         completing = [word[-1] for word in words_after.get(last, ()) if _ends_with(texts.history, path, word[:-1])]
@@ -158,8 +160,8 @@ def _forbid_words(logits_MV: Float[Tensor, "M V"], texts: _Texts) -> None:
 
 
 @lru_cache(maxsize=256)
-def _by_last_before(words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], dict[int, list[tuple[int, ...]]]]:
-    """Return the words of one token, and the others by the token that comes before their last."""
+def _words_by_next_to_last(words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], dict[int, list[tuple[int, ...]]]]:
+    """Return the words of one token, and the others by their next to last token."""
     words_after: dict[int, list[tuple[int, ...]]] = {}
     for word in words:
         if len(word) > 1:
@@ -168,18 +170,18 @@ def _by_last_before(words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...]
 
 
 def _ends_with(history: Sequence[int], path: tuple[int, ...], end: tuple[int, ...]) -> bool:
-    """Return whether the history with the path after it ends so."""
+    """Return whether the history followed by the path ends with `end`."""
     num_before = max(0, len(end) - len(path))
     before = tuple(history[len(history) - num_before :]) if num_before else ()
     return num_before <= len(history) and (*before, *path[len(path) - len(end) + num_before :]) == end
 
 
-def _hold_to_grammar(logits_MV: Float[Tensor, "M V"], texts: _Texts, grammars: GrammarMasks | None) -> None:
-    """Rule out what cannot come after each text. The masks are made and spread on the host, which is cheap."""
+def _mask_by_grammar(logits_MV: Float[Tensor, "M V"], texts: _RequestRows, grammars: GrammarMasks | None) -> None:
+    """Mask the tokens that the grammar forbids after each text. Masks are made and unpacked on the host, which is cheap."""
     if texts.sampling.grammar is None:
         return
     if grammars is None:
-        raise ValueError("a text is to be held to a grammar, and nothing knows the bytes of tokens")
+        raise ValueError("a request has a grammar, but there are no grammar masks")
     words_MW = grammars.allowed(texts.sampling.grammar, texts.history, texts.num_prompt_tokens, texts.paths)
-    ruled_out = np.unpackbits(~words_MW.view(np.uint8), axis=1, bitorder="little", count=logits_MV.shape[-1])
-    logits_MV.masked_fill_(torch.from_numpy(ruled_out.view(np.bool_)).to(logits_MV.device), float("-inf"))
+    masked = np.unpackbits(~words_MW.view(np.uint8), axis=1, bitorder="little", count=logits_MV.shape[-1])
+    logits_MV.masked_fill_(torch.from_numpy(masked.view(np.bool_)).to(logits_MV.device), float("-inf"))

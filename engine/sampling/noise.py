@@ -1,7 +1,7 @@
 """Counter-based randomness: every draw is a pure function of (seed, position, stream, index).
 
-No generator has a state here, so a draw does not depend on batch mates, on the order of requests, on preemption or on the
-device. Shape key: K keys, V vocabulary.
+There is no generator state, so a draw does not depend on the batch, the order of requests, preemption or the device.
+Shape key: K keys, V vocabulary.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ def _signed(value: int) -> int:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Shift right without copying the sign in."""
+    """Shift right and fill with zeros."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -39,17 +39,17 @@ def uniforms(keys: Sequence[int], count: int, device: torch.device | str = "cpu"
     return (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # 53 bits would round to 1.0 at the top
 
 
-_MAX_KEPT, _MAX_KEPT_ROWS = 1 << 23, 256  # numbers of Gumbel noise that are kept (64 MiB), and rows
+_MAX_KEPT, _MAX_KEPT_ROWS = 1 << 23, 256  # cached numbers of Gumbel noise, and rows
 
 
-class _RecentRows:
-    """Rows of noise made last. A step asks for a position's noise at every node that ranks children there, and once to judge."""
+class _NoiseCache:
+    """The latest rows of noise. A step reads a position's noise at every node that ranks children there, and to verify."""
 
     def __init__(self) -> None:
         self._rows: OrderedDict[tuple[int, int, str], Tensor] = OrderedDict()
 
     def of(self, keys: Sequence[int], vocab_size: int, device: str) -> list[Tensor]:
-        """Return the rows of these keys, the missing ones made together."""
+        """Return the rows of these keys; missing rows are made together."""
         rows = {key: self._rows.get((key, vocab_size, device)) for key in keys}
         missing = [key for key, row in rows.items() if row is None]
         if missing:
@@ -60,13 +60,13 @@ class _RecentRows:
 
     def _keep(self, made: Mapping[tuple[int, int, str], Tensor], vocab_size: int) -> None:
         for name, row_V in made.items():
-            self._rows[name] = row_V.clone()  # a view would hold all that were made with it
+            self._rows[name] = row_V.clone()  # a view would keep the whole tensor alive
         most = min(_MAX_KEPT_ROWS, _MAX_KEPT // vocab_size)
         while len(self._rows) > max(1, most):
             self._rows.popitem(last=False)
 
 
-_recent_rows = _RecentRows()
+_noise_cache = _NoiseCache()
 
 
 def gumbels(
@@ -74,9 +74,9 @@ def gumbels(
 ) -> Float[Tensor, "K V"]:
     """Return standard Gumbel noise, float64 [K, V], row k from keys[k] alone: arg max of log p + noise is a draw from p.
 
-    With `ids_M` that of these tokens alone, [K, M]. On a processor our library makes it, equal to torch's up to rounding.
+    With `ids_M` only for these tokens, [K, M]. On a CPU the native library computes it, equal to torch's up to rounding.
     """
     if native.can_choose(device):
         return native.gumbels(keys, vocab_size, ids_M)
-    rows = _recent_rows.of(keys, vocab_size, str(device))
+    rows = _noise_cache.of(keys, vocab_size, str(device))
     return torch.stack(rows if ids_M is None else [row_V.index_select(0, ids_M) for row_V in rows])

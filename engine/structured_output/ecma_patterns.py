@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas, which are ECMAScript's, in the syntax of Rust's regex crate where the two differ."""
+"""Translates ECMAScript regular expressions of JSON schemas to the syntax of Rust's regex crate, where the two differ."""
 
 import re
 
@@ -7,11 +7,11 @@ _ESCAPES = {r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
 _NO_LINE_END = r"[^\n\r\x{2028}\x{2029}]"
 _ALL, _NOTHING = r"[\s\S]", r"[^\s\S]"
 _TOKEN = re.compile(r"\\c[A-Za-z]|\\.|.", re.DOTALL)
-_DOT_IS_ALL = re.compile(r"\(\?[a-zA-Z]*s")  # a flag that ECMAScript does not know
+_DOT_IS_ALL = re.compile(r"\(\?[a-zA-Z]*s")  # a flag that ECMAScript does not have
 
 
 def rust_pattern(pattern: str) -> str:
-    """Return the expression that means in Rust what this one means in ECMAScript; what Rust does not know stays as it is."""
+    """Return the equivalent expression in Rust's syntax; what Rust does not support is left unchanged."""
     dot = "." if _DOT_IS_ALL.search(pattern) else _NO_LINE_END
     parts: list[str] = []
     is_in_class, at = False, 0
@@ -31,7 +31,7 @@ def rust_pattern(pattern: str) -> str:
             is_in_class = token == "["
             parts.append(dot if token == "." else token)
         else:
-            # Rust has classes inside classes, and the operators &&, -- and ~~ between them.
+            # Rust has nested classes, with the operators &&, -- and ~~.
             is_operator = token in "[&~" or (token == "-" and parts[-1] == "-")
             is_in_class = token != "]"
             parts.append(f"\\{token}" if is_operator else token)

@@ -1,7 +1,7 @@
-"""JSON schemas that llguidance would not keep to the letter: rewritten so that it does, or refused by the place in the schema.
+"""Rewrites JSON schemas that llguidance would not enforce exactly, or refuses them with the place in the schema.
 
-The library stores numbers as 64-bit floats, compares the keys of an object as they are spelled and lets a key come twice. A
-parser decodes escapes, and the last of equal keys wins. Knows JSON schemas and the options of the library, not grammars.
+The library stores numbers as 64-bit floats, compares the keys of an object by their spelling and allows duplicate keys. A
+parser decodes escapes, and the last of equal keys wins.
 """
 
 import json
@@ -28,30 +28,30 @@ _HOLD_ONE = (
 _HOLD_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _HOLD_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_BASES = ("$id", "id")  # pointers inside start there
+_BASES = ("$id", "id")  # the base of pointers inside
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 
-_MAX_SETS = 64  # of properties, where a schema bounds how many there are
-_MAX_EXPONENT = 400  # of decimals that are rounded; floats end at 308
-_INT64 = 1 << 63  # the library's integer ranges end here
+_MAX_SETS = 64  # sets of properties, if a schema limits their number
+_MAX_EXPONENT = 400  # of rounded decimals; floats end at 308
+_INT64 = 1 << 63  # the end of the library's integer ranges
 _UNIT = 1 << 53  # from here on a float plus one is rounded
-_UINT32 = 1 << 32  # the library's fractions are of such numbers
+_UINT32 = 1 << 32  # the limit of the library's fractions
 _ESCAPES = 'nrbtf\\"u'  # the library's default
 _NEEDS_ESCAPE_U = "\x00-\x07\x0b\x0e-\x1f\x7f"
 _HAS_TWO_SPELLINGS = re.compile("[\x00-\x1f\x7f]")
 _EXPONENT = re.compile("([eE][+-]?)[0-9]+$")
-# Of Lark: comments, strings, patterns and special tokens, inside which %json is plain text.
+# Lark comments, strings, patterns and special tokens, in which %json is plain text.
 _LARK = re.compile(r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<json>%json\s*)""", re.DOTALL)
 
 
 def exact_schema(text: str) -> str:
-    """Return the text of a schema that the library keeps to the letter; raise ValueError with the place of what it cannot."""
+    """Return a schema that the library enforces exactly; raise ValueError with the place of what it cannot enforce."""
     decoder = json.JSONDecoder(parse_float=_decimal, parse_constant=_no_constant)
     return _dumped(_exact(decoder.decode(text)))
 
 
 def exact_lark(text: str) -> str:
-    """Return a Lark grammar with exact schemas; raise ValueError with the place of what cannot be kept."""
+    """Return a Lark grammar with exact schemas; raise ValueError with the place of what the library cannot enforce."""
     decoder = json.JSONDecoder(parse_float=_decimal, parse_constant=_no_constant)
     parts, at = [], 0
     while found := _LARK.search(text, at):
@@ -64,12 +64,12 @@ def exact_lark(text: str) -> str:
 
 
 def _dumped(schema: Any) -> str:
-    """Return the text; decimals that are left belong to annotations."""
+    """Return the text; remaining decimals belong to annotations."""
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), default=float)
 
 
 def _decimal(text: str) -> Decimal:
-    """Return the number; one with an exponent that decimals do not have is as far outside floats with another."""
+    """Return the number. An exponent beyond the range of decimals is replaced by another one beyond the range of floats."""
     try:
         return Decimal(text)
     except InvalidOperation:
@@ -97,14 +97,14 @@ def _exact(root: Any) -> Any:
 
 @dataclass(slots=True)
 class _Document:
-    """The schemas of a document, each with its place: by the keyword that holds it, or by a reference to it."""
+    """The schemas of a document, each with its place: the path of keywords, or a reference to it."""
 
     schemas: list[tuple[str, _Schema]] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, root: _Schema) -> "_Document":
-        """Read a document. A pointer starts at the schema around it that has an identifier, or at another that has one."""
+        """Read a document. A pointer starts at the enclosing schema that has an identifier, or at another that has one."""
         document, seen, resources = cls(), set[int](), [root]
         pointers: list[tuple[str, _Schema]] = []
         waiting: list[tuple[str, Any, _Schema]] = [("#", root, root)]
@@ -138,7 +138,7 @@ def _subschemas(place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
 
 
 def _pointed_at(start: _Schema, pointer: str) -> Any:
-    """Return what a JSON pointer leads to; None if to nothing."""
+    """Return the target of a JSON pointer, None if there is none."""
     value: Any = start
     for token in unquote(pointer).split("/")[1:]:
         key = token.replace("~1", "/").replace("~0", "~")
@@ -155,7 +155,7 @@ def _types(schema: _Schema) -> Sequence[Any]:
 
 
 def _drop_neutral(schema: _Schema, references: Sequence[str]) -> None:
-    """Drop keywords that change nothing and that the library does not know, unless a reference leads through them."""
+    """Drop keywords that have no effect and that the library does not support, unless a reference leads through them."""
     neutral = [key for key in ("propertyNames", "unevaluatedItems", "unevaluatedProperties") if schema.get(key) is True]
     neutral += ["uniqueItems"] if schema.get("uniqueItems") is False else []
     neutral += [] if "contains" in schema else ["minContains", "maxContains"]
@@ -214,11 +214,11 @@ def _kept_value(place: str, value: Any, is_integer_named: bool) -> Any:
 
 
 def _round_bounds(place: str, schema: _Schema) -> None:
-    """Replace the bounds of an integer by integers that belong to the range: the library adds to floats, with rounding."""
+    """Replace the bounds of an integer by inclusive integers, because the library adds to floats, with rounding."""
     for inclusive, exclusive, rounding, step in ((*_LOWER, ROUND_FLOOR, 1), (*_UPPER, ROUND_CEILING, -1)):
         strict, bounds = schema.get(exclusive), list[int]()
         if _is_number(bound := schema.get(inclusive)):
-            edge = _integer(f"{place}/{inclusive}", bound, rounding)  # outside of the range or on its end
+            edge = _integer(f"{place}/{inclusive}", bound, rounding)  # outside the range or at its end
             bounds.append(edge if edge == bound and strict is not True else edge + step)
         if _is_number(strict):
             bounds.append(_integer(f"{place}/{exclusive}", strict, rounding) + step)
@@ -237,14 +237,14 @@ def _integer(place: str, number: _Number, rounding: str) -> int:
 
 def _kept_bound(place: str, bound: _Number, is_strict: bool, is_highest: bool) -> int | float:
     if is_highest and not is_strict:
-        return _INT64 - 1  # rounded up, and then the library's largest integer; of other numbers the library refuses it
+        return _INT64 - 1  # rounded up, and then the library's largest integer; the library refuses it for other numbers
     if _size(bound) >= _INT64 or (is_strict and _size(bound) >= _UNIT):
         raise ValueError(f"{place}: {_shown(bound)} is too large: the range cannot be kept exactly")
     return _kept(place, bound)
 
 
 def _kept(place: str, number: _Number) -> int | float:
-    """Return the number as the library reads and writes it exactly; raise ValueError if it does not."""
+    """Return the number in a form that the library reads and writes exactly; raise ValueError if there is none."""
     found = float(number) if _size(number) < Decimal("1e309") else float("inf")
     if _size(number) < _INT64 and number == int(number):
         if int(found) == number:
@@ -255,7 +255,7 @@ def _kept(place: str, number: _Number) -> int | float:
 
 
 def _read(number: float) -> float:
-    """Return what serde_json reads where a float is written: it rounds the digits, and then their power of ten."""
+    """Return the float that serde_json parses: it rounds the digits, and then their power of ten."""
     sign, digits, exponent = Decimal(repr(number)).as_tuple()
     assert isinstance(exponent, int)
     found = float(int("".join(map(str, digits))))
@@ -267,7 +267,7 @@ def _read(number: float) -> float:
 
 
 def _fraction(place: str, step: _Number) -> tuple[int, int]:
-    """Return the digits and the decimals of the library's fraction, found in its way; raise ValueError if it is rounded."""
+    """Return the digits and the decimals of the library's fraction, by its algorithm; raise ValueError if it is rounded."""
     value, decimals = abs(float(step)) if _size(step) < _UINT32 else float("inf"), 0
     while isfinite(value) and value < _UINT32 and value != int(value):
         value, decimals = value * 10.0, decimals + 1
@@ -277,7 +277,7 @@ def _fraction(place: str, step: _Number) -> tuple[int, int]:
 
 
 def _require_common_multiples(document: _Document) -> None:
-    """Raise ValueError if schemas may be combined whose least common multiple the library would compute with overflow."""
+    """Raise ValueError if schemas may be combined and the library's least common multiple of them would overflow."""
     if not any(key in schema for _, schema in document.schemas for key in _COMBINE):
         return
     common: tuple[int, int] | None = None
@@ -315,7 +315,7 @@ def _required(schema: _Schema) -> list[str]:
 
 
 def _keep_counts(place: str, schema: _Schema) -> None:
-    """Count keys as a parser does: a key that is not named may come again. Of few named ones, each set is a choice."""
+    """Count keys as a parser does, without duplicates. A few named keys are enumerated, with one choice for each set."""
     required = _required(schema)
     optional = [name for name, value in _map(schema, "properties").items() if name not in required and value is not False]
     is_finite = _is_closed(schema) and not _map(schema, "patternProperties")
@@ -337,7 +337,7 @@ def _keep_counts(place: str, schema: _Schema) -> None:
 
 
 def _keep_keys(root: _Schema, document: _Document) -> None:
-    """Leave one spelling for each key, so that a named one does not come again under another: among those that are not named."""
+    """Allow one spelling for each key, so that a named key does not occur again in another spelling as an unnamed one."""
     schemas = [schema for _, schema in document.schemas]
     names = {id(schema): {*_map(schema, "properties"), *_required(schema)} for schema in schemas}
     patterned = [schema for schema in schemas if _map(schema, "patternProperties")]
@@ -347,7 +347,7 @@ def _keep_keys(root: _Schema, document: _Document) -> None:
         return
     are_free = all(schema.get("additionalProperties", True) in (True, {}) for schema in named)
     if are_plain and are_free and not patterned:
-        for schema in named:  # keys of a pattern escape no printable character
+        for schema in named:  # the library does not escape printable characters in keys of a pattern
             schema.pop("additionalProperties", None)
             schema |= {"patternProperties": {"": True}, "additionalProperties": False}
     else:
@@ -355,7 +355,7 @@ def _keep_keys(root: _Schema, document: _Document) -> None:
 
 
 def _forbid_escapes(root: _Schema, document: _Document) -> None:
-    r"""Take \u from the whole schema. What then cannot be written is no longer asked for, or refused."""
+    r"""Disable \u escapes in the whole schema. Patterns exclude the characters that need them; constants may not have them."""
     options = root.get("x-guidance", {})
     if not isinstance(options, dict):
         return
@@ -365,7 +365,7 @@ def _forbid_escapes(root: _Schema, document: _Document) -> None:
     for place, schema in document.schemas:
         for value_place, text in _strings(place, {key: schema[key] for key in ("const", "enum") if key in schema}):
             if re.search(f"[{_NEEDS_ESCAPE_U}]", text):
-                raise ValueError(f"{value_place}: control characters cannot be kept beside keys that a schema does not name")
+                raise ValueError(f"{value_place}: control characters are not supported in a schema that allows unnamed keys")
         if isinstance(schema.get("pattern"), str):
             schema["allOf"] = [*schema.get("allOf", ()), {"pattern": f"^[^{_NEEDS_ESCAPE_U}]*$"}]
 

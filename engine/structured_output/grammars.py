@@ -1,7 +1,7 @@
-"""Grammars over one tokenizer, by llguidance: what each kind of text means, compiled within bounds or refused.
+"""Compiles grammars for one tokenizer with llguidance, within limits, or refuses them.
 
-Knows tokenizers, grammars and llguidance. Does not know requests, logits or HTTP; the front end asks here too, so that it refuses
-what the engine would. docs/structured.md says what the library does with each kind.
+The HTTP server compiles grammars here too, so that it refuses the same ones as the engine. docs/structured.md describes the
+library's behaviour for each kind of grammar.
 """
 
 import json
@@ -26,16 +26,16 @@ from engine.weights.pretrained import load_tokenizer
 
 _MAX_REASON_CHARS = 500
 _MAX_COMPILED = 32
-# A state of the lexer takes 1 to 2 kB, a mask at most 7 ms of lexing; beyond a limit a text ends with an error.
+# Bounds of memory (for lexer states) and of the time of one mask. A text that exceeds a limit ends with an error.
 _LIMITS = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, step_lexer_fuel=100_000, verbose_errors=False)
-# An attribute of a rule that the library reads and does nothing with; brackets in strings and patterns before it end no list.
-_UNHONOURED = re.compile(
+# A rule's attribute that the library parses and ignores. Brackets in strings and patterns before it do not end the list.
+_IGNORED_ATTRIBUTE = re.compile(
     r"""^[^#\n"/\[]*\[(?:"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)*/|[^\]\n"/])*?\b(temperature)\b""", re.MULTILINE
 )
 
 
 class BadGrammar(ValueError):
-    """No text can be held to this grammar here; the text says why."""
+    """The grammar cannot be used; the message is the reason."""
 
 
 Vocabulary = LLTokenizer  # the bytes of every token, as a trie
@@ -43,7 +43,7 @@ Vocabulary = LLTokenizer  # the bytes of every token, as a trie
 
 @dataclass(frozen=True, slots=True)
 class VocabularySource:
-    """What a vocabulary is made of: the tokenizers library's own JSON, rows of logits, the model's end tokens."""
+    """The source of a vocabulary: the tokenizers library's JSON, the number of logits, the model's end tokens."""
 
     tokenizer_json: str
     num_rows: int
@@ -54,24 +54,24 @@ class VocabularySource:
         try:
             return LLTokenizer(self.tokenizer_json, n_vocab=self.num_rows, eos_token=list(self.eos_token_ids))
         except ValueError as error:
-            raise BadGrammar(_bounded(f"no text can be held to a grammar with this model's tokenizer: {error}")) from error
+            raise BadGrammar(_bounded(f"this model's tokenizer does not support grammars: {error}")) from error
 
 
 def source_of(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> VocabularySource:
-    """Return the source of a transformers tokenizer for a model with `vocab_size` rows of logits.
+    """Return the source of a transformers tokenizer for a model with `vocab_size` logits.
 
-    Rows beyond the tokenizer's tokens can never come under a grammar. Raises BadGrammar for a tokenizer of another library.
+    A grammar never allows ids beyond the tokenizer's tokens. Raises BadGrammar for a tokenizer of another library.
     """
     inner = copy(getattr(tokenizer, "backend_tokenizer", None))
     if inner is None:
-        raise BadGrammar("no text can be held to a grammar with this model's tokenizer: it is no fast one")
+        raise BadGrammar("this model's tokenizer does not support grammars: it is not a fast tokenizer")
     inner.no_padding()
     inner.no_truncation()
     return VocabularySource(inner.to_str(), max(vocab_size, len(tokenizer)), tuple(eos_token_ids))
 
 
 def vocabulary_loader(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Callable[[], Vocabulary]:
-    """Return what loads the vocabulary of a model's folder, which few servers need; it raises BadGrammar if that fails."""
+    """Return a function that loads the vocabulary from a model's folder; it raises BadGrammar if that fails."""
 
     def load() -> Vocabulary:
         try:
@@ -84,10 +84,10 @@ def vocabulary_loader(folder: Path, vocab_size: int, eos_token_ids: Sequence[int
 
 
 class CompiledGrammars:
-    """Owns the grammars asked for last. Can be used from several threads."""
+    """Owns the most recently used grammars. Thread-safe."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
-        """Take what brings the vocabulary when a grammar is first asked for."""
+        """`load` is called for the first grammar and returns the vocabulary."""
         self._load = load
         self._vocabulary: Vocabulary | None = None
         self._token_digits: TokenDigits | None = None
@@ -96,27 +96,27 @@ class CompiledGrammars:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary; raises BadGrammar if there is none that can be read."""
+        """The vocabulary; raises BadGrammar if it cannot be loaded."""
         if self._vocabulary is None:
             self._vocabulary = self._load()
         return self._vocabulary
 
     @property
     def token_digits(self) -> TokenDigits:
-        """The digits of its tokens; raises BadGrammar as the vocabulary does."""
+        """The digits of the vocabulary's tokens; raises BadGrammar as `vocabulary` does."""
         if self._token_digits is None:
             self._token_digits = TokenDigits(self.vocabulary)
         return self._token_digits
 
     def matcher(self, grammar: Grammar, *, is_new: bool = False) -> LLMatcher:
-        """Return a matcher before the first token, with a new lexer or the one that others of the grammar have warmed.
+        """Return a matcher before the first token, with the grammar's shared lexer, or a new one if `is_new`.
 
         Raises BadGrammar.
         """
         with self._lock:
             found = None if is_new else self._matchers.get(grammar)
         if found is None:
-            found = compiled(self.vocabulary, grammar)  # beside the lock: it takes up to hundreds of milliseconds
+            found = compiled(self.vocabulary, grammar)  # outside the lock, because it is slow
         with self._lock:
             self._matchers[grammar] = found
             self._matchers.move_to_end(grammar)
@@ -126,16 +126,16 @@ class CompiledGrammars:
 
 
 def no_grammars() -> CompiledGrammars:
-    """Return what refuses every grammar: no tokenizer is known."""
+    """Return an object that refuses every grammar, for an engine without a tokenizer."""
 
     def load() -> Vocabulary:
-        raise BadGrammar("this engine has no tokenizer, so no text can be held to a grammar")
+        raise BadGrammar("this engine has no tokenizer, so grammars are not supported")
 
     return CompiledGrammars(load)
 
 
 def compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
-    """Return a matcher that stands before the first token; raise BadGrammar with the library's reason."""
+    """Return a matcher before the first token; raise BadGrammar with the library's reason."""
     try:
         matcher = LLMatcher(vocabulary, _source(grammar), log_level=0, limits=_LIMITS)
     except (ValueError, RecursionError) as error:
@@ -147,14 +147,14 @@ def compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
 
 
 def require_first_mask(matcher: LLMatcher) -> None:
-    """Raise BadGrammar if the library gives up before the first token."""
+    """Raise BadGrammar if the library fails to compute the mask of the first token."""
     matcher.compute_bitmask()
     if matcher.is_error():
         raise BadGrammar(_bounded(matcher.get_error()))
 
 
 def _source(grammar: Grammar) -> str:
-    """Return the grammar as llguidance reads it."""
+    """Return the grammar in llguidance's format."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema(bounded_schema('{"type": "object"}'))
@@ -165,8 +165,8 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.CHOICE:
             return LLMatcher.grammar_from_regex("|".join(map(_literal, json.loads(grammar.text))))
         case GrammarKind.LARK:
-            if found := _UNHONOURED.search(grammar.text):
-                raise ValueError(f"the attribute {found[1]} of a rule is not honoured")
+            if found := _IGNORED_ATTRIBUTE.search(grammar.text):
+                raise ValueError(f"the attribute {found[1]} of a rule is not supported")
             return LLMatcher.grammar_from_lark(with_bounded_schemas(exact_lark(_as_lark(grammar.text))))
 
 
@@ -174,19 +174,19 @@ def _as_lark(text: str) -> str:
     """Return a grammar that may be GBNF as Lark; raise ValueError if it is neither."""
     try:
         return any_to_lark(text)
-    except Exception as error:  # what it raises has no narrower class
+    except Exception as error:  # the library raises plain Exception
         raise ValueError(str(error)) from error
 
 
 def _literal(text: str) -> str:
-    """Return a regular expression that matches the text alone."""
+    """Return a regular expression that matches only this text."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _plain(problem: str) -> str:
-    """Return one of the library's reasons without an expression that no request has written."""
+    """Return one of the library's reasons without the library's internal expressions."""
     if problem.startswith("Unable to determine if regex is empty"):
-        return "the pattern, format, minLength and maxLength of a string are together too much for the library"
+        return "the pattern, format, minLength and maxLength of a string are too complex in combination"
     return problem.partition(":  (And ")[0]
 
 

@@ -1,7 +1,7 @@
-"""What a JSON schema asks of llguidance beside its own words: formats, and whitespace and numbers that end.
+"""Adds limits to JSON schemas for llguidance: exact string formats, and bounded whitespace and numbers.
 
-A model may write whitespace or digits until its token limit, and the answer is no JSON although a grammar allowed each token.
-Knows schemas, and Lark grammars as far as schemas stand in them. Does not know llguidance.
+Without limits a model may write whitespace or digits until its token limit. The answer is then no JSON although the grammar
+allowed each token.
 """
 
 import json
@@ -14,23 +14,23 @@ from typing import Any
 from engine.core.types import Grammar, GrammarKind
 from engine.structured_output.string_formats import without_formats
 
-# Between two parts: nothing, a space, or a line's end and an indent. The library takes it at most once at each place.
+# Between two parts: nothing, a space, or a line end and an indent. The library matches it at most once at each place.
 WHITESPACE = r" |\r?\n(?: {0,40}|\t{0,20})"
-MAX_DIGITS = 24  # in a row, of a number; every 64-bit integer and every double can be written with them
+MAX_DIGITS = 24  # consecutive digits of a number: enough for every 64-bit integer and every double
 _WHITESPACE_OPTIONS = frozenset({"whitespace_flexible", "whitespace_pattern"})
-# The tokens of a Lark grammar in which %json could stand without meaning it, and %json itself.
+# Lark tokens that may contain %json as plain text (strings, patterns, comments, special tokens), and %json itself.
 _LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>|(%json)\s*')
 _DECODER = json.JSONDecoder()
 
 
 def bounded_schema(text: str) -> str:
-    """Return the text of a schema as the library is asked for it; a text that is no JSON as it is, for the library to refuse."""
+    """Return the text of a schema with limits. A text that is no JSON is returned unchanged, and the library refuses it."""
     schemas = _decoded(text)
     return json.dumps(_bounded(schemas[0])) if schemas else text
 
 
 def with_bounded_schemas(lark: str) -> str:
-    """Return a Lark grammar with its schemas as the library is asked for them."""
+    """Return a Lark grammar in which the schemas have limits."""
     parts, end = [], 0
     for start, after, schema in _schemas_in(lark):
         parts += [lark[end:start], json.dumps(_bounded(schema))]
@@ -40,7 +40,7 @@ def with_bounded_schemas(lark: str) -> str:
 
 @lru_cache(maxsize=64)
 def most_digits(grammar: Grammar) -> int:
-    """Return how many digits in a row a number of a grammar's JSON may have: more where a number of its schema has more."""
+    """Return how many consecutive digits a number in a grammar's JSON may have: MAX_DIGITS, or more if its schema has more."""
     if grammar.kind is GrammarKind.LARK:
         schemas = [schema for _, _, schema in _schemas_in(grammar.text)]
     else:
@@ -49,7 +49,7 @@ def most_digits(grammar: Grammar) -> int:
 
 
 def _decoded(text: str) -> list[Any]:
-    """Return the schema of a text, alone, or nothing if it is no JSON."""
+    """Return a list with the schema of a text, or an empty one if the text is no JSON."""
     try:
         return [_DECODER.decode(text)]
     except ValueError:
@@ -67,7 +67,7 @@ def _bounded(schema: Any) -> Any:
 
 
 def _schemas_in(lark: str) -> Iterator[tuple[int, int, Any]]:
-    """Yield each schema of a Lark grammar with where it begins and ends; what is no JSON is left to the library."""
+    """Yield start, end and value of each schema in a Lark grammar; invalid JSON is left to the library."""
     end = 0
     while found := _LARK.search(lark, end):
         end = found.end()
@@ -88,6 +88,6 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _width(number: int | float) -> int:
-    """Return the digits of the longer side of a number's decimal point."""
+    """Return the number of digits on the longer side of a number's decimal point."""
     whole, _, fraction = f"{Decimal(repr(number)):f}".lstrip("-").partition(".")
     return max(len(whole), len(fraction))

@@ -1,8 +1,7 @@
-"""Tokens that would make a number of JSON longer than it may be: a pure function of the text.
+"""Masks the tokens that would make a number in JSON too long: a pure function of the text.
 
-The library bounds no number that its schema leaves open. A number is counted in runs of digits: its whole part, its fraction, its
-exponent. Knows the bytes of tokens. Does not know matchers or schemas.
-Shape key: W words of 32 tokens.
+The library does not limit numbers that the schema leaves open. The limit applies to each run of digits: the whole part, the
+fraction and the exponent. Shape key: W words of 32 tokens.
 """
 
 import re
@@ -18,13 +17,13 @@ Words = Int32[np.ndarray, " W"]
 Path = tuple[int, ...]
 _DIGITS = b"0123456789"
 _QUOTE, _BACKSLASH = b'"\\'
-_MAX_EXPONENT_DIGITS = 3  # every double's fit
+_MAX_EXPONENT_DIGITS = 3  # enough for every double
 _LONG_EXPONENT = re.compile(rb"[eE][+-]?[0-9]{%d}" % (_MAX_EXPONENT_DIGITS + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class JsonPosition:
-    """What the end of a text is in its JSON: part of a string, or behind so many digits of a number."""
+    """The position of a text's end in its JSON: inside a string, or after `num_digits` digits of a number."""
 
     is_json: bool = True
     is_in_string: bool = False
@@ -33,11 +32,11 @@ class JsonPosition:
     is_in_exponent: bool = False
 
     def is_beyond(self, limit: int) -> bool:
-        """Whether a number is longer here than the limit."""
+        """Return whether the current number exceeds the limit."""
         return self.num_digits > self.limited(limit)
 
     def limited(self, limit: int) -> int:
-        """Return how many digits may stand in a row here."""
+        """Return how many consecutive digits are allowed here."""
         return _MAX_EXPONENT_DIGITS if self.is_in_exponent else limit
 
     def after(self, data: bytes) -> "JsonPosition":
@@ -67,16 +66,19 @@ class TokenDigits:
         self._with_exponent = [token_id for token_id, data in enumerate(self._tokens) if _LONG_EXPONENT.search(data)]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; a special token's are its name."""
+        """Return the bytes of a token; those of a special token are its name."""
         return self._tokens[token_id]
 
     def too_long(self, position: JsonPosition, limit: int) -> Words | None:
-        """Return a bit for each token with which a number would have more digits in a row than the limit; None for no token."""
+        """Return a bit for each token that would make a run of digits exceed the limit; None if there is no such token."""
         room = position.limited(limit) - position.num_digits
         if not position.is_json or (self._most <= room and not self._with_exponent):
             return None
         is_long = (self._leading > max(0, room)) & (not position.is_in_string)
-        for token_id in {*np.flatnonzero(self._longest > limit).tolist(), *self._with_exponent}:  # it may begin or end a string
+        for token_id in {
+            *np.flatnonzero(self._longest > limit).tolist(),
+            *self._with_exponent,
+        }:  # these may begin or end a string
             data = self._tokens[token_id]
             is_long[token_id] = any(position.after(data[:end]).is_beyond(limit) for end in range(1, len(data) + 1))
         words_W: Words = np.packbits(is_long, bitorder="little").view(np.int32)
@@ -84,7 +86,7 @@ class TokenDigits:
 
 
 class NumberLimit:
-    """Follows one text and its paths, and takes tokens from masks that make a number too long."""
+    """Follows one text and its paths, and removes tokens that make a number too long from masks."""
 
     def __init__(self, tokens: TokenDigits, grammar: Grammar, limit: int) -> None:
         self._tokens = tokens
@@ -94,17 +96,17 @@ class NumberLimit:
         self._text: list[int] = []
         self._positions: dict[Path, JsonPosition] = {(): self._start}
 
-    def stand_after(self, text: list[int]) -> None:
-        """Move to the end of a text; only what is new of it is read."""
+    def move_to(self, text: list[int]) -> None:
+        """Move to the end of a text; only its new tokens are read."""
         num_known = len(self._text)
-        goes_on = text[:num_known] == self._text
-        position = self._positions[()] if goes_on else self._start
-        for token_id in text[num_known if goes_on else 0 :]:
+        continues = text[:num_known] == self._text
+        position = self._positions[()] if continues else self._start
+        for token_id in text[num_known if continues else 0 :]:
             position = self._after(position, token_id)
         self._text, self._positions = text, {(): position}
 
     def restricted(self, words_W: Words, path: Path) -> Words:
-        """Return the mask without tokens that make a number too long, unless it has no other."""
+        """Return the mask without tokens that make a number too long, unchanged if no other token is allowed."""
         too_long_W = self._tokens.too_long(self._position(path), self._limit)
         if too_long_W is None:
             return words_W

@@ -1,6 +1,6 @@
-"""Where requests wait whose grammar is being compiled, beside the steps: hundreds of milliseconds of it hold up nobody else.
+"""Compiles grammars on a background thread, so that a slow compilation does not delay the engine's steps.
 
-Knows requests and grammars. Does not know the scheduler: whoever empties the room queues what comes out.
+A request waits here until its grammar is ready. The engine then queues it in the scheduler.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,14 +14,14 @@ from engine.structured_output.grammars import BadGrammar, CompiledGrammars
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that leaves the room, and why it cannot run if it cannot."""
+    """A request whose compilation has ended, with the reason if its grammar is refused."""
 
     request: Request
     refusal: str | None
 
 
 class PendingGrammars:
-    """Owns the requests in it and the one thread that compiles. Not thread-safe: the engine's caller alone uses it."""
+    """Owns the waiting requests and the one thread that compiles. Not thread-safe."""
 
     def __init__(self, grammars: CompiledGrammars) -> None:
         self._grammars = grammars
@@ -33,31 +33,31 @@ class PendingGrammars:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Who waits, in the order in which they came."""
+        """The waiting requests, in the order of submission."""
         return tuple(self._waiting)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody waits."""
+        """Whether no request waits."""
         return not self._waiting
 
-    def enter(self, request: Request) -> None:
-        """Take a request with a grammar in and begin to compile it."""
+    def submit(self, request: Request) -> None:
+        """Add a request with a grammar and begin to compile the grammar."""
         assert request.sampling.grammar is not None
         self._waiting[request.request_id] = (request, self._thread.submit(self._grammars.matcher, request.sampling.grammar))
 
     def remove(self, request_id: str) -> bool:
-        """Forget a request; return whether it was there."""
+        """Remove a request; return whether it was waiting."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             waiting[1].cancel()
         return waiting is not None
 
-    def leave(self, patience_s: float = 0.0) -> list[Admission]:
-        """Return those that are ready, in the order in which they came; wait up to `patience_s` for one if there is none."""
+    def ready(self, timeout_s: float = 0.0) -> list[Admission]:
+        """Remove and return the requests that are ready, in the order of submission; wait up to `timeout_s` for the first."""
         if not self._waiting:
             return []
-        wait([future for _, future in self._waiting.values()], patience_s, return_when="FIRST_COMPLETED")
+        wait([future for _, future in self._waiting.values()], timeout_s, return_when="FIRST_COMPLETED")
         ready = [(request, future) for request, future in self._waiting.values() if future.done()]
         for request, _ in ready:
             del self._waiting[request.request_id]

@@ -1,8 +1,7 @@
-"""Formats of JSON Schema as regular expressions, put into a schema in place of its `format` keywords.
+"""Replaces `format` keywords of JSON schemas by regular expressions.
 
-The library's own expressions admit impossible dates, times and names. An expression here matches only valid strings, by the
-specification that JSON Schema names for the format. docs/structured.md says which valid strings are left out.
-Knows JSON schemas only. Does not know llguidance.
+The library's own expressions allow impossible dates, times and names. An expression here matches only valid strings, by the
+specification that JSON Schema names for the format. docs/structured.md lists the valid strings that it does not match.
 """
 
 from collections.abc import Mapping
@@ -19,14 +18,14 @@ _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definit
 
 @dataclass(frozen=True, slots=True)
 class StringFormat:
-    """What a string of a format matches: every one of the expressions, and at most so many characters."""
+    """The conditions of a format: a string matches all expressions and has at most `max_length` characters."""
 
     patterns: tuple[str, ...]
     max_length: int | None = None
 
 
 def without_formats(schema: Any) -> Any:
-    """Return a schema that admits strings of the formats known here alone, without the keyword; others stay for the library."""
+    """Return a schema in which known formats are replaced; other formats are left to the library."""
     if isinstance(schema, list):
         return [without_formats(item) for item in schema]
     if not isinstance(schema, dict):
@@ -48,7 +47,7 @@ def _without_formats_under(keyword: str, value: Any) -> Any:
 
 
 def _restricted(schema: Mapping[str, Any], string_format: StringFormat) -> dict[str, Any]:
-    """Return the schema that also holds strings to a format; the first expression takes the place of a missing pattern."""
+    """Return the schema restricted to strings of a format; the first expression becomes the pattern if there is none."""
     own, more = dict(schema), [{"pattern": pattern} for pattern in string_format.patterns]
     if "pattern" not in own:
         own |= more.pop(0)
@@ -56,7 +55,7 @@ def _restricted(schema: Mapping[str, Any], string_format: StringFormat) -> dict[
         limit = own.get("maxLength", string_format.max_length)
         own["maxLength"] = min(limit, string_format.max_length) if isinstance(limit, int | float) else limit
     if more:
-        typed = {"type": own["type"]} if "type" in own else {}  # or the library would look at every type
+        typed = {"type": own["type"]} if "type" in own else {}  # without it the library would consider every type
         own["allOf"] = [*own.get("allOf", ()), *({**typed, **one} for one in more)]
     return own
 
@@ -70,7 +69,7 @@ def _any(*expressions: str) -> str:
 
 
 def _date() -> str:
-    """Return RFC 3339's full-date: months have their days, and 29 February is a leap year's."""
+    """Return RFC 3339's full-date, with the days of each month and of leap years."""
     fours = _any("0[48]", "[2468][048]", "[13579][26]")  # 04 to 96
     leap = _any(f"[0-9]{{2}}{fours}", f"(?:00|{fours})00")
     common = _any(
@@ -80,7 +79,7 @@ def _date() -> str:
 
 
 def _time() -> str:
-    """Return RFC 3339's full-time: second 60 comes only at 23:59 of UTC, and at offsets of quarter hours, as all in use are."""
+    """Return RFC 3339's full-time: second 60 is allowed only at 23:59 UTC, with offsets of quarter hours (all in use are)."""
     fraction = r"(?:\.[0-9]+)?"
     zone = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
     found = [f"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{fraction}{zone}", f"23:59:60{fraction}[zZ]"]
@@ -95,7 +94,7 @@ def _clock(minutes: int) -> str:
 
 
 def _duration() -> str:
-    """Return RFC 3339's duration (appendix A): no unit is left out between two others."""
+    """Return RFC 3339's duration (appendix A): units are consecutive."""
     time = _any("[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?", "[0-9]+M(?:[0-9]+S)?", "[0-9]+S")
     date = _any("[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?", "[0-9]+M(?:[0-9]+D)?", "[0-9]+D")
     return f"P{_any(f'{date}(?:T{time})?', f'T{time}', '[0-9]+W')}"
@@ -107,11 +106,11 @@ def _ipv4() -> str:
 
 
 def _ipv6() -> str:
-    """Return RFC 4291's text forms: eight groups, fewer around one `::`, the last two also as an IPv4 address."""
+    """Return RFC 4291's text forms: eight groups, or fewer with one `::`. The last two may be an IPv4 address."""
     group = "[0-9a-fA-F]{1,4}"
     last = _any(f"{group}:{group}", _ipv4())
     forms = [f"(?:{group}:){{6}}{last}"]
-    for after in range(8):  # groups behind the ::, which stands for one group or more
+    for after in range(8):  # groups after the ::, which replaces one group or more
         before = _any("", f"(?:{group}:){{0,{6 - after}}}{group}") if after < 7 else ""
         tail = "" if after == 0 else group if after == 1 else f"(?:{group}:){{{after - 2}}}{last}"
         forms.append(f"{before}::{tail}")
@@ -119,9 +118,9 @@ def _ipv6() -> str:
 
 
 def _label(most: int) -> str:
-    """Return a label of a host's name with so many characters at most.
+    """Return a label of a host name with at most `most` characters.
 
-    One with hyphens third and fourth must decode as an international one, which no expression can tell, so there is none.
+    A label with hyphens at positions three and four must be valid Punycode, which no expression can check, so it is not matched.
     """
     edge, inner = "[a-zA-Z0-9]", "[a-zA-Z0-9-]"
     third = [f"{edge}{inner}{edge}(?:{inner}{{0,{most - 4}}}{edge})?", f"{edge}{inner}-{edge}(?:{inner}{{0,{most - 5}}}{edge})?"]
@@ -134,9 +133,9 @@ def _hostname(most_labels: int | None, most_chars: int) -> str:
 
 
 def _email() -> str:
-    """Return RFC 5321's Mailbox, with quotes that hold no escape nor @, and with addresses in brackets that are IP's.
+    """Return RFC 5321's Mailbox, with quotes without escapes and @, and only IP addresses in brackets.
 
-    The domain cannot be longer than a domain may: counting its characters too would take the library too long beside a pattern.
+    Labels are limited so that the domain cannot be too long: a separate length limit would be too slow in the library.
     """
     atom = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
     quoted = r'"[ !#-?A-\[\]-~]{1,62}"'
@@ -158,7 +157,7 @@ def _uri() -> str:
 
 @cache
 def _formats() -> Mapping[str, StringFormat]:
-    """Return the formats by name; built when a schema first has one."""
+    """Return the formats by name, built on first use."""
     hex_digit = "[0-9a-fA-F]"
     expressions = {
         "date": _date(),

@@ -13,7 +13,7 @@ from engine.core.types import DraftSource, FinishReason, StepStats
 from engine.draft.drafter import ModelPasses
 from engine.draft.trees.grown import Worth
 from engine.scheduler.scheduler import Emission, Scheduler
-from engine.verify.verdict import Unjudged, Verdict
+from engine.verify.verdict import Verdict, VerificationFailure
 
 
 class Stopwatch:
@@ -44,7 +44,7 @@ class RowOutcome:
     worth: Worth | None
     num_rounds: int
     offset: int
-    verdict: Verdict | Unjudged
+    verdict: Verdict | VerificationFailure
     emission: Emission | None
 
     @property

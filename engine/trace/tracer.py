@@ -12,7 +12,7 @@ from engine.core.types import ModelInfo, SamplingParams, StepStats, TokenEvent
 from engine.trace.file import TraceFile
 from engine.trace.records import TracedStep, TraceHeader, step_trace
 from engine.trace.stats import RowOutcome, StepRecord
-from engine.verify.verdict import Unjudged, Verdict
+from engine.verify.verdict import Verdict, VerificationFailure
 
 
 class FileTracer(StepObserver):
@@ -73,7 +73,7 @@ def _traced_row(step: int, outcome: RowOutcome, probs: TreeProbs) -> TracedRow:
         expected_tokens=outcome.expected_tokens,
         emitted_ids=emission.new_ids if emission else (),
         finish=emission.finish if emission else None,
-        error=verdict.reason if isinstance(verdict, Unjudged) else None,
+        error=verdict.reason if isinstance(verdict, VerificationFailure) else None,
         sources=outcome.sources,
         probs=probs,
     )

@@ -16,13 +16,13 @@ from engine.sampling.distributions import ranking_params, warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers
-from engine.verify.verdict import Unjudged, Verdict
+from engine.verify.verdict import Verdict, VerificationFailure
 
 
 def traced_probs(
     rows: Sequence[Row],
     growth: Growth,
-    verdicts: Sequence[Verdict | Unjudged],
+    verdicts: Sequence[Verdict | VerificationFailure],
     logits_NV: Float[Tensor, "N V"],
     grammars: GrammarMasks | None = None,
 ) -> dict[str, TreeProbs]:

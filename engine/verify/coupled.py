@@ -1,7 +1,6 @@
-"""Verification by one choice per node: the coupled rule and greedy decoding.
+"""Verification by one token per node: the coupled rule and greedy decoding.
 
-Knows how a path follows choices and which noise the coupled rule uses. Needs no draft law: exact on any tree, however it was
-grown, because what is emitted is plain decoding's own text for that seed.
+It needs no draft distribution and is exact on any tree, because the output is the one of plain decoding with the same seed.
 
 Shape key: B trees, N packed nodes, M visited nodes of one depth, V vocabulary.
 """
@@ -20,14 +19,14 @@ from engine.native import noise as native
 from engine.native.walks import walks as native_walks
 from engine.sampling.noise import gumbels
 from engine.utils.host_transfer import integers, rows_to_host
-from engine.verify.errors import NotFiniteLawError
+from engine.verify.errors import NonFiniteDistributionError
 from engine.verify.forest import Forest
 from engine.verify.layout import chunks, rows_at_once
 from engine.verify.verdict import Verdict
 
 
 class Walk:
-    """The path of one tree as it follows choices; mutable, owned by whoever walks."""
+    """The path through one tree that follows chosen tokens. Mutable."""
 
     def __init__(self, tree: TokenTree) -> None:
         self._tree = tree
@@ -41,12 +40,12 @@ class Walk:
 
     @property
     def depth(self) -> int:
-        """Its depth."""
+        """The depth of that node."""
         return len(self._path) - 1
 
     @property
     def is_over(self) -> bool:
-        """Whether a choice has left the tree."""
+        """Whether a chosen token has left the tree."""
         return self._extra_id is not None
 
     def choose(self, token_id: int) -> None:
@@ -67,7 +66,7 @@ class Walk:
 
 def follow(tree: TokenTree, choice_by_node: Sequence[int]) -> Verdict:
     """Return the longest path on which every token is its parent's choice; the last node's choice is the extra token."""
-    if tree.num_nodes == 1:  # as most trees of a busy server
+    if tree.num_nodes == 1:  # the most frequent tree under load
         return Verdict((ROOT,), choice_by_node[ROOT])
     walk = Walk(tree)
     while not walk.is_over:
@@ -78,7 +77,7 @@ def follow(tree: TokenTree, choice_by_node: Sequence[int]) -> Verdict:
 def judge_greedy(trees: Sequence[TokenTree], choice_ids_N: Sequence[int]) -> list[Verdict]:
     """Verify at temperature 0: `choice_ids_N` is the target's arg max after each packed node, tree after tree.
 
-    Nothing is random, so `expected_tokens` is the number that comes out.
+    Nothing is random, so `expected_tokens` is the exact number.
     """
     verdicts = []
     offset = 0
@@ -90,18 +89,18 @@ def judge_greedy(trees: Sequence[TokenTree], choice_ids_N: Sequence[int]) -> lis
 
 
 class Coupled:
-    """Same seed, same text: the token after a node of depth d is arg max (log p + g), g the noise of its own position.
+    """The token after a node of depth d is arg max (log p + g), g the noise of its position: the same text for the same seed.
 
-    A drafter that ranks its children by s log q + g with the same g is accepted often; any other is exact as well.
+    Drafts ranked by s log q + g with the same g are accepted often; any other drafts are exact as well.
     """
 
     name = "coupled"
 
     def judge(self, forest: Forest, target_probs_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
-        """Return one verdict a tree, the same whatever other trees are in the forest.
+        """Return one verdict a tree, independent of the other trees in the forest.
 
-        Walks all trees a depth at a time and computes noise and choices for the visited nodes only; the choices of a depth
-        cross to the host. Raises NotFiniteLawError if a visited law has no arg max.
+        Walks all trees one depth at a time and computes noise and choices for the visited nodes only. Each depth costs one
+        transfer to the host. Raises NonFiniteDistributionError if a visited distribution has no arg max.
         """
         walks = [Walk(tree) for tree in forest.trees]
         max_rows = rows_at_once(target_probs_NV.shape[-1], target_probs_NV.device)
@@ -110,29 +109,30 @@ class Coupled:
                 rows = [forest.offsets[b] + walks[b].node for b in trees]
                 choices = _choices(target_probs_NV, rows, [_noise_key(keys[b], walks[b].depth) for b in trees])
                 if faulty := [b for b, choice in zip(trees, choices) if not math.isfinite(choice.score)]:
-                    raise NotFiniteLawError(faulty)
+                    raise NonFiniteDistributionError(faulty)
                 for b, choice in zip(trees, choices):
                     walks[b].choose(choice.token_id)
         return [walk.verdict() for walk in walks]
 
 
-def judge_by_library(
+def judge_coupled_natively(
     trees: Sequence[TokenTree],
     logits_NV: Float[Tensor, "N V"],
     rows: Sequence[int],
     temperatures: Sequence[float],
     keys: Sequence[StepKey],
 ) -> list[Verdict]:
-    """Return what Coupled says of laws that temperatures alone make of the `rows` of logits, those of the trees' nodes.
+    """Return Coupled's verdicts, computed by the native library from the `rows` of logits of the trees' nodes.
 
-    No law is made but of the visited nodes. Raises NotFiniteLawError as it does.
+    Requires distributions that depend on logits and temperature alone. Only those of visited nodes are computed. Raises
+    NonFiniteDistributionError as Coupled does.
     """
     noise_keys = [
         [_noise_key(key, depth) for depth in range(max(tree.depths) + 1)] for tree, key in zip(trees, keys, strict=True)
     ]
     walks = native_walks(logits_NV, trees, rows, temperatures, noise_keys)
     if faulty := [b for b, walk in enumerate(walks) if walk is None]:
-        raise NotFiniteLawError(faulty)
+        raise NonFiniteDistributionError(faulty)
     return [Verdict(*walk) for walk in walks if walk is not None]
 
 
@@ -142,7 +142,7 @@ class _Choice(NamedTuple):
 
 
 def _choices(target_probs_NV: Tensor, rows: Sequence[int], noise_keys: Sequence[int]) -> list[_Choice]:
-    """Return each row's token of best perturbed log-probability; its score is NaN or infinite where the law is no law."""
+    """Return each row's token of best perturbed log-probability; its score is not finite if the distribution is invalid."""
     device = target_probs_NV.device
     if native.can_choose(device) and target_probs_NV.dtype == torch.float32:
         return [_Choice(score, token_id) for score, token_id in native.choices(target_probs_NV, rows, noise_keys)]
@@ -152,5 +152,5 @@ def _choices(target_probs_NV: Tensor, rows: Sequence[int], noise_keys: Sequence[
 
 
 def _noise_key(key: StepKey, depth: int) -> int:
-    """Name the noise that decides the token after a node of this depth: that of the token's own position."""
+    """Return the key of the noise for the token after a node of this depth: that of the token's own position."""
     return stream_key(key.seed, key.root_position + depth + 1, Stream.TOKEN)

@@ -1,6 +1,6 @@
-"""Directions: what a child inherits of its parent's mass, and with what probability a verdict ends at each node.
+"""Directions: the mass that a child inherits from its parent, and the probability that the accepted path ends at each node.
 
-Knows one tree's masses, not laws. Holding the mass at 1 verifies top-down, passing it on verifies bottom-up
+A direction uses one tree's masses only. A mass fixed at 1 verifies top-down; an inherited mass verifies bottom-up
 (docs/verification.md).
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from engine.core.tree import ROOT, TokenTree
 
 
-class Odds(NamedTuple):
-    """What phase 1 found of one tree, by node: none of it depends on a uniform.
+class AcceptanceProbs(NamedTuple):
+    """The results of phase 1 for one tree, by node. They do not depend on random numbers.
 
-    `tries[v]`: the children tried after node v, in order; `tried[v]`: the chance that each try is taken, those before it refused;
-    `final[v]`: the chance that v is accepted, all its children refused.
+    `tries[v]`: the children tried after node v, in order. `tried[v]`: the probability that each try is accepted if those before
+    it were refused. `final[v]`: the probability that v is accepted if all its children were refused.
     """
 
     tries: Sequence[Sequence[int]]
@@ -27,55 +27,55 @@ class Odds(NamedTuple):
 
 
 class Direction(Protocol):
-    """The order in which a tree is judged."""
+    """The order in which the nodes of a tree are verified."""
 
     def inherited(self, tried: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-        """Return the prefix mass that each try hands to its child."""
+        """Return the prefix mass that each try gives to its child."""
         ...
 
-    def stop_distribution(self, tree: TokenTree, odds: Odds) -> list[float]:
+    def stop_distribution(self, tree: TokenTree, probs: AcceptanceProbs) -> list[float]:
         """Return the probability that the accepted path ends at each node; they sum to 1."""
         ...
 
 
 class BottomUp:
-    """Deepest first: the first node in post-order that accepts with its own mass ends the path.
+    """Deepest first: the first node in post-order that is accepted with its own mass ends the path.
 
-    Needs a plan that gives each child its mass at one try, if it is tried more than once: a child has one mass.
+    A child has one mass. If it is tried more than once, the plan must give it its mass at one of the tries.
     """
 
     def inherited(self, tried: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """Pass the mass on."""
         return tried
 
-    def stop_distribution(self, tree: TokenTree, odds: Odds) -> list[float]:
-        """Return final[v] times the product of 1 - final[w] over the w before v in post-order."""
+    def stop_distribution(self, tree: TokenTree, probs: AcceptanceProbs) -> list[float]:
+        """Return final[v] times the product of 1 - final[w] over all w before v in post-order."""
         stops, refused = [0.0] * tree.num_nodes, 1.0
         for node in tree.post_order:
-            stops[node] = refused * odds.final[node]
-            refused *= 1.0 - odds.final[node]
+            stops[node] = refused * probs.final[node]
+            refused *= 1.0 - probs.final[node]
         return stops
 
 
 class TopDown:
-    """Root first: descend into the try that is taken, stop where none is. A node once reached is never given up."""
+    """Root first: descend into the accepted try, stop if none is accepted. A node once reached is never refused."""
 
     def inherited(self, tried: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-        """Start every child anew with all the mass."""
+        """Return mass 1 for every child."""
         return torch.ones_like(tried)
 
-    def stop_distribution(self, tree: TokenTree, odds: Odds) -> list[float]:
-        """Return the product of branching probabilities along the path times the chance that no child is taken."""
-        left = [0.0] * tree.num_nodes  # of the chance to reach a node: what its tries so far have not taken
+    def stop_distribution(self, tree: TokenTree, probs: AcceptanceProbs) -> list[float]:
+        """Return the product of branching probabilities along the path times the probability that no child is accepted."""
+        left = [0.0] * tree.num_nodes  # probability to reach a node and refuse its tries so far
         left[ROOT] = 1.0
-        for node, (children, tried) in enumerate(zip(odds.tries, odds.tried, strict=True)):  # parents before children
+        for node, (children, tried) in enumerate(zip(probs.tries, probs.tried, strict=True)):  # parents before children
             for child, chance in zip(children, tried, strict=True):
                 left[child] += left[node] * chance
                 left[node] *= 1.0 - chance
         return left
 
 
-def in_turn(odds: Float[Tensor, "*batch C"]) -> Float[Tensor, "*batch C"]:
-    """Return the chance that each is the first to be taken, where odds[j] holds if those before j were refused."""
-    refused = (1.0 - odds).cumprod(-1)
-    return odds * torch.cat([torch.ones_like(odds[..., :1]), refused[..., :-1]], -1)
+def first_accept_probs(probs: Float[Tensor, "*batch C"]) -> Float[Tensor, "*batch C"]:
+    """Return the probability that each try is the first to be accepted; probs[j] holds if those before j were refused."""
+    refused = (1.0 - probs).cumprod(-1)
+    return probs * torch.cat([torch.ones_like(probs[..., :1]), refused[..., :-1]], -1)

@@ -1,9 +1,9 @@
-"""Sends each tree to the rule that judges it: greedy rows by arg max, seeded rows by the coupled rule, others by their verifier.
+"""Selects the rule that verifies each tree: arg max for greedy rows, the coupled rule for seeded rows, else the row's verifier.
 
-After a root alone any rule draws a token from its law, and no draft has seen the coupled rule's noise but by that rule: where our
-library draws so in one pass over the logits, such a root's token is drawn so whatever the row's rule is.
-Every rule sees the target's logits as the request edits them, at each node by the node's own text. The log-probabilities of what
-was emitted are read here too: the target's own, before any edit. Shape key: N nodes of all trees, V vocabulary.
+For a root without drafts every rule draws one token from its distribution, independent of any draft. So such a root uses the
+coupled rule of the native library where that is available, which needs one pass over the logits.
+Every rule uses the target's logits after the request's edits, which depend on each node's own text. Log-probabilities of emitted
+tokens are computed here too, from the target's logits before any edit. Shape key: N nodes of all trees, V vocabulary.
 """
 
 import logging
@@ -19,120 +19,124 @@ from engine.core.step_plan import Row, SamplingContext
 from engine.core.tree import TokenTree
 from engine.core.types import ErrorCode, TokenLogprobs
 from engine.native import distributions as native
-from engine.sampling.argmax import Likeliest, likeliest
+from engine.sampling.argmax import RowArgMax, argmax_rows
 from engine.sampling.distributions import truncates, warped_probs
 from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers, rows_to_host
-from engine.verify.coupled import Coupled, judge_by_library, judge_greedy
-from engine.verify.errors import LawError
+from engine.verify.coupled import Coupled, judge_coupled_natively, judge_greedy
+from engine.verify.errors import InvalidDistributionError
 from engine.verify.forest import Forest
 from engine.verify.rules import create_verifier
-from engine.verify.verdict import Unjudged, Verdict, Verifier
+from engine.verify.verdict import Verdict, VerificationFailure, Verifier
 
 _logger = logging.getLogger(__name__)
 
 
 class Judge:
-    """Verifiers by name, made when first needed. Rows that have a grammar need `grammars`."""
+    """Verifies the trees of a step. Verifiers are created on first use. Rows with a grammar need `grammars`."""
 
     def __init__(self, grammars: GrammarMasks | None = None) -> None:
         self._grammars = grammars
         self._verifiers: dict[str, Verifier] = {}
 
     def judge(
-        self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"], best: Sequence[Likeliest] | None = None
-    ) -> list[Verdict | Unjudged]:
-        """Return what can be said of each row's tree, in order. A tree that is broken does not touch the others.
+        self, rows: Sequence[Row], forest: Forest, logits_NV: Float[Tensor, "N V"], best: Sequence[RowArgMax] | None = None
+    ) -> list[Verdict | VerificationFailure]:
+        """Return a result for each row's tree, in order. An invalid tree does not affect the others.
 
-        `best` are the rows' likeliest tokens, for whoever knows them.
+        `best` are the rows' arg maxes, if they are known already.
         """
         is_read = native.can_read(logits_NV)
         rules = [_rule(row, tree, is_read) for row, tree in zip(rows, forest.trees, strict=True)]
-        best = likeliest(logits_NV) if best is None else best
-        is_sound = has_distribution = [one.is_sound for one in best]
+        best = argmax_rows(logits_NV) if best is None else best
+        is_valid = has_distribution = [one.is_valid for one in best]
         edited_NV = logits_NV
         if any(row.sampling.edits_logits for row in rows):
             contexts = [context for row, tree in zip(rows, forest.trees, strict=True) for context in _contexts(row, tree)]
             edited_NV = edited_logits(logits_NV, contexts, self._grammars)
-            edited = likeliest(edited_NV)
-            has_distribution = [one.is_sound for one in edited]
-            best = [new if new.is_sound else old for new, old in zip(edited, best, strict=True)]
+            edited = argmax_rows(edited_NV)
+            has_distribution = [one.is_valid for one in edited]
+            best = [new if new.is_valid else old for new, old in zip(edited, best, strict=True)]
             if not all(has_distribution):
                 has_probs_N1 = torch.tensor(has_distribution, device=logits_NV.device)[:, None]
                 edited_NV = torch.where(has_probs_N1, edited_NV, logits_NV)
-        seen = _Seen(edited_NV, best)
-        judged: list[Verdict | Unjudged] = [_WAITING if sound else NOT_FINITE for sound in self._sound(forest, is_sound)]
+        target = _TargetLogits(edited_NV, best)
+        judged: list[Verdict | VerificationFailure] = [
+            _PENDING if valid else NOT_FINITE for valid in self._valid_trees(forest, is_valid)
+        ]
         for rule in dict.fromkeys(rules):
-            indices = [i for i, one in enumerate(rules) if one == rule and judged[i] is _WAITING]
-            for index, verdict in self._by_rule(rule, indices, rows, forest, seen):
+            indices = [i for i, one in enumerate(rules) if one == rule and judged[i] is _PENDING]
+            for index, verdict in self._verdicts_of_rule(rule, indices, rows, forest, target):
                 judged[index] = verdict
-        return judged if all(has_distribution) else _unless_invalid(judged, forest, has_distribution)
+        return judged if all(has_distribution) else _without_impossible(judged, forest, has_distribution)
 
-    def _sound(self, forest: Forest, is_sound: Sequence[bool]) -> list[bool]:
-        """Return for each tree whether all its nodes' logits are."""
-        if all(is_sound):
+    def _valid_trees(self, forest: Forest, is_valid: Sequence[bool]) -> list[bool]:
+        """Return for each tree whether the logits of all its nodes are valid."""
+        if all(is_valid):
             return [True] * len(forest.trees)
-        return [all(is_sound[first:end]) for first, end in zip(forest.offsets, forest.offsets[1:])]
+        return [all(is_valid[first:end]) for first, end in zip(forest.offsets, forest.offsets[1:])]
 
-    def _by_rule(
-        self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, seen: "_Seen"
-    ) -> list[tuple[int, Verdict | Unjudged]]:
-        """Return (index, verdict) for each row of a rule; trees whose laws make no sense are set aside, the rest judged."""
+    def _verdicts_of_rule(
+        self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, target: "_TargetLogits"
+    ) -> list[tuple[int, Verdict | VerificationFailure]]:
+        """Return (index, verdict) for each row of a rule; trees with invalid distributions fail, the others are verified."""
         if not indices:
             return []
         try:
-            return list(zip(indices, self._verdicts(rule, indices, rows, forest, seen), strict=True))
-        except LawError as error:
+            return list(zip(indices, self._verdicts(rule, indices, rows, forest, target), strict=True))
+        except InvalidDistributionError as error:
             refused = [indices[tree] for tree in error.trees]
             _logger.error("verifier %s: %s", rule, error)
             rest = [index for index in indices if index not in refused]
-            judged = self._by_rule(rule, rest, rows, forest, seen)
-            failed = Unjudged(f"verification failed: {error.reason}", ErrorCode.VERIFICATION_FAILED)
+            judged = self._verdicts_of_rule(rule, rest, rows, forest, target)
+            failed = VerificationFailure(f"verification failed: {error.reason}", ErrorCode.VERIFICATION_FAILED)
             return [*judged, *((index, failed) for index in refused)]
 
-    def _verdicts(self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, seen: "_Seen") -> list[Verdict]:
+    def _verdicts(
+        self, rule: str, indices: Sequence[int], rows: Sequence[Row], forest: Forest, target: "_TargetLogits"
+    ) -> list[Verdict]:
         part = forest if len(indices) == len(rows) else forest.subset(indices)
         nodes = [node for i in indices for node in range(forest.offsets[i], forest.offsets[i + 1])]
         if rule == _GREEDY:
-            return judge_greedy(part.trees, [seen.best[node].token_id for node in nodes])
-        if rule == _BY_LIBRARY:
+            return judge_greedy(part.trees, [target.best[node].token_id for node in nodes])
+        if rule == _NATIVE_COUPLED:
             temperatures = [max(rows[i].sampling.temperature, MIN_TEMPERATURE) for i in indices]
-            verdicts = judge_by_library(part.trees, seen.logits_NV, nodes, temperatures, [rows[i].key for i in indices])
-            return [_as_told(verdict, rows[i]) for i, verdict in zip(indices, verdicts, strict=True)]
-        some = None if len(nodes) == len(seen.logits_NV) else nodes
+            verdicts = judge_coupled_natively(part.trees, target.logits_NV, nodes, temperatures, [rows[i].key for i in indices])
+            return [_with_own_expectation(verdict, rows[i]) for i, verdict in zip(indices, verdicts, strict=True)]
+        some = None if len(nodes) == len(target.logits_NV) else nodes
         sampling = [rows[i].sampling for i, tree in zip(indices, part.trees, strict=True) for _ in range(tree.num_nodes)]
         if rule not in self._verifiers:
             self._verifiers[rule] = create_verifier(rule)
-        return self._verifiers[rule].judge(part, warped_probs(seen.logits_NV, sampling, some), [rows[i].key for i in indices])
+        return self._verifiers[rule].judge(part, warped_probs(target.logits_NV, sampling, some), [rows[i].key for i in indices])
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """The target's logits at every node, as requests edit them, and the likeliest token of each."""
+class _TargetLogits:
+    """The target's logits at every node after the requests' edits, and the arg max of each."""
 
     logits_NV: Tensor
-    best: Sequence[Likeliest]
+    best: Sequence[RowArgMax]
 
 
 _GREEDY = "greedy"
-_BY_LIBRARY = "coupled, by the library"  # and after lone roots of any rule, over logits that no request truncates
-_WAITING = Unjudged("not judged yet", ErrorCode.VERIFICATION_FAILED)
-NOT_FINITE = Unjudged("the target's logits are not finite", ErrorCode.LOGITS_NOT_FINITE)
-_LAWLESS = Unjudged(
-    "bias, penalties, allowed tokens, bad words and grammar leave no token that could come", ErrorCode.NO_POSSIBLE_TOKEN
+_NATIVE_COUPLED = "native coupled"  # coupled rows, and single roots of any rule, without truncation
+_PENDING = VerificationFailure("not verified yet", ErrorCode.VERIFICATION_FAILED)
+NOT_FINITE = VerificationFailure("the target's logits are not finite", ErrorCode.LOGITS_NOT_FINITE)
+_NO_TOKEN = VerificationFailure(
+    "bias, penalties, allowed tokens, bad words and grammar leave no possible token", ErrorCode.NO_POSSIBLE_TOKEN
 )
 
 
-def _unless_invalid(
-    judged: Sequence[Verdict | Unjudged], forest: Forest, has_distribution: Sequence[bool]
-) -> list[Verdict | Unjudged]:
-    """Return the verdicts, but for those whose text comes to a node without a law: a text fails there and nowhere else.
+def _without_impossible(
+    judged: Sequence[Verdict | VerificationFailure], forest: Forest, has_distribution: Sequence[bool]
+) -> list[Verdict | VerificationFailure]:
+    """Return the verdicts, with a failure for each path that reaches a node without a distribution.
 
-    Such nodes were judged by the law of the bare model. Whatever it is, a text comes there as often as the laws before it say.
+    Such nodes were verified with the distribution of unedited logits. That does not change how often a path reaches them.
     """
     return [
-        _LAWLESS
+        _NO_TOKEN
         if isinstance(verdict, Verdict) and not all(has_distribution[offset + node] for node in verdict.path)
         else verdict
         for verdict, offset in zip(judged, forest.offsets[:-1], strict=True)
@@ -140,31 +144,31 @@ def _unless_invalid(
 
 
 def _contexts(row: Row, tree: TokenTree) -> list[SamplingContext]:
-    """Return what the law after each node depends on; where logits are not edited, that is the parameters alone."""
+    """Return the context of the distribution after each node; without logit edits it is the sampling parameters alone."""
     if not row.sampling.edits_logits:
         return [row.sampling_context(())] * tree.num_nodes
     return [row.sampling_context(tuple(tree.token_ids[v] for v in tree.path(node)[1:])) for node in range(tree.num_nodes)]
 
 
 def _rule(row: Row, tree: TokenTree, is_read: bool) -> str:
-    """Return what judges a tree, whose logits our library reads or does not: the same whatever is beside it."""
+    """Return the rule that verifies a tree; `is_read`: the native library can read its logits. Independent of the batch."""
     if row.sampling.is_greedy:
         return _GREEDY
     is_coupled = row.verifier == Coupled.name or tree.num_nodes == 1
-    return _BY_LIBRARY if is_read and is_coupled and not truncates(row.sampling) else row.verifier
+    return _NATIVE_COUPLED if is_read and is_coupled and not truncates(row.sampling) else row.verifier
 
 
-def _as_told(verdict: Verdict, row: Row) -> Verdict:
-    """Return a verdict with what the row's own rule tells of a root alone: one token comes."""
+def _with_own_expectation(verdict: Verdict, row: Row) -> Verdict:
+    """Return a verdict with the `expected_tokens` of the row's own rule: 1 for a single root."""
     return verdict if row.verifier == Coupled.name else Verdict(verdict.path, verdict.extra_id, 1.0)
 
 
 def logprobs_of(
     logits_NV: Float[Tensor, "N V"], nodes: Sequence[int], ids: Sequence[int], num_top: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Return the log-probability of `ids[i]` after packed node `nodes[i]`, and at most the `num_top` likeliest there.
+    """Return the log-probability of `ids[i]` after packed node `nodes[i]`, and those of up to `num_top` likeliest tokens there.
 
-    They are what is handed in: raw logits give the target's own, whatever bias, penalties and temperature a request asks for.
+    They are of the given logits: raw logits give the target's own, without the request's bias, penalties and temperature.
     """
     logprobs = torch.log_softmax(logits_NV[integers(nodes, logits_NV.device)], dim=-1)
     chosen_N1 = logprobs.gather(-1, integers(ids, logits_NV.device)[:, None])

@@ -1,10 +1,10 @@
-"""Khisti et al.'s choice: draws meet in pairs, and who wins a pair is weighted so that the winner's law covers the target's.
+"""The selection of Khisti et al.: draws are compared in pairs, with weights that fit the winner's distribution to the target's.
 
-Knows the choice and the truncated linear program that weighs it; the program's solver is rebalance.py. Source: arXiv
-2410.18234 (two drafts, canonical decomposition), folded over further draws.
+The weights solve a truncated linear program (solver: rebalance.py). Source: arXiv 2410.18234 (two drafts, canonical
+decomposition), folded over further draws.
 
-Shape key: A families, C tries, V vocabulary, H tokens of the head. Formulas write p for the target law, a for the
-prefix mass; what is wanted is a p.
+Shape key: A families, C tries, V vocabulary, H tokens of the head. Formulas write p for the target distribution, a for the
+prefix mass; the wanted distribution is a p.
 """
 
 from dataclasses import dataclass
@@ -13,24 +13,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.verify.one_token import Choice
-from engine.verify.plans import Families
+from engine.verify.one_token import SelectedDraw
+from engine.verify.plans import NodeFamilies
 from engine.verify.rebalance import rebalanced
-from engine.verify.selections import places
+from engine.verify.selections import inverse_permutation
 
 
 @dataclass(frozen=True)
 class Duels:
-    """The champion so far, of law s, meets the next draw, of law q; the winner's law is told exactly.
+    """The current winner, with distribution s, is compared with the next draw, from q. The winner's distribution is exact.
 
-    Tokens are ordered by a p - s q, most wanting first, and the earlier wins; among the first `head_size` of them each pair is
-    shared so that sum min(a p, winner's law) is largest. With as many as the vocabulary and two draws no rule accepts more.
+    Tokens are ordered by a p - s q, largest first, and the earlier token wins. Among the first `head_size` tokens each pair is
+    shared so that sum min(a p, winner's distribution) is largest. With two draws and a head of the whole vocabulary, no rule
+    accepts more.
     """
 
     head_size: int = 10
 
-    def choose(self, trying: Families) -> Choice:
-        """Return the chance of every draw to win all its duels. Rows are float64."""
+    def choose(self, trying: NodeFamilies) -> SelectedDraw:
+        """Return the probability that each draw wins all its comparisons. Rows are float64."""
         wanted_AV, draft_AV = trying.target_MV().double(), trying.draft_AV().double()
         wanted_AV.mul_(trying.mass_M[:, None])
         draft_AV.div_(draft_AV.sum(-1, keepdim=True))
@@ -43,12 +44,15 @@ class Duels:
             chance_AC[:count, rank] = (chance_AC[:count, :rank] * (1.0 - stays_AC)).sum(-1)
             chance_AC[:count, :rank] *= stays_AC
             probs_AV[:count] = duel.probs_AV
-        return Choice(chance_AC, probs_AV.to(trying.target_probs_NV.dtype))
+        return SelectedDraw(chance_AC, probs_AV.to(trying.target_probs_NV.dtype))
 
 
 @dataclass(frozen=True)
 class Duel:
-    """`place_AV`: of each token in the order; `wins_AHH[i, j]`: chance that the token at i beats that at j; the winner's law."""
+    """One comparison. `place_AV`: each token's index in the order; `wins_AHH[i, j]`: probability that token i beats token j.
+
+    `probs_AV` is the winner's distribution.
+    """
 
     place_AV: Int[Tensor, "A V"]
     wins_AHH: Float[Tensor, "A H H"]
@@ -58,7 +62,7 @@ class Duel:
     def between(
         cls, first_AV: Float[Tensor, "A V"], second_AV: Float[Tensor, "A V"], wanted_AV: Float[Tensor, "A V"], head_size: int
     ) -> "Duel":
-        """Order the tokens, let the earlier win, then share the pairs of the head anew."""
+        """Order the tokens, let the earlier win, then rebalance the pairs of the head."""
         order_AV = (wanted_AV - first_AV * second_AV).argsort(dim=-1, descending=True, stable=True)
         first_AV, second_AV = first_AV.gather(1, order_AV), second_AV.gather(1, order_AV)
         load_AV = first_AV * second_AV + first_AV * _after(second_AV) + second_AV * _after(first_AV)
@@ -66,23 +70,23 @@ class Duel:
         head_size = min(head_size, load_AV.shape[-1])
         pair_AHH = first_AV[:, :head_size, None] * second_AV[:, None, :head_size]
         pair_AHH = pair_AHH + pair_AHH.mT
-        held_AHH = pair_AHH.triu(1)
+        part_AHH = pair_AHH.triu(1)
         surplus_AH = load_AV[:, :head_size] - wanted_AV.gather(1, order_AV[:, :head_size])
-        shared_AHH = rebalanced(surplus_AH, held_AHH)
-        load_AV[:, :head_size] += (shared_AHH - held_AHH).sum(-1)
-        wins_AHH = torch.where(pair_AHH > 0.0, shared_AHH / pair_AHH, held_AHH)
+        shared_AHH = rebalanced(surplus_AH, part_AHH)
+        load_AV[:, :head_size] += (shared_AHH - part_AHH).sum(-1)
+        wins_AHH = torch.where(pair_AHH > 0.0, shared_AHH / pair_AHH, part_AHH)
         load_AV.clamp_(min=0.0)  # rounding
-        return cls(places(order_AV), wins_AHH, torch.zeros_like(load_AV).scatter_(1, order_AV, load_AV))
+        return cls(inverse_permutation(order_AV), wins_AHH, torch.zeros_like(load_AV).scatter_(1, order_AV, load_AV))
 
-    def stays(self, tokens_AC: Int[Tensor, "A C"], newcomer_A: Int[Tensor, " A"]) -> Float[Tensor, "A C"]:
-        """Return the chance that each token, were it the champion, beats the newcomer; 1 if they are the same."""
-        champion_AC = self.place_AV.gather(1, tokens_AC)
-        newcomer_AC = self.place_AV.gather(1, newcomer_A[:, None]).expand_as(champion_AC)
+    def stays(self, tokens_AC: Int[Tensor, "A C"], next_A: Int[Tensor, " A"]) -> Float[Tensor, "A C"]:
+        """Return the probability that each token, as the current winner, beats the next draw; 1 if they are equal."""
+        winner_AC = self.place_AV.gather(1, tokens_AC)
+        next_AC = self.place_AV.gather(1, next_A[:, None]).expand_as(winner_AC)
         last = self.wins_AHH.shape[-1] - 1
-        by_place_AC = (champion_AC <= newcomer_AC).double()
+        by_place_AC = (winner_AC <= next_AC).double()
         families_A1 = torch.arange(len(tokens_AC), device=tokens_AC.device)[:, None]
-        shared_AC = self.wins_AHH[families_A1, champion_AC.clamp(max=last), newcomer_AC.clamp(max=last)]
-        in_head_AC = (champion_AC <= last) & (newcomer_AC <= last) & (champion_AC != newcomer_AC)
+        shared_AC = self.wins_AHH[families_A1, winner_AC.clamp(max=last), next_AC.clamp(max=last)]
+        in_head_AC = (winner_AC <= last) & (next_AC <= last) & (winner_AC != next_AC)
         return torch.where(in_head_AC, shared_AC, by_place_AC)
 
 

@@ -1,31 +1,31 @@
-"""The errors of verification. Each names what it is about, so that one bad tree need not fail its batch mates.
+"""The errors of verification. Each lists the trees concerned, so that one bad tree does not fail the others of its batch.
 
 ValueError
-+-- LawError                 trees that no verifier can judge; `trees` are their indices in the forest
-    +-- NotFiniteLawError    a target or draft law holds NaN or infinity
-    +-- ImpossibleDraftError a drafted token that its draft law cannot draw
++-- InvalidDistributionError        trees that no verifier can verify; `trees` are their indices in the forest
+    +-- NonFiniteDistributionError  a target or draft distribution contains NaN or infinity
+    +-- ImpossibleDraftError        a drafted token that cannot be drawn from its draft distribution
 """
 
 from collections.abc import Iterable
 
 
-class LawError(ValueError):
-    """Trees whose laws make no sense. `trees`: their indices in the forest that was judged."""
+class InvalidDistributionError(ValueError):
+    """Trees with invalid distributions. `trees`: their indices in the forest."""
 
-    reason = "unusable laws"
+    reason = "invalid distributions"
 
     def __init__(self, trees: Iterable[int]) -> None:
         self.trees = tuple(trees)
         super().__init__(f"{self.reason} (trees {', '.join(map(str, self.trees))} of the forest)")
 
 
-class NotFiniteLawError(LawError):
-    """A law with NaN or infinity in it: never a token, never an end of text."""
+class NonFiniteDistributionError(InvalidDistributionError):
+    """A distribution that contains NaN or infinity."""
 
-    reason = "a target or draft law is not finite"
+    reason = "a target or draft distribution is not finite"
 
 
-class ImpossibleDraftError(LawError):
-    """A drafted token without a draft law, or of probability 0 under it."""
+class ImpossibleDraftError(InvalidDistributionError):
+    """A drafted token without a draft distribution, or of probability 0 under it."""
 
-    reason = "a drafted token could not have been drawn from its draft law"
+    reason = "a drafted token could not have been drawn from its draft distribution"

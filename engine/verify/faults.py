@@ -1,6 +1,6 @@
-"""Checks of what a verifier is given: trees before anything is computed, laws by a few numbers that reach the host late.
+"""Checks of a verifier's input: trees before anything is computed, distributions by their sums, which reach the host later.
 
-Shape key: N packed nodes, R draft laws, V vocabulary, Y tries of all levels.
+Shape key: N packed nodes, R draft distributions, V vocabulary, Y tries of all levels.
 """
 
 import math
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from engine.verify.errors import ImpossibleDraftError, LawError, NotFiniteLawError
+from engine.verify.errors import ImpossibleDraftError, InvalidDistributionError, NonFiniteDistributionError
 from engine.verify.forest import Forest
 from engine.verify.layout import Layout
 
 
 def check_trees(forest: Forest, *, reads_draft: bool) -> None:
-    """Raise ImpossibleDraftError for children without a draft law, if the verifier reads it."""
+    """Raise ImpossibleDraftError for children without a draft distribution, if the verifier reads it."""
     faulty = [
         b
         for b, (tree, probs_rows) in enumerate(zip(forest.trees, forest.probs_rows))
@@ -26,41 +26,43 @@ def check_trees(forest: Forest, *, reads_draft: bool) -> None:
         raise ImpossibleDraftError(faulty)
 
 
-class Evidence(NamedTuple):
-    """What tells laws that make sense: the sums of the laws that are read, and the draft probability of every try."""
+class DistributionSums(NamedTuple):
+    """Sums of the distributions that are read, and the draft probability of every try."""
 
     target_sums_N: Float[Tensor, " N"]
     draft_sums_R: Float[Tensor, " R"]
-    tried_Y: Float[Tensor, " Y"]
+    draft_probs_Y: Float[Tensor, " Y"]
 
 
-def evidence_of(forest: Forest, target_probs_NV: Float[Tensor, "N V"], layout: Layout, *, reads_draft: bool) -> Evidence:
-    """Return the evidence, on the device; of the draft nothing where it is not read."""
+def distribution_sums(
+    forest: Forest, target_probs_NV: Float[Tensor, "N V"], layout: Layout, *, reads_draft: bool
+) -> DistributionSums:
+    """Return the sums, on the device; the draft's are empty if it is not read."""
     target_sums_N = target_probs_NV.sum(-1)
     if not (reads_draft and layout.levels):
-        return Evidence(target_sums_N, target_sums_N[:0], target_sums_N[:0])
-    tried_XC = forest.draft_probs_RV[layout.all_levels.probs_rows_M[:, None], layout.all_levels.tokens_MC]
-    return Evidence(target_sums_N, forest.draft_probs_RV.sum(-1), tried_XC.view(-1))
+        return DistributionSums(target_sums_N, target_sums_N[:0], target_sums_N[:0])
+    probs_MC = forest.draft_probs_RV[layout.all_levels.probs_rows_M[:, None], layout.all_levels.tokens_MC]
+    return DistributionSums(target_sums_N, forest.draft_probs_RV.sum(-1), probs_MC.view(-1))
 
 
 def check_probs(
-    forest: Forest, layout: Layout, target_sums: Sequence[float], draft_sums: Sequence[float], tried: Sequence[float]
+    forest: Forest, layout: Layout, target_sums: Sequence[float], draft_sums: Sequence[float], draft_probs: Sequence[float]
 ) -> None:
-    """Raise NotFiniteLawError or ImpossibleDraftError (a drafted token of probability 0) with the trees concerned.
+    """Raise NonFiniteDistributionError or ImpossibleDraftError (a drafted token of probability 0) with the trees concerned.
 
-    The numbers are those of the evidence.
+    The numbers are those of `distribution_sums`.
     """
     is_finite = [math.isfinite(total) for total in target_sums]
     is_possible = [True] * len(is_finite)
-    for node, chances in enumerate(layout.by_node(tried)):
-        if chances:
+    for node, probs in enumerate(layout.by_node(draft_probs)):
+        if probs:
             is_finite[node] = is_finite[node] and math.isfinite(draft_sums[layout.probs_rows[node]])
-            is_possible[node] = all(chance > 0.0 for chance in chances)
-    _raise_unless(NotFiniteLawError, forest, is_finite)
+            is_possible[node] = all(prob > 0.0 for prob in probs)
+    _raise_unless(NonFiniteDistributionError, forest, is_finite)
     _raise_unless(ImpossibleDraftError, forest, is_possible)
 
 
-def _raise_unless(error: type[LawError], forest: Forest, is_sound: Sequence[bool]) -> None:
-    faulty = [b for b, (first, end) in enumerate(zip(forest.offsets, forest.offsets[1:])) if not all(is_sound[first:end])]
+def _raise_unless(error: type[InvalidDistributionError], forest: Forest, is_valid: Sequence[bool]) -> None:
+    faulty = [b for b, (first, end) in enumerate(zip(forest.offsets, forest.offsets[1:])) if not all(is_valid[first:end])]
     if faulty:
         raise error(faulty)

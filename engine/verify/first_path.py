@@ -1,7 +1,7 @@
-"""The plan of rules for a single path: the first draw after each node counts, whatever else was drafted is ignored.
+"""The plan of rules for a single path: it uses the first draw after each node and ignores the others.
 
-Knows which nodes lie on the first path; what is done with them is WithoutReplacement's. The first draw after a node has
-the draft law whatever is drawn after it, so the plan is exact wherever children are draws.
+This module selects the nodes of the first path; WithoutReplacement verifies them. The first draw after a node has the draft
+distribution whatever is drawn later, so the plan is exact wherever children are draws.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.tree import ROOT, TokenTree
-from engine.verify.plans import Families, Split, WithoutReplacement
+from engine.verify.plans import AcceptanceSplit, NodeFamilies, WithoutReplacement
 
 
 class FirstPath:
-    """One child x ~ q: accept with min(1, a p(x) / q(x)), else go on with (a p - q)+ and refuse with 1 - a.
+    """One child x ~ q: accept with min(1, a p(x) / q(x)), else continue with (a p - q)+ and refuse with 1 - a.
 
     Top-down it is naive speculative sampling (arXiv 2211.17192), bottom-up Block Verification (2403.10444).
     """
@@ -23,7 +23,7 @@ class FirstPath:
     _one_try = WithoutReplacement()
 
     def tries(self, tree: TokenTree) -> Sequence[Sequence[int]]:
-        """Return the first draw of every node on the first path, nothing elsewhere."""
+        """Return the first draw of every node on the first path, and no tries for other nodes."""
         firsts: list[tuple[int, ...]] = [()] * tree.num_nodes
         node = ROOT
         while tree.draws[node]:
@@ -31,10 +31,10 @@ class FirstPath:
             node = tree.draws[node][0]
         return firsts
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         """Try the one child."""
         return self._one_try.split(families)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
-        """Return (a p - q)+, which may name a token that another branch carries: the path ends there all the same."""
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
+        """Return (a p - q)+. It may include a token of another branch; the path ends there nevertheless."""
         return self._one_try.residual(families)

@@ -1,6 +1,6 @@
-"""The trees of one step together with the laws their nodes were drawn from: what a verifier reads.
+"""The trees of one step and the distributions from which their nodes were drawn: a verifier's input.
 
-Shape key: B trees, N nodes of all trees (tree after tree, each in its own node order), R draft laws, V vocabulary.
+Shape key: B trees, N nodes of all trees (tree after tree, each in its own node order), R draft distributions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from engine.core.tree import TokenTree
 
 @dataclass(frozen=True)
 class Forest:
-    """B token trees and the processed draft laws.
+    """B token trees and the processed draft distributions.
 
-    `draft_laws_RV` float32; `law_rows[b][v]` is the row of the law from which the children of node v of tree b were drawn,
-    None for a leaf. Every row is exactly the law that was sampled, after temperature and truncation.
+    `draft_probs_RV` is float32. The children of node v of tree b were drawn from row `probs_rows[b][v]`; a leaf has None. Every
+    row is exactly the distribution that was sampled, after temperature and truncation.
     """
 
     trees: tuple[TokenTree, ...]
@@ -27,7 +27,7 @@ class Forest:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First packed node of each tree, and one past the last node of all."""
+        """First packed node of each tree, then the number of all nodes."""
         offsets = [0]
         for tree in self.trees:
             offsets.append(offsets[-1] + tree.num_nodes)
@@ -39,5 +39,5 @@ class Forest:
         return self.offsets[-1]
 
     def subset(self, indices: Sequence[int]) -> "Forest":
-        """Return the forest of some of the trees; the laws are shared, not copied."""
+        """Return the forest of some of the trees; the distributions are shared, not copied."""
         return Forest(tuple(self.trees[i] for i in indices), self.draft_probs_RV, tuple(self.probs_rows[i] for i in indices))

@@ -1,7 +1,7 @@
-"""Index tables of a forest: which node is tried after which, by packed node number.
+"""Index tables of a forest: the nodes tried after each node, by packed node number.
 
-Knows shapes only, no laws: everything here is decided on the host before any tensor is computed. Packed nodes are numbered
-tree after tree; number N, one past the last, is a dummy that pads ragged tables and carries no probability.
+The tables depend on shapes only and are built on the host before any tensor is computed. Packed nodes are numbered tree after
+tree. Number N, one past the last, is a dummy that pads ragged tables and has no probability.
 
 Shape key: N packed nodes, M nodes of one level, C the most tries of a node, Y = M C.
 """
@@ -19,19 +19,19 @@ from torch import Tensor
 from engine.utils.host_transfer import integers
 from engine.verify.forest import Forest
 
-# Entries of laws worked on at once: on a CPU a few rows that stay in its cache (twice as fast as 64), elsewhere a memory bound.
+# Entries of distributions computed at once: on a CPU a few rows that fit its cache, on other devices a memory bound.
 _CPU_ENTRIES, _DEVICE_ENTRIES = 1 << 20, 1 << 24
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Level:
-    """Nodes that are handled together, those with most tries first.
+class TreeLevel:
+    """Nodes that are processed together, those with most tries first.
 
-    `law_rows_M` is the row of the law that a node's children were drawn from, 0 where there is none. Try j of node m carries
-    `tokens_MC[m, j]` and would enter packed node `children_Y[m C + j]`; where there is none they are 0 and the dummy.
-    `num_tried[j]` nodes, the first ones, have more than j tries: a loop over sibling ranks runs on ever shorter prefixes.
+    `probs_rows_M` is the row of the distribution from which a node's children were drawn, 0 if there is none. Try j of node m has
+    token `tokens_MC[m, j]` and leads to packed node `children_Y[m C + j]`; a missing try has token 0 and the dummy. The first
+    `num_tried[j]` nodes have more than j tries, so a loop over sibling ranks runs on ever shorter prefixes.
     """
 
     nodes_M: Int[Tensor, " M"]
@@ -44,7 +44,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Layout:
-    """What is tried after each packed node, on the host; levels are made of it, all that are asked for together in one transfer.
+    """The tries after each packed node, on the host. All levels are built from it in one transfer.
 
     `groups` are the nodes with tries, level by level, parents before children.
     """
@@ -57,20 +57,20 @@ class Layout:
 
     @property
     def dummy(self) -> int:
-        """The packed number that stands for no node, N."""
+        """The packed number of no node, N."""
         return len(self.tries)
 
     @cached_property
-    def all_levels(self) -> Level:
-        """The levels end to end: a table of every try, not a level whose ranks could be looped over."""
+    def all_levels(self) -> TreeLevel:
+        """The levels end to end: a table of every try. Its ranks cannot be looped over, unlike a level's."""
         return self._end_to_end(self.groups)
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[TreeLevel, ...]:
         """The nodes with tries, parents before children."""
         return self._cut(self.all_levels, self.groups)
 
-    def level(self, nodes: Iterable[int]) -> Level:
+    def level(self, nodes: Iterable[int]) -> TreeLevel:
         """Return these packed nodes as a level, reordered so that those with most tries come first."""
         group = _most_tries_first(nodes, self.tries)
         return self._cut(self._end_to_end([group]), [group])[0]
@@ -80,7 +80,7 @@ class Layout:
         return len(self.tries[node])
 
     def by_node(self, values: Sequence[float]) -> list[Sequence[float]]:
-        """Return of numbers given for every entry of the tables of all levels those of each packed node's tries."""
+        """Return the values of each packed node's tries; `values` has one for every entry of `all_levels`."""
         nodes = [*chain.from_iterable(self.groups)]
         width = len(values) // max(1, len(nodes))
         found: list[Sequence[float]] = [()] * len(self.tries)
@@ -88,7 +88,7 @@ class Layout:
             found[node] = values[row * width : row * width + len(self.tries[node])]
         return found
 
-    def _end_to_end(self, groups: Sequence[Sequence[int]]) -> Level:
+    def _end_to_end(self, groups: Sequence[Sequence[int]]) -> TreeLevel:
         nodes = [*chain.from_iterable(groups)]
         width = max((len(self.tries[node]) for node in nodes), default=0) or 1
         children = [child for node in nodes for child in _padded(self.tries[node], width, self.dummy)]
@@ -96,9 +96,9 @@ class Layout:
         table = integers([*nodes, *(self.probs_rows[node] for node in nodes), *tokens, *children], self.device)
         nodes_M, probs_rows_M, tokens_Y, children_Y = table.split_with_sizes([len(nodes), len(nodes), len(tokens), len(tokens)])
         is_try_Y = children_Y != self.dummy
-        return Level(nodes_M, probs_rows_M, tokens_Y.view(-1, width), children_Y, is_try_Y.view(-1, width), ())
+        return TreeLevel(nodes_M, probs_rows_M, tokens_Y.view(-1, width), children_Y, is_try_Y.view(-1, width), ())
 
-    def _cut(self, whole: Level, groups: Sequence[Sequence[int]]) -> tuple[Level, ...]:
+    def _cut(self, whole: TreeLevel, groups: Sequence[Sequence[int]]) -> tuple[TreeLevel, ...]:
         sizes, width = [len(group) for group in groups], whole.tokens_MC.shape[1]
         parts = zip(
             _cut(whole.nodes_M, sizes),
@@ -107,11 +107,11 @@ class Layout:
             _cut(whole.children_Y, [size * width for size in sizes]),
             _cut(whole.is_try_MC, sizes),
         )
-        return tuple(Level(*part, _num_tried(group, self.tries)) for part, group in zip(parts, groups))
+        return tuple(TreeLevel(*part, _num_tried(group, self.tries)) for part, group in zip(parts, groups))
 
 
 def rows_at_once(vocab_size: int, device: torch.device) -> int:
-    """Return how many rows of laws to work on together."""
+    """Return how many distributions to compute together."""
     return max(1, (_CPU_ENTRIES if device.type == "cpu" else _DEVICE_ENTRIES) // vocab_size)
 
 
@@ -120,10 +120,10 @@ def chunks(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def lay_out(forest: Forest, tries: Sequence[Sequence[Sequence[int]]], max_rows: int, device: torch.device) -> Layout:
-    """Lay the forest out; `tries[b][v]` are the children of node v of tree b that a plan tries, in its order.
+def build_layout(forest: Forest, tries: Sequence[Sequence[Sequence[int]]], max_rows: int, device: torch.device) -> Layout:
+    """Build the layout; `tries[b][v]` are the children of node v of tree b that a plan tries, in its order.
 
-    A level holds nodes of one depth, at most `max_rows`; they do not depend on each other.
+    A level has at most `max_rows` nodes of one depth; they do not depend on each other.
     """
     packed = tuple(
         tuple(offset + child for child in kids) for offset, tree_tries in zip(forest.offsets, tries) for kids in tree_tries
@@ -161,5 +161,5 @@ def _padded(row: Sequence[int], width: int, filler: int) -> tuple[int, ...]:
 
 
 def _cut(tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Return the parts of a tensor; one part is the tensor itself, with no view made of it."""
+    """Return the parts of a tensor; a single part is the tensor itself, which saves a view."""
     return (tensor,) if len(sizes) == 1 else tensor.split_with_sizes(sizes)

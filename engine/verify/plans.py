@@ -1,11 +1,11 @@
 """Local plans: how one node shares its mass among its drafted children, an extra token and refusal.
 
-Knows one family (a node, the law after it, its children, the law they were drawn from) at a time, many families at once;
-does not know trees, depths or uniforms. A plan for a node of prefix mass a is lossless when, averaged over the children X
-drawn from Q, sum_X Q(X) pi(y|X) = a p(y) for every token y: docs/verification.md.
+A family is a node, the target distribution after it, its children and the distribution from which they were drawn. Families are
+processed in batches, without trees, depths or random numbers. A plan for a node of prefix mass a is lossless when, averaged over
+the children X drawn from Q, sum_X Q(X) pi(y|X) = a p(y) for every token y: docs/verification.md.
 
-Shape key: M families, A <= M of them still trying, C tries, V vocabulary.
-Formulas write p for the target law, q for the draft law and a for the prefix mass.
+Shape key: M families, A <= M of them with tries left, C tries, V vocabulary.
+Formulas write p for the target distribution, q for the draft distribution and a for the prefix mass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ from engine.core.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class Families:
-    """M nodes with their children. Rows of laws are copied out only when a plan asks for them.
+class NodeFamilies:
+    """M nodes with their children. Distributions are copied only when a plan reads them.
 
-    `num_tried[j]` families, the first ones, have more than j tries; `is_try_MC` says the same entry by entry.
+    The first `num_tried[j]` families have more than j tries; `is_try_MC` has the same information by entry.
     """
 
     target_probs_NV: Float[Tensor, "N V"]
@@ -46,19 +46,19 @@ class Families:
         return sum(self.num_tried[1:2])
 
     def target_MV(self) -> Float[Tensor, "M V"]:
-        """Return a fresh copy of the law after each node."""
+        """Return a new copy of the target distribution after each node."""
         return self.target_probs_NV.index_select(0, self.nodes_M)
 
     def draft_AV(self) -> Float[Tensor, "A V"]:
-        """Return a fresh copy of the law that the children of each family with tries were drawn from."""
+        """Return a new copy of the draft distribution of each family with tries."""
         return self.draft_probs_RV.index_select(0, _first(self.probs_rows_M, self.num_trying))
 
     def tokens_A1(self, rank: int) -> Int[Tensor, "A 1"]:
         """Return try `rank` of the families that have one."""
         return _first(self.tokens_MC, self.num_tried[rank]).narrow(1, rank, 1)
 
-    def first(self, count: int) -> "Families":
-        """Return the first families, those with most tries."""
+    def first(self, count: int) -> "NodeFamilies":
+        """Return the first `count` families, those with most tries."""
         if count == len(self.nodes_M):
             return self
         return replace(
@@ -71,47 +71,47 @@ class Families:
             num_tried=tuple(min(count, num) for num in self.num_tried),
         )
 
-    def trying(self) -> "Families":
+    def trying(self) -> "NodeFamilies":
         """Return the families with tries."""
         return self.first(self.num_trying)
 
     def target_at_tries_MC(self) -> Float[Tensor, "M C"]:
-        """Return the target probability of each try in float64, 0 where there is none."""
+        """Return the target probability of each try in float64, 0 for a missing try."""
         return self.target_probs_NV[self.nodes_M[:, None], self.tokens_MC].double() * self.is_try_MC
 
 
 def _first(rows: Tensor, count: int) -> Tensor:
-    """Return a view of the first rows; of all of them, the tensor itself."""
+    """Return a view of the first rows, or the tensor itself if these are all."""
     return rows if count == len(rows) else rows[:count]
 
 
-class Split(NamedTuple):
-    """Float64. `tried_MC`: chance that a try is taken, those before it refused; `final_M`: mass kept when all are refused."""
+class AcceptanceSplit(NamedTuple):
+    """Float64. `tried_MC`: probability that a try is accepted if those before it were refused; `final_M`: mass left after all."""
 
     tried_MC: Float[Tensor, "M C"]
     final_M: Float[Tensor, " M"]
 
 
 class LocalPlan(Protocol):
-    """A lossless way to treat one node."""
+    """A lossless rule for one node."""
 
     reads_draft: bool
 
     def tries(self, tree: TokenTree) -> Sequence[Sequence[int]]:
-        """Return for every node its children in the order of trying, a child as often as it is tried."""
+        """Return every node's children in the order in which they are tried, a child once for each try."""
         ...
 
-    def split(self, families: Families) -> Split:
-        """Return what each try gets and what is left for the node itself."""
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
+        """Return the acceptance probability of each try and the mass left for the node itself."""
         ...
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
-        """Return unnormalised weights of the extra token when all tries are refused; all 0 where that cannot happen."""
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
+        """Return unnormalised weights of the extra token after all tries are refused; all 0 if that cannot happen."""
         ...
 
 
 class TargetDraw:
-    """NSS: draw y from the target's law and descend if y is a child: pi(y|X) = a p(y) whatever X. Exact on any tree."""
+    """NSS: draw y from the target and descend if y is a child: pi(y|X) = a p(y) whatever X. Exact on any tree."""
 
     reads_draft = False
 
@@ -119,24 +119,24 @@ class TargetDraw:
         """Return the distinct children."""
         return tree.children
 
-    def split(self, families: Families) -> Split:
-        """Give each child its own share of the target's law."""
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
+        """Give each child its own target probability."""
         return split_by_shares(families.mass_M[:, None] * families.target_at_tries_MC(), 1.0 - families.mass_M)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
-        """Return the target's law off the tree."""
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
+        """Return the target's distribution outside the tree."""
         return clear_tries_(families.target_MV(), families)
 
 
-def split_by_shares(shares_MC: Float[Tensor, "M C"], none_M: Float[Tensor, " M"]) -> Split:
-    """Return the odds that make pi(x|X) of each try, one after another, and pi(none|X), all in float64, come true."""
+def split_by_shares(shares_MC: Float[Tensor, "M C"], none_M: Float[Tensor, " M"]) -> AcceptanceSplit:
+    """Return the sequential acceptance probabilities that give each try its share pi(x|X), and none pi(none|X), in float64."""
     left_MC = 1.0 - shares_MC.cumsum(-1)  # after each try
     before_MC = torch.cat([torch.ones_like(left_MC[:, :1]), left_MC[:, :-1]], -1)
     final_M = torch.where(none_M > 0.0, 1.0 - none_M / left_MC[:, -1], 1.0)
-    return Split((shares_MC / before_MC).nan_to_num(0.0).clamp(0.0, 1.0), final_M.clamp(0.0, 1.0))
+    return AcceptanceSplit((shares_MC / before_MC).nan_to_num(0.0).clamp(0.0, 1.0), final_M.clamp(0.0, 1.0))
 
 
-def clear_tries_(weights_MV: Float[Tensor, "M V"], families: Families) -> Float[Tensor, "M V"]:
+def clear_tries_(weights_MV: Float[Tensor, "M V"], families: NodeFamilies) -> Float[Tensor, "M V"]:
     """Set the weights of the drafted tokens to 0 in place: they are children, not extra tokens."""
     for rank, count in enumerate(families.num_tried):
         _first(weights_MV, count).scatter_(1, families.tokens_A1(rank), 0.0)
@@ -152,17 +152,17 @@ class WithReplacement:
         """Return the draws with their multiplicity."""
         return tree.draws
 
-    def split(self, families: Families) -> Split:
-        """Try the draws in order against one law."""
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
+        """Try the draws in order against the same distribution."""
         return split_in_order(families, _keep)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
-        """Return what the refused draws left of the target's law."""
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
+        """Return the residual of the target's distribution after the refused draws."""
         return residual_in_order(families, _keep)
 
 
 class WithoutReplacement:
-    """Distinct children in order of first appearance, each drawn from q without its elder siblings.
+    """Distinct children in order of first appearance, each drawn from q without the siblings before it.
 
     Bottom-up it is Traversal Verification (arXiv 2505.12398), with one child Block Verification (2403.10444); top-down
     it is Sequoia's rule (2402.12374). i.i.d. draws with duplicates merged are such children too.
@@ -174,40 +174,40 @@ class WithoutReplacement:
         """Return the distinct children in order of first appearance."""
         return tree.children
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         """Try the children in order, each against q without those before it."""
         return split_in_order(families, _remove)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
-        """Return what the refused children left of the target's law."""
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
+        """Return the residual of the target's distribution after the refused children."""
         return residual_in_order(families, _remove)
 
 
 class _AfterRefusal(Protocol):
-    """Changes the draft law of families whose child `tokens_A1` was refused, in place."""
+    """Updates in place the draft distribution of families whose child `tokens_A1` was refused."""
 
     def __call__(self, draft_AV: Tensor, tokens_A1: Tensor) -> None: ...
 
 
 def _keep(draft_AV: Tensor, tokens_A1: Tensor) -> None:
-    """Leave q as it is: the next draw is independent of this one."""
+    """Keep q: the next draw is independent of this one."""
 
 
 def _remove(draft_AV: Tensor, tokens_A1: Tensor) -> None:
-    """Set q to 0 at the token and renormalise. The sum is taken anew: 1 - q(x) would lose a small rest."""
+    """Set q to 0 at the token and renormalise by a new sum: 1 - q(x) would lose a small rest."""
     draft_AV.scatter_(1, tokens_A1, 0.0)
     draft_AV.div_(draft_AV.sum(-1, keepdim=True))
 
 
-def split_in_order(families: Families, after_refusal: _AfterRefusal) -> Split:
-    """Accept x with min(1, a p(x) / q(x)), else go on with what is left; VERIFICATION by rejection, one try after another."""
+def split_in_order(families: NodeFamilies, after_refusal: _AfterRefusal) -> AcceptanceSplit:
+    """Accept x with min(1, a p(x) / q(x)), else continue with the residual: rejection sampling, one try after another."""
     refusals = _Refusals(families, after_refusal)
-    odds = [refusals.odds_A1(rank) for rank in refusals]
-    return Split(_table(odds, families.tokens_MC), refusals.left(len(families.nodes_M)).mass_A)
+    accept_probs = [refusals.accept_probs_A1(rank) for rank in refusals]
+    return AcceptanceSplit(_table(accept_probs, families.tokens_MC), refusals.left(len(families.nodes_M)).mass_A)
 
 
-def residual_in_order(families: Families, after_refusal: _AfterRefusal) -> Float[Tensor, "M V"]:
-    """Return what is left of the target's law when all tries of `split_in_order` are refused."""
+def residual_in_order(families: NodeFamilies, after_refusal: _AfterRefusal) -> Float[Tensor, "M V"]:
+    """Return the residual of the target's distribution if all tries of `split_in_order` are refused."""
     refusals = _Refusals(families, after_refusal)
     for _ in refusals:
         pass
@@ -215,20 +215,20 @@ def residual_in_order(families: Families, after_refusal: _AfterRefusal) -> Float
 
 
 class _Left(NamedTuple):
-    """After a refusal: its total S + 1 - a, by which the weights are to be divided, and the new mass."""
+    """After a refusal: the total S + 1 - a, which divides the weights, and the new mass."""
 
     total_A: Tensor
     mass_A: Tensor
 
 
 class _Refusals:
-    """Families whose tries are refused one after another: p and q as they stand, on copies that each refusal overwrites.
+    """Families whose tries are refused one after another. Each refusal updates copies of p and q.
 
-    The weights are w = a p, a law of total a. A refusal makes S = sum (w - q)+, w <- (w - q)+ / (S + 1 - a) and
-    a <- S / (S + 1 - a). Scalars are float64 whatever the rows are.
+    The weights are w = a p, of total a. A refusal makes S = sum (w - q)+, w <- (w - q)+ / (S + 1 - a) and
+    a <- S / (S + 1 - a). Scalars are float64 whatever the dtype of the rows.
     """
 
-    def __init__(self, families: Families, after_refusal: _AfterRefusal) -> None:
+    def __init__(self, families: NodeFamilies, after_refusal: _AfterRefusal) -> None:
         self._families, self._after_refusal = families, after_refusal
         self._mass_M = families.mass_M
         self.weights_MV = families.target_MV()
@@ -236,27 +236,27 @@ class _Refusals:
         self._draft_AV = families.draft_AV()
 
     def __iter__(self) -> Iterator[int]:
-        """Go through the ranks of the tries, which are refused as soon as the next is asked for."""
+        """Yield the ranks of the tries; each is refused when the next is requested."""
         for rank, count in enumerate(self._families.num_tried):
             if rank:
                 self._go_on_to(rank)
             yield rank
             _first(self.weights_MV, count).sub_(_first(self._draft_AV, count)).clamp_(min=0.0)
 
-    def odds_A1(self, rank: int) -> Float[Tensor, "A 1"]:
-        """Return the chance that the try to come is taken."""
+    def accept_probs_A1(self, rank: int) -> Float[Tensor, "A 1"]:
+        """Return the probability that the next try is accepted."""
         tokens_A1 = self._families.tokens_A1(rank)
         weights_A1 = _first(self.weights_MV, len(tokens_A1)).gather(1, tokens_A1).double()
         return (weights_A1 / _first(self._draft_AV, len(tokens_A1)).gather(1, tokens_A1)).clamp_(max=1.0)
 
     def left(self, count: int) -> _Left:
-        """Return what the last refusal left to the first families; a family without tries has lost nothing: S = a."""
+        """Return the totals after the last refusal for the first families; a family without tries has S = a."""
         rest_A, mass_A = _first(self.weights_MV, count).sum(-1).double(), _first(self._mass_M, count)
-        total_A = rest_A + 1.0 - mass_A  # 0 only if a = 1 and p = q: then x was taken for certain
+        total_A = rest_A + 1.0 - mass_A  # 0 only if a = 1 and p = q: then x was accepted with probability 1
         return _Left(total_A, torch.where(total_A > 0.0, rest_A / total_A, 1.0))
 
     def _go_on_to(self, rank: int) -> None:
-        """Make laws of what the try before left to the families with one more."""
+        """Normalise the residuals of the families that have another try."""
         count = self._families.num_tried[rank]
         left = self.left(count)
         self._mass_M = torch.cat([left.mass_A, self._mass_M[count:]])
@@ -266,7 +266,7 @@ class _Refusals:
 
 
 def _table(columns: Sequence[Tensor], like_MC: Tensor) -> Float[Tensor, "M C"]:
-    """Return columns of one number for each of the first families as a table, 0 elsewhere."""
+    """Return columns, each with a number for the first families, as a table with 0 elsewhere."""
     num_rows, width = like_MC.shape
     if len(columns) < width or any(len(column) < num_rows for column in columns):
         table_MC = torch.zeros_like(like_MC, dtype=torch.float64)

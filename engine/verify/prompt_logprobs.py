@@ -1,7 +1,7 @@
-"""Log-probabilities of prompt tokens: where in a step's packed tokens the laws are that came before them, and what they said.
+"""Log-probabilities of prompt tokens, read from the logits of a step's packed tokens.
 
-A prompt token's law is after the token before it, so a chunk tells of the tokens that follow its own; each is told once, whatever
-is fed again after a preemption. Shape key: S packed tokens asked about, V vocabulary.
+A prompt token's distribution follows the token before it, so a chunk scores the tokens after each of its own. Each token is
+scored once, even if it is fed again after a preemption. Shape key: S scored tokens, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,53 +14,53 @@ from torch import Tensor
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import TokenTree
 from engine.core.types import TokenEvent, TokenLogprobs
-from engine.sampling.argmax import are_sound
+from engine.sampling.argmax import are_valid
 from engine.verify.dispatch import logprobs_of
 
-_ROWS_AT_ONCE = 64  # of the vocabulary's width, of which there are copies
+_ROWS_AT_ONCE = 64  # bounds the memory of temporary copies
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """Prompt tokens of a row that this step tells of; `places` are the packed tokens before them."""
+class ScoredTokens:
+    """Prompt tokens of a row that this step scores; `sources` are the packed tokens before them."""
 
     row: Row
-    places: range
+    sources: range
     token_ids: tuple[int, ...]
 
 
-def scored_by(plan: StepPlan, trees: Sequence[TokenTree]) -> list[Scored]:
-    """Return what a step tells of prompts, for the rows that ask; `trees` are those of the decoding rows."""
+def scored_prompt_tokens(plan: StepPlan, trees: Sequence[TokenTree]) -> list[ScoredTokens]:
+    """Return the prompt tokens that a step scores, for rows with `num_prompt_logprobs`; `trees` are those of decoding rows."""
     found, remaining, start = [], iter(trees), 0
     for row in plan.rows:
         if row.sampling.num_prompt_logprobs is not None and row.num_new_prompt_tokens:
             end = min(row.end, row.num_prompt_tokens)
             first, last = end - row.num_new_prompt_tokens, min(end, row.num_prompt_tokens - 1)
-            places = range(start + first - row.context_len, start + last - row.context_len)
-            found.append(Scored(row, places, tuple(row.history[first + 1 : last + 1])))
+            sources = range(start + first - row.context_len, start + last - row.context_len)
+            found.append(ScoredTokens(row, sources, tuple(row.history[first + 1 : last + 1])))
         start += len(row.certain_ids) + (next(remaining).num_nodes - 1 if row.is_decoding else 0)
     return found
 
 
-class PromptScores(NamedTuple):
-    """What a step tells of prompts, by request, and the requests whose laws are none: their logits are not finite."""
+class PromptLogprobs(NamedTuple):
+    """A step's prompt log-probabilities by request, and the requests that failed because their logits are not finite."""
 
-    told: Mapping[str, tuple[TokenLogprobs, ...]]
-    broken: frozenset[str]
-
-
-NO_SCORES = PromptScores({}, frozenset())
+    logprobs: Mapping[str, tuple[TokenLogprobs, ...]]
+    failed: frozenset[str]
 
 
-def scores_of(scored: Sequence[Scored], logits_SV: Float[Tensor, "S V"]) -> PromptScores:
-    """Return the log-probabilities by request; `logits_SV` are those at all the places, in order."""
+NO_PROMPT_LOGPROBS = PromptLogprobs({}, frozenset())
+
+
+def score_prompt_tokens(scored: Sequence[ScoredTokens], logits_SV: Float[Tensor, "S V"]) -> PromptLogprobs:
+    """Return the log-probabilities by request; `logits_SV` are the logits at all sources, in order."""
     scores: dict[str, tuple[TokenLogprobs, ...]] = {}
-    is_sound = are_sound(logits_SV)
-    broken = []
+    is_valid = are_valid(logits_SV)
+    failed = []
     first = 0
     for one in scored:
-        if not all(is_sound[first : first + len(one.token_ids)]):
-            broken.append(one.row.request_id)
+        if not all(is_valid[first : first + len(one.token_ids)]):
+            failed.append(one.row.request_id)
         num_top = one.row.sampling.num_prompt_logprobs or 0
         parts: list[TokenLogprobs] = []
         for begin in range(0, len(one.token_ids), _ROWS_AT_ONCE):
@@ -69,13 +69,13 @@ def scores_of(scored: Sequence[Scored], logits_SV: Float[Tensor, "S V"]) -> Prom
             parts.extend(logprobs_of(logits_SV, nodes, ids, num_top))
         scores[one.row.request_id] = tuple(parts)
         first += len(one.token_ids)
-    return PromptScores({name: told for name, told in scores.items() if name not in broken}, frozenset(broken))
+    return PromptLogprobs({name: found for name, found in scores.items() if name not in failed}, frozenset(failed))
 
 
-def with_scores(events: Sequence[TokenEvent], scores: Mapping[str, tuple[TokenLogprobs, ...]]) -> list[TokenEvent]:
-    """Return a step's events with what it tells of prompts; a row that only fed a chunk gets an event of its own."""
+def with_prompt_logprobs(events: Sequence[TokenEvent], scores: Mapping[str, tuple[TokenLogprobs, ...]]) -> list[TokenEvent]:
+    """Return a step's events with the prompt log-probabilities; a row that only fed a chunk gets an event of its own."""
     if not scores:
         return [*events]
-    silent = scores.keys() - {event.request_id for event in events}
-    told = [replace(event, prompt_logprobs=scores.get(event.request_id, ())) for event in events]
-    return [*told, *(TokenEvent(name, prompt_logprobs=scores[name]) for name in scores if name in silent and scores[name])]
+    missing = scores.keys() - {event.request_id for event in events}
+    completed = [replace(event, prompt_logprobs=scores.get(event.request_id, ())) for event in events]
+    return [*completed, *(TokenEvent(name, prompt_logprobs=scores[name]) for name in scores if name in missing and scores[name])]

@@ -1,4 +1,4 @@
-"""The registry of verifiers by name. engine.core.verifier_table says which trees each is exact on."""
+"""The registry of verifiers by name. engine.core.verifier_table lists the trees on which each is exact."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def _chosen(name: str, selection: Selection, direction: Direction) -> Callable[[
     return _two_phase(name, OneToken(AcceptChosen(selection)), direction)
 
 
-# A rule is a local plan x a direction; the coupled rule is its own. gbv and univer are reconstructions: docs/verification.md.
+# A rule is a local plan x a direction, except the coupled rule. gbv and univer are reconstructions: docs/verification.md.
 _REGISTRY: dict[str, Callable[[], Verifier]] = {
     "nss": _two_phase("nss", TargetDraw(), TopDown()),
     "naive": _two_phase("naive", FirstPath(), TopDown()),

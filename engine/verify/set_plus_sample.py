@@ -1,9 +1,9 @@
-"""The plan for a fixed set of children and one draw off it.
+"""The plan for a fixed set of children and one draw outside it.
 
-Knows one convention: the last draw of a node is the sample, those before it are the set H, fixed before the sample was drawn.
+Convention: the last draw of a node is the sample. The draws before it are the set H, fixed before the sample was drawn.
 
-Shape key: M families, A <= M of them with tries, C tries, V vocabulary. Formulas write p for the target law, q~ for the draft
-law without H, a for the prefix mass.
+Shape key: M families, A <= M of them with tries, C tries, V vocabulary. Formulas write p for the target distribution, q~ for
+the draft distribution without H, a for the prefix mass.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.core.tree import TokenTree
-from engine.verify.plans import Families, Split, clear_tries_, split_by_shares
+from engine.verify.plans import AcceptanceSplit, NodeFamilies, clear_tries_, split_by_shares
 
 
 class SetPlusSample:
-    """Accept the sample Y with min(1, a p(Y) / q~(Y)), else draw a token of (a p - q~)+ or refuse; descend if it lies in H.
+    """Accept the sample Y with min(1, a p(Y) / q~(Y)), else draw a token of (a p - q~)+ or refuse; descend if it is in H.
 
     Top-down it is the greedy multi-draft rule (arXiv 2502.18779; with one fixed token SpecHub, 2411.05289). Bottom-up it is a
-    reconstruction of UniVer (2605.04543) from the theorem of docs/verification.md: that paper's pseudo-code was not at hand,
-    so it may differ in what it accepts, not in whether it is lossless. The draft law is the drafter's whole law; q~ is its
-    part off H.
+    reconstruction of UniVer (2605.04543) from the theorem of docs/verification.md, made without that paper's pseudo-code. It may
+    differ in what it accepts, but it is lossless. The draft distribution is the drafter's full distribution; q~ is its part
+    outside H.
     """
 
     reads_draft = True
@@ -32,8 +32,8 @@ class SetPlusSample:
         """Return the children, the sample last."""
         return tree.children
 
-    def split(self, families: Families) -> Split:
-        """Give the sample its odds, and each child of H its share of what is left."""
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
+        """Give the sample its acceptance probability, and each child in H its share of the rest."""
         trying, count = families.trying(), families.num_trying
         spread = _spread(trying)
         in_set_AC = trying.is_try_MC.scatter(1, _last(trying), False)
@@ -44,23 +44,23 @@ class SetPlusSample:
         none_M[:count] *= spread.rate_A
         return split_by_shares(shares_MC, none_M)
 
-    def residual(self, families: Families) -> Float[Tensor, "M V"]:
-        """Return (a p - q~)+ off the tree."""
+    def residual(self, families: NodeFamilies) -> Float[Tensor, "M V"]:
+        """Return (a p - q~)+ outside the tree."""
         weights_MV = families.target_MV()
         weights_MV[: families.num_trying] = _spread(families.trying()).rest_AV
         return clear_tries_(weights_MV, families)
 
 
 class _Spread(NamedTuple):
-    """`taken_A`: odds of the sample; `rate_A`: (1 - taken) / R, by which `rest_AV` = (a p - q~)+ and 1 - a are scaled."""
+    """`taken_A`: acceptance probability of the sample; `rate_A` = (1 - taken) / R scales `rest_AV` = (a p - q~)+ and 1 - a."""
 
     taken_A: Float[Tensor, " A"]
     rate_A: Float[Tensor, " A"]
     rest_AV: Float[Tensor, "A V"]
 
 
-def _spread(trying: Families) -> _Spread:
-    """Return what happens to the sample and to the rest, R = sum (a p - q~)+ + 1 - a."""
+def _spread(trying: NodeFamilies) -> _Spread:
+    """Return the probabilities of the sample and of the rest, with R = sum (a p - q~)+ + 1 - a."""
     sample_A1 = trying.tokens_MC.gather(1, _last(trying))
     weights_AV = trying.target_MV()
     weights_AV.mul_(trying.mass_M[:, None].to(weights_AV.dtype))
@@ -72,14 +72,14 @@ def _spread(trying: Families) -> _Spread:
     return _Spread(taken_A, torch.where(spread_A > 0.0, (1.0 - taken_A) / spread_A, 0.0), rest_AV)
 
 
-def _off_set(trying: Families, sample_A1: Tensor) -> Tensor:
-    """Return q~: the draft law, 0 on H and renormalised."""
+def _off_set(trying: NodeFamilies, sample_A1: Tensor) -> Tensor:
+    """Return q~: the draft distribution, 0 on H and renormalised."""
     draft_AV = trying.draft_AV()
     sampled_A1 = draft_AV.gather(1, sample_A1)
     clear_tries_(draft_AV, trying).scatter_(1, sample_A1, sampled_A1)
     return draft_AV.div_(draft_AV.sum(-1, keepdim=True))
 
 
-def _last(trying: Families) -> Tensor:
-    """Return the place of the sample among the tries, [A, 1]."""
+def _last(trying: NodeFamilies) -> Tensor:
+    """Return the index of the sample among the tries, [A, 1]."""
     return trying.is_try_MC.sum(-1, keepdim=True) - 1

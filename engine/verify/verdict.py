@@ -1,4 +1,4 @@
-"""What a verifier says of one tree, and the Protocol of those who say it."""
+"""The result of verifying one tree, and the Protocol of verifiers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from engine.verify.forest import Forest
 class Verdict:
     """The accepted path, root first, and the extra token that follows it.
 
-    `expected_tokens` is E[tau + 1 | tree]: the mean of `len(path)` over the verifier's own draws, the tree and the laws given. It
-    is exact wherever masses tell where the path ends (every rule but coupled, whose noise the tree shares) and `len(path)` at
-    temperature 0; else None.
+    `expected_tokens` is E[tau + 1 | tree]: the mean of `len(path)` over the verifier's own draws, given the tree and the
+    distributions. It is exact for every rule but coupled, whose noise the tree shares. There it is None. At temperature 0 it is
+    `len(path)`.
     """
 
     path: tuple[int, ...]
@@ -27,24 +27,25 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Unjudged:
-    """A tree that no verdict can be given on; `reason` says why in a sentence, `code` in a word. Its request ends with it."""
+class VerificationFailure:
+    """The error of a tree that cannot be verified. Its request ends with this `reason` (a sentence) and `code` (a word)."""
 
     reason: str
     code: ErrorCode
 
 
 class Verifier(Protocol):
-    """A lossless rule. With trees drawn from the forest's draft laws, the emitted tokens have the target's law."""
+    """A lossless rule: with trees drawn from the forest's draft distributions, output tokens have the target's distribution."""
 
     @property
     def name(self) -> str:
-        """The name by which configurations and traces call it."""
+        """The name in configurations and traces."""
         ...
 
     def judge(self, forest: Forest, target_probs_NV: Float[Tensor, "N V"], keys: Sequence[StepKey]) -> list[Verdict]:
-        """Return one verdict a tree. `target_laws_NV`: processed float32 law after each packed node; one key a tree.
+        """Return one verdict a tree. `target_probs_NV`: processed float32 distribution after each packed node; one key a tree.
 
-        A tree's verdict depends on its own laws and key alone. Raises a LawError that names the trees it cannot judge.
+        A tree's verdict depends on its own distributions and key alone. Raises an InvalidDistributionError that lists the trees
+        that cannot be verified.
         """
         ...

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from engine.audit.report import ChoiceReport, Report, SampledReport, Verdict
+from engine.audit.report import AuditVerdict, ChoiceReport, Report, SampledReport
 from engine.core.types import ModelInfo
 
 
@@ -62,7 +62,7 @@ def _verdict(is_good: bool) -> str:
 
 
 def _outcome(report: Report) -> str:
-    if report.verdict is Verdict.INCONCLUSIVE:
+    if report.verdict is AuditVerdict.INCONCLUSIVE:
         return f"INCONCLUSIVE: no accepted drafts, or too few samples, in: {'; '.join(report.inconclusive)} (see docs/audit.md)."
     if report.is_lossless:
         found = "`finds`: the total variation distance that a test finds with probability .9, approximately."

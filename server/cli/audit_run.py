@@ -11,11 +11,11 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from engine.audit.collect import Collected, RequestFailed, collect
+from engine.audit.collect import AuditRequestFailed, Collected, collect
 from engine.audit.examine import examine
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import load_reference
-from engine.audit.report import Report, Verdict
+from engine.audit.report import AuditVerdict, Report
 from engine.build import BadConfiguration
 from engine.core.types import ModelInfo
 from engine.core.validation import RequestRefused
@@ -28,7 +28,11 @@ from server.cli.audit_report import as_text
 from server.settings import Settings
 from server.text.chat_ids import chat_ids
 
-EXIT_STATUS = {Verdict.LOSSLESS: 0, Verdict.VIOLATION: 1, Verdict.INCONCLUSIVE: 3}  # 2 is a mistake in what was asked
+EXIT_STATUS = {
+    AuditVerdict.LOSSLESS: 0,
+    AuditVerdict.VIOLATION: 1,
+    AuditVerdict.INCONCLUSIVE: 3,
+}  # 2 is a mistake in what was asked
 Texts = Mapping[str, Sequence[str]]  # user messages by kind
 
 
@@ -38,7 +42,7 @@ def audit(settings: Settings, texts: Texts, parsed: argparse.Namespace) -> int:
         return _audit(settings, texts, parsed)
     except (BadConfiguration, UnsupportedModel, RequestRefused) as error:
         raise AuditError(str(error)) from error
-    except (RequestFailed, IntegrityError) as error:
+    except (AuditRequestFailed, IntegrityError) as error:
         raise AuditFailed(f"the engine failed: {error}") from error
 
 

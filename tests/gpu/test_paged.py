@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.attention.paged.attention import kernel, why_not
+from engine.attention.paged.attention import kernel, unsupported_reason
 from engine.attention.paged.graph_recorder import CudaGraphs
 from engine.attention.paged.reference import attend as reference
 from engine.core.config import EngineConfig, SchedulerConfig
@@ -24,7 +24,7 @@ from tests.model.paged import Heads, by, inputs, paged, random_segments
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or why_not(torch.device("cuda"), 64, 1, torch.float32) is not None,
+        not torch.cuda.is_available() or unsupported_reason(torch.device("cuda"), 64, 1, torch.float32) is not None,
         reason="needs a CUDA device and triton",
     ),
 ]

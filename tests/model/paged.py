@@ -12,16 +12,16 @@ from torch import Tensor
 
 from engine.attention.packing import Segment, pack
 from engine.attention.paged.attention import Attend
-from engine.attention.paged.table import Columns, PagedBatch, Shape, table_of
+from engine.attention.paged.table import PagedBatch, Shape, TableColumns, table_of
 from engine.attention.segments import chain_segment, level_segment, tree_segment
-from engine.attention.tree_attention import Gathered
+from engine.attention.tree_attention import GatheredAttention
 from engine.core.tree import TokenTree
 from engine.kv_cache.pool import KVCache
 from tests.model.passes import CPU
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-COLUMNS = Columns(tokens=(0, 0, 1 << 20), asked=())
+COLUMNS = TableColumns(tokens=(0, 0, 1 << 20), outputs=())
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def gathered(given: Inputs, segments: Sequence[Segment], heads: Heads) -> Tensor
     cache = KVCache(len(given.keys_SHK) - 1, CPU)
     cache.write(0, torch.arange(len(given.keys_SHK)), given.keys_SHK.float().cpu(), given.values_SHV.float().cpu())
     query_THGK = given.query_THGK[: batch.num_tokens].float().cpu()
-    out = Gathered(batch, cache).attended(0, query_THGK, heads.size**-0.5, heads.window, heads.softcap)
+    out = GatheredAttention(batch, cache).attended(0, query_THGK, heads.size**-0.5, heads.window, heads.softcap)
     return out.view(*query_THGK.shape[:3], -1)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.attention import packing
 from engine.attention.packing import Group, pack
 from engine.attention.segments import chain_segment
-from engine.attention.tree_attention import Gathered, UnsupportedAttention, group_attention, tree_attention
+from engine.attention.tree_attention import GatheredAttention, UnsupportedAttention, group_attention, tree_attention
 from engine.core.tree import TokenTree
 from engine.kv_cache.pool import KVCache
 from engine.testing import FAMILIES
@@ -184,7 +184,7 @@ def attention_inputs(heads: int = 4, kv_heads: int = 2, size: int = 8):
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, count, 5, size, generator=generator) for count in (heads, kv_heads, kv_heads))
     batch = pack([chain_segment([1, 2, 3, 4, 5], 0, [4, 0, 3, 1, 2])], CPU)
-    return query, key, value, Gathered(batch, KVCache(5, CPU))
+    return query, key, value, GatheredAttention(batch, KVCache(5, CPU))
 
 
 class Layer(torch.nn.Module):

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from engine.audit.collect import RequestFailed, collect
+from engine.audit.collect import AuditRequestFailed, collect
 from engine.audit.examine import examine
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
@@ -111,7 +111,7 @@ def shared_stream(seed, position, stream):
 
 
 _JUDGE = masses.TwoPhase.judge
-_WEIGHTS = masses.Case.extra_weights
+_WEIGHTS = masses.PlannedForest.extra_weights
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ _WEIGHTS = masses.Case.extra_weights
     [
         (masses.TwoPhase, "judge", draft_believed),
         (masses.TwoPhase, "judge", from_the_root),
-        (masses.Case, "extra_weights", uniform_residual),
+        (masses.PlannedForest, "extra_weights", uniform_residual),
         (masses, "stream_key", shared_stream),
     ],
 )
@@ -283,7 +283,7 @@ def test_a_failed_request_fails_the_audit(monkeypatch):
     failed = (TokenEvent("audit-0", finish=FinishReason.ERROR, error="no memory"),)
     monkeypatch.setattr(engine, "step", lambda: replace(step(), events=failed))
     plan = AuditPlan(PROMPTS, (Setting(SHARP, "traversal", DELAYED),), first_seed=7, num_samples=1)
-    with pytest.raises(RequestFailed, match="no memory"):
+    with pytest.raises(AuditRequestFailed, match="no memory"):
         collect(engine, plan)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.audit.auditor import Auditor, is_chosen
+from engine.audit.auditor import Auditor, is_selected
 from engine.audit.background import AuditedEngine
-from engine.audit.judgement import Check, Judgement, check_of
-from engine.audit.outcomes import Outcome, Tally, tie_tolerance
-from engine.audit.pit import NUM_BINS, evenness
+from engine.audit.outcomes import CheckOutcome, Tally, tie_tolerance
+from engine.audit.pit import NUM_BINS, uniformity_test
+from engine.audit.record_check import Check, RecordCheck, check_of
 from engine.build import build_served
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.policy import FixedExpansion
@@ -121,8 +121,8 @@ def test_what_a_sound_engine_says_is_right():
 def test_draws_of_a_sound_engine_fill_the_bins_evenly(verifier):
     session = run_in_turns(audited(verifier=verifier), 180)
     assert sum(bins(session)) == 180 * 8
-    assert evenness(bins(session)).p_value > 1e-3
-    assert news(session)[-1].p_value == pytest.approx(evenness(bins(session)).p_value)
+    assert uniformity_test(bins(session)).p_value > 1e-3
+    assert news(session)[-1].p_value == pytest.approx(uniformity_test(bins(session)).p_value)
 
 
 def run_in_turns(engine, number):
@@ -173,7 +173,7 @@ def test_drafts_that_are_believed_are_found(monkeypatch, caplog):
     monkeypatch.setattr(masses.TwoPhase, "judge", draft_believed)
     session = run_in_turns(audited(), 180)
     assert news(session)[-1].p_value < 1e-6
-    assert sum("do not have the target's law" in record.message for record in caplog.records) == 1
+    assert sum("do not have the target's distribution" in record.message for record in caplog.records) == 1
 
 
 def one_token_more(logits_NV, sampling, rows):
@@ -209,21 +209,21 @@ def stopped_at_the_likeliest(number):
 def test_requests_that_are_aborted_count():
     session = stopped_at_the_likeliest(300)
     assert 300 < sum(bins(session)) < 1100
-    assert evenness(bins(session)).p_value > 1e-3
+    assert uniformity_test(bins(session)).p_value > 1e-3
 
 
 @pytest.mark.usefixtures("numbered_secrets")
 def test_leaving_them_out_would_find_fault_with_a_sound_engine(monkeypatch):
     """The mutant: only requests that ended by themselves count."""
-    write = Auditor._write
+    write = Auditor._append
 
     def without_aborted(self, record, event):
         if event.finish is FinishReason.ABORT:
             event = replace(event, finish=FinishReason.ERROR)
         write(self, record, event)
 
-    monkeypatch.setattr(Auditor, "_write", without_aborted)
-    assert evenness(bins(stopped_at_the_likeliest(600))).p_value < 1e-6
+    monkeypatch.setattr(Auditor, "_append", without_aborted)
+    assert uniformity_test(bins(stopped_at_the_likeliest(600))).p_value < 1e-6
 
 
 @pytest.mark.usefixtures("numbered_secrets")
@@ -290,14 +290,14 @@ def test_places_are_few_and_given_before_the_first_token():
 
 def fail_at(name, monkeypatch):
     """Have the judge break down at a request of this name, after its first tokens."""
-    add = Judgement.add
+    add = RecordCheck.add
 
     def broken(self, logits_NV):
-        if self.record.request.request_id == name and self.num_judged:
+        if self.record.request.request_id == name and self.num_checked:
             raise ZeroDivisionError
         add(self, logits_NV)
 
-    monkeypatch.setattr(Judgement, "add", broken)
+    monkeypatch.setattr(RecordCheck, "add", broken)
 
 
 @pytest.mark.parametrize("names", [("bad",), ("bad", "good"), ("good", "bad")])
@@ -308,7 +308,7 @@ def test_a_text_that_cannot_be_judged_takes_no_other_with_it(names, monkeypatch,
     assert sum(audit.num_dropped for audit in news(session)) == 1
     assert outcomes(session) == ({Check.GREEDY: Tally(12)} if "good" in names else {})
     assert all(outcome.finish is FinishReason.LENGTH for outcome in session.outcomes.values())
-    assert "cannot be judged" in caplog.text
+    assert "cannot be checked" in caplog.text
 
 
 @pytest.mark.usefixtures("numbered_secrets")
@@ -335,13 +335,13 @@ def test_the_shortest_prompt_is_judged_first():
     """A long text at the head of the queue, which no idle moment suffices for, held all others up."""
     auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
     for name, prompt in (("long", tuple(range(40))), ("short", PROMPT), ("middle", tuple(range(9)))):
-        auditor.enlist(greedy(name, prompt))
-        auditor.hear([TokenEvent(name, (4,), finish=FinishReason.LENGTH)])
+        auditor.select(greedy(name, prompt))
+        auditor.observe([TokenEvent(name, (4,), finish=FinishReason.LENGTH)])
     order = []
-    while auditor.has_texts:
+    while auditor.has_pending:
         assert auditor.start().request.request_id == auditor.start().request.request_id, "one that was stopped begins anew"
         order.append(auditor.start().request.request_id)
-        auditor.judge(torch.zeros(1, 61))
+        auditor.check(torch.zeros(1, 61))
     assert order == ["short", "middle", "long"]
 
 
@@ -349,9 +349,9 @@ def test_every_series_of_the_audit_is_there_from_the_start():
     text = Metrics("tiny", 64, lambda: EngineHealth(EngineState.STARTING, 0.0, 0, "")).render().decode()
     lines = [line for line in text.splitlines() if not line.startswith("#") and "created" not in line]
     tokens = [line for line in lines if line.startswith("latebranch_audit_tokens_total{")]
-    assert len(tokens) == len(Check) * len(Outcome)
-    assert all(sum(f'check="{check}"' in line for line in tokens) == len(Outcome) for check in Check)
-    assert all(sum(f'outcome="{outcome}"' in line for line in tokens) == len(Check) for outcome in Outcome)
+    assert len(tokens) == len(Check) * len(CheckOutcome)
+    assert all(sum(f'check="{check}"' in line for line in tokens) == len(CheckOutcome) for check in Check)
+    assert all(sum(f'outcome="{outcome}"' in line for line in tokens) == len(Check) for outcome in CheckOutcome)
     bins_ = [line for line in lines if line.startswith("latebranch_audit_pit_bins_total{")]
     assert len(bins_) == NUM_BINS
     assert any(f'bin="{NUM_BINS - 1}"' in line for line in bins_)
@@ -359,10 +359,10 @@ def test_every_series_of_the_audit_is_there_from_the_start():
 
 def test_logits_that_are_not_finite_are_no_match():
     auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
-    auditor.enlist(greedy("a", PROMPT))
-    auditor.hear([TokenEvent("a", (4, 5), finish=FinishReason.LENGTH)])
+    auditor.select(greedy("a", PROMPT))
+    auditor.observe([TokenEvent("a", (4, 5), finish=FinishReason.LENGTH)])
     auditor.start()
-    auditor.judge(torch.full((2, 61), float("nan")))
+    auditor.check(torch.full((2, 61), float("nan")))
     assert told(auditor).outcomes == {"greedy": {"match": 0, "near_tie": 0, "mismatch": 2}}
 
 
@@ -370,27 +370,27 @@ def test_logits_that_are_not_finite_are_no_match():
 def test_draws_of_a_distribution_that_rounding_decides_fill_no_bin(temperature, num_binned):
     """In bfloat16 a near tie is no mismatch, and where it is the whole law its draws are no test."""
     auditor = Auditor(1.0, 4, tie_tolerance("bfloat16"), seed=0)
-    auditor.enlist(unseeded(1, max_tokens=1, temperature=temperature))
-    auditor.hear([TokenEvent("u1", (1,), finish=FinishReason.LENGTH)])
+    auditor.select(unseeded(1, max_tokens=1, temperature=temperature))
+    auditor.observe([TokenEvent("u1", (1,), finish=FinishReason.LENGTH)])
     auditor.start()
-    auditor.judge(torch.tensor([[20.0, 19.75, *[0.0] * 59]]))
+    auditor.check(torch.tensor([[20.0, 19.75, *[0.0] * 59]]))
     assert sum(told(auditor).pit_bins) == num_binned
 
 
 def test_a_request_that_ends_in_an_error_is_not_judged():
     auditor = Auditor(1.0, 4, tie_tolerance("float32"), seed=0)
-    auditor.enlist(greedy("a", PROMPT))
-    auditor.hear([TokenEvent("a", (4,)), TokenEvent("a", finish=FinishReason.ERROR, error="x")])
-    assert not auditor.has_texts
+    auditor.select(greedy("a", PROMPT))
+    auditor.observe([TokenEvent("a", (4,)), TokenEvent("a", finish=FinishReason.ERROR, error="x")])
+    assert not auditor.has_pending
     assert auditor.taken_stats() is None
 
 
 def test_the_share_is_a_matter_of_the_name():
-    chosen = [name for name in map(str, range(4000)) if is_chosen(name, 0.1)]
+    chosen = [name for name in map(str, range(4000)) if is_selected(name, 0.1)]
     assert 300 < len(chosen) < 500
-    assert set(chosen) <= {name for name in map(str, range(4000)) if is_chosen(name, 0.2)}
-    assert not any(is_chosen(name, 0.0) for name in chosen)
-    assert all(is_chosen(str(index), 1.0) for index in range(100))
+    assert set(chosen) <= {name for name in map(str, range(4000)) if is_selected(name, 0.2)}
+    assert not any(is_selected(name, 0.0) for name in chosen)
+    assert all(is_selected(str(index), 1.0) for index in range(100))
 
 
 @pytest.mark.parametrize(

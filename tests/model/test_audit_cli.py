@@ -14,12 +14,12 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import server.cli.main
-from engine.audit.collect import RequestFailed, collect
+from engine.audit.collect import AuditRequestFailed, collect
 from engine.audit.examine import examine
 from engine.audit.outcomes import Tally
 from engine.audit.plan import AuditPlan, Setting
 from engine.audit.reference import Reference
-from engine.audit.report import Verdict
+from engine.audit.report import AuditVerdict
 from engine.build import BadConfiguration
 from engine.core.tree import Expansion
 from engine.core.types import SamplingParams
@@ -76,20 +76,20 @@ def test_a_violation_cannot_be_overlooked(report):
 
 def test_an_audit_that_could_find_nothing_is_no_proof(report):
     """The bug: without any accepted draft, or with few samples, it passed."""
-    assert report.verdict is Verdict.LOSSLESS
+    assert report.verdict is AuditVerdict.LOSSLESS
     (draws,) = report.sampled
     without_drafts = replace(report, sampled=(replace(draws, num_accepted=0),))
     without_test = replace(report, sampled=(replace(draws, tests=draws.tests[:1]),))
     greedy_alone = replace(report, greedy=(replace(report.greedy[0], num_accepted=0),))
     for vacuous in (without_drafts, without_test, greedy_alone):
-        assert vacuous.verdict is Verdict.INCONCLUSIVE
+        assert vacuous.verdict is AuditVerdict.INCONCLUSIVE
         assert EXIT_STATUS[vacuous.verdict] == 3
         assert text_of(vacuous).splitlines()[-1].startswith("INCONCLUSIVE: ")
         assert vacuous.inconclusive[0] in text_of(vacuous).splitlines()[-1]
     by_policy = replace(report, sampled=(replace(draws, num_accepted=0, is_by_policy=True),))
-    assert by_policy.verdict is Verdict.LOSSLESS, "a policy may choose to draft nothing"
+    assert by_policy.verdict is AuditVerdict.LOSSLESS, "a policy may choose to draft nothing"
     wrong = replace(without_drafts, greedy=(replace(report.greedy[0], tally=Tally(7, 0, 1, 4.0)),))
-    assert wrong.verdict is Verdict.VIOLATION
+    assert wrong.verdict is AuditVerdict.VIOLATION
 
 
 def test_first_tokens_are_tested_however_few_the_samples():
@@ -215,7 +215,7 @@ def test_an_adaptive_policy_is_audited_beside_the_configured_tree(asked, tmp_pat
     assert [setting.expansion for setting in plan_of(asked[0], ((1,),)).settings] == [Expansion(5, 1, 0), None] * 2
 
 
-@pytest.mark.parametrize("failure", [RequestFailed("no memory"), IntegrityError("a slot is lost")])
+@pytest.mark.parametrize("failure", [AuditRequestFailed("no memory"), IntegrityError("a slot is lost")])
 def test_an_engine_that_fails_is_no_mistake_in_what_was_asked(failure, monkeypatch, capsys):
     def fail(*_):
         raise failure
@@ -278,13 +278,13 @@ def test_a_sound_pair_passes_from_the_command_line(pair_on_disk, capsys):
 
 def test_a_broken_verifier_fails_from_the_command_line(pair_on_disk, capsys, monkeypatch):
     monkeypatch.setattr(
-        masses.Case, "extra_weights", lambda self, level, prefix_P: torch.ones_like(_WEIGHTS(self, level, prefix_P))
+        masses.PlannedForest, "extra_weights", lambda self, level, prefix_P: torch.ones_like(_WEIGHTS(self, level, prefix_P))
     )
     assert run_whole(pair_on_disk) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["is_lossless"] is False
 
 
-_WEIGHTS = masses.Case.extra_weights
+_WEIGHTS = masses.PlannedForest.extra_weights
 
 
 def test_a_tool_writes_no_trace_of_the_server(pair_on_disk):

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from engine.audit.chi_square import ChiSquare, compared, pooled, survival, together
+from engine.audit.chi_square import ChiSquare, combined_test, likelihood_ratio_test, pooled_cells, survival
 from engine.audit.examine import _summary
 from engine.audit.outcomes import Tally, greedy_gaps, support_of, tally_gaps, tie_tolerance
-from engine.audit.pit import NUM_BINS, binned, evenness, transformed
+from engine.audit.pit import NUM_BINS, bin_counts, pit_values, uniformity_test
 from engine.audit.reference import Reference, penalised, warped
 from engine.core.rng_keys import uniform
 from engine.core.types import SamplingParams
@@ -27,7 +27,7 @@ def drawn(probs_V, number, key):
 
 def sample_of(probs_V, number, key):
     counts = torch.bincount(torch.tensor(drawn(probs_V, number, key)), minlength=len(LAW))
-    return compared(counts.tolist(), (LAW * number).tolist())
+    return likelihood_ratio_test(counts.tolist(), (LAW * number).tolist())
 
 
 @pytest.mark.parametrize(
@@ -58,28 +58,28 @@ def test_what_a_test_says_it_finds_it_finds():
 
 
 def test_small_cells_are_pooled_and_nothing_is_lost():
-    cells = pooled([1, 2, 50, 3, 44], [2.0, 3.0, 50.0, 4.0, 41.0])
+    cells = pooled_cells([1, 2, 50, 3, 44], [2.0, 3.0, 50.0, 4.0, 41.0])
     assert cells == [(50, 50.0), (50, 50.0)] or sum(o for o, _ in cells) == 100
     assert all(expected >= 10 for _, expected in cells)
-    assert compared([7], [7.0]) == ChiSquare(0.0, 0, 7)
-    assert compared([], []).p_value == 1.0
+    assert likelihood_ratio_test([7], [7.0]) == ChiSquare(0.0, 0, 7)
+    assert likelihood_ratio_test([], []).p_value == 1.0
     assert ChiSquare(0.0, 0, 7).detectable(0.01) == 1.0
 
 
 def test_tests_add_up():
     one, two = ChiSquare(3.0, 2, 10), ChiSquare(5.0, 4, 20)
-    assert together([one, two]) == ChiSquare(8.0, 6, 30)
+    assert combined_test([one, two]) == ChiSquare(8.0, 6, 30)
 
 
 def transforms(order):
     """Return the transform of draws from many laws, the tokens of each law in another order."""
     probs_NV = torch.stack([LAW[torch.randperm(40, generator=torch.Generator().manual_seed(i))] for i in range(4000)])
     ids = [drawn(probs_V, 1, key)[0] for key, probs_V in enumerate(probs_NV)]
-    return transformed(order(probs_NV), ids, [uniform(5, i) for i in range(4000)])
+    return pit_values(order(probs_NV), ids, [uniform(5, i) for i in range(4000)])
 
 
 def test_draws_of_any_distributions_become_uniform():
-    assert evenness(binned(transforms(lambda probs: probs))).p_value > 1e-3
+    assert uniformity_test(bin_counts(transforms(lambda probs: probs))).p_value > 1e-3
 
 
 @pytest.mark.parametrize("power", [0.8, 1.25])
@@ -87,14 +87,14 @@ def test_a_distribution_too_flat_or_too_peaked_is_found(power):
     def other(probs_NV):
         return probs_NV**power / (probs_NV**power).sum(-1, keepdim=True)
 
-    assert evenness(binned(transforms(other))).p_value < 1e-6
+    assert uniformity_test(bin_counts(transforms(other))).p_value < 1e-6
 
 
 def test_a_transform_lies_inside_its_tokens_part():
     probs = torch.tensor([[0.2, 0.5, 0.3]] * 3, dtype=torch.float64)
-    assert transformed(probs, [1, 2, 0], [0.5, 0.5, 0.5]) == pytest.approx([0.25, 0.65, 0.9])
-    assert transformed(torch.full((2, 2), 0.5), [0, 1], [0.5, 0.5]) == pytest.approx([0.25, 0.75])  # ties by token id
-    assert len(binned([0.0, 1.0])) == NUM_BINS
+    assert pit_values(probs, [1, 2, 0], [0.5, 0.5, 0.5]) == pytest.approx([0.25, 0.65, 0.9])
+    assert pit_values(torch.full((2, 2), 0.5), [0, 1], [0.5, 0.5]) == pytest.approx([0.25, 0.75])  # ties by token id
+    assert len(bin_counts([0.0, 1.0])) == NUM_BINS
 
 
 def test_near_ties_and_mistakes_are_told_apart():
@@ -144,7 +144,7 @@ def test_draws_that_test_nothing_do_not_make_a_sum_look_surer():
     informative, fixed = ChiSquare(3.0, 2, 100), ChiSquare(0.0, 0, 100)
     together_, worst = _summary("first token", [informative, *[fixed] * 9])
     assert (together_.test, together_.num_distributions) == (informative, 1)
-    assert together([informative, *[fixed] * 9]).detectable(1e-4) < together_.test.detectable(1e-4)
+    assert combined_test([informative, *[fixed] * 9]).detectable(1e-4) < together_.test.detectable(1e-4)
     assert worst.test == informative
 
 

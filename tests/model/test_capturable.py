@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.packing import pack
 from engine.attention.paged.buffer import TableBuffer
-from engine.attention.paged.graphs import StaticSteps
-from engine.attention.paged.padding_shapes import Ladder
+from engine.attention.paged.graphs import GraphResources
+from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.attention.segments import chain_segment
 from engine.model.causal_lm import CausalModel, adopt
 from engine.testing import tiny_engine, tiny_module
@@ -59,8 +59,8 @@ def nothing(query_THGK, keys_SHK, values_SHV, *_):
     return query_THGK.new_zeros(*query_THGK.shape[:3], values_SHV.shape[-1])
 
 
-def steps_with(recorder) -> StaticSteps:
-    return StaticSteps(TableBuffer(4096, CPU), Ladder(4), recorder)
+def steps_with(recorder) -> GraphResources:
+    return GraphResources(TableBuffer(4096, CPU), PaddingShapes(4), recorder)
 
 
 def target_of(family: str) -> CausalModel:

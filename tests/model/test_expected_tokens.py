@@ -12,7 +12,7 @@ from engine.core.types import ErrorCode, Request, SamplingParams, Speculation, S
 from engine.engine import Engine
 from engine.testing import tiny_engine
 from engine.verify.dispatch import Judge
-from engine.verify.verdict import Unjudged, Verdict
+from engine.verify.verdict import Verdict, VerificationFailure
 from tests.chi_square import FAILS_ABOVE, PASSES_BELOW
 from tests.model.driving import greedy, run, sampled
 from tests.model.tiny import pair
@@ -160,6 +160,6 @@ def test_rows_without_a_number_do_not_erase_the_others():
 
 
 def test_an_unjudged_row_foretells_nothing(monkeypatch):
-    broken = Unjudged("broken", ErrorCode.VERIFICATION_FAILED)
+    broken = VerificationFailure("broken", ErrorCode.VERIFICATION_FAILED)
     monkeypatch.setattr(Judge, "judge", lambda self, rows, forest, logits, best: [broken for _ in rows])
     assert run(mixed_engine(), [greedy("r", (5, 9, 3))]).stats[0].num_expected_rows == 0

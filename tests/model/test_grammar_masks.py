@@ -13,7 +13,7 @@ from llguidance import LLParserLimits
 from engine.core.types import Grammar, GrammarKind
 from engine.structured_output import grammars
 from engine.structured_output.grammars import BadGrammar, compiled
-from engine.structured_output.masks import GrammarMasks, _Standing
+from engine.structured_output.masks import GrammarMasks, _TextMatcher
 from tests.model.grammars import ALL, CHOICE, EOS, LARK, REGEX, V, allowed_after, ids_of, masks, text_of, vocabulary
 
 PROMPT = [7, 7, 7]
@@ -85,22 +85,22 @@ def back_to_the_root_only(self, num_kept):
 
 def kept_masks(self, text):
     kept = self._masks
-    _STAND_AFTER(self, text)
+    _MOVE_TO(self, text)
     self._masks = kept
 
 
-_STAND_AFTER = _Standing.stand_after
+_MOVE_TO = _TextMatcher.move_to
 
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
-    [("_go_back", never_back), ("_go_back", back_to_the_root_only), ("stand_after", kept_masks)],
+    [("_go_back", never_back), ("_go_back", back_to_the_root_only), ("move_to", kept_masks)],
     ids=["never back", "back to the root", "masks outlive their text"],
 )
 def test_masks_kill(name, mutant, monkeypatch):
     steps = [(ids_of("ab"), TREE), (ids_of("abb"), TREE), (ids_of("cc"), TREE)]
     check(REGEX, steps)
-    monkeypatch.setattr(_Standing, name, mutant)
+    monkeypatch.setattr(_TextMatcher, name, mutant)
     with pytest.raises(AssertionError):
         check(REGEX, steps)
 

@@ -18,7 +18,7 @@ from engine.verify import dispatch as judging
 from engine.verify.coupled import judge_greedy
 from engine.verify.dispatch import NOT_FINITE, Judge, logprobs_of
 from engine.verify.rules import create_verifier
-from engine.verify.verdict import Unjudged, Verdict
+from engine.verify.verdict import Verdict, VerificationFailure
 from tests.chi_square import PASSES_BELOW, z_of_counts
 from tests.model.distributions import probs_of
 from tests.model.native import needs_library
@@ -64,7 +64,7 @@ def check(judge: Judge, kinds, broken: set[int]) -> None:
     assert len(verdicts) == len(rows)
     for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         wanted = None if i in broken else expected_verdict(row)
-        assert isinstance(verdict, Unjudged) == (wanted is None)
+        assert isinstance(verdict, VerificationFailure) == (wanted is None)
         if isinstance(verdict, Verdict) and wanted is not None:
             assert (verdict.path, verdict.extra_id) == (wanted.path, wanted.extra_id)
 
@@ -78,22 +78,22 @@ def test_rows_in_any_mixture_get_the_verdict_they_get_alone(kinds, broken):
 class Indifferent(Judge):
     """Never looks whether logits are finite."""
 
-    def _sound(self, forest, is_sound):
+    def _valid_trees(self, forest, is_valid):
         return [True] * len(forest.trees)
 
 
 class BrokenTogether(Judge):
     """One broken tree spoils all."""
 
-    def _sound(self, forest, is_sound):
-        return [all(super()._sound(forest, is_sound))] * len(forest.trees)
+    def _valid_trees(self, forest, is_valid):
+        return [all(super()._valid_trees(forest, is_valid))] * len(forest.trees)
 
 
 class FirstRootsOnly(Judge):
     """Looks at the root of each tree and not at the rest of it."""
 
-    def _sound(self, forest, is_sound):
-        return [is_sound[offset] for offset in forest.offsets[:-1]]
+    def _valid_trees(self, forest, is_valid):
+        return [is_valid[offset] for offset in forest.offsets[:-1]]
 
 
 class SamplingOfTheFirst(Judge):
@@ -136,7 +136,7 @@ def test_a_row_whose_tokens_are_all_ruled_out_ends_alone(kind):
     logits_NV[:, [0, 3]] = float("-inf")
     verdicts = Judge().judge(rows, forest, logits_NV)
     assert [isinstance(verdict, Verdict) for verdict in verdicts] == [True, False, True]
-    assert isinstance(verdicts[1], Unjudged)
+    assert isinstance(verdicts[1], VerificationFailure)
     assert verdicts[1].code is ErrorCode.NO_POSSIBLE_TOKEN
 
 
@@ -168,7 +168,7 @@ def test_logprobs_are_those_of_the_raw_logits(num_top, wanted):
 
 
 def test_a_tree_that_cannot_be_judged_ends_alone():
-    """One LawError once ended the step, and with it the worker and every request in it."""
+    """One InvalidDistributionError once ended the step, and with it the worker and every request in it."""
     rows = rows_of([KINDS[2]] * 3)
     forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
     probs_RV = forest.draft_probs_RV.clone()
@@ -176,7 +176,7 @@ def test_a_tree_that_cannot_be_judged_ends_alone():
     probs_RV[forest.probs_rows[1][0], forest.trees[1].token_ids[child]] = 0.0
     verdicts = Judge().judge(rows, replace(forest, draft_probs_RV=probs_RV), target_logits(forest))
     assert [isinstance(verdict, Verdict) for verdict in verdicts] == [True, False, True]
-    assert isinstance(verdicts[1], Unjudged)
+    assert isinstance(verdicts[1], VerificationFailure)
     assert "could not have been drawn" in verdicts[1].reason
     assert verdicts[2] == expected_verdict(rows[2])
 
@@ -217,11 +217,11 @@ def of_library(monkeypatch, rows: list[Row]) -> list[StepKey]:
     """Return the keys of those that our library judges."""
     keys: list[StepKey] = []
 
-    def judge_by_library(*args):
+    def judge_coupled_natively(*args):
         keys.extend(args[-1])
-        return coupled.judge_by_library(*args)
+        return coupled.judge_coupled_natively(*args)
 
-    monkeypatch.setattr(judging, "judge_by_library", judge_by_library)
+    monkeypatch.setattr(judging, "judge_coupled_natively", judge_coupled_natively)
     forest = grow(TableDrafter(TABLE), rows, V, CPU).forest
     Judge().judge(rows, forest, target_logits(forest))
     return keys

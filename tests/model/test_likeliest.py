@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.core.types import SamplingParams
 from engine.native import distributions as native
-from engine.sampling.argmax import Likeliest, are_sound, likeliest
+from engine.sampling.argmax import RowArgMax, are_valid, argmax_rows
 from engine.sampling.distributions import warped_probs
 from tests.model.native import needs_library
 
@@ -36,13 +36,13 @@ def by_numpy(rows: torch.Tensor) -> list[tuple[bool, int]]:
     return [(math.isfinite(top), int(row.argmax()) if math.isfinite(top) else -1) for top, row in zip(tops, rows.numpy())]
 
 
-def told(found: list[Likeliest]) -> list[tuple[bool, int]]:
-    return [(one.is_sound, one.token_id if one.is_sound else -1) for one in found]
+def told(found: list[RowArgMax]) -> list[tuple[bool, int]]:
+    return [(one.is_valid, one.token_id if one.is_valid else -1) for one in found]
 
 
 @given(rows_of_logits())
 def test_the_first_of_the_largest_is_found_and_what_is_no_number(rows):
-    assert told(likeliest(rows)) == by_numpy(rows)
+    assert told(argmax_rows(rows)) == by_numpy(rows)
 
 
 def last_of_equals(rows):
@@ -58,8 +58,8 @@ def blind_to_nan(rows):
 @pytest.mark.parametrize("mutant", [last_of_equals, blind_to_nan])
 def test_the_comparison_kills(mutant, monkeypatch):
     cases = [torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([[1.0, math.nan, 0.0]])]
-    assert all(told(likeliest(rows)) == by_numpy(rows) for rows in cases)
-    assert not all(told([Likeliest(*one) for one in mutant(rows)]) == by_numpy(rows) for rows in cases)
+    assert all(told(argmax_rows(rows)) == by_numpy(rows) for rows in cases)
+    assert not all(told([RowArgMax(*one) for one in mutant(rows)]) == by_numpy(rows) for rows in cases)
 
 
 @needs_library
@@ -107,8 +107,8 @@ def _by_torch(monkeypatch):
 @given(rows_of_logits())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_torch_finds_the_same(rows):
-    assert told(likeliest(rows)) == by_numpy(rows)
-    assert are_sound(rows) == [is_sound for is_sound, _ in by_numpy(rows)]
+    assert told(argmax_rows(rows)) == by_numpy(rows)
+    assert are_valid(rows) == [is_valid for is_valid, _ in by_numpy(rows)]
 
 
 LAWS = [SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=2.0)]

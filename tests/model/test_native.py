@@ -24,7 +24,7 @@ from engine.native import distributions as probs
 from engine.native import library
 from engine.native.linear import QUANTISED
 from engine.native.passes import cache_dtype
-from engine.sampling.argmax import Likeliest
+from engine.sampling.argmax import RowArgMax
 from engine.scheduler.slot_pool import IntegrityError
 from engine.testing import tiny_engine, tiny_module
 from engine.weights.stored import stored_dtype
@@ -159,9 +159,9 @@ def test_keys_and_values_of_every_head_lie_where_those_of_torch_do():
     caches = []
     for target in (model("qwen2"), native("qwen2")):
         caches.append(cache := KVCache(7, CPU))
-        slots = [4, 0, 6, cache.nobody, 1, 5, 2]
+        slots = [4, 0, 6, cache.dummy_slot, 1, 5, 2]
         target.forward(pack([chain_segment(TEXT[:7], 0, slots)], CPU), cache, torch.arange(1))
-        target.forward(pack([chain_segment([9], 0, [cache.nobody])], CPU), cache, torch.arange(1))
+        target.forward(pack([chain_segment([9], 0, [cache.dummy_slot])], CPU), cache, torch.arange(1))
     for layer in range(caches[0].num_layers):
         own, found = (torch.stack(cache.gather(layer, torch.tensor([slots]))) for cache in caches)
         assert found.shape[3] > 1, "heads"
@@ -248,10 +248,10 @@ def test_a_pass_tells_of_its_logits_what_reading_them_does(num_threads, num_toke
     for _ in range(8):
         logits_NV = target.forward(chunk(num_tokens), KVCache(num_tokens, CPU), torch.arange(num_tokens))
         told = target.likeliest(logits_NV)
-        assert repr(told) == repr([Likeliest(*one) for one in probs.likeliest(logits_NV)])
-    assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in told if one.is_sound)
+        assert repr(told) == repr([RowArgMax(*one) for one in probs.likeliest(logits_NV)])
+    assert all(NUM_EQUAL <= one.token_id < 2 * NUM_EQUAL for one in told if one.is_valid)
     if num_tokens == 200:
-        assert {one.is_sound for one in told} == {False, True}
+        assert {one.is_valid for one in told} == {False, True}
 
 
 def test_what_is_known_of_a_pass_is_not_said_of_other_logits():

@@ -117,7 +117,7 @@ def test_noise_asked_for_again_is_the_same(batches, vocab_size):
 
 def test_noise_kills_rows_kept_without_their_width(monkeypatch):
     monkeypatch.setattr(native, "can_choose", lambda device: False)
-    monkeypatch.setattr(noise._RecentRows, "of", lambda self, keys, vocab_size, device: [uniforms([0], 3)[0]] * len(keys))
+    monkeypatch.setattr(noise._NoiseCache, "of", lambda self, keys, vocab_size, device: [uniforms([0], 3)[0]] * len(keys))
     with pytest.raises(AssertionError):
         test_noise_asked_for_again_is_the_same()
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.paged.attention import try_out, why_not
+from engine.attention.paged.attention import check_kernel, unsupported_reason
 from engine.attention.paged.reference import attend as reference
 from engine.attention.paged.table import Shape
 from tests.model.paged import Heads, by, causal, chunk, gathered, inputs, level, needs_triton, paged, random_segments, with_tiles
@@ -147,11 +147,11 @@ def test_a_window_one_too_wide_is_noticed():
 
 def test_what_the_kernel_cannot_do_is_named():
     cuda = torch.device("cuda")
-    assert "no CUDA device" in (why_not(torch.device("cpu"), 64, 1, torch.float32) or "")
-    assert "heads of 512" in (why_not(cuda, 512, 1, torch.float32) or "") or find_spec("triton") is None
-    assert "16 heads of 256" in (why_not(cuda, 256, 16, torch.bfloat16) or "") or find_spec("triton") is None
-    assert "float64" in (why_not(cuda, 64, 1, torch.float64) or "") or find_spec("triton") is None
-    assert why_not(cuda, 128, 1, torch.bfloat16) is None or find_spec("triton") is None
+    assert "no CUDA device" in (unsupported_reason(torch.device("cpu"), 64, 1, torch.float32) or "")
+    assert "heads of 512" in (unsupported_reason(cuda, 512, 1, torch.float32) or "") or find_spec("triton") is None
+    assert "16 heads of 256" in (unsupported_reason(cuda, 256, 16, torch.bfloat16) or "") or find_spec("triton") is None
+    assert "float64" in (unsupported_reason(cuda, 64, 1, torch.float64) or "") or find_spec("triton") is None
+    assert unsupported_reason(cuda, 128, 1, torch.bfloat16) is None or find_spec("triton") is None
 
 
 def test_a_kernel_is_tried_out_with_tiles_of_every_length():
@@ -161,5 +161,5 @@ def test_a_kernel_is_tried_out_with_tiles_of_every_length():
         tried.append(batch.shape.tile_len)
         assert not reference(query_THGK, keys_SHK, values_SHV, batch, *others).any()
 
-    try_out(attend, torch.device("cpu"), 2, 3, 16, torch.float32)
+    check_kernel(attend, torch.device("cpu"), 2, 3, 16, torch.float32)
     assert tried == [1, 16]

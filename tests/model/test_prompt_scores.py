@@ -72,7 +72,7 @@ def told_again(plan, trees):
 
 
 def after_the_token_itself(plan, trees):
-    return [replace(one, places=range(one.places.start + 1, one.places.stop + 1)) for one in _SCORED_BY(plan, trees)]
+    return [replace(one, sources=range(one.sources.start + 1, one.sources.stop + 1)) for one in _SCORED_BY(plan, trees)]
 
 
 def trees_forgotten(plan, trees):
@@ -83,15 +83,15 @@ def first_place_for_all(logits, nodes, ids, num_top):
     return logprobs_of(logits, [nodes[0]] * len(ids), ids, num_top)
 
 
-_SCORED_BY = prompt_scores.scored_by
+_SCORED_BY = prompt_scores.scored_prompt_tokens
 
 
 @pytest.mark.parametrize(
     ("where", "mutant"),
     [
-        ("engine.engine.scored_by", told_again),
-        ("engine.engine.scored_by", after_the_token_itself),
-        ("engine.engine.scored_by", trees_forgotten),
+        ("engine.engine.scored_prompt_tokens", told_again),
+        ("engine.engine.scored_prompt_tokens", after_the_token_itself),
+        ("engine.engine.scored_prompt_tokens", trees_forgotten),
         ("engine.verify.prompt_logprobs.logprobs_of", first_place_for_all),
     ],
 )
@@ -168,6 +168,6 @@ def test_a_broken_distribution_in_a_prompt_ends_its_request_alone(config):
 
 
 def test_a_broken_distribution_that_nobody_looks_for_is_noticed(monkeypatch):
-    monkeypatch.setattr(prompt_scores, "are_sound", lambda logits_NV: [True] * len(logits_NV))
+    monkeypatch.setattr(prompt_scores, "are_valid", lambda logits_NV: [True] * len(logits_NV))
     with pytest.raises((AssertionError, ValueError)):
         check_a_broken_distribution_ends_its_request_alone(CROWDED)

@@ -16,10 +16,10 @@ from engine.attention.paged import graphs as recordings
 from engine.attention.paged import table
 from engine.attention.paged.buffer import TableBuffer
 from engine.attention.paged.graph_recorder import Unrecorded
-from engine.attention.paged.graphs import Recordings, StaticSteps
-from engine.attention.paged.padding_shapes import Ladder
+from engine.attention.paged.graphs import GraphedFunction, GraphResources
+from engine.attention.paged.padding_shapes import PaddingShapes
 from engine.attention.paged.reference import attend
-from engine.attention.paged.table import Columns, Shape
+from engine.attention.paged.table import Shape, TableColumns
 from engine.attention.segments import chain_segment
 from engine.core.config import SchedulerConfig
 from engine.core.policy import FixedExpansion
@@ -45,15 +45,15 @@ CONFIG = SchedulerConfig(max_running=8, max_step_tokens=24, num_slots=90, max_mo
 FREE = FixedExpansion(Expansion(2, 2, 2))
 
 
-def steps_of(most_tokens: int = CONFIG.max_step_tokens, capacity: int = 4096) -> StaticSteps:
-    return StaticSteps(TableBuffer(capacity, CPU), Ladder(most_tokens), Unrecorded())
+def steps_of(most_tokens: int = CONFIG.max_step_tokens, capacity: int = 4096) -> GraphResources:
+    return GraphResources(TableBuffer(capacity, CPU), PaddingShapes(most_tokens), Unrecorded())
 
 
-def replayed(engine: Engine, steps: StaticSteps | None = None) -> Engine:
+def replayed(engine: Engine, steps: GraphResources | None = None) -> Engine:
     """Let an engine's passes be padded and replayed, all shapes having run over padding alone."""
     steps, drafter = steps or steps_of(), engine.drafter
     engine.target.model.attend = attend
-    prepared: list[RecordedPasses | Recordings] = [engine.target.record(steps)]
+    prepared: list[RecordedPasses | GraphedFunction] = [engine.target.record(steps)]
     if isinstance(drafter, ModelDrafter):
         model = drafter._model
         (model._model if isinstance(model, RepaddedModel) else model).attend = attend
@@ -119,8 +119,8 @@ def test_states_of_padding_in_a_slot_are_noticed(monkeypatch):
     table_of = table.table_of
 
     def in_the_last_slot(batch, shape, columns, *rest):
-        asked = (0, CONFIG.num_slots - 1) if len(columns.asked) > 1 else columns.asked
-        return table_of(batch, shape, Columns(columns.tokens, asked), *rest)
+        asked = (0, CONFIG.num_slots - 1) if len(columns.outputs) > 1 else columns.outputs
+        return table_of(batch, shape, TableColumns(columns.tokens, asked), *rest)
 
     monkeypatch.setattr(recordings, "table_of", in_the_last_slot)
     with pytest.raises(AssertionError):
@@ -146,11 +146,11 @@ def test_a_drafter_of_fewer_rows_reads_ids_that_only_the_target_has():
 
 
 def padding_writes_to_the_first_slot(columns):
-    return Columns((*columns.tokens[:2], 0, *columns.tokens[3:]), columns.asked)
+    return TableColumns((*columns.tokens[:2], 0, *columns.tokens[3:]), columns.outputs)
 
 
 def states_of_padding_where_the_first_position_reads(columns):
-    return Columns(columns.tokens, (0, columns.tokens[-1])) if len(columns.asked) > 1 else columns
+    return TableColumns(columns.tokens, (0, columns.tokens[-1])) if len(columns.outputs) > 1 else columns
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_whoever_keeps_something_of_a_pass_is_given_it_back():
     recorder = Replaying(memory)
     target.attend = attend
     engine = tiny_engine(target, None, FREE, config=CONFIG)
-    passes = engine.target.record(StaticSteps(TableBuffer(4096, CPU), Ladder(8), recorder))
+    passes = engine.target.record(GraphResources(TableBuffer(4096, CPU), PaddingShapes(8), recorder))
     target.module.get_output_embeddings().register_forward_pre_hook(lambda _, args: memory.keep(args[0].flatten(0, -2)))
     passes.prepare()
     num_shapes = recorder.num_recorded
@@ -261,22 +261,22 @@ def test_logits_are_the_callers_own():
 
 @given(st.integers(1, 700), st.data())
 def test_a_shape_holds_its_pass_with_little_padding(most, data):
-    ladder = Ladder(most)
+    shapes = PaddingShapes(most)
     num_tokens = data.draw(st.integers(1, most))
     num_asked = data.draw(st.integers(0, num_tokens))
-    shape = ladder.shape_of(num_tokens, num_asked)
+    shape = shapes.shape_of(num_tokens, num_asked)
     assert shape is not None
-    assert shape in ladder.shapes
+    assert shape in shapes.all
     assert num_tokens <= shape.num_tokens <= min(most, max(2 * num_tokens, 1))
-    assert num_asked <= shape.num_asked <= shape.num_tokens
-    assert ladder.shapes[0].num_tokens == most
-    assert ladder.shape_of(most + 1, 1) is None
+    assert num_asked <= shape.num_outputs <= shape.num_tokens
+    assert shapes.all[0].num_tokens == most
+    assert shapes.shape_of(most + 1, 1) is None
 
 
 def test_shapes_are_few_and_the_largest_comes_first():
-    shapes = Ladder(512).shapes
+    shapes = PaddingShapes(512).all
     assert shapes[0] == Shape(512, 512)
-    assert [shape.num_tokens for shape in shapes if shape.num_asked == shape.num_tokens] == [
+    assert [shape.num_tokens for shape in shapes if shape.num_outputs == shape.num_tokens] == [
         *(512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
     ]
     assert len(shapes) == 29

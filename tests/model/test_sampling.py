@@ -214,7 +214,7 @@ def candidates_are_enough(logits_NV, params):
 
     def never_lower(*arguments):
         edges = edges_of(*arguments)
-        return edges._replace(may_lie_lower_N=torch.zeros_like(edges.may_lie_lower_N))
+        return edges._replace(may_be_lower_N=torch.zeros_like(edges.may_be_lower_N))
 
     with patch.object(sampling, "_edges", never_lower), patch.object(sampling, "_FIRST_CANDIDATES", 4):
         return probs_of(logits_NV, params)

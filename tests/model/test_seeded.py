@@ -162,11 +162,11 @@ def test_crowds_kill_an_extra_token_by_the_noise_of_another_position(monkeypatch
     def by_library(trees, logits_NV, rows, temperatures, keys):
         sampling = [SamplingParams(one) for one, tree in zip(temperatures, trees, strict=True) for _ in range(tree.num_nodes)]
         probs_NV = warped_probs(logits_NV, sampling, rows)
-        return reusing(coupled.judge_by_library(trees, logits_NV, rows, temperatures, keys), trees, probs_NV, keys)
+        return reusing(coupled.judge_coupled_natively(trees, logits_NV, rows, temperatures, keys), trees, probs_NV, keys)
 
     honest = coupled.Coupled.judge
     monkeypatch.setattr(coupled.Coupled, "judge", by_probs)
-    monkeypatch.setattr(judging, "judge_by_library", by_library)
+    monkeypatch.setattr(judging, "judge_coupled_natively", by_library)
     with pytest.raises(AssertionError):
         check_crowd(engine_of("llama", "model", TREE, ROOMY), is_cramped=False)
 

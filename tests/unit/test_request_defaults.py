@@ -45,7 +45,9 @@ def test_what_the_file_names_is_read(settings: dict[str, Any], defaults: Request
         ("min_p", 2),
     ],
 )
-def test_a_value_that_makes_no_distribution_is_left_out(name: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_that_makes_no_distribution_is_left_out(
+    name: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each request would be refused for it."""
     found = read_request_defaults(folder_with(tmp_path, json.dumps({**ALL, name: value})))
     assert sum(getattr(found, field) is None for field in RequestDefaults.__slots__) == 1

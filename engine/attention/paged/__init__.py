@@ -1,1 +1,1 @@
-"""Attention on a GPU with shapes known in advance: the table of slots, the kernels, and recorded graphs."""
+"""Attention on a GPU with fixed shapes: the table of slots, the kernels, and CUDA graphs."""

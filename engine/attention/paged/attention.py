@@ -1,4 +1,4 @@
-"""Attention over a table as a model's layers see it, and whether the kernel can serve a model.
+"""The attention context over a table for a model's layers, and the checks that the kernel supports a model.
 
 Shape key: T tokens, H key-value heads, G query heads for each, K head size, S slots.
 """
@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from engine.attention.packing import pack
-from engine.attention.paged.table import MANY_TOKENS, Columns, PagedBatch, Shape, table_of
+from engine.attention.paged.table import MANY_TOKENS, PagedBatch, Shape, TableColumns, table_of
 from engine.kv_cache.pool import KVCache
 from engine.utils.host_transfer import integers_32
 
-_LARGEST_HEAD, _LARGEST_SHARED = 256, 2048  # numbers of a query, and of all that read one key
+_LARGEST_HEAD, _LARGEST_SHARED = 256, 2048  # size of a query head, and of all query heads that share a key
 _LEAST_CAPABILITY = (8, 0)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,7 +42,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class PagedContext:
-    """What every layer of one pass over a table shares."""
+    """The state shared by all layers of one pass over a table."""
 
     batch: PagedBatch
     cache: KVCache
@@ -61,27 +61,27 @@ class PagedContext:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Float[Tensor, "T HGV"]:
-        """Return every token's output over what the cache holds for a layer."""
+        """Attend to a layer's cached keys; return every token's output."""
         return self.attend(query_THGK, *self.cache.layer(layer), self.batch, scaling, window, softcap).flatten(1)
 
 
-def why_not(device: torch.device, head_size: int, num_shared: int, dtype: torch.dtype) -> str | None:
-    """Return why the kernel does not serve a model there, of which so many query heads share keys; None if it does."""
+def unsupported_reason(device: torch.device, head_size: int, num_shared: int, dtype: torch.dtype) -> str | None:
+    """Return why the kernel does not support a model on a device, None if it does; `num_shared` query heads share keys."""
     if device.type != "cuda":
         return f"{device} is no CUDA device"
     if find_spec("triton") is None:
         return "triton is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} is older than what it is compiled for"
+        return f"{torch.cuda.get_device_name(device)} has a compute capability below {'.'.join(map(str, _LEAST_CAPABILITY))}"
     if head_size > _LARGEST_HEAD:
         return f"heads of {head_size} are larger than {_LARGEST_HEAD}"
     if head_size * num_shared > _LARGEST_SHARED:
         return f"{num_shared} heads of {head_size} that share their keys do not fit a block"
-    return None if dtype in _DTYPES else f"{dtype} is not one of its formats"
+    return None if dtype in _DTYPES else f"{dtype} is not supported"
 
 
 class Heads(NamedTuple):
-    """Of a model's layers: key-value heads, query heads for each, their size."""
+    """A model's key-value heads, query heads for each, and the size of a head."""
 
     num: int
     num_shared: int
@@ -89,23 +89,23 @@ class Heads(NamedTuple):
 
 
 def heads_of(configuration: PretrainedConfig) -> Heads:
-    """Return a model's."""
+    """Return the heads of a model."""
     text = configuration.get_text_config()
     num_query = int(text.num_attention_heads)
     num = int(getattr(text, "num_key_value_heads", None) or num_query)
     return Heads(num, num_query // num, int(getattr(text, "head_dim", None) or text.hidden_size // num_query))
 
 
-def failures() -> tuple[type[Exception], ...]:
-    """Return what is raised where the kernel cannot be compiled (there is no C compiler, say) or does not fit."""
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions raised if the kernel cannot be compiled (for example without a C compiler) or does not fit."""
     from triton.errors import TritonError
 
     return RuntimeError, OSError, SubprocessError, TritonError
 
 
-def try_out(attend: Attend, device: torch.device, num_heads: int, num_shared: int, size: int, dtype: torch.dtype) -> None:
-    """Attend over padding, with the smallest tiles and the largest; raise one of `failures` if the kernel cannot."""
-    columns = Columns(tokens=(0, 0, 0), asked=())
+def check_kernel(attend: Attend, device: torch.device, num_heads: int, num_shared: int, size: int, dtype: torch.dtype) -> None:
+    """Run the kernel over padding with the smallest and the largest tiles; raises one of `kernel_errors` if it fails."""
+    columns = TableColumns(tokens=(0, 0, 0), outputs=())
     for num_tokens in (1, MANY_TOKENS):
         shape = Shape(num_tokens, 0)
         table = integers_32(table_of(pack([], device), shape, columns), device)
@@ -115,7 +115,7 @@ def try_out(attend: Attend, device: torch.device, num_heads: int, num_shared: in
 
 
 def kernel() -> Attend:
-    """Return the kernel; triton is imported here and nowhere before."""
+    """Return the kernel. This imports triton, which nothing else does before."""
     from engine.attention.paged.launch import attend
 
     return attend

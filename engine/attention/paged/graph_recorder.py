@@ -1,4 +1,4 @@
-"""Records a function over buffers that stay where they are, and replays it: CUDA graphs, or the function itself."""
+"""Records a function over fixed buffers and replays it, with CUDA graphs or by calling the function."""
 
 import logging
 from collections.abc import Callable
@@ -11,20 +11,20 @@ _logger = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
-    """Makes functions that do a thing again, with what lies in its buffers then."""
+    """Records functions that can be replayed with new contents of their buffers."""
 
     name: str
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
-        """Return what does all that `run` does to tensors and returns what it returned, the same tensors where it can.
+        """Return a function that repeats the tensor operations of `run` and returns the same tensors if possible.
 
-        May run it. What it does twice over the same buffers must be what it does once; it may not look at the device's numbers.
+        It may call `run`, which must be idempotent over the same buffers and must not read values from the device.
         """
         ...
 
 
 class Unrecorded:
-    """Runs the function itself: on a processor, and wherever graphs are off."""
+    """Calls the function itself: on a CPU, and if graphs are off."""
 
     name = "no graphs"
 
@@ -34,13 +34,13 @@ class Unrecorded:
 
 
 class GraphRefused(ValueError):
-    """A graph was demanded of a function that cannot be captured."""
+    """A required graph cannot be captured."""
 
 
 class CudaGraphs:
-    """Captures a CUDA graph of each function; all share their memory, so that one at a time may run.
+    """Captures a CUDA graph of each function. All graphs share their memory, so only one may run at a time.
 
-    A capture that fails is told of once, and from then on functions run themselves. With `is_required` it raises GraphRefused.
+    The first failed capture logs a warning and turns graphs off. With `is_required` it raises GraphRefused.
     """
 
     name = "CUDA graphs"
@@ -49,8 +49,8 @@ class CudaGraphs:
         self._is_required = is_required
         self._is_off = False
         self._memory = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one, so that libraries keep their workspaces once
-        self._first: torch.cuda.CUDAGraph | None = None  # the shared memory lives as long as some graph
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # only one, because libraries allocate a workspace for each
+        self._first: torch.cuda.CUDAGraph | None = None  # keeps the shared memory alive
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """Return a graph's replay."""
@@ -59,7 +59,7 @@ class CudaGraphs:
         try:
             return self._captured(run)
         except RuntimeError as error:
-            # What ended the capture stands behind the complaint that it cannot be ended.
+            # Torch raises that the capture cannot end; the cause is this error's context.
             reason = " ".join(str(error.__context__ or error).split())
             if self._is_required:
                 raise GraphRefused(f"a pass cannot be captured: {reason}") from error
@@ -72,7 +72,7 @@ class CudaGraphs:
             self._first, _ = self._capture(lambda: torch.zeros(1, device="cuda"))
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):  # kernels are compiled and workspaces made outside of the graph
+        with torch.cuda.stream(self._stream):  # compiles kernels and allocates workspaces outside the graph
             run()
         current.wait_stream(self._stream)
         graph, result = self._capture(run)
@@ -89,5 +89,5 @@ class CudaGraphs:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 result = run()
         finally:
-            torch.cuda.set_stream(current)  # where a capture that fails does not go back to
+            torch.cuda.set_stream(current)  # a failed capture does not restore it
         return graph, result

@@ -1,13 +1,12 @@
-"""Attention over a table as two Triton kernels: tiles of queries over their keys, and the merge of what was split over keys.
+"""Attention over a table as two Triton kernels: tiles of queries over their keys, and the merge of parts split over keys.
 
-Knows nothing of the engine but the table's layout (engine.attention.paged.table). engine.attention.paged.launch starts them.
-A program has one tile, one key-value head and one part of the keys. A row of its products is a query with one of the heads that
-share the key-value head:
+The layout of the table is engine.attention.paged.table; engine.attention.paged.launch starts the kernels. A program has one tile,
+one key-value head and one part of the keys. A row of its products is a query with one of the heads that share the key-value head:
 
-    rows     [ q0 g0 | q0 g1 | .. | q1 g0 | .. ]      M = queries of a tile x G, and what a power of two adds
-    columns  [ earlier context, seen by all | tail keys, seen as bits say ]      N at a time, by an online softmax
+    rows     [ q0 g0 | q0 g1 | .. | q1 g0 | .. ]      M = queries of a tile x G, padded to a power of two
+    columns  [ earlier context, visible to all | tail keys, visible by bits ]      N at a time, by an online softmax
 
-Scores, their softmax and sums are float32; products of float32 numbers too, without TF32.
+Scores, their softmax and sums are float32, as are products of float32 numbers, without TF32.
 Shape key: T tokens, H key-value heads, G query heads for each, V size of a value, P parts of the keys.
 """
 
@@ -49,7 +48,7 @@ def _column_block(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Take the next N keys into the softmax."""
+    """Update the online softmax with the next N keys."""
     best, total, sums = state
     columns = begin + tl.arange(0, BLOCK_N)
     is_column = columns < end
@@ -83,7 +82,7 @@ def _column_block(
     return new_best, total * decay + tl.sum(weights, 1), sums
 
 
-# Numbers that a shape decides are not specialised on: each kind of them would be compiled by itself.
+# Shape-dependent numbers are not specialised, or each value would need its own compilation.
 @triton.jit(do_not_specialize=["num_tokens", "num_parts", "first_tile", "first_position", "window"])
 def attend(
     query,
@@ -131,7 +130,7 @@ def attend(
         words = table + first_word + queries * tl.cdiv(num_tail, _WORD_BITS)
         num_context = num_keys - num_tail
         first = 0
-        if HAS_WINDOW:  # no query of the tile looks further back
+        if HAS_WINDOW:  # no query of the tile sees an earlier key
             earliest = tl.min(tl.where(is_row, positions, 2147483647), 0)
             first = tl.minimum(tl.maximum(earliest - window + 1, 0), num_context) // BLOCK_N * BLOCK_N
         share = tl.cdiv(tl.cdiv(num_keys - first, BLOCK_N), num_parts) * BLOCK_N
@@ -175,7 +174,7 @@ def merge(
     BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Weigh a row's parts by the sums of their weights: log-sum-exp."""
+    """Merge a row's parts, weighted by the sums of their weights: log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_P)
     sizes = tl.arange(0, BLOCK_V)

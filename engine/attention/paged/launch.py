@@ -1,4 +1,4 @@
-"""Starts the kernels: blocks, grids and how keys are split follow from shapes alone, so that a CUDA graph of them holds.
+"""Starts the kernels. Blocks, grids and the split of keys depend on shapes alone, so that a CUDA graph of them stays valid.
 
 Shape key: T tokens, H key-value heads, G query heads for each, K head size, V size of a value, S slots.
 """
@@ -14,19 +14,19 @@ from torch import Tensor
 from engine.attention.paged import kernels
 from engine.attention.paged.table import PagedBatch, Shape
 
-_PROGRAMS, _MOST_PARTS = 264, 32  # two programs for each of an H100's 132 processors, where rows are few
+_PROGRAMS, _MOST_PARTS = 264, 32  # two programs for each multiprocessor of an H100
 _SMALLEST = 16  # side of a matrix product
 _STAGES, _ROOMY_BYTES = 3, 160 * 1024
 
 
 def num_parts(shape: Shape, num_heads: int) -> int:
-    """Return in how many parts a segment's keys are cut: as many as keep the processors busy where there is little else."""
+    """Return the number of parts of a segment's keys: enough to occupy the multiprocessors if there are few tiles."""
     num_tiles = -(-shape.num_tokens // shape.tile_len)
     return max(1, min(_MOST_PARTS, _PROGRAMS // (num_tiles * num_heads)))
 
 
 class Blocks(NamedTuple):
-    """How a program is compiled: keys it takes at a time, its warps, and how many blocks of keys are on their way."""
+    """Compile parameters of a program: keys of a block, warps, and pipeline stages."""
 
     num_columns: int
     num_warps: int
@@ -34,9 +34,9 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype, num_rows: int, size: int) -> Self:
-        """Return what leaves few numbers without a register (by what ptxas says for compute capability 9.0).
+        """Return parameters with few register spills (by ptxas, for compute capability 9.0).
 
-        Products of float32 have no tensor cores. With three stages the reading of slots is hidden as that of keys is.
+        Products of float32 do not use tensor cores. Three stages hide the latency of slots and keys.
         """
         if dtype == torch.float32:
             return cls(max(_SMALLEST, min(64, 2048 // size)), 8 if num_rows * size >= 4096 else 4, 1)
@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
 
 @cache
 def _most_stages(device: torch.device) -> int:
-    """Return how many blocks of keys may be on their way: large ones fit three times only where blocks share much memory."""
+    """Return the largest number of pipeline stages, which depends on the shared memory of a block."""
     if device.type != "cuda":
         return _STAGES
     room_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
@@ -61,11 +61,11 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "T H G V"]:
-    """Return every token's output, zeros for padding. As engine.attention.paged.reference.attend."""
+    """Return every token's output, zeros for padding, as engine.attention.paged.reference.attend does."""
     num_tokens, num_heads, num_shared, size = query_THGK.shape
     value_size, shape = values_SHV.shape[-1], batch.shape
     assert num_tokens == shape.num_tokens
-    if not query_THGK.is_cuda:  # interpreted, over a cache that lies by head
+    if not query_THGK.is_cuda:  # interpreted, over a CPU cache stored by head
         keys_SHK, values_SHV = keys_SHK.contiguous(), values_SHV.contiguous()
     assert keys_SHK.is_contiguous()
     assert values_SHV.is_contiguous()

@@ -1,4 +1,4 @@
-"""Attention over a table as a few lines of torch: what the kernel is compared with, a segment at a time, and slow.
+"""A slow reference of attention over a table, in a few lines of torch, one segment at a time.
 
 Shape key: T tokens, Q queries of a segment, L keys, W tail keys, H key-value heads, G query heads for each, K head size, S slots.
 """

@@ -1,12 +1,12 @@
-"""A batch as one table of 32-bit integers, whose layout is given by a shape and whose topology is data: one transfer for a pass.
+"""A batch as one table of 32-bit integers, transferred at once. The shape decides its layout; the topology is data.
 
-    [ C columns of tokens | A columns of places asked about | tiles, 8 numbers each | key slots | tail positions | seen bits ]
+    [ C columns of tokens | A columns of output tokens | tiles, 8 numbers each | key slots | tail positions | seen bits ]
 
-Columns and tiles lie at places that the shape alone decides; what follows them is as long as the batch needs, and the tiles say
-where it is. A tile is a few neighbouring queries of one segment, which share the keys they read. Padding tokens are one more
-segment, without keys. What a query sees of the tail is a row of bits, 32 to a word, the lowest first.
+The offsets of columns and tiles depend on the shape alone. The rest has the length that the batch needs, and tiles contain the
+offsets into it. A tile is a few consecutive queries of one segment, which share the keys they read. Padding tokens are one more
+segment, without keys. A query's visibility of the tail is a row of bits, 32 to a word, the lowest first.
 
-Shape key: T tokens, padding included, N places asked about, W tail keys of a segment.
+Shape key: T tokens, padding included, N output tokens, W tail keys of a segment.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ from engine.attention.packing import PackedBatch
 
 NUM_TILE_FIELDS = 8
 WORD_BITS = 32
-IDS, POSITIONS, WRITE_SLOTS = range(3)  # the columns of tokens that every pass has
-_FEW, _MANY, MANY_TOKENS = 8, 16, 128  # queries of a tile, in passes of fewer tokens than the last and of others
+IDS, POSITIONS, WRITE_SLOTS = range(3)  # the token columns of every pass
+_FEW, _MANY, MANY_TOKENS = 8, 16, 128  # queries of a tile below MANY_TOKENS tokens, and from there on
 
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """All that decides the shapes of a pass: tokens, and places asked about."""
+    """The numbers that determine all tensor shapes of a pass: tokens, and output tokens."""
 
     num_tokens: int
-    num_asked: int
+    num_outputs: int
 
     @property
     def tile_len(self) -> int:
@@ -45,27 +45,27 @@ Numbers = Sequence[int] | NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Which numbers a pass has of each token and of each place asked about: of each column, what padding has there."""
+class TableColumns:
+    """The padding value of each column of tokens and of output tokens."""
 
     tokens: tuple[int, ...]
-    asked: tuple[int, ...]
+    outputs: tuple[int, ...]
 
     def head_len(self, shape: Shape) -> int:
-        """Return how long they are together, tiles included."""
-        return (len(self.tokens) + NUM_TILE_FIELDS) * shape.num_tokens + len(self.asked) * shape.num_asked
+        """Return the length of all columns and tiles."""
+        return (len(self.tokens) + NUM_TILE_FIELDS) * shape.num_tokens + len(self.outputs) * shape.num_outputs
 
 
 def table_of(
-    batch: PackedBatch, shape: Shape, columns: Columns, tokens: Sequence[Numbers] = (), asked: Sequence[Numbers] = ()
+    batch: PackedBatch, shape: Shape, columns: TableColumns, tokens: Sequence[Numbers] = (), outputs: Sequence[Numbers] = ()
 ) -> NDArray[np.int32]:
-    """Return the table of a batch that is padded to a shape. `tokens` are numbers beside those of the batch."""
+    """Return the table of a batch padded to a shape. `tokens` are columns in addition to the batch's own."""
     assert batch.num_tokens <= shape.num_tokens
     own = [_padded(*column, shape.num_tokens) for column in zip([*batch.tokens_3T, *tokens], columns.tokens, strict=True)]
-    of_asked = [_padded(*column, shape.num_asked) for column in zip(asked, columns.asked, strict=True)]
+    output_columns = [_padded(*column, shape.num_outputs) for column in zip(outputs, columns.outputs, strict=True)]
     head_len, tails = columns.head_len(shape), _tails(batch)
     tiles = _tiles(batch, shape, head_len, tails.first_words)
-    return np.concatenate([*own, *of_asked, tiles.ravel(), *tails.parts], dtype=np.int32, casting="unsafe")
+    return np.concatenate([*own, *output_columns, tiles.ravel(), *tails.parts], dtype=np.int32, casting="unsafe")
 
 
 def _padded(numbers: Numbers, padding: int, length: int) -> NDArray[np.int32]:
@@ -75,7 +75,7 @@ def _padded(numbers: Numbers, padding: int, length: int) -> NDArray[np.int32]:
 
 
 class _Tails(NamedTuple):
-    """What lies behind the tiles, and where in it each segment's seen bits begin."""
+    """The table after the tiles, and the offset in it of each segment's seen bits."""
 
     parts: list[NDArray[np.int32]]
     first_words: NDArray[np.int64]
@@ -93,7 +93,7 @@ def _tails(batch: PackedBatch) -> _Tails:
 
 
 def num_words(num_tail: int) -> int:
-    """Return how many words a query's bits take."""
+    """Return the number of words of a query's bits."""
     return -(-num_tail // WORD_BITS)
 
 
@@ -106,10 +106,10 @@ def _bits(seen_TW: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 
 def _tiles(batch: PackedBatch, shape: Shape, head_len: int, first_words: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the tiles, [T, 8]; those that are left over have no queries.
+    """Return the tiles, [T, 8]; unused tiles have no queries.
 
-    Their fields: a segment's first token, its queries, where its key slots begin, its keys, where its tail positions begin, its
-    tail keys, where its seen bits begin; the tile's first query.
+    Fields of the segment: first token, number of queries, offset of key slots, number of keys, offset of tail positions, number
+    of tail keys, offset of seen bits. The last field is the tile's first query.
     """
     num_segments = len(batch.segments)
     segments = np.zeros((num_segments + 1, NUM_TILE_FIELDS), dtype=np.int64)
@@ -129,11 +129,11 @@ def _tiles(batch: PackedBatch, shape: Shape, head_len: int, first_words: NDArray
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """A table on the device, read by a shape and the numbers of its columns."""
+    """A table on the device, read by its shape and columns."""
 
     table: Int[Tensor, " _"]
     shape: Shape
-    columns: Columns
+    columns: TableColumns
 
     @cached_property
     def tokens(self) -> tuple[Int[Tensor, " T"], ...]:
@@ -141,25 +141,28 @@ class PagedBatch:
         return self._read(0, len(self.columns.tokens), self.shape.num_tokens)
 
     @cached_property
-    def asked(self) -> tuple[Int[Tensor, " N"], ...]:
-        """The columns of places asked about, int64."""
+    def outputs(self) -> tuple[Int[Tensor, " N"], ...]:
+        """The columns of output tokens, int64."""
         first = len(self.columns.tokens) * self.shape.num_tokens
-        return self._read(first, len(self.columns.asked), self.shape.num_asked)
+        return self._read(first, len(self.columns.outputs), self.shape.num_outputs)
 
     def with_ids_below(self, end: int) -> Self:
-        """Return the batch with token ids as they are below `end`, and the last of those for others."""
+        """Return the batch with token ids clamped below `end`."""
         known = replace(self)
-        vars(known)["tokens"] = (self.tokens[IDS].clamp(max=end - 1), *self.tokens[IDS + 1 :])  # where a cached property is kept
+        vars(known)["tokens"] = (
+            self.tokens[IDS].clamp(max=end - 1),
+            *self.tokens[IDS + 1 :],
+        )  # the storage of the cached property
         return known
 
     @property
     def first_tile(self) -> int:
-        """Where the tiles begin."""
+        """Offset of the tiles."""
         return self.columns.head_len(self.shape) - NUM_TILE_FIELDS * self.shape.num_tokens
 
     @property
     def first_position(self) -> int:
-        """Where the tokens' positions begin."""
+        """Offset of the tokens' positions."""
         return POSITIONS * self.shape.num_tokens
 
     @property

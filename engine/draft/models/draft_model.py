@@ -6,7 +6,7 @@ Feeds committed tokens first, then a round of nodes of every tree at a time.
 from collections.abc import Sequence
 
 from engine.attention.packing import Segment, pack
-from engine.attention.paged.graphs import StaticSteps
+from engine.attention.paged.graphs import GraphResources
 from engine.core.step_plan import Feeding, Row
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal
 from engine.draft.models.segments import fed_segments, level_segments, places_of_roots
@@ -31,7 +31,7 @@ class ModelDrafter:
         """Whether its passes can be recorded."""
         return self._model.reads_tables
 
-    def record(self, steps: StaticSteps) -> RecordedPasses:
+    def record(self, steps: GraphResources) -> RecordedPasses:
         """Replay passes from now on; return them, to be prepared."""
         self._passes = recorded = RecordedPasses(self._model, self._cache, steps)
         return recorded

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from engine.attention.packing import Segment, pack
 from engine.attention.paged.attention import Attend
-from engine.attention.paged.graphs import Recordings, StaticSteps
-from engine.attention.paged.table import WRITE_SLOTS, Columns, PagedBatch
+from engine.attention.paged.graphs import GraphedFunction, GraphResources
+from engine.attention.paged.table import WRITE_SLOTS, PagedBatch, TableColumns
 from engine.attention.segments import chain_segment
 from engine.core.step_plan import Feeding, Row
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
@@ -82,7 +82,7 @@ class HeadDrafter:
         self._pool = FeaturePool(num_slots, head.shape.width, self._head.dtype, self._device, canary)
         self._target, self._layers = target, head.shape.feature_layers
         self._tap: StateTap | None = None  # where passes leave the features to us
-        self._recordings: Recordings | None = None
+        self._recordings: GraphedFunction | None = None
 
     def follow(self, cache: KVCache) -> bool:
         """Have each pass that writes to the target's cache followed; return whether passes keep what is read by themselves."""
@@ -96,16 +96,16 @@ class HeadDrafter:
         native.keep_features(cache, self._head.features(after))
         return True
 
-    def record(self, steps: StaticSteps, attend: Attend, end: int) -> Recordings:
+    def record(self, steps: GraphResources, attend: Attend, end: int) -> GraphedFunction:
         """Replay passes from now on, over positions below `end`; return them, to be prepared."""
         head, pool, cache = self._head, self._pool, self._cache
         assert isinstance(head, LeanHead)
-        columns = Columns(tokens=(0, 0, cache.nobody, pool.before_all), asked=(0, pool.nobody))
+        columns = TableColumns(tokens=(0, 0, cache.dummy_slot, pool.before_all), outputs=(0, pool.nobody))
 
         def run(batch: PagedBatch) -> Float[Tensor, "P M"]:
             return head.forward_table(pool, batch, cache, attend, end)
 
-        self._recordings = Recordings(steps, columns, run, len(self._vocab.ids_M))
+        self._recordings = GraphedFunction(steps, columns, run, len(self._vocab.ids_M))
         return self._recordings
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
@@ -168,7 +168,7 @@ class HeadDrafter:
         if self._recordings is None:
             return None
         slots = fed.batch.tokens_3T[WRITE_SLOTS][[*places]]
-        return self._recordings.replay(fed.batch, tokens=[fed.before], asked=[places, slots])
+        return self._recordings.replay(fed.batch, tokens=[fed.before], outputs=[places, slots])
 
 
 def _require_fit(shape: HeadShape, vocab_M: Tensor, target: CausalModel) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from engine.attention.packing import Segment, pack
 from engine.attention.paged.attention import Attend, PagedContext
 from engine.attention.paged.table import IDS, POSITIONS, PagedBatch
-from engine.attention.tree_attention import AttentionContext, Gathered
+from engine.attention.tree_attention import AttentionContext, GatheredAttention
 from engine.draft.models.feature_pool import FeaturePool, Fed
 from engine.draft.models.head import DraftHead, HeadLayer
 from engine.kv_cache.pool import KVCache
@@ -138,9 +138,9 @@ class LeanHead(nn.Module):
         `places` says where they are among the fed, and `asked` is their own segments, or None if they are all.
         All that is needed of a token not asked about is its keys: the last layer attends for the others.
         """
-        batch, context = fed.batch, Gathered(fed.batch, cache)
+        batch, context = fed.batch, GatheredAttention(fed.batch, cache)
         places_P = integers(places, self._embeddings_VD.device)
-        alone = None if asked is None else Gathered(pack(asked, batch.device), cache)
+        alone = None if asked is None else GatheredAttention(pack(asked, batch.device), cache)
         numbers = _Numbers(batch.input_ids_1T[0], self.rotation(batch.position_ids_1T[0], batch.end), places_P)
         states_PW = self._drafted(pool.at(fed.before), numbers, context, alone)
         pool.write(batch.write_slots_T.index_select(0, places_P), states_PW)
@@ -153,14 +153,14 @@ class LeanHead(nn.Module):
 
         A column more says which slot each token reads; the places asked about have their own slots beside them.
         """
-        before_T, (places_P, slots_P) = batch.tokens[-1], batch.asked
+        before_T, (places_P, slots_P) = batch.tokens[-1], batch.outputs
         numbers = _Numbers(batch.tokens[IDS], self.rotation(batch.tokens[POSITIONS], end), places_P)
         states_PW = self._drafted(pool.read(before_T), numbers, PagedContext(batch, cache, attend), None)
         pool.write(slots_P, states_PW)
         return self.logits(states_PW)
 
     def _drafted(
-        self, states_TW: Float[Tensor, "T W"], numbers: "_Numbers", context: AttentionContext, alone: Gathered | None
+        self, states_TW: Float[Tensor, "T W"], numbers: "_Numbers", context: AttentionContext, alone: GatheredAttention | None
     ) -> Float[Tensor, "P W"]:
         """Return the last states of the tokens asked about; with `alone` the last layer attends for them alone."""
         tokens_TW = self.tokens(self._embeddings_VD[numbers.ids_T])
@@ -178,7 +178,12 @@ class LeanHead(nn.Module):
         return states_TW
 
     def _attended_last(
-        self, index: int, query_THGK: Tensor, places_P: Int[Tensor, " P"], context: AttentionContext, alone: Gathered | None
+        self,
+        index: int,
+        query_THGK: Tensor,
+        places_P: Int[Tensor, " P"],
+        context: AttentionContext,
+        alone: GatheredAttention | None,
     ) -> Float[Tensor, "P HGK"]:
         scaling = self.shape.head_size**-0.5
         if alone is None:

@@ -28,7 +28,7 @@ from engine.sampling.logits_processors import edited_logits
 from engine.structured_output.masks import GrammarMasks
 from engine.utils.host_transfer import integers
 from engine.verify.forest import Forest
-from engine.verify.verdict import Unjudged, Verdict
+from engine.verify.verdict import Verdict, VerificationFailure
 
 
 def grow(
@@ -108,10 +108,12 @@ def strategy_of(row: Row, calibration: Calibration) -> Strategy:
     return BestFirst(tree, calibration if expansion.tree == "noise_aware" else None)
 
 
-def learn(calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdicts: Sequence[Verdict | Unjudged]) -> None:
+def learn(
+    calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdicts: Sequence[Verdict | VerificationFailure]
+) -> None:
     """Teach the calibrations what came out of each decoding row."""
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-        if isinstance(verdict, Unjudged) or row.expansion.is_plain:
+        if isinstance(verdict, VerificationFailure) or row.expansion.is_plain:
             continue
         tree, calibration = growth.forest.trees[index], calibrations.of(row)
         if row.expansion.tree == "static":

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.verify.directions import in_turn
-from engine.verify.masses import Case
+from engine.verify.directions import first_accept_probs
+from engine.verify.masses import PlannedForest
 from engine.verify.plans import LocalPlan
 from tests.enumeration import DrawnTree, Law, TinyModel, batch_of
 
@@ -20,12 +20,12 @@ class Given(NamedTuple):
 def given_by(plan: LocalPlan, model: TinyModel, trees: list[DrawnTree], mass: float) -> Given:
     """Return what the plan gives at a root of prefix mass `mass`."""
     batch = batch_of(model, trees)
-    case = Case.of(batch.forest, batch.target_probs_NV, plan)
+    case = PlannedForest.of(batch.forest, batch.target_probs_NV, plan)
     roots = case.layout.level(batch.forest.offsets[:-1])
     masses_P = torch.full((case.layout.dummy + 1,), mass, dtype=torch.float64)
     families = case.families(roots, masses_P)
     split = plan.split(families)
-    shares_MC, extra_MV = in_turn(split.tried_MC), case.extra_weights(roots, masses_P)
+    shares_MC, extra_MV = first_accept_probs(split.tried_MC), case.extra_weights(roots, masses_P)
     refused_M = (1.0 - split.tried_MC).prod(-1) * split.final_M
     given_MV = refused_M[:, None] * extra_MV / extra_MV.sum(-1, keepdim=True)
     given_MV.scatter_add_(1, families.tokens_MC, shares_MC)

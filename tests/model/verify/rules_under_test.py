@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.core.tree import TreeKind
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.verify.directions import Direction
-from engine.verify.masses import Case, Masses, TwoPhase
+from engine.verify.masses import Masses, PlannedForest, TwoPhase
 from engine.verify.plans import LocalPlan
 from engine.verify.rules import create_verifier
 from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, emitted_probs, loss
@@ -25,7 +25,7 @@ class Outcomes(NamedTuple):
 
 def outcomes_of(rule: TwoPhase, batch: Batch) -> Outcomes:
     """Return the exact outcome laws of phase 1 and of what phase 2 draws from."""
-    case = Case.of(batch.forest, batch.target_probs_NV, rule.plan)
+    case = PlannedForest.of(batch.forest, batch.target_probs_NV, rule.plan)
     masses = case.masses(rule.direction)
     stop_N = stop_probs(case, rule.direction, masses)
     extra_NV = torch.zeros_like(batch.target_probs_NV)
@@ -35,9 +35,9 @@ def outcomes_of(rule: TwoPhase, batch: Batch) -> Outcomes:
     return Outcomes(stop_N, extra_NV)
 
 
-def stop_probs(case: Case, direction: Direction, masses: Masses) -> Tensor:
+def stop_probs(case: PlannedForest, direction: Direction, masses: Masses) -> Tensor:
     """Return the probability that the path of its tree ends at each packed node."""
-    probs = [direction.stop_distribution(tree, odds) for tree, odds in zip(case.forest.trees, case.odds(masses))]
+    probs = [direction.stop_distribution(tree, odds) for tree, odds in zip(case.forest.trees, case.acceptance_probs(masses))]
     return torch.tensor([chance for distribution in probs for chance in distribution], dtype=torch.float64)
 
 

@@ -12,9 +12,9 @@ from engine.verify.directions import TopDown
 from engine.verify.duels import Duels
 from engine.verify.forest import Forest
 from engine.verify.k_seq import KSeq
-from engine.verify.masses import Case
-from engine.verify.one_token import AcceptChosen, Choice, OneToken, Selection
-from engine.verify.plans import Families, LocalPlan, TargetDraw
+from engine.verify.masses import PlannedForest
+from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
+from engine.verify.plans import LocalPlan, NodeFamilies, TargetDraw
 from engine.verify.selections import BestRanked
 from tests.enumeration import Law, TinyModel, batch_of, delayed_trees, set_and_sample_trees
 from tests.model.verify.given import given_by
@@ -135,7 +135,7 @@ def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tupl
     """Return the law of the chosen token, by enumeration of the draws and as the selection tells it."""
     trees = delayed_trees(model, Expansion(0, num_draws, 1))
     batch = batch_of(model, trees)
-    case = Case.of(batch.forest, batch.target_probs_NV, OneToken(AcceptChosen(selection)))
+    case = PlannedForest.of(batch.forest, batch.target_probs_NV, OneToken(AcceptChosen(selection)))
     roots = case.layout.level(batch.forest.offsets[:-1])
     families = case.families(roots, torch.ones(case.layout.dummy + 1, dtype=torch.float64))
     choice = selection.choose(families)
@@ -147,9 +147,9 @@ def chosen_probs(selection: Selection, model: TinyModel, num_draws: int) -> tupl
 class WorstRanked(BestRanked):
     """Takes the worst-ranked draw and tells the law of the best."""
 
-    def choose(self, trying: Families) -> Choice:
+    def choose(self, trying: NodeFamilies) -> SelectedDraw:
         chance_AC = super().choose(trying).chance_AC
-        return Choice((1.0 - chance_AC) / (chance_AC.shape[-1] - 1.0), super().choose(trying).probs_AV)
+        return SelectedDraw((1.0 - chance_AC) / (chance_AC.shape[-1] - 1.0), super().choose(trying).probs_AV)
 
 
 @pytest.mark.parametrize("num_draws", [2, 3])
@@ -174,7 +174,7 @@ def accepted_of(plan: LocalPlan, pairs: Sequence[tuple[Law, Law]], num_draws: in
     probs_rows = tuple((i // len(outcomes), *[None] * (tree.num_nodes - 1)) for i, tree in enumerate(trees))
     forest = Forest(tuple(trees), torch.tensor(np.stack([draft for _, draft in pairs])), probs_rows)
     target_NV = torch.tensor(np.stack([pairs[i // len(outcomes)][0] for i, tree in enumerate(trees) for _ in tree.parents]))
-    case = Case.of(forest, target_NV, plan)
+    case = PlannedForest.of(forest, target_NV, plan)
     stop_N = stop_probs(case, TopDown(), case.masses(TopDown()))
     stop_XD = stop_N[torch.tensor(forest.offsets[:-1])].view(len(pairs), len(outcomes)).numpy()
     probability_XD = np.stack([[np.prod(draft[list(draws)]) for draws in outcomes] for _, draft in pairs])
@@ -229,6 +229,6 @@ def test_untruncated_duels_of_two_draws_are_the_optimum_for_any_mass(mass: float
 
 
 def test_too_few_rounds_of_the_solver_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.verify.rebalance._ROUNDS_PER_PLACE", 0)
+    monkeypatch.setattr("engine.verify.rebalance._ROUNDS_PER_NODE", 0)
     with pytest.raises(AssertionError):
         test_untruncated_duels_reach_the_optimum_of_two_draws_and_truncated_ones_do_not()

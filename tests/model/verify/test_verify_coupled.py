@@ -15,8 +15,8 @@ from engine.core.tree import TokenTree
 from engine.native import library
 from engine.sampling.noise import gumbels
 from engine.verify import coupled
-from engine.verify.coupled import Coupled, follow, judge_by_library, judge_greedy
-from engine.verify.errors import NotFiniteLawError
+from engine.verify.coupled import Coupled, follow, judge_coupled_natively, judge_greedy
+from engine.verify.errors import NonFiniteDistributionError
 from engine.verify.forest import Forest
 from engine.verify.verdict import Verdict
 from tests.enumeration import Context, DrawnTree, TinyModel, TreeBuilder, batch_of
@@ -73,7 +73,7 @@ def by_library(forest: Forest, probs_NV: torch.Tensor, keys: list[StepKey]) -> l
     logits_NV = torch.full((2 * len(probs_NV), probs_NV.shape[1]), math.nan)
     of_tree = torch.tensor([t for t, tree in zip(temperatures, forest.trees) for _ in range(tree.num_nodes)])
     logits_NV[list(rows)] = probs_NV.float().log() * of_tree[:, None]
-    return judge_by_library(forest.trees, logits_NV, rows, temperatures, keys)
+    return judge_coupled_natively(forest.trees, logits_NV, rows, temperatures, keys)
 
 
 WAYS = [by_probs, pytest.param(by_library, marks=needs_library)]
@@ -117,7 +117,7 @@ def test_a_tree_with_a_distribution_that_is_none_on_its_path_is_named(judge: Jud
     probs_NV = batch.target_probs_NV.clone()
     probs_NV[offsets[2]] = math.nan
     probs_NV[offsets[deep] + paths[deep][1], 1] = math.nan
-    with pytest.raises(NotFiniteLawError) as raised:
+    with pytest.raises(NonFiniteDistributionError) as raised:
         judge(batch.forest, probs_NV, keys)
     assert judge is by_probs or set(raised.value.trees) == {2, deep}
     assert set(raised.value.trees) <= {2, deep}

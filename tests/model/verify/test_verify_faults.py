@@ -11,25 +11,25 @@ from engine.core.rng_keys import StepKey
 from engine.core.tree import Expansion, TokenTree
 from engine.core.verifier_table import VERIFIER_NAMES
 from engine.verify.directions import BottomUp
-from engine.verify.errors import ImpossibleDraftError, LawError, NotFiniteLawError
+from engine.verify.errors import ImpossibleDraftError, InvalidDistributionError, NonFiniteDistributionError
 from engine.verify.forest import Forest
-from engine.verify.layout import Level
-from engine.verify.masses import Case
+from engine.verify.layout import TreeLevel
+from engine.verify.masses import PlannedForest
 from engine.verify.plans import TargetDraw
 from engine.verify.rules import create_verifier
 from tests.enumeration import Batch, DrawnTree, TinyModel, batch_of, delayed_trees, distinct_trees
 from tests.model.verify.rules_under_test import READS_DRAFT, RULES, TRAVERSAL, outcomes_of
 
 
-class UniformFallback(Case):
+class UniformFallback(PlannedForest):
     """The mutant that answers an empty residual with a uniform law."""
 
-    def extra_weights(self, level: Level, prefix_P: Tensor) -> Tensor:
+    def extra_weights(self, level: TreeLevel, prefix_P: Tensor) -> Tensor:
         weights_MV = self.plan.residual(self.families(level, prefix_P))
         return torch.where(weights_MV.sum(-1, keepdim=True) > 0.0, weights_MV, 1.0)
 
 
-def drawable_after_root(case: Case) -> list[int]:
+def drawable_after_root(case: PlannedForest) -> list[int]:
     """Return the tokens that can be drawn once all children of the first root are refused."""
     weights_MV = case.extra_weights(case.layout.level([0]), case.masses(BottomUp()).prefix_P)
     return weights_MV[0].nonzero().flatten().tolist()
@@ -43,7 +43,7 @@ def test_an_empty_residual_falls_back_to_the_target_never_to_uniform(name: str) 
     model.target = model.draft = lambda context: distribution
     batch = batch_of(model, [DrawnTree(TokenTree((-1, 0), (0, 1), ((1,), ())), ((), (1,)), 1.0)])
     plan = RULES[name].plan
-    assert drawable_after_root(Case.of(batch.forest, batch.target_probs_NV, plan)) == [0, 1]
+    assert drawable_after_root(PlannedForest.of(batch.forest, batch.target_probs_NV, plan)) == [0, 1]
     assert drawable_after_root(UniformFallback.of(batch.forest, batch.target_probs_NV, plan)) == [0, 1, 2]
 
 
@@ -108,7 +108,7 @@ def test_sound_distributions_are_judged(name: str) -> None:
 def test_a_target_distribution_that_is_not_finite_names_its_tree(name: str, value: float) -> None:
     batch = two_trees()
     batch.target_probs_NV[batch.forest.offsets[1], 2] = value
-    with pytest.raises(NotFiniteLawError, match="trees 1 of") as caught:
+    with pytest.raises(NonFiniteDistributionError, match="trees 1 of") as caught:
         judge(name, batch)
     assert caught.value.trees == (1,)
 
@@ -117,7 +117,7 @@ def test_a_target_distribution_that_is_not_finite_names_its_tree(name: str, valu
 def test_a_draft_distribution_that_is_not_finite_names_its_tree(name: str) -> None:
     batch = two_trees()
     batch.forest.draft_probs_RV[0, 2] = float("nan")
-    with pytest.raises(NotFiniteLawError) as caught:
+    with pytest.raises(NonFiniteDistributionError) as caught:
         judge(name, batch)
     assert caught.value.trees == (0,)
     judge("nss", batch)
@@ -147,14 +147,14 @@ def test_children_without_a_draft_distribution_are_refused(name: str) -> None:
 
 
 def test_every_distribution_error_is_a_value_error_with_trees() -> None:
-    assert issubclass(LawError, ValueError)
-    assert all(issubclass(error, LawError) for error in (NotFiniteLawError, ImpossibleDraftError))
+    assert issubclass(InvalidDistributionError, ValueError)
+    assert all(issubclass(error, InvalidDistributionError) for error in (NonFiniteDistributionError, ImpossibleDraftError))
 
 
 def test_a_missing_target_distribution_is_an_error() -> None:
     batch = two_trees()
-    with pytest.raises(ValueError, match="target laws for"):
-        Case.of(batch.forest, batch.target_probs_NV[:-1], TargetDraw())
+    with pytest.raises(ValueError, match="target distributions for"):
+        PlannedForest.of(batch.forest, batch.target_probs_NV[:-1], TargetDraw())
 
 
 @pytest.mark.parametrize("name", VERIFIER_NAMES)

@@ -14,7 +14,7 @@ from engine.core.rng_keys import StepKey
 from engine.core.tree import Expansion
 from engine.verify.forest import Forest
 from engine.verify.masses import TwoPhase
-from engine.verify.plans import Families, Split, WithoutReplacement
+from engine.verify.plans import AcceptanceSplit, NodeFamilies, WithoutReplacement
 from tests.enumeration import Batch, TinyModel, batch_of, delayed_trees
 from tests.model.verify.rules_under_test import RULES, TRAVERSAL
 
@@ -101,7 +101,7 @@ def test_the_host_waits_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_look_at_each_level_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, split = one_tree(BRANCHES), WithoutReplacement.split
 
-    def looking(plan: WithoutReplacement, families: Families) -> Split:
+    def looking(plan: WithoutReplacement, families: NodeFamilies) -> AcceptanceSplit:
         found = split(plan, families)
         found.final_M.max().item()
         return found

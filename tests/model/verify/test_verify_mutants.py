@@ -15,8 +15,16 @@ from engine.verify.duels import Duels
 from engine.verify.first_path import FirstPath
 from engine.verify.k_seq import KSeq
 from engine.verify.masses import TwoPhase
-from engine.verify.one_token import AcceptChosen, Choice, OneToken, Selection
-from engine.verify.plans import Families, Split, WithoutReplacement, _keep, residual_in_order, split_by_shares, split_in_order
+from engine.verify.one_token import AcceptChosen, OneToken, SelectedDraw, Selection
+from engine.verify.plans import (
+    AcceptanceSplit,
+    NodeFamilies,
+    WithoutReplacement,
+    _keep,
+    residual_in_order,
+    split_by_shares,
+    split_in_order,
+)
 from engine.verify.selections import BestRanked, FirstDraw
 from tests.enumeration import (
     TinyModel,
@@ -41,10 +49,10 @@ from tests.model.verify.rules_under_test import (
 class KeepsRefusedInDraftLaw(WithoutReplacement):
     """Duplicates merged but q not zeroed; top-down it is SpecInfer without multiplicity."""
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         return split_in_order(families, _keep)
 
-    def residual(self, families: Families) -> Tensor:
+    def residual(self, families: NodeFamilies) -> Tensor:
         return residual_in_order(families, _keep)
 
 
@@ -57,9 +65,9 @@ def test_merged_duplicates_against_an_unchanged_draft_distribution_are_noticed(d
 class UnscaledResidual(WithoutReplacement):
     """Block Verification with the residual of token-wise verification, (p - q)+ instead of (a p - q)+."""
 
-    def residual(self, families: Families) -> Tensor:
+    def residual(self, families: NodeFamilies) -> Tensor:
         whole_M = torch.ones_like(families.mass_M)
-        return super().residual(Families(**{**vars(families), "mass_M": whole_M}))
+        return super().residual(NodeFamilies(**{**vars(families), "mass_M": whole_M}))
 
 
 def test_an_unscaled_block_residual_is_noticed() -> None:
@@ -158,8 +166,8 @@ class TellsDraftLaw:
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
 
-    def choose(self, trying: Families) -> Choice:
-        return Choice(self._selection.choose(trying).chance_AC, trying.draft_AV())
+    def choose(self, trying: NodeFamilies) -> SelectedDraw:
+        return SelectedDraw(self._selection.choose(trying).chance_AC, trying.draft_AV())
 
 
 @pytest.mark.parametrize("selection", [BestRanked(), Duels()], ids=["tournament", "khisti"])
@@ -173,7 +181,7 @@ def test_a_choice_whose_distribution_is_not_told_is_noticed(selection: Selection
 class SharesEveryDraw(OneToken):
     """Gives a token its share once for every time that it was drawn."""
 
-    def split(self, families: Families) -> Split:
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
         named_MC = self.decision.decide(families).tokens_AV.gather(1, families.tokens_MC) * families.is_try_MC
         return split_by_shares(named_MC, 1.0 - families.mass_M)
 

@@ -10,7 +10,7 @@ import torch
 
 from engine.core.tree import Expansion
 from engine.verify.directions import BottomUp, TopDown
-from engine.verify.plans import Families, LocalPlan, Split, WithReplacement
+from engine.verify.plans import AcceptanceSplit, LocalPlan, NodeFamilies, WithReplacement
 from tests.enumeration import DrawnTree, Law, TinyModel, batch_of, delayed_trees
 from tests.model.verify.given import given_by
 from tests.model.verify.rules_under_test import BLOCK, EXACT, ON_DELAYED, RULES, TRAVERSAL, outcomes_of, rule_of
@@ -21,8 +21,8 @@ PLANS: list[LocalPlan] = [rule.plan for name, rule in ON_DELAYED.items() if name
 class AcceptsAlways(WithReplacement):
     """A mutant that takes whatever was drafted."""
 
-    def split(self, families: Families) -> Split:
-        return Split(families.is_try_MC.double(), super().split(families).final_M)
+    def split(self, families: NodeFamilies) -> AcceptanceSplit:
+        return AcceptanceSplit(families.is_try_MC.double(), super().split(families).final_M)
 
 
 @pytest.mark.parametrize("mass", [1.0, 0.9, 0.5, 0.01])

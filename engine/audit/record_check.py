@@ -1,7 +1,6 @@
-"""One chosen request and what a plain pass says of its first tokens, a few at a time.
+"""The check of one request's first tokens by the logits of a plain pass, a few tokens at a time.
 
-Knows a request, its tokens and logits. Does not know which requests are chosen, nor when passes run.
-Shape key: N neighbouring tokens of the text, V vocabulary.
+Shape key: N consecutive tokens of the sequence, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine.audit.outcomes import Support, Tally, greedy_gaps, support_of, tally_gaps
-from engine.audit.pit import NUM_BINS, binned, transformed
+from engine.audit.pit import NUM_BINS, bin_counts, pit_values
 from engine.core.rng_keys import Stream, stream_key
 from engine.core.step_plan import SamplingContext
 from engine.core.types import Request, SamplingParams
@@ -25,18 +24,18 @@ from engine.teacher_forcing import KnownText
 
 
 class Check(StrEnum):
-    """What can be said of a request's tokens."""
+    """How a request's tokens can be checked."""
 
     GREEDY = "greedy"  # each is the arg max
     COUPLED = "coupled"  # each is the arg max with the seed's noise
-    SAMPLED = "sampled"  # each is a fresh draw
+    SAMPLED = "sampled"  # each is an independent draw
 
 
 def check_of(request: Request) -> Check | None:
-    """Return what can be checked of a request.
+    """Return how a request can be checked, None if it cannot.
 
-    A seed under another rule than coupled makes neither a choice nor a fresh draw; what typical-p keeps may hang on rounding far
-    from any edge that is watched.
+    With a seed and another rule than coupled, tokens are neither a predictable arg max nor independent draws. With typical-p,
+    rounding may change the kept tokens by more than the tolerance covers.
     """
     if request.sampling.is_greedy:
         return Check.GREEDY
@@ -48,8 +47,8 @@ def check_of(request: Request) -> Check | None:
 
 
 @dataclass
-class Record:
-    """A chosen request and its first tokens. Filled by the auditor until it is closed."""
+class AuditRecord:
+    """A selected request and its first tokens."""
 
     request: Request
     check: Check
@@ -57,39 +56,41 @@ class Record:
 
     @property
     def text(self) -> KnownText:
-        """What is to be fed again."""
+        """The tokens to feed again."""
         return KnownText(self.request.prompt_ids, tuple(self.token_ids))
 
 
-class Judgement:
-    """What is found of one record, its leading tokens first. Owns its sums; whoever gives the pass up throws it away whole."""
+class RecordCheck:
+    """The check of one record, from its first token on. It is discarded if its pass is dropped."""
 
-    def __init__(self, record: Record, tolerance: float, uniforms: Iterator[float], grammars: GrammarMasks | None = None) -> None:
+    def __init__(
+        self, record: AuditRecord, tolerance: float, uniforms: Iterator[float], grammars: GrammarMasks | None = None
+    ) -> None:
         self.record = record
         self.tally = Tally()
         self.bins = [0] * NUM_BINS
         self._tolerance = tolerance
         self._uniforms = uniforms
         self._grammars = grammars
-        self._history = list(record.request.prompt_ids)  # grows in place: a copy for every token would cost their square
+        self._history = list(record.request.prompt_ids)  # grows in place: copies would have quadratic cost
 
     @property
-    def num_judged(self) -> int:
-        """Leading tokens that are judged."""
+    def num_checked(self) -> int:
+        """Number of checked tokens."""
         return len(self._history) - len(self.record.request.prompt_ids)
 
     @property
     def is_done(self) -> bool:
-        """Whether every token is judged."""
-        return self.num_judged == len(self.record.token_ids)
+        """Whether every token is checked."""
+        return self.num_checked == len(self.record.token_ids)
 
     def add(self, logits_NV: Float[Tensor, "N V"]) -> None:
-        """Judge the next N tokens by the raw logits before each."""
-        token_ids = self.record.token_ids[self.num_judged : self.num_judged + len(logits_NV)]
-        self.tally += self._judged(logits_NV, token_ids)
+        """Check the next N tokens by the raw logits before each."""
+        token_ids = self.record.token_ids[self.num_checked : self.num_checked + len(logits_NV)]
+        self.tally += self._checked(logits_NV, token_ids)
         self._history += token_ids
 
-    def _judged(self, logits_NV: Tensor, token_ids: list[int]) -> Tally:
+    def _checked(self, logits_NV: Tensor, token_ids: list[int]) -> Tally:
         sampling = self.record.request.sampling
         if not bool(torch.isfinite(logits_NV.amax(-1)).all()):
             return Tally(num_mismatch=len(token_ids))
@@ -109,9 +110,9 @@ class Judgement:
         return support.tally(token_ids)
 
     def _count_draws(self, support: Support, token_ids: list[int]) -> None:
-        """Put every draw into its bin."""
+        """Count every draw in the bin of its PIT value."""
         uniforms = [next(self._uniforms) for _ in token_ids]
-        new = binned(transformed(support.probs_NV, token_ids, uniforms))
+        new = bin_counts(pit_values(support.probs_NV, token_ids, uniforms))
         self.bins = [old + more for old, more in zip(self.bins, new, strict=True)]
 
     def _contexts(self, token_ids: list[int]) -> list[SamplingContext]:
@@ -125,6 +126,6 @@ class Judgement:
     def _noise(self, logits_NV: Tensor) -> Tensor:
         """Return the noise of each token's absolute position under the request's seed."""
         seed, first = self.record.request.sampling.seed, len(self._history)
-        assert seed is not None  # or the check would be another
+        assert seed is not None  # true of every coupled check
         keys = [stream_key(seed, first + place, Stream.TOKEN) for place in range(len(logits_NV))]
         return gumbels(keys, logits_NV.shape[-1], logits_NV.device)
