@@ -2,9 +2,9 @@
 
 The index is the suffix tree of the reversed texts, cut at a depth. One walk finds the tokens that followed the longest known end
 of a text, and how often. One walk also adds a token. Both cost the length of the match, not of the history. A suffix automaton,
-as in SAM-Decoding (arXiv 2411.10666), finds the longest match as fast, but counts the occurrences of its states only once a text
-is complete. Tables of n-grams cost every length for every token. SuffixDecoding's tree (arXiv 2411.04975) runs forward in time,
-so that each new token extends a suffix of every length.
+as in SAM-Decoding (arXiv 2411.10666), finds the longest match as fast. But it counts occurrences only once a text is complete.
+Tables of n-grams cost every length for every token. SuffixDecoding's tree (arXiv 2411.04975) runs forward in time, so that each
+new token extends a suffix of every length.
 """
 
 from collections.abc import Mapping, Sequence
