@@ -17,9 +17,9 @@ from engine.core.config import SchedulerConfig
 from engine.core.policy import FixedExpansion
 from engine.core.tree import Expansion
 from engine.core.types import Request, SamplingParams
-from engine.draft.text.long_chains import RunningPolicy
+from engine.draft.text.long_chains import LongChainPolicy
 from engine.draft.text.text_cache import TextCache
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.model.causal_lm import CausalModel, load_model
 from engine.testing import tiny_engine
 from engine.weights import resolve
@@ -86,8 +86,8 @@ def ran(model: CausalModel, case: Case) -> tuple[list[int], Counts]:
     """Return the text of a case and its counts; the prompt's own steps bring no tokens and are not counted."""
     texts = TextCache(has_own_texts=case.has_own_texts)
     policy = FixedExpansion(Expansion(4, 1, 0))
-    drafter = CachedDrafter(model.vocab_size, model.device, texts)
-    engine = tiny_engine(model, drafter, RunningPolicy(policy, texts) if case.has_runs else policy, config=_LIMITS)
+    drafter = TextDrafter(model.vocab_size, model.device, texts)
+    engine = tiny_engine(model, drafter, LongChainPolicy(policy, texts) if case.has_runs else policy, config=_LIMITS)
     engine.add(case.request)
     ids: list[int] = []
     counts = Counts()

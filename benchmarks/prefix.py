@@ -13,7 +13,7 @@ import torch
 
 from engine.core.config import SchedulerConfig
 from engine.core.types import Request, SamplingParams
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.model.causal_lm import load_model
 from engine.model.linears import fastest_linears
@@ -45,7 +45,7 @@ def main() -> None:
     device = torch.device("cpu")
     model = load_model(resolve(args.model).folder, "float32", device, fastest_linears(device))
     config = SchedulerConfig(num_slots=8192, max_model_len=args.prefix_tokens + 100)
-    engine = tiny_engine(model, CachedDrafter(model.vocab_size, model.device), config=config)
+    engine = tiny_engine(model, TextDrafter(model.vocab_size, model.device), config=config)
     draws = random.Random(0)
 
     def drawn(count: int) -> tuple[int, ...]:

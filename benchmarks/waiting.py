@@ -10,7 +10,7 @@ import time
 
 from engine.core.config import SchedulerConfig
 from engine.core.types import Request, SamplingParams
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.testing import tiny_engine, tiny_model
 
@@ -21,7 +21,7 @@ def filled(num_queued: int) -> Engine:
     """Return an engine with a full batch and so many requests behind it, that has indexed what it drafts from."""
     model = tiny_model()
     config = SchedulerConfig(max_running=_NUM_RUNNING, num_slots=8192, max_model_len=1024)
-    engine = tiny_engine(model, CachedDrafter(model.vocab_size, model.device), config=config)
+    engine = tiny_engine(model, TextDrafter(model.vocab_size, model.device), config=config)
     for number in range(_NUM_RUNNING + num_queued):
         prompt = tuple(3 + (number + place) % 50 for place in range(8))
         engine.add(Request(str(number), prompt, SamplingParams(max_tokens=1000, seed=number, ignore_eos=True)))

@@ -28,11 +28,11 @@ from engine.draft.models.early_exit import Lens, early_exit_drafter
 from engine.draft.models.head import DraftHead
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.models.vocab_padding import RepaddedModel
-from engine.draft.text.long_chains import LENGTHS, RunningPolicy
+from engine.draft.text.long_chains import CHAIN_LENGTHS, LongChainPolicy
 from engine.draft.text.recent_texts import RecentLimits
 from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
-from engine.draft.text.text_drafter import CachedDrafter, FollowsTexts
+from engine.draft.text.text_drafter import DrafterWithTextCache, TextDrafter
 from engine.engine import Engine
 from engine.graph_setup import Prepared, record, static_steps
 from engine.kv_cache.canary import SlotCanary
@@ -104,7 +104,7 @@ def build_engine(config: EngineConfig, adaptive: PolicyFactory | None = None, mo
         cache_dtype=None if model.cache_dtype is None else str(model.cache_dtype).removeprefix("torch."),
         defaults=read_request_defaults(folder) if config.generation_config == "auto" else RequestDefaults(),
     )
-    measured = CachedDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, CachedDrafter) else own_drafter
+    measured = TextDrafter(model.vocab_size, device, _texts(config)) if isinstance(own_drafter, TextDrafter) else own_drafter
     _warm_up(info, config, target, _with_texts(measured, config, model))
     rig = StepTimer(info, config.scheduler, target, measured, _drafter_weights(config, models))
     policy = _policy(config, drafter, rig, roots, adaptive)
@@ -242,7 +242,7 @@ def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | 
     if config.drafter == "none":
         return None
     if config.drafter == "ngram":
-        return CachedDrafter(target.model.vocab_size, target.model.device, _texts(config))
+        return TextDrafter(target.model.vocab_size, target.model.device, _texts(config))
     if config.drafter == "early-exit":
         return _early_exit_drafter(Path(_required(config.lens, "lens")), target)
     if config.drafter == "head":
@@ -254,16 +254,18 @@ def _drafter(config: EngineConfig, target: Target, models: Models) -> Drafter | 
 
 def _with_texts(drafter: Drafter | None, config: EngineConfig, model: CausalModel) -> Drafter | None:
     """Return a drafter that also uses predictions and, with `cached_text`, all cached text."""
-    if drafter is None or isinstance(drafter, CachedDrafter):
+    if drafter is None or isinstance(drafter, TextDrafter):
         return drafter
     return CombinedDrafter(drafter, _texts(config), model.vocab_size, model.device)
 
 
 def _with_runs(policy: ExpansionPolicy, config: EngineConfig, drafter: Drafter) -> ExpansionPolicy:
     """Return a policy that replaces trees by long chains of cached text, up to the largest tree's depth."""
-    if not isinstance(drafter, FollowsTexts):
+    if not isinstance(drafter, DrafterWithTextCache):
         return policy
-    return RunningPolicy(policy, drafter.texts, config.largest_expansion.max_depth if config.largest_expansion else LENGTHS[0])
+    return LongChainPolicy(
+        policy, drafter.texts, config.largest_expansion.max_depth if config.largest_expansion else CHAIN_LENGTHS[0]
+    )
 
 
 def _texts(config: EngineConfig) -> TextCache:

@@ -40,7 +40,7 @@ def chain_states(
     for layer in head.decoder:
         query, key, value = layer.projected(state, tokens_BTW, *rotation)
         keys.append((key, value))
-        state = layer.finished(state, _causal(query, key, value))
+        state = layer.after_attention(state, _causal(query, key, value))
     yield state
     visible_BCT = positions_T <= starts_BC[..., None]
     rows_B1 = torch.arange(num_texts, device=starts_BC.device)[:, None]
@@ -52,7 +52,7 @@ def chain_states(
         for layer, trunk, chain in zip(head.decoder, keys, own, strict=True):
             query, key, value = layer.projected(state, tokens, *rotation)
             chain.append((key, value))
-            state = layer.finished(state, _chained(layer, query, trunk, chain, visible_BCT))
+            state = layer.after_attention(state, _chained(layer, query, trunk, chain, visible_BCT))
         yield state
 
 

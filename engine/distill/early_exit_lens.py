@@ -14,7 +14,7 @@ from engine.attention.packing import pack
 from engine.attention.segments import chain_segment
 from engine.distill.generation.generate import write
 from engine.distill.generation.jobs import Order
-from engine.draft.models.early_exit import Lens, truncated
+from engine.draft.models.early_exit import Lens, truncated_model
 from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import CausalModel
 from engine.model.hidden_states import StateTap
@@ -76,7 +76,7 @@ def _progress(model: CausalModel, texts: Sequence[Sequence[int]], layers: Sequen
 
 def evaluate_lens(model: CausalModel, lens: Lens, texts: Sequence[Sequence[int]]) -> LensReport:
     """Measure the drafter of a lens against the target on texts it was not fitted on."""
-    draft = truncated(model, lens.num_layers, lens.final_norm(model))
+    draft = truncated_model(model, lens.num_layers, lens.final_norm(model))
     num_tokens, overlap, agreement = 0, 0.0, 0.0
     for text in texts:
         batch = pack([chain_segment(list(text), 0, list(range(len(text))))], model.device)

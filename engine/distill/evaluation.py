@@ -59,7 +59,7 @@ def evaluate(
             for step, state in enumerate(steps):
                 chosen = state[row_B1, starts_BC] if step == 0 else state
                 p_logits = states[row_B1, starts_BC + step, -1][is_start_BC] @ output_DV
-                q_logits = head.predicted(chosen[is_start_BC]) @ rows_MD.T
+                q_logits = head.output_states(chosen[is_start_BC]) @ rows_MD.T
                 sums[step] += torch.tensor(_compared(p_logits, q_logits, vocab_M), dtype=torch.float64)
     return [_report(step, sums[step]) for step in range(num_steps) if sums[step, 0]]
 

@@ -171,7 +171,7 @@ class Trainer:
         with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
             embeddings = self._embeddings_VD[batch.ids_BT].to(self._dtype)
             for step, state in enumerate(chain_states(self.head, batch.states_BTFD, embeddings, starts_BC, plan.num_steps)):
-                predicted = self.head.predicted(state)
+                predicted = self.head.output_states(state)
                 if step == 0:
                     kept, probs = predicted[batch.counts_BT], probs_NM
                     overlap = _overlap(kept.detach()[::17], probs[::17], self._rows_MD)

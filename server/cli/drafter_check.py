@@ -23,7 +23,7 @@ def _check(parsed: argparse.Namespace) -> int:
     """Print the comparison; return 0 if the two belong together, 1 if not or if one cannot be read."""
     from engine.draft.models.compatibility import (  # here, because they bring torch
         UnreadableDrafter,
-        compare_made_for,
+        compare_fingerprint,
         compare_models,
     )
 
@@ -32,7 +32,7 @@ def _check(parsed: argparse.Namespace) -> int:
         if parsed.draft_model is not None:
             found = compare_models(target, resolve(parsed.draft_model).folder, parsed.max_model_len)
         else:
-            found = compare_made_for(target, parsed.lens or parsed.head)
+            found = compare_fingerprint(target, parsed.lens or parsed.head)
     except (WeightsError, UnreadableDrafter) as error:
         sys.stderr.write(f"latebranch drafter check: {error}\n")
         return 1

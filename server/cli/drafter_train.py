@@ -250,10 +250,10 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 def _head_of(target: Path, file: Path) -> "DraftHead":
     """Return a head, with a word where it was made for other weights; raise ValueError where it cannot be the target's."""
-    from engine.draft.models.compatibility import compare_made_for
+    from engine.draft.models.compatibility import compare_fingerprint
     from engine.draft.models.head import DraftHead
 
-    found = compare_made_for(target, file)
+    found = compare_fingerprint(target, file)
     sys.stderr.writelines(f"latebranch drafter evaluate: {warning}\n" for warning in found.warnings)
     if found.refusals:
         raise ValueError("; ".join(found.refusals))

@@ -18,7 +18,7 @@ from engine.core.types import ModelInfo, Request, SamplingParams, Speculation
 from engine.draft.drafter import Drafter
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.early_exit import Lens, early_exit_drafter
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import CausalModel, load_model
@@ -77,7 +77,7 @@ def _golden(preset: str, num_prompts: int, num_tokens: int) -> Golden:
     texts = _generated(preset, prompts, num_tokens)
     model = load_model(resolve(preset).folder, "float32", CPU, "packed")
     target = Target(model, SLOTS.num_slots)
-    drafters: list[Drafter] = [CachedDrafter(model.vocab_size, CPU)]
+    drafters: list[Drafter] = [TextDrafter(model.vocab_size, CPU)]
     if preset == "smollm2-135m":
         drafters.append(early_exit_drafter(model, target.cache, Lens.load(SHIPPED_DRAFTERS / "smollm2-135m-lens.safetensors")))
     if preset == "qwen2.5-coder-1.5b":

@@ -16,7 +16,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.policy import FixedExpansion
 from engine.core.tree import Expansion
 from engine.draft.text.text_cache import TextCache
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.structured_output.grammars import CompiledGrammars, source_of
 from engine.testing import tiny_engine, tiny_pair
@@ -54,7 +54,7 @@ class Stage:
             "slots": scheduler.num_used_slots,
             "sequences": scheduler.num_running + scheduler.num_waiting,
             "anteroom": self.engine._pending_grammars.request_ids,
-            "followed": len(self.texts._followed),
+            "followed": len(self.texts._tracked),
             "unrest": unrest_of(self.get),
         }
 
@@ -68,7 +68,7 @@ def staged(texts: TextCache | None = None) -> Iterator[Stage]:
     def build() -> Engine:
         target, _ = tiny_pair(vocab_size=400)
         grammars = CompiledGrammars(source_of(byte_level(), 400, target.eos_token_ids).load)
-        drafter = CachedDrafter(400, torch.device("cpu"), texts)
+        drafter = TextDrafter(400, torch.device("cpu"), texts)
         built.append(tiny_engine(target, drafter, FixedExpansion(Expansion(2, 1, 0)), config=LIMITS, grammars=grammars))
         return built[0]
 

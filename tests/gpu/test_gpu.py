@@ -10,7 +10,7 @@ from engine.core.types import SamplingParams
 from engine.distill.generation.generate import write
 from engine.distill.generation.jobs import Order
 from engine.draft.text.text_cache import TextCache
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.model.causal_lm import adopt
 from engine.sampling.noise import gumbels, uniforms
 from engine.testing import FAMILIES, tiny_engine, tiny_module
@@ -46,7 +46,7 @@ def test_distributions_are_the_cpus():
 
 def engine_on(device: torch.device, family: str, drafter: str):
     target = adopt(tiny_module(family), device)
-    draft = CachedDrafter(61, device, TextCache(min_tokens=1)) if drafter == "ngram" else adopt(tiny_module(family), device)
+    draft = TextDrafter(61, device, TextCache(min_tokens=1)) if drafter == "ngram" else adopt(tiny_module(family), device)
     return tiny_engine(target, draft, FixedExpansion(Expansion(2, 2, 2)))
 
 

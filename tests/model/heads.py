@@ -58,7 +58,7 @@ def dense_states(head: DraftHead, module: PreTrainedModel, ids_BT: Tensor, read_
         key, value = (x.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=2) for x in (key, value))
         scores = torch.einsum("bthk,bshk->bhts", query, key) / shape.head_size**0.5
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        state = layer.finished(state, torch.einsum("bhts,bshk->bthk", weights, value).flatten(2))
+        state = layer.after_attention(state, torch.einsum("bhts,bshk->bthk", weights, value).flatten(2))
     assert isinstance(state, Tensor)
     return state
 
@@ -66,7 +66,7 @@ def dense_states(head: DraftHead, module: PreTrainedModel, ids_BT: Tensor, read_
 def cut_logits(head: DraftHead, module: PreTrainedModel, states: Tensor) -> Tensor:
     """Return logits of the head's own tokens."""
     rows_MD: Tensor = module.get_output_embeddings().weight[head.vocab_M.long()]
-    return head.predicted(states) @ rows_MD.T
+    return head.output_states(states) @ rows_MD.T
 
 
 @torch.inference_mode()

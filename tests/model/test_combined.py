@@ -18,8 +18,8 @@ from engine.draft.text import text_and_model as combined
 from engine.draft.text import text_cache as texts_module
 from engine.draft.text.recent_texts import RecentLimits
 from engine.draft.text.text_and_model import CombinedDrafter
-from engine.draft.text.text_cache import SURE, CachedLaw, TextCache
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_cache import SURE_CONFIDENCE, CachedDistribution, TextCache
+from engine.draft.text.text_drafter import TextDrafter
 from engine.draft.trees import sampling as children
 from engine.draft.trees.calibration import Reliability
 from engine.draft.trees.grow import grow
@@ -163,7 +163,7 @@ def test_a_forbidden_token_is_not_drafted_however_surely_text_foretells_it_and_t
 
 
 def test_forbidden_tokens_kill_a_cache_that_is_sure_of_them(monkeypatch):
-    monkeypatch.setattr(texts_module, "may_hinder", lambda sampling, token_ids, num_generated: False)
+    monkeypatch.setattr(texts_module, "may_suppress", lambda sampling, token_ids, num_generated: False)
     with pytest.raises(AssertionError):
         test_a_forbidden_token_is_not_drafted_however_surely_text_foretells_it_and_the_model_is_asked_instead()
 
@@ -181,9 +181,9 @@ class Foretelling(TextCache):
         super().__init__()
         self._by_length = by_length
 
-    def probs_after(self, row: Row, path_ids: Sequence[int]) -> CachedLaw | None:
+    def distribution_after(self, row: Row, path_ids: Sequence[int]) -> CachedDistribution | None:
         found = self._by_length.get(len(path_ids))
-        return None if found is None else CachedLaw(found[0], found[1], frozenset({3}), found[1] >= SURE)
+        return None if found is None else CachedDistribution(found[0], found[1], frozenset({3}), found[1] >= SURE_CONFIDENCE)
 
 
 LAWS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.4, 0.1], [0.7, 0.1, 0.1, 0.1]])
@@ -220,7 +220,7 @@ def test_what_reads_its_parents_state_stays_off_a_path_that_began_on_the_cache()
 
 
 def test_what_waits_is_bounded(monkeypatch):
-    monkeypatch.setattr(combined, "_MOST_DEFERRED", 5)
+    monkeypatch.setattr(combined, "_MAX_DEFERRED", 5)
     growth, inner = grown(Foretelling({0: SURE_OF_3}), Expansion(1, 1, 0), num_seeds=4)
     assert inner.num_passes == 1
     assert [len(fed) for fed in growth.fed] == [0, 0, 1, 1]
@@ -315,7 +315,7 @@ def test_the_distribution_kills_a_mixture_that_is_not_the_distribution_kept(monk
 def predicted(prediction: Sequence[int], num_tokens: int = 20) -> tuple[int, int, int]:
     """Return predicted tokens drafted and accepted, and all tokens, of a greedy request."""
     policy = FixedExpansion(Expansion(4, 1, 0))
-    engine = tiny_engine(model("llama"), CachedDrafter(61, CPU, TextCache(min_tokens=1, has_own_texts=False)), policy)
+    engine = tiny_engine(model("llama"), TextDrafter(61, CPU, TextCache(min_tokens=1, has_own_texts=False)), policy)
     events = run(engine, [replace(greedy("r", LONG, num_tokens), prediction_ids=tuple(prediction))]).outcomes["r"].events
     for event in events:
         assert len(event.predicted_places) <= event.num_accepted_tokens <= event.num_draft_tokens
@@ -402,7 +402,7 @@ def test_steps_tell_drafted_and_accepted_tokens_apart_by_source():
 
 def test_tenants_outputs_speed_up_their_own_requests_alone():
     def num_steps(second_tenant: str) -> int:
-        drafter = CachedDrafter(61, CPU, TextCache(2, RecentLimits(100)))
+        drafter = TextDrafter(61, CPU, TextCache(2, RecentLimits(100)))
         engine, prompt = tiny_engine(model("llama"), drafter, FixedExpansion(CHAIN)), (5, 9, 33, 4)
         run(engine, [replace(greedy("0", prompt, 30), tenant="mine")])
         return len(run(engine, [replace(greedy("1", prompt, 30), tenant=second_tenant)]).stats)

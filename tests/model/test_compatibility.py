@@ -19,7 +19,7 @@ from engine.draft.models import vocab_padding as padding
 from engine.draft.models.compatibility import (
     Compatibility,
     UnreadableDrafter,
-    compare_made_for,
+    compare_fingerprint,
     compare_models,
     recorded_fingerprint,
 )
@@ -62,19 +62,19 @@ def short(folder: Path) -> Path:
 DIFFERENCES = {
     "two swapped": (
         {"words": (*WORDS[:5], WORDS[6], WORDS[5], *WORDS[7:])},
-        "2 of 61 token ids stand for other strings: 5 is 'w5' in the target and 'w6' in the drafter; 6 is 'w6' in the target and",
+        "2 of 61 token ids decode to different strings: 5 is 'w5' in the target and 'w6' in the drafter; 6 is 'w6' in the target",
     ),
     "all other": (
         {"words": (*WORDS[:3], *(f"v{index}" for index in range(3, 61)))},
-        "58 of 61 token ids stand for other strings: 3 is 'w3' in the target and 'v3' in the drafter; 4 is 'w4' in the target "
-        "and 'v4' in the drafter; 5 is 'w5' in the target and 'v5' in the drafter and 55 more",
+        "58 of 61 token ids decode to different strings: 3 is 'w3' in the target and 'v3' in the drafter; 4 is 'w4' in the "
+        "target and 'v4' in the drafter; 5 is 'w5' in the target and 'v5' in the drafter and 55 more",
     ),
-    "one missing": ({"words": WORDS[:-1]}, "1 token ids (61 and 60 in all) are the target's alone: 60 is 'w60'"),
-    "one more": ({"words": (*WORDS, "extra")}, "1 token ids (61 and 62 in all) are the drafter's alone: 61 is 'extra'"),
-    "less special": ({"special": SPECIAL[1:]}, "special in the target alone: '<pad>' (0)"),
-    "more special": ({"special": (*SPECIAL, "w7")}, "special in the drafter alone: 'w7' (7)"),
+    "one missing": ({"words": WORDS[:-1]}, "1 token ids (61 and 60 in all) exist only in the target: 60 is 'w60'"),
+    "one more": ({"words": (*WORDS, "extra")}, "1 token ids (61 and 62 in all) exist only in the drafter: 61 is 'extra'"),
+    "less special": ({"special": SPECIAL[1:]}, "special only in the target: '<pad>' (0)"),
+    "more special": ({"special": (*SPECIAL, "w7")}, "special only in the drafter: 'w7' (7)"),
     "another end": ({"eos": 9}, "no end token in common: target '</s>' (2), drafter 'w9' (9)"),
-    "short texts": ({"module": short_module()}, "texts end at 128 tokens, the target is to serve 256: set max_model_len to 128"),
+    "short texts": ({"module": short_module()}, "limited to 128 tokens, the target must serve 256: set max_model_len to 128"),
 }
 
 
@@ -91,7 +91,11 @@ def test_what_does_not_belong_is_refused_before_any_weight_is_loaded(target, tmp
     config = EngineConfig(str(target), drafter="model", draft_model=str(draft), scheduler=SMALL)
     with pytest.raises(BadConfiguration) as raised:
         build_engine(config)
-    for words in ("other strings: 0 is '<pad>' in the target and 'w60'", "special in the target alone", "no end token in common"):
+    for words in (
+        "different strings: 0 is '<pad>' in the target and 'w60'",
+        "special only in the target",
+        "no end token in common",
+    ):
         assert words in str(raised.value)
 
 
@@ -116,7 +120,7 @@ def test_other_rules_of_splitting_are_a_warning(target, tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(content | {"normalizer": {"type": "NFC"}}))
     found = compared(target, folder)
     assert not found.refusals
-    assert "split into the same tokens by other rules" in "".join(found.warnings)
+    assert "the tokenizers differ" in "".join(found.warnings)
 
 
 # Padding
@@ -205,17 +209,17 @@ def lens_file(path: Path, made_for: Path | None, width: int = 32) -> Path:
 
 
 def test_a_lens_of_this_very_model_is_accepted(target, tmp_path):
-    found = compare_made_for(target, lens_file(tmp_path / "lens", target))
+    found = compare_fingerprint(target, lens_file(tmp_path / "lens", target))
     assert (found.refusals, found.warnings) == ((), ())
 
 
 def test_a_lens_of_other_weights_is_a_warning_and_drafts(target, tmp_path, caplog):
     other = model_folder(tmp_path / "other", tiny_module("llama", 5))
     file = lens_file(tmp_path / "lens", other)
-    assert not compare_made_for(target, file).refusals
+    assert not compare_fingerprint(target, file).refusals
     with caplog.at_level(logging.WARNING):
         build_engine(EngineConfig(str(target), drafter="early-exit", lens=str(file), scheduler=SMALL))
-    assert [record.message for record in caplog.records if "with other weights" in record.message]
+    assert [record.message for record in caplog.records if "made for other weights" in record.message]
 
 
 OTHER_MODELS = {
@@ -229,7 +233,7 @@ OTHER_MODELS = {
 @pytest.mark.parametrize(("change", "words"), OTHER_MODELS.values(), ids=OTHER_MODELS)
 def test_a_lens_of_another_vocabulary_or_shape_is_refused(target, tmp_path, change, words):
     file = lens_file(tmp_path / "lens", model_folder(tmp_path / "other", **change))
-    (refusal,) = compare_made_for(target, file).refusals
+    (refusal,) = compare_fingerprint(target, file).refusals
     assert words in refusal
     with pytest.raises(BadConfiguration, match="does not belong to"):
         build_engine(EngineConfig(str(target), drafter="early-exit", lens=str(file), scheduler=SMALL))
@@ -246,9 +250,9 @@ def test_a_head_is_held_against_the_target_too(target, tmp_path):
 def test_a_lens_that_does_not_say_is_checked_by_its_size_alone(target, tmp_path):
     file = lens_file(tmp_path / "lens", None)
     assert recorded_fingerprint(file) is None
-    found = compare_made_for(target, file)
+    found = compare_fingerprint(target, file)
     assert not found.refusals
-    assert "does not say what model it was made for" in "".join(found.warnings)
+    assert "does not record the model it was made for" in "".join(found.warnings)
     wide = lens_file(tmp_path / "wide", None, width=16)
     with pytest.raises(BadConfiguration, match="does not fit the target"):
         build_engine(EngineConfig(str(target), drafter="early-exit", lens=str(wide), scheduler=SMALL))
@@ -272,7 +276,7 @@ def test_a_tuned_model_is_not_the_one_a_lens_was_made_for(target, tmp_path):
     tensors = load_file(tuned / "model.safetensors")
     tensors["model.layers.2.self_attn.q_proj.weight"] += 1e-3
     save_file(tensors, tuned / "model.safetensors", metadata={"format": "pt"})
-    (warning,) = compare_made_for(tuned, file).warnings
+    (warning,) = compare_fingerprint(tuned, file).warnings
     assert "other weights" in warning
 
 
@@ -291,11 +295,11 @@ def test_the_command_prints_the_comparison_and_its_status_is_the_verdict(target,
     bad = model_folder(tmp_path / "bad", words=WORDS[:-1], eos=9)
     status, text = checked(capsys, "--model", target, "--draft-model", good)
     assert (status, text.splitlines()[-1]) == (0, "they belong together")
-    assert "warning: end tokens differ, the target's count: target '</s>' (2), drafter '</s>' (2), 'w5' (5)" in text
+    assert "warning: end tokens differ, the target's are used: target '</s>' (2), drafter '</s>' (2), 'w5' (5)" in text
     status, text = checked(capsys, "--model", target, "--draft-model", bad)
     assert (status, text.splitlines()[-1]) == (1, "they do not belong together")
     assert len([line for line in text.splitlines() if line.startswith("refused: ")]) == 2
-    assert "is to serve 512" in checked(capsys, "--model", target, "--draft-model", short(tmp_path), "--max-model-len", 4096)[1]
+    assert "must serve 512" in checked(capsys, "--model", target, "--draft-model", short(tmp_path), "--max-model-len", 4096)[1]
 
 
 @pytest.mark.parametrize("flag", ["--lens", "--head"])
@@ -317,7 +321,7 @@ def test_the_shipped_drafters_belong_to_their_targets():
     pair = compare_models(resolve("qwen2.5-coder-1.5b").folder, resolve("qwen2.5-coder-0.5b").folder, 32768)
     assert (pair.refusals, pair.warnings) == ((), ())
     for file in SHIPPED_DRAFTERS.glob("*.safetensors"):
-        own = compare_made_for(resolve(file.stem.rpartition("-")[0]).folder, file)
+        own = compare_fingerprint(resolve(file.stem.rpartition("-")[0]).folder, file)
         assert (own.refusals, own.warnings) == ((), ())
         assert file.stat().st_size < 20_000_000
     assert compare_models(resolve("qwen2.5-coder-1.5b").folder, resolve("smollm2-135m").folder, 8192).refusals

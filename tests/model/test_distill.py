@@ -119,7 +119,7 @@ def naive_chain(head: DraftHead, text: Text, embeddings_TD: Tensor, start: int, 
                 scores = torch.stack([query[index] @ key[group] for key, _ in cache]) * SHAPE.head_size**-0.5
                 weights = scores.softmax(0)
                 heads.append(sum(w * value[group] for w, (_, value) in zip(weights, cache, strict=True)))
-            state = layer.finished(state, torch.cat(heads))
+            state = layer.after_attention(state, torch.cat(heads))
         if position >= start:
             found.append(state)
     return found

@@ -11,7 +11,7 @@ from engine.core.step_plan import Feeding
 from engine.core.tree import ROOT, Expansion
 from engine.draft.drafter import FrontierNode, GrowingTree
 from engine.draft.models.early_exit import Lens, early_exit_drafter
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.draft.trees.grow import grow
 from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import adopt
@@ -28,7 +28,7 @@ from tests.model.tiny import model, own_greedy_text, own_module
 def test_cached_distributions_are_proposed_where_there_are_any():
     """The law is the share of continuations of the longest match; what was never seen stays a leaf."""
     trees = [GrowingTree(decoding_row(text, request_id=str(text))) for text in ((1, 2, 0, 3, 1, 2, 1, 3, 1, 2), (1, 2, 3))]
-    proposal = CachedDrafter(4, CPU).feed([], [FrontierNode(tree, ROOT, 1) for tree in trees])
+    proposal = TextDrafter(4, CPU).feed([], [FrontierNode(tree, ROOT, 1) for tree in trees])
     assert proposal.indices == (0,)
     assert proposal.logits_PV.softmax(-1).tolist() == [pytest.approx([0.0, 1.0, 0.0, 0.0])]
     assert proposal.origins == {0: {1: Origin(DraftSource.CACHE, True)}}
@@ -40,7 +40,7 @@ def test_ngram_trees_go_on_from_the_drafted_path_and_leave_others_alone():
         decoding_row((0, 1, 2), Expansion(4, 1, 0), request_id="none"),
         decoding_row((1, 2, 3, 0, 0, 1, 2), Expansion(4, 1, 0), request_id="some"),
     ]
-    plain, chain = grow(CachedDrafter(4, CPU), rows, 4, CPU).forest.trees
+    plain, chain = grow(TextDrafter(4, CPU), rows, 4, CPU).forest.trees
     assert plain.num_nodes == 1
     assert chain.token_ids == (2, 3, 0, 0, 1)
 
@@ -91,7 +91,7 @@ def test_early_exit_writes_the_keys_the_target_would():
 
 def engine_with_early_exit(policy=None):
     """Return an engine whose drafter shares the target's cache."""
-    engine = tiny_engine(model("llama"), CachedDrafter(61, CPU), policy)
+    engine = tiny_engine(model("llama"), TextDrafter(61, CPU), policy)
     engine._drafter = early_exit_drafter(engine._target.model, engine._target.cache, random_lens())
     return engine
 
@@ -120,7 +120,7 @@ def test_early_exit_changes_no_text_and_keeps_the_shared_cache_right():
 def test_early_exit_shares_the_cache_of_a_target_that_rounds_keys(prompt):
     """Whoever writes first: of a prompt of one token that is the drafter."""
     target = adopt(tiny_module("llama"), CPU, NATIVE, "int8")
-    engine = tiny_engine(target, CachedDrafter(61, CPU), RandomExpansion(1))
+    engine = tiny_engine(target, TextDrafter(61, CPU), RandomExpansion(1))
     engine._drafter = early_exit_drafter(target, engine._target.cache, random_lens())
     requests = [greedy("a", prompt), sampled("b", prompt, seed=3)]
     found, plain = run(engine, requests), run(tiny_engine(target), requests)
@@ -159,4 +159,4 @@ def test_a_lens_that_does_not_fit_is_refused(lens):
 
 def test_a_drafter_says_whether_it_needs_feeding():
     assert early_exit_drafter(model("llama"), KVCache(1, CPU), random_lens()).feeding is Feeding.TARGET_CACHE
-    assert CachedDrafter(4, CPU).feeding is Feeding.TARGET_CACHE
+    assert TextDrafter(4, CPU).feeding is Feeding.TARGET_CACHE

@@ -16,7 +16,7 @@ from engine.core.step_plan import Row
 from engine.core.tree import PLAIN, Expansion
 from engine.core.types import FinishReason, Request, SamplingParams, Speculation
 from engine.draft.text.text_cache import TextCache
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.sampling.noise import gumbels
 from engine.testing import tiny_engine
@@ -156,7 +156,7 @@ def test_a_drafter_that_knows_no_token_that_can_come_drafts_nothing_there(kind):
     fields: dict[str, Any] = {"temperature": 0.0} if kind == "greedy" else {"seed": 1}
     sampling = SamplingParams(max_tokens=6, ignore_eos=True, allowed_token_ids=(20, 21, 22), **fields)
     request = Request("r", text, sampling, Speculation(verifier="traversal" if kind == "traversal" else None))
-    engine = tiny_engine(model("llama"), CachedDrafter(61, CPU, TextCache(min_tokens=1)), FixedExpansion(Expansion(2, 2, 2)))
+    engine = tiny_engine(model("llama"), TextDrafter(61, CPU, TextCache(min_tokens=1)), FixedExpansion(Expansion(2, 2, 2)))
     outcome = run(engine, [request]).outcomes["r"]
     assert (len(outcome.ids), outcome.finish) == (6, FinishReason.LENGTH)
     assert set(outcome.ids) <= {20, 21, 22}

@@ -18,7 +18,7 @@ from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.early_exit import Lens, early_exit_drafter
 from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.kv_cache.pool import KVCache
 from engine.sampling.noise import gumbels
@@ -51,7 +51,7 @@ def engine_of(family: str, drafter: str, expansion: Expansion = PLAIN, config: S
         return tiny_engine(target, combined, policy, config=config)
     if drafter == "none":
         return tiny_engine(model(family), None, policy, config=config)
-    engine = tiny_engine(model(family), CachedDrafter(61, CPU, TextCache(min_tokens=1)), policy, config=config)
+    engine = tiny_engine(model(family), TextDrafter(61, CPU, TextCache(min_tokens=1)), policy, config=config)
     if drafter == "early exit":
         lens = Lens(2, torch.eye(32), torch.zeros(32), {})
         engine._drafter = early_exit_drafter(engine._target.model, engine._target.cache, lens)

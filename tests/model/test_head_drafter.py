@@ -24,7 +24,7 @@ from engine.draft.models.feature_pool import FeaturePool
 from engine.draft.models.head import DraftHead
 from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.models.native_head import NativeHead
-from engine.draft.models.torch_head import LeanHead
+from engine.draft.models.torch_head import TorchHead
 from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.trees.grow import grow
@@ -63,7 +63,7 @@ def poisoned_pools(poisoned_pools, monkeypatch):
 
     def poisoned(pool, *args):
         made(pool, *args)
-        pool._pool_SW[: pool.before_all] = float("nan")
+        pool._pool_SW[: pool.zero_row] = float("nan")
 
     monkeypatch.setattr(FeaturePool, "__init__", poisoned)
 
@@ -276,7 +276,7 @@ def test_a_head_over_packed_tied_weights_says_the_same(other):
         if linears == NATIVE:
             assert isinstance(drafter._head, NativeHead)
         else:
-            assert isinstance(drafter._head, LeanHead)
+            assert isinstance(drafter._head, TorchHead)
             assert isinstance(drafter._head.output, PackedLinear) == (linears == "packed")
         row = decoding_row((5,), Expansion(3, 1, 0))
         probs.append(grow(drafter, [row], 61, CPU).forest.draft_probs_RV)

@@ -8,8 +8,8 @@ import torch
 from engine.core.enums import DraftSource, Origin
 from engine.draft.drafter import TrimmedVocabulary
 from engine.draft.text import mixture
-from engine.draft.text.mixture import mixtures, with_tokens_of
-from engine.draft.text.text_cache import CachedLaw
+from engine.draft.text.mixture import extended_vocabulary, mixtures
+from engine.draft.text.text_cache import CachedDistribution
 from engine.native import mixture as native
 from tests.model.native import needs_library
 from tests.model.passes import CPU
@@ -19,11 +19,11 @@ VOCAB = TrimmedVocabulary(torch.randperm(SIZE, generator=torch.Generator().manua
 KNOWN_ID, OTHER_ID = int(VOCAB.ids_M[3]), int(VOCAB.ids_M[90])
 UNKNOWN_ID = next(token_id for token_id in range(SIZE) if token_id not in VOCAB.ids_M.tolist())
 LAWS = [
-    CachedLaw({KNOWN_ID: 0.5, UNKNOWN_ID: 0.25, OTHER_ID: 0.25}, 0.7, frozenset({OTHER_ID})),
+    CachedDistribution({KNOWN_ID: 0.5, UNKNOWN_ID: 0.25, OTHER_ID: 0.25}, 0.7, frozenset({OTHER_ID})),
     None,
-    CachedLaw({KNOWN_ID: 1.0}, 0.03, frozenset()),
-    CachedLaw({OTHER_ID: 0.5, UNKNOWN_ID: 0.5}, 0.9, frozenset()),
-    CachedLaw({OTHER_ID: 1.0}, 0.98, frozenset()),
+    CachedDistribution({KNOWN_ID: 1.0}, 0.03, frozenset()),
+    CachedDistribution({OTHER_ID: 0.5, UNKNOWN_ID: 0.5}, 0.9, frozenset()),
+    CachedDistribution({OTHER_ID: 1.0}, 0.98, frozenset()),
 ]
 ROWS = [2, 0, 4, None, 1]
 LOGITS = torch.randn(5, 123, generator=torch.Generator().manual_seed(1)) * 3.0 + 5.0
@@ -31,7 +31,7 @@ LOGITS = torch.randn(5, 123, generator=torch.Generator().manual_seed(1)) * 3.0 +
 
 def mixed(vocab=VOCAB, logits=LOGITS, rows=ROWS):
     known = [distribution for distribution in LAWS if distribution is not None]
-    logits_PM, origins = mixtures(logits, rows, LAWS, with_tokens_of(known, vocab), SIZE, CPU)
+    logits_PM, origins = mixtures(logits, rows, LAWS, extended_vocabulary(known, vocab), SIZE, CPU)
     return logits_PM.softmax(-1), origins
 
 
@@ -57,15 +57,15 @@ def test_the_library_mixes_what_torch_mixes(monkeypatch, is_trimmed):
 @pytest.mark.parametrize(
     "mutant",
     [
-        lambda distribution, columns: native.Predicted(columns, [*distribution.odds.values()], 0.5),  # whatever it is trusted
-        lambda distribution, columns: native.Predicted(columns, [1.0 / len(columns)] * len(columns), distribution.chance),
+        lambda distribution, columns: native.Predicted(columns, [*distribution.probs.values()], 0.5),  # whatever it is trusted
+        lambda distribution, columns: native.Predicted(columns, [1.0 / len(columns)] * len(columns), distribution.confidence),
         lambda distribution, columns: native.Predicted(
-            [max(0, column - 1) for column in columns], [*distribution.odds.values()], distribution.chance
+            [max(0, column - 1) for column in columns], [*distribution.probs.values()], distribution.confidence
         ),
     ],
 )
 def test_other_mixtures_are_noticed(monkeypatch, mutant):
-    monkeypatch.setattr(mixture, "foretold", mutant)
+    monkeypatch.setattr(mixture, "as_native", mutant)
     assert not is_as_by_torch(monkeypatch)
 
 

@@ -13,7 +13,7 @@ from engine.core.step_observer import StepObserver
 from engine.core.step_plan import StepPlan
 from engine.core.tree import Expansion
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, Speculation, TokenEvent, TokenLogprobs
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.scheduler.slot_pool import IntegrityError
 from engine.testing import table_pair, tiny_engine, tiny_pair
@@ -108,7 +108,7 @@ def with_a_noise_aware_tree() -> Engine:
 def with_cached_text() -> Engine:
     target = PAIR[0]
     config = SchedulerConfig(num_slots=256, max_model_len=64, max_running=1, max_step_tokens=4)
-    return tiny_engine(target, CachedDrafter(target.vocab_size, target.device), config=config)
+    return tiny_engine(target, TextDrafter(target.vocab_size, target.device), config=config)
 
 
 CASES = [

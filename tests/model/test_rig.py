@@ -10,7 +10,7 @@ from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.policy import PassSize
 from engine.core.tree import PLAIN, Expansion
 from engine.draft.text.text_cache import TextCache
-from engine.draft.text.text_drafter import CachedDrafter
+from engine.draft.text.text_drafter import TextDrafter
 from engine.engine import Engine
 from engine.model.root_features import RootFeatures
 from engine.profiling.step_timer import StepTimer
@@ -33,7 +33,7 @@ CHEAP = Profile((1.0, *(0.001,) * (NUM_REST - 1)), (0.001,) * len(DRAFT_PRICES))
 
 
 def engine_and_rig(drafter: str = "model") -> tuple[Engine, StepTimer]:
-    drafts = CachedDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
+    drafts = TextDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
     engine = tiny_engine(model("llama"), drafts, config=LIMITS)
     return engine, StepTimer(engine.info, LIMITS, engine.target, engine.drafter, "weights")
 
@@ -170,7 +170,7 @@ def test_the_adaptive_policy_changes_no_text(drafter, tmp_path: Path, monkeypatc
     monkeypatch.setattr("selector.profile.measure", lambda bench: CHEAP)
     _, rig = engine_and_rig(drafter)
     policy = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig, RootFeatures(model("llama"), None))
-    drafts = CachedDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
+    drafts = TextDrafter(61, CPU, TextCache(min_tokens=1)) if drafter == "ngram" else pair("llama")[1]
     engine = tiny_engine(model("llama"), drafts, policy, config=LIMITS)
     requests = [
         greedy("greedy", PROMPT, max_tokens=40),

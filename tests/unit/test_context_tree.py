@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.draft.text import suffix_counts as context_tree
-from engine.draft.text.suffix_counts import ContextTree, Match, joined
+from engine.draft.text.suffix_counts import ContextTree, Match, merged
 
 tokens = st.integers(0, 2)
 texts = st.lists(st.tuples(st.lists(tokens, max_size=4), st.lists(tokens, max_size=30)), max_size=3)  # (context, continuations)
@@ -74,7 +74,7 @@ def check_learning(several: Texts, least: int) -> None:
     tree = ContextTree()
     for place, (before, text) in enumerate(several):
         tree.begin(before)
-        learnt = [tree.learn(token_id, least) for token_id in text]
+        learnt = [tree.append_and_match(token_id, least) for token_id in text]
         for end, known in enumerate(learnt):
             match = counted([*several[:place], (before, text[:end])], [*before, *text[:end]])
             assert (known and (known.length, Counter(known.counts))) == enough(match, least)
@@ -87,8 +87,8 @@ def enough(match: Match | None, least: int) -> Match | None:
 def test_learning_kills_a_token_that_foretells_itself_and_counts_that_grow_on(monkeypatch):
     several: Texts = [([], [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 0, 1])]
     check_learning(several, 2)
-    for counts in (lambda fork, token_id: dict(fork.counts), lambda fork, token_id: fork.counts):
-        monkeypatch.setattr(ContextTree, "learn", learning(counts))
+    for counts in (lambda node, token_id: dict(node.counts), lambda node, token_id: node.counts):
+        monkeypatch.setattr(ContextTree, "append_and_match", learning(counts))
         with pytest.raises(AssertionError):
             check_learning(several, 2)
 
@@ -97,8 +97,8 @@ def learning(counts_of: Callable[[Any, int], dict[int, int]]) -> Callable[..., M
     """Return a way to learn that tells these counts of the last fork."""
 
     def learn(tree: ContextTree, token_id: int, least: int) -> Match | None:
-        fork = tree._add(token_id)
-        return enough(Match(fork.depth, counts_of(fork, token_id)), least)
+        node = tree._add(token_id)
+        return enough(Match(node.depth, counts_of(node, token_id)), least)
 
     return learn
 
@@ -140,14 +140,14 @@ def test_trees_of_parts_of_a_text_say_together_what_its_own_tree_says(several, c
 def check_parts(several: Texts, context: list[int], cut: int) -> None:
     first, second = ([(before, text[:cut]) for before, text in several], [(text[:cut], text[cut:]) for _, text in several])
     known = [match for part in (first, second) if (match := tree_of(part).match(context)) is not None]
-    assert (reduce(joined, known) if known else None) == tree_of(several).match(context)
+    assert (reduce(merged, known) if known else None) == tree_of(several).match(context)
 
 
 def test_parts_kill_the_first_match_and_one_of_the_longest(monkeypatch):
     several: Texts = [([], [0, 1, 2, 0, 1, 0, 0, 1, 2])]
     check_parts(several, [0, 1], 5)
     for mutant in (lambda one, other: one, lambda one, other: max(one, other, key=lambda match: match.length)):
-        monkeypatch.setitem(globals(), "joined", mutant)
+        monkeypatch.setitem(globals(), "merged", mutant)
         with pytest.raises(AssertionError):
             check_parts(several, [0, 1], 5)
 
@@ -166,7 +166,7 @@ def test_memory_is_a_fork_a_token_at_most_however_often_a_text_repeats(text, tim
     assert forks(tree_of([([], text * times)])) <= len(text) * times
 
 
-_forked, _shared = ContextTree._fork, ContextTree._common
+_forked, _shared = ContextTree._new_node, ContextTree._common_length
 
 
 def forgets_what_came_before(tree, at, depth, counts, below):
@@ -174,9 +174,9 @@ def forgets_what_came_before(tree, at, depth, counts, below):
 
 
 def loses_the_other_context(tree, at, depth, counts, below):
-    fork = _forked(tree, at, depth, counts, below)
-    fork.children.clear()
-    return fork
+    node = _forked(tree, at, depth, counts, below)
+    node.children.clear()
+    return node
 
 
 def believes_one_token_more(tree, text, end, at, known, most):
@@ -185,7 +185,11 @@ def believes_one_token_more(tree, text, end, at, known, most):
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
-    [("_fork", forgets_what_came_before), ("_fork", loses_the_other_context), ("_common", believes_one_token_more)],
+    [
+        ("_new_node", forgets_what_came_before),
+        ("_new_node", loses_the_other_context),
+        ("_common_length", believes_one_token_more),
+    ],
 )
 def test_matches_kill(name, mutant, monkeypatch):
     text = [0, 1, 2, 0, 1, 2, 1, 1, 2, 0, 2, 1, 0, 1, 2, 0, 0, 1]

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core.types import Grammar, GrammarKind, SamplingParams
-from engine.draft.text.edited import may_hinder
+from engine.draft.text.edited import may_suppress
 
 LAW = (5, 7)
 
@@ -21,7 +21,7 @@ LAW = (5, 7)
     ],
 )
 def test_edits_that_leave_a_distribution_alone_or_raise_it(num_generated, fields):
-    assert not may_hinder(SamplingParams(**fields), LAW, num_generated)
+    assert not may_suppress(SamplingParams(**fields), LAW, num_generated)
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_edits_that_leave_a_distribution_alone_or_raise_it(num_generated, fields
     ],
 )
 def test_edits_that_may_hinder_one_of_its_tokens(num_generated, fields):
-    assert may_hinder(SamplingParams(**fields), LAW, num_generated)
+    assert may_suppress(SamplingParams(**fields), LAW, num_generated)

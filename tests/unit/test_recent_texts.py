@@ -74,8 +74,8 @@ def test_who_is_there_is_forgotten_last():
     recent = RecentTexts(LIMITS, Indexer())
     for tenant in ("a/1", "b/1", "c/1"):
         recent.add(tenant, (), range(10))
-    recent.use("a/1")
-    recent.use("nobody/0")
+    recent.touch("a/1")
+    recent.touch("nobody/0")
     recent.add("d/1", (), range(10))
     assert list(recent._tenants) == ["c/1", "a/1", "d/1"]
 

@@ -19,7 +19,7 @@ from engine.core.policy import (
 )
 from engine.core.tree import PLAIN, Expansion, GrowthPrices
 from engine.core.types import Request, SamplingParams, Speculation
-from engine.draft.text.long_chains import RunningPolicy
+from engine.draft.text.long_chains import LongChainPolicy
 from engine.draft.text.text_cache import TextCache
 from tests.selector.machine import feedback
 from tests.unit.test_texts import row_of
@@ -35,11 +35,11 @@ class Sure(TextCache):
         self._lengths = lengths
         self._chance = chance
 
-    def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
-        worth = (length for length in range(most_tokens, 0, -1) if self._chance**length >= least_chance)
+    def chain_length(self, request_id: str, max_tokens: int, min_probability: float) -> int:
+        worth = (length for length in range(max_tokens, 0, -1) if self._chance**length >= min_probability)
         return min(self._lengths[request_id], next(worth, 0))
 
-    def begins_run(self, request_id: str) -> bool:
+    def can_start_chain(self, request_id: str) -> bool:
         return self._lengths[request_id] > 0
 
 
@@ -73,7 +73,7 @@ def view(request_id: str, num_remaining: int = 100, **speculation) -> SequenceVi
     ],
 )
 def test_the_longest_chain_that_is_sure_replaces_a_tree_that_is_less_deep(length, num_remaining, expected):
-    choice = RunningPolicy(Listening(), Sure({"r": length})).choose([view("r", num_remaining)])
+    choice = LongChainPolicy(Listening(), Sure({"r": length})).choose([view("r", num_remaining)])
     assert choice.expansions == (expected,)
     assert (choice.step_s is None) == (expected is not TREE)
 
@@ -82,7 +82,7 @@ def test_the_longest_chain_that_is_sure_replaces_a_tree_that_is_less_deep(length
 def test_a_tree_that_ends_by_chances_is_as_deep_as_what_is_likely_enough(least, expected):
     """Eight at .95 come all with a chance of .66: a tree that admits that goes as far itself, another ends at the second."""
     wish = Expansion(0, 4, 8, "noise_aware", 8, least)
-    policy = RunningPolicy(FixedExpansion(wish), Sure({"r": 9}, 0.95))
+    policy = LongChainPolicy(FixedExpansion(wish), Sure({"r": 9}, 0.95))
     assert policy.choose([view("r")]).expansions == (expected or wish,)
 
 
@@ -93,13 +93,13 @@ def test_a_tree_that_ends_by_chances_is_as_deep_as_what_is_likely_enough(least, 
 def test_a_step_of_copied_text_says_so_unless_the_policy_failed(own, told, monkeypatch):
     inner = Listening()
     monkeypatch.setattr(inner, "choose", lambda views: ExpansionChoice((TREE,) * len(views), own, 1.3, 0.5))
-    choice = RunningPolicy(inner, Sure({"r": 12})).choose([view("r")])
+    choice = LongChainPolicy(inner, Sure({"r": 12})).choose([view("r")])
     assert (choice.reason, choice.speedup, choice.step_s) == (told, 1.0, None)
-    assert RunningPolicy(inner, Sure({"r": 3})).choose([view("r")]).reason is own
+    assert LongChainPolicy(inner, Sure({"r": 3})).choose([view("r")]).reason is own
 
 
 def test_the_longest_is_bounded():
-    assert RunningPolicy(Listening(), Sure({"r": 40}), 12).choose([view("r")]).expansions == (Expansion(12, 1, 0),)
+    assert LongChainPolicy(Listening(), Sure({"r": 40}), 12).choose([view("r")]).expansions == (Expansion(12, 1, 0),)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_longest_is_bounded():
 )
 def test_a_chain_goes_no_farther_than_its_nodes_are_worth_what_they_cost(node_price, expected):
     """At .95 a node, 12 come all with a chance of .54, 8 with .66, 6 with .74."""
-    policy = RunningPolicy(Listening(node_price), Sure({"r": 40}, 0.95))
+    policy = LongChainPolicy(Listening(node_price), Sure({"r": 40}, 0.95))
     assert policy.choose([view("r")]).expansions == (expected,)
 
 
@@ -127,7 +127,7 @@ class Pricing(Listening):
 @pytest.mark.parametrize(("nodes", "expected"), [((0.01,) * 8, Pricing.wish), ((0.01, 0.9), Expansion(6, 1, 0))])
 def test_a_chain_takes_the_place_of_a_tree_that_would_end_before_it(nodes, expected):
     """Six tokens of .95 each: a tree of cheap nodes has them all, one whose second costs .9 has two; its wish does not count."""
-    assert RunningPolicy(Pricing(nodes), Sure({"r": 6}, 0.95)).choose([view("r")]).expansions == (expected,)
+    assert LongChainPolicy(Pricing(nodes), Sure({"r": 6}, 0.95)).choose([view("r")]).expansions == (expected,)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_chain_takes_the_place_of_a_tree_that_would_end_before_it(nodes, expec
 def test_who_chose_for_himself_is_left_alone_and_what_came_of_it_is_not_a_chains(speculation):
     """The scheduler runs the request's own tree: were it taken for a chain, the policy would never hear of it."""
     inner = Listening()
-    policy = RunningPolicy(inner, Sure({"own": 16}))
+    policy = LongChainPolicy(inner, Sure({"own": 16}))
     choice = policy.choose([view("own", **speculation)])
     assert (choice.expansions, choice.step_s) == ((TREE,), 0.5)
     own = DraftOutcome("own", speculation.get("expansion", TREE), 3, 3, 1)
@@ -150,7 +150,7 @@ def feedback_of(*outcomes: DraftOutcome) -> StepFeedback:
 
 def test_the_policy_learns_from_its_own_trees_and_from_chains_that_had_no_room():
     inner = Listening()
-    policy = RunningPolicy(inner, Sure({"run": 16, "cut": 16, "none": 16, "tree": 0}))
+    policy = LongChainPolicy(inner, Sure({"run": 16, "cut": 16, "none": 16, "tree": 0}))
     policy.choose([view("run"), view("cut"), view("none"), view("tree")])
     run, cut = DraftOutcome("run", Expansion(16, 1, 0), 16, 16, 16), DraftOutcome("cut", Expansion(3, 1, 0), 3, 3, 3)
     none, tree = DraftOutcome("none", PLAIN, 0, 0, 0), DraftOutcome("tree", TREE, 8, 5, 2)
@@ -170,7 +170,7 @@ def views_of(views: Sequence[SequenceView], composition: int | None, has_news: b
 
 def test_outcomes_of_chains_are_kept_from_the_policy():
     inner = Listening()
-    policy = RunningPolicy(CachedChoice(inner), Sure({"run": 16, "tree": 0}))
+    policy = LongChainPolicy(CachedChoice(inner), Sure({"run": 16, "tree": 0}))
     run, tree = DraftOutcome("run", Expansion(16, 1, 0), 16, 16, 16), DraftOutcome("tree", TREE, 8, 5, 2)
     for views, outcomes in (("run", "tree"), (run, tree)), (("tree",), (tree,)), (("run", "tree"), (run, tree)):
         policy.choose(views_of([*map(view, views)], len(views)))
@@ -183,21 +183,21 @@ class CountingRuns(Sure):
 
     num_asked = 0
 
-    def run(self, request_id: str, most_tokens: int, least_chance: float) -> int:
+    def chain_length(self, request_id: str, max_tokens: int, min_probability: float) -> int:
         self.num_asked += 1
-        return super().run(request_id, most_tokens, least_chance)
+        return super().chain_length(request_id, max_tokens, min_probability)
 
 
 def looks(policy: ExpansionPolicy, compositions: Sequence[int | None], is_asked: bool = False) -> list[int]:
     """Return how often a policy's cached text is looked at in each of some steps, over one request that repeats nothing."""
     texts, history = CountingRuns({"r": 0}), [*range(5)]
     texts.begin(Request("r", tuple(history), SamplingParams(max_tokens=500)), history)
-    running, looked = RunningPolicy(CachedChoice(policy), texts), []
+    running, looked = LongChainPolicy(CachedChoice(policy), texts), []
     for composition in compositions:
         history.append(len(history))
         has_news = texts.advance(["r"])
         if is_asked:
-            texts.probs_after(row_of("r", history), ())
+            texts.distribution_after(row_of("r", history), ())
         before = texts.num_asked
         running.choose(views_of([view("r")], composition, has_news))
         looked.append(texts.num_asked - before)
@@ -244,7 +244,7 @@ def first_chain(
     prompt = tuple(range(100, 100 + num_known))
     texts, history = TextCache(), [*prompt]
     texts.begin(Request("r", prompt, SamplingParams(max_tokens=500)), history)
-    running = RunningPolicy(CachedChoice(Holds(num_held, wish)), texts)
+    running = LongChainPolicy(CachedChoice(Holds(num_held, wish)), texts)
     for step in range(200):
         history.append(step % 12)
         has_news = texts.advance(["r"]) and hears_news
@@ -252,7 +252,7 @@ def first_chain(
         if choice.expansions[0] != wish:
             return step
         if is_told:
-            texts.probs_after(row_of("r", history), ())
+            texts.distribution_after(row_of("r", history), ())
     return 200
 
 

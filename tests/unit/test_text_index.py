@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from engine.draft.text import text_index
 from engine.draft.text.suffix_counts import ContextTree
-from engine.draft.text.text_index import Indexer, Text, TextIndex, text_after
+from engine.draft.text.text_index import Indexer, TextIndex, TextWithContext, text_with_context
 
 token_ids = st.lists(st.integers(0, 3), max_size=20).map(tuple)
-texts = st.lists(st.builds(Text, st.lists(st.integers(0, 3), max_size=3).map(tuple), token_ids), max_size=4)
+texts = st.lists(st.builds(TextWithContext, st.lists(st.integers(0, 3), max_size=3).map(tuple), token_ids), max_size=4)
 
 
-def tree_of(several: Sequence[Text]) -> ContextTree:
+def tree_of(several: Sequence[TextWithContext]) -> ContextTree:
     tree = ContextTree()
     for context, ids in several:
         tree.begin(context)
@@ -31,7 +31,7 @@ def test_parts_make_the_tree_that_all_at_once_makes_and_no_part_is_larger_than_a
         index.add(text)
     num_left = sum(len(text.token_ids) for text in several)
     while not index.is_complete:
-        num_taken = index.take_in(most)
+        num_taken = index.index_tokens(most)
         assert num_taken == min(most, num_left)
         num_left -= num_taken
     assert num_left == 0
@@ -40,11 +40,11 @@ def test_parts_make_the_tree_that_all_at_once_makes_and_no_part_is_larger_than_a
 
 def test_a_text_is_drafted_from_as_far_as_it_has_come():
     index = TextIndex()
-    index.add(Text((9,), tuple(range(8))))
-    index.take_in(3)
-    assert index.tree.match([9]) == tree_of([Text((9,), (0, 1, 2))]).match([9])
+    index.add(TextWithContext((9,), tuple(range(8))))
+    index.index_tokens(3)
+    assert index.tree.match([9]) == tree_of([TextWithContext((9,), (0, 1, 2))]).match([9])
     assert index.tree.match([2]) is None
-    index.take_in(1)
+    index.index_tokens(1)
     assert index.tree.match([2]) is not None
 
 
@@ -52,35 +52,36 @@ def indexed(lengths: Sequence[int], num_steps: int, most: int) -> tuple[list[int
     """Return how much of texts of these lengths is indexed after so many steps, and how much each step did."""
     indexer = Indexer()
     indexes = [
-        indexer.index_of("", Text((), tuple(range(100 * place, 100 * place + length)))) for place, length in enumerate(lengths)
+        indexer.index_of("", TextWithContext((), tuple(range(100 * place, 100 * place + length))))
+        for place, length in enumerate(lengths)
     ]
     done = [indexer.advance(most) for _ in range(num_steps)]
     return [len(index.tree._text) - 1 if index.tree._text else 0 for index in indexes], done
 
 
 def test_a_step_indexes_no_more_than_it_may_and_short_texts_do_not_wait_for_long_ones(monkeypatch):
-    monkeypatch.setattr(text_index, "_TURN", 5)
+    monkeypatch.setattr(text_index, "_TOKENS_PER_TURN", 5)
     assert indexed([50, 3, 50], 1, 9) == ([5, 3, 1], [9])
     assert indexed([50, 3, 50], 12, 9) == ([50, 3, 50], [9] * 11 + [4])
 
 
 def test_turns_kill_first_come_first_served(monkeypatch):
-    monkeypatch.setattr(text_index, "_TURN", 1000)
+    monkeypatch.setattr(text_index, "_TOKENS_PER_TURN", 1000)
     with pytest.raises(AssertionError):
         assert indexed([50, 3, 50], 1, 9)[0][1] == 3
 
 
 def test_a_text_is_indexed_once_for_all_requests_of_a_tenant_that_have_it():
-    indexer, text = Indexer(), Text((1,), tuple(range(50)))
-    indexes = [indexer.index_of("mine", Text(*map(tuple, map(list, text)))) for _ in range(128)]
-    others = [indexer.index_of("other", text), indexer.index_of("mine", Text((2,), text.token_ids))]
+    indexer, text = Indexer(), TextWithContext((1,), tuple(range(50)))
+    indexes = [indexer.index_of("mine", TextWithContext(*map(tuple, map(list, text)))) for _ in range(128)]
+    others = [indexer.index_of("other", text), indexer.index_of("mine", TextWithContext((2,), text.token_ids))]
     assert len({id(index) for index in (*indexes, *others)}) == 3
     assert indexer.advance(1000) == 3 * 50
 
 
 def test_what_nobody_has_any_more_is_not_indexed():
     indexer = Indexer()
-    index = indexer.index_of("mine", Text((), tuple(range(50))))
+    index = indexer.index_of("mine", TextWithContext((), tuple(range(50))))
     indexer.advance(10)
     del index
     gc.collect()
@@ -89,4 +90,4 @@ def test_what_nobody_has_any_more_is_not_indexed():
 
 
 def test_a_context_is_cut_where_nothing_is_compared_any_more():
-    assert text_after(range(100), (7,)) == Text(tuple(range(68, 100)), (7,))
+    assert text_with_context(range(100), (7,)) == TextWithContext(tuple(range(68, 100)), (7,))

@@ -17,7 +17,7 @@ from engine.draft.text import text_cache as texts
 from engine.draft.text.agreement import Agreement, TextSource
 from engine.draft.text.recent_texts import RecentLimits, RecentTexts
 from engine.draft.text.suffix_counts import ContextTree, Match
-from engine.draft.text.text_cache import CachedLaw, TextCache
+from engine.draft.text.text_cache import CachedDistribution, TextCache
 from engine.draft.text.text_index import TextIndex
 from tests.unit.test_context_tree import counted
 
@@ -25,7 +25,7 @@ PROMPT = (5, 6, 7)
 
 
 def test_beside_a_model_what_it_gives_more_is_its_own_but_for_what_was_predicted():
-    distribution = CachedLaw({5: 0.5, 7: 0.5}, 0.5, frozenset({5}))
+    distribution = CachedDistribution({5: 0.5, 7: 0.5}, 0.5, frozenset({5}))
     assert distribution.origins_beside([False, False]) == {5: Origin(DraftSource.PREDICTION, False)}
     assert distribution.origins_beside([True, True]) == distribution.origins
     assert distribution.origins == {5: Origin(DraftSource.PREDICTION, True), 7: Origin(DraftSource.CACHE, True)}
@@ -37,10 +37,12 @@ def row_of(request_id: str, history: Sequence[int]) -> Row:
     return Row(request_id, root, (history[-1],), 0, True, root, (), PLAIN, (), SamplingParams(), "nss", 0, history, len(history))
 
 
-def distribution(cache: TextCache, history: Sequence[int], path: Sequence[int] = (), request_id: str = "r") -> CachedLaw | None:
+def distribution(
+    cache: TextCache, history: Sequence[int], path: Sequence[int] = (), request_id: str = "r"
+) -> CachedDistribution | None:
     """Return the law after a step in which the history was committed."""
     cache.advance([request_id])
-    return cache.probs_after(row_of(request_id, history), path)
+    return cache.distribution_after(row_of(request_id, history), path)
 
 
 def begun(cache: TextCache, prompt: Sequence[int] = PROMPT, request_id: str = "r", **fields) -> list[int]:
@@ -50,7 +52,7 @@ def begun(cache: TextCache, prompt: Sequence[int] = PROMPT, request_id: str = "r
     return history
 
 
-def known(cache: TextCache, *args: Any, **kwargs: Any) -> CachedLaw:
+def known(cache: TextCache, *args: Any, **kwargs: Any) -> CachedDistribution:
     """Return the law that there must be."""
     found = distribution(cache, *args, **kwargs)
     assert found is not None
@@ -60,7 +62,7 @@ def known(cache: TextCache, *args: Any, **kwargs: Any) -> CachedLaw:
 def predicted(cache: TextCache, most_tokens: int, least_chance: float = 0.5) -> int:
     """Return how long a run the cache promises after a step."""
     cache.advance(["r"])
-    return cache.run("r", most_tokens, least_chance)
+    return cache.chain_length("r", most_tokens, least_chance)
 
 
 def said(cache: TextCache, output: Sequence[int], tenant: str, request_id: str = "earlier") -> None:
@@ -71,11 +73,11 @@ def said(cache: TextCache, output: Sequence[int], tenant: str, request_id: str =
 
 
 def test_the_distribution_is_the_share_of_continuations():
-    assert known(TextCache(), [0, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]).odds == pytest.approx({3: 2 / 3, 4: 1 / 3})
+    assert known(TextCache(), [0, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]).probs == pytest.approx({3: 2 / 3, 4: 1 / 3})
 
 
 def test_the_longest_match_decides():
-    assert known(TextCache(), [1, 2, 0, 1, 2, 3, 1, 2, 0, 1, 2]).odds == {3: 1.0}
+    assert known(TextCache(), [1, 2, 0, 1, 2, 3, 1, 2, 0, 1, 2]).probs == {3: 1.0}
 
 
 def test_matches_shorter_than_asked_for_say_nothing():
@@ -88,20 +90,20 @@ def test_the_distribution_follows_the_text_and_the_path():
     history = begun(cache)
     assert distribution(cache, history) is None
     history += [8, 9, 5, 6]
-    assert list(known(cache, history).odds) == [7]
-    assert list(known(cache, history, (7,)).odds) == [8]
+    assert list(known(cache, history).probs) == [7]
+    assert list(known(cache, history, (7,)).probs) == [8]
     assert distribution(cache, history, (1,)) is None
 
 
 def test_a_prediction_is_expected_at_once_and_found_again_after_it_was_left():
     cache = TextCache()
     history = begun(cache, prediction_ids=(20, 21, 22, 23, 24))
-    assert list(known(cache, history).odds) == [20]
+    assert list(known(cache, history).probs) == [20]
     assert known(cache, history).origins == {20: Origin(DraftSource.PREDICTION, True)}
     history += [20, 99]
     assert distribution(cache, history) is None
     history += [22]
-    assert list(known(cache, history).odds) == [23]
+    assert list(known(cache, history).probs) == [23]
     assert predicted(cache, 8) <= 2
 
 
@@ -126,7 +128,7 @@ def sureness(**sampling) -> tuple[bool, int]:
     history = begun(cache, range(60, 110), prediction_ids=(20, 21, 22, *range(30, 60)), sampling=params)
     history += [20, 21]
     length = predicted(cache, 8, 0.1)
-    found = cache.probs_after(replace(row_of("r", history), sampling=params, num_prompt_tokens=50), ())
+    found = cache.distribution_after(replace(row_of("r", history), sampling=params, num_prompt_tokens=50), ())
     assert found is not None
     return found.is_sure, length
 
@@ -141,7 +143,7 @@ def test_what_a_request_forbids_or_penalises_is_not_sure():
 
 
 def test_sureness_kills_a_judgement_before_the_edits(monkeypatch):
-    monkeypatch.setattr(texts, "may_hinder", lambda sampling, token_ids, num_generated: False)
+    monkeypatch.setattr(texts, "may_suppress", lambda sampling, token_ids, num_generated: False)
     with pytest.raises(AssertionError):
         test_what_a_request_forbids_or_penalises_is_not_sure()
 
@@ -156,7 +158,7 @@ def test_a_run_ends_where_it_is_not_worth_its_price():
 
 def test_texts_are_indexed_in_steps_however_many_requests_have_them(monkeypatch):
     """128 choices of a long prompt with a prediction stopped every step until each had an index of its own of both."""
-    monkeypatch.setattr(texts, "MOST_INDEXED", 100)
+    monkeypatch.setattr(texts, "MAX_INDEXED_PER_STEP", 100)
     cache, prompt, prediction = TextCache(), tuple(range(1000)), tuple(range(1000, 1500))
     for number in range(128):
         begun(cache, prompt, str(number), prediction_ids=prediction)
@@ -177,7 +179,7 @@ def num_indexed(cache: TextCache) -> int:
 
 def indexes_of(cache: TextCache) -> list[TextIndex]:
     """Return the indexes of prompts and predictions, each once."""
-    found = (index for one in cache._followed.values() for index in (one.prompt, one.prediction) if index is not None)
+    found = (index for one in cache._tracked.values() for index in (one.prompt, one.prediction) if index is not None)
     return list({id(index): index for index in found}.values())
 
 
@@ -185,7 +187,7 @@ def test_choices_alike_share_what_does_not_change_and_not_what_they_say():
     cache = TextCache()
     mine, others = begun(cache, request_id="0"), begun(cache, request_id="1")
     mine += [8, 9, 5, 6, 7, 8]
-    assert list(known(cache, mine, request_id="0").odds) == [9]
+    assert list(known(cache, mine, request_id="0").probs) == [9]
     others += [8]
     assert distribution(cache, others, request_id="1") is None
 
@@ -195,7 +197,7 @@ def test_outputs_are_drafted_from_for_their_tenant():
     said(cache, [40, 41, 42, 43], "mine")
     history = begun(cache, tenant="mine", request_id="later")
     history += [41, 42]
-    assert list(known(cache, history, request_id="later").odds) == [43]
+    assert list(known(cache, history, request_id="later").probs) == [43]
     assert known(cache, history, request_id="later").origins == {43: Origin(DraftSource.CACHE, True)}
 
 
@@ -224,17 +226,17 @@ def test_an_ended_request_leaves_nothing_behind():
     begun(cache)
     cache.end("r")
     cache.end("never begun")
-    assert not cache._followed
+    assert not cache._tracked
 
 
 def test_a_request_that_does_not_speculate_and_a_cache_of_predictions_follow_nothing():
     cache = TextCache()
     begun(cache, speculation=Speculation(is_enabled=False))
-    assert not cache._followed
+    assert not cache._tracked
     cache = TextCache(recent=RecentLimits(100), has_own_texts=False)
     said(cache, [40, 41, 42, 43], "mine")
     history = begun(cache, (*PROMPT, *PROMPT), tenant="mine", prediction_ids=(1, 2))
-    assert list(known(cache, history).odds) == [1]
+    assert list(known(cache, history).probs) == [1]
     assert distribution(cache, [1, 2, 3, 1, 2], request_id="unknown") is None
 
 
@@ -245,26 +247,26 @@ told = st.lists(st.tuples(st.sampled_from(TextSource), matches, st.floats(0.001,
 @given(told)
 def test_a_mixture_is_a_distribution_and_its_chance_lies_between_its_parts(several):
     found = texts._mixture(several)
-    assert sum(found.odds.values()) == pytest.approx(1.0)
-    assert set(found.odds) == {token_id for _, match, _ in several for token_id in match.counts}
+    assert sum(found.probs.values()) == pytest.approx(1.0)
+    assert set(found.probs) == {token_id for _, match, _ in several for token_id in match.counts}
     chances = [chance for _, _, chance in several]
-    assert min(chances) - 1e-9 <= found.chance <= max(chances) + 1e-9
+    assert min(chances) - 1e-9 <= found.confidence <= max(chances) + 1e-9
 
 
 def test_chances_come_to_what_is_observed_by_source_and_kind_of_match():
     agreement = Agreement()
     long, short, split = Match(20, {1: 1}), Match(2, {1: 1}), Match(20, {1: 1, 2: 1})
-    before = agreement.chance(TextSource.RECENT, long)
-    assert agreement.chance(TextSource.OWN, short) < agreement.chance(TextSource.OWN, long)
-    assert agreement.chance(TextSource.OWN, split) < agreement.chance(TextSource.OWN, long)
+    before = agreement.confidence(TextSource.RECENT, long)
+    assert agreement.confidence(TextSource.OWN, short) < agreement.confidence(TextSource.OWN, long)
+    assert agreement.confidence(TextSource.OWN, split) < agreement.confidence(TextSource.OWN, long)
     for _ in range(3000):
         agreement.observe(TextSource.OWN, long, 1)
         agreement.observe(TextSource.OWN, short, 3)
         agreement.observe(TextSource.OWN, split, 2)
-    assert agreement.chance(TextSource.OWN, long) == 0.99
-    assert agreement.chance(TextSource.OWN, short) < 0.01
-    assert agreement.chance(TextSource.OWN, split) == pytest.approx(0.5, abs=0.01)
-    assert agreement.chance(TextSource.RECENT, long) == before
+    assert agreement.confidence(TextSource.OWN, long) == 0.99
+    assert agreement.confidence(TextSource.OWN, short) < 0.01
+    assert agreement.confidence(TextSource.OWN, split) == pytest.approx(0.5, abs=0.01)
+    assert agreement.confidence(TextSource.RECENT, long) == before
 
 
 def test_agreement_is_learnt_before_the_token_is_known():
@@ -284,9 +286,9 @@ def rates_of_a_text(is_asked: bool) -> dict[Any, Any]:
         history.append(token_id)
         cache.advance(["r"])
         if is_asked:
-            cache.probs_after(row_of("r", history), ())
-            cache.run("r", 4, 0.5)
-    cache.probs_after(row_of("r", history), ())  # whoever asks is followed to the end
+            cache.distribution_after(row_of("r", history), ())
+            cache.chain_length("r", 4, 0.5)
+    cache.distribution_after(row_of("r", history), ())  # whoever asks is followed to the end
     cache.advance(["r"])
     return cache._agreement._rates
 
@@ -299,9 +301,9 @@ def steps_that_follow(is_asked: bool) -> list[int]:
     for token_id in range(13):
         history.append(token_id)
         cache.advance(["r"])
-        followed.append(cache._followed["r"].num_unknown == 0)
+        followed.append(cache._tracked["r"].num_unlearned == 0)
         if is_asked:
-            cache.probs_after(row_of("r", history), ())
+            cache.distribution_after(row_of("r", history), ())
     ends = [place for place, is_followed in enumerate(followed) if is_followed]
     return [end - begin for begin, end in pairwise([-1, *ends])]
 
@@ -318,8 +320,8 @@ def test_a_run_is_told_once_its_text_is_followed_and_then_token_by_token():
     for token_id in PROMPT * 20:
         history.append(token_id)
         cache.advance(["r"])
-        is_followed = not cache._followed["r"].num_unknown
-        runs.append(cache.run("r", 4, 0.5))
+        is_followed = not cache._tracked["r"].num_unlearned
+        runs.append(cache.chain_length("r", 4, 0.5))
         assert is_followed or not runs[-1]
     first = next(place for place, length in enumerate(runs) if length)
     assert all(runs[first:])
@@ -347,8 +349,8 @@ def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
         history += token_ids
         cache.advance(["r"])
         if is_asked:
-            cache.probs_after(row_of("r", history), ())
-            cache.run("r", 4, 0.5)
+            cache.distribution_after(row_of("r", history), ())
+            cache.chain_length("r", 4, 0.5)
     cache.advance(["r"])
     for position in range(len(prompt), len(history)):
         match = counted([([], history[:position])], history[:position])
@@ -357,7 +359,7 @@ def check_teaching(prompt: Sequence[int], steps: Steps, least: int) -> None:
     assert cache._agreement._rates == expected._rates
 
 
-_add, _follow = ContextTree._add, TextCache._follow
+_add, _follow = ContextTree._add, TextCache._learn_committed
 
 
 def foretells_itself(tree: ContextTree, token_id: int, least: int) -> Match | None:
@@ -365,17 +367,17 @@ def foretells_itself(tree: ContextTree, token_id: int, least: int) -> Match | No
     return Match(fork.depth, dict(fork.counts)) if fork.depth >= least else None
 
 
-def believes_what_was_said_of_another_token(cache: TextCache, one: texts._Followed) -> None:
-    one.said = one.said._replace(position=one.num_known) if one.said.told else one.said
+def believes_what_was_said_of_another_token(cache: TextCache, one: texts._TrackedRequest) -> None:
+    one.next_matches = one.next_matches._replace(position=one.num_learned) if one.next_matches.matches else one.next_matches
     _follow(cache, one)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "mutant"),
     [
-        (ContextTree, "learn", foretells_itself),
+        (ContextTree, "append_and_match", foretells_itself),
         (Match, "copy", lambda match: match),
-        (TextCache, "_follow", believes_what_was_said_of_another_token),
+        (TextCache, "_learn_committed", believes_what_was_said_of_another_token),
     ],
 )
 def test_teaching_kills(owner, name, mutant, monkeypatch):

@@ -1,7 +1,8 @@
-"""Whether a drafter belongs to a target: vocabulary, end tokens, longest text. Reads configurations and tokenizers, no weights.
+"""Checks that a drafter fits a target: vocabulary, end tokens, maximum length. Reads configurations and tokenizers, no weights.
 
-A drafter proposes token ids, so every id must stand for the same string in both models. What would be useless or cannot be run is
-refused, each difference by name; what only makes drafts worse is a warning, since no draft can change the target's law.
+A drafter proposes token ids, so every id must decode to the same string in both models. A drafter that would be useless or cannot
+run is refused, with each difference listed. A difference that only lowers acceptance is a warning, because no draft can change
+the target's distribution.
 """
 
 import json
@@ -18,16 +19,16 @@ from engine.weights.facts import ModelFacts, read_facts
 from engine.weights.fingerprint import RECIPE_KEY, Fingerprint, fingerprint
 from engine.weights.vocabulary import Vocabulary, read_vocabulary
 
-_MOST_NAMED = 3  # differences of one sort that are spelt out; the others are counted
+_MAX_LISTED = 3  # differences of one kind; further ones are counted
 
 
 class UnreadableDrafter(ValueError):
-    """A lens or a head cannot be read. The message is one line."""
+    """A lens or head file cannot be read. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """What was compared, one line each, and what differs. Without a refusal the two can be run together."""
+    """The compared facts and the differences, one line each. Without refusals the two models can run together."""
 
     facts: tuple[str, ...]
     refusals: tuple[str, ...] = ()
@@ -38,50 +39,50 @@ class Compatibility:
 
 
 def check_drafter(config: EngineConfig) -> Compatibility:
-    """Compare every model and file that drafts in a configuration with its target. Raises UnreadableDrafter, WeightsError."""
+    """Compare a configuration's draft model, lens and head with its target. Raises UnreadableDrafter, WeightsError."""
     target = resolve(config.model).folder
     found = Compatibility(())
     if config.draft_model is not None:
         found += compare_models(target, resolve(config.draft_model).folder, config.scheduler.max_model_len)
     for file in filter(None, [config.lens, config.head]):
-        found += compare_made_for(target, Path(file))
+        found += compare_fingerprint(target, Path(file))
     return found
 
 
 def compare_models(target: Path, draft: Path, max_model_len: int) -> Compatibility:
-    """Compare the folder of a draft model with the target's, to serve texts of `max_model_len` tokens. Raises WeightsError."""
+    """Compare a draft model's folder with the target's, for sequences of `max_model_len` tokens. Raises WeightsError."""
     target_facts, draft_facts = read_facts(target), read_facts(draft)
-    target_words, draft_words = read_vocabulary(target), read_vocabulary(draft)
+    target_vocab, draft_vocab = read_vocabulary(target), read_vocabulary(draft)
     ends = (
-        f"target {_strings(target_facts.eos_token_ids, target_words)}, drafter {_strings(draft_facts.eos_token_ids, draft_words)}"
+        f"target {_strings(target_facts.eos_token_ids, target_vocab)}, drafter {_strings(draft_facts.eos_token_ids, draft_vocab)}"
     )
-    is_split_otherwise = target_words.tokens == draft_words.tokens and target_words.splitting != draft_words.splitting
+    splits_differently = target_vocab.tokens == draft_vocab.tokens and target_vocab.splitting != draft_vocab.splitting
     refusals = [
-        *_token_differences(target_words, draft_words),
-        *_special_differences(target_words, draft_words),
+        *_token_differences(target_vocab, draft_vocab),
+        *_special_differences(target_vocab, draft_vocab),
         *_unmatched_ends(target_facts, draft_facts, ends),
         *_too_short(target_facts, draft_facts, max_model_len),
     ]
-    facts = (_told("target", target_facts, target_words), _told("drafter", draft_facts, draft_words))
-    return Compatibility(facts, tuple(refusals), tuple(_model_warnings(target_facts, draft_facts, ends, is_split_otherwise)))
+    facts = (_facts_line("target", target_facts, target_vocab), _facts_line("drafter", draft_facts, draft_vocab))
+    return Compatibility(facts, tuple(refusals), tuple(_model_warnings(target_facts, draft_facts, ends, splits_differently)))
 
 
-def compare_made_for(target: Path, file: Path) -> Compatibility:
-    """Compare a file that was made for one model, a lens or a head, with the target. Raises UnreadableDrafter, WeightsError."""
+def compare_fingerprint(target: Path, file: Path) -> Compatibility:
+    """Compare the model that a lens or head was made for with the target. Raises UnreadableDrafter, WeightsError."""
     made_for = recorded_fingerprint(file)
     if made_for is None:
-        unknown = f"{file.name} does not say what model it was made for, so that only its sizes can be checked"
+        unknown = f"{file.name} does not record the model it was made for, so only its sizes can be checked"
         return Compatibility((), warnings=(unknown,))
     now = fingerprint(target)
     facts = (f"target: {now.as_text()}", f"{file.name} was made for: {made_for.as_text()}")
     refusals = tuple(_size_differences(now, made_for, file.name))
     is_tuned = not refusals and now.weights != made_for.weights
-    tuned = f"{file.name} was made for a model of this shape with other weights; drafts stay exact but may be accepted less often"
+    tuned = f"{file.name} was made for other weights of this shape; output stays exact but fewer drafts may be accepted"
     return Compatibility(facts, refusals, (tuned,) if is_tuned else ())
 
 
 def recorded_fingerprint(file: Path) -> Fingerprint | None:
-    """Return the fingerprint of the model that a lens or head was made for, None if it has none. Raises UnreadableDrafter."""
+    """Return the fingerprint of the model that a lens or head was made for, if recorded. Raises UnreadableDrafter."""
     try:
         with safe_open(file, framework="np") as opened:
             recipe: dict[str, Any] = json.loads((opened.metadata() or {}).get("recipe", "{}"))
@@ -92,20 +93,21 @@ def recorded_fingerprint(file: Path) -> Fingerprint | None:
 
 def _token_differences(target: Vocabulary, draft: Vocabulary) -> Iterator[str]:
     shared = [token_id for token_id in sorted(target.tokens) if token_id in draft.tokens]
-    unlike = [token_id for token_id in shared if target.tokens[token_id] != draft.tokens[token_id]]
-    if unlike:
-        named = _named(f"{i} is {target.tokens[i]!r} in the target and {draft.tokens[i]!r} in the drafter" for i in unlike)
-        yield f"{len(unlike)} of {len(shared)} token ids stand for other strings: {named}"
-    for one, other, whose in ((target, draft, "target"), (draft, target, "drafter")):
+    different = [token_id for token_id in shared if target.tokens[token_id] != draft.tokens[token_id]]
+    if different:
+        listed = _listed(f"{i} is {target.tokens[i]!r} in the target and {draft.tokens[i]!r} in the drafter" for i in different)
+        yield f"{len(different)} of {len(shared)} token ids decode to different strings: {listed}"
+    for one, other, side in ((target, draft, "target"), (draft, target, "drafter")):
         if alone := [token_id for token_id in sorted(one.tokens) if token_id not in other.tokens]:
-            named = _named(f"{i} is {one.tokens[i]!r}" for i in alone)
-            yield f"{len(alone)} token ids ({len(target.tokens)} and {len(draft.tokens)} in all) are the {whose}'s alone: {named}"
+            listed = _listed(f"{i} is {one.tokens[i]!r}" for i in alone)
+            totals = f"{len(target.tokens)} and {len(draft.tokens)} in all"
+            yield f"{len(alone)} token ids ({totals}) exist only in the {side}: {listed}"
 
 
 def _special_differences(target: Vocabulary, draft: Vocabulary) -> Iterator[str]:
-    for one, other, whose in ((target, draft, "target"), (draft, target, "drafter")):
+    for one, other, side in ((target, draft, "target"), (draft, target, "drafter")):
         if alone := sorted(one.special_ids - other.special_ids):
-            yield f"special in the {whose} alone: {_named(f'{one.tokens[token_id]!r} ({token_id})' for token_id in alone)}"
+            yield f"special only in the {side}: {_listed(f'{one.tokens[token_id]!r} ({token_id})' for token_id in alone)}"
 
 
 def _unmatched_ends(target: ModelFacts, draft: ModelFacts, ends: str) -> Iterator[str]:
@@ -117,45 +119,45 @@ def _too_short(target: ModelFacts, draft: ModelFacts, max_model_len: int) -> Ite
     longest = min(max_model_len, target.max_positions or max_model_len)
     if draft.max_positions is not None and draft.max_positions < longest:
         yield (
-            f"the drafter's texts end at {draft.max_positions} tokens, the target is to serve {longest}: "
+            f"the drafter is limited to {draft.max_positions} tokens, the target must serve {longest}: "
             f"set max_model_len to {draft.max_positions} or less"
         )
 
 
-def _model_warnings(target: ModelFacts, draft: ModelFacts, ends: str, is_split_otherwise: bool) -> Iterator[str]:
+def _model_warnings(target: ModelFacts, draft: ModelFacts, ends: str, splits_differently: bool) -> Iterator[str]:
     one, other = set(target.eos_token_ids), set(draft.eos_token_ids)
     if one != other and (one & other or not (one and other)):
-        yield f"end tokens differ, the target's count: {ends}"
-    if is_split_otherwise:
-        yield "text is split into the same tokens by other rules (merges, normaliser or pre-tokenizer); the target's are used"
+        yield f"end tokens differ, the target's are used: {ends}"
+    if splits_differently:
+        yield "the tokens are equal but the tokenizers differ (merges, normaliser or pre-tokenizer); the target's is used"
 
 
 def _size_differences(now: Fingerprint, made_for: Fingerprint, name: str) -> Iterator[str]:
-    """Yield what a file cannot be used with; digests cannot tell which tokens differ."""
-    sizes = {"num_tokens": "tokens", "width": "numbers in a state", "num_layers": "layers"}
-    for field, words in sizes.items():
+    """Yield the differences that prevent the use of a file. Digests cannot show which tokens differ."""
+    sizes = {"num_tokens": "tokens", "width": "dimensions", "num_layers": "layers"}
+    for field, unit in sizes.items():
         if getattr(now, field) != getattr(made_for, field):
-            yield f"the target has {getattr(now, field)} {words}, {name} was made for {getattr(made_for, field)}"
+            yield f"the target has {getattr(now, field)} {unit}, {name} was made for {getattr(made_for, field)}"
     if now.num_tokens == made_for.num_tokens and now.tokenizer != made_for.tokenizer:
         yield f"{name} was made for another vocabulary of {now.num_tokens} tokens"
     if now.special_tokens != made_for.special_tokens:
         yield f"{name} was made for a vocabulary with other special tokens"
 
 
-def _told(whose: str, facts: ModelFacts, words: Vocabulary) -> str:
+def _facts_line(side: str, facts: ModelFacts, vocab: Vocabulary) -> str:
     longest = "any number of" if facts.max_positions is None else facts.max_positions
     return (
-        f"{whose}: {len(words.tokens)} tokens (digest {words.tokens_digest}), {len(words.special_ids)} of them special, "
-        f"{facts.vocab_size} output rows, end tokens {_strings(facts.eos_token_ids, words)}, {longest} positions"
+        f"{side}: {len(vocab.tokens)} tokens (digest {vocab.tokens_digest}), {len(vocab.special_ids)} of them special, "
+        f"{facts.vocab_size} output rows, end tokens {_strings(facts.eos_token_ids, vocab)}, {longest} positions"
     )
 
 
-def _strings(token_ids: Sequence[int], words: Vocabulary) -> str:
-    return ", ".join(f"{words.tokens.get(token_id, '')!r} ({token_id})" for token_id in token_ids) or "none"
+def _strings(token_ids: Sequence[int], vocab: Vocabulary) -> str:
+    return ", ".join(f"{vocab.tokens.get(token_id, '')!r} ({token_id})" for token_id in token_ids) or "none"
 
 
-def _named(differences: Iterable[str]) -> str:
-    """Return the first differences and the number of the others."""
+def _listed(differences: Iterable[str]) -> str:
+    """Return the first differences and the number of the rest."""
     every = list(differences)
-    rest = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
-    return "; ".join(every[:_MOST_NAMED]) + rest
+    rest = f" and {len(every) - _MAX_LISTED} more" if len(every) > _MAX_LISTED else ""
+    return "; ".join(every[:_MAX_LISTED]) + rest

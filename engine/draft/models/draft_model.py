@@ -1,6 +1,6 @@
-"""A causal model as drafter: an independent draft model with a cache of its own, or the target's first layers over the target's.
+"""A causal model as drafter: a draft model with its own cache, or the target's first layers with the target's cache.
 
-Feeds committed tokens first, then a round of nodes of every tree at a time.
+Committed tokens are fed first, then one level of every tree in each round.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from engine.model.passes import DirectPasses, Passes, RecordedPasses
 
 
 class ModelDrafter:
-    """Drafts with `model` over `cache`, its own or the target's, as `feeding` says."""
+    """Drafts with `model` and `cache`; `feeding` states whether the cache is its own or the target's."""
 
     def __init__(self, name: str, model: CausalModel | RepaddedModel, cache: KVCache, feeding: Feeding) -> None:
         self.name = name
@@ -28,11 +28,11 @@ class ModelDrafter:
 
     @property
     def reads_tables(self) -> bool:
-        """Whether its passes can be recorded."""
+        """Whether its passes can be recorded as CUDA graphs."""
         return self._model.reads_tables
 
     def record(self, steps: GraphResources) -> RecordedPasses:
-        """Replay passes from now on; return them, to be prepared."""
+        """Replay passes from now on; return the recordings, which the caller must prepare."""
         self._passes = recorded = RecordedPasses(self._model, self._cache, steps)
         return recorded
 
@@ -41,7 +41,7 @@ class ModelDrafter:
         return self._propose(fed_segments(rows), places_of_roots(rows, [root.tree.row.request_id for root in roots]))
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        """Feed some nodes of every tree; propose at each."""
+        """Feed the frontier's nodes; propose at each."""
         return self._propose(level_segments(frontier), list(range(len(frontier))))
 
     def _propose(self, segments: Sequence[Segment], logit_rows: list[int]) -> Proposal:

@@ -1,8 +1,8 @@
-"""The target's own first layers as a drafter: an affine lens turns their state into what the last layer would say.
+"""The target's first layers as a drafter: an affine lens maps their hidden state to an estimate of the last layer's.
 
-Raw early exit is useless on small models (a sum of min(p, q) under .1 at a quarter of the depth), so the lens, a least-squares
-map from the hidden state after `num_layers` to the last one's, is part of the drafter. The layers write the very keys the target
-will write, so the target's cache serves both and nothing is fed twice. Shape key: T tokens, D model width.
+Early exit without a lens overlaps little with small models' distributions. The lens is a least-squares map from the hidden state
+after `num_layers` layers to the last one. The layers write the same keys as the target. So the target's cache serves both, and no
+token is fed twice. Shape key: T tokens, D model width.
 """
 
 import copy
@@ -25,7 +25,7 @@ from engine.model.causal_lm import CausalModel
 
 @dataclass(frozen=True)
 class Lens:
-    """h_last ~ h W + b for the hidden state h after `num_layers` layers; `recipe` says what it was fitted on."""
+    """h_last ~ h W + b for the hidden state h after `num_layers` layers; `recipe` describes how it was fitted."""
 
     num_layers: int
     weight_DD: Float[Tensor, "D D"]
@@ -33,12 +33,12 @@ class Lens:
     recipe: dict[str, str]
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file with the recipe in its metadata, bfloat16."""
+        """Write a bfloat16 safetensors file with the recipe in its metadata."""
         tensors = {"weight": self.weight_DD.bfloat16().contiguous(), "bias": self.bias_D.bfloat16()}
         save_file(tensors, path, metadata={"num_layers": str(self.num_layers), "recipe": json.dumps(self.recipe)})
 
     def final_norm(self, target: CausalModel) -> nn.Module:
-        """Return what stands in place of the target's last norm; raise ValueError if the lens does not fit the target."""
+        """Return the module that replaces the target's last norm; raise ValueError if the lens does not fit the target."""
         inner = target.module.model
         width = inner.embed_tokens.weight.shape[1]
         if self.weight_DD.shape != (width, width) or not 0 < self.num_layers < len(inner.layers):
@@ -47,7 +47,7 @@ class Lens:
 
     @classmethod
     def load(cls, path: Path) -> "Lens":
-        """Read a file that `save` wrote; raise ValueError if it is something else."""
+        """Read a file that `save` wrote; raise ValueError for any other file."""
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if "num_layers" not in metadata or set(file.keys()) != {"weight", "bias"}:
@@ -72,8 +72,8 @@ class _LensedNorm(nn.Module):
         return self.norm(self.linear(hidden))  # type: ignore[no-any-return]
 
 
-def truncated(target: CausalModel, num_layers: int, final: nn.Module) -> CausalModel:
-    """Return a model of the target's first layers, sharing its weights, with `final` in place of the last norm."""
+def truncated_model(target: CausalModel, num_layers: int, final: nn.Module) -> CausalModel:
+    """Return a model of the target's first layers that shares its weights and ends with `final` instead of the last norm."""
     outer: Any = copy.copy(target.module)
     outer._modules = dict(outer._modules)
     config = copy.deepcopy(target.module.config)
@@ -91,5 +91,5 @@ def truncated(target: CausalModel, num_layers: int, final: nn.Module) -> CausalM
 
 def early_exit_drafter(target: CausalModel, target_cache: KVCache, lens: Lens) -> ModelDrafter:
     """Return the drafter; raise ValueError if the lens does not fit the target."""
-    model = truncated(target, lens.num_layers, lens.final_norm(target))
+    model = truncated_model(target, lens.num_layers, lens.final_norm(target))
     return ModelDrafter(f"early-exit {lens.num_layers}", model, target_cache, Feeding.TARGET_CACHE)

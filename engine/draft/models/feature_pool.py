@@ -1,6 +1,6 @@
-"""What a draft head reads by slot, of the target's and of its own, and what it is fed.
+"""Per-slot features of a draft head: those of the target and the head's own states.
 
-Shape key: T tokens, S slots and two rows more, W numbers of a row.
+Shape key: T tokens, S slots and two more rows, W numbers of a row.
 """
 
 from collections.abc import Sequence
@@ -16,52 +16,52 @@ from engine.utils.host_transfer import integers
 
 
 @dataclass(frozen=True)
-class Fed:
+class FedTokens:
     """Packed tokens, and for each the slot of the token before it.
 
     Committed tokens read the target's features, nodes of a tree the head's own states.
     """
 
     batch: PackedBatch
-    before: Sequence[int]
+    previous_slots: Sequence[int]
     are_committed: bool
 
 
 class FeaturePool:
-    """Features, what they are made of or what stands in for them, a row for each slot.
+    """A tensor with one row for each slot: features, states to make features of, or the head's states in their place.
 
-    `before_all` names the row of zeros that position 0 reads, `nobody` the one of the cache's slot of that name, which is written
-    and never read.
+    `zero_row` contains zeros and is read at position 0. `padding_row` belongs to the cache's slot for padding: it is written, but
+    never read.
     """
 
     def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device, canary: Canary) -> None:
-        self.nobody, self.before_all = num_slots, num_slots + 1
+        self.padding_row, self.zero_row = num_slots, num_slots + 1
         self._canary = canary
         self._pool_SW = torch.empty(num_slots + 2, width, dtype=dtype, device=device)
         canary.watch(self._pool_SW[:num_slots])
-        self._pool_SW[self.before_all] = 0.0
+        self._pool_SW[self.zero_row] = 0.0
 
     def write(self, slots_T: Int[Tensor, " T"], features_TW: Float[Tensor, "T W"]) -> None:
         """Store the features of T tokens."""
         self._pool_SW.index_copy_(0, slots_T, features_TW)
 
-    def at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
-        """Return what the slots hold."""
+    def read_checked(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
+        """Return the slots' rows after a check by the canary."""
         slots_T = integers(slots, self._pool_SW.device)
         features_TW = self.read(slots_T)
         self._canary.check("features", slots_T, features_TW)
         return features_TW
 
     def read(self, slots_T: Int[Tensor, " T"]) -> Float[Tensor, "T W"]:
-        """Return what the slots hold, for whoever has their numbers on the device and no canary beside it."""
+        """Return the slots' rows without a check; the slot numbers are on the device."""
         return self._pool_SW.index_select(0, slots_T)
 
     def check(self, slots: Sequence[int]) -> None:
-        """Let a canary look at these slots, which are to be read where they lie."""
+        """Check slots that native code is going to read in place."""
         if not isinstance(self._canary, NoCanary):
-            self.at(slots)
+            self.read_checked(slots)
 
     @property
     def rows_SW(self) -> Float[Tensor, "S W"]:
-        """The rows of all slots, for whoever reads and writes where they lie."""
+        """All rows, for native code that reads and writes them in place."""
         return self._pool_SW

@@ -1,10 +1,9 @@
-"""A small transformer over the target's own hidden states: the net of the distilled drafter, and its file.
+"""The distilled drafter's network, a small transformer over the target's hidden states, and its file format.
 
-At position t it reads what the target made of the text before t (states after a few layers, fused) and the token at t, and says
-what comes next. One fused feature a token is all it needs of the target; where the target has not been yet (drafted tokens) its
-own output stands in for the feature. Its output is a state of the target's width: the target's own head, cut to the frequent
-tokens, makes logits of it. Source: EAGLE-3 (arXiv 2503.01840) for the features and the stand-in, FR-Spec (arXiv 2502.14856) for
-the vocabulary.
+At position t it reads the token at t and a feature of the text before t, and predicts the next token. A feature fuses the
+target's states after a few layers. For drafted tokens the target's states are not known yet, and the head's own output replaces
+the feature. The output is a state of the target's width. The target's output layer, cut to the frequent tokens, maps it to
+logits. Source: EAGLE-3 (arXiv 2503.01840) for the features and their replacement, FR-Spec (arXiv 2502.14856) for the vocabulary.
 
 Shape key: T tokens, D target width, F feature layers, W inner width, M head vocabulary, H key-value heads, G query heads for
 each, K head size.
@@ -27,7 +26,10 @@ _FORMAT = "latebranch-head-1"
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes of a head. `feature_layers` count the target's layers whose output is read; the full count reads the last norm's."""
+    """Sizes of a head. Each of `feature_layers` is a number of target layers after which the state is read.
+
+    The full number reads the output of the last norm.
+    """
 
     target_width: int
     feature_layers: tuple[int, ...]
@@ -48,20 +50,19 @@ class HeadShape:
         return angles.cos(), angles.sin()
 
     def unqueried_share(self, num_known: int) -> float:
-        """Return what a token costs that is merely fed, as a share of one that the head is asked about, of whose vocabulary it
-        knows `num_known`: by products, in a pass that asks about somebody.
+        """Return the cost of a token without logits, as a share of the cost of a token with logits over `num_known` tokens.
 
-        Of a token that is merely fed no more is made than the last layer's queries, keys and values.
+        Costs are numbers of multiplications. A token without logits ends at the last layer's queries, keys and values.
         """
         queries, pairs = self.num_heads * self.head_size, 2 * self.num_kv_heads * self.head_size
-        behind = queries + 3 * self.intermediate  # of a layer, what comes after attention; all are counted by inner width
+        after_attention = queries + 3 * self.intermediate  # of a layer; all counts are multiples of the inner width
         read = (len(self.feature_layers) + 1) * self.target_width
-        layers = (self.num_layers + 1) * (queries + pairs) + self.num_layers * behind  # the first reads token and state
-        return (read + layers - behind) / (read + layers + num_known)
+        layers = (self.num_layers + 1) * (queries + pairs) + self.num_layers * after_attention  # the first reads token and state
+        return (read + layers - after_attention) / (read + layers + num_known)
 
 
 class Norm(nn.RMSNorm):
-    """Root mean square norm in its input's precision, whatever that of its weight."""
+    """Root mean square norm in the precision of its input, not of its weight."""
 
     def forward(self, x: Float[Tensor, "*T W"]) -> Float[Tensor, "*T W"]:
         """Return the scaled input."""
@@ -71,7 +72,7 @@ class Norm(nn.RMSNorm):
 class HeadLayer(nn.Module):
     """A pre-norm decoder layer without its attention product, which differs between serving and training.
 
-    The first layer of a head also reads the token's embedding beside the state.
+    The first layer of a head reads the token's embedding together with the state.
     """
 
     def __init__(self, shape: HeadShape, is_first: bool) -> None:
@@ -100,17 +101,17 @@ class HeadLayer(nn.Module):
         query, key, value = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=-2)
         return _rotated(query, cos_TK, sin_TK), _rotated(key, cos_TK, sin_TK), value
 
-    def finished(self, state_TW: Float[Tensor, "*T W"], attended: Float[Tensor, "*T HGK"]) -> Float[Tensor, "*T W"]:
-        """Return the layer's output for the attention's."""
+    def after_attention(self, state_TW: Float[Tensor, "*T W"], attended: Float[Tensor, "*T HGK"]) -> Float[Tensor, "*T W"]:
+        """Return the layer's output from the attention's output."""
         state_TW = state_TW + self.output(attended)
         gate, up = self.gate_up(self.mlp_norm(state_TW)).chunk(2, dim=-1)
         return state_TW + self.down(functional.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class DraftHead(nn.Module):
-    """The net. Takes embeddings and features of the target and returns states of the target's width; owns no embedding, no head.
+    """The network: maps the target's embeddings and features to states of the target's width. Has no embedding or output layer.
 
-    `vocab_M` are the target's token ids that its head is cut to, ascending.
+    `vocab_M` are the token ids that the target's output layer is cut to, ascending.
     """
 
     vocab_M: Tensor
@@ -124,7 +125,7 @@ class DraftHead(nn.Module):
         self.layers = nn.ModuleList(HeadLayer(shape, index == 0) for index in range(shape.num_layers))
         self.last_norm = Norm(shape.width, shape.norm_eps)
         self.widen = nn.Linear(shape.width, shape.target_width, bias=False)
-        nn.init.normal_(self.widen.weight, std=0.02 * shape.width**-0.5)  # an untrained head is nearly uniform
+        nn.init.normal_(self.widen.weight, std=0.02 * shape.width**-0.5)  # so that an untrained head is nearly uniform
 
     @property
     def decoder(self) -> list[HeadLayer]:
@@ -138,22 +139,22 @@ class DraftHead(nn.Module):
         return self.fuse(normed.flatten(-2))  # type: ignore[no-any-return]
 
     def tokens(self, embeddings_TD: Float[Tensor, "*T D"]) -> Float[Tensor, "*T W"]:
-        """Narrow the target's embeddings."""
+        """Project the target's embeddings to the inner width."""
         return self.token(embeddings_TD)  # type: ignore[no-any-return]
 
-    def predicted(self, state_TW: Float[Tensor, "*T W"]) -> Float[Tensor, "*T D"]:
-        """Return what the target's head, cut to `vocab_M`, is to be applied to."""
+    def output_states(self, state_TW: Float[Tensor, "*T W"]) -> Float[Tensor, "*T D"]:
+        """Return the input of the target's output layer, cut to `vocab_M`."""
         return self.widen(self.last_norm(state_TW))  # type: ignore[no-any-return]
 
     def save(self, path: Path, recipe: Mapping[str, object]) -> None:
-        """Write weights in bfloat16, with the shape and the recipe (how it was made, what it reached) in the metadata."""
+        """Write weights in bfloat16, with the shape and the recipe (training settings and results) in the metadata."""
         tensors = {name: _stored(tensor) for name, tensor in self.state_dict().items()}
         metadata = {"format": _FORMAT, "shape": json.dumps(asdict(self.shape)), "recipe": json.dumps(recipe)}
         save_file(tensors, path, metadata=metadata)
 
     @classmethod
     def load(cls, path: Path) -> tuple["DraftHead", dict[str, object]]:
-        """Read a file that `save` wrote, in float32, with its recipe; raise ValueError if it is something else."""
+        """Read a file that `save` wrote, in float32, with its recipe; raise ValueError for any other file."""
         shape = head_shape(path)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
@@ -168,7 +169,7 @@ class DraftHead(nn.Module):
 
 
 def head_shape(path: Path) -> HeadShape:
-    """Read the sizes of a head without its weights; raise ValueError if the file is something else."""
+    """Read the sizes of a head without its weights; raise ValueError for any other file."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
     if metadata.get("format") != _FORMAT:

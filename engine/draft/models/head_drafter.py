@@ -1,14 +1,14 @@
-"""A distilled draft head at work: fed a step behind the target's features, asked for a level of every tree at a time.
+"""The drafter with a distilled head: feeds committed tokens with the target's features, and trees one level at a time.
 
-What it reads lies in a pool of one row a slot beside the target's cache, and is kept of every pass of the target, by the pass
-itself where the library runs both: whoever keeps a slot keeps its feature. A drafted node's own state lies in its slot until the
-target has been there, so that a token always reads what the slot of the token before it holds:
+A pool beside the target's cache has one row for each slot. Each pass of the target stores its features there. Where the native
+library runs both models, the pass does so itself. A drafted node's own state is in its slot until the target has cached the
+node's token. So each token reads the row of the slot before it:
 
-    slot         [ .. x5   | x6 = root | n1  n2 ]       x6 and the nodes are not cached by the target yet
-    pool row     [ .. true | state     | state  ]       x6 reads x5's row, n1 reads x6's, n1's children read n1's
-    after a step [ .. true | true      | true   ]       and accepted nodes are fed again, with true features
+    slot         [ .. x5      | x6 = root | n1  n2  ]   x6 and the nodes are not cached by the target yet
+    pool row     [ .. feature | state     | state   ]   x6 reads x5's row, n1 reads x6's, n1's children read n1's
+    after a step [ .. feature | feature   | feature ]   and accepted nodes are fed again with features
 
-Where the library runs the head, what is true and what stands in have a row each (NativeHead): committed tokens read the one,
+Where the native library runs the head, features and states are in different pools (NativeHead): committed tokens read the one,
 nodes the other.
 
 Shape key: T packed tokens, P proposals, S slots, D target width, W inner width, M head vocabulary, V vocabulary.
@@ -28,11 +28,11 @@ from engine.attention.paged.table import WRITE_SLOTS, PagedBatch, TableColumns
 from engine.attention.segments import chain_segment
 from engine.core.step_plan import Feeding, Row
 from engine.draft.drafter import FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
-from engine.draft.models.feature_pool import FeaturePool, Fed
+from engine.draft.models.feature_pool import FeaturePool, FedTokens
 from engine.draft.models.head import DraftHead, HeadShape
 from engine.draft.models.native_head import NativeHead
 from engine.draft.models.segments import fed_segments, level_segments, places_of_roots
-from engine.draft.models.torch_head import LeanHead
+from engine.draft.models.torch_head import TorchHead
 from engine.draft.trees.ranked_growth import RankedGrower
 from engine.kv_cache.canary import Canary, NoCanary
 from engine.kv_cache.pool import KVCache
@@ -45,8 +45,8 @@ from engine.native.growth import FedRow, Growing, RankedRow
 class HeadDrafter:
     """Drafts with a head for a target, on its device; raise ValueError if the head does not fit.
 
-    `linears` as engine.model.linears names them; `precision` is the head's, the target's if none is given.
-    Must follow the target's passes (Target.report_to).
+    `linears` is a name of engine.model.linears. `precision` is the head's, by default the target's. The drafter must observe the
+    target's passes (Target.report_to).
     """
 
     feeding = Feeding.TARGET_FEATURES
@@ -64,12 +64,12 @@ class HeadDrafter:
         _require_fit(head.shape, head.vocab_M, target)
         self.name = name
         self._device = target.device
-        embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # as they are, where a model scales them
+        embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # unscaled, also if the model scales them
         self._vocab = TrimmedVocabulary(head.vocab_M.to(self._device, torch.int64), target.vocab_size)
         self.unqueried_share = head.shape.unqueried_share(len(head.vocab_M))
         rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
         precision = precision or str(target.module.dtype).removeprefix("torch.")
-        self._head: NativeHead | LeanHead
+        self._head: NativeHead | TorchHead
         canary = canary or NoCanary()
         self._has_canary = not isinstance(canary, NoCanary)
         if linears == NATIVE:
@@ -77,18 +77,18 @@ class HeadDrafter:
             states = FeaturePool(num_slots, width, torch.float16, self._device, canary)
             self._head = NativeHead(head, rows_MD, embeddings_VD, precision, states)
         else:
-            self._head = LeanHead(head, rows_MD, embeddings_VD, getattr(torch, precision), self._device, linears)
+            self._head = TorchHead(head, rows_MD, embeddings_VD, getattr(torch, precision), self._device, linears)
         self._cache = KVCache(num_slots, self._device, canary)
         self._pool = FeaturePool(num_slots, head.shape.width, self._head.dtype, self._device, canary)
         self._target, self._layers = target, head.shape.feature_layers
-        self._tap: StateTap | None = None  # where passes leave the features to us
+        self._tap: StateTap | None = None  # None if the target's passes store the features themselves
         self._recordings: GraphedFunction | None = None
 
     def follow(self, cache: KVCache) -> bool:
-        """Have each pass that writes to the target's cache followed; return whether passes keep what is read by themselves."""
+        """Observe the passes that write to the target's cache; return whether these passes store the features themselves."""
         native = self._target.native
         if native is None or not isinstance(self._head, NativeHead):
-            assert self._tap is None, "followed already"
+            assert self._tap is None, "the target is observed already"
             self._tap = StateTap(self._target, self._layers)
             return False
         depth = len(self._target.module.model.layers)
@@ -97,10 +97,10 @@ class HeadDrafter:
         return True
 
     def record(self, steps: GraphResources, attend: Attend, end: int) -> GraphedFunction:
-        """Replay passes from now on, over positions below `end`; return them, to be prepared."""
+        """Replay passes over positions below `end` from now on; return the recordings, which the caller must prepare."""
         head, pool, cache = self._head, self._pool, self._cache
-        assert isinstance(head, LeanHead)
-        columns = TableColumns(tokens=(0, 0, cache.dummy_slot, pool.before_all), outputs=(0, pool.nobody))
+        assert isinstance(head, TorchHead)
+        columns = TableColumns(tokens=(0, 0, cache.dummy_slot, pool.zero_row), outputs=(0, pool.padding_row))
 
         def run(batch: PagedBatch) -> Float[Tensor, "P M"]:
             return head.forward_table(pool, batch, cache, attend, end)
@@ -109,70 +109,70 @@ class HeadDrafter:
         return self._recordings
 
     def on_pass(self, write_slots_T: Int[Tensor, " T"]) -> None:
-        """Keep what is read of a pass of the target."""
-        assert self._tap is not None, "passes that nobody follows"
+        """Store the features of a pass of the target."""
+        assert self._tap is not None, "the target is not observed"
         with torch.inference_mode():
             self._head.keep_features(self._pool, write_slots_T, self._tap.parts())
 
     def features_at(self, slots: Sequence[int]) -> Float[Tensor, "T W"]:
-        """Return what tokens read that come after those in these slots, where the target has been; for inference alone."""
+        """Return the features of slots that the target has cached; the next token reads them. For inference alone."""
         with torch.inference_mode():
             return self._head.features_at(self._pool, slots)
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
-        """Feed committed tokens by the target's features; propose at the roots."""
-        before = [slot for row in rows for slot in self._slots_before(row)]
+        """Feed committed tokens with the target's features; propose at the roots."""
+        previous_slots = [slot for row in rows for slot in self._slots_before(row)]
         batch = pack(fed_segments(rows), self._device)
-        fed = Fed(batch, before, are_committed=True)
+        fed = FedTokens(batch, previous_slots, are_committed=True)
         places = places_of_roots(rows, [root.tree.row.request_id for root in roots])
-        asked = [chain_segment(root.tree.token_ids[:1], root.position, root.tree.row.slots) for root in roots]
-        return self._proposal(fed, None if places == list(range(batch.num_tokens)) else asked, places)
+        queried = [chain_segment(root.tree.token_ids[:1], root.position, root.tree.row.slots) for root in roots]
+        return self._proposal(fed, None if places == list(range(batch.num_tokens)) else queried, places)
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        """Feed some nodes of every tree by their parents' states; propose at each."""
-        before = [asked.tree.row.slots[asked.tree.row.root_position + asked.tree.parents[asked.node]] for asked in frontier]
+        """Feed the frontier's nodes with their parents' states; propose at each."""
+        previous_slots = [one.tree.row.slots[one.tree.row.root_position + one.tree.parents[one.node]] for one in frontier]
         batch = pack(level_segments(frontier), self._device)
-        fed = Fed(batch, before, are_committed=False)
+        fed = FedTokens(batch, previous_slots, are_committed=False)
         return self._proposal(fed, None, range(len(frontier)))
 
     def ranked_grower(self) -> RankedGrower | None:
-        """Return what grows ranked trees, if the library runs the head; a canary is shown what each pass reads, one by one."""
+        """Return the grower of ranked trees if the library runs the head and no canary must check each pass."""
         if self._has_canary or not isinstance(self._head, NativeHead):
             return None
-        return RankedGrower(self._begin, self._vocab, self.unqueried_share)
+        return RankedGrower(self._start_growing, self._vocab, self.unqueried_share)
 
-    def _begin(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> Growing:
+    def _start_growing(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> Growing:
         assert isinstance(self._head, NativeHead)
         tree_of = {request_id: tree for tree, request_id in enumerate(request_ids)}
         fed = [FedRow(row.draft_ids, row.draft_len, row.slots, tree_of.get(row.request_id)) for row in rows if row.draft_ids]
-        return self._head.growing(self._pool, fed, ranked, self._cache, self._vocab.ids_M)
+        return self._head.start_growing(self._pool, fed, ranked, self._cache, self._vocab.ids_M)
 
     def _slots_before(self, row: Row) -> Sequence[int]:
         """Return the slots that the row's committed tokens read."""
         end = row.draft_len + len(row.draft_ids) - 1
-        return row.slots[row.draft_len - 1 : end] if row.draft_len else (self._pool.before_all, *row.slots[:end])
+        return row.slots[row.draft_len - 1 : end] if row.draft_len else (self._pool.zero_row, *row.slots[:end])
 
-    def _proposal(self, fed: Fed, asked: Sequence[Segment] | None, places: Sequence[int]) -> Proposal:
-        """Feed tokens, keep the states of those asked about in their slots, and propose at them.
+    def _proposal(self, fed: FedTokens, queried: Sequence[Segment] | None, places: Sequence[int]) -> Proposal:
+        """Feed tokens; propose at `places` and store the states there.
 
-        `places` says which they are, `asked` has their own segments where they are not all.
+        `queried` are the segments of the tokens at `places` alone, or None if these are all tokens.
         """
         if (logits_PM := self._replayed(fed, places)) is None:
             with torch.inference_mode():
-                logits_PM = self._head.proposed(self._pool, fed, asked, places, self._cache)
+                logits_PM = self._head.draft_logits(self._pool, fed, queried, places, self._cache)
         passes = ModelPasses.one(fed.batch.num_tokens, len(places), self.unqueried_share)
         return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
 
-    def _replayed(self, fed: Fed, places: Sequence[int]) -> Float[Tensor, "P M"] | None:
-        """Return the logits by a recorded pass; None if nothing of the size is recorded."""
+    def _replayed(self, fed: FedTokens, places: Sequence[int]) -> Float[Tensor, "P M"] | None:
+        """Return the logits from a recorded pass, or None if no pass of this size is recorded."""
         if self._recordings is None:
             return None
         slots = fed.batch.tokens_3T[WRITE_SLOTS][[*places]]
-        return self._recordings.replay(fed.batch, tokens=[fed.before], outputs=[places, slots])
+        return self._recordings.replay(fed.batch, tokens=[fed.previous_slots], outputs=[places, slots])
 
 
 def _require_fit(shape: HeadShape, vocab_M: Tensor, target: CausalModel) -> None:
-    """Raise ValueError unless the head reads what the target has and names tokens that it knows."""
+    """Raise ValueError unless the head's width, feature layers and vocabulary fit the target."""
     inner: Any = target.module.model
     width, depth = target.module.get_input_embeddings().weight.shape[1], len(inner.layers)
     if shape.target_width != width:

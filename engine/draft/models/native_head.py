@@ -1,9 +1,9 @@
-"""A draft head run by our library: the function of engine.draft.models.head, one call a pass.
+"""A draft head run by the native library: the function of engine.draft.models.head, with one call for each pass.
 
-What it reads of the target is kept by slot as it comes, in half precision, and fused when it is fed the token after: nodes that
-are not accepted never are, nor is a text that nobody drafts from where keeping up with it is dear.
+The target's states are stored by slot in half precision. They are fused only when the head is fed the next token. Rejected nodes
+are never fused, nor are sequences that do not draft while feeding them is expensive.
 
-Shape key: T packed tokens, P tokens asked about, V vocabulary, M head vocabulary, D target width, F feature layers, W inner
+Shape key: T packed tokens, P tokens with logits, V vocabulary, M head vocabulary, D target width, F feature layers, W inner
 width.
 """
 
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from engine.attention.packing import Segment
-from engine.draft.models.feature_pool import FeaturePool, Fed
+from engine.draft.models.feature_pool import FeaturePool, FedTokens
 from engine.draft.models.head import DraftHead, HeadLayer
 from engine.kv_cache.pool import KVCache
 from engine.model.linears import linear_of
@@ -30,9 +30,9 @@ from engine.utils.rotary_table import RotaryTable
 
 
 class NativeHead:
-    """The net, with its own copy of the weights. `rows_MD` are the target's output rows of the head's tokens.
+    """The network, with its own copy of the weights. `rows_MD` are the target's output rows of the head's tokens.
 
-    `states` is where the target's are kept: float16, F x D a row, each scaled to a mean square of 1.
+    `states` stores the target's states: float16, F x D in a row, each scaled to a mean square of 1.
     """
 
     dtype = torch.float32  # of activations
@@ -47,7 +47,7 @@ class NativeHead:
     ) -> None:
         shape = head.shape
         self._shape, self._precision = shape, precision
-        self._kept: list[object] = []  # what the structure points at
+        self._referenced: list[object] = []  # objects that the structure points at
         self._states = states
         self._fuse = NativeLinear(head.fuse, precision)
         self._features = self.features(range(len(shape.feature_layers)))
@@ -74,12 +74,12 @@ class NativeHead:
             ),
             precision,
         )
-        self._kept.append(layers)
-        self._rotations = RotaryTable(self._rotated)
+        self._referenced.append(layers)
+        self._rotations = RotaryTable(self._rotation)
 
     def keep_features(self, pool: FeaturePool, slots_T: Int[Tensor, " T"], states: Sequence[Float[Tensor, "T D"]]) -> None:
-        """Keep the target's states after the feature layers in the tokens' slots."""
-        del pool  # it holds the head's own states alone
+        """Store the target's states after the feature layers in the tokens' slots."""
+        del pool  # for the head's own states alone
         states = [state.float().contiguous() for state in states]
         library.library().latebranch_keep(
             ctypes.byref(self._features.structure),
@@ -88,7 +88,7 @@ class NativeHead:
         )
 
     def features_at(self, pool: FeaturePool, slots: Sequence[int]) -> Float[Tensor, "T W"]:
-        """Return the features of the tokens in these slots, made of what is kept there."""
+        """Return the features of the tokens in these slots, fused from the stored states."""
         del pool
         slots_T, features_TW = integers(slots, torch.device("cpu")), torch.empty(len(slots), self._shape.width)
         self._states.check(slots)
@@ -99,7 +99,7 @@ class NativeHead:
         return features_TW
 
     def features(self, after: Sequence[int]) -> Features:
-        """Return what the target's own passes are to keep: its states `after` some layers (passes.Output)."""
+        """Return what the target's passes must store: its states `after` some layers (passes.Output)."""
         after_F, states_SX = np.array(after, dtype=np.int64), self._states.rows_SW
         structure = library.Features(
             linear=self._fuse.structure,
@@ -110,38 +110,38 @@ class NativeHead:
         )
         return Features(structure, (self._fuse, after_F, states_SX))
 
-    def proposed(
+    def draft_logits(
         self,
         pool: FeaturePool,
-        fed: Fed,
-        asked: Sequence[Segment] | None,
+        fed: FedTokens,
+        queried: Sequence[Segment] | None,
         places: Sequence[int],
         cache: KVCache,
     ) -> Float[Tensor, "P M"]:
-        """Feed tokens, each by what the slot before it holds; return logits of those asked about, their states in their slots.
+        """Feed tokens, each with the row of the slot before it. Return the logits at `places` and store the states there.
 
-        `places` says where they are among the fed.
+        `places` are indices of the fed tokens.
         """
-        del asked  # `places` say it: the pass goes on with those alone behind the last layer's keys
-        (self._states if fed.are_committed else pool).check(fed.before)
+        del queried  # after the last layer's keys the library continues with the tokens at `places` alone
+        (self._states if fed.are_committed else pool).check(fed.previous_slots)
         pool_SW, features = pool.rows_SW, self._features if fed.are_committed else None
-        before_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.before, places))
-        rotations, given = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, before_T)
-        return self._runner.run(fed.batch, cache, rotations, places_P, given=given, features=features).logits_NM
+        previous_T, places_P = (integers(numbers, pool_SW.device) for numbers in (fed.previous_slots, places))
+        rotations, states = [self._rotations.below(fed.batch.end)], SlotStates(pool_SW, previous_T)
+        return self._runner.run(fed.batch, cache, rotations, places_P, given=states, features=features).logits_NM
 
-    def growing(
+    def start_growing(
         self, pool: FeaturePool, fed: Sequence[FedRow], rows: Sequence[RankedRow], cache: KVCache, vocab_M: Int[Tensor, " M"]
     ) -> Growing:
-        """Return the rows' trees as they begin to grow: the first round feeds committed tokens."""
+        """Return the rows' trees before their first round, which feeds committed tokens."""
         pool_SW = pool.rows_SW
         end = max(row.root_position + row.depth + 1 for row in rows)
         end = max(end, *(row.first_position + len(row.token_ids) for row in fed))
         rotations = [self._rotations.below(end)]
-        where = self._runner.places(cache, rotations, pool_SW)
-        where.features = ctypes.pointer(self._features.structure)
-        return Growing(self._runner.structure, vocab_M, rows, fed, pool.before_all, where, keeps=(pool_SW, rotations))
+        buffers = self._runner.places(cache, rotations, pool_SW)
+        buffers.features = ctypes.pointer(self._features.structure)
+        return Growing(self._runner.structure, vocab_M, rows, fed, pool.zero_row, buffers, keeps=(pool_SW, rotations))
 
-    def _rotated(self, positions_N: Int[Tensor, " N"]) -> Tables:
+    def _rotation(self, positions_N: Int[Tensor, " N"]) -> Tables:
         cosines, sines = self._shape.rotary(positions_N)
         return cosines[:, 0].contiguous(), sines[:, 0].contiguous()
 
@@ -150,8 +150,8 @@ class NativeHead:
         inner, kv = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
         norms = [layer.state_norm] if layer.token_norm is None else [layer.token_norm, layer.state_norm]
         parts = {
-            **_parts(layer.qkv.weight, query=inner, key=kv, value=kv),
-            **_parts(layer.gate_up.weight, gate=shape.intermediate, up=shape.intermediate),
+            **_split_rows(layer.qkv.weight, query=inner, key=kv, value=kv),
+            **_split_rows(layer.gate_up.weight, gate=shape.intermediate, up=shape.intermediate),
             "output": layer.output,
             "down": layer.down,
         }
@@ -162,15 +162,15 @@ class NativeHead:
         )
 
     def _linear(self, linear: nn.Linear) -> library.Linear:
-        self._kept.append(native := NativeLinear(linear, self._precision))
+        self._referenced.append(native := NativeLinear(linear, self._precision))
         return native.structure
 
     def _tensor(self, tensor: Tensor) -> int:
-        self._kept.append(kept := tensor.detach().float().contiguous())
-        return kept.data_ptr()
+        self._referenced.append(copy := tensor.detach().float().contiguous())
+        return copy.data_ptr()
 
 
-def _parts(weight: Float[Tensor, "O I"], **sizes: int) -> dict[str, nn.Linear]:
-    """Return the rows of a fused layer by what they make."""
+def _split_rows(weight: Float[Tensor, "O I"], **sizes: int) -> dict[str, nn.Linear]:
+    """Return the linear layers that a fused one consists of, by name and number of rows."""
     bounds = pairwise(accumulate(sizes.values(), initial=0))
     return {name: linear_of(weight[first:end]) for name, (first, end) in zip(sizes, bounds, strict=True)}

@@ -1,6 +1,6 @@
-"""What a drafter with keys of its own feeds in one pass, as segments: committed tokens and roots, or a level of every tree.
+"""Segments that a drafter with its own keys feeds in one pass: committed tokens with roots, or a level of every tree.
 
-Slots are the target's: node v of a tree has one slot in both caches, so keeping a path is one permutation for both.
+A node has the same slot in the target's and the drafter's cache, so that one permutation keeps an accepted path in both.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from engine.draft.drafter import FrontierNode
 
 
 def fed_segments(rows: Sequence[Row]) -> list[Segment]:
-    """Return a segment for each row: the committed tokens that are to be fed."""
+    """Return a segment for each row: its committed tokens to be fed."""
     return [chain_segment(row.draft_ids, row.draft_len, row.slots) for row in rows]
 
 
 def places_of_roots(rows: Sequence[Row], request_ids: Sequence[str]) -> list[int]:
-    """Return where the roots of some requests lie among the packed tokens of the rows' segments: at its segment's end."""
+    """Return the places of some requests' roots among the packed tokens of the rows' segments: the segments' ends."""
     ends = accumulate(len(row.draft_ids) for row in rows)
     end_of = {row.request_id: end for row, end in zip(rows, ends, strict=True)}
     return [end_of[request_id] - 1 for request_id in request_ids]
 
 
 def level_segments(frontier: Sequence[FrontierNode]) -> list[Segment]:
-    """Return a segment for each tree of the frontier, in order; a tree's nodes lie side by side."""
-    levels = [list(level) for _, level in groupby(frontier, key=lambda asked: id(asked.tree))]
+    """Return a segment for each tree of the frontier, in order; a tree's nodes must be adjacent."""
+    levels = [list(level) for _, level in groupby(frontier, key=lambda node: id(node.tree))]
     trees = [level[0].tree for level in levels]
     return [
-        level_segment([asked.node for asked in level], tree, tree.row.root_position, tree.row.slots)
+        level_segment([one.node for one in level], tree, tree.row.root_position, tree.row.slots)
         for level, tree in zip(levels, trees, strict=True)
     ]

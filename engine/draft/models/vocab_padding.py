@@ -1,7 +1,7 @@
-"""A draft model beside a target of the same tokens whose output has more or fewer rows.
+"""Adapts a draft model's output to a target with the same tokens but another number of output rows.
 
-Models of one family pad one vocabulary to different sizes. Such rows stand for no token, so the draft logits are cut to the
-target's number of rows, or padded with rows that are never drafted; a draft law stays a law, and any draft law is lossless.
+Models of one family pad one vocabulary to different sizes. Padding rows represent no token. So the draft logits are cut to the
+target's number of rows, or padded with tokens that are never drafted. Any draft distribution is lossless.
 Shape key: N rows of logits, V vocabulary of the target.
 """
 
@@ -20,7 +20,7 @@ from engine.model.causal_lm import CausalModel
 
 
 class RepaddedModel:
-    """Runs a model as one of `vocab_size` output rows."""
+    """Runs a model with `vocab_size` output rows."""
 
     def __init__(self, model: CausalModel, vocab_size: int) -> None:
         self._model = model
@@ -29,25 +29,25 @@ class RepaddedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """The device of the model."""
         return self._model.device
 
     @property
     def reads_tables(self) -> bool:
-        """Whether it can run passes over tables."""
+        """Whether the model can run passes over tables."""
         return self._model.reads_tables
 
     def forward(self, batch: PackedBatch, cache: KVCache, logit_rows_N: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """As CausalModel.forward. A text can hold ids that only the target has rows for: the last row is read for them."""
+        """As CausalModel.forward. Ids that only the target has rows for are replaced by the model's last id."""
         num_rows = self._model.vocab_size
         ids_T, *places = batch.tokens_3T
         known = replace(batch, tokens_3T=np.stack([np.minimum(ids_T, num_rows - 1), *places]))
         return self._repadded(self._model.forward(known, cache, logit_rows_N))
 
     def forward_table(self, batch: PagedBatch, cache: KVCache) -> Float[Tensor, "N V"]:
-        """As CausalModel.forward_table, with ids read as in `forward`."""
+        """As CausalModel.forward_table, with ids replaced as in `forward`."""
         return self._repadded(self._model.forward_table(batch.with_ids_below(self._model.vocab_size), cache))
 
     def _repadded(self, logits: Tensor) -> Float[Tensor, "N V"]:
-        num_more = self.vocab_size - self._model.vocab_size
-        return functional.pad(logits, (0, num_more), value=-torch.inf)  # fewer than 0 columns are cut off
+        num_added = self.vocab_size - self._model.vocab_size
+        return functional.pad(logits, (0, num_added), value=-torch.inf)  # a negative number cuts columns off

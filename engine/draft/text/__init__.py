@@ -1,1 +1,1 @@
-"""Drafts without a model: continuations found in the prompt, in predictions, in recent and in edited texts."""
+"""Drafts without a model: continuations found in a request's own text, in predictions and in recent outputs."""

@@ -1,8 +1,7 @@
-"""Whether a request's edits of logits (engine.sampling.logits_processors) may take the place of what cached text foretells.
+"""Decides whether a request's logit edits (engine.sampling.logits_processors) may invalidate tokens of cached text.
 
-Cached text tells what the bare model said. A token that is forbidden or penalised after that is foretold no more; how far a
-penalty moves it cannot be told without the model's logits, nor what a grammar forbids without its
-masks. Knows parameters and token ids, neither logits nor texts.
+Cached text predicts the unedited model. An edit can forbid or penalise a predicted token. How far a penalty moves a token cannot
+be known without the model's logits, nor what a grammar forbids without its masks. Both count as possible.
 """
 
 from collections.abc import Collection
@@ -10,8 +9,8 @@ from collections.abc import Collection
 from engine.core.types import SamplingParams
 
 
-def may_hinder(sampling: SamplingParams, token_ids: Collection[int], num_generated: int) -> bool:
-    """Return whether the edits can make some of the tokens less likely, `num_generated` tokens after the prompt."""
+def may_suppress(sampling: SamplingParams, token_ids: Collection[int], num_generated: int) -> bool:
+    """Return whether the edits can make any of the tokens less likely, `num_generated` tokens after the prompt."""
     if not sampling.edits_logits:
         return False
     if sampling.grammar is not None or sampling.has_penalties:

@@ -1,8 +1,8 @@
-"""Chains for text that is surely foretold: a policy's choice, but where cached text promises a longer path than any of its trees.
+"""Long chains of cached text: replace a policy's tree where the cache predicts a longer path with high confidence.
 
-A long trunk of cached text costs no draft pass, so it pays where no tree of a model would; but its nodes cost the target what
-anyone's do, so a chain ends where its last node is less likely to be accepted than a node costs in this batch. Whether there is
-one is told by committed text alone, before anything is drawn.
+A trunk of cached text needs no draft pass, so it pays where no tree of a model would. Its nodes cost the target as much as any
+others. A chain therefore ends where its last node is less likely to be accepted than a node costs in this batch. The decision
+depends on committed tokens alone and is made before anything is drawn.
 """
 
 from collections.abc import Sequence
@@ -12,62 +12,63 @@ from engine.core.policy import BatchViews, ExpansionChoice, ExpansionPolicy, Rea
 from engine.core.tree import Expansion, GrowthPrices
 from engine.draft.text.text_cache import TextCache
 
-LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
-_LEAST_CHANCE = 0.5  # of a whole chain, however cheap its nodes are
+CHAIN_LENGTHS = (16, 12, 8, 6)  # few, to bound the number of metric labels
+_MIN_PROBABILITY = 0.5  # of a whole chain to be accepted, however cheap its nodes are
 
 
-class RunningPolicy:
-    """Another policy's choices, with chains of at most `longest` nodes where the cache is sure of so many.
+class LongChainPolicy:
+    """Wraps a policy: uses its choices, and chains of at most `max_length` nodes where the cache is sure of them.
 
-    What became of such chains is kept from the other policy: they say nothing of its own trees. Sequences whose request has
-    chosen a tree, or none, are left alone.
+    The wrapped policy does not observe the outcomes of these chains, because they carry no information about its own trees.
+    Requests that set their own tree, or none, keep it.
     """
 
-    def __init__(self, policy: ExpansionPolicy, texts: TextCache, longest: int = LENGTHS[0]) -> None:
+    def __init__(self, policy: ExpansionPolicy, texts: TextCache, max_length: int = CHAIN_LENGTHS[0]) -> None:
         self.name = policy.name
         self._policy = policy
         self._texts = texts
-        self._longest = longest
+        self._max_length = max_length
         self._composition: int | None = None
-        self._running: frozenset[str] = frozenset()  # requests that were given chains in the last choice
+        self._chained: frozenset[str] = frozenset()  # requests with a chain in the last choice
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
-        """Return the policy's expansions, or longer chains; nothing is expected of a step that has some."""
+        """Return the policy's expansions with chains in place of some. A choice with chains has no expected speed."""
         choice = self._policy.choose(views)
         last, self._composition = self._composition, composition_of(views)
-        is_same = self._composition is not None and self._composition == last and not self._running
+        is_same = self._composition is not None and self._composition == last and not self._chained
         if is_same and isinstance(views, BatchViews) and not views.has_news:
             return choice
-        chains = [self._chain(view, wish, choice.prices) for view, wish in zip(views, choice.expansions, strict=True)]
-        self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
-        if not self._running:
+        chains = [self._chain(view, chosen, choice.prices) for view, chosen in zip(views, choice.expansions, strict=True)]
+        self._chained = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
+        if not self._chained:
             return choice
-        expansions = (chain or wish for chain, wish in zip(chains, choice.expansions, strict=True))
+        expansions = (chain or chosen for chain, chosen in zip(chains, choice.expansions, strict=True))
         reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None, num_steps=1)
 
-    def _chain(self, view: SequenceView, wish: Expansion, prices: GrowthPrices) -> Expansion | None:
-        """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.
+    def _chain(self, view: SequenceView, chosen: Expansion, prices: GrowthPrices) -> Expansion | None:
+        """Return the longest chain that the cache is sure of, or None if the policy's tree is as deep or must be kept.
 
-        A tree that ends by its nodes' chances is as deep as each node of what is known is as likely as that one must be.
+        A tree with an acceptance threshold ends by itself. It is as deep as the cached path stays above its thresholds.
         """
         if not view.is_free:
             return None
-        asked = view.speculation
+        max_nodes = view.speculation.max_nodes
         room = max(0, view.num_remaining - 1)
-        most = min(self._longest, room, self._longest if asked.max_nodes is None else asked.max_nodes)
-        known = self._texts.run(view.request_id, most, max(_LEAST_CHANCE, prices.node))
-        depth = wish.max_depth
-        if wish.least_chance and known >= LENGTHS[-1]:
-            least = prices.least_chances(wish)[:depth]
-            depths = range(len(least), 0, -1)
-            depth = next((one for one in depths if self._texts.run(view.request_id, one, least[one - 1]) == one), 0)
-        lengths = (length for length in LENGTHS if depth < length <= known)
+        max_length = min(self._max_length, room, self._max_length if max_nodes is None else max_nodes)
+        known = self._texts.chain_length(view.request_id, max_length, max(_MIN_PROBABILITY, prices.node))
+        depth = chosen.max_depth
+        if chosen.least_chance and known >= CHAIN_LENGTHS[-1]:
+            thresholds = prices.least_chances(chosen)[:depth]
+            depths = range(len(thresholds), 0, -1)
+            reached = (d for d in depths if self._texts.chain_length(view.request_id, d, thresholds[d - 1]) == d)
+            depth = next(reached, 0)
+        lengths = (length for length in CHAIN_LENGTHS if depth < length <= known)
         return next((Expansion(length, 1, 0) for length in lengths), None)
 
     def observe(self, feedback: StepFeedback) -> None:
-        """Let the policy learn from its own trees, and from rows that had no room for a chain and ran plain."""
-        if self._running:
-            own = tuple(one for one in feedback.outcomes if one.request_id not in self._running or one.expansion.is_plain)
+        """Report to the policy its own trees, and rows that decoded plainly because a chain had no room."""
+        if self._chained:
+            own = tuple(one for one in feedback.outcomes if one.request_id not in self._chained or one.expansion.is_plain)
             feedback = replace(feedback, make_outcomes=lambda: own)
         self._policy.observe(feedback)

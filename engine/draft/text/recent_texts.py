@@ -1,7 +1,7 @@
-"""What was said lately to each tenant, within bounds: of one tenant, of the tenants of one group, and of all together.
+"""Recent outputs of each tenant, bounded for a tenant, for the tenants of a group, and in total.
 
-Tenants least lately used are forgotten first. A tenant's name up to its first slash is that of its group (an API key; its users
-are the tenants), so that whoever names many users drives out others' texts no farther than the bounds let him. Knows token ids.
+The least recently used tenants are evicted first. A tenant's group is its name up to the first slash: an API key, of which the
+users are the tenants. The bound of a group limits how many other tenants a key with many users can evict.
 """
 
 from collections import OrderedDict
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from engine.core.types import group_of
 from engine.draft.text.suffix_counts import ContextTree
-from engine.draft.text.text_index import Indexer, Text, TextIndex, text_after
+from engine.draft.text.text_index import Indexer, TextIndex, TextWithContext, text_with_context
 
-_LEAST_OUTPUT = 4  # tokens of an output that is remembered: a shorter one would save a step or two
+_MIN_OUTPUT = 4  # tokens; a shorter output would save a step or two
 
 
 @dataclass(frozen=True, slots=True)
 class RecentLimits:
-    """How much is remembered: tokens of each tenant and of all tenants, tenants of one group and of all groups.
+    """Limits: tokens of each tenant and in total, tenants of one group and in total.
 
-    Tokens are those that are stored: an output's, and up to MAX_CONTEXT before it. No tokens remember nothing.
+    All stored tokens count: an output's, and up to MAX_CONTEXT before it. A limit of 0 tokens stores nothing.
     """
 
     tokens_of_tenant: int = 0
@@ -29,94 +29,94 @@ class RecentLimits:
 
 
 class _Generation:
-    """Outputs that are forgotten together."""
+    """Outputs that are evicted together."""
 
     def __init__(self) -> None:
         self.index = TextIndex()
         self.num_tokens = 0
-        self._known: set[int] = set()  # hashes: who finds his own taken loses a draft and no more
+        self._hashes: set[int] = set()  # a collision only loses drafts
 
-    def has(self, text: Text) -> bool:
-        return hash(text) in self._known
+    def has(self, text: TextWithContext) -> bool:
+        return hash(text) in self._hashes
 
-    def add(self, text: Text, indexer: Indexer) -> None:
-        self._known.add(hash(text))
+    def add(self, text: TextWithContext, indexer: Indexer) -> None:
+        self._hashes.add(hash(text))
         self.num_tokens += _num_stored(text)
         indexer.add(self.index, text)
 
 
-class _Tenant:
-    """One tenant's outputs in two generations: when the younger has half the tokens, the elder is forgotten."""
+class _TenantOutputs:
+    """One tenant's outputs in two generations. When the young one has half the tokens, the old one is evicted."""
 
     def __init__(self) -> None:
-        self.young, self.elder = _Generation(), _Generation()
+        self.young, self.old = _Generation(), _Generation()
 
     @property
     def num_tokens(self) -> int:
-        return self.young.num_tokens + self.elder.num_tokens
+        return self.young.num_tokens + self.old.num_tokens
 
-    def add(self, text: Text, most_tokens: int, indexer: Indexer) -> None:
-        """Remember an output of at most half the tokens, unless it is among the younger ones."""
+    def add(self, text: TextWithContext, max_tokens: int, indexer: Indexer) -> None:
+        """Store an output of at most half of `max_tokens`, unless the young generation has it."""
         if self.young.has(text):
             return
-        if self.young.num_tokens + _num_stored(text) > most_tokens // 2:
-            self.young, self.elder = _Generation(), self.young
+        if self.young.num_tokens + _num_stored(text) > max_tokens // 2:
+            self.young, self.old = _Generation(), self.young
         self.young.add(text, indexer)
 
 
 class RecentTexts:
-    """Owns what is remembered of finished outputs."""
+    """Stores finished outputs by tenant."""
 
     def __init__(self, limits: RecentLimits, indexer: Indexer) -> None:
         self._limits = limits
-        self._most_of_tenant = min(limits.tokens_of_tenant, limits.tokens)
+        self._max_tenant_tokens = min(limits.tokens_of_tenant, limits.tokens)
         self._indexer = indexer
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._tenants: OrderedDict[str, _TenantOutputs] = OrderedDict()
         self._num_tokens = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens stored of all tenants."""
+        """Stored tokens of all tenants."""
         return self._num_tokens
 
     def trees_of(self, tenant: str) -> tuple[ContextTree, ...]:
-        """Return what a tenant may draft from; nothing is known of one that was never told anything, or was forgotten."""
-        known = self._tenants.get(tenant)
-        return () if known is None else (known.young.index.tree, known.elder.index.tree)
+        """Return the trees that a tenant may draft from; none if it has no stored outputs."""
+        outputs = self._tenants.get(tenant)
+        return () if outputs is None else (outputs.young.index.tree, outputs.old.index.tree)
 
-    def use(self, tenant: str) -> None:
-        """Note that a tenant is there: others are forgotten before it."""
+    def touch(self, tenant: str) -> None:
+        """Mark a tenant as the most recently used."""
         if tenant in self._tenants:
             self._tenants.move_to_end(tenant)
 
     def add(self, tenant: str, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Remember an output that followed a prompt, or the last of it that there is room for; nothing is for nobody."""
-        text = _last_of(text_after(prompt, output), self._most_of_tenant // 2)
-        if not tenant or len(text.token_ids) < _LEAST_OUTPUT:
+        """Store an output that followed a prompt, cut to its last tokens if it is too long. No tenant ("") stores nothing."""
+        text = _last_of(text_with_context(prompt, output), self._max_tenant_tokens // 2)
+        if not tenant or len(text.token_ids) < _MIN_OUTPUT:
             return
-        known = self._tenants.setdefault(tenant, _Tenant())
+        outputs = self._tenants.setdefault(tenant, _TenantOutputs())
         self._tenants.move_to_end(tenant)
-        self._num_tokens -= known.num_tokens
-        known.add(text, self._most_of_tenant, self._indexer)
-        self._num_tokens += known.num_tokens
-        self._forget_beyond_limits(tenant)
+        self._num_tokens -= outputs.num_tokens
+        outputs.add(text, self._max_tenant_tokens, self._indexer)
+        self._num_tokens += outputs.num_tokens
+        self._evict_beyond_limits(tenant)
 
-    def _forget_beyond_limits(self, latest: str) -> None:
+    def _evict_beyond_limits(self, latest: str) -> None:
         of_group = [tenant for tenant in self._tenants if group_of(tenant) == group_of(latest)]
         for tenant in of_group[: -self._limits.tenants_of_group]:
-            self._forget(tenant)
+            self._evict(tenant)
         while len(self._tenants) > self._limits.tenants or self._num_tokens > self._limits.tokens:
-            self._forget(next(iter(self._tenants)))
+            self._evict(next(iter(self._tenants)))
 
-    def _forget(self, tenant: str) -> None:
+    def _evict(self, tenant: str) -> None:
         self._num_tokens -= self._tenants.pop(tenant).num_tokens
 
 
-def _num_stored(text: Text) -> int:
+def _num_stored(text: TextWithContext) -> int:
     return len(text.context) + len(text.token_ids)
 
 
-def _last_of(text: Text, most_tokens: int) -> Text:
-    """Return the last tokens of a text, its context cut before them."""
-    num_cut = max(0, _num_stored(text) - most_tokens)
-    return Text(text.context[num_cut:], text.token_ids[max(0, num_cut - len(text.context)) :])
+def _last_of(text: TextWithContext, max_tokens: int) -> TextWithContext:
+    """Return the last tokens of a text. The context is cut first."""
+    num_cut = max(0, _num_stored(text) - max_tokens)
+    return TextWithContext(text.context[num_cut:], text.token_ids[max(0, num_cut - len(text.context)) :])

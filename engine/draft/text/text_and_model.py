@@ -1,9 +1,9 @@
-"""Cached text and a model in one tree: a node's law is the cache's where that is sure, the model's where the cache knows nothing,
-a mixture of both between the two.
+"""A drafter that combines cached text with a model in one tree.
 
-Where the cache is sure the model is not run: a trunk of cached text costs no draft pass. A node below such a trunk that needs the
-model has the trunk fed with it, in one pass. A drafter that reads its parent's state cannot catch up so: there a path that began
-on the cache stays on it. Shape key: P proposals, M tokens known.
+A node's distribution is the cache's where that is sure, the model's where the cache has no match, and else a mixture of both.
+Where the cache is sure the model is not run: a trunk of cached text needs no draft pass. If a node below such a trunk needs the
+model, the trunk is fed with it in one pass. A drafter that reads its parent's state cannot be fed so. For it a path that began
+with cached text continues with cached text alone. Shape key: P proposals, M known tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,24 +14,24 @@ import torch
 from engine.core.step_plan import Feeding, Row
 from engine.core.tree import ROOT
 from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, TrimmedVocabulary
-from engine.draft.text.mixture import mixtures, vocabulary_of, with_tokens_of
-from engine.draft.text.text_cache import CachedLaw, TextCache
-from engine.draft.text.text_drafter import FollowsTexts, probs_at
+from engine.draft.text.mixture import extended_vocabulary, mixtures, vocabulary_of
+from engine.draft.text.text_cache import CachedDistribution, TextCache
+from engine.draft.text.text_drafter import DrafterWithTextCache, distribution_at
 from engine.draft.trees.ranked_growth import GrowsRanked, RankedGrower
 
-_MOST_DEFERRED = 128  # committed tokens of all rows that the model may be behind in a step
+_MAX_DEFERRED = 128  # committed tokens of all rows whose feeding may be deferred in a step
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A node to be put to the model: its place in the frontier, or None for an ancestor that is fed for a node's sake."""
+class _Query:
+    """A node to be fed to the model: its index in the frontier, or None for an ancestor that is fed for a node below it."""
 
     node: FrontierNode
     index: int | None
 
 
-class CombinedDrafter(FollowsTexts):
-    """Asks the cache first and the model where that leaves something open. Is fed as the model is."""
+class CombinedDrafter(DrafterWithTextCache):
+    """Queries the cache first, and the model where the cache is not sure. Is fed as the model is."""
 
     def __init__(self, model: Drafter, texts: TextCache, vocab_size: int, device: torch.device) -> None:
         super().__init__(texts)
@@ -42,69 +42,65 @@ class CombinedDrafter(FollowsTexts):
         self._device = device
 
     def ranked_grower(self) -> RankedGrower | None:
-        """Return what grows ranked trees of the model's and of cached text."""
-        own = self._model.ranked_grower() if isinstance(self._model, GrowsRanked) else None
-        return None if own is None else replace(own, texts=self.texts)
+        """Return the model's grower of ranked trees, with cached text added."""
+        grower = self._model.ranked_grower() if isinstance(self._model, GrowsRanked) else None
+        return None if grower is None else replace(grower, texts=self.texts)
 
     @property
     def _can_catch_up(self) -> bool:
-        """Whether the model can be fed a node's ancestors beside it."""
+        """Whether the model can be fed a node's ancestors in the same pass."""
         return self.feeding is not Feeding.TARGET_FEATURES
 
     def feed(self, rows: Sequence[Row], roots: Sequence[FrontierNode]) -> Proposal:
-        """Feed the model, but for what can wait; propose at the roots."""
-        probs = [probs_at(self.texts, root) for root in roots]
-        asked = [
-            _Asked(root, index)
-            for index, (root, distribution) in enumerate(zip(roots, probs, strict=True))
-            if not _is_sure(distribution)
-        ]
-        waiting = self._waiting(roots, probs)
-        fed = [row for row in rows if row.request_id not in waiting]
-        answers = self._model.feed(fed, [one.node for one in asked]) if fed else None
-        is_unasked = {index for index, distribution in enumerate(probs) if _is_sure(distribution)}
-        unfed = {i for i in is_unasked if not self._can_catch_up or roots[i].tree.row.request_id in waiting}
-        return self._proposal(probs, _rows_of(asked, answers), answers, unfed)
+        """Feed the model the rows that cannot be deferred; propose at the roots."""
+        cached = [distribution_at(self.texts, root) for root in roots]
+        queries = [_Query(root, index) for index, (root, one) in enumerate(zip(roots, cached, strict=True)) if not _is_sure(one)]
+        deferred = self._deferred_rows(roots, cached)
+        fed = [row for row in rows if row.request_id not in deferred]
+        of_model = self._model.feed(fed, [query.node for query in queries]) if fed else None
+        sure = {index for index, one in enumerate(cached) if _is_sure(one)}
+        unfed = {index for index in sure if not self._can_catch_up or roots[index].tree.row.request_id in deferred}
+        return self._proposal(cached, _model_rows(queries, of_model), of_model, unfed)
 
-    def _waiting(self, roots: Sequence[FrontierNode], probs: Sequence[CachedLaw | None]) -> set[str]:
-        """Return the rows whose tree may do without the model, so that their tokens can be fed later, many at a time."""
-        waiting: set[str] = set()
-        num_deferred = 0
-        for root, distribution in zip(roots, probs, strict=True):
+    def _deferred_rows(self, roots: Sequence[FrontierNode], cached: Sequence[CachedDistribution | None]) -> set[str]:
+        """Return the request ids of rows whose trees may not need the model, so that their tokens can be fed later together."""
+        deferred: set[str] = set()
+        num_tokens = 0
+        for root, distribution in zip(roots, cached, strict=True):
             row = root.tree.row
-            if self._can_catch_up and _is_sure(distribution) and num_deferred + len(row.draft_ids) <= _MOST_DEFERRED:
-                num_deferred += len(row.draft_ids)
-                waiting.add(row.request_id)
-        return waiting
+            if self._can_catch_up and _is_sure(distribution) and num_tokens + len(row.draft_ids) <= _MAX_DEFERRED:
+                num_tokens += len(row.draft_ids)
+                deferred.add(row.request_id)
+        return deferred
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        """Propose at nodes; feed the model those that the cache is not sure of, each after the ancestors it has not seen."""
-        probs = [probs_at(self.texts, asked) for asked in frontier]
-        asked = list(self._asked(frontier, probs))
-        late = self._feed_late_roots(asked)
-        answers = self._model.extend([one.node for one in asked]) if asked else None
-        for place in answers.indices if answers is not None else ():
-            if asked[place].index is None:
-                asked[place].node.tree.fed.add(asked[place].node.node)
-        places = _rows_of(asked, answers)
-        proposal = self._proposal(probs, places, answers, set(range(len(frontier))) - places.keys())
-        return replace(proposal, passes=late + proposal.passes)
+        """Propose at nodes. The model is fed those that the cache is not sure of, each after its unfed ancestors."""
+        cached = [distribution_at(self.texts, node) for node in frontier]
+        queries = list(self._queries(frontier, cached))
+        late_passes = self._feed_late_roots(queries)
+        of_model = self._model.extend([query.node for query in queries]) if queries else None
+        for place in of_model.indices if of_model is not None else ():
+            if queries[place].index is None:
+                queries[place].node.tree.fed.add(queries[place].node.node)
+        rows = _model_rows(queries, of_model)
+        proposal = self._proposal(cached, rows, of_model, set(range(len(frontier))) - rows.keys())
+        return replace(proposal, passes=late_passes + proposal.passes)
 
-    def _asked(self, frontier: Sequence[FrontierNode], probs: Sequence[CachedLaw | None]) -> Iterator[_Asked]:
-        """Yield what the model is to be fed, each node after its ancestors."""
+    def _queries(self, frontier: Sequence[FrontierNode], cached: Sequence[CachedDistribution | None]) -> Iterator[_Query]:
+        """Yield the nodes to feed the model, each after its ancestors."""
         chosen: set[tuple[int, int]] = set()
-        for index, (asked, distribution) in enumerate(zip(frontier, probs, strict=True)):
-            tree = asked.tree
-            unseen = [node for node in tree.path(asked.node)[1:-1] if node not in tree.fed and (id(tree), node) not in chosen]
-            if _is_sure(distribution) or ((unseen or ROOT not in tree.fed) and not self._can_catch_up):
+        for index, (frontier_node, distribution) in enumerate(zip(frontier, cached, strict=True)):
+            tree, path = frontier_node.tree, frontier_node.tree.path(frontier_node.node)
+            unfed = [node for node in path[1:-1] if node not in tree.fed and (id(tree), node) not in chosen]
+            if _is_sure(distribution) or ((unfed or ROOT not in tree.fed) and not self._can_catch_up):
                 continue
-            chosen.update((id(tree), node) for node in unseen)
-            yield from (_Asked(FrontierNode(tree, node, 1), None) for node in unseen)
-            yield _Asked(asked, index)
+            chosen.update((id(tree), node) for node in unfed)
+            yield from (_Query(FrontierNode(tree, node, 1), None) for node in unfed)
+            yield _Query(frontier_node, index)
 
-    def _feed_late_roots(self, asked: Sequence[_Asked]) -> ModelPasses:
-        """Feed the committed tokens of trees that went without the model so far; return what that took."""
-        trees = {id(one.node.tree): one.node.tree for one in asked if ROOT not in one.node.tree.fed}
+    def _feed_late_roots(self, queries: Sequence[_Query]) -> ModelPasses:
+        """Feed the deferred committed tokens of the queried trees; return the passes."""
+        trees = {id(query.node.tree): query.node.tree for query in queries if ROOT not in query.node.tree.fed}
         if not trees:
             return ModelPasses()
         roots = [FrontierNode(tree, ROOT, 1) for tree in trees.values()]
@@ -114,37 +110,46 @@ class CombinedDrafter(FollowsTexts):
         return fed.passes
 
     def _proposal(
-        self, probs: Sequence[CachedLaw | None], rows: Mapping[int, int], answers: Proposal | None, unfed: set[int]
+        self,
+        cached: Sequence[CachedDistribution | None],
+        rows: Mapping[int, int],
+        of_model: Proposal | None,
+        unfed: set[int],
     ) -> Proposal:
-        """Return the model's laws, the cache's where there is none of the model, and mixtures where there are both.
+        """Return the model's distributions, the cache's, or mixtures where both propose.
 
-        `rows[index]` is the row of `answers` that the model said of node `index` of the frontier.
+        `rows[index]` is the row of the model's proposal for node `index` of the frontier.
         """
-        known = {index: distribution for index, distribution in enumerate(probs) if distribution is not None}
-        if answers is not None and not known and tuple(rows) == answers.indices:
-            return answers
+        known = {index: distribution for index, distribution in enumerate(cached) if distribution is not None}
+        if of_model is not None and not known and tuple(rows) == of_model.indices:
+            return of_model
         indices = sorted({*known, *rows})
-        if answers is None:
+        if of_model is None:
             vocab: TrimmedVocabulary | None = vocabulary_of([*known.values()], self._vocab_size, self._device)
         else:
-            vocab = with_tokens_of([*known.values()], answers.vocab)
-        said = None if answers is None else answers.logits_PM
-        told, answered = [probs[index] for index in indices], [rows.get(index) for index in indices]
-        logits_PM, origins = mixtures(said, answered, told, vocab, self._vocab_size, self._device)
-        of_index = {index: own for index, own in zip(indices, origins, strict=True) if own}
-        return Proposal(tuple(indices), logits_PM, frozenset(unfed), of_index, _passes_of(answers), vocab)
+            vocab = extended_vocabulary([*known.values()], of_model.vocab)
+        logits_PM, origins = mixtures(
+            None if of_model is None else of_model.logits_PM,
+            [rows.get(index) for index in indices],
+            [cached[index] for index in indices],
+            vocab,
+            self._vocab_size,
+            self._device,
+        )
+        origins_of = {index: of_node for index, of_node in zip(indices, origins, strict=True) if of_node}
+        return Proposal(tuple(indices), logits_PM, frozenset(unfed), origins_of, _passes_of(of_model), vocab)
 
 
-def _is_sure(distribution: CachedLaw | None) -> bool:
+def _is_sure(distribution: CachedDistribution | None) -> bool:
     return distribution is not None and distribution.is_sure
 
 
-def _passes_of(answers: Proposal | None) -> ModelPasses:
-    return ModelPasses() if answers is None else answers.passes
+def _passes_of(of_model: Proposal | None) -> ModelPasses:
+    return ModelPasses() if of_model is None else of_model.passes
 
 
-def _rows_of(asked: Sequence[_Asked], answers: Proposal | None) -> dict[int, int]:
-    """Return the row of the model's answer for each node of the frontier that it answered."""
-    if answers is None:
+def _model_rows(queries: Sequence[_Query], of_model: Proposal | None) -> dict[int, int]:
+    """Return the model's row for each frontier index that it proposes for."""
+    if of_model is None:
         return {}
-    return {index: row for row, place in enumerate(answers.indices) if (index := asked[place].index) is not None}
+    return {index: row for row, place in enumerate(of_model.indices) if (index := queries[place].index) is not None}

@@ -1,7 +1,7 @@
-"""Drafts from cached text: the law of what followed the longest known end of the text (texts.py). Costs no model pass.
+"""A drafter that uses cached text alone: it proposes what followed the longest match (text_cache.py), without any model pass.
 
-Its law is a true law q, so draws from it are verified like any other's; where nothing is known the tree ends.
-Shape key: P proposals, M tokens known.
+Draws are from a true distribution q and are verified like any other drafter's. Where there is no match, the tree ends.
+Shape key: P proposals, M known tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,30 +12,30 @@ from engine.core.step_plan import Feeding, Row
 from engine.core.types import Request
 from engine.draft.drafter import FrontierNode, Proposal
 from engine.draft.text.mixture import mixtures, vocabulary_of
-from engine.draft.text.text_cache import CachedLaw, TextCache
+from engine.draft.text.text_cache import CachedDistribution, TextCache
 
 
-class FollowsTexts:
-    """What drafters from cached text have in common: the cache follows the requests."""
+class DrafterWithTextCache:
+    """Base of the drafters that use cached text: passes the lives of requests on to the cache."""
 
     def __init__(self, texts: TextCache) -> None:
         self.texts = texts
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
-        """Follow a request's text."""
+        """Track a request."""
         self.texts.begin(request, history)
 
     def advance(self, running: Iterable[str]) -> bool:
-        """Follow these requests' texts up to what is committed; return whether a run may begin at the end of one of them."""
+        """Learn the committed tokens of these requests; return whether a long chain may start after one of them."""
         return self.texts.advance(running)
 
     def end(self, request_id: str) -> None:
-        """Let go of a request."""
+        """Stop tracking a request."""
         self.texts.end(request_id)
 
 
-class CachedDrafter(FollowsTexts):
-    """Proposes wherever the cache knows anything."""
+class TextDrafter(DrafterWithTextCache):
+    """Proposes wherever the cache has a match."""
 
     name = "ngram"
     feeding = Feeding.TARGET_CACHE
@@ -51,18 +51,15 @@ class CachedDrafter(FollowsTexts):
         return self.extend(roots)
 
     def extend(self, frontier: Sequence[FrontierNode]) -> Proposal:
-        """Propose at the nodes whose text is known to go on."""
-        probs = {
-            index: distribution
-            for index, asked in enumerate(frontier)
-            if (distribution := probs_at(self.texts, asked)) is not None
-        }
-        known = [*probs.values()]
-        vocab = vocabulary_of(known, self._vocab_size, self._device)
-        logits_PM, origins = mixtures(None, [None] * len(known), known, vocab, self._vocab_size, self._device)
-        return Proposal(tuple(probs), logits_PM, origins=dict(zip(probs, origins, strict=True)), vocab=vocab)
+        """Propose at the nodes with a match."""
+        found = {index: one for index, node in enumerate(frontier) if (one := distribution_at(self.texts, node)) is not None}
+        distributions = [*found.values()]
+        vocab = vocabulary_of(distributions, self._vocab_size, self._device)
+        no_rows = [None] * len(distributions)
+        logits_PM, origins = mixtures(None, no_rows, distributions, vocab, self._vocab_size, self._device)
+        return Proposal(tuple(found), logits_PM, origins=dict(zip(found, origins, strict=True)), vocab=vocab)
 
 
-def probs_at(texts: TextCache, asked: FrontierNode) -> CachedLaw | None:
-    """Return what the cache says of a node's text."""
-    return texts.probs_after(asked.tree.row, asked.sampling_context.path_ids)
+def distribution_at(texts: TextCache, node: FrontierNode) -> CachedDistribution | None:
+    """Return the cached distribution after a node."""
+    return texts.distribution_after(node.tree.row, node.sampling_context.path_ids)

@@ -14,8 +14,8 @@ from engine.core.enums import DraftSource, Origin
 from engine.core.step_plan import Row
 from engine.core.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
 from engine.draft.drafter import ModelPasses, TrimmedVocabulary
-from engine.draft.text.mixture import UNTOLD, predicted, unknown_of
-from engine.draft.text.text_cache import CachedLaw, TextCache
+from engine.draft.text.mixture import NOTHING_CACHED, as_native, tokens_outside
+from engine.draft.text.text_cache import CachedDistribution, TextCache
 from engine.draft.trees.best_first import START_CONTINUED, START_OFFERED
 from engine.draft.trees.calibration import Calibration, Calibrations
 from engine.draft.trees.grown import Growth, Worth, no_distributions, origins_of
@@ -74,13 +74,13 @@ class _Texts:
         """Answer a round's nodes; return what was fed."""
         asks = growing.asks
         if self._texts is None:
-            return growing.round([UNTOLD] * len(asks), [False] * len(asks), ())[1]
+            return growing.round([NOTHING_CACHED] * len(asks), [False] * len(asks), ())[1]
         paths = [self._path(*ask) for ask in asks]
-        probs = [self._texts.probs_after(self._rows[ask.tree], path) for ask, path in zip(asks, paths, strict=True)]
-        unknown = unknown_of([distribution for distribution in probs if distribution is not None], self._vocab)
+        probs = [self._texts.distribution_after(self._rows[ask.tree], path) for ask, path in zip(asks, paths, strict=True)]
+        unknown = tokens_outside([distribution for distribution in probs if distribution is not None], self._vocab)
         column_of = {token_id: column for column, token_id in enumerate(unknown, len(self._vocab.ids_M))}
         told = [
-            UNTOLD if distribution is None else predicted(distribution, self._columns(distribution, column_of))
+            NOTHING_CACHED if distribution is None else as_native(distribution, self._columns(distribution, column_of))
             for distribution in probs
         ]
         flags, fed = growing.round(told, [distribution is not None and distribution.is_sure for distribution in probs], unknown)
@@ -95,8 +95,8 @@ class _Texts:
             paths[node] = (*paths[parent], token_id)
         return paths[node]
 
-    def _columns(self, distribution: CachedLaw, column_of_unknown: Mapping[int, int]) -> list[int]:
-        known = zip(distribution.odds, self._vocab.columns(distribution.odds), strict=True)
+    def _columns(self, distribution: CachedDistribution, column_of_unknown: Mapping[int, int]) -> list[int]:
+        known = zip(distribution.probs, self._vocab.columns(distribution.probs), strict=True)
         return [column_of_unknown[token_id] if column < 0 else column for token_id, column in known]
 
 
