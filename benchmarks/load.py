@@ -56,7 +56,7 @@ def is_full(step: StepStats, batch: int) -> bool:
 
 
 class GrownWhole:
-    """A policy's choices without its prices."""
+    """A policy's choices without its growth costs."""
 
     def __init__(self, policy: ExpansionPolicy) -> None:
         self.name = f"{policy.name}, grown whole"
@@ -64,7 +64,7 @@ class GrownWhole:
 
     def choose(self, views: Sequence[SequenceView]) -> Choice:
         """Return the policy's expansions."""
-        return replace(self._policy.choose(views), prices=FREE_GROWTH)
+        return replace(self._policy.choose(views), growth_costs=FREE_GROWTH)
 
     def observe(self, feedback: StepFeedback) -> None:
         """Let the policy learn."""

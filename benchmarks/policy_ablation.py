@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.markdown import table
-from engine.core.tree import GrowthPrices
+from engine.core.tree import GrowthCosts
 from selector import acceptance, policy, probes, search
 from selector.cost import CostModel
 from tests.selector import scores
@@ -26,13 +26,13 @@ from tests.selector import scores
 
 def _mechanisms() -> dict[str, Callable[[], Any]]:
     """Return what switches each mechanism off."""
-    grow = search.Search.growth_prices
+    grow = search.Search.growth_costs
 
-    def without_node_costs(self: search.Search, chosen: search.Step, num_sharing: int) -> GrowthPrices:
+    def without_node_costs(self: search.Search, chosen: search.Step, num_sharing: int) -> GrowthCosts:
         return replace(grow(self, chosen, num_sharing), nodes=())
 
-    def without_growth_costs(*_: object) -> GrowthPrices:
-        return GrowthPrices()
+    def without_growth_costs(*_: object) -> GrowthCosts:
+        return GrowthCosts()
 
     def learns_nothing(*_: object) -> None:
         return
@@ -47,11 +47,11 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
         "as it is": lambda: patch.object(policy, "REUSED_STEPS", policy.REUSED_STEPS),
         "no reuse of a choice": lambda: patch.object(policy, "REUSED_STEPS", 1),
         "reuse for twice as long": lambda: patch.object(policy, "REUSED_STEPS", 2 * policy.REUSED_STEPS),
-        "no margin before drafting": lambda: patch.object(policy, "_BEGINS_TO_PAY", 1.0),
+        "no margin before drafting": lambda: patch.object(policy, "_MARGIN", 1.0),
         "no probes": lambda: patch.object(probes.Probes, "due", nothing_due),
         "no correction of costs": lambda: patch.object(CostModel, "observe", learns_nothing),
-        "no cost of each node": lambda: patch.object(search.Search, "growth_prices", without_node_costs),
-        "no ending of trees": lambda: patch.object(search.Search, "growth_prices", without_growth_costs),
+        "no cost of each node": lambda: patch.object(search.Search, "growth_costs", without_node_costs),
+        "no ending of trees": lambda: patch.object(search.Search, "growth_costs", without_growth_costs),
         "all sequences or none": lambda: patch.object(search.Search, "_fewer", keeps_all),
         "a kind's acceptance alone": lambda: patch.object(acceptance, "_OWN_DECAY", 0.0),
     }

@@ -4,7 +4,7 @@ python -m benchmarks.roots --config configs/default.yaml
 
 Texts are written with one large noise-aware tree at each step, which says what every tree of likelier nodes would have been: its
 nodes, its rounds, and what of it came. So each way to choose a least chance, or plain decoding, is replayed at all roots at this
-machine's prices: tokens a second over plain decoding's, as if one sequence were served. Ways learn from two thirds of the texts
+machine's costs: tokens a second over plain decoding's, as if one sequence were served. Ways learn from two thirds of the texts
 and are told of the rest, each third in turn. Sums over the three, and the least and the greatest of them.
 
 Replayed, not served: counting has seen the largest tree at every step, which no server drafts, and trees do not end where one
@@ -324,10 +324,10 @@ def watched(args: argparse.Namespace) -> Known:
     config = load_settings(args.config, {"policy": "adaptive", "verifier": _RULE}).to_tool_config()
     config = replace(config, cached_text=False)  # whose trees spare the model some passes, and which sees copied text come
     policies: list[Watching] = []
-    prices: list[CostModel] = []
+    costs: list[CostModel] = []
 
     def make(config: EngineConfig, rig: StepTimer, roots: RootSource) -> ExpansionPolicy:
-        prices.append(cached_profile(rig, WeightsCache(default_root())).costs())
+        costs.append(cached_profile(rig, WeightsCache(default_root())).costs())
         policies.append(Watching(config, roots))
         return policies[-1]
 
@@ -341,7 +341,7 @@ def watched(args: argparse.Namespace) -> Known:
             yield Request(f"text-{number}", prompt, sampling, Speculation(verifier=_RULE))
 
     run_case(engine, requests(), args.batch)
-    return Known.of(policies[0].roots, prices[0])
+    return Known.of(policies[0].roots, costs[0])
 
 
 def main() -> None:

@@ -154,7 +154,7 @@ class Engine:
         views.has_news = has_news
         choice = self._policy.choose(views)
         watch.lap("choose")
-        plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, prices=choice.prices)
+        plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, growth_costs=choice.growth_costs)
         watch.lap("plan")
         self._announce(note_of(plan, self._pending_grammars.request_ids))
         self._watch.check(plan)

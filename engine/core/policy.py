@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices
+from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts
 from engine.core.types import SamplingParams, Speculation
 
 
@@ -130,16 +130,16 @@ class Choice:
     """One expansion for each view, in order, and what its chooser expects of the step.
 
     `speedup` is tokens a second over plain decoding's, `step_s` the step's seconds, the chooser's own aside; a chooser that
-    expects nothing leaves them. `prices` are what more of a tree would cost. `keeps_up` has drafters fed now and then while their
-    sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own included, as long as the
-    same sequences run and all of them decode (engine.choice_cache).
+    expects nothing leaves them. `growth_costs` are the costs of further nodes and levels. `keeps_up` has drafters fed now and
+    then while their sequences are plain, so that they do not fall far behind. The choice holds for `num_steps`, its own
+    included, as long as the same sequences run and all of them decode (engine.choice_cache).
     """
 
     expansions: tuple[Expansion, ...]
     reason: Reason = Reason.FIXED
     speedup: float = 1.0
     step_s: float | None = None
-    prices: GrowthPrices = FREE_GROWTH
+    growth_costs: GrowthCosts = FREE_GROWTH
     keeps_up: bool = True
     num_steps: int = 1
 

@@ -182,7 +182,7 @@ PLAIN = Expansion(0, 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class GrowthPrices:
+class GrowthCosts:
     """What more of a tree costs the step, in tokens that its seconds would bring: another node, another level.
 
     A node pays if it is likelier than that to be accepted, a level if it brings more tokens than that. `node` is that of a node
@@ -209,7 +209,7 @@ class GrowthPrices:
         return self.nodes[:most] + self.nodes[-1:] * (most - len(self.nodes))
 
     def least_told(self, expansion: Expansion, chances: Sequence[float]) -> float:
-        """Return the chance above which a tree with nodes of these chances has all that it could have: the price of the next one.
+        """Return the chance above which a tree with nodes of these chances has all that it could have: the cost of the next one.
 
         A full one has all that are as likely as its least likely node, or as it was asked for, if that is less likely.
         """
@@ -222,7 +222,7 @@ class GrowthPrices:
         return self.nodes[min(place, len(self.nodes) - 1)] if self.nodes else expansion.least_chance or self.node
 
 
-FREE_GROWTH = GrowthPrices()  # the whole expansion is grown
+FREE_GROWTH = GrowthCosts()  # the whole expansion is grown
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.core.config import SchedulerConfig
 from engine.core.policy import BatchViews
 from engine.core.step_plan import Feeding, Row, StepPlan
-from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices, TokenTree
+from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts, TokenTree
 from engine.core.types import FinishReason
 from engine.core.verifier_table import fitted
 from engine.scheduler.fair_queue import FairQueue
@@ -196,12 +196,12 @@ class Scheduler:
         wanted: SequenceOf[Expansion],
         most_tokens: int | None = None,
         keeps_up: bool = True,
-        prices: GrowthPrices = FREE_GROWTH,
+        growth_costs: GrowthCosts = FREE_GROWTH,
     ) -> StepPlan:
         """Turn wishes (one expansion for each of `views`) into rows that fit the step's tokens and the slots, oldest first.
 
         `most_tokens` makes the step smaller than the configuration does. `keeps_up` feeds drafters that plain rows leave behind.
-        At `prices` the wished trees grow, but not those that requests ask for themselves.
+        At `growth_costs` the wished trees grow, but not those that requests ask for themselves.
         """
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = self._stepping()
@@ -219,7 +219,7 @@ class Scheduler:
             num_preempted += self._make_room(sequence, share.num_certain)
             if sequence in self._running:
                 draft_ids = self._draft_feed(sequence, share.num_certain, wish, expansion, most_behind)
-                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids[:draft_feed], prices))
+                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids[:draft_feed], growth_costs))
                 draft_feed -= len(rows[-1].draft_ids)
         num_sought, num_found, self._num_sought, self._num_found = self._num_sought, self._num_found, 0, 0
         return StepPlan(self._step, tuple(rows), num_preempted, num_sought, num_found)
@@ -264,7 +264,9 @@ class Scheduler:
             num_preempted += 1
         return num_preempted
 
-    def _row(self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_ids: list[int], prices: GrowthPrices) -> Row:
+    def _row(
+        self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_ids: list[int], growth_costs: GrowthCosts
+    ) -> Row:
         """Give the sequence its slots and return its row."""
         context_len = sequence.target_len
         sequence.slots.extend(self._allocated(num_certain + expansion.num_draft_tokens))
@@ -285,7 +287,7 @@ class Scheduler:
             history=sequence.token_ids,
             num_prompt_tokens=len(sequence.request.prompt_ids),
             is_traced=self.traces_all or sequence.request.speculation.is_traced,
-            prices=FREE_GROWTH if sequence.request.speculation.expansion else prices,
+            growth_costs=FREE_GROWTH if sequence.request.speculation.expansion else growth_costs,
         )
 
     def _allocated(self, count: int) -> list[int]:

@@ -25,8 +25,8 @@ from engine.native.linear import QUANTISED
 from engine.weights import WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from engine.weights.stored import num_parameters
 from selector.menu import menu_for_all
-from selector.network.learnt import misfits
 from selector.network.net import SelectorNet
+from selector.network.net_estimator import misfits
 
 
 class Level(StrEnum):

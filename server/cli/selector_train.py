@@ -57,5 +57,5 @@ def read_examples(folder: Path) -> "tuple[Examples, dict[str, Any], Array]":
     from selector.network.replay import seconds_of
 
     examples, notes = ExampleFolder(folder).read()
-    prices: Any = notes["prices"]
-    return examples, notes, seconds_of(examples, CostModel(prices["rest"], prices["draft"]))
+    coefficients: Any = notes["prices"]
+    return examples, notes, seconds_of(examples, CostModel(coefficients["rest"], coefficients["draft"]))

@@ -15,8 +15,8 @@ from engine.core.tree import Expansion
 from selector.acceptance import CountedAcceptance
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.network.features import SCALARS
-from selector.network.learnt import NetEstimator
 from selector.network.net import Inputs, NetShape, SelectorNet, increments_of
+from selector.network.net_estimator import NetEstimator
 from tests.selector.roots import MENU, WIDTHS, PaperRoots, examples, view
 
 EXAMPLES = examples(num_prompts=3)

@@ -86,7 +86,7 @@ def test_folder_tells_of_its_run(tmp_path):
     assert folder.read()[1]["command"] == "collect 6"
 
 
-def test_choices_are_priced_by_hand():
+def test_choice_costs_match_hand_computation():
     tokens_RM = np.array([[1.0, 1.5, 2.0], [1.0, 1.1, 1.2]])
     seconds_RM = np.array([[1.0, 1.2, 1.5], [1.0, 1.2, 1.5]])
     assert best_places(tokens_RM, seconds_RM).tolist() == [2, 0]

@@ -47,7 +47,7 @@ class HeadShape:
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]
         return angles.cos(), angles.sin()
 
-    def unqueried_share(self, num_known: int) -> float:
+    def fed_only_share(self, num_known: int) -> float:
         """Return what a token costs that is merely fed, as a share of one that the head is asked about, of whose vocabulary it
         knows `num_known`: by products, in a pass that asks about somebody.
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.core.policy import BatchViews, Choice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
-from engine.core.tree import Expansion, GrowthPrices
+from engine.core.tree import Expansion, GrowthCosts
 from engine.draft.text.text_cache import TextCache
 
 LENGTHS = (16, 12, 8, 6)  # a few, so that labels stay few
@@ -38,7 +38,7 @@ class RunningPolicy:
         is_same = self._composition is not None and self._composition == last and not self._running
         if is_same and isinstance(views, BatchViews) and not views.has_news:
             return choice
-        chains = [self._chain(view, wish, choice.prices) for view, wish in zip(views, choice.expansions, strict=True)]
+        chains = [self._chain(view, wish, choice.growth_costs) for view, wish in zip(views, choice.expansions, strict=True)]
         self._running = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._running:
             return choice
@@ -46,7 +46,7 @@ class RunningPolicy:
         reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None, num_steps=1)
 
-    def _chain(self, view: SequenceView, wish: Expansion, prices: GrowthPrices) -> Expansion | None:
+    def _chain(self, view: SequenceView, wish: Expansion, growth_costs: GrowthCosts) -> Expansion | None:
         """Return the longest chain that the cache is sure of, if the policy may choose here and chose what is less deep.
 
         A tree that ends by its nodes' chances is as deep as each node of what is known is as likely as that one must be.
@@ -56,10 +56,10 @@ class RunningPolicy:
         asked = view.speculation
         room = max(0, view.num_remaining - 1)
         most = min(self._longest, room, self._longest if asked.max_nodes is None else asked.max_nodes)
-        known = self._texts.run(view.request_id, most, max(_LEAST_CHANCE, prices.node))
+        known = self._texts.run(view.request_id, most, max(_LEAST_CHANCE, growth_costs.node))
         depth = wish.max_depth
         if wish.least_chance and known >= LENGTHS[-1]:
-            least = prices.least_chances(wish)[:depth]
+            least = growth_costs.least_chances(wish)[:depth]
             depths = range(len(least), 0, -1)
             depth = next((one for one in depths if self._texts.run(view.request_id, one, least[one - 1]) == one), 0)
         lengths = (length for length in LENGTHS if depth < length <= known)
