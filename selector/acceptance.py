@@ -8,7 +8,6 @@ Shape key: B sequences, M entries of a menu, D depths, K entries with a least ch
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -165,9 +164,11 @@ class CountedAcceptance:
         """Return the expectations for the sequences."""
         menu = menu or self._menu
         if menu not in self._columns:
-            self._columns[menu] = _MenuColumns.of(menu, self._num_depths, self._least)
+            self._columns[menu] = _MenuColumns(menu, self._num_depths, self._least)
         columns, rates = self._columns[menu], [self._rates_of(view) for view in views]
-        self._drop_absent(views)
+        if len(self._own) > 2 * len(views) + 8:  # finished sequences
+            present = {view.request_id for view in views}
+            self._own = {name: own for name, own in self._own.items() if name in present}
         found_3BM = np.zeros((3, len(views), len(menu)))
         found_3BM[0] = 1.0
         if len(columns.by_chance):
@@ -247,46 +248,31 @@ class CountedAcceptance:
             self._own[view.request_id] = own
         return own.counts.rates_under(own.kind.rates_under(self._start, is_kind=True), is_kind=False)
 
-    def _drop_absent(self, views: Sequence[SequenceView]) -> None:
-        """Drop the counts of finished sequences once there are many."""
-        if len(self._own) > 2 * len(views) + 8:
-            present = {view.request_id for view in views}
-            self._own = {name: own for name, own in self._own.items() if name in present}
 
-
-@dataclass(frozen=True, eq=False)
 class _MenuColumns:
     """The columns of a menu by how they are estimated: by depth for trees chosen whole, by least chance for noise-aware ones.
 
-    For each tree chosen whole: competing siblings, nodes, and whether a level follows, by depth, [M, D]. `chance_places` are the
-    places of the noise-aware trees among the estimator's.
+    `chance_places` are the places of the noise-aware trees among the estimator's. Each tree chosen whole has competing siblings,
+    nodes, and whether a level follows, by depth, [M, D].
     """
 
-    by_depth: NDArray[np.int64]
-    widths_MD: Array
-    nodes_MD: Array
-    has_next_MD: Array
-    by_chance: NDArray[np.int64]
-    chance_places: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, menu: Menu, num_depths: int, least: list[float]) -> "_MenuColumns":
-        """Return the columns of a menu."""
-        by_depth, by_chance = np.flatnonzero((menu.depths > 0) & (menu.least_chances == 0.0)), np.flatnonzero(menu.least_chances)
-        widths_MD, nodes_MD, has_next_MD = np.zeros((3, len(by_depth), num_depths))
-        for row, place in enumerate(by_depth.tolist()):
+    def __init__(self, menu: Menu, num_depths: int, least: list[float]) -> None:
+        self.by_chance = np.flatnonzero(menu.least_chances)
+        places = [least.index(menu.entries[place].least_chance) for place in self.by_chance.tolist()]
+        self.chance_places = np.array(places, dtype=np.int64)
+        self.by_depth = np.flatnonzero((menu.depths > 0) & (menu.least_chances == 0.0))
+        self._widths_MD, self._nodes_MD, self._has_next_MD = np.zeros((3, len(self.by_depth), num_depths))
+        for row, place in enumerate(self.by_depth.tolist()):
             entry = menu.entries[place]
-            widths_MD[row, : entry.max_depth] = _widths(entry)
-            nodes_MD[row, : entry.max_depth] = _nodes_by_depth(entry)
-            has_next_MD[row, : entry.max_depth - 1] = 1.0
-        chance_places = np.array([least.index(menu.entries[place].least_chance) for place in by_chance.tolist()], dtype=np.int64)
-        return cls(by_depth, widths_MD, nodes_MD, has_next_MD, by_chance, chance_places)
+            self._widths_MD[row, : entry.max_depth] = _widths(entry)
+            self._nodes_MD[row, : entry.max_depth] = _nodes_by_depth(entry)
+            self._has_next_MD[row, : entry.max_depth - 1] = 1.0
 
     def expected(self, accepted_BD: Array, offered_BD: Array) -> Array:
         """Return expected tokens, nodes and rounds of trees chosen whole, [3, B, M]."""
-        reached_BMD = np.cumprod(1.0 - (1.0 - accepted_BD[:, None]) ** self.widths_MD, axis=2)
+        reached_BMD = np.cumprod(1.0 - (1.0 - accepted_BD[:, None]) ** self._widths_MD, axis=2)
         drafted_BD = np.cumprod(offered_BD, axis=1)
-        return np.stack([1.0 + reached_BMD.sum(2), drafted_BD @ self.nodes_MD.T, 1.0 + drafted_BD @ self.has_next_MD.T])
+        return np.stack([1.0 + reached_BMD.sum(2), drafted_BD @ self._nodes_MD.T, 1.0 + drafted_BD @ self._has_next_MD.T])
 
 
 def _nodes_by_depth(entry: Expansion) -> list[float]:

@@ -101,11 +101,6 @@ class CostModel:
         seconds: Array = np.interp(num_tokens, KNOTS_F, self._curve_F) + beyond * self._last_slope
         return seconds
 
-    @property
-    def score_s(self) -> float:
-        """Seconds for one pair of a token and a key."""
-        return self.coefficients["score"] / KEYS
-
     def observe(self, work: StepWork, draft_s: float, rest_s: float) -> None:
         """Learn from the measured seconds of a step."""
         if not self._has_scale and rest_s > 0.0:

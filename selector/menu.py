@@ -172,14 +172,9 @@ def _sized(bound: Expansion) -> list[Expansion]:
     return [
         replace(bound, max_nodes=size, depth=depth)
         for depth in _up_to(_LENGTHS, bound.max_depth)
-        for size in _up_to(_SIZES, min(bound.max_nodes, _most_nodes(depth, bound.branches)))
+        for size in _up_to(_SIZES, min(bound.max_nodes, sum(bound.branches**level for level in range(1, depth + 1))))
         if depth <= size
     ]
-
-
-def _most_nodes(depth: int, branches: int) -> int:
-    """Return the number of nodes in a full tree of that depth, with `branches` children for each node."""
-    return sum(branches**level for level in range(1, depth + 1))
 
 
 def _family(expansion: Expansion, verifier: str) -> TreeName:

@@ -147,7 +147,7 @@ class AdaptiveExpansion:
                 payable = [trees[losses_s.index(min(losses_s))]]
             if payable:
                 self._without_probe = best
-                self._probe_tokens = sum(search.tokens_of(row, places[row]) - 1.0 for row in rows)
+                self._probe_tokens = sum(float(search.estimates.tokens[row, places[row]]) - 1.0 for row in rows)
                 self._probes.begin([batch.views[row] for row in rows])
                 return payable[-1] if places[rows[0]] else min(payable, key=lambda one: one.loss_s(best)), 1
         if not is_plain:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from engine.core.policy import StepWork
 from engine.core.tree import GrowthCosts
 from selector.acceptance import Array, Estimates
-from selector.cost import CostModel
+from selector.cost import KEYS, CostModel
 from selector.menu import Menu
 
 Places = NDArray[np.int64]
@@ -66,12 +66,13 @@ class Search:
     def __init__(
         self, menu: Menu, estimates: Estimates, is_allowed_BM: NDArray[np.bool_] | None, load: BatchLoad, costs: CostModel
     ) -> None:
-        self._menu, self._estimates, self._is_allowed_BM = menu, estimates, is_allowed_BM
+        self._menu, self.estimates, self._is_allowed_BM = menu, estimates, is_allowed_BM
         self._load, self._costs, each_s = load, costs, costs.coefficients
         self._rows_B = np.arange(len(load.context)) * len(menu)
         self._round_s = each_s["round"] + load.model_share * costs.pass_s(load.base.num_keys)
         self._fed_s = load.model_share * each_s["draft_token"]
-        self._node_s_B = np.array([each_s["drawn"] * draw + costs.score_s * keys for draw, keys in zip(load.draws, load.context)])
+        score_s = each_s["score"] / KEYS
+        self._node_s_B = np.array([each_s["drawn"] * draw + score_s * keys for draw, keys in zip(load.draws, load.context)])
         fed_BM = estimates.nodes * menu.fed_share + (menu.depths > 0)  # the root too
         self._own_s_BM = estimates.nodes * self._node_s_B[:, None] + self._fed_s * fed_BM  # without T(N) and rounds
         tokens_s = float(costs.tokens_s(np.array(load.base.num_tokens)))
@@ -79,14 +80,6 @@ class Search:
         self._first_CB = self._alike((0,) * len(load.context))  # plain decoding comes first
         self._first_tokens_C, self._first_seconds_C = self._evaluate(self._first_CB)
         self.plain = self._step(self._first_CB, self._first_tokens_C, self._first_seconds_C, 0)
-
-    def step_of(self, places: Sequence[int]) -> Step:
-        """Return a given choice with its expectations."""
-        return self._best_of(np.array([places], dtype=np.int64).reshape(1, -1))
-
-    def tokens_of(self, row: int, place: int) -> float:
-        """Return the expected tokens of a sequence with an entry."""
-        return float(self._estimates.tokens[row, place])
 
     def best(self) -> Step:
         """Return the best step found. Plain decoding is one of the candidates."""
@@ -113,7 +106,7 @@ class Search:
         may be less likely than the menu's least chance.
         """
         rate, places_B = chosen.rate, np.array(chosen.places)
-        num_nodes = float(self._estimates.nodes.take(places_B + self._rows_B).sum())
+        num_nodes = float(self.estimates.nodes.take(places_B + self._rows_B).sum())
         num_tokens, num_drafting = float(self._load.base.num_tokens), int(np.count_nonzero(places_B))
         own_s, level_s = float(self._node_s_B.mean()), self._round_s / max(1, num_sharing) + self._fed_s
         node_s = own_s + float(np.diff(self._costs.tokens_s(num_tokens + num_nodes + np.arange(2.0)))[0])
@@ -131,7 +124,7 @@ class Search:
 
         The best are those with the most expected tokens. The other sequences keep their entries.
         """
-        num_rows, tokens_BM, entries_M1 = len(self._rows_B), self._estimates.tokens, np.arange(len(self._menu))[:, None]
+        num_rows, tokens_BM, entries_M1 = len(self._rows_B), self.estimates.tokens, np.arange(len(self._menu))[:, None]
         is_allowed_BM = np.ones_like(tokens_BM, dtype=np.bool_) if self._is_allowed_BM is None else self._is_allowed_BM
         candidates = [np.where(is_allowed_BM.T, entries_M1, kept)]
         if num_rows > 1:
@@ -145,7 +138,7 @@ class Search:
         """Return candidates in which fewer and fewer sequences draft, those with the largest gain per node, [C, B]."""
         places_B = np.array(best.places)
         index_B = places_B + self._rows_B
-        gain_B = (self._estimates.tokens.take(index_B) - 1.0) / np.maximum(self._estimates.nodes.take(index_B), 1e-9)
+        gain_B = (self.estimates.tokens.take(index_B) - 1.0) / np.maximum(self.estimates.nodes.take(index_B), 1e-9)
         order = np.argsort(np.where(places_B > 0, -gain_B, np.inf), kind="stable")[: np.count_nonzero(places_B)]
         places_CB = np.zeros((len(order) + 1, len(places_B)), dtype=np.int64)
         places_CB[:, order] = np.tri(len(order) + 1, len(order), -1, dtype=np.int64) * places_B[order]
@@ -162,10 +155,10 @@ class Search:
     def _evaluate(self, places_CB: Places) -> tuple[Array, Array]:
         """Return the expected tokens and seconds of each candidate."""
         base, index_CB = self._load.base, places_CB + self._rows_B
-        tokens_s_C = self._costs.tokens_s(base.num_tokens + self._estimates.nodes.take(index_CB).sum(1))
-        rounds_C = np.maximum(base.num_rounds, self._rounds(places_CB, self._estimates.rounds.take(index_CB)))
+        tokens_s_C = self._costs.tokens_s(base.num_tokens + self.estimates.nodes.take(index_CB).sum(1))
+        rounds_C = np.maximum(base.num_rounds, self._rounds(places_CB, self.estimates.rounds.take(index_CB)))
         seconds_C = self._base_s + tokens_s_C + rounds_C * self._round_s + self._own_s_BM.take(index_CB).sum(1)
-        return self._load.base_tokens + self._estimates.tokens.take(index_CB).sum(1), seconds_C
+        return self._load.base_tokens + self.estimates.tokens.take(index_CB).sum(1), seconds_C
 
     def _rounds(self, places_CB: Places, rounds_CB: Array) -> Array:
         """Return the expected rounds of each candidate, those of its longest tree.
