@@ -1,7 +1,7 @@
-"""The estimator that a network is: its expectations where it knows a root, the counting estimator's everywhere else.
+"""The estimator with a network: the network's tokens for roots with known features, counts for everything else.
 
-Counting goes on beside it: the network starts from what was counted, nodes and passes are counted ones, and what the network
-cannot tell, or tells wrongly (a number that is not finite), is counting's.
+Counting continues beside it. The network starts from counted tokens, and nodes and rounds are always counted. If the network
+fails or returns a number that is not finite, counts are used.
 """
 
 import logging
@@ -19,19 +19,19 @@ from selector.network.net import Inputs, SelectorNet
 
 _logger = logging.getLogger(__name__)
 
-_NAMED = 4  # trees in a message
-_RANKING = ("greedy", "coupled")  # rules whose rows take noise-aware trees where a menu has some
-_MOST_READ = 8  # sequences of a choice whose roots are read, the oldest: reading a law costs time for each, on a processor
+_MOST_NAMED = 4  # trees in a message
+_DETERMINISTIC = ("greedy", "coupled")  # rules whose rows take noise-aware trees if the menu has some
+_MOST_READ = 8  # sequences in a choice, the oldest; each adds to the network's time
 
 
-def misfits(net: SelectorNet, menu: Menu, target_width: int, draft_width: int) -> list[str]:
-    """Return what differs between a network and what it would serve: a menu, and the widths of what it would read."""
+def mismatches(net: SelectorNet, menu: Menu, target_width: int, draft_width: int) -> list[str]:
+    """Return the differences between a network and a server: objective, menu and widths of its inputs."""
     found = []
     if net.shape.objective != "tokens":
         found.append("this selector was trained to choose, not to expect tokens")
     if unknown := [str(entry) for entry in menu.entries if entry.is_delayed and entry not in net.menu.index]:
-        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
-        found.append(f"the selector was not trained for {', '.join(unknown[:_NAMED])}{more}")
+        more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+        found.append(f"the selector was not trained for {', '.join(unknown[:_MOST_NAMED])}{more}")
     trained, here = (net.shape.target_width, net.shape.draft_width), (target_width, draft_width)
     if trained != here:
         found.append(f"the selector reads states of widths {trained[0]} and {trained[1]}, not {here}")
@@ -39,17 +39,17 @@ def misfits(net: SelectorNet, menu: Menu, target_width: int, draft_width: int) -
 
 
 class NetEstimator:
-    """Expectations by a network over a part of its menu; raise ValueError if it was made for other trees or other models."""
+    """Expectations of a network for a part of its menu; raise ValueError if it was made for other trees or models."""
 
     def __init__(self, menu: Menu, net: SelectorNet, roots: RootSource) -> None:
         nothing = roots.facts([])
-        if found := misfits(net, menu, nothing.target_BD.shape[1], nothing.draft_BW.shape[1]):
+        if found := mismatches(net, menu, nothing.target_BD.shape[1], nothing.draft_BW.shape[1]):
             raise ValueError("; ".join(found))
         self._net = net
         both = menu_with([*net.menu.entries, *menu.entries])
         self._menu, self._both = menu, both
-        self._places: dict[Menu, NDArray[np.int64]] = {}
-        self._known = np.array([both.index[entry] for entry in net.menu.entries])
+        self._places: dict[Menu, NDArray[np.int64]] = {}  # of a menu's entries in both
+        self._net_places = np.array([both.index[entry] for entry in net.menu.entries])
         self._counting = CountedAcceptance(both)
         self._rules = {rule: place for place, rule in enumerate(net.shape.rules)}
         self._roots = roots
@@ -57,47 +57,46 @@ class NetEstimator:
         roots.watch()
 
     def estimate(self, views: Sequence[SequenceView], menu: Menu | None = None) -> Estimates:
-        """Return the network's expectations for sequences whose roots are known and whose rule it has seen, else counted ones."""
+        """Return the network's tokens for sequences with known roots and a rule of the network, else counted tokens."""
         menu = menu or self._menu
         if not any(entry.is_delayed and not entry.is_plain for entry in menu.entries):
             return self._counting.estimate(views, menu)
         if menu not in self._places:
             self._places[menu] = np.array([self._both.index[entry] for entry in menu.entries])
         counted, places = self._counting.estimate(views), self._places[menu]
-        asked = [row for row, view in enumerate(views) if self._tells_of(rule_of(view), menu)][:_MOST_READ]
-        facts = self._roots.facts([views[row].request_id for row in asked])
-        told_BM = self._told(views, asked, facts, counted.tokens) if facts.is_known_B.any() else counted.tokens
-        tokens_BM = counted.tokens if told_BM is None else told_BM
+        rows = [row for row, view in enumerate(views) if self._covers(rule_of(view), menu)][:_MOST_READ]
+        facts = self._roots.facts([views[row].request_id for row in rows])
+        tokens_BM = self._with_network(views, rows, facts, counted.tokens) if facts.is_known_B.any() else counted.tokens
         return Estimates(tokens_BM[:, places], counted.nodes[:, places], counted.rounds[:, places])
 
-    def _tells_of(self, rule: str, menu: Menu) -> bool:
-        """Return whether the network tells of trees that rows under a rule may have: those that rank take noise-aware ones."""
-        return rule in self._rules and not (rule in _RANKING and menu.least_chances.any())
+    def _covers(self, rule: str, menu: Menu) -> bool:
+        """Return whether the network knows a rule's trees. It knows no noise-aware trees, which deterministic rows take."""
+        return rule in self._rules and not (rule in _DETERMINISTIC and menu.least_chances.any())
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Count."""
+        """Count the outcomes."""
         self._counting.observe(outcomes)
 
-    def _told(self, views: Sequence[SequenceView], asked: Sequence[int], facts: RootFacts, counted_BM: Array) -> Array | None:
-        """Return the counted tokens with the network's in the rows asked about whose roots are known; None if it failed."""
-        counted = counted_BM[asked][:, self._known]
-        features = features_of([views[row] for row in asked], facts, counted, self._net.menu).at(facts.is_known_B)
-        rows = [row for row, is_known in zip(asked, facts.is_known_B.tolist(), strict=True) if is_known]
+    def _with_network(self, views: Sequence[SequenceView], rows: Sequence[int], facts: RootFacts, counted_BM: Array) -> Array:
+        """Return the counted tokens with the network's in those of the rows whose roots are known."""
+        counted = counted_BM[rows][:, self._net_places]
+        features = features_of([views[row] for row in rows], facts, counted, self._net.menu).at(facts.is_known_B)
+        known = [row for row, is_known in zip(rows, facts.is_known_B.tolist(), strict=True) if is_known]
         try:
             with torch.inference_mode():
-                told = self._net(Inputs.of(features, [self._rules[rule_of(views[row])] for row in rows])).double().numpy()
+                predicted = self._net(Inputs.of(features, [self._rules[rule_of(views[row])] for row in known])).double().numpy()
         except RuntimeError as error:
-            self._say_once(str(error))
-            return None
-        if not np.isfinite(told).all():
-            self._say_once("numbers that are not finite")
-            return None
+            self._log_once(str(error))
+            return counted_BM
+        if not np.isfinite(predicted).all():
+            self._log_once("numbers that are not finite")
+            return counted_BM
         tokens_BM = counted_BM.copy()
-        tokens_BM[np.array(rows)[:, None], self._known] = told
+        tokens_BM[np.array(known)[:, None], self._net_places] = predicted
         return tokens_BM
 
-    def _say_once(self, reason: str) -> None:
-        """Say once that what was counted is used in the network's place."""
+    def _log_once(self, reason: str) -> None:
+        """Log the first failure."""
         if not self._has_failed:
             self._has_failed = True
-            _logger.error("the selector's network failed (%s); what was counted is used in its place", reason)
+            _logger.error("the selector's network failed (%s); counted acceptance is used instead", reason)

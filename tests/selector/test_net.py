@@ -75,7 +75,7 @@ def test_a_network_that_has_learnt_nothing_counts():
 
 
 def test_own_shaped_trees_are_refused():
-    with pytest.raises(ValueError, match="delayed trees alone"):
+    with pytest.raises(ValueError, match="delayed trees only"):
         increments_of(menu_of(Expansion(0, 4, 8, "heap", 16), "traversal"))
 
 
