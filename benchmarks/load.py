@@ -3,11 +3,11 @@
 python -m benchmarks.load run --config configs/default.yaml --head HEAD --contenders policy static:beam.8 --out load.jsonl
 python -m benchmarks.load report load.jsonl
 
-A contender is `policy`, `whole` (the policy, but trees are grown whole where it has them end when they stop paying) or
-`static:TREE`; `policy/traversal` judges by another rule than the configured one. Each has an engine of its own over the same
-models, which learns throughout as a server's does; the first load measured warms up and is not counted. All step in turns, who
-has said least next: a machine that is slow for some seconds is so for all. `--useless` shuffles the head's weights: what the
-policy then costs is what it takes to find out.
+A contender is `policy`, `whole` (the policy without growth costs, so that trees are grown whole) or `static:TREE`. A suffix as
+in `policy/traversal` sets another verifier. Each contender has its own engine over the same models, which learns throughout as
+a server's does. The first load is a warm-up and is not counted. The contender with the fewest tokens takes the next step, so a
+machine that is slow for some seconds is slow for all. `--useless` shuffles the head's weights. The table then shows what the
+policy loses to a useless head.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""What each mechanism of the adaptive policy is worth on the paper machine of tests/selector/machine.py.
+"""Measures the value of each mechanism of the adaptive policy on the simulated machine of tests/selector/machine.py.
 
 python -m benchmarks.policy_ablation [--only NAME ...]
 
-Time is arithmetic and chance comes from seeds, so every run prints the same. Each row switches one mechanism off. Columns: tokens
-a second over the best fixed choice for delayed trees (mean and worst of 36 settings), after changes of the text (mean of four),
-for unlike sequences, for noise-aware trees over the best least chance (mean of nine); over plain decoding with a useless drafter;
-over the right profile with one that is wrong by a factor of 100; over plain decoding with a pass that takes 300 times
-what its profile says.
+Time is computed and randomness is seeded, so every run prints the same. Each row switches one mechanism off. The columns are
+ratios of tokens a second. Delayed trees, over the best fixed choice: mean and worst of 36 settings, after changes of the text
+(mean of four), unlike sequences. Noise-aware trees, over the best least chance (mean of nine). A useless drafter, over plain
+decoding. A profile that is wrong by a factor of 100, over the best fixed choice. A drafter 300 times as slow as in its profile,
+over plain decoding.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.selector import scores
 
 
 def _mechanisms() -> dict[str, Callable[[], Any]]:
-    """Return what switches each mechanism off."""
+    """Return the patch that switches each mechanism off, by name."""
     grow = search.Search.growth_costs
 
     def without_node_costs(self: search.Search, chosen: search.Step, num_sharing: int) -> GrowthCosts:
@@ -34,7 +34,7 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
     def without_growth_costs(*_: object) -> GrowthCosts:
         return GrowthCosts()
 
-    def learns_nothing(*_: object) -> None:
+    def ignores(*_: object) -> None:
         return
 
     def nothing_due(*_: object) -> tuple[list[int], int]:
@@ -49,7 +49,7 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
         "reuse for twice as long": lambda: patch.object(policy, "REUSED_STEPS", 2 * policy.REUSED_STEPS),
         "no margin before drafting": lambda: patch.object(policy, "_MARGIN", 1.0),
         "no probes": lambda: patch.object(probes.Probes, "due", nothing_due),
-        "no correction of costs": lambda: patch.object(CostModel, "observe", learns_nothing),
+        "no correction of costs": lambda: patch.object(CostModel, "observe", ignores),
         "no cost of each node": lambda: patch.object(search.Search, "growth_costs", without_node_costs),
         "no ending of trees": lambda: patch.object(search.Search, "growth_costs", without_growth_costs),
         "all sequences or none": lambda: patch.object(search.Search, "_fewer", keeps_all),
@@ -65,7 +65,7 @@ def _without(name: str) -> Iterator[None]:
 
 def main() -> None:
     """Print a row for each mechanism."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_ablation", description="what each mechanism is worth")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_ablation", description="the value of each mechanism")
     parser.add_argument("--only", nargs="+", choices=[*_mechanisms()], default=[*_mechanisms()], metavar="NAME")
     args = parser.parse_args()
     heads = ["without", "delayed", "worst", "changes", "unlike", "noise-aware", "useless", "wrong profile", "dear drafter"]
