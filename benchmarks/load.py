@@ -3,11 +3,11 @@
 python -m benchmarks.load run --config configs/default.yaml --head HEAD --contenders policy static:beam.8 --out load.jsonl
 python -m benchmarks.load report load.jsonl
 
-A contender is `policy`, `whole` (the policy, but trees are grown whole where it has them end when they stop paying) or
-`static:TREE`; `policy/traversal` judges by another rule than the configured one. Each has an engine of its own over the same
-models, which learns throughout as a server's does; the first load measured warms up and is not counted. All step in turns, who
-has said least next: a machine that is slow for some seconds is so for all. `--useless` shuffles the head's weights: what the
-policy then costs is what it takes to find out.
+A contender is `policy`, `whole` (the policy without growth costs, so that trees are grown whole) or `static:TREE`. A suffix as
+in `policy/traversal` sets another verifier. Each contender has its own engine over the same models, which learns throughout as
+a server's does. The first load is a warm-up and is not counted. The contender with the fewest tokens takes the next step, so a
+machine that is slow for some seconds is slow for all. `--useless` shuffles the head's weights. The table then shows what the
+policy loses to a useless head.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def is_full(step: StepStats, batch: int) -> bool:
 
 
 class GrownWhole:
-    """A policy's choices without its prices."""
+    """A policy's choices without its growth costs."""
 
     def __init__(self, policy: ExpansionPolicy) -> None:
         self.name = f"{policy.name}, grown whole"
@@ -63,7 +63,7 @@ class GrownWhole:
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         """Return the policy's expansions."""
-        return replace(self._policy.choose(views), prices=FREE_GROWTH)
+        return replace(self._policy.choose(views), growth_costs=FREE_GROWTH)
 
     def observe(self, feedback: StepFeedback) -> None:
         """Let the policy learn."""

@@ -1,12 +1,12 @@
-"""What each mechanism of the adaptive policy is worth on the paper machine of tests/selector/machine.py.
+"""Measures the value of each mechanism of the adaptive policy on the simulated machine of tests/selector/machine.py.
 
 python -m benchmarks.policy_ablation [--only NAME ...]
 
-Time is arithmetic and chance comes from seeds, so every run prints the same. Each row switches one mechanism off. Columns: tokens
-a second over the best fixed choice for delayed trees (mean and worst of 36 settings), after changes of the text (mean of four),
-for unlike sequences, for noise-aware trees over the best least chance (mean of nine); over plain decoding with a useless drafter;
-over the right profile with one that is wrong by a factor of 100; over plain decoding with a pass that takes 300 times
-what its profile says.
+Time is computed and randomness is seeded, so every run prints the same. Each row switches one mechanism off. The columns are
+ratios of tokens a second. Delayed trees, over the best fixed choice: mean and worst of 36 settings, after changes of the text
+(mean of four), unlike sequences. Noise-aware trees, over the best least chance (mean of nine). A useless drafter, over plain
+decoding. A profile that is wrong by a factor of 100, over the best fixed choice. A drafter 300 times as slow as in its profile,
+over plain decoding.
 """
 
 import argparse
@@ -18,23 +18,23 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.markdown import table
-from engine.core.tree import GrowthPrices
+from engine.core.tree import GrowthCosts
 from selector import acceptance, policy, probes, search
 from selector.cost import CostModel
 from tests.selector import scores
 
 
 def _mechanisms() -> dict[str, Callable[[], Any]]:
-    """Return what switches each mechanism off."""
-    grow = search.Search.growth_prices
+    """Return the patch that switches each mechanism off, by name."""
+    grow = search.Search.growth_costs
 
-    def without_node_costs(self: search.Search, chosen: search.Step, num_sharing: int) -> GrowthPrices:
+    def without_node_costs(self: search.Search, chosen: search.Step, num_sharing: int) -> GrowthCosts:
         return replace(grow(self, chosen, num_sharing), nodes=())
 
-    def without_growth_costs(*_: object) -> GrowthPrices:
-        return GrowthPrices()
+    def without_growth_costs(*_: object) -> GrowthCosts:
+        return GrowthCosts()
 
-    def learns_nothing(*_: object) -> None:
+    def ignores(*_: object) -> None:
         return
 
     def nothing_due(*_: object) -> tuple[list[int], int]:
@@ -47,11 +47,11 @@ def _mechanisms() -> dict[str, Callable[[], Any]]:
         "as it is": lambda: patch.object(policy, "REUSED_STEPS", policy.REUSED_STEPS),
         "no reuse of a choice": lambda: patch.object(policy, "REUSED_STEPS", 1),
         "reuse for twice as long": lambda: patch.object(policy, "REUSED_STEPS", 2 * policy.REUSED_STEPS),
-        "no margin before drafting": lambda: patch.object(policy, "_BEGINS_TO_PAY", 1.0),
+        "no margin before drafting": lambda: patch.object(policy, "_MARGIN", 1.0),
         "no probes": lambda: patch.object(probes.Probes, "due", nothing_due),
-        "no correction of costs": lambda: patch.object(CostModel, "observe", learns_nothing),
-        "no cost of each node": lambda: patch.object(search.Search, "growth_prices", without_node_costs),
-        "no ending of trees": lambda: patch.object(search.Search, "growth_prices", without_growth_costs),
+        "no correction of costs": lambda: patch.object(CostModel, "observe", ignores),
+        "no cost of each node": lambda: patch.object(search.Search, "growth_costs", without_node_costs),
+        "no ending of trees": lambda: patch.object(search.Search, "growth_costs", without_growth_costs),
         "all sequences or none": lambda: patch.object(search.Search, "_fewer", keeps_all),
         "a kind's acceptance alone": lambda: patch.object(acceptance, "_OWN_DECAY", 0.0),
     }
@@ -65,7 +65,7 @@ def _without(name: str) -> Iterator[None]:
 
 def main() -> None:
     """Print a row for each mechanism."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_ablation", description="what each mechanism is worth")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_ablation", description="the value of each mechanism")
     parser.add_argument("--only", nargs="+", choices=[*_mechanisms()], default=[*_mechanisms()], metavar="NAME")
     args = parser.parse_args()
     heads = ["without", "delayed", "worst", "changes", "unlike", "noise-aware", "useless", "wrong profile", "dear drafter"]

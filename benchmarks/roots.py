@@ -1,14 +1,14 @@
-"""What is known of a root before its tree grows, and what that is worth where trees place their nodes by chance.
+"""Evaluates features of roots for choosing noise-aware trees, by replaying recorded trees.
 
 python -m benchmarks.roots --config configs/default.yaml
 
-Texts are written with one large noise-aware tree at each step, which says what every tree of likelier nodes would have been: its
-nodes, its rounds, and what of it came. So each way to choose a least chance, or plain decoding, is replayed at all roots at this
-machine's prices: tokens a second over plain decoding's, as if one sequence were served. Ways learn from two thirds of the texts
-and are told of the rest, each third in turn. Sums over the three, and the least and the greatest of them.
+Texts are generated with one large noise-aware tree at each step. It determines every tree with a higher least chance: its
+nodes, its rounds and its accepted tokens. Each method to choose a least chance, or plain decoding, is replayed at all roots
+with the costs of this machine. The result is tokens a second over plain decoding, for one sequence. Methods are trained on two
+thirds of the texts and tested on the rest, each third in turn. The table has the sum over the thirds, and the least and the
+greatest of them.
 
-Replayed, not served: counting has seen the largest tree at every step, which no server drafts, and trees do not end where one
-more level would not pay.
+Limits of the replay: counting has seen the largest tree at every step, and trees do not end where a further level would not pay.
 
 Shape key: R roots, K trees of a menu (plain decoding first), X features.
 """
@@ -47,38 +47,38 @@ from server.text.chat_ids import chat_ids
 Array = NDArray[np.float64]
 
 _FOLDS = 3
-_RIDGE = 0.001  # of the number of roots learnt from, for standardised columns
+_RIDGE = 0.001  # of the number of training roots, for standardised columns
 _EPOCHS, _RATE, _BATCH, _WIDTHS = 12, 1e-3, 64, (256, 32)
 _RULE = "coupled"
 
 
 class _NodeSums:
-    """Chances, nodes, rounds and fed nodes of trees, added up by the least chance that admits a node, [4][K]."""
+    """Probabilities, nodes, rounds and fed nodes of trees, added up by the least chance that admits a node, [4][K]."""
 
     def __init__(self, least: Sequence[float]) -> None:
-        self._dearest_first = [-chance for chance in least]
+        self._likeliest_first = [-chance for chance in least]
         self.sums = [[0.0] * len(least) for _ in range(4)]
-        self.came = [0.0] * len(least)
+        self.accepted = [0.0] * len(least)
         self.num_trees = 0
 
-    def add(self, outcome: DraftOutcome, least_told: float) -> None:
-        """Add a tree, which tells of nodes of some chance at least."""
+    def add(self, outcome: DraftOutcome, least: float) -> None:
+        """Add a tree that has all nodes down to a least chance."""
         nodes, num_rounds = outcome.nodes, outcome.drafted_depth
         assert nodes is not None, "a tree that does not know its nodes"
-        dearest_first, came = self._dearest_first, self.came
-        num_told = bisect_right(dearest_first, -least_told)
+        likeliest_first, accepted = self._likeliest_first, self.accepted
+        num_known = bisect_right(likeliest_first, -least)
         self.num_trees += 1
         deepest = 0
         chances, counts, rounds, fed = self.sums
         for node in sorted(range(len(nodes.chances)), key=nodes.chances.__getitem__, reverse=True):
             chance, depth = nodes.chances[node], nodes.depths[node]
-            place = bisect_left(dearest_first, -chance)
-            if place >= num_told:
+            place = bisect_left(likeliest_first, -chance)
+            if place >= num_known:
                 break
             chances[place] += chance
             counts[place] += 1.0
             if node in nodes.accepted:
-                came[place] += 1.0
+                accepted[place] += 1.0
             if depth < num_rounds:
                 fed[place] += 1.0
                 if depth > deepest:
@@ -88,7 +88,7 @@ class _NodeSums:
 
 @dataclass(frozen=True)
 class Root:
-    """A root as it was seen before its tree grew, and what every tree of the menu was there, [K] each."""
+    """The features of a root before drafting, and the outcome of every tree of the menu there, [K] each."""
 
     text: str
     temperature: float
@@ -104,7 +104,7 @@ class Root:
 
 
 class Watching:
-    """Grows the largest tree everywhere; notes roots before and trees after."""
+    """Drafts the largest tree everywhere and records roots and outcomes."""
 
     name = "watching"
 
@@ -120,20 +120,20 @@ class Watching:
         roots.watch()
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
-        """Return the largest tree for all."""
+        """Return the largest tree for every sequence."""
         facts = self._source.facts([view.request_id for view in views])
         states = np.concatenate([facts.target_BD, facts.draft_BW], axis=1)
         counted = self._counting.estimate(views)
-        told_B4K = np.stack([counted.tokens, counted.nodes, counted.rounds, counted.nodes * self._menu.fed_share], axis=1)
+        counted_B4K = np.stack([counted.tokens, counted.nodes, counted.rounds, counted.nodes * self._menu.fed_share], axis=1)
         self._seen = {
-            view.request_id: (view, states[row], facts.scalars_BS[row], told_B4K[row])
+            view.request_id: (view, states[row], facts.scalars_BS[row], counted_B4K[row])
             for row, view in enumerate(views)
             if facts.is_known_B[row]
         }
         return ExpansionChoice((self.entries[-1],) * len(views))
 
     def observe(self, feedback: StepFeedback) -> None:
-        """Note what the trees were."""
+        """Record the outcomes of the trees."""
         self._counting.observe(feedback.outcomes)
         for outcome in feedback.outcomes:
             if outcome.nodes is None or outcome.request_id not in self._seen:
@@ -144,7 +144,7 @@ class Watching:
             expected_K, nodes_K, rounds_K, fed_K = np.array(found.sums).cumsum(1)
             root = Root(
                 *(view.request_id, view.sampling.temperature, view.num_committed, states, scalars, counted),
-                *(_whole(1.0, 1.0 + np.cumsum(found.came)), _whole(1.0, 1.0 + expected_K), _whole(0.0, nodes_K)),
+                *(_whole(1.0, 1.0 + np.cumsum(found.accepted)), _whole(1.0, 1.0 + expected_K), _whole(0.0, nodes_K)),
                 *(_whole(0.0, 1.0 + rounds_K), _whole(0.0, fed_K)),
             )
             self.roots.append(root)
@@ -156,7 +156,7 @@ def _whole(of_plain: float, of_trees_K: Array) -> Array:
 
 @dataclass(frozen=True)
 class Known:
-    """All roots as arrays, with the seconds of a step of each tree: as it was, and as it was counted to be. [R, K] each."""
+    """All roots as arrays, with observed and counted seconds of a step of each tree, [R, K] each."""
 
     texts: tuple[str, ...]
     temperature_R: Array
@@ -170,7 +170,7 @@ class Known:
 
     @classmethod
     def of(cls, roots: Sequence[Root], costs: CostModel) -> "Known":
-        """Return them."""
+        """Return the arrays of the roots."""
         counted = np.stack([root.counted_4K for root in roots])
         temperature_R = np.array([root.temperature for root in roots])
         context_R = np.array([float(root.num_context) for root in roots])
@@ -184,7 +184,7 @@ class Known:
             np.concatenate([scalars, request, counted[:, 0, 1::3]], axis=1),
             np.stack([root.states_X for root in roots]),
             counted[:, 0],
-            np.stack([step_s(costs, *one, *told_3K) for one, told_3K in zip(requests, counted[:, 1:], strict=True)]),
+            np.stack([step_s(costs, *one, *counted_3K) for one, counted_3K in zip(requests, counted[:, 1:], strict=True)]),
             np.stack([root.tokens_K for root in roots]),
             np.stack([root.expected_K for root in roots]),
             np.stack([step_s(costs, *one, *trees) for one, *trees in zip(requests, nodes, rounds, fed, strict=True)]),
@@ -192,9 +192,9 @@ class Known:
 
 
 def most_over_all(tokens_RK: Array, seconds_RK: Array) -> NDArray[np.int64]:
-    """Return the entries that together bring the most tokens over all seconds, if expectations are true.
+    """Return the entries with the most expected tokens over all seconds, by Dinkelbach's iteration.
 
-    A dear tree that is the best of its root may still bring fewer tokens than its seconds do elsewhere: Dinkelbach's iteration.
+    The best tree of a single root may be expensive and bring fewer tokens than its seconds would elsewhere.
     """
     rows = np.arange(len(tokens_RK))
     best = best_places(tokens_RK, seconds_RK)
@@ -210,41 +210,41 @@ def most_over_all(tokens_RK: Array, seconds_RK: Array) -> NDArray[np.int64]:
 Way = Callable[[Known, NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
 
 
-def _one_for_all(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
-    best = int((known.tokens_RK[learnt].sum(0) / known.seconds_RK[learnt].sum(0)).argmax())
-    return np.full(len(asked), best)
+def _one_for_all(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:
+    best = int((known.tokens_RK[train].sum(0) / known.seconds_RK[train].sum(0)).argmax())
+    return np.full(len(tested), best)
 
 
-def _one_a_temperature(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
+def _one_a_temperature(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:
     temperatures = np.unique(known.temperature_R)
-    groups = [learnt[known.temperature_R[learnt] == temperature] for temperature in temperatures]
+    groups = [train[known.temperature_R[train] == temperature] for temperature in temperatures]
     sums = [np.stack([truth[group].sum(0) for group in groups]) for truth in (known.tokens_RK, known.seconds_RK)]
-    return most_over_all(*sums)[np.searchsorted(temperatures, known.temperature_R[asked])]
+    return most_over_all(*sums)[np.searchsorted(temperatures, known.temperature_R[tested])]
 
 
-def _counting(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
-    return most_over_all(known.counted_RK[asked], known.counted_s_RK[asked])
+def _counting(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
+    return most_over_all(known.counted_RK[tested], known.counted_s_RK[tested])
 
 
-def _linear(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
-    mean, deviation = known.features_RX[learnt].mean(0), known.features_RX[learnt].std(0) + 1e-6
+def _linear(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:
+    mean, deviation = known.features_RX[train].mean(0), known.features_RX[train].std(0) + 1e-6
     x = np.pad((known.features_RX - mean) / deviation, ((0, 0), (0, 1)), constant_values=1.0)
-    gram = x[learnt].T @ x[learnt] + _RIDGE * len(learnt) * np.eye(x.shape[1])
+    gram = x[train].T @ x[train] + _RIDGE * len(train) * np.eye(x.shape[1])
     tokens, seconds = (
-        x[asked] @ np.linalg.solve(gram, x[learnt].T @ truth[learnt]) for truth in (known.tokens_RK, known.seconds_RK)
+        x[tested] @ np.linalg.solve(gram, x[train].T @ truth[train]) for truth in (known.tokens_RK, known.seconds_RK)
     )
-    return most_over_all(tokens, _clipped(seconds, known, learnt))
+    return most_over_all(tokens, _clipped(seconds, known, train))
 
 
-def _clipped(seconds: Array, known: Known, learnt: NDArray[np.int64]) -> Array:
-    return np.asarray(np.maximum(seconds, known.seconds_RK[learnt].min()))
+def _clipped(seconds: Array, known: Known, train: NDArray[np.int64]) -> Array:
+    return np.asarray(np.maximum(seconds, known.seconds_RK[train].min()))
 
 
-def _network(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Learn tokens and seconds from all that is known of roots."""
+def _network(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Predict tokens and seconds from all features of roots."""
     x = np.concatenate([known.features_RX, known.states_RX], axis=1)
     y = np.concatenate([known.tokens_RK, known.seconds_RK], axis=1)
-    (x_mean, x_deviation), (y_mean, y_deviation) = ((one[learnt].mean(0), one[learnt].std(0) + 1e-6) for one in (x, y))
+    (x_mean, x_deviation), (y_mean, y_deviation) = ((one[train].mean(0), one[train].std(0) + 1e-6) for one in (x, y))
     inputs, truth = (
         torch.from_numpy((one - mean) / deviation).float()
         for one, mean, deviation in ((x, x_mean, x_deviation), (y, y_mean, y_deviation))
@@ -258,27 +258,27 @@ def _network(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) 
         )
         optimiser = torch.optim.AdamW(net.parameters(), _RATE, weight_decay=0.05)
         for _ in range(_EPOCHS):
-            for rows in torch.split(torch.from_numpy(learnt)[torch.randperm(len(learnt))], _BATCH):
+            for rows in torch.split(torch.from_numpy(train)[torch.randperm(len(train))], _BATCH):
                 loss = (net(inputs[rows]) - truth[rows]).square().mean()
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
     with torch.inference_mode():
-        told = net.eval()(inputs[torch.from_numpy(asked)]).double().numpy() * y_deviation + y_mean
-    tokens, seconds = np.split(told, 2, axis=1)
-    return most_over_all(tokens, _clipped(seconds, known, learnt))
+        predicted = net.eval()(inputs[torch.from_numpy(tested)]).double().numpy() * y_deviation + y_mean
+    tokens, seconds = np.split(predicted, 2, axis=1)
+    return most_over_all(tokens, _clipped(seconds, known, train))
 
 
-def _own_chances(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
-    return most_over_all(known.expected_RK[asked], known.seconds_RK[asked])
+def _own_chances(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
+    return most_over_all(known.expected_RK[tested], known.seconds_RK[tested])
 
 
-def _outcomes(known: Known, learnt: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
-    return most_over_all(known.tokens_RK[asked], known.seconds_RK[asked])
+def _outcomes(known: Known, train: NDArray[np.int64], tested: NDArray[np.int64]) -> NDArray[np.int64]:  # noqa: ARG001
+    return most_over_all(known.tokens_RK[tested], known.seconds_RK[tested])
 
 
 WAYS: dict[str, Way] = {
-    "plain decoding": lambda known, learnt, asked: np.zeros(len(asked), dtype=np.int64),  # noqa: ARG005
+    "plain decoding": lambda known, train, tested: np.zeros(len(tested), dtype=np.int64),  # noqa: ARG005
     "one least chance": _one_for_all,
     "one for each temperature": _one_a_temperature,
     "counting": _counting,
@@ -290,7 +290,7 @@ WAYS: dict[str, Way] = {
 
 
 def folds(texts: Sequence[str]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield roots to learn from and roots to ask about: every third of the texts in turn."""
+    """Yield training roots and test roots: every third of the texts is for tests in turn."""
     names = list(dict.fromkeys(texts))
     random.Random(0).shuffle(names)
     fold_of = {name: place % _FOLDS for place, name in enumerate(names)}
@@ -300,16 +300,16 @@ def folds(texts: Sequence[str]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.
 
 
 def replayed(known: Known) -> list[list[str]]:
-    """Return a row for each way: rate over plain decoding's (least and greatest of the folds), tokens a step, plain steps."""
+    """Return a row for each method: rate over plain decoding (least and greatest fold), tokens a step, plain steps."""
     rows = []
     for name, way in WAYS.items():
         sums, ratios = np.zeros(3), []
         num_plain = 0
-        for learnt, asked in folds(known.texts):
-            places = way(known, learnt, asked)
-            tokens, seconds = known.tokens_RK[asked, places].sum(), known.seconds_RK[asked, places].sum()
-            plain_s = known.seconds_RK[asked, 0].sum()
-            ratios.append(tokens / seconds * plain_s / len(asked))
+        for train, tested in folds(known.texts):
+            places = way(known, train, tested)
+            tokens, seconds = known.tokens_RK[tested, places].sum(), known.seconds_RK[tested, places].sum()
+            plain_s = known.seconds_RK[tested, 0].sum()
+            ratios.append(tokens / seconds * plain_s / len(tested))
             sums += (tokens, seconds, plain_s)
             num_plain += int((places == 0).sum())
         num_roots = len(known.texts)
@@ -320,14 +320,14 @@ def replayed(known: Known) -> list[list[str]]:
 
 
 def watched(args: argparse.Namespace) -> Known:
-    """Write texts and return what was seen."""
+    """Generate texts and return the recorded roots."""
     config = load_settings(args.config, {"policy": "adaptive", "verifier": _RULE}).to_tool_config()
-    config = replace(config, cached_text=False)  # whose trees spare the model some passes, and which sees copied text come
+    config = replace(config, cached_text=False)  # its trees replace passes of the model
     policies: list[Watching] = []
-    prices: list[CostModel] = []
+    costs: list[CostModel] = []
 
     def make(config: EngineConfig, rig: StepTimer, roots: RootSource) -> ExpansionPolicy:
-        prices.append(cached_profile(rig, WeightsCache(default_root())).costs())
+        costs.append(cached_profile(rig, WeightsCache(default_root())).costs())
         policies.append(Watching(config, roots))
         return policies[-1]
 
@@ -341,13 +341,13 @@ def watched(args: argparse.Namespace) -> Known:
             yield Request(f"text-{number}", prompt, sampling, Speculation(verifier=_RULE))
 
     run_case(engine, requests(), args.batch)
-    return Known.of(policies[0].roots, prices[0])
+    return Known.of(policies[0].roots, costs[0])
 
 
 def main() -> None:
-    """Write texts, replay, and print a Markdown table."""
+    """Generate texts, replay, and print a Markdown table."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.roots", description="what roots tell, where trees know their nodes"
+        prog="python -m benchmarks.roots", description="features of roots for choosing noise-aware trees"
     )
     parser.add_argument("--config", type=Path, required=True, help="YAML file of settings")
     parser.add_argument("--prompt-grammar", type=Path, default=SHIPPED_DRAFTERS / "prompts.yaml")

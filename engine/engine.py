@@ -230,7 +230,7 @@ class Engine:
         views.has_news = has_news
         choice = self._policy.choose(views)
         watch.lap("choose")
-        plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, prices=choice.prices)
+        plan = self._scheduler.plan(choice.expansions, keeps_up=choice.keeps_up, growth_costs=choice.growth_costs)
         watch.lap("plan")
         return choice, plan
 

@@ -1,4 +1,4 @@
-"""Puts the adaptive policy together for one engine: its menu, what is counted of acceptance, and this machine's costs."""
+"""Builds the adaptive policy of an engine: its menu, its estimator of acceptance and the costs of this machine."""
 
 import logging
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from selector.acceptance import CountedAcceptance, Estimator
 from selector.cost import CostModel
 from selector.guard import GuardedPolicy
 from selector.menu import Menu, menu_for_all
-from selector.network.learnt import NetEstimator
 from selector.network.net import SelectorNet
+from selector.network.net_estimator import NetEstimator
 from selector.policy import AdaptiveExpansion
 from selector.profile import Bench, cached_profile
 
@@ -23,28 +23,25 @@ _logger = logging.getLogger(__name__)
 
 
 class UnusableSelector(ValueError):
-    """The configured network cannot be read, or was made for other models or trees."""
+    """The configured network cannot be read, or it was trained for other models or trees."""
 
 
 def adaptive_policy(config: EngineConfig, bench: Bench, roots: RootSource) -> ExpansionPolicy:
-    """Return the policy of this configuration, with costs measured on `bench` unless this machine's are known.
-
-    Raises UnusableSelector.
-    """
+    """Return the policy of this configuration, with cached costs or costs measured on `bench`; raise UnusableSelector."""
     menu = menu_for_all(config.expansion, config.verifier, config.largest_expansion)
     estimator, costs = estimator_of(config, menu, roots), profiled_costs(bench, config.is_restart)
-    policy = AdaptiveExpansion(menu, estimator, costs, unqueried_share=bench.unqueried_share)
+    policy = AdaptiveExpansion(menu, estimator, costs, fed_only_share=bench.fed_only_share)
     return GuardedPolicy(policy, config.expansion)
 
 
 def estimator_of(config: EngineConfig, menu: Menu, roots: RootSource) -> Estimator:
-    """Return what expects tokens: the configured network, or counting; raise UnusableSelector."""
+    """Return the estimator: the configured network, or counts; raise UnusableSelector."""
     if config.selector is None:
         return CountedAcceptance(menu)
     path = Path(config.selector)
     try:
         net, recipe = SelectorNet.load(path)
-        _require_its_head(recipe, config)
+        _require_head(recipe, config)
         return NetEstimator(menu, net, roots)
     except (OSError, SafetensorError, ValueError) as error:
         if not config.is_selector_optional:
@@ -53,16 +50,16 @@ def estimator_of(config: EngineConfig, menu: Menu, roots: RootSource) -> Estimat
         return CountedAcceptance(menu)
 
 
-def _require_its_head(recipe: Mapping[str, object], config: EngineConfig) -> None:
-    """Raise ValueError if a network was trained on what another head reads; one of before heads were noted says nothing."""
+def _require_head(recipe: Mapping[str, object], config: EngineConfig) -> None:
+    """Raise ValueError if a network was trained with another head. Old files do not name their head and are accepted."""
     if (head := recipe.get("head")) is not None and (config.head is None or tensors_digest(Path(config.head)) != head):
-        raise ValueError(f"it was trained beside another head ({head}) than {Path(config.head or 'none').name}")
+        raise ValueError(f"it was trained with another head ({head}) than {Path(config.head or 'none').name}")
 
 
 def profiled_costs(bench: Bench, is_hurried: bool = False) -> CostModel:
-    """Return a cost model that begins with this machine's prices, or with generic ones if they cannot be measured.
+    """Return a cost model with the profile of this machine, or with generic costs if profiling fails.
 
-    If `is_hurried`, prices that a disturbed measurement has left are used as they are.
+    If `is_hurried`, a cached profile of a disturbed measurement is used.
     """
     try:
         return cached_profile(bench, WeightsCache(default_root()), is_hurried).costs()

@@ -1,11 +1,10 @@
-"""The finite menus of expansions a policy chooses from: plain decoding first, then ever deeper trees of the server's family.
+"""Finite menus of expansions for a policy: plain decoding, then trees of the server's family by depth and size.
 
-Knows shapes, and which of them a verifier is exact on. Shape key: M entries of a menu.
+Knows shapes, and on which of them a verifier is exact. Shape key: M entries of a menu, B sequences.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from math import ceil, inf
 
 import numpy as np
@@ -19,99 +18,54 @@ _LENGTHS = (1, 2, 3, 4, 6)  # of trunks and branches
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of trees that find their own shape
 _LARGEST_DELAYED = (8, 4, 8)  # trunk, branches, depth: the menu of Dynamic Delayed Tree Expansion
 _MAX_LEVELS = 10
-_RANKED: TreeName = "noise_aware"  # of rows that rank: its nodes are the best, wherever they are
+_DETERMINISTIC: TreeName = "noise_aware"  # for deterministic rows: it has the likeliest nodes, wherever they are
 _LEAST_CHANCES = (0.9, 0.75, 0.6, 0.48, 0.38, 0.3, 0.23, 0.17, 0.12, 0.08, 0.05, 0.03)  # of its nodes
 
 
-@dataclass(frozen=True)
 class Menu:
-    """Expansions without repetition, plain decoding first, then by depth and size."""
+    """Distinct expansions: plain decoding first, then by depth and size. Menus with the same entries are equal."""
 
-    entries: tuple[Expansion, ...]
-
-    def __post_init__(self) -> None:
-        if not self.entries or self.entries[0] != PLAIN or len(set(self.entries)) < len(self.entries):
-            raise ValueError("a menu begins with plain decoding and says nothing twice")
+    def __init__(self, entries: tuple[Expansion, ...]) -> None:
+        if not entries or entries[0] != PLAIN or len(set(entries)) < len(entries):
+            raise ValueError("a menu begins with plain decoding and has no entry twice")
+        self.entries = entries
+        self.index = {entry: place for place, entry in enumerate(entries)}
+        self.depths = np.array([entry.max_depth for entry in entries])  # levels, int64 [M]
         if list(self.depths) != sorted(self.depths):
             raise ValueError("the entries of a menu are ordered by depth")
+        self.deepest = int(self.depths[-1])
+        self.num_nodes = np.array([entry.num_draft_tokens for entry in entries])  # drafted tokens at most, int64 [M]
+        self.most_nodes = int(self.num_nodes.max())
+        self.least_chances = np.array([entry.least_chance for entry in entries])  # of a node, 0 without a bound, float64 [M]
+        has_chance_M = self.least_chances > 0.0
+        self.least_chance = float(self.least_chances[has_chance_M].min()) if has_chance_M.any() else 0.0
+        # Drafted tokens and levels that each entry needs room for, [2, M]. Trees with a least chance fit in any room.
+        self.least_room = np.where(has_chance_M, np.minimum(self.num_nodes, 1), np.stack([self.num_nodes, self.depths]))
+        self.room_for_all: tuple[int, int] = tuple(self.least_room.max(1).tolist())
+        self.fed_share = np.array([fed_share(entry) for entry in entries])  # share of the nodes fed to the drafter, float64 [M]
+        self.drafting = tuple(place for place, entry in enumerate(entries) if not entry.is_plain)
+        # Trees whose outcome shows the acceptance at every depth: chains and trees that find their own shape.
+        self.informative = tuple(
+            place for place in self.drafting if entries[place].branches == 1 or not entries[place].is_delayed
+        )
+        self._hash = hash(entries)
+        self._menus: dict[str, Menu] = {}  # by verifier
+        self._exact: dict[str, NDArray[np.bool_]] = {}
 
     def __len__(self) -> int:
         return len(self.entries)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Menu) and self.entries == other.entries
+
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.entries)
-
-    @cached_property
-    def depths(self) -> NDArray[np.int64]:
-        """Levels of each entry, int64 [M]: draft passes of the whole batch."""
-        return np.array([entry.max_depth for entry in self.entries])
-
-    @cached_property
-    def num_nodes(self) -> NDArray[np.int64]:
-        """Drafted tokens of each entry at most, int64 [M]."""
-        return np.array([entry.num_draft_tokens for entry in self.entries])
-
-    @cached_property
-    def most_nodes(self) -> int:
-        """Drafted tokens of the largest entry."""
-        return int(self.num_nodes.max())
-
-    @cached_property
-    def deepest(self) -> int:
-        """Levels of the deepest entry."""
-        return int(self.depths[-1])
-
-    @cached_property
-    def least_chances(self) -> NDArray[np.float64]:
-        """The chance that a node of each entry must have, float64 [M]; 0 where none is asked for."""
-        return np.array([entry.least_chance for entry in self.entries])
-
-    @cached_property
-    def least_chance(self) -> float:
-        """The least of the entries that end by their nodes' chances."""
-        chances = self.least_chances[self.least_chances > 0.0]
-        return float(chances.min()) if len(chances) else 0.0
-
-    @cached_property
-    def least_room(self) -> NDArray[np.int64]:
-        """Drafted tokens and levels that each entry needs room for, int64 [2, M]: what ends by its nodes' chances fits in any."""
-        return np.where(self.least_chances > 0.0, np.minimum(self.num_nodes, 1), np.stack([self.num_nodes, self.depths]))
-
-    @cached_property
-    def room_for_all(self) -> tuple[int, int]:
-        """Drafted tokens and levels with room for which any entry may be had."""
-        most_nodes, deepest = self.least_room.max(1).tolist()
-        return most_nodes, deepest
-
-    @cached_property
-    def fed_share(self) -> NDArray[np.float64]:
-        """Share of each entry's nodes that are fed to the drafter, float64 [M]: all but those of the last level."""
-        return np.array([fed_share(entry) for entry in self.entries])
-
-    @cached_property
-    def drafting(self) -> tuple[int, ...]:
-        """Places of all entries but plain decoding."""
-        return tuple(place for place, one in enumerate(self.entries) if not one.is_plain)
-
-    @cached_property
-    def telling(self) -> tuple[int, ...]:
-        """Places of those that say most of acceptance: chains, a trial at each depth; trees of their own shape all do."""
-        return tuple(place for place in self.drafting if (one := self.entries[place]).branches == 1 or not one.is_delayed)
-
-    @cached_property
-    def index(self) -> dict[Expansion, int]:
-        """Each entry's place."""
-        return {entry: place for place, entry in enumerate(self.entries)}
-
     def allowed_for(self, views: Sequence[SequenceView]) -> tuple["Menu", NDArray[np.bool_] | None]:
-        """Return the menu that is open to the sequences, and which of it each may have, [B, M]; None if that is all of it.
+        """Return the menu for these sequences, and which entries each may have, [B, M]. None means all of them.
 
-        That is what its verifier is exact on, within its bound on nodes, no longer than what remains of its text; none while its
-        prompt is fed. The coupled rule stands for all rows that rank their tokens, greedy ones too.
+        A sequence may have trees on which its verifier is exact, within its bound on nodes and the rest of its text. It may have
+        none while its prompt is fed. All deterministic rows, also greedy ones, use the menu of the coupled rule.
         """
         verifiers = ["coupled" if one.sampling.is_greedy else one.verifier for one in views]
         are_alike = len(set(verifiers)) == 1
@@ -128,23 +82,15 @@ class Menu:
             allowed_BM &= np.stack([self._exact_for(verifier) for verifier in verifiers])
         return menu, allowed_BM
 
-    @cached_property
-    def _menus(self) -> dict[str, "Menu"]:
-        return {}
-
-    @cached_property
-    def _exact(self) -> dict[str, NDArray[np.bool_]]:
-        return {}
-
     def _menu_for(self, verifier: str) -> "Menu":
-        """Return that part of the menu which a verifier's sequences may have."""
+        """Return the part of the menu that sequences with this verifier may have."""
         if verifier not in self._menus:
             rows = zip(self.entries, self._exact_for(verifier).tolist(), strict=True)
             self._menus[verifier] = Menu(tuple(entry for entry, is_open in rows if is_open))
         return self._menus[verifier]
 
     def _exact_for(self, verifier: str) -> NDArray[np.bool_]:
-        """Return what of the menu a verifier is exact on, [M]: if there are trees that find their own shape, those alone."""
+        """Return on which entries a verifier is exact, [M]. Delayed trees are left out if there are trees of their own shape."""
         if verifier not in self._exact:
             is_exact_M = np.array([one.is_plain or is_exact(one.kind, verifier) for one in self.entries])
             own_M = is_exact_M & np.array([one.is_plain or not one.is_delayed for one in self.entries])
@@ -153,7 +99,7 @@ class Menu:
 
 
 def fed_share(expansion: Expansion) -> float:
-    """Return the share of a tree's nodes that have children; of a tree that finds its own shape, all but those of one level."""
+    """Return the share of a tree's nodes that have children. A tree of its own shape is taken to have levels of equal size."""
     if expansion.is_plain:
         return 0.0
     if not expansion.is_delayed:
@@ -162,11 +108,11 @@ def fed_share(expansion: Expansion) -> float:
 
 
 def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = None) -> Menu:
-    """Return the menu of the family of `expansion`, of what the verifier is exact on and no larger than `largest`.
+    """Return the menu of the family of `expansion`: trees on which the verifier is exact, none larger than `largest`.
 
-    Delayed trees: chains of up to 8, and trunks of up to 8 with 2 to 4 branches of up to 8, unless `largest` says otherwise, the
-    lengths ever farther apart; branches start differently where the verifier's own tree does. Noise-aware trees: ever smaller
-    chances that a node must have. Other trees: sizes up to 64 at each of some depths up to the expansion's.
+    Delayed trees: chains of up to 8, and trunks of up to 8 with 2 to 4 branches of up to 8, unless `largest` has other bounds.
+    Branches start with different tokens if the verifier's own tree has such branches. Noise-aware trees: by least chance. Other
+    trees: sizes up to 64 at several depths up to the expansion's.
     """
     if not expansion.is_delayed:
         return menu_with(_own_shaped(largest or replace(expansion, max_nodes=max(expansion.max_nodes, _SIZES[-1]))))
@@ -183,10 +129,10 @@ def menu_of(expansion: Expansion, verifier: str, largest: Expansion | None = Non
 
 
 def menu_for_all(expansion: Expansion, verifier: str, largest: Expansion | None = None) -> Menu:
-    """Return the family's menu with trees for rows that it does not suit, no larger either.
+    """Return the family's menu with trees for other verifiers, no larger than `largest`.
 
-    Beside delayed trees: noise-aware ones, for greedy rows and those of the coupled rule. Beside trees that find their own shape:
-    chains, on which every verifier is exact.
+    Delayed trees are joined by noise-aware ones, for deterministic rows. Trees that find their own shape are joined by chains, on
+    which every verifier is exact.
     """
     family = menu_of(expansion, verifier, largest)
     if len(family) == 1:
@@ -195,7 +141,7 @@ def menu_for_all(expansion: Expansion, verifier: str, largest: Expansion | None 
         return menu_with([*family.entries, *_chains(family.entries[-1])])
     depth, size = (largest.max_depth, largest.num_draft_tokens) if largest else (_LARGEST_DELAYED[0], _SIZES[-1])
     branches = largest.branches if largest else _LARGEST_DELAYED[1]
-    return menu_with([*family.entries, *_own_shaped(Expansion(0, branches, depth, _RANKED, size))])
+    return menu_with([*family.entries, *_own_shaped(Expansion(0, branches, depth, _DETERMINISTIC, size))])
 
 
 def menu_with(entries: Iterable[Expansion]) -> Menu:
@@ -209,12 +155,12 @@ def _chains(bound: Expansion) -> list[Expansion]:
 
 
 def _own_shaped(bound: Expansion) -> list[Expansion]:
-    """Return the family of a tree that finds its own shape, none larger."""
-    return _by_chance(bound) if bound.tree == _RANKED else _sized(bound)
+    """Return the family of a tree that finds its own shape, within the bound."""
+    return _by_chance(bound) if bound.tree == _DETERMINISTIC else _sized(bound)
 
 
 def _by_chance(bound: Expansion) -> list[Expansion]:
-    """Return trees by the least chance of a node, which is the bound's or more; of chance p there are about 1/p a level."""
+    """Return trees by least chance, down to the bound's. Their sizes allow for 1/p nodes of probability p in a level, twice."""
     own = [bound.least_chance] if bound.least_chance else []
     chances = [*(chance for chance in _LEAST_CHANCES if chance > bound.least_chance), *own]
     most = [min(bound.max_nodes, max(bound.max_depth, ceil(2.0 / chance))) for chance in chances]
@@ -222,22 +168,17 @@ def _by_chance(bound: Expansion) -> list[Expansion]:
 
 
 def _sized(bound: Expansion) -> list[Expansion]:
-    """Return trees of each depth in the sizes that are deep enough and fit, the bound's own too."""
+    """Return trees of each depth and size within the bound, the bound itself included."""
     return [
         replace(bound, max_nodes=size, depth=depth)
         for depth in _up_to(_LENGTHS, bound.max_depth)
-        for size in _up_to(_SIZES, min(bound.max_nodes, _most_nodes(depth, bound.branches)))
+        for size in _up_to(_SIZES, min(bound.max_nodes, sum(bound.branches**level for level in range(1, depth + 1))))
         if depth <= size
     ]
 
 
-def _most_nodes(depth: int, branches: int) -> int:
-    """Return how many nodes fit into a tree of so many levels, if each node has so many children at most."""
-    return sum(branches**level for level in range(1, depth + 1))
-
-
 def _family(expansion: Expansion, verifier: str) -> TreeName:
-    """Return which delayed tree branches: the configured one if it does, else the verifier's own."""
+    """Return the kind of delayed trees: the configured one if it branches, else the verifier's own."""
     own = default_tree(verifier)
     return expansion.tree if expansion.branches > 1 or own not in DELAYED_TREES else own
 

@@ -1,8 +1,9 @@
-"""The adaptive policy: most expected tokens a second for the batch, and never knowingly fewer than plain decoding.
+"""The adaptive policy: chooses the trees with the most expected tokens a second over the batch. Plain decoding is a candidate.
 
-Asks an estimator what the text allows and a cost model what the machine charges, and has `Search` find the step. Stays plain
-unless drafts bring clearly more; probes now and then; says why. A choice is reused for a fixed number of steps while the batch is
-the same (engine.choice_cache), plain decoding until its next probe. Steps are learnt from when the next choice is made.
+An estimator predicts tokens, a cost model predicts seconds, and `Search` combines them. Drafting begins only if it is clearly
+better than plain decoding. Probes gather evidence now and then. A choice with drafts is reused for a fixed number of steps
+while the batch is the same (engine.choice_cache), plain decoding until its next probe. Measured steps are learned from at the
+next choice.
 """
 
 from collections.abc import Sequence
@@ -15,63 +16,66 @@ from numpy.typing import NDArray
 from engine.core.policy import ExpansionChoice, Reason, SequenceView, StepFeedback, StepWork, composition_of
 from engine.core.tree import PLAIN, Expansion
 from selector.acceptance import Estimates, Estimator
-from selector.cost import CostModel, StageSeconds
+from selector.cost import CostModel
 from selector.menu import Menu, fed_share
 from selector.probes import Probes
 from selector.search import BatchLoad, Search, Step
 
-REUSED_STEPS = 8  # for which a choice stands while the batch is the same
-_BEGINS_TO_PAY = 1.1  # times what their seconds are worth, that trees must bring before they are drafted; later once
-_PRICED_ALWAYS = 48  # first steps that all correct prices; later probes do, and:
-_PRICED_EVERY = 16  # of all steps
-_KEEPS_UP_SHARE = 0.002  # of a plain step's seconds, for which drafters are kept up with sequences that decode plainly
-_KEEPS_UP_STEPS = 32  # plain steps from one pass that does to the next (engine.scheduler.scheduler)
-_MEMORY = 0.95  # of what own trees brought and of the model's share of rounds, at each later step
+REUSED_STEPS = 8  # of a choice with drafts while the batch is the same
+_MARGIN = 1.1  # to begin drafting: additional tokens over those of plain decoding in the same seconds; 1 to continue
+_FIRST_CORRECTIONS = 48  # steps, all of which correct costs; later probes do, and every:
+_CORRECTION_EVERY = 16
+_KEEPS_UP_SHARE = 0.002  # of a plain step's seconds, to feed drafters while sequences decode plainly
+_KEEPS_UP_STEPS = 32  # plain steps from one such pass to the next (engine.scheduler.scheduler)
+_MEMORY = 0.95  # decay of moving averages at each step
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """A step's sequences that the policy may choose for, by place among all, the menu open to them, and what the step runs."""
+class _PolicyBatch:
+    """The sequences that the policy chooses for, with their places in the step, their menu and the rest of the step's work."""
 
     free: tuple[int, ...]
     views: tuple[SequenceView, ...]
     menu: Menu
-    is_allowed_BM: NDArray[np.bool_] | None  # all of it, if None
+    is_allowed_BM: NDArray[np.bool_] | None  # None: everything
     load: BatchLoad
 
     def probes_for(self, rows: Sequence[int], places: Sequence[int]) -> list[int]:
-        """Return the entries that all of these sequences may be probed with in place of their own."""
-        entries = self.menu.telling if places[rows[0]] else self.menu.drafting
+        """Return the entries with which these sequences may be probed instead of their own."""
+        entries = self.menu.informative if places[rows[0]] else self.menu.drafting
         chosen = {places[row] for row in rows}
         allowed_M = None if self.is_allowed_BM is None else np.asarray(self.is_allowed_BM[[*rows]].all(0))
         return [entry for entry in entries if entry not in chosen and (allowed_M is None or allowed_M[entry])]
 
 
 class AdaptiveExpansion:
-    """Chooses each step's expansions from a menu. Raises ArithmeticError where the estimator has no number to give.
+    """Chooses each step's expansions from a menu. Raises ArithmeticError if an estimate is not finite.
 
-    A token that the drafter is merely fed costs `unasked_share` of one that it is asked about. The menu holds what the server's
-    verifier is exact on; a sequence with another verifier gets what that is exact on too.
+    A token that is fed to the drafter without a query for its distribution costs `fed_only_share` of a queried one. The menu
+    has trees on which the server's verifier is exact. A sequence with another verifier gets the entries on which that one is
+    exact.
     """
 
-    def __init__(self, menu: Menu, estimator: Estimator, costs: CostModel, unqueried_share: float = 1.0) -> None:
+    def __init__(self, menu: Menu, estimator: Estimator, costs: CostModel, fed_only_share: float = 1.0) -> None:
         self.name = f"adaptive up to {replace(menu.entries[-1], least_chance=0.0)}"
         self._menu, self._estimator, self._costs = menu, estimator, costs
-        self._unasked_share = unqueried_share
+        self._fed_only_share = fed_only_share
         self._probes = Probes()
         self._reason = Reason.PLAIN_IS_BEST
-        self._without_probe: Step | None = None  # what the step under way would be without its probe
-        self._probe_tokens = 0.0  # beside it, of the sequences that are probed
-        self._unlearnt: list[tuple[StepFeedback, bool]] = []  # since the last choice, and whether each corrects prices
+        self._without_probe: Step | None = None  # the step under way without its probe
+        self._probe_tokens = 0.0  # drafted tokens that the probed sequences were expected to gain without the probe
+        self._unlearned: list[tuple[StepFeedback, bool]] = []  # since the last choice; whether each corrects costs
         self._num_steps = 0
-        self._num_passes = self._num_rounds = 1.0  # of drafting, decaying: cached text spares rounds their pass of the model
-        self._own_tokens: dict[str, float] = {}  # a step, of sequences whose requests ask for trees
+        self._num_passes = self._num_rounds = 1.0  # moving averages: cached text answers rounds without a pass
+        self._own_tokens: dict[str, float] = {}  # tokens a step of sequences with a tree of their own
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
-        """Return the expansions with the most expected tokens a second that were found, and what is expected of them."""
-        self._learn()
+        """Return the best expansions found, with the expected seconds and speed-up of the step."""
+        unlearned, self._unlearned = self._unlearned, []
+        for feedback, corrects_costs in unlearned:
+            self._learn_from(feedback, corrects_costs)
         if composition_of(views) is None and any(view.num_uncached > 1 for view in views):
-            return ExpansionChoice((PLAIN,) * len(views), Reason.PLAIN_IS_BEST)  # nodes are dear where a prompt fills the step
+            return ExpansionChoice((PLAIN,) * len(views), Reason.PLAIN_IS_BEST)  # a prompt fills the step, so nodes cost too much
         own = {one.request_id: tree for one in views if not (tree := _own_tree(one)).is_plain}
         self._own_tokens = {name: self._own_tokens.get(name, 1.0) for name in own}
         if not any(view.is_free for view in views):
@@ -80,37 +84,30 @@ class AdaptiveExpansion:
         estimates = _within_text(self._estimator.estimate(batch.views, batch.menu), batch)
         search = Search(batch.menu, estimates, batch.is_allowed_BM, batch.load, self._costs)
         if not isfinite(float(np.sum(estimates)) + search.plain.rate):
-            raise ArithmeticError("what to expect of a step is not a finite number")
+            raise ArithmeticError("the expectation of a step is not a finite number")
         plain, best = search.plain, search.best()
-        margin = 1.0 if self._reason is Reason.SPECULATION_PAYS else _BEGINS_TO_PAY
+        margin = 1.0 if self._reason is Reason.SPECULATION_PAYS else _MARGIN
         if best.tokens - plain.tokens <= margin * plain.rate * (best.seconds - plain.seconds):
             best = plain
         self._reason = Reason.SPECULATION_PAYS if any(best.places) else Reason.PLAIN_IS_BEST
-        probing, num_steps = self._probe(batch, search, best)
-        reason = Reason.PROBE if probing else self._reason
-        return self._choice(views, batch, search, probing or best, reason, num_steps)
+        probe, num_steps = self._probe(batch, search, best)
+        return self._choice(views, batch, search, probe or best, Reason.PROBE if probe else self._reason, num_steps)
 
     def observe(self, feedback: StepFeedback) -> None:
-        """Note a step: what it cost and brought is learnt when the next choice is made."""
+        """Record a step; the next choice learns from it."""
         self._num_steps += 1
         self._probes.save(feedback.draft_s + feedback.rest_s)
-        is_probe = bool(self._probes.asked)
-        is_priced = is_probe or self._num_steps <= _PRICED_ALWAYS or self._num_steps % _PRICED_EVERY == 0
-        if feedback.has_drafted or is_priced:
-            self._unlearnt.append((feedback, is_priced and not feedback.has_prefill))
+        is_probe = bool(self._probes.probed)
+        corrects_costs = is_probe or self._num_steps <= _FIRST_CORRECTIONS or self._num_steps % _CORRECTION_EVERY == 0
+        if feedback.has_drafted or corrects_costs:
+            self._unlearned.append((feedback, corrects_costs and not feedback.has_prefill))
         if is_probe:
             self._end_probe(feedback)
 
-    def _learn(self) -> None:
-        """Learn from the steps since the last choice."""
-        unlearnt, self._unlearnt = self._unlearnt, []
-        for feedback, is_priced in unlearnt:
-            self._learn_from(feedback, is_priced)
-
-    def _learn_from(self, feedback: StepFeedback, is_priced: bool) -> None:
+    def _learn_from(self, feedback: StepFeedback, corrects_costs: bool) -> None:
         outcomes = feedback.outcomes
-        if is_priced and outcomes:
-            self._costs.observe(feedback.work, StageSeconds(feedback.draft_s, feedback.rest_s))
+        if corrects_costs and outcomes:
+            self._costs.observe(feedback.work, feedback.draft_s, feedback.rest_s)
         if not feedback.has_drafted:
             return
         if not feedback.has_prefill and len(outcomes) == feedback.num_rows:
@@ -122,25 +119,25 @@ class AdaptiveExpansion:
                 self._own_tokens[one.request_id] = _MEMORY * known + (1.0 - _MEMORY) * (1.0 + one.accepted_depth)
 
     def _end_probe(self, feedback: StepFeedback) -> None:
-        """Charge the probe under way; with nothing where cached text was drafted instead, or a prompt was fed."""
+        """Charge the probe under way. It costs nothing if cached text was drafted instead, or a prompt was fed."""
         without, lost_s = self._without_probe, 0.0
-        asked = [one for one in feedback.outcomes if one.request_id in self._probes.asked]
-        if without is not None and asked and not feedback.has_prefill:
-            brought = sum(one.accepted_depth for one in asked) - self._probe_tokens
-            lost_s = feedback.draft_s + feedback.rest_s - without.seconds - brought / without.rate
-        self._probes.end(asked, lost_s)
+        probed = [one for one in feedback.outcomes if one.request_id in self._probes.probed]
+        if without is not None and probed and not feedback.has_prefill:
+            gained = sum(one.accepted_depth for one in probed) - self._probe_tokens
+            lost_s = feedback.draft_s + feedback.rest_s - without.seconds - gained / without.rate
+        self._probes.end(probed, lost_s)
 
-    def _probe(self, batch: _Batch, search: Search, best: Step) -> tuple[Step | None, int]:
-        """Return the step with a tree to learn from for the sequences that are due, if that can be paid, and the steps it is for.
+    def _probe(self, batch: _PolicyBatch, search: Search, best: Step) -> tuple[Step | None, int]:
+        """Return the step with a probe of the sequences that are due, or None, and the steps for which the choice is reused.
 
-        Plain sequences get the tree that loses least, drafting ones the deepest that can be paid; all that are due, or the first.
-        Where nothing is probed, plain decoding goes on until the next probe.
+        Plain sequences get the tree with the least loss, drafting ones the deepest affordable tree. If a probe of all that are
+        due is too expensive, only the first is probed. Without a probe, plain decoding is reused until the next one.
         """
         places = best.places
         due, next_due = self._probes.due(batch.views, [not place for place in places])
         is_plain = not any(places)
         self._probes.resize(search.plain.seconds)
-        least_s = inf  # lost by the cheapest probe of a sequence that is due
+        least_s = inf  # loss of the cheapest probe
         for rows in [due, due[:1]] if len(due) > 1 else [due] if due else []:
             trees = search.with_tree(best, rows, entries) if (entries := batch.probes_for(rows, places)) else []
             losses_s = [one.loss_s(best) for one in trees]
@@ -149,44 +146,43 @@ class AdaptiveExpansion:
             if not payable and trees and is_plain and len(rows) == 1 and self._probes.is_full:
                 payable = [trees[losses_s.index(min(losses_s))]]
             if payable:
-                found = payable[-1] if places[rows[0]] else min(payable, key=lambda one: one.loss_s(best))
                 self._without_probe = best
-                self._probe_tokens = sum(search.tokens_of(row, places[row]) - 1.0 for row in rows)
+                self._probe_tokens = sum(float(search.estimates.tokens[row, places[row]]) - 1.0 for row in rows)
                 self._probes.begin([batch.views[row] for row in rows])
-                return found, 1
+                return payable[-1] if places[rows[0]] else min(payable, key=lambda one: one.loss_s(best)), 1
         if not is_plain:
             return None, REUSED_STEPS
         wait = self._probes.steps_to_save(least_s, best.seconds) if least_s < inf else next_due
         return None, max(REUSED_STEPS, wait)
 
     def _choice(
-        self, views: Sequence[SequenceView], batch: _Batch, search: Search, step: Step, reason: Reason, num_steps: int
+        self, views: Sequence[SequenceView], batch: _PolicyBatch, search: Search, step: Step, reason: Reason, num_steps: int
     ) -> ExpansionChoice:
-        """Return a step as an expansion for every view; a request that asks for its own tree, or none, is not chosen for.
+        """Return a step as a choice. Sequences that the policy does not choose for are plain in it.
 
-        A probe's trees end by their least chance alone, whatever nodes are thought to cost; their levels cost as if all drafted.
+        A probe's trees end by their least chance alone, as node costs may be wrong. Its levels cost as if all sequences drafted.
         """
         expansions = [PLAIN] * len(views)
         for index, place in zip(batch.free, step.places, strict=True):
             expansions[index] = batch.menu.entries[place]
         num_sharing = len(step.places) if reason is Reason.PROBE else sum(map(bool, step.places))
-        prices = search.growth_prices(step, num_sharing)
-        fed_s = len(views) * self._unasked_share * self._costs.prices["draft_token"]
+        growth_costs = search.growth_costs(step, num_sharing)
+        fed_s = len(views) * self._fed_only_share * self._costs.coefficients["draft_token"]
         keeps_up_s = fed_s + self._costs.pass_s(batch.load.base.num_keys) / _KEEPS_UP_STEPS
         return ExpansionChoice(
             expansions=tuple(expansions),
             reason=reason,
             speedup=step.rate / search.plain.rate,
             step_s=step.seconds,
-            prices=replace(prices, nodes=()) if reason is Reason.PROBE else prices,
+            growth_costs=replace(growth_costs, nodes=()) if reason is Reason.PROBE else growth_costs,
             keeps_up=keeps_up_s <= _KEEPS_UP_SHARE * search.plain.seconds,
             num_steps=num_steps,
         )
 
-    def _batch(self, views: Sequence[SequenceView], own: dict[str, Expansion]) -> _Batch:
-        """Split the sequences to choose for from the others, and add up what the step runs whatever is chosen.
+    def _batch(self, views: Sequence[SequenceView], own: dict[str, Expansion]) -> _PolicyBatch:
+        """Separate the sequences to choose for from the others, and add up the work that no choice changes.
 
-        Every sequence is priced as one that decodes: a prompt is fed once, whatever is chosen.
+        Every sequence counts as decoding: a prompt is fed once, whatever is chosen.
         """
         share = self._num_passes / self._num_rounds
         free = tuple(index for index, view in enumerate(views) if view.is_free)
@@ -213,14 +209,13 @@ class AdaptiveExpansion:
             draws=[float(not one.sampling.is_greedy) for one in chosen_for],
             model_share=share,
         )
-        menu, is_allowed_BM = self._menu.allowed_for(chosen_for)
-        return _Batch(free, chosen_for, menu, is_allowed_BM, load)
+        return _PolicyBatch(free, chosen_for, *self._menu.allowed_for(chosen_for), load)
 
 
-def _within_text(estimates: Estimates, batch: _Batch) -> Estimates:
-    """Return what noise-aware trees bring within each request's bound on nodes and what remains of its text.
+def _within_text(estimates: Estimates, batch: _PolicyBatch) -> Estimates:
+    """Limit the estimates to each request's bound on nodes and to the rest of its text.
 
-    Entries of other shapes are allowed only where they fit.
+    Only noise-aware trees need this: other trees are allowed only if they fit.
     """
     most_B = [min(inf if (most := one.speculation.max_nodes) is None else most, one.num_remaining - 1) for one in batch.views]
     if not batch.menu.least_chance or min(most_B) >= batch.menu.most_nodes:
@@ -231,7 +226,7 @@ def _within_text(estimates: Estimates, batch: _Batch) -> Estimates:
 
 
 def _own_tree(view: SequenceView) -> Expansion:
-    """Return the tree that the request asks for itself, plain if it asks for none; no larger than it allows."""
+    """Return the tree that the request configures itself, within its bounds, or plain decoding."""
     speculation = view.speculation
     if speculation.expansion is None or not speculation.is_enabled:
         return PLAIN

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from engine.core.tree import DELAYED_TREES, FREE_GROWTH, TREE_NAMES, Expansion, GrowthPrices, TokenTree
+from engine.core.tree import DELAYED_TREES, FREE_GROWTH, TREE_NAMES, Expansion, GrowthCosts, TokenTree
 from engine.core.types import SamplingParams
 
 VOCAB_SIZE = 61  # of the tiny models in engine.testing
@@ -34,10 +34,10 @@ def any_expansions(max_nodes: int = 8, max_branches: int = 3, max_depth: int = 4
     return delayed | sized | by_chance
 
 
-def growth_prices() -> st.SearchStrategy[GrowthPrices]:
+def growth_costs() -> st.SearchStrategy[GrowthCosts]:
     """None, and any that leave some of a tree out, or all but its first level; a node's may bend with the tree's size."""
-    nodes = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda prices: tuple(sorted(prices)))
-    return st.just(FREE_GROWTH) | st.builds(GrowthPrices, st.floats(0.0, 1.0), st.floats(0.0, 2.0), nodes)
+    nodes = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda costs: tuple(sorted(costs)))
+    return st.just(FREE_GROWTH) | st.builds(GrowthCosts, st.floats(0.0, 1.0), st.floats(0.0, 2.0), nodes)
 
 
 @st.composite

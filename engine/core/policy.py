@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices
+from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts
 from engine.core.types import SamplingParams, Speculation
 
 
@@ -130,16 +130,16 @@ class ExpansionChoice:
     """One expansion for each view, in order, and the policy's prediction of the step.
 
     `speedup` is the predicted ratio of tokens per second to plain decoding, `step_s` the predicted seconds without the policy's
-    own. A policy without predictions leaves the defaults. `prices` are the costs of further nodes and levels. With `keeps_up`,
-    drafters are fed from time to time while their sequences decode plainly, so that they do not fall far behind. The choice can
-    be reused for `num_steps` steps, the first included, as long as the same sequences run and all decode (engine.choice_cache).
+    own. A policy without predictions leaves the defaults. `growth_costs` are the costs of further nodes and levels. With
+    `keeps_up`, drafters are fed from time to time while their sequences decode plainly, so that they do not fall far behind. The
+    choice can be reused for `num_steps` steps, the first included, as long as the same sequences run and all decode (engine.choice_cache).
     """
 
     expansions: tuple[Expansion, ...]
     reason: Reason = Reason.FIXED
     speedup: float = 1.0
     step_s: float | None = None
-    prices: GrowthPrices = FREE_GROWTH
+    growth_costs: GrowthCosts = FREE_GROWTH
     keeps_up: bool = True
     num_steps: int = 1
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.core.rng_keys import StepKey
-from engine.core.tree import FREE_GROWTH, Expansion, GrowthPrices, TreeKind
+from engine.core.tree import FREE_GROWTH, Expansion, GrowthCosts, TreeKind
 from engine.core.types import SamplingParams
 
 
@@ -41,7 +41,7 @@ class Row:
     committed tokens to feed to the drafter in this step, from position `draft_len` on. The last is the root if a tree grows.
     `num_new_prompt_tokens` of the certain tokens are prompt tokens fed for the first time (not after a preemption). `history`
     is the whole committed text, a read-only view that starts with `num_prompt_tokens` prompt tokens. A row with `is_traced`
-    keeps all data of a trace. A noise-aware tree leaves out nodes whose expected value is below their cost in `prices`.
+    keeps all data of a trace. A noise-aware tree leaves out nodes whose expected value is below their cost in `growth_costs`.
     """
 
     request_id: str
@@ -59,7 +59,7 @@ class Row:
     history: Sequence[int]
     num_prompt_tokens: int
     is_traced: bool = False
-    prices: GrowthPrices = FREE_GROWTH
+    growth_costs: GrowthCosts = FREE_GROWTH
 
     @property
     def end(self) -> int:

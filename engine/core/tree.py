@@ -182,7 +182,7 @@ PLAIN = Expansion(0, 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class GrowthPrices:
+class GrowthCosts:
     """The marginal cost of a further node and of a further level, in tokens: its seconds times the tokens per second.
 
     A node pays if its acceptance probability exceeds its cost, a level if its expected tokens do. `node` is the cost of a node
@@ -223,7 +223,7 @@ class GrowthPrices:
         return self.nodes[min(place, len(self.nodes) - 1)] if self.nodes else expansion.least_chance or self.node
 
 
-FREE_GROWTH = GrowthPrices()  # the whole expansion is grown
+FREE_GROWTH = GrowthCosts()  # the whole expansion is grown
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,9 @@ class ModelPasses:
     num_fed: float = 0
 
     @classmethod
-    def one(cls, num_tokens: int, num_asked: int, unqueried_share: float) -> "ModelPasses":
+    def one(cls, num_tokens: int, num_asked: int, fed_only_share: float) -> "ModelPasses":
         """Return a pass over tokens of which some are asked about."""
-        return cls(1, num_asked + unqueried_share * (num_tokens - num_asked))
+        return cls(1, num_asked + fed_only_share * (num_tokens - num_asked))
 
     def __add__(self, other: "ModelPasses") -> "ModelPasses":
         return ModelPasses(self.num_passes + other.num_passes, self.num_fed + other.num_fed)
@@ -184,12 +184,12 @@ class Drafter(Protocol):
 class FeedsForLess(Protocol):
     """A drafter for which a token that it is merely fed costs this share of one that it is asked about."""
 
-    unqueried_share: float
+    fed_only_share: float
 
 
-def unqueried_share_of(drafter: Drafter | None) -> float:
+def fed_only_share_of(drafter: Drafter | None) -> float:
     """Return that share; most drafters take as long for the one as for the other."""
-    return drafter.unqueried_share if isinstance(drafter, FeedsForLess) else 1.0
+    return drafter.fed_only_share if isinstance(drafter, FeedsForLess) else 1.0
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ class RankedRow:
     seed: int
     has_noise: bool
     least_chances: Sequence[float]
-    level_price: float
+    level_cost: float
     offered: float
     continued: float
     scale: float
@@ -231,7 +231,7 @@ def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> l
         seed=row.seed & (1 << 64) - 1,
         has_noise=row.has_noise,
         least_chances=least_chances,
-        level_price=row.level_price,
+        level_price=row.level_cost,
         offered=row.offered,
         continued=row.continued,
         scale=row.scale,

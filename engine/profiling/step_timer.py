@@ -18,7 +18,7 @@ from engine.core.policy import ExpansionChoice, PassSize, SequenceView, StepFeed
 from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import Expansion, TokenTree
 from engine.core.types import ModelInfo, Request, SamplingParams
-from engine.draft.drafter import Drafter, unqueried_share_of
+from engine.draft.drafter import Drafter, fed_only_share_of
 from engine.engine import Engine
 from engine.model.target import Target
 from engine.native import library
@@ -69,9 +69,9 @@ class StepTimer:
         }
 
     @property
-    def unqueried_share(self) -> float:
+    def fed_only_share(self) -> float:
         """What a token costs the drafter that it is merely fed, as a share of one that it is asked about."""
-        return unqueried_share_of(self._drafter)
+        return fed_only_share_of(self._drafter)
 
     def time_pass(self, size: PassSize) -> tuple[StepWork, float]:
         """Return what a pass of that size runs, with its judgement, and its seconds."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from engine.core.config import SchedulerConfig
 from engine.core.policy import BatchViews
 from engine.core.step_plan import Feeding, Row, StepPlan
-from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices, TokenTree
+from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts, TokenTree
 from engine.core.types import FinishReason
 from engine.core.verifier_table import fitted
 from engine.scheduler.fair_queue import FairQueue
@@ -200,12 +200,12 @@ class Scheduler:
         wanted: SequenceOf[Expansion],
         most_tokens: int | None = None,
         keeps_up: bool = True,
-        prices: GrowthPrices = FREE_GROWTH,
+        growth_costs: GrowthCosts = FREE_GROWTH,
     ) -> StepPlan:
         """Turn the wanted expansions, one for each of `views`, into rows within the token budget and the slots, oldest first.
 
-        `most_tokens` lowers the budget of the configuration. `keeps_up` feeds drafters that fall behind plain rows. `prices`
-        apply to the trees of the policy, not to those that requests set.
+        `most_tokens` lowers the budget of the configuration. `keeps_up` feeds drafters that fall behind plain rows.
+        `growth_costs` apply to the trees of the policy, not to those that requests set.
         """
         max_tokens = min(self._config.max_step_tokens, most_tokens or self._config.max_step_tokens)
         sequences = self._stepping()
@@ -223,7 +223,7 @@ class Scheduler:
             num_preempted += self._make_room(sequence, share.num_certain)
             if sequence in self._running:
                 draft_ids = self._draft_feed(sequence, share.num_certain, tree, expansion, most_behind)
-                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids[:draft_feed], prices))
+                rows.append(self._row(sequence, share.num_certain, expansion, draft_ids[:draft_feed], growth_costs))
                 draft_feed -= len(rows[-1].draft_ids)
         num_prefix_queries, num_prefix_hits, self._num_prefix_queries, self._num_prefix_hits = (
             self._num_prefix_queries,
@@ -273,7 +273,9 @@ class Scheduler:
             num_preempted += 1
         return num_preempted
 
-    def _row(self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_ids: list[int], prices: GrowthPrices) -> Row:
+    def _row(
+        self, sequence: Sequence, num_certain: int, expansion: Expansion, draft_ids: list[int], growth_costs: GrowthCosts
+    ) -> Row:
         """Allocate the sequence's slots and return its row."""
         context_len = sequence.target_len
         sequence.slots.extend(self._allocated(num_certain + expansion.num_draft_tokens))
@@ -294,7 +296,7 @@ class Scheduler:
             history=sequence.token_ids,
             num_prompt_tokens=len(sequence.request.prompt_ids),
             is_traced=self.traces_all or sequence.request.speculation.is_traced,
-            prices=FREE_GROWTH if sequence.request.speculation.expansion else prices,
+            growth_costs=FREE_GROWTH if sequence.request.speculation.expansion else growth_costs,
         )
 
     def _allocated(self, count: int) -> list[int]:

@@ -116,7 +116,7 @@ def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     drafted_depth, nodes = outcome.num_rounds, None
     if worth is not None:
         accepted = tuple([node - 1 for node in path[1 : 1 + accepted_depth]])
-        nodes = NodeChances(worth.chances, tree.depths[1:], accepted, row.prices.complete_above(expansion, worth.chances))
+        nodes = NodeChances(worth.chances, tree.depths[1:], accepted, row.growth_costs.complete_above(expansion, worth.chances))
     elif expansion.is_delayed:
         drafted_depth = max(tree.depths)
     return DraftOutcome(row.request_id, expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)

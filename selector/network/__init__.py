@@ -1,4 +1,4 @@
-"""A network that predicts what each expansion would bring: features, training, evaluation, and the estimator that serves it.
+"""A network that predicts the outcome of each expansion: features, training, evaluation, and the estimator that serves it.
 
-Stands behind the same protocol as the counting estimator (selector.acceptance). The policy does not know which one it asks.
+It implements the same protocol as the counting estimator (selector.acceptance), so the policy treats both alike.
 """

@@ -1,8 +1,9 @@
-"""What a selector learns from: roots with their features and what every tree of a menu brought there, in shards on disk.
+"""The training data of a selector: features of roots and the outcome of every tree of a menu there, in shards on disk.
 
-A shard is a safetensors file of one prompt's roots; a folder of shards can be added to at any time, and a run that was cut off
-goes on with the prompts that have none. Shape key: R examples (a root under one rule), M entries, D target width, W width of what
-the drafter reads, S scalars.
+A shard is a safetensors file with the roots of one prompt. Shards can be added to a folder at any time. An interrupted run
+continues with the prompts that have no shard.
+
+Shape key: R examples (a root under one rule), M entries, D target width, W width of the drafter's input, S scalars.
 """
 
 import json
@@ -18,7 +19,7 @@ from safetensors.numpy import save_file
 
 from engine.core.tree import parse_expansion
 from selector.menu import Menu
-from selector.network.features import SCALARS, Features
+from selector.network.features import SCALARS, SelectorFeatures
 
 _FORMAT = "latebranch-examples-1"
 _ARRAYS = ("target_RD", "draft_RW", "scalars_RS", "counted_RM", "tokens_RM", "nodes_RM", "temperature_R", "context_R")
@@ -26,10 +27,10 @@ _ARRAYS = ("target_RD", "draft_RW", "scalars_RS", "counted_RM", "tokens_RM", "no
 
 @dataclass(frozen=True)
 class Examples:
-    """R examples over one menu. States float16, the rest float32; rules, kinds and prompts by name.
+    """R examples over one menu, with the names of their rules, kinds and prompts. States are float16, the rest float32.
 
-    `tokens_RM` is E[tau + 1 | tree], the mean over sampled trees, `nodes_RM` their mean number of drafted nodes, `counted_RM`
-    what the counting estimator expected.
+    `tokens_RM` is E[tau + 1 | tree], the mean over sampled trees, and `nodes_RM` their mean number of drafted nodes. `counted_RM`
+    are the tokens that the counting estimator expected.
     """
 
     menu: Menu
@@ -49,9 +50,11 @@ class Examples:
         return len(self.rules)
 
     @property
-    def features(self) -> Features:
-        """What a network reads."""
-        return Features(self.target_RD.astype(np.float32), self.draft_RW.astype(np.float32), self.scalars_RS, self.counted_RM)
+    def features(self) -> SelectorFeatures:
+        """The inputs of a network."""
+        return SelectorFeatures(
+            self.target_RD.astype(np.float32), self.draft_RW.astype(np.float32), self.scalars_RS, self.counted_RM
+        )
 
     def at(self, rows: Sequence[int] | NDArray[np.int64]) -> Self:
         """Return some of the examples."""
@@ -69,7 +72,7 @@ class Examples:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return all of them as one; raise ValueError if their menus differ or there are none."""
+        """Return all examples of the parts; raise ValueError if their menus differ or there are no parts."""
         if not parts:
             raise ValueError("there are no examples")
         if any(part.menu.entries != parts[0].menu.entries for part in parts):
@@ -82,24 +85,24 @@ class Examples:
 
 
 class ExampleFolder:
-    """A folder of shards, one a prompt. `notes` say how they were made, of how many prompts, and what a step costs.
+    """A folder of shards, one for each prompt. `notes` record the command, the number of prompts and the costs of a step.
 
-    All of them were made alike; a folder that was added to holds the notes of each run.
+    All shards have the same design. Shards of different runs have the notes of their run.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def has(self, prompt: str) -> bool:
-        """Return whether a prompt's examples are there."""
+        """Return whether a prompt has a shard."""
         return self._path(prompt).is_file()
 
     def designs(self) -> set[str]:
-        """Return how its examples were made: one way, or they cannot be read together."""
+        """Return the designs of its shards. Shards can be read together only if there is one design."""
         return {str(_notes(path).get("design")) for path in self.folder.glob("roots-*.safetensors")}
 
     def add(self, prompt: str, examples: Examples, notes: Mapping[str, object]) -> None:
-        """Write a prompt's shard, whole or not at all."""
+        """Write a prompt's shard atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         names = {one: list(getattr(examples, one)) for one in ("rules", "kinds", "prompts")}
         header = {"entries": [str(entry) for entry in examples.menu.entries], "scalars": SCALARS, **names}
@@ -109,14 +112,14 @@ class ExampleFolder:
         partial.rename(self._path(prompt))
 
     def read(self) -> tuple[Examples, dict[str, object]]:
-        """Return all examples, and the notes of the run that wanted most prompts of a kind.
+        """Return all examples, and the notes of the run with the most prompts, which alone reproduces them all.
 
-        Of runs over the same kinds it alone makes all of them. Raises ValueError if there are no examples or not all are alike.
+        Raises ValueError if there are no examples or their designs or menus differ.
         """
         read = [_read(path) for path in sorted(self.folder.glob("roots-*.safetensors"))]
         designs = {str(notes.get("design")) for _, notes in read}
         if len(designs) > 1:
-            raise ValueError(f"{self.folder} holds examples that were made differently: {'; '.join(sorted(designs))}")
+            raise ValueError(f"{self.folder} has examples that were made differently: {'; '.join(sorted(designs))}")
         joined = Examples.joined([examples for examples, _ in read])
         return joined, max((notes for _, notes in read), key=_num_prompts)
 
@@ -126,7 +129,7 @@ class ExampleFolder:
 
 def _num_prompts(notes: Mapping[str, object]) -> int:
     wanted = notes.get("num_prompts")
-    return wanted if isinstance(wanted, int) else 0  # shards of earlier versions do not say
+    return wanted if isinstance(wanted, int) else 0  # absent in shards of earlier versions
 
 
 def _notes(path: Path) -> dict[str, object]:
@@ -140,7 +143,7 @@ def _read(path: Path) -> tuple[Examples, dict[str, object]]:
         metadata = file.metadata() or {}
         arrays: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     if metadata.get("format") != _FORMAT:
-        raise ValueError(f"{path.name} holds no examples of the format {_FORMAT}")
+        raise ValueError(f"{path.name} has no examples of the format {_FORMAT}")
     header = json.loads(metadata["header"])
     if tuple(header["scalars"]) != SCALARS:
         raise ValueError(f"{path.name} has other scalars than this version; collect them anew")

@@ -1,12 +1,14 @@
-"""The selector's network: from what is known of a root to E[tau + 1] of every tree on the menu, or to a choice among them.
+"""The selector's network: from the features of a root to E[tau + 1] of every tree on the menu, or to scores of the trees.
 
-Three projections with layer norms (the target's state, what the drafter will read, scalars), an MLP of 512 and 32, and a head for
-each rule that judges trees. The head of expectations, to which a linear map of the scalars is added, says by how much each
-increment differs from the counted one: a level of the chain, or one more branch from a trunk on as deep as one more step of the
-menu. Increments are never negative, so a deeper or wider tree never brings less, and a network that has learnt nothing is the
-counting estimator. The other head is the paper's (Dynamic Delayed Tree Expansion, arXiv 2602.16994): scores of entries.
+Three inputs (the target's state, the drafter's input, scalars) are projected and normalised. An MLP of widths 512 and 32
+follows, and a head for each rule that verifies trees. With the objective "tokens" a head, plus a linear map of the scalars,
+corrects the counted increments. An increment is a level of the chain, or a further branch at a trunk up to some depth.
+Increments are never negative, so a larger tree is never expected to bring less. An untrained network equals the counting
+estimator. With the objective "policy" a head scores entries, as in the paper (Dynamic Delayed Tree Expansion, arXiv
+2602.16994).
 
-Shape key: B sequences, M entries of the menu, P increments, D target width, W width of what the drafter reads, S scalars.
+Shape key: B sequences, M entries of the menu, P increments, D target width, W width of the drafter's input, S scalars, R
+examples.
 """
 
 import json
@@ -26,20 +28,20 @@ from torch.nn import functional
 
 from engine.core.tree import parse_expansion
 from selector.menu import Menu
-from selector.network.features import OF_DRAFT_LAW, SCALARS, Features
+from selector.network.features import DRAFT_SCALARS, SCALARS, SelectorFeatures
 
 _FORMAT = "latebranch-selector-2"
 _WIDTH, _HIDDEN, _CODE = 128, 512, 32
-_LEAST = 1e-3  # tokens of a counted increment
+_LEAST = 1e-3  # lower bound of a counted increment, in tokens
 _DROPOUT = 0.1
-_FARTHEST = 4.0  # deviations from the mean, of a scalar that is read straight
+_FARTHEST = 4.0  # bound of standardised scalars in the linear map
 
 Objective = Literal["tokens", "policy"]
 
 
 @dataclass(frozen=True, slots=True)
 class NetShape:
-    """What a network reads, whose trees it knows, and which of its two heads it has."""
+    """The widths of a network's inputs, its rules and trees, and its objective. The fields are written to its file."""
 
     target_width: int
     draft_width: int
@@ -50,17 +52,17 @@ class NetShape:
 
     @property
     def menu(self) -> Menu:
-        """The trees."""
+        """The menu of its trees."""
         return Menu(tuple(parse_expansion(entry) for entry in self.entries))
 
 
 def increments_of(menu: Menu) -> NDArray[np.float32]:
-    """Return which increments each entry has, 0 or 1, [M, P]; raise ValueError where trees find their own shape.
+    """Return which increments each entry has, 0 or 1, [M, P]; raise ValueError if a tree finds its own shape.
 
-    A tree has the levels of the longest chain in it, and for each branch beside the first the steps of depth behind its trunk.
+    A tree has the levels of its longest chain, and for each branch after the first the depths on the menu up to its own.
     """
     if not all(entry.is_delayed for entry in menu.entries):
-        raise ValueError("the network knows delayed trees alone: chains, and trunks with branches")
+        raise ValueError("the network knows delayed trees only: chains, and trunks with branches")
     levels = [("level", level, 0, 0) for level in range(1, int(menu.depths.max()) + 1)]
     forked = [entry for entry in menu.entries if entry.branches > 1]
     cells = sorted({("fork", one.trunk, rank, one.depth) for one in forked for rank in range(2, one.branches + 1)})
@@ -74,7 +76,7 @@ def increments_of(menu: Menu) -> NDArray[np.float32]:
 
 
 class SelectorNet(nn.Module):
-    """The network. In training mode dropout is on."""
+    """The network. Dropout is active in training mode."""
 
     has_MP: Tensor
     to_increments_PM: Tensor
@@ -104,27 +106,27 @@ class SelectorNet(nn.Module):
         )
         num_outputs = has_MP.shape[1] if shape.objective == "tokens" else len(self.menu)
         self.heads = nn.ModuleList(nn.Linear(_CODE, num_outputs) for _ in shape.rules)
-        straight = shape.rules if shape.objective == "tokens" else ()  # the paper's has none
+        straight = shape.rules if shape.objective == "tokens" else ()  # the paper's head has no linear map
         self.straight = nn.ModuleList(nn.Linear(len(shape.scalars), num_outputs, bias=False) for _ in straight)
         for parameter in (*self.heads.parameters(), *self.straight.parameters()):
             nn.init.zeros_(parameter)
 
     def standardise(self, scalars_RS: NDArray[np.float32]) -> None:
-        """Take means and deviations of the scalars from examples; those of a draft law, from examples that have one."""
-        has_distribution = scalars_RS[:, OF_DRAFT_LAW.start] > 0.0
+        """Take means and deviations of the scalars from examples, for DRAFT_SCALARS from examples with a draft distribution."""
+        has_draft_R = scalars_RS[:, DRAFT_SCALARS.start] > 0.0
         for column in range(scalars_RS.shape[1]):
-            is_of_probs = OF_DRAFT_LAW.start < column < OF_DRAFT_LAW.stop
-            values = scalars_RS[has_distribution, column] if is_of_probs else scalars_RS[:, column]
+            is_of_draft = DRAFT_SCALARS.start < column < DRAFT_SCALARS.stop
+            values = scalars_RS[has_draft_R, column] if is_of_draft else scalars_RS[:, column]
             if len(values):
                 self.mean_S[column] = float(values.mean())
                 self.deviation_S[column] = max(float(values.std()), 1e-2)
 
     def forward(self, features: "Inputs") -> Float[Tensor, "B M"]:
-        """Return expected tokens of every entry, or its score."""
+        """Return the expected tokens of every entry, or its score."""
         scalars_BS = (features.scalars_BS - self.mean_S) / self.deviation_S
-        has_probs_B1 = features.scalars_BS[:, OF_DRAFT_LAW.start : OF_DRAFT_LAW.start + 1]
-        distribution = slice(OF_DRAFT_LAW.start + 1, OF_DRAFT_LAW.stop)
-        scalars_BS[:, distribution] = scalars_BS[:, distribution] * has_probs_B1
+        has_draft_B1 = features.scalars_BS[:, DRAFT_SCALARS.start : DRAFT_SCALARS.start + 1]
+        of_draft = slice(DRAFT_SCALARS.start + 1, DRAFT_SCALARS.stop)
+        scalars_BS[:, of_draft] = scalars_BS[:, of_draft] * has_draft_B1
         parts = (features.target_BD, features.draft_BW, scalars_BS)
         code_BC = self.body(
             torch.cat([projection(part) for projection, part in zip(self.projections, parts, strict=True)], dim=-1)
@@ -145,7 +147,7 @@ class SelectorNet(nn.Module):
         return stacked[place_B, torch.arange(len(rules_B))]
 
     def _tokens(self, outputs_BP: Tensor, counted_BM: Tensor) -> Tensor:
-        """Return 1 and the increments: the counted ones, moved in the space where they are any number."""
+        """Return 1 plus the increments. Outputs correct the counted increments before the softplus, where any number is valid."""
         counted_BP = ((counted_BM - 1.0) @ self.to_increments_PM.T).clamp(min=_LEAST)
         increments_BP = functional.softplus(outputs_BP + counted_BP + torch.log(-torch.expm1(-counted_BP)))
         return torch.minimum(1.0 + increments_BP @ self.has_MP.T, self.most_M)
@@ -158,7 +160,7 @@ class SelectorNet(nn.Module):
 
     @classmethod
     def load(cls, path: Path) -> tuple[Self, dict[str, object]]:
-        """Read a network and its recipe; raise OSError or SafetensorError if it cannot be read, ValueError if it is none."""
+        """Read a network and its recipe; raise OSError, SafetensorError, or ValueError if it is no network."""
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
@@ -179,7 +181,7 @@ class SelectorNet(nn.Module):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Features as tensors, and the rule that judges each sequence's trees, as its place among the network's."""
+    """Features as tensors. `rules_B` are the places of the sequences' rules in the network's."""
 
     target_BD: Float[Tensor, "B D"]
     draft_BW: Float[Tensor, "B W"]
@@ -188,8 +190,8 @@ class Inputs:
     rules_B: Int[Tensor, " B"]
 
     @classmethod
-    def of(cls, features: Features, rules: Sequence[int]) -> "Inputs":
-        """Return them."""
+    def of(cls, features: SelectorFeatures, rules: Sequence[int]) -> "Inputs":
+        """Return features and rules as tensors."""
         return cls(
             target_BD=torch.from_numpy(features.target_BD),
             draft_BW=torch.from_numpy(features.draft_BW),

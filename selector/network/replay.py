@@ -1,4 +1,4 @@
-"""Examples replayed: what a step with each tree would have cost, and what a way to choose would have brought.
+"""Replays examples: the seconds of a step with each tree, and the tokens a second of choices.
 
 Shape key: R examples, M entries.
 """
@@ -18,7 +18,7 @@ Places = NDArray[np.int64]
 
 
 def seconds_of(examples: Examples, costs: CostModel) -> Array:
-    """Return the predicted seconds of a step of one sequence with each tree, [R, M]; the drafter lags by the root alone."""
+    """Return the predicted seconds of a step of one sequence with each tree, [R, M]. Only the root is new to the drafter."""
     depths_M, fed_share_M = examples.menu.depths.astype(np.float64), examples.menu.fed_share
     rows = zip(
         examples.context_R.tolist(), (examples.temperature_R > 0.0).tolist(), examples.nodes_RM.astype(np.float64), strict=True
@@ -27,7 +27,7 @@ def seconds_of(examples: Examples, costs: CostModel) -> Array:
 
 
 def step_s(costs: CostModel, context: int, is_drawn: bool, nodes_M: Array, passes_M: Array, fed_M: Array) -> Array:
-    """Return the predicted seconds of a step of one sequence with trees of so many nodes, draft passes and nodes fed, [M]."""
+    """Return the predicted seconds of a step of one sequence for trees with these nodes, draft passes and fed nodes, [M]."""
     trees = zip(nodes_M.tolist(), passes_M.tolist(), fed_M.tolist(), strict=True)
     works = (
         StepWork(
@@ -39,12 +39,12 @@ def step_s(costs: CostModel, context: int, is_drawn: bool, nodes_M: Array, passe
 
 
 def best_places(tokens_RM: Array, seconds_RM: Array) -> Places:
-    """Return the entry with most expected tokens a second, for each example."""
+    """Return the entry with the most expected tokens a second for each example."""
     return np.asarray((tokens_RM / seconds_RM).argmax(1))
 
 
 def static_place(tokens_RM: Array, seconds_RM: Array) -> int:
-    """Return the entry that would be best for all examples alike."""
+    """Return the entry that is best for all examples together."""
     return int((tokens_RM.sum(0) / seconds_RM.sum(0)).argmax())
 
 
@@ -57,15 +57,15 @@ def rows_by(labels: tuple[str, ...]) -> dict[str, Places]:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Tokens and seconds of a choice over some examples."""
+class Totals:
+    """Tokens and seconds of choices, summed over examples."""
 
     tokens: float
     seconds: float
 
     @classmethod
-    def of(cls, places_R: Places, tokens_RM: Array, seconds_RM: Array) -> "Outcome":
-        """Return what these choices bring and cost."""
+    def of(cls, places_R: Places, tokens_RM: Array, seconds_RM: Array) -> "Totals":
+        """Return the totals of these choices."""
         rows = np.arange(len(places_R))
         return cls(float(tokens_RM[rows, places_R].sum()), float(seconds_RM[rows, places_R].sum()))
 

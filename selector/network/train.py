@@ -1,8 +1,8 @@
-"""Trains the selector's network, on a processor in minutes: from examples to weights, until prompts kept aside grow worse.
+"""Trains the selector's network on a CPU in minutes, with early stopping on held-out prompts.
 
-Prompts are split in three: most are learnt from, some say when to stop, some are left for evaluation. In half of what is shown
-the drafter's last law is hidden, anew at each update: where the step before was plain or its whole path accepted there is none.
-In half, drawn apart, all states are: they tell examples from each other, and few would be learnt by heart.
+Prompts are split in three, for training, early stopping and evaluation. Each update hides the scalars of the draft distribution
+in a random half of the examples, since there is none after a plain step or a fully accepted path. In another random half it
+hides all states, as a network would otherwise memorise the few examples by their states.
 
 Shape key: R examples, B examples of an update, M entries.
 """
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from engine.utils.progress_bar import progress_bar
 from selector.network.examples import Examples
-from selector.network.features import OF_DRAFT_LAW
+from selector.network.features import DRAFT_SCALARS
 from selector.network.net import Inputs, NetShape, Objective, SelectorNet
 from selector.network.replay import Array, rows_by, static_place
 
-_LEAST_VARIANCE = 0.05  # of an entry's tokens
+_LEAST_VARIANCE = 0.05  # added to the variance of an entry's tokens
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingPlan:
-    """How to train. `stop_share` and `test_share` of each kind's prompts are kept aside, one of each at least.
+class SelectorTrainingPlan:
+    """How to train. `stop_share` and `test_share` of each kind's prompts are held out, at least one of each.
 
-    For the objective "policy" the loss is the mean throughput over that of the best static tree, negative, and
-    `shortfall_weight` times the mean squared shortfall of the worst `worst_share` of the examples (arXiv 2602.16994).
+    For the objective "policy" the loss is the negative mean throughput relative to the best static tree, plus `shortfall_weight`
+    times the mean squared shortfall of the worst `worst_share` of the examples (arXiv 2602.16994).
     """
 
     objective: Objective = "tokens"
@@ -47,8 +47,8 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True)
-class Split:
-    """Prompts by what they are for."""
+class PromptSplit:
+    """Prompts for training, for early stopping and for evaluation."""
 
     train: tuple[str, ...]
     stop: tuple[str, ...]
@@ -64,8 +64,8 @@ class Trained:
     curve: list[dict[str, float]]
 
 
-def split_of(examples: Examples, plan: TrainingPlan) -> Split:
-    """Return a split of the prompts, every kind in all three parts; raise ValueError if a kind has fewer than three prompts."""
+def split_of(examples: Examples, plan: SelectorTrainingPlan) -> PromptSplit:
+    """Return a split with every kind in all three parts; raise ValueError if a kind has too few prompts."""
     rng = random.Random(plan.seed)
     train: list[str] = []
     stop: list[str] = []
@@ -74,16 +74,16 @@ def split_of(examples: Examples, plan: TrainingPlan) -> Split:
         prompts = sorted({examples.prompts[row] for row in rows.tolist()})
         num_stop, num_test = (max(1, round(share * len(prompts))) for share in (plan.stop_share, plan.test_share))
         if len(prompts) <= num_stop + num_test:
-            raise ValueError(f"{len(prompts)} prompts of kind {kind} are too few to keep some aside")
+            raise ValueError(f"{len(prompts)} prompts of kind {kind} are too few to hold some out")
         rng.shuffle(prompts)
         test += prompts[:num_test]
         stop += prompts[num_test : num_test + num_stop]
         train += prompts[num_test + num_stop :]
-    return Split(tuple(train), tuple(stop), tuple(test))
+    return PromptSplit(tuple(train), tuple(stop), tuple(test))
 
 
-def train(examples: Examples, seconds_RM: Array, plan: TrainingPlan) -> Trained:
-    """Return the network with the least loss on the prompts that say when to stop. `seconds_RM` are of the steps."""
+def train(examples: Examples, seconds_RM: Array, plan: SelectorTrainingPlan) -> Trained:
+    """Return the network with the least loss on the prompts for early stopping. `seconds_RM` are those of the steps."""
     split = split_of(examples, plan)
     rules = tuple(sorted(set(examples.rules)))
     rows = {part: _rows_of(examples, getattr(split, part)) for part in ("train", "stop")}
@@ -94,7 +94,7 @@ def train(examples: Examples, seconds_RM: Array, plan: TrainingPlan) -> Trained:
         shape = NetShape(examples.target_RD.shape[1], examples.draft_RW.shape[1], rules, entries, plan.objective)
         net = SelectorNet(shape)
         net.standardise(examples.scalars_RS[rows["train"]])
-        parts = {part: _Part(examples.at(of_part), rules, objective.at(of_part)) for part, of_part in rows.items()}
+        parts = {part: _TrainingPart(examples.at(of_part), rules, objective.at(of_part)) for part, of_part in rows.items()}
         curve = _descend(net, parts["train"], parts["stop"], plan)
     recipe: dict[str, object] = {
         "plan": asdict(plan),
@@ -113,17 +113,17 @@ def _rows_of(examples: Examples, prompts: Sequence[str]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Objective:
-    """What a network's outputs are held against: tokens by their variance, or throughput over the best static tree's, [R, M]."""
+    """The truth for a network's outputs, [R, M]: tokens with their variance, or throughput relative to the best static tree."""
 
     truth_RM: Tensor
     variance_M: Tensor
-    plan: TrainingPlan
+    plan: SelectorTrainingPlan
 
     def at(self, rows: np.ndarray) -> "_Objective":
         return _Objective(self.truth_RM[torch.from_numpy(rows)], self.variance_M, self.plan)
 
     def losses(self, outputs_BM: Tensor, rows: Tensor) -> Tensor:
-        """Return a loss for each example; that of the worst is the batch's own."""
+        """Return a loss for each example. The shortfall of the worst examples is common to the batch."""
         truth_BM = self.truth_RM[rows]
         if self.plan.objective == "tokens":
             return ((outputs_BM - truth_BM).square() / self.variance_M)[:, 1:].mean(1)
@@ -133,7 +133,7 @@ class _Objective:
         return self.plan.shortfall_weight * shortfall - ratio_B
 
 
-def _objective(examples: Examples, seconds_RM: Array, train_rows: np.ndarray, plan: TrainingPlan) -> _Objective:
+def _objective(examples: Examples, seconds_RM: Array, train_rows: np.ndarray, plan: SelectorTrainingPlan) -> _Objective:
     truth_RM = examples.tokens_RM.astype(np.float64)
     variance_M = truth_RM[train_rows].var(0) + _LEAST_VARIANCE
     if plan.objective == "policy":
@@ -147,8 +147,8 @@ def _objective(examples: Examples, seconds_RM: Array, train_rows: np.ndarray, pl
     return _Objective(torch.from_numpy(truth_RM).float(), torch.from_numpy(variance_M).float(), plan)
 
 
-class _Part:
-    """Examples as tensors with what they are held against."""
+class _TrainingPart:
+    """Examples as tensors, with their objective."""
 
     def __init__(self, examples: Examples, rules: tuple[str, ...], objective: _Objective) -> None:
         self.objective = objective
@@ -160,29 +160,31 @@ class _Part:
     def losses(
         self, net: SelectorNet, rows: Tensor, is_probs_hidden_B: Tensor, is_state_hidden_B: Tensor | None = None
     ) -> Tensor:
-        """Return the losses of some examples, of which the drafter's last law, or all states, may be hidden."""
-        all_of = self._inputs
-        scalars_BS = all_of.scalars_BS[rows].clone()
-        scalars_BS[is_probs_hidden_B, OF_DRAFT_LAW] = 0.0
-        target_BD, draft_BW = all_of.target_BD[rows], all_of.draft_BW[rows]
+        """Return the losses of some examples, with the draft distribution or all states hidden where marked."""
+        whole = self._inputs
+        scalars_BS = whole.scalars_BS[rows].clone()
+        scalars_BS[is_probs_hidden_B, DRAFT_SCALARS] = 0.0
+        target_BD, draft_BW = whole.target_BD[rows], whole.draft_BW[rows]
         if is_state_hidden_B is not None:
             target_BD, draft_BW = (one.masked_fill(is_state_hidden_B[:, None], 0.0) for one in (target_BD, draft_BW))
-        inputs = Inputs(target_BD, draft_BW, scalars_BS, all_of.counted_BM[rows], all_of.rules_B[rows])
+        inputs = Inputs(target_BD, draft_BW, scalars_BS, whole.counted_BM[rows], whole.rules_B[rows])
         return self.objective.losses(net(inputs), rows)
 
     def mean_loss(self, net: SelectorNet) -> float:
-        """Return the mean loss, half of it without the drafter's last law."""
+        """Return the mean of the losses with and without the draft distribution."""
         rows = torch.arange(len(self))
         with torch.inference_mode():
             shown, hidden = (self.losses(net, rows, torch.full((len(rows),), hide)) for hide in (False, True))
         return float((shown.mean() + hidden.mean()) / 2)
 
 
-def _descend(net: SelectorNet, learnt: _Part, stopping: _Part, plan: TrainingPlan) -> list[dict[str, float]]:
-    """Train in place, and leave the best weights; return the losses by epoch."""
+def _descend(
+    net: SelectorNet, learnt: _TrainingPart, stopping: _TrainingPart, plan: SelectorTrainingPlan
+) -> list[dict[str, float]]:
+    """Train in place and restore the best weights; return the losses by epoch."""
     generator = torch.Generator().manual_seed(plan.seed)
     optimiser = torch.optim.AdamW(net.parameters(), plan.rate, weight_decay=plan.weight_decay)
-    hides_states = plan.objective == "tokens"  # the paper's selector is shown them
+    hides_states = plan.objective == "tokens"  # the paper's selector always sees them
     curve: list[dict[str, float]] = []
     best, best_weights = float("inf"), copy.deepcopy(net.state_dict())
     with progress_bar(what="training", total=plan.max_epochs, unit="epoch") as bar:

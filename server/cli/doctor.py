@@ -24,8 +24,8 @@ from engine.native.linear import QUANTISED
 from engine.weights import UnsupportedModel, WeightsCache, WeightsError, default_root, find_preset, load_presets, resolve
 from engine.weights.stored import num_parameters
 from selector.menu import menu_for_all
-from selector.network.learnt import misfits
 from selector.network.net import SelectorNet
+from selector.network.net_estimator import mismatches
 
 
 class Level(StrEnum):
@@ -171,7 +171,7 @@ def _selector(config: EngineConfig, _: torch.device) -> Iterator[Finding]:
     except (OSError, SafetensorError, ValueError) as error:
         yield Finding("selector", grave, f"{path.name} cannot be used: {error}{instead}")
         return
-    differences = misfits(net, menu_for_all(config.expansion, config.verifier, config.largest_expansion), width, read)
+    differences = mismatches(net, menu_for_all(config.expansion, config.verifier, config.largest_expansion), width, read)
     yield from (Finding("selector", grave, f"{path.name} cannot be used: {one}{instead}") for one in differences)
     if not differences:
         of = f", made for {recipe['model']}" if "model" in recipe else ""

@@ -79,12 +79,12 @@ def _collect(parsed: argparse.Namespace) -> int:
         sys.stderr.write(f"latebranch selector collect: {error}\n")
         return 1
     tokenizer = load_tokenizer(resolve(settings.model).folder)
-    prices = {"rest": profile.rest, "draft": profile.draft}
+    coefficients = {"rest": profile.rest, "draft": profile.draft}
     kinds = f" --kinds {' '.join(parsed.kinds)}" if parsed.kinds else ""
     num_prompts: int = parsed.num_prompts
     command = f"{_command(parsed)}{kinds} --num-prompts {num_prompts}"
     made_by = f"{_command(parsed)}, judged by {', '.join(collector.rules)}"  # settings come from the environment too
-    notes = {"command": command, "num_prompts": num_prompts, "design": made_by, "model": settings.model, "prices": prices}
+    notes = {"command": command, "num_prompts": num_prompts, "design": made_by, "model": settings.model, "prices": coefficients}
     if head := settings.to_tool_config().head:  # what it makes of the target's states is what a network reads
         notes["head"] = tensors_digest(Path(head))
         notes["design"] = f"{made_by}, beside the head {notes['head']}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from server.cli.selector_train import read_examples
 
 if TYPE_CHECKING:
-    from selector.network.evaluate import Calibration
+    from selector.network.evaluate import CalibrationCurve
 
 
 def add_evaluate_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,7 +28,7 @@ def add_evaluate_command(commands: "argparse._SubParsersAction[argparse.Argument
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
-    from selector.network.evaluate import calibration, scores, table, told_by, ways
+    from selector.network.evaluate import baselines, calibration, chosen_by, scores, table
     from selector.network.net import SelectorNet
     from selector.network.replay import rows_by
 
@@ -46,13 +46,13 @@ def _evaluate(parsed: argparse.Namespace) -> int:
         asked = sorted(row for prompt in tested for row in by_prompt[prompt].tolist())
         known = sorted(set(range(len(examples))) - set(asked))
         held, held_s = examples.at(asked), seconds_RM[asked]
-        told = ways(examples.at(known), seconds_RM[known], held, held_s)
-        told += [told_by(name, net, held, held_s) for name, (net, _) in loaded.items()]
+        chosen = baselines(examples.at(known), seconds_RM[known], held, held_s)
+        chosen += [chosen_by(name, net, held, held_s) for name, (net, _) in loaded.items()]
     except (ValueError, OSError) as error:
         sys.stderr.write(f"latebranch selector evaluate: {error}\n")
         return 1
-    sys.stdout.write(f"{len(held)} examples of {len(tested)} prompts\n\n{table(scores(told, held, held_s))}\n\n")
-    curves = [calibration(one, held) for one in told if one.tokens_RM is not None and one.name != "oracle"]
+    sys.stdout.write(f"{len(held)} examples of {len(tested)} prompts\n\n{table(scores(chosen, held, held_s))}\n\n")
+    curves = [calibration(one, held) for one in chosen if one.tokens_RM is not None and one.name != "oracle"]
     sys.stdout.writelines(f"calibration of {one.name}: off by {one.error:.3f} tokens in the mean of its bins\n" for one in curves)
     if parsed.plot is not None:
         _plot(curves, parsed.plot)
@@ -64,7 +64,7 @@ def _prompts(recipe: Any) -> dict[str, list[str]]:
     return found
 
 
-def _plot(curves: "Sequence[Calibration]", path: Path) -> None:
+def _plot(curves: "Sequence[CalibrationCurve]", path: Path) -> None:
     """Draw what came over what was expected, if matplotlib is installed."""
     try:
         import matplotlib as mpl
@@ -76,7 +76,7 @@ def _plot(curves: "Sequence[Calibration]", path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(5, 5), layout="constrained")
     for curve in curves:
-        axes.plot(curve.expected, curve.came, marker="o", label=f"{curve.name} ({curve.error:.2f})")
+        axes.plot(curve.expected, curve.observed, marker="o", label=f"{curve.name} ({curve.error:.2f})")
     lowest, highest = axes.get_xlim()
     axes.plot([lowest, highest], [lowest, highest], color="grey", linestyle=":")
     axes.set(xlabel="tokens expected of the chosen tree", ylabel="tokens that it brought")

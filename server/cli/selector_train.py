@@ -30,12 +30,12 @@ def add_train_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    from selector.network.train import TrainingPlan, train
+    from selector.network.train import SelectorTrainingPlan, train
 
     try:
         examples, notes, seconds_RM = read_examples(parsed.examples)
-        asked = {field.name: getattr(parsed, field.name) for field in fields(TrainingPlan) if hasattr(parsed, field.name)}
-        plan = TrainingPlan(**asked)
+        asked = {field.name: getattr(parsed, field.name) for field in fields(SelectorTrainingPlan) if hasattr(parsed, field.name)}
+        plan = SelectorTrainingPlan(**asked)
         trained = train(examples, seconds_RM, plan)
     except ValueError as error:
         sys.stderr.write(f"latebranch selector train: {error}\n")
@@ -57,5 +57,5 @@ def read_examples(folder: Path) -> "tuple[Examples, dict[str, Any], Array]":
     from selector.network.replay import seconds_of
 
     examples, notes = ExampleFolder(folder).read()
-    prices: Any = notes["prices"]
-    return examples, notes, seconds_of(examples, CostModel(prices["rest"], prices["draft"]))
+    coefficients: Any = notes["prices"]
+    return examples, notes, seconds_of(examples, CostModel(coefficients["rest"], coefficients["draft"]))

@@ -15,7 +15,7 @@ from engine.core.types import FinishReason, Progress, Request, SamplingParams, S
 from engine.engine import Engine
 from engine.testing import tiny_engine
 from tests.model.tiny import model, pair
-from tests.strategies import any_expansions, growth_prices
+from tests.strategies import any_expansions, growth_costs
 
 _LONGEST = 24  # tokens of a request, prompt and answer
 _COUPLED, _IID = Speculation(), Speculation(verifier="traversal")
@@ -46,10 +46,12 @@ class Wishes:
 
     def __init__(self) -> None:
         self.next = [Expansion(0, 1, 0)]
-        self.prices = FREE_GROWTH
+        self.growth_costs = FREE_GROWTH
 
     def choose(self, views):
-        return ExpansionChoice(tuple(self.next[index % len(self.next)] for index in range(len(views))), prices=self.prices)
+        return ExpansionChoice(
+            tuple(self.next[index % len(self.next)] for index in range(len(views))), growth_costs=self.growth_costs
+        )
 
     def observe(self, feedback):
         pass
@@ -133,9 +135,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.lives[request_id].finish is FinishReason.ABORT
 
     @precondition(lambda self: self.alive)
-    @rule(wishes=st.lists(any_expansions(max_nodes=6), min_size=1, max_size=4), prices=growth_prices(), count=st.integers(1, 4))
-    def steps(self, wishes, prices, count):
-        self.wishes.next, self.wishes.prices = wishes, prices
+    @rule(
+        wishes=st.lists(any_expansions(max_nodes=6), min_size=1, max_size=4), growth_costs=growth_costs(), count=st.integers(1, 4)
+    )
+    def steps(self, wishes, growth_costs, count):
+        self.wishes.next, self.wishes.growth_costs = wishes, growth_costs
         for _ in range(count):
             self.step()
 

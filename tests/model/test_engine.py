@@ -12,7 +12,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionChoice, FixedExpansion
 from engine.core.rng_keys import Stream, stream_key
 from engine.core.step_plan import Feeding
-from engine.core.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion, GrowthPrices
+from engine.core.tree import DELAYED_TREES, PLAIN, TREE_NAMES, Expansion, GrowthCosts
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.early_exit import Lens, early_exit_drafter
@@ -31,7 +31,7 @@ from tests.model.distributions import probs_of
 from tests.model.driving import greedy, run, sampled
 from tests.model.passes import CPU
 from tests.model.tiny import model, own_greedy_text, own_logits, pair
-from tests.strategies import any_expansions, expansions, growth_prices
+from tests.strategies import any_expansions, expansions, growth_costs
 
 BEAM, HEAP = Expansion(0, 3, 4, "beam", 7), Expansion(0, 3, 4, "heap", 7)
 EXPANSIONS = [PLAIN, Expansion(4, 1, 0), Expansion(0, 3, 2), Expansion(2, 2, 2), Expansion(1, 4, 1), BEAM, HEAP]
@@ -150,25 +150,25 @@ class Script:
 
     name = "script"
 
-    def __init__(self, wishes: list[Expansion], prices: GrowthPrices) -> None:
+    def __init__(self, wishes: list[Expansion], growth_costs: GrowthCosts) -> None:
         self._wishes = wishes
-        self._prices = prices
+        self._growth_costs = growth_costs
         self._next = 0
 
     def choose(self, views):
         chosen = [self._wishes[(self._next + i) % len(self._wishes)] for i in range(len(views))]
         self._next += len(views)
-        return ExpansionChoice(tuple(chosen), prices=self._prices)
+        return ExpansionChoice(tuple(chosen), growth_costs=self._growth_costs)
 
     def observe(self, feedback):
         pass
 
 
 @settings(max_examples=12)
-@given(st.lists(expansions(5, 4, 4) | any_expansions(12), min_size=1, max_size=8), growth_prices())
-def test_the_policy_changes_no_text(wishes, prices):
+@given(st.lists(expansions(5, 4, 4) | any_expansions(12), min_size=1, max_size=8), growth_costs())
+def test_the_policy_changes_no_text(wishes, growth_costs):
     requests = [greedy("greedy", LONG), sampled("seeded", LONG[:5], seed=3, top_k=20)]
-    texts = run(tiny_engine(*pair("llama"), Script(wishes, prices)), requests).texts()
+    texts = run(tiny_engine(*pair("llama"), Script(wishes, growth_costs)), requests).texts()
     assert texts == {"greedy": generated("llama", tuple(LONG), 12), "seeded": seeded_text("llama", requests[1])}
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.rng_keys import Stream, stream_key
-from engine.core.tree import FREE_GROWTH, ROOT, TREE_NAMES, Expansion, GrowthPrices, TokenTree, TreeKind, TreeName
+from engine.core.tree import FREE_GROWTH, ROOT, TREE_NAMES, Expansion, GrowthCosts, TokenTree, TreeKind, TreeName
 from engine.core.types import SamplingParams
 from engine.draft.drafter import GrowingTree
 from engine.draft.trees import calibration
@@ -433,13 +433,15 @@ def test_a_wide_gap_makes_a_trunk_and_a_narrow_one_branches():
 
 # What does not pay is left out.
 
-PRICED = Expansion(0, 4, 4, "noise_aware", 12)
+NOISE_AWARE = Expansion(0, 4, 4, "noise_aware", 12)
 WORTH = [pytest.param(SAMPLED, id="coupled"), pytest.param(GREEDY, id="greedy")]
 
 
-def priced(prices: GrowthPrices, sampling: SamplingParams, seed: int, expansion: Expansion = PRICED) -> tuple[BestFirst, int]:
+def grown_at(
+    growth_costs: GrowthCosts, sampling: SamplingParams, seed: int, expansion: Expansion = NOISE_AWARE
+) -> tuple[BestFirst, int]:
     """Return a grown tree's strategy, and the rounds that it took."""
-    row = replace(decoding_row((1, 0), expansion, sampling, "coupled", seed), prices=prices)
+    row = replace(decoding_row((1, 0), expansion, sampling, "coupled", seed), growth_costs=growth_costs)
     strategy = strategy_of(row, Calibration())
     assert isinstance(strategy, BestFirst)
     return strategy, growth.grow_by([strategy], TableDrafter(LAWS.log()), [row], 4, CPU).num_rounds
@@ -460,24 +462,24 @@ def worths(strategy: BestFirst) -> dict[tuple[int, ...], float]:
 def check_nodes_pay(sampling: SamplingParams) -> None:
     num_left_out = 0
     for seed in range(20):
-        whole = worths(priced(FREE_GROWTH, sampling, seed)[0])
-        for price in (0.05, 0.2, 0.5):
-            kept = worths(priced(GrowthPrices(node=price), sampling, seed)[0])
-            assert kept == worths(priced(FREE_GROWTH, sampling, seed, replace(PRICED, least_chance=price))[0])
-            assert all(worth >= price for worth in kept.values())
-            assert {path for path, worth in whole.items() if worth >= price} <= kept.keys()
+        whole = worths(grown_at(FREE_GROWTH, sampling, seed)[0])
+        for cost in (0.05, 0.2, 0.5):
+            kept = worths(grown_at(GrowthCosts(node=cost), sampling, seed)[0])
+            assert kept == worths(grown_at(FREE_GROWTH, sampling, seed, replace(NOISE_AWARE, least_chance=cost))[0])
+            assert all(worth >= cost for worth in kept.values())
+            assert {path for path, worth in whole.items() if worth >= cost} <= kept.keys()
             num_left_out += len(whole) - len(kept)
     assert num_left_out > 0
 
 
 def check_nodes_pay_as_they_come(sampling: SamplingParams) -> None:
     """The likeliest nodes are kept as long as each is as likely as it costs: the first next to nothing, others more and more."""
-    prices = GrowthPrices(nodes=(0.0, 0.01, 0.05, 0.05, 0.2, 0.4))
+    growth_costs = GrowthCosts(nodes=(0.0, 0.01, 0.05, 0.05, 0.2, 0.4))
     num_left_out = 0
     for seed in range(20):
-        whole = sorted(worths(priced(FREE_GROWTH, sampling, seed)[0]).items(), key=lambda one: -one[1])
-        kept = worths(priced(prices, sampling, seed)[0])
-        pays = [worth >= price for (_, worth), price in zip(whole, (*prices.nodes, *[0.4] * len(whole)), strict=False)]
+        whole = sorted(worths(grown_at(FREE_GROWTH, sampling, seed)[0]).items(), key=lambda one: -one[1])
+        kept = worths(grown_at(growth_costs, sampling, seed)[0])
+        pays = [worth >= cost for (_, worth), cost in zip(whole, (*growth_costs.nodes, *[0.4] * len(whole)), strict=False)]
         assert sorted(kept.values(), reverse=True) == pytest.approx([worth for _, worth in whole][: [*pays, False].index(False)])
         num_left_out += len(whole) - len(kept)
     assert num_left_out > 0
@@ -485,7 +487,7 @@ def check_nodes_pay_as_they_come(sampling: SamplingParams) -> None:
 
 def check_levels_pay(sampling: SamplingParams) -> None:
     for seed in range(20):
-        rounds = [priced(GrowthPrices(level=price), sampling, seed)[1] for price in (0.0, 0.1, 0.3, 1.1)]
+        rounds = [grown_at(GrowthCosts(level=cost), sampling, seed)[1] for cost in (0.0, 0.1, 0.3, 1.1)]
         assert rounds == sorted(rounds, reverse=True)
         assert rounds[0] > rounds[-1] == 1  # the first is the policy's choice
 
@@ -500,27 +502,27 @@ def test_nodes_and_levels_that_cost_more_than_they_bring_are_left_out(sampling):
 class Wasteful(BestFirst):
     def __init__(self, *args):
         super().__init__(*args)
-        self._prices, self._least_chances = FREE_GROWTH, FREE_GROWTH.least_chances(self._expansion)
+        self._growth_costs, self._least_chances = FREE_GROWTH, FREE_GROWTH.least_chances(self._expansion)
 
 
 @pytest.mark.parametrize("sampling", WORTH)
 @pytest.mark.parametrize("check", [check_nodes_pay, check_nodes_pay_as_they_come, check_levels_pay])
-def test_prices_kill_a_tree_that_does_not_ask_for_them(check, sampling, monkeypatch):
+def test_free_growth_is_noticed(check, sampling, monkeypatch):
     monkeypatch.setattr(growth, "BestFirst", Wasteful)
     with pytest.raises(AssertionError):
         check(sampling)
 
 
 def test_each_tree_tells_how_many_rounds_it_took():
-    rows = [decoding_row((1, 0), replace(PRICED, depth=depth), SAMPLED, "coupled", 0, str(depth)) for depth in (1, 3, 2)]
+    rows = [decoding_row((1, 0), replace(NOISE_AWARE, depth=depth), SAMPLED, "coupled", 0, str(depth)) for depth in (1, 3, 2)]
     grown = grow(TableDrafter(LAWS.log()), rows, 4, CPU)
     assert grown.rounds == (1, 3, 2)
     assert grown.num_rounds == 3
 
 
-def test_a_tree_whose_values_are_no_chances_asks_for_no_prices():
-    beam = replace(PRICED, tree="beam")
-    trees = [priced(prices, SAMPLED, 0, beam)[0].grown().tree for prices in (FREE_GROWTH, GrowthPrices(0.9, 9.0))]
+def test_beam_trees_ignore_growth_costs():
+    beam = replace(NOISE_AWARE, tree="beam")
+    trees = [grown_at(growth_costs, SAMPLED, 0, beam)[0].grown().tree for growth_costs in (FREE_GROWTH, GrowthCosts(0.9, 9.0))]
     assert trees[0] == trees[1]
 
 

@@ -341,12 +341,12 @@ def test_a_token_that_is_merely_fed_counts_as_its_share_of_the_products(num_laye
     behind += len(head.vocab_M) * head.shape.width
     fed = sum(part.weight.numel() for layer in head.decoder for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
     whole = fed + head.fuse.weight.numel() + head.token.weight.numel() + len(head.vocab_M) * head.shape.width
-    assert drafter.unqueried_share == pytest.approx(1.0 - behind / whole)
+    assert drafter.fed_only_share == pytest.approx(1.0 - behind / whole)
     row = decoding_row((5, 9, 33, 4), Expansion(0, 1, 0))
     engine.target.forward(StepPlan(0, (row,)), [TokenTree.single(4)])
-    assert drafter.feed([row], []).passes == ModelPasses(1, len(row.draft_ids) * drafter.unqueried_share)
+    assert drafter.feed([row], []).passes == ModelPasses(1, len(row.draft_ids) * drafter.fed_only_share)
     root = FrontierNode(GrowingTree(row), 0, 1)
-    assert drafter.feed([row], [root]).passes == ModelPasses(1, 1 + (len(row.draft_ids) - 1) * drafter.unqueried_share)
+    assert drafter.feed([row], [root]).passes == ModelPasses(1, 1 + (len(row.draft_ids) - 1) * drafter.fed_only_share)
 
 
 def test_a_head_is_built_from_its_file(tmp_path):

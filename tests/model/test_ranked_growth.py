@@ -9,7 +9,7 @@ from engine import engine as stepping
 from engine.core.config import SchedulerConfig
 from engine.core.policy import ExpansionChoice, ExpansionPolicy, SequenceView, StepFeedback
 from engine.core.step_plan import Feeding, Row
-from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthPrices
+from engine.core.tree import FREE_GROWTH, PLAIN, Expansion, GrowthCosts
 from engine.core.types import DraftSource, FinishReason, Request, SamplingParams, Speculation
 from engine.draft.models.draft_model import ModelDrafter
 from engine.draft.models.head_drafter import HeadDrafter
@@ -47,7 +47,7 @@ TREES = [
 
 
 class Changing:
-    """A policy that gives every sequence another tree at every step, or a chain, at prices that end some trees early."""
+    """A policy that gives every sequence another tree at every step, or a chain, at growth costs that end some trees early."""
 
     name = "changing"
 
@@ -57,8 +57,14 @@ class Changing:
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
         self._step += 1
         trees = tuple(TREES[(self._step + place) % len(TREES)] for place in range(len(views)))
-        prices = (GrowthPrices(0.05, 0.25), FREE_GROWTH, FREE_GROWTH, GrowthPrices(0.05, 0.0, (0.0, 0.0, 0.05, 0.2)), FREE_GROWTH)
-        return ExpansionChoice(trees, prices=prices[self._step % len(prices)])
+        growth_costs = (
+            GrowthCosts(0.05, 0.25),
+            FREE_GROWTH,
+            FREE_GROWTH,
+            GrowthCosts(0.05, 0.0, (0.0, 0.0, 0.05, 0.2)),
+            FREE_GROWTH,
+        )
+        return ExpansionChoice(trees, growth_costs=growth_costs[self._step % len(growth_costs)])
 
     def observe(self, feedback: StepFeedback) -> None:
         pass
@@ -198,8 +204,8 @@ def without_noise(row):
     return replace(row, has_noise=False)
 
 
-def at_no_price(row):
-    return replace(row, least_chances=[0.0] * row.max_nodes, level_price=0.0)
+def at_no_cost(row):
+    return replace(row, least_chances=[0.0] * row.max_nodes, level_cost=0.0)
 
 
 def of_another_prior(row):
@@ -233,15 +239,15 @@ def of_no_least_chance(row):
     return replace(row, least_chances=[0.0 if least == 0.1 else least for least in row.least_chances])
 
 
-def of_the_first_node_s_price(row):
+def of_the_first_node_s_cost(row):
     return replace(row, least_chances=row.least_chances[:1] * row.max_nodes)
 
 
 MUTANTS = [
     of_no_least_chance,
-    of_the_first_node_s_price,
+    of_the_first_node_s_cost,
     without_noise,
-    at_no_price,
+    at_no_cost,
     of_another_prior,
     of_another_scale,
     of_another_sharpness,

@@ -17,7 +17,7 @@ from engine.profiling.step_timer import StepTimer
 from engine.testing import tiny_engine
 from engine.weights import WeightsCache
 from selector.build import adaptive_policy
-from selector.cost import DRAFT_PRICES, KNOTS, NUM_REST
+from selector.cost import DRAFT_COEFFICIENTS, KNOTS, NUM_REST
 from selector.guard import GuardedPolicy
 from selector.policy import AdaptiveExpansion
 from selector.profile import Profile, cached_profile, grid, measure
@@ -29,7 +29,7 @@ from tests.model.tiny import model, pair
 
 LIMITS = SchedulerConfig(num_slots=900, max_model_len=256, max_step_tokens=64)
 PROMPT = tuple(range(5, 30))
-CHEAP = Profile((1.0, *(0.001,) * (NUM_REST - 1)), (0.001,) * len(DRAFT_PRICES))
+CHEAP = Profile((1.0, *(0.001,) * (NUM_REST - 1)), (0.001,) * len(DRAFT_COEFFICIENTS))
 
 
 def engine_and_rig(drafter: str = "model") -> tuple[Engine, StepTimer]:
@@ -92,12 +92,12 @@ def test_a_profile_keeps_to_the_limits():
     assert max(size.num_context + size.num_nodes for size in sizes) <= LIMITS.max_model_len
     assert {size.num_tokens for size in sizes} >= {knot for knot in KNOTS if knot <= 64}
     profile = measure(engine_and_rig()[1], Ticking(), budget_s=20.0)
-    assert all(0.0 < price < inf for price in profile.costs().prices.values())
+    assert all(0.0 < value < inf for value in profile.costs().coefficients.values())
 
 
 def test_a_sound_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rig, cache = engine_and_rig()[1], WeightsCache(tmp_path)
-    sound = Profile((0.1,) * NUM_REST, (0.1,) * len(DRAFT_PRICES))
+    sound = Profile((0.1,) * NUM_REST, (0.1,) * len(DRAFT_COEFFICIENTS))
     measured: list[str] = []
 
     def measuring(bench):
@@ -120,11 +120,11 @@ def test_a_sound_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_restart_measures_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The bug: on a busy machine no measurement is sound, and none was kept, so that each restart took six seconds more."""
     rig, cache = engine_and_rig()[1], WeightsCache(tmp_path)
-    prices = iter([0.1, 0.2, 0.3])
-    monkeypatch.setattr("selector.profile.measure", lambda bench: noisy(next(prices)))
+    coefficients = iter([0.1, 0.2, 0.3])
+    monkeypatch.setattr("selector.profile.measure", lambda bench: noisy(next(coefficients)))
 
-    def noisy(price: float) -> Profile:
-        return Profile((price,) * NUM_REST, (price,) * len(DRAFT_PRICES), is_sound=False)
+    def noisy(value: float) -> Profile:
+        return Profile((value,) * NUM_REST, (value,) * len(DRAFT_COEFFICIENTS), is_sound=False)
 
     assert cached_profile(rig, cache, is_hurried=True) == noisy(0.1), "there is none yet"
     assert cached_profile(rig, cache, is_hurried=True) == noisy(0.1)
@@ -134,7 +134,7 @@ def test_a_restart_measures_nothing_again(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_another_machine_has_another_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rig, cache = engine_and_rig()[1], WeightsCache(tmp_path)
-    monkeypatch.setattr("selector.profile.measure", lambda bench: Profile((0.1,) * NUM_REST, (0.1,) * len(DRAFT_PRICES)))
+    monkeypatch.setattr("selector.profile.measure", lambda bench: Profile((0.1,) * NUM_REST, (0.1,) * len(DRAFT_COEFFICIENTS)))
     facts = rig.facts
     cached_profile(rig, cache)
     for name in facts:
@@ -156,10 +156,10 @@ def test_the_policy_knows_what_a_token_costs_that_its_drafter_is_merely_fed(draf
     engine = head_engine(random_head()) if drafter == "head" else engine_and_rig(drafter)[0]
     rig = StepTimer(engine.info, LIMITS, engine.target, engine.drafter)
     guarded = adaptive_policy(EngineConfig("tiny", expansion=Expansion(4, 1, 0)), rig, engine.roots)
-    share = drafter_of(engine).unqueried_share if drafter == "head" else 1.0
+    share = drafter_of(engine).fed_only_share if drafter == "head" else 1.0
     assert isinstance(guarded, GuardedPolicy)
     assert isinstance(guarded._policy, AdaptiveExpansion)
-    assert guarded._policy._unasked_share == rig.unqueried_share == share
+    assert guarded._policy._fed_only_share == rig.fed_only_share == share
     assert (share < 1.0) == (drafter == "head")
 
 

@@ -196,7 +196,7 @@ def test_a_network_of_another_head_is_not_used(work, tmp_path, caplog):
     engine_of(work, selector=str(work / "tokens.safetensors"), head=str(tmp_path / "renamed.safetensors"))
     head.fuse.weight.data += 0.1
     head.save(tmp_path / "other.safetensors", recipe)
-    with pytest.raises(BadConfiguration, match="trained beside another head"):
+    with pytest.raises(BadConfiguration, match="trained with another head"):
         engine_of(work, selector=str(work / "tokens.safetensors"), head=str(tmp_path / "other.safetensors"))
     net, made = SelectorNet.load(work / "tokens.safetensors")
     net.save(tmp_path / "old.safetensors", {name: value for name, value in made.items() if name != "head"})

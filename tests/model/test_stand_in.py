@@ -13,7 +13,7 @@ from engine.core.tree import Expansion
 from engine.draft.text.text_and_model import CombinedDrafter
 from engine.testing import tiny_module
 from selector.build import adaptive_policy
-from selector.cost import DRAFT_PRICES, NUM_REST
+from selector.cost import DRAFT_COEFFICIENTS, NUM_REST
 from selector.profile import Bench, Profile, measure
 from tests.model.driving import greedy, run
 from tests.model.heads import random_head
@@ -58,7 +58,7 @@ def test_the_model_is_measured_without_the_text_beside_it_and_nothing_that_serve
     def measuring(bench: Bench) -> Profile:
         measured.append(bench)
         measure(bench, budget_s=0.1)
-        return Profile((0.1,) * NUM_REST, (0.1,) * len(DRAFT_PRICES))
+        return Profile((0.1,) * NUM_REST, (0.1,) * len(DRAFT_COEFFICIENTS))
 
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("selector.profile.measure", measuring)

@@ -19,7 +19,7 @@ from engine.core.policy import (
     StepFeedback,
     StepWork,
 )
-from engine.core.tree import PLAIN, Expansion, GrowthPrices
+from engine.core.tree import PLAIN, Expansion, GrowthCosts
 from engine.core.types import SamplingParams, Speculation
 
 _CHUNK = 128  # tokens of a prompt fed in a step
@@ -39,7 +39,7 @@ Chances = Callable[[int, int], float]  # (depth from 1, tokens generated): a dra
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of a step: a roofline for the target, prices for drafting; each step's are blurred by a factor."""
+    """Seconds of a step: a roofline for the target, costs of drafting; each step's are blurred by a factor."""
 
     base_s: float = 0.010
     row_s: float = 0.0001
@@ -74,7 +74,7 @@ class Text:
 
     `cached` is the chance that a tree is drafted from cached text, without the model. A noise-aware tree knows of each
     token its own chance, any of `odds`. The first `num_prompt` tokens of the context are a prompt that is still to be fed; the
-    drafter is behind by `num_unfed`, the root included; what it is merely fed costs `unasked_share` of what it is asked about.
+    drafter is behind by `num_unfed`, the root included; what it is merely fed costs `fed_only_share` of a queried token.
     """
 
     chances: Chances
@@ -84,7 +84,7 @@ class Text:
     context: int = 200
     num_prompt: int = 0
     num_unfed: int = 1
-    unqueried_share: float = 1.0
+    fed_only_share: float = 1.0
     temperature: float = 1.0
     max_tokens: int = 10**9
     speculation: Speculation = field(default_factory=Speculation)
@@ -106,13 +106,13 @@ class Text:
             total += alive
         return total
 
-    def draft_by_chance(self, expansion: Expansion, prices: GrowthPrices, chance: random.Random) -> tuple[NodeChances, int]:
+    def draft_by_chance(self, expansion: Expansion, growth_costs: GrowthCosts, chance: random.Random) -> tuple[NodeChances, int]:
         """Return the nodes of a noise-aware tree grown here, a chain, with how many of them are accepted, and its rounds."""
         kept: list[float] = []
         worth, accepted, is_alive, rounds = 1.0, 0, True, 0
-        least_chances = prices.least_chances(expansion)
+        least_chances = growth_costs.least_chances(expansion)
         while len(kept) < min(expansion.max_depth, expansion.max_nodes):
-            if kept and worth * sum(self.odds) / len(self.odds) < prices.level:
+            if kept and worth * sum(self.odds) / len(self.odds) < growth_costs.level:
                 break
             rounds += 1
             odds = chance.choice(self.odds)
@@ -122,7 +122,7 @@ class Text:
             kept.append(worth)
             is_alive = is_alive and chance.random() < odds
             accepted += is_alive
-        least = prices.complete_above(expansion, kept)
+        least = growth_costs.complete_above(expansion, kept)
         return NodeChances(tuple(kept), tuple(range(1, len(kept) + 1)), tuple(range(accepted)), least), rounds
 
     def draft(self, expansion: Expansion, chance: random.Random) -> tuple[int, int, int]:
@@ -150,7 +150,7 @@ class Ran:
     seconds: float = 0.0
     choices: list[tuple[Expansion, ...]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    prices: list[GrowthPrices] = field(default_factory=list)
+    growth_costs: list[GrowthCosts] = field(default_factory=list)
     predicted: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -208,7 +208,7 @@ def run(
         ran.seconds += draft_s + rest_s + machine.choose_s * asked.take_count()
         ran.choices.append(choice.expansions)
         ran.reasons.append(choice.reason)
-        ran.prices.append(choice.prices)
+        ran.growth_costs.append(choice.growth_costs)
         if choice.step_s is not None:
             ran.predicted.append((choice.step_s, draft_s + rest_s))
         blurred = machine.blurred(draft_s, chance), machine.blurred(rest_s, chance)
@@ -241,7 +241,7 @@ class _Step:
         self.outcomes: list[DraftOutcome] = []
         self.has_prefill = False
         self._keeps_up = choice.keeps_up
-        self._prices = choice.prices
+        self._growth_costs = choice.growth_costs
         self._num_rows = num_rows
         self._sums = dict.fromkeys(("num_tokens", "num_drawn", "num_keys", "num_scores"), 0)
         self._num_fed = 0.0
@@ -257,7 +257,7 @@ class _Step:
         chunk = min(text.num_prompt, _CHUNK)
         text.num_prompt -= chunk
         text.num_unfed = max(1, text.num_unfed - chunk)
-        self._add(text.context, num_tokens=chunk, num_drawn=0, num_fed=text.unqueried_share * chunk)
+        self._add(text.context, num_tokens=chunk, num_drawn=0, num_fed=text.fed_only_share * chunk)
         self.has_prefill, self._num_passes = True, max(1, self._num_passes)
 
     def decode(self, text: Text, view: SequenceView, wished: Expansion, chance: random.Random) -> float:
@@ -270,7 +270,7 @@ class _Step:
             nodes, drafted, accepted = text.draft(expansion, chance)
             rounds = min(expansion.max_depth, drafted + 1)
         else:
-            grown, rounds = text.draft_by_chance(expansion, self._prices, chance)
+            grown, rounds = text.draft_by_chance(expansion, self._growth_costs, chance)
             expected = 1.0 + sum(grown.chances)
             nodes = drafted = len(grown.chances)
             accepted = len(grown.accepted)
@@ -283,11 +283,11 @@ class _Step:
             if not is_cached:
                 self._num_passes = max(self._num_passes, rounds)
                 num_inner = _num_inner(expansion) if grown is None else min(nodes, rounds - 1)
-                num_fed = 1 + text.unqueried_share * (text.num_unfed - 1) + (num_inner if drafted else 0)
+                num_fed = 1 + text.fed_only_share * (text.num_unfed - 1) + (num_inner if drafted else 0)
                 text.num_unfed = -min(accepted, max(0, drafted - 1))  # of the path all but a leaf has been fed
         elif self._keeps_up and text.num_unfed > _MOST_BEHIND:
             self._num_passes = max(1, self._num_passes)
-            num_fed, text.num_unfed = text.unqueried_share * text.num_unfed, 0
+            num_fed, text.num_unfed = text.fed_only_share * text.num_unfed, 0
         text.num_unfed += accepted + 1
         text.num_generated += accepted + 1
         self._add(view.num_committed, 1 + nodes, (1 + nodes) if text.temperature else 0, num_fed)

@@ -24,7 +24,7 @@ CHANGES = ((0.9, 0.0), (0.0, 0.9), (0.3, 0.9), (0.9, 0.3))
 WRONG = 100.0  # times the true costs, of a wrong profile
 
 
-def prices_of(machine: Machine, slower: float = 1.0) -> tuple[list[float], list[float]]:
+def coefficients_of(machine: Machine, slower: float = 1.0) -> tuple[list[float], list[float]]:
     """Return the machine's costs as a profile would have them, wrong by up to 8 % here and there, those of tokens by `slower`."""
 
     def target_s(tokens: float) -> float:
@@ -35,7 +35,7 @@ def prices_of(machine: Machine, slower: float = 1.0) -> tuple[list[float], list[
     rest = [target_s(1.0), *slopes, machine.row_s, 1e-7, 1e-7, max(1e-9, 1000 * machine.key_s)]
     factors = [1.0 + 0.08 * (place * 7 % 13 - 6) / 6 for place in range(len(rest))]
     draft = [1e-7, machine.pass_s, machine.draft_token_s, 1e-7]
-    return [price * factor for price, factor in zip(rest, factors, strict=True)], [slower * price for price in draft]
+    return [value * factor for value, factor in zip(rest, factors, strict=True)], [slower * value for value in draft]
 
 
 def adaptive(
@@ -44,11 +44,11 @@ def adaptive(
     kind: type[AdaptiveExpansion] = AdaptiveExpansion,
     estimator: Estimator | None = None,
     slower: float = 1.0,
-    unqueried_share: float = 1.0,
+    fed_only_share: float = 1.0,
 ) -> AdaptiveExpansion:
     """Return a policy with a profile of the machine."""
-    costs = CostModel(*prices_of(machine, slower))
-    return kind(menu, estimator or CountedAcceptance(menu), costs, unqueried_share=unqueried_share)
+    costs = CostModel(*coefficients_of(machine, slower))
+    return kind(menu, estimator or CountedAcceptance(menu), costs, fed_only_share=fed_only_share)
 
 
 def texts_of(chance: float, num_texts: int) -> list[Text]:

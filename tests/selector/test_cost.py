@@ -15,9 +15,8 @@ from selector.cost import (
     GENERIC_DRAFT,
     GENERIC_REST,
     CostModel,
-    StageSeconds,
     draft_features,
-    fitted_prices,
+    fitted_coefficients,
     rest_features,
 )
 
@@ -26,9 +25,10 @@ def work(num_tokens: int, num_passes: int = 0, num_rows: int = 1, num_keys: int 
     return StepWork(num_rows, num_tokens, num_tokens, num_keys, num_tokens * num_keys, num_passes, num_passes, num_passes)
 
 
-def true_seconds(one: StepWork, pass_s: float = 0.003) -> StageSeconds:
+def true_seconds(one: StepWork, pass_s: float = 0.003) -> tuple[float, float]:
+    """Return the seconds of drafting and of the rest."""
     rest_s = 0.010 + 0.0001 * one.num_tokens + 0.0006 * max(0, one.num_tokens - 16)
-    return StageSeconds(pass_s * one.num_passes, rest_s)
+    return pass_s * one.num_passes, rest_s
 
 
 def predicted(costs: CostModel, one: StepWork) -> float:
@@ -41,8 +41,8 @@ def taught(costs: CostModel, num_steps: int = 200, noise: float = 0.0, outliers:
     for _ in range(num_steps):
         one = work(chance.randint(1, 24), chance.randint(0, 6))
         factor = math.exp(chance.gauss(0.0, noise)) * (30.0 if chance.random() < outliers else 1.0)
-        truth = true_seconds(one)
-        costs.observe(one, StageSeconds(truth.draft_s * factor, truth.rest_s * factor))
+        draft_s, rest_s = true_seconds(one)
+        costs.observe(one, draft_s * factor, rest_s * factor)
     return costs
 
 
@@ -52,7 +52,7 @@ def worst_error(costs: CostModel) -> float:
     def ratio(seconds_of: Callable[[StepWork], float]) -> list[float]:
         return [seconds_of(work(1 + nodes, passes)) / seconds_of(work(1)) for nodes, passes in ((1, 1), (4, 4), (15, 3), (23, 6))]
 
-    wanted = ratio(lambda one: true_seconds(one).draft_s + true_seconds(one).rest_s)
+    wanted = ratio(lambda one: sum(true_seconds(one)))
     return max(abs(got / want - 1.0) for got, want in zip(ratio(lambda one: predicted(costs, one)), wanted, strict=True))
 
 
@@ -66,13 +66,12 @@ def test_noise_and_outliers_do_little_harm():
 
 
 def test_it_follows_a_machine_that_slows_down():
-    """All prices follow, seen or not: after 30 plain steps at a third of the speed, drafting is known to be slower too."""
+    """All coefficients follow, seen or not: after 30 plain steps at a third of the speed, drafting is known to be slower too."""
     costs = taught(CostModel())
     before = predicted(costs, work(5, 4))
     for _ in range(30):
-        truth = true_seconds(work(1))
-        costs.observe(work(1), StageSeconds(0.0, 3.0 * truth.rest_s))
-    assert predicted(costs, work(1)) == pytest.approx(3.0 * true_seconds(work(1)).rest_s, rel=0.1)
+        costs.observe(work(1), 0.0, 3.0 * sum(true_seconds(work(1))))
+    assert predicted(costs, work(1)) == pytest.approx(3.0 * sum(true_seconds(work(1))), rel=0.1)
     assert predicted(costs, work(5, 4)) > 2.0 * before
 
 
@@ -94,12 +93,14 @@ def rise_where_memory_is_slow() -> float:
 
     def fitted(memory_s: float) -> list[float]:
         ones = [work(tokens) for tokens in (1, 2, 4, 8, 16, 32, 64) for _ in range(2)]
-        return fitted_prices(rest_features(ones), np.array([roofline_s(one, memory_s) for one in ones]), GENERIC_REST)
+        return fitted_coefficients(
+            [*map(rest_features, ones)], np.array([roofline_s(one, memory_s) for one in ones]), GENERIC_REST
+        )
 
     costs, chance = CostModel(fitted(0.010), [1e-6] * 4), random.Random(5)
     for _ in range(40):
         one = work(chance.choice([1, 2, 2, 3]))
-        costs.observe(one, StageSeconds(0.0, roofline_s(one, 0.018) * math.exp(chance.gauss(0.0, 0.05))))
+        costs.observe(one, 0.0, roofline_s(one, 0.018) * math.exp(chance.gauss(0.0, 0.05)))
     return (predicted(costs, work(8)) - predicted(costs, work(1))) / (roofline_s(work(8), 0.018) - roofline_s(work(1), 0.018))
 
 
@@ -128,7 +129,7 @@ works = st.builds(work, st.integers(1, 2000), st.integers(0, 12), st.integers(1,
 def test_seconds_grow_with_work(history, one):
     costs = CostModel()
     for seen, draft_s, rest_s in history:
-        costs.observe(seen, StageSeconds(draft_s, rest_s))
+        costs.observe(seen, draft_s, rest_s)
     seconds = predicted(costs, one)
     assert 0.0 < seconds < math.inf
     assert predicted(costs, work(one.num_tokens + 1, one.num_passes, one.num_rows, one.num_keys)) >= seconds
@@ -141,8 +142,8 @@ def share_of_a_wide_step(costs: CostModel, num_steps: int = 3000) -> float:
     slowness = 1.0
     for index in range(num_steps):
         slowness = rng.choice([0.4, 1.0, 2.5]) if index % 2 == 0 else slowness
-        seconds = true_seconds(work(3, 2))
-        costs.observe(work(3, 2), StageSeconds(seconds.draft_s * slowness, seconds.rest_s * slowness))
+        draft_s, rest_s = true_seconds(work(3, 2))
+        costs.observe(work(3, 2), draft_s * slowness, rest_s * slowness)
     return predicted(costs, work(40)) / predicted(costs, work(3))
 
 
@@ -165,28 +166,28 @@ def test_ever_less_sure_filter_is_noticed(monkeypatch):
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000))
-def test_tokens_curve_is_prices_times_features(first, second):
+def test_tokens_curve_is_coefficients_times_features(first, second):
     """T(N) rises as a step's seconds do, on its bends, between them and beyond the last."""
     costs = taught(CostModel())
     ones = [work(tokens, num_keys=0) for tokens in (first, second)]
-    drawn = costs.prices["drawn"] * (second - first)
+    drawn = costs.coefficients["drawn"] * (second - first)
     rise = float(np.diff(costs.tokens_s(np.array([first, second])))[0])
     assert rise + drawn == pytest.approx(predicted(costs, ones[1]) - predicted(costs, ones[0]), abs=1e-9)
 
 
-def test_prices_are_found_again():
+def test_coefficients_are_found_again():
     chance = random.Random(1)
     ones = [work(chance.randint(1, 200), chance.randint(1, 5), chance.randint(1, 8), chance.randint(1, 4000)) for _ in range(80)]
-    seconds = np.array([true_seconds(one).rest_s for one in ones])
-    prices = np.array(fitted_prices(rest_features(ones), seconds, GENERIC_REST))
-    assert (prices > 0).all()
-    assert np.abs(rest_features(ones) @ prices / seconds - 1.0).max() < 0.1
-    drafted = np.array([true_seconds(one).draft_s for one in ones])
-    found = fitted_prices(draft_features(ones), drafted, GENERIC_DRAFT)
+    drafted, seconds = np.array([true_seconds(one) for one in ones]).T
+    features = [rest_features(one) for one in ones]
+    coefficients = np.array(fitted_coefficients(features, seconds, GENERIC_REST))
+    assert (coefficients > 0).all()
+    assert np.abs(np.array(features) @ coefficients / seconds - 1.0).max() < 0.1
+    found = fitted_coefficients([draft_features(one) for one in ones], drafted, GENERIC_DRAFT)
     assert sum(found[:3]) == pytest.approx(0.003, rel=0.1)
 
 
 @pytest.mark.parametrize("rest", [[1.0], [0.0] * cost.NUM_REST, [math.nan] * cost.NUM_REST])
-def test_prices_that_are_none(rest):
-    with pytest.raises(ValueError, match="price"):
+def test_invalid_coefficients_are_refused(rest):
+    with pytest.raises(ValueError, match="coefficients"):
         CostModel(rest)

@@ -15,8 +15,8 @@ from engine.core.tree import Expansion
 from selector.acceptance import CountedAcceptance
 from selector.menu import Menu, menu_for_all, menu_of
 from selector.network.features import SCALARS
-from selector.network.learnt import NetEstimator
 from selector.network.net import Inputs, NetShape, SelectorNet, increments_of
+from selector.network.net_estimator import NetEstimator
 from tests.selector.roots import MENU, WIDTHS, PaperRoots, examples, view
 
 EXAMPLES = examples(num_prompts=3)
@@ -75,7 +75,7 @@ def test_a_network_that_has_learnt_nothing_counts():
 
 
 def test_own_shaped_trees_are_refused():
-    with pytest.raises(ValueError, match="delayed trees alone"):
+    with pytest.raises(ValueError, match="delayed trees only"):
         increments_of(menu_of(Expansion(0, 4, 8, "heap", 16), "traversal"))
 
 

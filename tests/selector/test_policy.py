@@ -89,7 +89,7 @@ def test_noise_aware_trees_beat_one_least_chance():
 
 
 def test_trees_grown_whole_do_not(monkeypatch):
-    monkeypatch.setattr(Search, "growth_prices", lambda *_: FREE_GROWTH)
+    monkeypatch.setattr(Search, "growth_costs", lambda *_: FREE_GROWTH)
     assert mean(scores.noise_aware().values()) < 1.02
 
 
@@ -318,11 +318,11 @@ def test_rows_without_room_stay_plain():
     assert [one.is_plain for one in choice.expansions] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(("unqueried_share", "machine"), [(0.2, CHEAP), (1.0, CHEAP), (0.2, DEAR)])
-def test_drafters_keep_up_where_cheap(unqueried_share, machine):
-    text, policy = Text(flat(0.0), unqueried_share=unqueried_share), adaptive(machine, unqueried_share=unqueried_share)
+@pytest.mark.parametrize(("fed_only_share", "machine"), [(0.2, CHEAP), (1.0, CHEAP), (0.2, DEAR)])
+def test_drafters_keep_up_where_cheap(fed_only_share, machine):
+    text, policy = Text(flat(0.0), fed_only_share=fed_only_share), adaptive(machine, fed_only_share=fed_only_share)
     run(policy, machine, [text], 100)
-    assert policy.choose([text.view("0")]).keeps_up == (unqueried_share < 1.0 and machine is CHEAP)
+    assert policy.choose([text.view("0")]).keeps_up == (fed_only_share < 1.0 and machine is CHEAP)
 
 
 PREDICTED = {
@@ -350,8 +350,8 @@ def test_foretold_seconds_are_those_taken(name):
 class CountsEveryPass(AdaptiveExpansion):
     """Takes each round to run the model."""
 
-    def _learn_from(self, feedback, is_priced):
-        super()._learn_from(feedback, is_priced)
+    def _learn_from(self, feedback, corrects_costs):
+        super()._learn_from(feedback, corrects_costs)
         self._num_passes = self._num_rounds
 
 
@@ -431,27 +431,31 @@ def test_it_says_why_and_what_it_expects():
     assert run(adaptive(DEAR), DEAR, texts_of(0.0, 1), 60).reasons[-1] is Reason.PLAIN_IS_BEST
 
 
-def check_growth_prices() -> None:
+def check_growth_costs() -> None:
     ran = run(adaptive(USUAL), USUAL, texts_of(0.8, 2), 200)
-    steps = list(zip(ran.reasons, ran.prices, strict=True))
-    assert all(prices.node > 0.0 < prices.level for reason, prices in steps if reason == Reason.SPECULATION_PAYS)
+    steps = list(zip(ran.reasons, ran.growth_costs, strict=True))
+    assert all(
+        growth_costs.node > 0.0 < growth_costs.level for reason, growth_costs in steps if reason == Reason.SPECULATION_PAYS
+    )
 
 
 def test_trees_end_where_they_stop_paying():
-    check_growth_prices()
+    check_growth_costs()
 
 
 def test_free_growth_is_noticed(monkeypatch):
-    monkeypatch.setattr(Search, "growth_prices", lambda *_: FREE_GROWTH)
+    monkeypatch.setattr(Search, "growth_costs", lambda *_: FREE_GROWTH)
     with pytest.raises(AssertionError):
-        check_growth_prices()
+        check_growth_costs()
 
 
 def check_probe_levels() -> None:
     """One of eight that is probed alone would pay a whole pass for each level."""
     ran = run(adaptive(DEAR), DEAR, texts_of(0.0, 8), 400)
     rate = fixed_rate(DEAR, texts_of(0.0, 8), PLAIN)
-    levels = [prices.level for reason, prices in zip(ran.reasons, ran.prices, strict=True) if reason == Reason.PROBE]
+    levels = [
+        growth_costs.level for reason, growth_costs in zip(ran.reasons, ran.growth_costs, strict=True) if reason == Reason.PROBE
+    ]
     assert levels
     assert 0.0 < max(levels) < 0.4 * rate * DEAR.pass_s
 
@@ -461,8 +465,8 @@ def test_probe_levels_are_shared_by_all():
 
 
 def test_probe_levels_paid_alone_are_noticed(monkeypatch):
-    shared = Search.growth_prices
-    monkeypatch.setattr(Search, "growth_prices", lambda self, step, _: shared(self, step, sum(map(bool, step.places))))
+    shared = Search.growth_costs
+    monkeypatch.setattr(Search, "growth_costs", lambda self, step, _: shared(self, step, sum(map(bool, step.places))))
     with pytest.raises(AssertionError):
         check_probe_levels()
 
@@ -499,4 +503,4 @@ def test_steps_beside_prompts_do_not_pile_up():
     own = Text(flat(0.9), speculation=Speculation(expansion=Expansion(4, 1, 0)))
     policy = adaptive(CHEAP)
     run(policy, CHEAP, [own, Text(flat(0.9), num_prompt=10**6)], 300)
-    assert len(policy._unlearnt) <= 1
+    assert len(policy._unlearned) <= 1

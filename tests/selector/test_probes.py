@@ -50,7 +50,7 @@ def test_refused_probes_wait_twice_as_long(tried, accepted, interval):
     text.num_generated = 8
     assert probes.due([text.view("r")], [True])[0] == [0]
     probes.begin([text.view("r")])
-    assert set(probes.asked) == {"r"}
+    assert set(probes.probed) == {"r"}
     probes.end([DraftOutcome("r", tried, tried.num_draft_tokens, tried.max_depth, accepted)], 0.0)
-    assert not probes.asked
+    assert not probes.probed
     assert probes.due([text.view("r")], [True]) == ([], interval)

@@ -40,7 +40,7 @@ class PaperBench:
     draft_s: Callable[[int, int], float] = calm
     limits: SchedulerConfig = LIMITS
     has_model: bool = True
-    unqueried_share: float = 1.0
+    fed_only_share: float = 1.0
     now_s: float = 0.0
     counts: dict[PassSize, int] = field(default_factory=dict)
     num_steps: int = 0
@@ -92,7 +92,7 @@ def test_slow_machine_is_measured_where_telling():
 
 def test_very_slow_machine_is_measured_too():
     bench = PaperBench(lambda size, count: 9.0)
-    assert bench.profile(budget_s=6.0).costs().prices["step"] > 1.0
+    assert bench.profile(budget_s=6.0).costs().coefficients["step"] > 1.0
     assert bench.counts == dict.fromkeys(SIZES[:4], 3)
 
 
@@ -119,10 +119,10 @@ def disturbed(length: int, turn: int) -> float:
 
 
 def draft_s_of(bench: PaperBench) -> float:
-    return sum(bench.profile(2 * PLENTY_S).costs().prices[name] for name in ("round", "pass", "draft_token"))
+    return sum(bench.profile(2 * PLENTY_S).costs().coefficients[name] for name in ("round", "pass", "draft_token"))
 
 
-def test_disturbed_turn_leaves_draft_prices_alone():
+def test_disturbed_turn_leaves_draft_coefficients_alone():
     bench = PaperBench(draft_s=disturbed)
     assert draft_s_of(bench) == pytest.approx(0.1, rel=0.05)
     assert bench.num_steps > 20
@@ -133,30 +133,30 @@ def test_every_step_for_itself_would_not(monkeypatch: pytest.MonkeyPatch):
     assert draft_s_of(PaperBench(draft_s=disturbed)) > 1.0
 
 
-def test_passes_without_model_have_no_price():
-    prices = PaperBench(has_model=False).profile(PLENTY_S).costs().prices
-    assert prices["round"] == pytest.approx(0.1, rel=0.05)
-    assert max(prices["pass"], prices["draft_token"], prices["pass_key"]) < 1e-3
+def test_passes_without_model_cost_nothing():
+    coefficients = PaperBench(has_model=False).profile(PLENTY_S).costs().coefficients
+    assert coefficients["round"] == pytest.approx(0.1, rel=0.05)
+    assert max(coefficients["pass"], coefficients["draft_token"], coefficients["pass_key"]) < 1e-3
 
 
 def test_short_texts_leave_no_room_to_draft():
     bench = PaperBench(limits=SchedulerConfig(num_slots=64, max_model_len=24, max_step_tokens=32))
-    assert all(0.0 < price < inf for price in bench.profile(PLENTY_S).costs().prices.values())
+    assert all(0.0 < value < inf for value in bench.profile(PLENTY_S).costs().coefficients.values())
     assert not bench.num_steps
 
 
-def test_failed_bench_leaves_generic_prices(tmp_path, monkeypatch, caplog):
+def test_failed_bench_leaves_generic_coefficients(tmp_path, monkeypatch, caplog):
     def failing(size: PassSize, count: int) -> float:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
-    assert profiled_costs(PaperBench(failing)).prices == CostModel().prices
+    assert profiled_costs(PaperBench(failing)).coefficients == CostModel().coefficients
     assert "no such kernel" in caplog.text
 
 
 def test_times_without_numbers_are_no_profile(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("LATEBRANCH_CACHE", str(tmp_path))
-    assert profiled_costs(PaperBench(lambda size, count: float("nan"))).prices == CostModel().prices
+    assert profiled_costs(PaperBench(lambda size, count: float("nan"))).coefficients == CostModel().coefficients
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -169,8 +169,8 @@ def test_long_passes_are_repeated_less_often():
 
 
 def test_calm_of_most_sizes_counts():
-    assert profiles._is_calm([[1.0], [1.0, 1.1]])
-    assert not profiles._is_calm([[1.0, 9.0, 9.0], [1.0, 9.0, 9.0], [1.0, 1.0]])
+    assert profiles._is_steady([[1.0], [1.0, 1.1]])
+    assert not profiles._is_steady([[1.0, 9.0, 9.0], [1.0, 9.0, 9.0], [1.0, 1.0]])
 
 
 def test_disturbed_first_time_is_repeated():

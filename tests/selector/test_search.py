@@ -1,5 +1,6 @@
 """The search for a step: near the best of all allocations where all can be tried, and never below plain decoding."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -58,8 +59,13 @@ def search_by_chance(worth: list[list[float]], model: CostModel, kind: type[Sear
     return kind(BY_CHANCE, Estimates(tokens, nodes, rounds), None, load_of(len(worth)), model)
 
 
+def step_of(one: Search, places: Sequence[int]) -> Step:
+    """Return the step with these entries."""
+    return one._best_of(np.array([places], dtype=np.int64))
+
+
 def best_of_all(one: Search, num_rows: int, menu: Menu = MENU) -> float:
-    return max(one.step_of(places).rate for places in product(range(len(menu)), repeat=num_rows))
+    return max(step_of(one, places).rate for places in product(range(len(menu)), repeat=num_rows))
 
 
 slopes = st.lists(st.floats(0.001, 0.5), min_size=1, max_size=4).map(lambda found: tuple(sorted(found)))
@@ -130,13 +136,13 @@ def test_rounds_are_paid_for_once():
 
 def test_plain_decoding_is_the_first_entry():
     one = search([0.2, 0.9], costs((0.1,), 0.1))
-    assert one.plain == one.step_of((0, 0))
+    assert one.plain == step_of(one, (0, 0))
     assert one.plain.tokens == 2.0
 
 
-@pytest.mark.parametrize("price", [1e-4, 0.05, 0.5])
-def test_dearer_tokens_never_buy_more(price):
-    searches = [search([0.6, 0.8], costs((each,), 0.01)) for each in (price, 2 * price)]
+@pytest.mark.parametrize("cost", [1e-4, 0.05, 0.5])
+def test_dearer_tokens_never_buy_more(cost):
+    searches = [search([0.6, 0.8], costs((each,), 0.01)) for each in (cost, 2 * cost)]
     spent = [MENU.num_nodes[[*one.best().places]].sum() for one in searches]
     assert spent[0] >= spent[1]
 
@@ -151,10 +157,10 @@ def test_others_tokens_make_seconds_dear():
 
 def test_probed_step_differs_in_its_rows():
     one = search([0.5, 0.6, 0.7], costs((0.1,), 0.1))
-    chosen = one.step_of((1, 0, 3))
+    chosen = step_of(one, (1, 0, 3))
     tried = one.with_tree(chosen, [1], [2, 5])
     assert [step.places for step in tried] == [(1, 2, 3), (1, 5, 3)]
-    assert tried == [one.step_of(step.places) for step in tried]
+    assert tried == [step_of(one, step.places) for step in tried]
 
 
 def test_loss_is_seconds_less_tokens_worth():
@@ -163,43 +169,43 @@ def test_loss_is_seconds_less_tokens_worth():
     assert chosen.loss_s(chosen) == 0.0
 
 
-def test_prices_are_what_more_costs():
+def test_growth_costs_are_in_tokens():
     """In tokens at the step's rate; a level is paid for together, and only rounds with a pass pay for one."""
     one = search([0.9, 0.9], costs((0.1,), 0.4))
-    both, single = one.step_of((1, 1)), one.step_of((1, 0))
-    assert one.growth_prices(both, 2).node == pytest.approx(0.1 * both.rate, rel=1e-4)
-    assert one.growth_prices(both, 2).level == pytest.approx(0.4 * both.rate / 2, rel=1e-4)
-    assert one.growth_prices(single, 1).level == pytest.approx(0.4 * single.rate, rel=1e-4)
+    both, single = step_of(one, (1, 1)), step_of(one, (1, 0))
+    assert one.growth_costs(both, 2).node == pytest.approx(0.1 * both.rate, rel=1e-4)
+    assert one.growth_costs(both, 2).level == pytest.approx(0.4 * both.rate / 2, rel=1e-4)
+    assert one.growth_costs(single, 1).level == pytest.approx(0.4 * single.rate, rel=1e-4)
     copied = search([0.9, 0.9], costs((0.1,), 0.4), load=load_of(2, model_share=0.25))
-    both = copied.step_of((1, 1))
-    assert copied.growth_prices(both, 2).level == pytest.approx(0.25 * 0.4 * both.rate / 2, rel=1e-4)
+    both = step_of(copied, (1, 1))
+    assert copied.growth_costs(both, 2).level == pytest.approx(0.25 * 0.4 * both.rate / 2, rel=1e-4)
 
 
 def test_nodes_cost_more_beyond_the_bend():
     """T(N) rises by .1 up to 4 packed tokens, by .02 up to 8, by .6 after that: a third node is bought with those behind it."""
     bending = CostModel([1.0, 0.1, 0.1, 0.02, 0.6, *[0.6] * 6, *[1e-9] * 4], [1e-9, 0.01, 1e-9, 1e-9])
     one = search_by_chance([[0.95]], bending)
-    alone = one.step_of((1,))
-    prices = one.growth_prices(alone, 1).nodes
-    rises = np.diff([float(bending.tokens_s(np.array(1.0 + count))) for count in range(len(prices) + 1)]) * alone.rate
-    assert list(prices) == sorted(prices)
-    assert sum(prices) == pytest.approx(sum(rises), rel=0.01)
-    assert prices[-1] == pytest.approx(0.6 * alone.rate, rel=1e-3)
-    assert BY_CHANCE.least_chance <= prices[0] < 0.2 * prices[-1]
-    assert not one.growth_prices(one.plain, 0).nodes
+    alone = step_of(one, (1,))
+    node_costs = one.growth_costs(alone, 1).nodes
+    rises = np.diff([float(bending.tokens_s(np.array(1.0 + count))) for count in range(len(node_costs) + 1)]) * alone.rate
+    assert list(node_costs) == sorted(node_costs)
+    assert sum(node_costs) == pytest.approx(sum(rises), rel=0.01)
+    assert node_costs[-1] == pytest.approx(0.6 * alone.rate, rel=1e-3)
+    assert BY_CHANCE.least_chance <= node_costs[0] < 0.2 * node_costs[-1]
+    assert not one.growth_costs(one.plain, 0).nodes
 
 
-def prices_in_a_crowd(num_rows: int) -> list[float]:
+def node_costs_in_a_crowd(num_rows: int) -> list[float]:
     """Return what nodes cost where a tree of a node each would just fill what is hidden."""
     knots = tuple(0.01 if knot < 2.0 * num_rows else 0.6 for knot in KNOTS)
     crowd = search_by_chance([[0.95]] * num_rows, costs(knots, 0.01))
-    chosen = crowd.step_of((1,) * num_rows)
-    return [price / chosen.rate for price in crowd.growth_prices(chosen, num_rows).nodes]
+    chosen = step_of(crowd, (1,) * num_rows)
+    return [cost / chosen.rate for cost in crowd.growth_costs(chosen, num_rows).nodes]
 
 
 def check_crowd() -> None:
     """Of sixteen trees a first node costs nearly what a fifth does, alone next to nothing."""
-    crowd, (alone, *_) = prices_in_a_crowd(16), prices_in_a_crowd(1)
+    crowd, (alone, *_) = node_costs_in_a_crowd(16), node_costs_in_a_crowd(1)
     assert crowd[0] > 0.3 * crowd[4]
     assert alone < 0.1
 
@@ -214,23 +220,23 @@ def test_unspread_crowds_are_noticed(monkeypatch):
         check_crowd()
 
 
-def check_never_less(prices: list[float], made: list[float]) -> None:
+def check_never_less(node_costs: list[float], made: list[float]) -> None:
     """None is below the one before; the first so many cost no more than they did, and all of them the same."""
     assert made == sorted(made)
-    assert (np.cumsum(made) <= np.cumsum(prices) + 1e-9).all()
-    assert sum(made) == pytest.approx(sum(prices))
+    assert (np.cumsum(made) <= np.cumsum(node_costs) + 1e-9).all()
+    assert sum(made) == pytest.approx(sum(node_costs))
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9))
-def test_prices_of_a_bundle_are_kept(prices):
-    check_never_less(prices, never_less(prices))
+def test_costs_of_a_bundle_are_kept(node_costs):
+    check_never_less(node_costs, never_less(node_costs))
 
 
 def test_dearest_so_far_is_no_bundle():
-    prices = [0.5, 0.1, 0.3]
-    assert never_less(prices) == pytest.approx([0.3] * 3)
+    node_costs = [0.5, 0.1, 0.3]
+    assert never_less(node_costs) == pytest.approx([0.3] * 3)
     with pytest.raises(AssertionError):
-        check_never_less(prices, np.maximum.accumulate(prices).tolist())
+        check_never_less(node_costs, np.maximum.accumulate(node_costs).tolist())
 
 
 def test_rows_without_likely_nodes_stay_plain():

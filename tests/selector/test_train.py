@@ -6,16 +6,16 @@ import pytest
 from engine.core.tree import Expansion
 from selector.cost import CostModel
 from selector.menu import Menu
-from selector.network.evaluate import Told, calibration, scores, table, told_by, ways
+from selector.network.evaluate import Chosen, baselines, calibration, chosen_by, scores, table
 from selector.network.examples import ExampleFolder, Examples
-from selector.network.replay import Outcome, best_places, rows_by, seconds_of, static_place
-from selector.network.train import TrainingPlan, split_of, train
+from selector.network.replay import Totals, best_places, rows_by, seconds_of, static_place
+from selector.network.train import SelectorTrainingPlan, split_of, train
 from tests.selector.roots import MENU, examples
 
 COSTS = CostModel((0.010, *(0.001,) * 14), (1e-9, 0.001, 1e-9, 1e-9))
 EXAMPLES = examples(num_prompts=60)
 SECONDS = seconds_of(EXAMPLES, COSTS)
-PLAN = TrainingPlan(max_epochs=40, patience=8, rate=3e-3)
+PLAN = SelectorTrainingPlan(max_epochs=40, patience=8, rate=3e-3)
 
 
 def aside(trained) -> tuple[Examples, np.ndarray, Examples, np.ndarray]:
@@ -29,19 +29,19 @@ def aside(trained) -> tuple[Examples, np.ndarray, Examples, np.ndarray]:
 @pytest.mark.parametrize("objective", ["tokens", "policy"])
 def test_what_roots_tell_is_learnt(objective):
     """Counting knows the mean alone; the table knows a blurred entropy; the network reads the state that says it all."""
-    trained = train(EXAMPLES, SECONDS, TrainingPlan(objective, max_epochs=60, patience=12, rate=3e-3, batch=32))
+    trained = train(EXAMPLES, SECONDS, SelectorTrainingPlan(objective, max_epochs=60, patience=12, rate=3e-3, batch=32))
     held, held_s, rest, rest_s = aside(trained)
-    told = [*ways(rest, rest_s, held, held_s), told_by("net", trained.net, held, held_s)]
-    closed = {score.name: score.gap_closed for score in scores(told, held, held_s) if score.group == "all"}
+    chosen = [*baselines(rest, rest_s, held, held_s), chosen_by("net", trained.net, held, held_s)]
+    closed = {score.name: score.gap_closed for score in scores(chosen, held, held_s) if score.group == "all"}
     assert closed["oracle"] == pytest.approx(1.0)
     assert closed["static"] == pytest.approx(0.0)
     assert closed["net"] > closed["table by entropy"] + 0.1
     assert closed["net"] > 0.7
-    assert "| net |" in table(scores(told, held, held_s))
+    assert "| net |" in table(scores(chosen, held, held_s))
 
 
 def test_the_same_seed_makes_the_same_network():
-    plan = TrainingPlan(max_epochs=2)
+    plan = SelectorTrainingPlan(max_epochs=2)
     one, other = (train(EXAMPLES, SECONDS, plan) for _ in range(2))
     assert all((a == b).all() for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True))
     assert one.recipe == other.recipe
@@ -86,19 +86,19 @@ def test_folder_tells_of_its_run(tmp_path):
     assert folder.read()[1]["command"] == "collect 6"
 
 
-def test_choices_are_priced_by_hand():
+def test_choice_costs_match_hand_computation():
     tokens_RM = np.array([[1.0, 1.5, 2.0], [1.0, 1.1, 1.2]])
     seconds_RM = np.array([[1.0, 1.2, 1.5], [1.0, 1.2, 1.5]])
     assert best_places(tokens_RM, seconds_RM).tolist() == [2, 0]
     assert static_place(tokens_RM, seconds_RM) == 1  # 2.6 / 2.4 beside 2 / 2 and 3.2 / 3
-    assert Outcome.of(np.array([2, 0]), tokens_RM, seconds_RM).rate == pytest.approx(3.0 / 2.5)
+    assert Totals.of(np.array([2, 0]), tokens_RM, seconds_RM).rate == pytest.approx(3.0 / 2.5)
 
 
 def test_a_calibration_is_the_distance_of_bins():
     tokens_RM = EXAMPLES.tokens_RM.astype(np.float64)
     places_R = np.full(len(EXAMPLES), 3)
-    assert calibration(Told("true", places_R, tokens_RM), EXAMPLES).error == pytest.approx(0.0, abs=1e-6)
-    off = calibration(Told("off", places_R, tokens_RM + 0.25), EXAMPLES)
+    assert calibration(Chosen("true", places_R, tokens_RM), EXAMPLES).error == pytest.approx(0.0, abs=1e-6)
+    off = calibration(Chosen("off", places_R, tokens_RM + 0.25), EXAMPLES)
     assert off.error == pytest.approx(0.25)
     assert list(off.expected) == sorted(off.expected)
 

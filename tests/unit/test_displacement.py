@@ -293,7 +293,7 @@ def test_only_what_must_goes_and_what_has_begun_goes_last(queue: list[QueuedShar
         assert has_room == (spared is None), "there is room once all have gone, and not before"
 
 
-def test_many_are_displaced_at_the_price_of_counting_once() -> None:
+def test_displacing_many_counts_once() -> None:
     """The bug: shares were counted anew for each that went, so that one long request cost the square of the queue."""
 
     def work(num_waiting: int) -> int:

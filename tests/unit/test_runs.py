@@ -17,7 +17,7 @@ from engine.core.policy import (
     StepFeedback,
     StepWork,
 )
-from engine.core.tree import PLAIN, Expansion, GrowthPrices
+from engine.core.tree import PLAIN, Expansion, GrowthCosts
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.draft.text.long_chains import LongChainPolicy
 from engine.draft.text.text_cache import TextCache
@@ -46,13 +46,13 @@ class Sure(TextCache):
 class Listening(FixedExpansion):
     """A fixed policy that remembers what it was told."""
 
-    def __init__(self, node_price: float = 0.0) -> None:
+    def __init__(self, node_cost: float = 0.0) -> None:
         super().__init__(TREE)
-        self._node_price = node_price
+        self._node_cost = node_cost
         self.told: list[StepFeedback] = []
 
     def choose(self, views: Sequence[SequenceView]) -> ExpansionChoice:
-        return ExpansionChoice((TREE,) * len(views), step_s=0.5, prices=GrowthPrices(self._node_price))
+        return ExpansionChoice((TREE,) * len(views), step_s=0.5, growth_costs=GrowthCosts(self._node_cost))
 
     def observe(self, feedback: StepFeedback) -> None:
         self.told.append(feedback)
@@ -103,16 +103,16 @@ def test_the_longest_is_bounded():
 
 
 @pytest.mark.parametrize(
-    ("node_price", "expected"), [(0.0, Expansion(12, 1, 0)), (0.6, Expansion(8, 1, 0)), (0.7, Expansion(6, 1, 0)), (0.8, TREE)]
+    ("node_cost", "expected"), [(0.0, Expansion(12, 1, 0)), (0.6, Expansion(8, 1, 0)), (0.7, Expansion(6, 1, 0)), (0.8, TREE)]
 )
-def test_a_chain_goes_no_farther_than_its_nodes_are_worth_what_they_cost(node_price, expected):
+def test_a_chain_goes_no_farther_than_its_nodes_are_worth_what_they_cost(node_cost, expected):
     """At .95 a node, 12 come all with a chance of .54, 8 with .66, 6 with .74."""
-    policy = LongChainPolicy(Listening(node_price), Sure({"r": 40}, 0.95))
+    policy = LongChainPolicy(Listening(node_cost), Sure({"r": 40}, 0.95))
     assert policy.choose([view("r")]).expansions == (expected,)
 
 
 class Pricing(Listening):
-    """Wishes for a tree that ends by its nodes' chances, of which the price is known for each."""
+    """Wishes for a tree that ends by its nodes' chances, of which the cost is known for each."""
 
     wish = Expansion(0, 4, 8, "noise_aware", 8, least_chance=0.9)
 
@@ -121,7 +121,7 @@ class Pricing(Listening):
         self._nodes = nodes
 
     def choose(self, views):
-        return ExpansionChoice((self.wish,) * len(views), prices=GrowthPrices(nodes=self._nodes))
+        return ExpansionChoice((self.wish,) * len(views), growth_costs=GrowthCosts(nodes=self._nodes))
 
 
 @pytest.mark.parametrize(("nodes", "expected"), [((0.01,) * 8, Pricing.wish), ((0.01, 0.9), Expansion(6, 1, 0))])

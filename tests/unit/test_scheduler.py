@@ -8,7 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.core.config import SchedulerConfig
 from engine.core.step_plan import Feeding
-from engine.core.tree import FREE_GROWTH, PLAIN, ROOT, GrowthPrices, TokenTree, parse_expansion
+from engine.core.tree import FREE_GROWTH, PLAIN, ROOT, GrowthCosts, TokenTree, parse_expansion
 from engine.core.types import Request, SamplingParams, Speculation
 from engine.core.verifier_table import fitted
 from engine.scheduler.prefix_cache import PrefixCache
@@ -262,14 +262,17 @@ def test_a_greedy_row_takes_any_tree_and_one_that_draws_what_its_verifier_is_exa
     assert drawn == fitted(wanted, "traversal") != wanted
 
 
-def test_prices_are_the_policys_and_a_requests_own_tree_grows_whole():
+def test_request_trees_ignore_growth_costs():
     scheduler = Scheduler(SchedulerConfig(), Feeding.TARGET_CACHE)
-    wanted, prices = parse_expansion("noise_aware.8"), GrowthPrices(0.1)
+    wanted, growth_costs = parse_expansion("noise_aware.8"), GrowthCosts(0.1)
     for name, own in (("policy's", None), ("own", wanted)):
         request = Request(name, (5,), SamplingParams(0.0, max_tokens=64), Speculation(expansion=own))
         scheduler.add(Sequence(request, 0, "coupled"))
     scheduler.admit()
-    assert [row.prices for row in scheduler.plan([wanted, wanted], prices=prices).rows] == [prices, FREE_GROWTH]
+    assert [row.growth_costs for row in scheduler.plan([wanted, wanted], growth_costs=growth_costs).rows] == [
+        growth_costs,
+        FREE_GROWTH,
+    ]
 
 
 def test_a_preempted_sequence_runs_again_before_younger_ones():

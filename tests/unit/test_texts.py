@@ -148,7 +148,7 @@ def test_sureness_kills_a_judgement_before_the_edits(monkeypatch):
         test_what_a_request_forbids_or_penalises_is_not_sure()
 
 
-def test_a_run_ends_where_it_is_not_worth_its_price():
+def test_run_ends_where_it_does_not_pay():
     cache = TextCache()
     begun(cache, range(50), prediction_ids=range(100, 150))
     lengths = [predicted(cache, 40, least_chance) for least_chance in (0.01, 0.3, 0.5, 0.8, 0.95, 0.99)]

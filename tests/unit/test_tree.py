@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.tree import FREE_GROWTH, PLAIN, ROOT, Expansion, GrowthPrices, TokenTree, parse_expansion
+from engine.core.tree import FREE_GROWTH, PLAIN, ROOT, Expansion, GrowthCosts, TokenTree, parse_expansion
 from tests.strategies import any_expansions, expansions, token_trees
 
 # root - 1 -+- 2 - 5        node 4 was drawn first and twice
@@ -279,27 +279,27 @@ def test_trees_that_are_none_are_refused(wrong):
 
 def test_node_costs_must_ascend():
     with pytest.raises(ValueError, match="ascending"):
-        GrowthPrices(nodes=(0.2, 0.1))
+        GrowthCosts(nodes=(0.2, 0.1))
 
 
-def test_least_chances_are_a_node_s_price_or_the_expansion_s_own():
+def test_least_chances_follow_node_costs():
     tree = parse_expansion("noise_aware.3@0.2")
-    assert GrowthPrices(node=0.4).least_chances(tree) == (0.2,) * 3
-    assert GrowthPrices(node=0.4).least_chances(replace(tree, least_chance=0.0)) == (0.4,) * 3
-    assert GrowthPrices(nodes=(0.1, 0.3)).least_chances(tree) == (0.1, 0.3, 0.3)
-    assert GrowthPrices(nodes=(0.1, 0.2, 0.3, 0.4)).least_chances(tree) == (0.1, 0.2, 0.3)
+    assert GrowthCosts(node=0.4).least_chances(tree) == (0.2,) * 3
+    assert GrowthCosts(node=0.4).least_chances(replace(tree, least_chance=0.0)) == (0.4,) * 3
+    assert GrowthCosts(nodes=(0.1, 0.3)).least_chances(tree) == (0.1, 0.3, 0.3)
+    assert GrowthCosts(nodes=(0.1, 0.2, 0.3, 0.4)).least_chances(tree) == (0.1, 0.2, 0.3)
 
 
 TREE = Expansion(0, 4, 4, "noise_aware", 12)
-LEAST_TOLD = [  # what nodes a tree has, its expansion, its prices, and down to which chance it has all that there were
+LEAST_TOLD = [  # what nodes a tree has, its expansion, its growth costs, and down to which chance it has all that there were
     ((0.9, 0.4), replace(TREE, least_chance=0.3), FREE_GROWTH, 0.3),
-    ((0.9, 0.4), replace(TREE, least_chance=0.3), GrowthPrices(nodes=(0.0, 0.01, 0.05, 0.2)), 0.05),
-    ((0.9, 0.4, 0.1), replace(TREE, least_chance=0.3, max_nodes=3), GrowthPrices(nodes=(0.0, 0.01, 0.05)), 0.1),  # it is full
+    ((0.9, 0.4), replace(TREE, least_chance=0.3), GrowthCosts(nodes=(0.0, 0.01, 0.05, 0.2)), 0.05),
+    ((0.9, 0.4, 0.1), replace(TREE, least_chance=0.3, max_nodes=3), GrowthCosts(nodes=(0.0, 0.01, 0.05)), 0.1),  # it is full
     ((0.9, 0.4, 0.4), replace(TREE, least_chance=0.3, max_nodes=3), FREE_GROWTH, 0.3),
-    ((), replace(TREE, least_chance=0.3), GrowthPrices(nodes=(0.07,)), 0.07),
+    ((), replace(TREE, least_chance=0.3), GrowthCosts(nodes=(0.07,)), 0.07),
 ]
 
 
-@pytest.mark.parametrize(("chances", "expansion", "prices", "least"), LEAST_TOLD)
-def test_a_tree_tells_down_to_which_chance_it_has_all_nodes(chances, expansion, prices, least):
-    assert prices.complete_above(expansion, chances) == least
+@pytest.mark.parametrize(("chances", "expansion", "growth_costs", "least"), LEAST_TOLD)
+def test_a_tree_tells_down_to_which_chance_it_has_all_nodes(chances, expansion, growth_costs, least):
+    assert growth_costs.complete_above(expansion, chances) == least

@@ -49,7 +49,7 @@ class HeadShape:
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]
         return angles.cos(), angles.sin()
 
-    def unqueried_share(self, num_known: int) -> float:
+    def fed_only_share(self, num_known: int) -> float:
         """Return the cost of a token without logits, as a share of the cost of a token with logits over `num_known` tokens.
 
         Costs are numbers of multiplications. A token without logits ends at the last layer's queries, keys and values.

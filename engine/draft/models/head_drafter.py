@@ -66,7 +66,7 @@ class HeadDrafter:
         self._device = target.device
         embeddings_VD: Tensor = target.module.get_input_embeddings().weight  # unscaled, also if the model scales them
         self._vocab = TrimmedVocabulary(head.vocab_M.to(self._device, torch.int64), target.vocab_size)
-        self.unqueried_share = head.shape.unqueried_share(len(head.vocab_M))
+        self.fed_only_share = head.shape.fed_only_share(len(head.vocab_M))
         rows_MD = weight_of(target.module.get_output_embeddings())[self._vocab.ids_M]
         precision = precision or str(target.module.dtype).removeprefix("torch.")
         self._head: NativeHead | TorchHead
@@ -139,7 +139,7 @@ class HeadDrafter:
         """Return the grower of ranked trees if the library runs the head and no canary must check each pass."""
         if self._has_canary or not isinstance(self._head, NativeHead):
             return None
-        return RankedGrower(self._start_growing, self._vocab, self.unqueried_share)
+        return RankedGrower(self._start_growing, self._vocab, self.fed_only_share)
 
     def _start_growing(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> Growing:
         assert isinstance(self._head, NativeHead)
@@ -160,7 +160,7 @@ class HeadDrafter:
         if (logits_PM := self._replayed(fed, places)) is None:
             with torch.inference_mode():
                 logits_PM = self._head.draft_logits(self._pool, fed, queried, places, self._cache)
-        passes = ModelPasses.one(fed.batch.num_tokens, len(places), self.unqueried_share)
+        passes = ModelPasses.one(fed.batch.num_tokens, len(places), self.fed_only_share)
         return Proposal(tuple(range(len(places))), logits_PM, passes=passes, vocab=self._vocab)
 
     def _replayed(self, fed: FedTokens, places: Sequence[int]) -> Float[Tensor, "P M"] | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.core.policy import BatchViews, ExpansionChoice, ExpansionPolicy, Reason, SequenceView, StepFeedback, composition_of
-from engine.core.tree import Expansion, GrowthPrices
+from engine.core.tree import Expansion, GrowthCosts
 from engine.draft.text.text_cache import TextCache
 
 CHAIN_LENGTHS = (16, 12, 8, 6)  # few, to bound the number of metric labels
@@ -38,7 +38,7 @@ class LongChainPolicy:
         is_same = self._composition is not None and self._composition == last and not self._chained
         if is_same and isinstance(views, BatchViews) and not views.has_news:
             return choice
-        chains = [self._chain(view, chosen, choice.prices) for view, chosen in zip(views, choice.expansions, strict=True)]
+        chains = [self._chain(view, chosen, choice.growth_costs) for view, chosen in zip(views, choice.expansions, strict=True)]
         self._chained = frozenset(view.request_id for view, chain in zip(views, chains, strict=True) if chain is not None)
         if not self._chained:
             return choice
@@ -46,7 +46,7 @@ class LongChainPolicy:
         reason = choice.reason if choice.reason is Reason.FALLBACK else Reason.COPIED_TEXT
         return replace(choice, expansions=tuple(expansions), reason=reason, speedup=1.0, step_s=None, num_steps=1)
 
-    def _chain(self, view: SequenceView, chosen: Expansion, prices: GrowthPrices) -> Expansion | None:
+    def _chain(self, view: SequenceView, chosen: Expansion, growth_costs: GrowthCosts) -> Expansion | None:
         """Return the longest chain that the cache is sure of, or None if the policy's tree is as deep or must be kept.
 
         A tree with an acceptance threshold ends by itself. It is as deep as the cached path stays above its thresholds.
@@ -56,10 +56,10 @@ class LongChainPolicy:
         max_nodes = view.speculation.max_nodes
         room = max(0, view.num_remaining - 1)
         max_length = min(self._max_length, room, self._max_length if max_nodes is None else max_nodes)
-        known = self._texts.chain_length(view.request_id, max_length, max(_MIN_PROBABILITY, prices.node))
+        known = self._texts.chain_length(view.request_id, max_length, max(_MIN_PROBABILITY, growth_costs.node))
         depth = chosen.max_depth
         if chosen.least_chance and known >= CHAIN_LENGTHS[-1]:
-            thresholds = prices.least_chances(chosen)[:depth]
+            thresholds = growth_costs.least_chances(chosen)[:depth]
             depths = range(len(thresholds), 0, -1)
             reached = (d for d in depths if self._texts.chain_length(view.request_id, d, thresholds[d - 1]) == d)
             depth = next(reached, 0)

@@ -38,10 +38,10 @@ class _Candidate:
 class BestFirst:
     """Feeds the best few candidates a round and keeps the best `max_nodes` of all in the end.
 
-    A node is never worth more than its parent, so what is kept is a tree. At most `max_nodes` are fed: each needs a slot. So that
-    they reach deep where the drafter is sure, a round feeds only what is worth more than an equal share of the nodes; that least
-    worth sinks when nothing is above it. Where values are chances (noise-aware), what is not worth its row's prices is left out:
-    a node, and a round that would bring less than a level costs.
+    A node is never worth more than its parent, so what is kept is a tree. At most `max_nodes` are fed: each needs a slot. So
+    that they reach deep where the drafter is sure, a round feeds only what is worth more than an equal share of the nodes; that
+    least worth sinks when nothing is above it. Where values are chances (noise-aware), a node less likely than its cost is left
+    out, and so is a round that would bring less than a level costs.
     """
 
     def __init__(self, tree: GrowingTree, calibration: Calibration | None) -> None:
@@ -54,8 +54,8 @@ class BestFirst:
         self._offers: dict[int, Offer] = {}
         self._num_rounds = 0
         self._least = 1.0 / (self._expansion.max_nodes + 1)
-        self._prices = FREE_GROWTH if calibration is None else tree.row.prices
-        self._least_chances = self._prices.least_chances(self._expansion)
+        self._growth_costs = FREE_GROWTH if calibration is None else tree.row.growth_costs
+        self._least_chances = self._growth_costs.least_chances(self._expansion)
         self._continued = START_CONTINUED  # chances that an offer has one that is accepted, added up
 
     def asks(self) -> list[FrontierNode]:
@@ -70,7 +70,7 @@ class BestFirst:
             self._least = min(self._least, unfed[0].value / 2)
         num_slots = self._expansion.max_nodes - (len(self._fed) - 1)
         chosen = [one for one in unfed if one.value > self._least][: min(self._expansion.branches, num_slots)]
-        if sum(one.value for one in chosen) * self._continued / (START_OFFERED + len(self._offers)) < self._prices.level:
+        if sum(one.value for one in chosen) * self._continued / (START_OFFERED + len(self._offers)) < self._growth_costs.level:
             return []
         for candidate in chosen:
             self._fed[self._add(candidate)] = candidate

@@ -35,7 +35,7 @@ class RankedGrower:
 
     begin: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], Growing]
     vocab: TrimmedVocabulary
-    unqueried_share: float
+    fed_only_share: float
     texts: TextCache | None = None
 
 
@@ -114,7 +114,7 @@ def grow_ranked(
             for tree in dict.fromkeys(ask.tree for ask in growing.asks):
                 rounds[tree] += 1
             if (fed := texts.answer(growing)).num_tokens:
-                passes += ModelPasses.one(fed.num_tokens, fed.num_asked, grower.unqueried_share)
+                passes += ModelPasses.one(fed.num_tokens, fed.num_asked, grower.fed_only_share)
         trees, offers = growing.finish()
     grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
     of_rows = [_Grown.single(row) if row.expansion.is_plain else _grown(*next(grown), offers) for row in rows if row.is_decoding]
@@ -190,7 +190,7 @@ class _Offers(Mapping[int, Offer]):
 def _ranked(row: Row, calibration: Calibration) -> RankedRow:
     """Return what the library must know of a row. A chain is a tree of one child a node, whatever that costs."""
     expansion = row.expansion
-    prices = FREE_GROWTH if expansion.is_delayed else row.prices
+    growth_costs = FREE_GROWTH if expansion.is_delayed else row.growth_costs
     temperature = ranking_temperature(row.sampling)
     return RankedRow(
         root_position=row.root_position,
@@ -200,8 +200,8 @@ def _ranked(row: Row, calibration: Calibration) -> RankedRow:
         branches=expansion.branches,
         seed=row.seed,
         has_noise=row.draw_kind is TreeKind.SHARED_NOISE,
-        least_chances=prices.least_chances(expansion),
-        level_price=prices.level,
+        least_chances=growth_costs.least_chances(expansion),
+        level_cost=growth_costs.level,
         offered=START_OFFERED,
         continued=START_CONTINUED,
         scale=calibration.agreement.score_scale(temperature),
