@@ -42,7 +42,7 @@ class Row:
     them if a tree is to grow. `num_new_prompt_tokens` of the certain ones are prompt tokens fed for the first time (not again
     after a preemption). `history` is the whole committed text, a read-only view, of which the first `num_prompt_tokens` are the
     prompt. Of a row that `is_traced` all is kept that a trace tells. A tree that knows what its nodes are worth leaves out those
-    that cost more, at `prices`.
+    that cost more, at `growth_costs`.
     """
 
     request_id: str
@@ -60,7 +60,7 @@ class Row:
     history: Sequence[int]
     num_prompt_tokens: int
     is_traced: bool = False
-    prices: GrowthPrices = FREE_GROWTH
+    growth_costs: GrowthPrices = FREE_GROWTH
 
     @property
     def end(self) -> int:

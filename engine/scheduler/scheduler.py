@@ -285,7 +285,7 @@ class Scheduler:
             history=sequence.token_ids,
             num_prompt_tokens=len(sequence.request.prompt_ids),
             is_traced=self.traces_all or sequence.request.speculation.is_traced,
-            prices=FREE_GROWTH if sequence.request.speculation.expansion else prices,
+            growth_costs=FREE_GROWTH if sequence.request.speculation.expansion else prices,
         )
 
     def _allocated(self, count: int) -> list[int]:

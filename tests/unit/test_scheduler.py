@@ -269,7 +269,7 @@ def test_prices_are_the_policys_and_a_requests_own_tree_grows_whole():
         request = Request(name, (5,), SamplingParams(0.0, max_tokens=64), Speculation(expansion=own))
         scheduler.add(Sequence(request, 0, "coupled"))
     scheduler.admit()
-    assert [row.prices for row in scheduler.plan([wanted, wanted], prices=prices).rows] == [prices, FREE_GROWTH]
+    assert [row.growth_costs for row in scheduler.plan([wanted, wanted], prices=prices).rows] == [prices, FREE_GROWTH]
 
 
 def test_a_preempted_sequence_runs_again_before_younger_ones():

@@ -17,7 +17,7 @@ from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, T
 from engine.draft.text.mixture import mixtures, vocabulary_of, with_tokens_of
 from engine.draft.text.text_cache import CachedLaw, TextCache
 from engine.draft.text.text_drafter import FollowsTexts, probs_at
-from engine.draft.trees.ranked_growth import GrowsRanked, RankedGrower
+from engine.draft.trees.native_growth import HasNativeGrower, NativeTreeGrower
 
 _MOST_DEFERRED = 128  # committed tokens of all rows that the model may be behind in a step
 
@@ -41,9 +41,9 @@ class CombinedDrafter(FollowsTexts):
         self._vocab_size = vocab_size
         self._device = device
 
-    def ranked_grower(self) -> RankedGrower | None:
+    def native_grower(self) -> NativeTreeGrower | None:
         """Return what grows ranked trees of the model's and of cached text."""
-        own = self._model.ranked_grower() if isinstance(self._model, GrowsRanked) else None
+        own = self._model.native_grower() if isinstance(self._model, HasNativeGrower) else None
         return None if own is None else replace(own, texts=self.texts)
 
     @property
