@@ -24,7 +24,7 @@ from engine.draft.trees import grow as growth
 from engine.draft.trees import sampling as children
 from engine.draft.trees.best_first import BestFirst
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold
-from engine.draft.trees.calibration import AgreementWeights, Calibration, Calibrations, ProbAcceptance, RankAcceptance
+from engine.draft.trees.calibration import AgreementWeights, Calibrations, ProbAcceptance, RankAcceptance, RuleCalibration
 from engine.draft.trees.grow import grow, strategy_of
 from engine.draft.trees.strategies import Delayed, Static
 from engine.draft.trees.topology import Topology, best_topology
@@ -276,7 +276,7 @@ def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, veri
 )
 def test_a_tree_that_takes_nodes_back_is_grown_only_where_nothing_is_drawn(tree_name, verifier, sampling, strategy):
     expansion = Expansion(2, 2, 2, tree_name) if tree_name.startswith("delayed") else Expansion(0, 2, 3, tree_name, 8)
-    assert type(strategy_of(decoding_row((0,), expansion, sampling, verifier), Calibration())) is strategy
+    assert type(strategy_of(decoding_row((0,), expansion, sampling, verifier), RuleCalibration())) is strategy
 
 
 # What is drawn next is decided before it is drawn.
@@ -389,7 +389,7 @@ def check_fed(grown_of) -> int:
     num_changed = 0
     for _ in range(200):
         probs = (2.0 * torch.randn((12, 12), generator=generator)).softmax(-1)
-        strategy = strategy_of(decoding_row((1, 0), Expansion(0, 3, 6, "beam", 7), SAMPLED, "nss"), Calibration())
+        strategy = strategy_of(decoding_row((1, 0), Expansion(0, 3, 6, "beam", 7), SAMPLED, "nss"), RuleCalibration())
         while frontier := strategy.frontier():
             for one in frontier:
                 one.tree.fed.add(one.node)
@@ -440,7 +440,7 @@ WORTH = [pytest.param(SAMPLED, id="coupled"), pytest.param(GREEDY, id="greedy")]
 def priced(prices: GrowthPrices, sampling: SamplingParams, seed: int, expansion: Expansion = PRICED) -> tuple[BestFirst, int]:
     """Return a grown tree's strategy, and the rounds that it took."""
     row = replace(decoding_row((1, 0), expansion, sampling, "coupled", seed), growth_costs=prices)
-    strategy = strategy_of(row, Calibration())
+    strategy = strategy_of(row, RuleCalibration())
     assert isinstance(strategy, BestFirst)
     return strategy, growth.grow_by([strategy], TableDrafter(LAWS.log()), [row], 4, CPU).num_rounds
 
@@ -684,7 +684,9 @@ def test_rank_acceptance_is_found_again():
     assert ranks.chances(3) == pytest.approx((0.4, 0.2, 0.1), abs=0.05)
 
 
-def learnt_from(expansion: Expansion, accepts_first: bool, learn=growth.learn, sampling: SamplingParams = SAMPLED) -> Calibration:
+def learnt_from(
+    expansion: Expansion, accepts_first: bool, learn=growth.learn, sampling: SamplingParams = SAMPLED
+) -> RuleCalibration:
     """Grow many trees whose first child, or whose last one, is always accepted; return what was learnt."""
     row = decoding_row((1, 0), expansion, sampling, "coupled")
     calibrations = Calibrations()
@@ -705,7 +707,7 @@ def check_learning(learn) -> None:
     assert TRUST["noise_aware"](greedy[0]) > 2 * TRUST["noise_aware"](greedy[1])
 
 
-TRUST: dict[TreeName, Callable[[Calibration], float]] = {
+TRUST: dict[TreeName, Callable[[RuleCalibration], float]] = {
     "static": lambda learnt: learnt.by_rank.chances(3)[0],
     "calibrated": lambda learnt: min(learnt.by_prob.chance(0, odds) for odds in (0.05, 0.15, 0.3, 0.5)),
     "noise_aware": lambda learnt: sum(weights(learnt.agreement)),

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from engine.core.tree import FREE_GROWTH, ROOT, TokenTree
 from engine.draft.drafter import FrontierNode, GrowingTree
-from engine.draft.trees.calibration import Calibration
+from engine.draft.trees.calibration import RuleCalibration
 from engine.draft.trees.grown import NodeValues, origins_of
 from engine.draft.trees.sampling import ChildCandidates
 from engine.draft.trees.strategies import FinishedTree
@@ -46,7 +46,7 @@ class BestFirst:
     costs: nodes below their cost are left out, and growth ends when a round would gain less than a level costs.
     """
 
-    def __init__(self, tree: GrowingTree, calibration: Calibration | None) -> None:
+    def __init__(self, tree: GrowingTree, calibration: RuleCalibration | None) -> None:
         self.tree = tree
         self._calibration = calibration
         self._expansion = tree.row.expansion

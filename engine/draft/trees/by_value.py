@@ -159,7 +159,7 @@ class GreedySample(AppendOnlyStrategy):
         self._num_rounds = 0
 
     def frontier(self) -> list[FrontierNode]:
-        """Return the leaves above the threshold, best first, while the node budget covers all their children."""
+        """Return the leaves above the threshold, best first, while the node budget lasts."""
         self._leaves = [node for node in self._leaves if self.tree.depths[node] < self.expansion.depth]
         self._num_rounds += 1
         if not self._leaves or self._num_rounds > 2 * self.expansion.depth:

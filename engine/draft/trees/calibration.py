@@ -217,7 +217,7 @@ class Reliability:
             sums[is_cached][index] = _DECAY * sums[is_cached][index] + value
 
 
-class Calibration:
+class RuleCalibration:
     """Acceptance statistics under one verification rule."""
 
     def __init__(self) -> None:
@@ -228,16 +228,16 @@ class Calibration:
 
 
 class Calibrations:
-    """A Calibration for each verification rule, because acceptance depends on the rule."""
+    """A RuleCalibration for each verification rule, because acceptance depends on the rule."""
 
     def __init__(self) -> None:
-        self._by_rule: dict[str, Calibration] = defaultdict(Calibration)
+        self._by_rule: dict[str, RuleCalibration] = defaultdict(RuleCalibration)
 
     @property
-    def by_rule(self) -> Mapping[str, Calibration]:
+    def by_rule(self) -> Mapping[str, RuleCalibration]:
         """The calibrations of the rules seen so far."""
         return self._by_rule
 
-    def of(self, row: Row) -> Calibration:
+    def of(self, row: Row) -> RuleCalibration:
         """Return the calibration of a row's rule."""
         return self._by_rule["greedy" if row.sampling.is_greedy else row.verifier]

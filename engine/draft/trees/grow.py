@@ -17,7 +17,7 @@ from engine.core.tree import TokenTree, TreeKind
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses, Proposal
 from engine.draft.trees.best_first import BestFirst
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_probs
-from engine.draft.trees.calibration import Calibration, Calibrations
+from engine.draft.trees.calibration import Calibrations, RuleCalibration
 from engine.draft.trees.grown import Growth, NodeValues, lookup_by_path, no_distributions, origins_of, plain_growth
 from engine.draft.trees.native_growth import HasNativeGrower, can_grow_natively, grow_natively
 from engine.draft.trees.sampling import ChildCandidates, candidates_of
@@ -89,7 +89,7 @@ def _feed_only(drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: t
     return replace(grown, passes=drafter.feed(feeding, []).passes) if feeding else grown
 
 
-def strategy_of(row: Row, calibration: Calibration) -> Strategy:
+def strategy_of(row: Row, calibration: RuleCalibration) -> Strategy:
     """Return the strategy of a row. Only deterministic and shared-noise rows may drop nodes, so only they use BestFirst."""
     tree, expansion = GrowingTree(row, calibration.agreement.sharpness), row.expansion
     is_sampled = row.draw_kind not in (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
@@ -125,7 +125,7 @@ def learn(calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdi
 
 
 def _learn_by_prob(
-    calibration: Calibration, tree: TokenTree, candidates: Mapping[int, ChildCandidates], verdict: Verdict
+    calibration: RuleCalibration, tree: TokenTree, candidates: Mapping[int, ChildCandidates], verdict: Verdict
 ) -> None:
     for node, following in zip(verdict.path, [*verdict.path[1:], None], strict=True):
         for rank, child in enumerate(tree.children[node]):
@@ -135,7 +135,7 @@ def _learn_by_prob(
 
 
 def _learn_agreement(
-    calibration: Calibration, row: Row, tree: TokenTree, candidates: Mapping[int, ChildCandidates], verdict: Verdict
+    calibration: RuleCalibration, row: Row, tree: TokenTree, candidates: Mapping[int, ChildCandidates], verdict: Verdict
 ) -> None:
     following = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.extra_id]
     temperature = ranking_temperature(row.sampling)
@@ -145,7 +145,7 @@ def _learn_agreement(
             calibration.agreement.observe(of_node.probs, of_node.noise, temperature, index)
 
 
-def _learn_reliability(calibration: Calibration, tree: TokenTree, values: NodeValues | None, verdict: Verdict) -> None:
+def _learn_reliability(calibration: RuleCalibration, tree: TokenTree, values: NodeValues | None, verdict: Verdict) -> None:
     """Learn from the nodes whose parents were accepted."""
     if values is None:
         return

@@ -17,7 +17,7 @@ from engine.draft.drafter import ModelPasses, TrimmedVocabulary
 from engine.draft.text.mixture import UNTOLD, predicted, unknown_of
 from engine.draft.text.text_cache import CachedLaw, TextCache
 from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
-from engine.draft.trees.calibration import Calibration, Calibrations
+from engine.draft.trees.calibration import Calibrations, RuleCalibration
 from engine.draft.trees.grown import Growth, NodeValues, no_distributions, origins_of
 from engine.draft.trees.sampling import ChildCandidates
 from engine.native.growth import Growing, GrownTree, Offers, RankedRow
@@ -195,7 +195,7 @@ class _LazyCandidates(Mapping[int, ChildCandidates]):
         return sum(index >= 0 for index in self._indices)
 
 
-def _native_row(row: Row, calibration: Calibration) -> RankedRow:
+def _native_row(row: Row, calibration: RuleCalibration) -> RankedRow:
     """Return a row's parameters for the library. A chain is a tree of one child a node, grown without costs."""
     expansion = row.expansion
     growth_costs = FREE_GROWTH if expansion.is_delayed else row.growth_costs

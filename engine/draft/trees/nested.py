@@ -31,7 +31,7 @@ class Nested(AppendOnlyStrategy):
         self._expansions = expansions
         self._levels = [Counter({ROOT: 1}) for _ in expansions]  # paths of each tree through each node of the last level
         self._num_children: list[dict[int, int]] = []
-        self._drawn: list[dict[int, list[int]]] = [{} for _ in expansions]
+        self._children: list[dict[int, list[int]]] = [{} for _ in expansions]
 
     def frontier(self) -> list[FrontierNode]:
         """Return the level's nodes, each with the most children that a tree needs."""
@@ -50,18 +50,18 @@ class Nested(AppendOnlyStrategy):
     def expand(self, node: int, candidates: ChildCandidates) -> None:
         """Add all candidates; each tree continues with its first ones."""
         children = [self.tree.add(node, token_id) for token_id in candidates.token_ids]
-        for counts, level, drawn in zip(self._num_children, self._levels, self._drawn, strict=True):
+        for counts, level, children_of in zip(self._num_children, self._levels, self._children, strict=True):
             if node in counts:
-                drawn[node] = children[: counts[node]]
-                level.update(drawn[node])
+                children_of[node] = children[: counts[node]]
+                level.update(children_of[node])
 
     def truncations(self) -> list[Truncation]:
         """Return the trees, in the order of the expansions."""
-        return [self._truncation(drawn) for drawn in self._drawn]
+        return [self._truncation(children_of) for children_of in self._children]
 
-    def _truncation(self, drawn: dict[int, list[int]]) -> Truncation:
-        nodes = sorted({ROOT, *(child for children in drawn.values() for child in children)})
+    def _truncation(self, children_of: dict[int, list[int]]) -> Truncation:
+        nodes = sorted({ROOT, *(child for children in children_of.values() for child in children)})
         number = {node: index for index, node in enumerate(nodes)}
         parents = tuple(-1 if node == ROOT else number[self.tree.parents[node]] for node in nodes)
-        draws = tuple(tuple(number[child] for child in drawn.get(node, ())) for node in nodes)
+        draws = tuple(tuple(number[child] for child in children_of.get(node, ())) for node in nodes)
         return Truncation(TokenTree(parents, tuple(self.tree.token_ids[node] for node in nodes), draws), tuple(nodes))

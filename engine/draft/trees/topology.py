@@ -17,7 +17,7 @@ class Topology:
         return 1 + sum(child.num_nodes for child in self.children)
 
     def expected_tokens(self, acceptance: tuple[float, ...]) -> float:
-        """Return the expected tokens of a step from here, the bonus token included, if `acceptance` holds at every node."""
+        """Return the expected tokens of a step from here, the extra token included, if `acceptance` holds at every node."""
         below = (chance * child.expected_tokens(acceptance) for chance, child in zip(acceptance, self.children, strict=False))
         return 1.0 + sum(below)
 
