@@ -39,13 +39,15 @@ def main() -> None:
         run_case(engine, requests_of(prompts, args.batch, number, way, args), args.batch)
     edges = [f"{low:g} to {high:g}" for low, high in pairwise((0.0, *Reliability.EDGES, 1.0))]
     rows, weights = [], []
-    for rule, calibration in sorted(engine.calibrations.known.items()):
+    for rule, calibration in sorted(engine.calibrations.by_rule.items()):
         agreement = calibration.agreement
-        of_noise = [] if rule == "greedy" else [agreement.noise, agreement.sharpness]  # greedy rows have none
-        weights.append([rule, *(f"{weight:.2f}" for weight in (agreement.distribution, *of_noise)), *["–"] * (2 - len(of_noise))])
+        of_noise = [] if rule == "greedy" else [agreement.noise_weight, agreement.sharpness]  # greedy rows have none
+        weights.append(
+            [rule, *(f"{weight:.2f}" for weight in (agreement.log_prob_weight, *of_noise)), *["–"] * (2 - len(of_noise))]
+        )
         for source, shares in zip(("model", "cached"), calibration.reliability.shares, strict=True):
             rows.append([rule, source, *(f"{share:.2f}" for share in shares)])
-    print(table(["rows", "law", "noise", "sharpness"], weights), end="\n\n")
+    print(table(["rows", "log prob", "noise", "sharpness"], weights), end="\n\n")
     print(table(["rows", "tokens of", *edges], rows))
 
 

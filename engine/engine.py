@@ -297,7 +297,7 @@ class Engine:
             if emission is None or emission.finish is not None:
                 self._stop_following(row.request_id)
             tree, offset = growth.forest.trees[index], growth.forest.offsets[index]
-            grown = growth.sources[index], growth.worth[index], growth.rounds[index]
+            grown = growth.sources[index], growth.node_values[index], growth.rounds[index]
             outcomes.append(RowOutcome(row, tree, *grown, offset, verdict, emission))
         return outcomes
 

@@ -132,7 +132,8 @@ class ExpansionChoice:
     `speedup` is the predicted ratio of tokens per second to plain decoding, `step_s` the predicted seconds without the policy's
     own. A policy without predictions leaves the defaults. `growth_costs` are the costs of further nodes and levels. With
     `keeps_up`, drafters are fed from time to time while their sequences decode plainly, so that they do not fall far behind. The
-    choice can be reused for `num_steps` steps, the first included, as long as the same sequences run and all decode (engine.choice_cache).
+    choice can be reused for `num_steps` steps, the first included, as long as the same sequences run and all decode
+    (engine.choice_cache).
     """
 
     expansions: tuple[Expansion, ...]

@@ -1,4 +1,4 @@
-"""Who proposes tokens: the Protocol of drafters, and the growing trees they see.
+"""The Protocol of drafters, and the growing trees that drafters read.
 
 Shape key: P proposals, V vocabulary, M the tokens of it that a drafter knows.
 """
@@ -24,9 +24,9 @@ from engine.utils.host_transfer import integers
 class GrowingTree:
     """A tree under construction for one row. Owned by the growth loop.
 
-    Drafters only read it, but for one: whoever feeds ancestors of the nodes asked about notes them in `fed`. `origins` has the
-    tokens that cached text foretold, by the drafted tokens before them; `odds`, of a traced row, the draft probabilities of what
-    was offered there. Where tokens are ranked with noise log q counts `sharpness` times.
+    Drafters only read it, with one exception: a drafter that feeds ancestors of frontier nodes adds them to `fed`. `origins` has
+    the tokens predicted by cached text, by the drafted tokens before them. `draft_probs` has the draft probabilities of candidate
+    children in the same way, for traced rows. `sharpness` is the weight of log q where tokens are ranked by log q plus noise.
     """
 
     row: Row
@@ -38,13 +38,13 @@ class GrowingTree:
     probs_rows: list[int | None] = field(default_factory=lambda: [None])
     fed: set[int] = field(default_factory=set)
     origins: dict[tuple[int, ...], Mapping[int, Origin]] = field(default_factory=dict)
-    odds: dict[tuple[int, ...], Mapping[int, float]] = field(default_factory=dict)
+    draft_probs: dict[tuple[int, ...], Mapping[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.token_ids.append(self.row.certain_ids[-1])
 
     def add(self, parent: int, token_id: int) -> int:
-        """Add a child drawn for `parent` and return its node; a token drawn before is the same node drawn again."""
+        """Add a child of `parent` and return its node. A repeated token is the same node, listed again in `draws`."""
         for child in self.draws[parent]:
             if self.token_ids[child] == token_id:
                 self.draws[parent].append(child)
@@ -72,9 +72,9 @@ class GrowingTree:
 
 @dataclass(frozen=True, slots=True)
 class FrontierNode:
-    """A node that is to get children: `num_draws` of them at most, some of which may coincide.
+    """A node to be expanded by at most `num_draws` children, some of which may coincide.
 
-    `floor`: what a token must gain to be one of a fixed set (children.py).
+    `floor` is the least gain of a token in a fixed set (engine.draft.trees.sampling).
     """
 
     tree: GrowingTree
@@ -89,21 +89,21 @@ class FrontierNode:
 
     @property
     def sampling_context(self) -> SamplingContext:
-        """What the law after the node depends on."""
+        """The context of the distribution after the node."""
         return self.tree.row.sampling_context(tuple(self.tree.token_ids[node] for node in self.tree.path(self.node)[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPasses:
-    """Passes of a draft model, and the tokens fed in them: one that it is not asked about weighs less (FeedsForLess)."""
+    """Passes of a draft model, and the tokens fed in them. Tokens without a proposal may weigh less (FeedsForLess)."""
 
     num_passes: int = 0
     num_fed: float = 0
 
     @classmethod
-    def one(cls, num_tokens: int, num_asked: int, fed_only_share: float) -> "ModelPasses":
-        """Return a pass over tokens of which some are asked about."""
-        return cls(1, num_asked + fed_only_share * (num_tokens - num_asked))
+    def one(cls, num_tokens: int, num_queried: int, fed_only_share: float) -> "ModelPasses":
+        """Return one pass over `num_tokens` tokens that proposes after `num_queried` of them."""
+        return cls(1, num_queried + fed_only_share * (num_tokens - num_queried))
 
     def __add__(self, other: "ModelPasses") -> "ModelPasses":
         return ModelPasses(self.num_passes + other.num_passes, self.num_fed + other.num_fed)
@@ -111,7 +111,7 @@ class ModelPasses:
 
 @dataclass(frozen=True, eq=False)
 class TrimmedVocabulary:
-    """The M tokens that a drafter knows of a vocabulary of `size`, in an order of its own. It never proposes another."""
+    """The M tokens of a vocabulary of `size` that a drafter can propose, in an order of its own."""
 
     ids_M: Int[Tensor, " M"]
     size: int
@@ -128,11 +128,11 @@ class TrimmedVocabulary:
         return vocab
 
     def columns(self, token_ids: Iterable[int]) -> list[int]:
-        """Return the column of each token, -1 for those that are not known."""
+        """Return the column of each token, -1 if it has none."""
         return [self._column_of.get(token_id, -1) for token_id in token_ids]
 
     def extended(self, token_ids: Sequence[int]) -> "TrimmedVocabulary":
-        """Return a vocabulary that knows these too, in columns after the others."""
+        """Return the vocabulary with these tokens added, in columns after the others."""
         both = TrimmedVocabulary(torch.cat([self.ids_M, integers(token_ids, self.ids_M.device)]), self.size)
         added = {token_id: column for column, token_id in enumerate(token_ids, len(self.ids_M))}
         both.__dict__["_column_of"] = ChainMap(added, self._column_of)
@@ -145,11 +145,11 @@ class TrimmedVocabulary:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Raw draft logits for some of the nodes asked about; the others stay leaves.
+    """Raw draft logits for some of the frontier nodes. The other nodes stay leaves.
 
-    `indices[i]` is the asked node that row i of `logits_PM` (float32) answers; ascending. Its columns are the tokens of `vocab`,
-    or all there are. Nodes in `unfed` were answered though they were not fed. `origins[index]` says of tokens that cached
-    text foretold where they come from. `passes` of a model were run to answer; cached text needs none.
+    Row i of `logits_PM` (float32) belongs to frontier node `indices[i]`; the indices ascend. The columns are the tokens of
+    `vocab`, or all tokens. Nodes in `unfed` have a proposal although they were not fed. `origins[index]` has the origins of
+    tokens that cached text predicted. `passes` of the model were run; cached text needs none.
     """
 
     indices: tuple[int, ...]
@@ -161,12 +161,12 @@ class Proposal:
 
     @property
     def logits_PV(self) -> Float[Tensor, "P V"]:
-        """The logits over the whole vocabulary: what the drafter does not know cannot come."""
+        """The logits over the full vocabulary, -inf for tokens outside `vocab`."""
         return self.logits_PM if self.vocab is None else self.vocab.widened(self.logits_PM, float("-inf"))
 
 
 class Drafter(Protocol):
-    """Proposes laws for the next token. Any law is lossless; a good one is accepted often."""
+    """Proposes distributions of the next token. Any distribution is lossless; a better one is accepted more often."""
 
     name: str
     feeding: Feeding
@@ -182,32 +182,32 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class FeedsForLess(Protocol):
-    """A drafter for which a token that it is merely fed costs this share of one that it is asked about."""
+    """A drafter for which a token without a proposal costs only `unqueried_share` of a token with one."""
 
     fed_only_share: float
 
 
 def fed_only_share_of(drafter: Drafter | None) -> float:
-    """Return that share; most drafters take as long for the one as for the other."""
+    """Return the drafter's share, 1 by default: most drafters take equally long for both."""
     return drafter.fed_only_share if isinstance(drafter, FeedsForLess) else 1.0
 
 
 @runtime_checkable
 class RequestFollower(Protocol):
-    """A drafter that is told of requests' lives, from the queue to the end, and of the steps between."""
+    """A drafter that follows requests from the queue to their end."""
 
     def begin(self, request: Request, history: Sequence[int]) -> None:
-        """Take note of a request whose text, as it is committed, is `history`: it grows and is not to be changed."""
+        """Register a request. `history` is its committed tokens: it grows with the request and is read-only."""
         ...
 
     def advance(self, running: Iterable[str]) -> bool:
-        """Take note of what was committed of these requests, before a step; nothing was of the others.
+        """Process the newly committed tokens of these requests before a step; other requests have none.
 
-        What may take longer than a step can wait is done in parts, here. Return whether what is known now is news to who chooses
-        trees: a choice that is held is then made anew.
+        Long work is split into parts over several calls. Return whether a policy should choose trees again instead of reusing
+        its cached choice.
         """
         ...
 
     def end(self, request_id: str) -> None:
-        """Take note that a request has ended, however it did; its history stays as it is now. Unknown ids are ignored."""
+        """End a request. Its history does not change any more. Unknown ids are ignored."""
         ...

@@ -156,7 +156,7 @@ class Growing:
             ctypes.byref(head), vocab_M.data_ptr(), structures, len(rows), fed_structures, len(fed), before_all
         )
         self._num_offers = 0
-        self.asks = [Ask(tree, 0, -1, -1) for tree in range(len(rows))]
+        self.frontier = [Ask(tree, 0, -1, -1) for tree in range(len(rows))]
 
     def __enter__(self) -> "Growing":
         """Return itself."""
@@ -167,12 +167,12 @@ class Growing:
         self._library.latebranch_end_growth(self._handle)
 
     def round(self, told: Sequence[Predicted], is_sure: Sequence[bool], unknown: Sequence[int]) -> tuple[list[list[bool]], Fed]:
-        """Answer the nodes of `asks`, which become those of the next round; return how that went.
+        """Answer the nodes of `frontier`, which become those of the next round; return how that went.
 
         What cached text foretells there is `told`; columns from M on are of `unknown` tokens. Where it `is_sure` the head is not
         asked. Of each foretold token is returned whether more of its chance is the cache's, and what was fed.
         """
-        assert len(told) == len(is_sure) == len(self.asks)
+        assert len(told) == len(is_sure) == len(self.frontier)
         firsts, columns, odds = flattened(told)
         places = array("q", [*firsts, *columns, *unknown])
         flags = array("B", [*is_sure, *bytes(firsts[-1])])
@@ -196,7 +196,9 @@ class Growing:
             *(library.address_of(asks), most, ctypes.byref(fed), library.num_threads()),
         )
         self._num_offers += len(told)
-        self.asks = [Ask(*one) for one in zip(*(asks[first : first + count] for first in range(0, 4 * most, most)), strict=True)]
+        self.frontier = [
+            Ask(*one) for one in zip(*(asks[first : first + count] for first in range(0, 4 * most, most)), strict=True)
+        ]
         is_rather_cached = [*map(bool, flags[len(told) :])]
         return [is_rather_cached[first:end] for first, end in pairwise(firsts)], fed
 
@@ -231,7 +233,7 @@ def _structure(row: RankedRow, slots: int, shares: int, least_chances: int) -> l
         seed=row.seed & (1 << 64) - 1,
         has_noise=row.has_noise,
         least_chances=least_chances,
-        level_price=row.level_cost,
+        level_cost=row.level_cost,
         offered=row.offered,
         continued=row.continued,
         scale=row.scale,

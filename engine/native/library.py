@@ -106,7 +106,7 @@ class RankedRow(Structure):
         ("seed", c_uint64),
         ("has_noise", c_int64),
         ("least_chances", c_void_p),
-        *((name, c_double) for name in ("level_price", "offered", "continued", "scale")),
+        *((name, c_double) for name in ("level_cost", "offered", "continued", "scale")),
         ("shares", c_void_p),
         *((name, c_double) for name in ("temperature", "sharpness")),
     )
@@ -125,7 +125,7 @@ class FedRow(Structure):
 class Fed(Structure):
     """What a round fed the head, and about how many of these tokens it was asked."""
 
-    _fields_ = (("num_tokens", c_int64), ("num_asked", c_int64))
+    _fields_ = (("num_tokens", c_int64), ("num_queried", c_int64))
 
 
 class Told(Structure):

@@ -11,7 +11,7 @@ from engine.core.step_plan import Row, StepPlan
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.core.types import DraftSource, FinishReason, StepStats
 from engine.draft.drafter import ModelPasses
-from engine.draft.trees.grown import Worth
+from engine.draft.trees.grown import NodeValues
 from engine.scheduler.scheduler import Emission, Scheduler
 from engine.verify.verdict import Verdict, VerificationFailure
 
@@ -34,14 +34,14 @@ class Stopwatch:
 class RowOutcome:
     """A decoding row after the step. `offset` is the index of its root among the packed nodes.
 
-    `sources` and, for a noise-aware tree, `worth` describe the tree's nodes without the root. The tree took `num_rounds` to grow.
-    A row whose verification failed emits nothing and ends.
+    `sources` and, for a noise-aware tree, `node_values` describe the tree's nodes without the root. The tree took
+    `num_rounds` to grow. A row whose verification failed emits nothing and ends.
     """
 
     row: Row
     tree: TokenTree
     sources: tuple[DraftSource, ...]
-    worth: Worth | None
+    node_values: NodeValues | None
     num_rounds: int
     offset: int
     verdict: Verdict | VerificationFailure
@@ -108,15 +108,15 @@ def feedback_of(record: StepRecord) -> StepFeedback:
 
 def _draft_outcome(outcome: RowOutcome) -> DraftOutcome:
     """Return a row's outcome for the policy. Tokens accepted after a stop token do not count."""
-    row, tree, emission, worth, verdict = outcome.row, outcome.tree, outcome.emission, outcome.worth, outcome.verdict
+    row, tree, emission, values, verdict = outcome.row, outcome.tree, outcome.emission, outcome.node_values, outcome.verdict
     path = verdict.path if isinstance(verdict, Verdict) else (ROOT,)
     accepted_depth, expansion = len(path) - 1, row.expansion
     if emission is not None and emission.finish is FinishReason.STOP:
         accepted_depth = emission.num_accepted
     drafted_depth, nodes = outcome.num_rounds, None
-    if worth is not None:
+    if values is not None:
         accepted = tuple([node - 1 for node in path[1 : 1 + accepted_depth]])
-        nodes = NodeChances(worth.chances, tree.depths[1:], accepted, row.growth_costs.complete_above(expansion, worth.chances))
+        nodes = NodeChances(values.chances, tree.depths[1:], accepted, row.growth_costs.complete_above(expansion, values.chances))
     elif expansion.is_delayed:
         drafted_depth = max(tree.depths)
     return DraftOutcome(row.request_id, expansion, tree.num_nodes - 1, drafted_depth, accepted_depth, nodes)

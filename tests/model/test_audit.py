@@ -211,13 +211,13 @@ def test_a_slip_in_a_rules_formula_is_found(table, monkeypatch):
 
 def likeliest_as_draws(asked, logits_PM, probs, vocab):
     """Take the likeliest tokens for children and show the law as if they had been drawn from it."""
-    probs_PM = children._kept_probs(asked, logits_PM, probs, vocab)
+    probs_PM = children._recorded_probs(asked, logits_PM, probs, vocab)
     width = max(node.num_draws for node in asked)
-    return children._offers(children._told(asked, probs_PM.topk(width).indices, probs_PM, vocab))
+    return children._to_candidates(children._to_host(asked, probs_PM.topk(width).indices, probs_PM, vocab))
 
 
 def test_a_rule_of_ratios_on_chosen_children_is_found(monkeypatch):
-    monkeypatch.setitem(children._RULES, TreeKind.IID, likeliest_as_draws)
+    monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, likeliest_as_draws)
     assert not is_lawful(report())
 
 

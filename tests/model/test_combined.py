@@ -260,11 +260,11 @@ def weight_chosen_after_the_draw(*args):
     return [replace(offer, token_ids=tuple(i if known[i] else 2 for i in offer.token_ids)) for offer in offers]
 
 
-_DRAWN = children._drawn_iid
+_DRAWN = children._sample_iid
 
 
 def test_draws_kill_a_weight_chosen_after_the_draw(monkeypatch):
-    monkeypatch.setitem(children._RULES, TreeKind.PATH, weight_chosen_after_the_draw)
+    monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.PATH, weight_chosen_after_the_draw)
     distribution = {(token_id,): float(p) for token_id, p in enumerate(mixture())}
     assert z_of_counts(first_draws(), distribution) > FAILS_ABOVE
 

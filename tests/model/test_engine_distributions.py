@@ -161,7 +161,7 @@ def test_the_distribution_kills_drafts_that_are_believed_whatever_the_policy(mon
 
 def misreport_draft_probs(monkeypatch):
     """Draw from one law and hand over a flatter one."""
-    drawn_iid = children._drawn_iid
+    drawn_iid = children._sample_iid
 
     def misreported(asked, logits_PM, probs, vocab):
         drawn = drawn_iid(asked, logits_PM, probs, vocab)
@@ -169,7 +169,7 @@ def misreport_draft_probs(monkeypatch):
         probs[-1] /= probs[-1].sum(-1, keepdim=True)
         return drawn
 
-    monkeypatch.setitem(children._RULES, TreeKind.IID, misreported)
+    monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, misreported)
 
 
 def test_the_distribution_kills_a_draft_distribution_that_was_not_drawn(monkeypatch):
@@ -181,14 +181,14 @@ def best_first(offers):
     """Siblings sorted by draft probability, whatever the order in which they were drawn."""
     spoilt = []
     for one in offers:
-        order = torch.tensor(one.odds).argsort(descending=True).tolist()
-        spoilt.append(replace(one, token_ids=tuple(one.token_ids[i] for i in order), odds=tuple(one.odds[i] for i in order)))
+        order = torch.tensor(one.probs).argsort(descending=True).tolist()
+        spoilt.append(replace(one, token_ids=tuple(one.token_ids[i] for i in order), probs=tuple(one.probs[i] for i in order)))
     return spoilt
 
 
 def worst_dropped(offers):
     """The least likely of the draws is thrown away."""
-    return [replace(one, token_ids=one.token_ids[:-1], odds=one.odds[:-1]) if one.odds[-1] < 0.3 else one for one in offers]
+    return [replace(one, token_ids=one.token_ids[:-1], probs=one.probs[:-1]) if one.probs[-1] < 0.3 else one for one in offers]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def worst_dropped(offers):
     ],
 )
 def test_the_distribution_kills_draws_that_are_tampered_with(verifier, expansion, spoil, monkeypatch):
-    rule = children._RULES[expansion.kind]
-    monkeypatch.setitem(children._RULES, expansion.kind, lambda *args: spoil(rule(*args)))
+    rule = children._SAMPLING_RULES[expansion.kind]
+    monkeypatch.setitem(children._SAMPLING_RULES, expansion.kind, lambda *args: spoil(rule(*args)))
     assert z_of_counts(triples(verifier, expansion), target_distribution()) > FAILS_ABOVE
 
 

@@ -98,7 +98,7 @@ def test_sampled_trees_have_their_shape_and_their_distributions(several, samplin
 def test_ranked_trees_take_the_best_of_their_ranking(several, kind, sampling, seed, sharpness):
     rows = rows_of(several, GREEDY if kind == "greedy" else sampling, "coupled", seed)
     calibrations = Calibrations()
-    calibrations.of(rows[0]).agreement.distribution *= sharpness
+    calibrations.of(rows[0]).agreement.log_prob_weight *= sharpness
     grown = grow(model_drafter(), rows, VOCAB_SIZE, CPU, calibrations)
     assert len(grown.forest.draft_probs_RV) == 0
     for row, tree in zip(rows, grown.forest.trees, strict=True):
@@ -181,7 +181,7 @@ def distinct_draws(*args):
     ]
 
 
-_UNIFORMS, _DRAWN = children._uniforms, children._drawn_iid
+_UNIFORMS, _DRAWN = children._uniforms, children._sample_iid
 
 
 @pytest.mark.parametrize("mutant", [one_uniform_for_all_nodes, one_uniform_for_all_draws, draws_of_neighbours_shared])
@@ -191,7 +191,7 @@ def test_independence_of_draws_kills(mutant, monkeypatch):
 
 
 def test_independence_of_draws_kills_draws_without_replacement(monkeypatch):
-    monkeypatch.setitem(children._RULES, TreeKind.IID, distinct_draws)
+    monkeypatch.setitem(children._SAMPLING_RULES, TreeKind.IID, distinct_draws)
     assert fork_z() > FAILS_ABOVE
 
 

@@ -24,7 +24,7 @@ from engine.draft.trees import grow as growth
 from engine.draft.trees import sampling as children
 from engine.draft.trees.best_first import BestFirst
 from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold
-from engine.draft.trees.calibration import AgreementWeights, Calibration, Calibrations, OddsAcceptance, RankAcceptance
+from engine.draft.trees.calibration import AgreementWeights, Calibrations, ProbAcceptance, RankAcceptance, RuleCalibration
 from engine.draft.trees.grow import grow, strategy_of
 from engine.draft.trees.strategies import Delayed, Static
 from engine.draft.trees.topology import Topology, best_topology
@@ -147,7 +147,7 @@ class HighThreshold(Threshold):
 
     def __init__(self, tree):
         super().__init__(tree)
-        self._least = 0.21
+        self._threshold = 0.21
 
 
 def test_threshold_trees_have_dyspecs_distribution(monkeypatch):
@@ -159,30 +159,30 @@ def test_delayed_distinct_trees_are_draws_without_replacement():
     assert z_of_trees(DISTINCT, delayed_distinct_probs()) < PASSES_BELOW
 
 
-def tampered(spoil, kind: TreeKind) -> Callable[..., list[children.Offer]]:
-    rule = children._RULES[kind]
-    return lambda *args: [spoil(offer) for offer in rule(*args)]
+def tampered(spoil, kind: TreeKind) -> Callable[..., list[children.ChildCandidates]]:
+    rule = children._SAMPLING_RULES[kind]
+    return lambda *args: [spoil(candidates) for candidates in rule(*args)]
 
 
-def by_odds(offer: children.Offer) -> children.Offer:
-    order = sorted(range(len(offer.odds)), key=lambda i: -offer.odds[i])
-    return children.Offer(tuple(offer.token_ids[i] for i in order), tuple(offer.odds[i] for i in order))
+def by_prob(candidates: children.ChildCandidates) -> children.ChildCandidates:
+    order = sorted(range(len(candidates.probs)), key=lambda i: -candidates.probs[i])
+    return children.ChildCandidates(tuple(candidates.token_ids[i] for i in order), tuple(candidates.probs[i] for i in order))
 
 
-def by_token(offer: children.Offer) -> children.Offer:
-    order = sorted(range(len(offer.odds)), key=lambda i: offer.token_ids[i])
-    return children.Offer(tuple(offer.token_ids[i] for i in order), tuple(offer.odds[i] for i in order))
+def by_token(candidates: children.ChildCandidates) -> children.ChildCandidates:
+    order = sorted(range(len(candidates.probs)), key=lambda i: candidates.token_ids[i])
+    return children.ChildCandidates(tuple(candidates.token_ids[i] for i in order), tuple(candidates.probs[i] for i in order))
 
 
-def unlikely_dropped(offer: children.Offer) -> children.Offer:
-    kept = [i for i, odds in enumerate(offer.odds) if odds > 0.1]
-    return children.Offer(tuple(offer.token_ids[i] for i in kept), tuple(offer.odds[i] for i in kept))
+def unlikely_dropped(candidates: children.ChildCandidates) -> children.ChildCandidates:
+    kept = [i for i, odds in enumerate(candidates.probs) if odds > 0.1]
+    return children.ChildCandidates(tuple(candidates.token_ids[i] for i in kept), tuple(candidates.probs[i] for i in kept))
 
 
-@pytest.mark.parametrize("spoil", [by_odds, by_token, unlikely_dropped])
-@pytest.mark.parametrize(("expansion", "law"), [(HEAP, heap_probs(3)), (DISTINCT, delayed_distinct_probs())])
+@pytest.mark.parametrize("spoil", [by_prob, by_token, unlikely_dropped])
+@pytest.mark.parametrize(("expansion", "distribution"), [(HEAP, heap_probs(3)), (DISTINCT, delayed_distinct_probs())])
 def test_the_distributions_of_trees_kill_tampering_with_draws(spoil, expansion, distribution, monkeypatch):
-    monkeypatch.setitem(children._RULES, expansion.kind, tampered(spoil, expansion.kind))
+    monkeypatch.setitem(children._SAMPLING_RULES, expansion.kind, tampered(spoil, expansion.kind))
     unexpected = {shape(tree) for tree in grown_trees(expansion)} - {*distribution}
     assert unexpected or z_of_trees(expansion, distribution) > FAILS_ABOVE
 
@@ -220,7 +220,7 @@ def test_a_set_is_fixed_by_the_distribution_and_its_sample_drawn_off_it():
 
 
 def test_a_sample_off_the_set_kills_draws_of_the_whole_distribution(monkeypatch):
-    monkeypatch.setattr(children._Urn, "take", lambda self, ids_P, is_taken_P=None: self.num_taken_P.add_(is_taken_P))
+    monkeypatch.setattr(children._ResidualSampler, "take", lambda self, ids_P, is_taken_P=None: self.num_taken_P.add_(is_taken_P))
     with pytest.raises(AssertionError):
         z_of_samples(grown_trees(SET_TREE, verifier="univer", num_seeds=500))
 
@@ -276,7 +276,7 @@ def test_no_tree_outgrows_its_limits(tree_name, max_nodes, depth, branches, veri
 )
 def test_a_tree_that_takes_nodes_back_is_grown_only_where_nothing_is_drawn(tree_name, verifier, sampling, strategy):
     expansion = Expansion(2, 2, 2, tree_name) if tree_name.startswith("delayed") else Expansion(0, 2, 3, tree_name, 8)
-    assert type(strategy_of(decoding_row((0,), expansion, sampling, verifier), Calibration())) is strategy
+    assert type(strategy_of(decoding_row((0,), expansion, sampling, verifier), RuleCalibration())) is strategy
 
 
 # What is drawn next is decided before it is drawn.
@@ -293,13 +293,13 @@ def places_drawn(strategy, probs: dict[tuple[int, ...], list[int]]) -> list[tupl
         return int(add(parent, token_id))
 
     tree.add = noted
-    while asks := strategy.asks():
-        for ask in asks:
-            path = tuple(tree.token_ids[v] for v in tree.path(ask.node)[1:])
+    while frontier := strategy.frontier():
+        for one in frontier:
+            path = tuple(tree.token_ids[v] for v in tree.path(one.node)[1:])
             ids = probs.get(path, [0, 1, 2, 3])
             distribution = LAWS[path[-1] if path else 0]
             odds = tuple(float(distribution[token_id]) for token_id in ids)
-            strategy.take(ask.node, children.Offer(tuple(ids), odds, (), float(distribution.square().sum())))
+            strategy.expand(one.node, children.ChildCandidates(tuple(ids), odds, (), float(distribution.square().sum())))
     return drawn
 
 
@@ -319,7 +319,7 @@ def decides_beforehand(strategy_type) -> None:
 
 
 def calibrated(tree: GrowingTree) -> CalibratedHeap:
-    return CalibratedHeap(tree, OddsAcceptance())
+    return CalibratedHeap(tree, ProbAcceptance())
 
 
 @pytest.mark.parametrize("strategy_type", [Heap, calibrated])
@@ -331,7 +331,7 @@ class Anticipating(Heap):
     """A place is worth what its next token will be worth: the value-dependent ranking of public code."""
 
     def _place_value(self, node, rank):
-        odds = self._offers[node].odds
+        odds = self._candidates[node].probs
         return self._values[node] * (odds[rank] if rank < len(odds) else 0.0)
 
 
@@ -380,7 +380,7 @@ def value_of(first: int) -> Callable[[tuple[int, ...]], float]:
 
 def test_nodes_that_moved_are_fed_again():
     """A fed node's keys lie in the slot of the number it had: only where it kept the number may the drafter rely on them."""
-    assert check_fed(lambda strategy: strategy.grown()) > 20
+    assert check_fed(lambda strategy: strategy.finish()) > 20
 
 
 def check_fed(grown_of) -> int:
@@ -389,12 +389,12 @@ def check_fed(grown_of) -> int:
     num_changed = 0
     for _ in range(200):
         probs = (2.0 * torch.randn((12, 12), generator=generator)).softmax(-1)
-        strategy = strategy_of(decoding_row((1, 0), Expansion(0, 3, 6, "beam", 7), SAMPLED, "nss"), Calibration())
-        while asks := strategy.asks():
-            for ask in asks:
-                ask.tree.fed.add(ask.node)
-                best = probs[ask.tree.token_ids[ask.node]].topk(3)
-                strategy.take(ask.node, children.Offer(tuple(best.indices.tolist()), tuple(best.values.tolist())))
+        strategy = strategy_of(decoding_row((1, 0), Expansion(0, 3, 6, "beam", 7), SAMPLED, "nss"), RuleCalibration())
+        while frontier := strategy.frontier():
+            for one in frontier:
+                one.tree.fed.add(one.node)
+                best = probs[one.tree.token_ids[one.node]].topk(3)
+                strategy.expand(one.node, children.ChildCandidates(tuple(best.indices.tolist()), tuple(best.values.tolist())))
         grown, fed = grown_of(strategy), strategy.tree
         num_changed += len(fed.fed) - len(grown.fed)
         for node in grown.fed:
@@ -405,7 +405,7 @@ def check_fed(grown_of) -> int:
 
 def test_fed_nodes_kill_a_tree_that_forgets_they_moved():
     def careless(strategy):
-        grown = strategy.grown()
+        grown = strategy.finish()
         return replace(grown, fed=frozenset(range(min(len(strategy.tree.fed), grown.tree.num_nodes))))
 
     with pytest.raises(AssertionError):
@@ -442,7 +442,7 @@ def grown_at(
 ) -> tuple[BestFirst, int]:
     """Return a grown tree's strategy, and the rounds that it took."""
     row = replace(decoding_row((1, 0), expansion, sampling, "coupled", seed), growth_costs=growth_costs)
-    strategy = strategy_of(row, Calibration())
+    strategy = strategy_of(row, RuleCalibration())
     assert isinstance(strategy, BestFirst)
     return strategy, growth.grow_by([strategy], TableDrafter(LAWS.log()), [row], 4, CPU).num_rounds
 
@@ -502,7 +502,7 @@ def test_nodes_and_levels_that_cost_more_than_they_bring_are_left_out(sampling):
 class Wasteful(BestFirst):
     def __init__(self, *args):
         super().__init__(*args)
-        self._growth_costs, self._least_chances = FREE_GROWTH, FREE_GROWTH.least_chances(self._expansion)
+        self._growth_costs, self._thresholds = FREE_GROWTH, FREE_GROWTH.least_chances(self._expansion)
 
 
 @pytest.mark.parametrize("sampling", WORTH)
@@ -522,7 +522,7 @@ def test_each_tree_tells_how_many_rounds_it_took():
 
 def test_beam_trees_ignore_growth_costs():
     beam = replace(NOISE_AWARE, tree="beam")
-    trees = [grown_at(growth_costs, SAMPLED, 0, beam)[0].grown().tree for growth_costs in (FREE_GROWTH, GrowthCosts(0.9, 9.0))]
+    trees = [grown_at(growth_costs, SAMPLED, 0, beam)[0].finish().tree for growth_costs in (FREE_GROWTH, GrowthCosts(0.9, 9.0))]
     assert trees[0] == trees[1]
 
 
@@ -563,7 +563,7 @@ def learnt_of(seen: Sequence[Outcome]) -> AgreementWeights:
 
 
 def weights(agreement: AgreementWeights) -> tuple[float, float]:
-    return agreement.distribution, agreement.noise
+    return agreement.log_prob_weight, agreement.noise_weight
 
 
 def check_weights(distribution: float, noise: float, as_told: Callable[[Outcome], Outcome] = lambda one: one) -> None:
@@ -574,7 +574,7 @@ def check_weights(distribution: float, noise: float, as_told: Callable[[Outcome]
 WEIGHTS = [(0.9, 0.3), (1.0, 1.0), (3.0, 0.5), (0.4, 0.2)]
 
 
-@pytest.mark.parametrize(("law", "noise"), WEIGHTS)
+@pytest.mark.parametrize(("distribution", "noise"), WEIGHTS)
 def test_weights_are_found_again_whatever_the_temperature(distribution, noise):
     check_weights(distribution, noise)
 
@@ -595,8 +595,8 @@ def test_weights_kill_what_is_learnt_of_something_else(as_told):
 
 def test_a_greedy_row_teaches_nothing_of_noise():
     agreement = learnt_of(outcomes(2.0, 0.5, 1600, temperatures=(0.0,)))
-    assert agreement.distribution == pytest.approx(2.0, rel=0.25)
-    assert agreement.noise == pytest.approx(AgreementWeights().noise)
+    assert agreement.log_prob_weight == pytest.approx(2.0, rel=0.25)
+    assert agreement.noise_weight == pytest.approx(AgreementWeights().noise_weight)
 
 
 @pytest.mark.parametrize("noise", [0.0, 50.0])
@@ -614,13 +614,13 @@ def likeliest(seen: Sequence[Outcome]) -> tuple[float, ...]:
             features = unit * np.stack([np.log(odds), drawn or [0.0] * len(odds)], -1)
             chances = np.exp(features @ found - np.logaddexp.reduce(features @ found))
             beside = features - chances @ features
-            information += calibration._MEMORY**age * (beside.T * chances) @ beside
-            gradient += calibration._MEMORY**age * beside[-1 if place is None else place]
+            information += calibration._DECAY**age * (beside.T * chances) @ beside
+            gradient += calibration._DECAY**age * beside[-1 if place is None else place]
         found = np.clip(found + np.linalg.solve(information, gradient), found / 2, found * 2)
     return tuple(found.tolist())
 
 
-@pytest.mark.parametrize(("law", "noise"), [(0.9, 0.3), (1.0, 1.0), (1.4, 0.5)])
+@pytest.mark.parametrize(("distribution", "noise"), [(0.9, 0.3), (1.0, 1.0), (1.4, 0.5)])
 def test_lessons_that_come_step_by_step_teach_what_all_teach_at_once(distribution, noise):
     seen = outcomes(distribution, noise, 1600, seed=7)
     assert weights(learnt_of(seen)) == pytest.approx(likeliest(seen), rel=0.1)
@@ -630,14 +630,14 @@ def check_chances(agreement: AgreementWeights) -> None:
     """Chances are those of the model, and so are those of scores and their scale, by which the library ranks."""
     for odds, drawn, unit, _ in outcomes(0.9, 0.3, 60, seed=3):
         log_q, noise = unit * np.log(odds), unit * np.array(drawn or [0.0] * len(odds))
-        model = np.exp(agreement.distribution * log_q + agreement.noise * noise)
+        model = np.exp(agreement.log_prob_weight * log_q + agreement.noise_weight * noise)
         assert agreement.chances(odds, drawn, unit) == pytest.approx(model / model.sum())
         scores = agreement.sharpness * np.log(odds) + noise / unit
         by_score = np.exp((scores - scores.max()) / agreement.score_scale(unit))
         assert by_score / by_score.sum() == pytest.approx(model / model.sum())
 
 
-@pytest.mark.parametrize(("law", "noise"), [*WEIGHTS, (0.5, 0.0), (0.5, 50.0)])
+@pytest.mark.parametrize(("distribution", "noise"), [*WEIGHTS, (0.5, 0.0), (0.5, 50.0)])
 def test_scores_rank_tokens_by_their_chances(distribution, noise):
     check_chances(learnt_of(outcomes(distribution, noise, 320)))
 
@@ -661,13 +661,13 @@ class Warm(AgreementWeights):
 @pytest.mark.parametrize("broken", [Cold, Blunt, Warm])
 def test_chances_kill_other_scores(broken):
     agreement = broken()
-    agreement.distribution, agreement.noise = 0.9, 0.3
+    agreement.log_prob_weight, agreement.noise_weight = 0.9, 0.3
     with pytest.raises(AssertionError):
         check_chances(agreement)
 
 
 def test_acceptance_by_odds_is_found_again():
-    acceptance, rng = OddsAcceptance(), np.random.default_rng(0)
+    acceptance, rng = ProbAcceptance(), np.random.default_rng(0)
     for _ in range(4000):
         odds = float(rng.random())
         acceptance.observe(0, odds, bool(rng.random() < 0.3 + 0.5 * odds))
@@ -686,7 +686,9 @@ def test_rank_acceptance_is_found_again():
     assert ranks.chances(3) == pytest.approx((0.4, 0.2, 0.1), abs=0.05)
 
 
-def learnt_from(expansion: Expansion, accepts_first: bool, learn=growth.learn, sampling: SamplingParams = SAMPLED) -> Calibration:
+def learnt_from(
+    expansion: Expansion, accepts_first: bool, learn=growth.learn, sampling: SamplingParams = SAMPLED
+) -> RuleCalibration:
     """Grow many trees whose first child, or whose last one, is always accepted; return what was learnt."""
     row = decoding_row((1, 0), expansion, sampling, "coupled")
     calibrations = Calibrations()
@@ -707,9 +709,9 @@ def check_learning(learn) -> None:
     assert TRUST["noise_aware"](greedy[0]) > 2 * TRUST["noise_aware"](greedy[1])
 
 
-TRUST: dict[TreeName, Callable[[Calibration], float]] = {
-    "static": lambda learnt: learnt.ranks.chances(3)[0],
-    "calibrated": lambda learnt: min(learnt.odds.chance(0, odds) for odds in (0.05, 0.15, 0.3, 0.5)),
+TRUST: dict[TreeName, Callable[[RuleCalibration], float]] = {
+    "static": lambda learnt: learnt.by_rank.chances(3)[0],
+    "calibrated": lambda learnt: min(learnt.by_prob.chance(0, odds) for odds in (0.05, 0.15, 0.3, 0.5)),
     "noise_aware": lambda learnt: sum(weights(learnt.agreement)),
 }
 
@@ -789,11 +791,11 @@ def test_a_static_tree_has_its_shape():
     topology = best_topology((0.5, 0.3, 0.1), 7, 3)
     row = decoding_row((1, 0), Expansion(0, 3, 3, "static", 7), SAMPLED, "traversal")
     strategy = Static(GrowingTree(row), topology)
-    while asks := strategy.asks():
-        for ask in asks:
-            strategy.take(ask.node, children.Offer(tuple(range(ask.num_draws)), (0.25,) * ask.num_draws))
+    while frontier := strategy.frontier():
+        for one in frontier:
+            strategy.expand(one.node, children.ChildCandidates(tuple(range(one.num_draws)), (0.25,) * one.num_draws))
 
     def shape_below(node: int) -> Topology:
-        return Topology(tuple(map(shape_below, strategy.grown().tree.children[node])))
+        return Topology(tuple(map(shape_below, strategy.finish().tree.children[node])))
 
     assert shape_below(ROOT) == topology

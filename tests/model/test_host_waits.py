@@ -39,7 +39,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(probs, "can_read", lambda _: False)
     monkeypatch.setattr(noise, "can_choose", lambda _: False)
-    monkeypatch.setattr(children, "_known", lambda probs_PM: torch.arange(probs_PM.shape[-1]))
+    monkeypatch.setattr(children, "_possible_tokens", lambda probs_PM: torch.arange(probs_PM.shape[-1]))
     monkeypatch.setattr(likeliest, "_is_on_host", lambda _: False)
     for name in READS:
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
@@ -53,9 +53,9 @@ def reads_of(requests, waits: Counter[str], monkeypatch: pytest.MonkeyPatch, tre
 
     def counted(*args):
         rounds.append(args)
-        return children.offers_of(*args)
+        return children.candidates_of(*args)
 
-    monkeypatch.setattr(growth, "offers_of", counted)
+    monkeypatch.setattr(growth, "candidates_of", counted)
     waits.clear()
     session = run(engine, requests)
     return sum(waits.values()), len(rounds), len(session.stats)
@@ -76,7 +76,7 @@ def test_a_seeded_step_reads_once_a_round_and_once_a_depth(waits, monkeypatch):
 
 
 def test_the_tokens_that_a_distribution_allows_would_be_waited_for(waits, monkeypatch):
-    monkeypatch.setattr(children, "_known", lambda probs_PM: probs_PM.amax(0).nonzero()[:, 0])
+    monkeypatch.setattr(children, "_possible_tokens", lambda probs_PM: probs_PM.amax(0).nonzero()[:, 0])
     with pytest.raises(AssertionError):
         test_a_greedy_step_reads_once_a_round_and_once_to_judge(waits, monkeypatch, "3.2.2")
 

@@ -8,7 +8,7 @@ from engine.core.types import SamplingParams
 from engine.core.verifier_table import VERIFIER_NAMES, is_exact
 from engine.draft.drafter import GrowingTree
 from engine.draft.trees.nested import Nested
-from engine.draft.trees.sampling import Offer
+from engine.draft.trees.sampling import ChildCandidates
 from engine.draft.trees.strategies import Delayed
 from engine.profiling import counterfactual as lab_module
 from engine.profiling.counterfactual import Counterfactual, NestedPoint, Planting
@@ -33,15 +33,15 @@ class Script:
     """Draws that depend on the path and their own number alone, with some that coincide."""
 
     @staticmethod
-    def offer(tree: GrowingTree, node: int, count: int) -> Offer:
+    def candidates(tree: GrowingTree, node: int, count: int) -> ChildCandidates:
         base = sum((depth + 1) * tree.token_ids[at] for depth, at in enumerate(tree.path(node)[1:]))
-        return Offer(tuple((base + draw * draw) % 3 for draw in range(count)), (0.3,) * count)
+        return ChildCandidates(tuple((base + draw * draw) % 3 for draw in range(count)), (0.3,) * count)
 
 
 def grown_whole(strategy) -> None:
-    while frontier := strategy.asks():
-        for asked in frontier:
-            strategy.take(asked.node, Script.offer(strategy.tree, asked.node, asked.num_draws))
+    while frontier := strategy.frontier():
+        for one in frontier:
+            strategy.expand(one.node, Script.candidates(strategy.tree, one.node, one.num_draws))
 
 
 def paths_of(tree) -> list[tuple[list[int], list[int]]]:
@@ -59,7 +59,7 @@ def test_a_truncation_is_the_tree_that_grows_alone():
     for expansion, one in zip(expansions, whole.truncations(), strict=True):
         alone = Delayed(GrowingTree(decoding_row(expansion=expansion)))
         grown_whole(alone)
-        assert paths_of(one.tree) == paths_of(alone.grown().tree), expansion
+        assert paths_of(one.tree) == paths_of(alone.finish().tree), expansion
         assert [whole.tree.token_ids[node] for node in one.nodes[1:]] == list(one.tree.token_ids[1:])
 
 

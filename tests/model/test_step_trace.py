@@ -150,7 +150,7 @@ def drafts_in_order_of_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         growth,
         "_draft_probs",
-        lambda tree, growing: tuple(odds for one in growing.odds.values() for odds in one.values())[: tree.num_nodes - 1],
+        lambda tree, growing: tuple(prob for one in growing.draft_probs.values() for prob in one.values())[: tree.num_nodes - 1],
     )
 
 

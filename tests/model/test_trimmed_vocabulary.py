@@ -67,25 +67,25 @@ def test_it_grows_what_logits_over_all_tokens_grow(tree, sampling, verifier):
 
 
 def columns_for_tokens(asked, columns_PC, probs_PM, vocab, *rest):
-    return _TOLD(asked, columns_PC, probs_PM, None, *rest)
+    return _TO_HOST(asked, columns_PC, probs_PM, None, *rest)
 
 
 def ranked_columns_for_tokens(asked, logits_PM, sampling, keys, vocab):
-    return _RANKED(asked, logits_PM, sampling, keys, None)
+    return _TOP_BY_NATIVE(asked, logits_PM, sampling, keys, None)
 
 
 def edits_by_column(proposal):
     return proposal.logits_PM
 
 
-_TOLD, _RANKED = children._told, children._ranked_at_once
+_TO_HOST, _TOP_BY_NATIVE = children._to_host, children._top_by_native
 
 
 @pytest.mark.parametrize(
     ("where", "name", "mutant", "case"),
     [
-        (children, "_told", columns_for_tokens, CASES[0]),
-        (children, "_ranked_at_once", ranked_columns_for_tokens, CASES[4]),
+        (children, "_to_host", columns_for_tokens, CASES[0]),
+        (children, "_top_by_native", ranked_columns_for_tokens, CASES[4]),
         (Proposal, "logits_PV", property(edits_by_column), CASES[7]),
         (TrimmedVocabulary, "widened", lambda vocab, rows_PM, filler: rows_PM, CASES[0]),
     ],

@@ -33,7 +33,7 @@ from engine.draft.models.head import DraftHead, HeadShape
 from engine.draft.models.native_head import NativeHead
 from engine.draft.models.segments import fed_segments, level_segments, places_of_roots
 from engine.draft.models.torch_head import TorchHead
-from engine.draft.trees.ranked_growth import RankedGrower
+from engine.draft.trees.native_growth import NativeTreeGrower
 from engine.kv_cache.canary import Canary, NoCanary
 from engine.kv_cache.pool import KVCache
 from engine.model.causal_lm import CausalModel
@@ -135,11 +135,11 @@ class HeadDrafter:
         fed = FedTokens(batch, previous_slots, are_committed=False)
         return self._proposal(fed, None, range(len(frontier)))
 
-    def ranked_grower(self) -> RankedGrower | None:
+    def native_grower(self) -> NativeTreeGrower | None:
         """Return the grower of ranked trees if the library runs the head and no canary must check each pass."""
         if self._has_canary or not isinstance(self._head, NativeHead):
             return None
-        return RankedGrower(self._start_growing, self._vocab, self.fed_only_share)
+        return NativeTreeGrower(self._start_growing, self._vocab, self.fed_only_share)
 
     def _start_growing(self, rows: Sequence[Row], ranked: Sequence[RankedRow], request_ids: Sequence[str]) -> Growing:
         assert isinstance(self._head, NativeHead)

@@ -17,7 +17,7 @@ from engine.draft.drafter import Drafter, FrontierNode, ModelPasses, Proposal, T
 from engine.draft.text.mixture import extended_vocabulary, mixtures, vocabulary_of
 from engine.draft.text.text_cache import CachedDistribution, TextCache
 from engine.draft.text.text_drafter import DrafterWithTextCache, distribution_at
-from engine.draft.trees.ranked_growth import GrowsRanked, RankedGrower
+from engine.draft.trees.native_growth import HasNativeGrower, NativeTreeGrower
 
 _MAX_DEFERRED = 128  # committed tokens of all rows whose feeding may be deferred in a step
 
@@ -41,9 +41,9 @@ class CombinedDrafter(DrafterWithTextCache):
         self._vocab_size = vocab_size
         self._device = device
 
-    def ranked_grower(self) -> RankedGrower | None:
+    def native_grower(self) -> NativeTreeGrower | None:
         """Return the model's grower of ranked trees, with cached text added."""
-        grower = self._model.ranked_grower() if isinstance(self._model, GrowsRanked) else None
+        grower = self._model.native_grower() if isinstance(self._model, HasNativeGrower) else None
         return None if grower is None else replace(grower, texts=self.texts)
 
     @property

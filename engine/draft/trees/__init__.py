@@ -1,1 +1,1 @@
-"""How a tree grows: which node gets children, how children are drawn, and what acceptance was observed."""
+"""Tree growth: strategies that choose nodes, sampling of children, and calibration from observed acceptance."""

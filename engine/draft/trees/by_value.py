@@ -1,7 +1,7 @@
-"""Trees that find their shape while they are drawn: each place is valued before its token is, and the best ones are drawn from.
+"""Sampled trees whose shape depends on the values of their places: a place is valued before its token is sampled.
 
-Knows one tree, draft probabilities and what acceptance was observed. What a place is worth depends on tokens drawn before, never
-on its own: these trees are non-anticipating, and a drawn token stays. Source of threshold and heap: DySpec (arXiv 2410.11744).
+A place is the next child below a node. Its value depends on tokens sampled before, never on its own token, so these trees are
+non-anticipating. A sampled token is never dropped. Source of threshold and heap: DySpec (arXiv 2410.11744).
 """
 
 import heapq
@@ -11,172 +11,175 @@ from dataclasses import replace
 
 from engine.core.tree import ROOT
 from engine.draft.drafter import FrontierNode, GrowingTree
-from engine.draft.trees.calibration import OddsAcceptance
-from engine.draft.trees.sampling import Offer
-from engine.draft.trees.strategies import Grown, Keeping
+from engine.draft.trees.calibration import ProbAcceptance
+from engine.draft.trees.sampling import ChildCandidates
+from engine.draft.trees.strategies import AppendOnlyStrategy, FinishedTree
 
 
-class Threshold(Keeping):
-    """Level by level, siblings are drawn while what is left of their parent's value exceeds a threshold (DySpec).
+class Threshold(AppendOnlyStrategy):
+    """Samples siblings level by level while the remainder of their parent's value exceeds a threshold (DySpec).
 
-    A node is worth the product of the draft probabilities on its path. The threshold is 1 / (max_nodes + 1).
+    A node's value is the product of the draft probabilities on its path. The threshold is 1 / (max_nodes + 1).
     """
 
     def __init__(self, tree: GrowingTree) -> None:
         super().__init__(tree)
-        self._least = 1.0 / (self.expansion.max_nodes + 1)
+        self._threshold = 1.0 / (self.expansion.max_nodes + 1)
         self._values = {ROOT: 1.0}
         self._level = [ROOT]
 
-    def asks(self) -> list[FrontierNode]:
-        """Return the level's nodes above the threshold, best first, while there are nodes left."""
+    def frontier(self) -> list[FrontierNode]:
+        """Return the level's nodes above the threshold, best first."""
         level, self._level = self._level, []
-        worthy = [node for node in level if self._values[node] > self._least and self.tree.depths[node] < self.expansion.depth]
-        worthy.sort(key=lambda node: -self._values[node])
-        return [FrontierNode(self.tree, node, self.expansion.branches) for node in worthy[: max(0, self.num_left)]]
+        chosen = [
+            node for node in level if self.tree.depths[node] < self.expansion.depth and self._values[node] > self._threshold
+        ]
+        chosen.sort(key=lambda node: -self._values[node])
+        return [FrontierNode(self.tree, node, self.expansion.branches) for node in chosen[: max(0, self.num_left)]]
 
-    def take(self, node: int, offer: Offer) -> None:
-        """Add children while the next one's place is worth it; whether it is does not depend on its own token."""
-        mass = 1.0  # of the draft law without the elder siblings
-        for token_id, odds in zip(offer.token_ids, offer.odds, strict=True):
-            if self._values[node] * mass <= self._least or self.num_left < 1:
+    def expand(self, node: int, candidates: ChildCandidates) -> None:
+        """Add children while the next place is above the threshold; its own token does not influence that."""
+        mass = 1.0  # of the draft distribution without the earlier siblings
+        for token_id, prob in zip(candidates.token_ids, candidates.probs, strict=True):
+            if self._values[node] * mass <= self._threshold or self.num_left < 1:
                 return
             child = self.tree.add(node, token_id)
-            self._values[child] = self._values[node] * odds
+            self._values[child] = self._values[node] * prob
             self._level.append(child)
-            mass -= odds
+            mass -= prob
 
 
-class Heap(Keeping):
-    """The most valuable place anywhere gets the next token, until the nodes are used up (DySpec's greedy tree).
+class Heap(AppendOnlyStrategy):
+    """Samples the next token at the place of the highest value until `max_nodes` is reached (DySpec's greedy tree).
 
-    A place is the next sibling below a node, worth the node's value times the draft mass its elder siblings left. A node is worth
-    the product of the draft probabilities on its path.
+    A node's value is the product of the draft probabilities on its path. A place's value is its parent's value times the draft
+    probability that the earlier siblings left.
     """
 
     def __init__(self, tree: GrowingTree) -> None:
         super().__init__(tree)
         self._values = {ROOT: 1.0}
-        self._offers: dict[int, Offer] = {}
+        self._candidates: dict[int, ChildCandidates] = {}
         self._places = [(-1.0, ROOT, 0)]  # (-value, node, rank of the next child)
 
-    def asks(self) -> list[FrontierNode]:
-        """Draw until the best place is below a node not asked for; return all such nodes that could still be drawn from."""
+    def frontier(self) -> list[FrontierNode]:
+        """Sample until the best place is below a node without candidates; return all such nodes that could still get children."""
         while self._places and self.num_left > 0:
-            if self._places[0][1] not in self._offers:
+            if self._places[0][1] not in self._candidates:
                 best = heapq.nsmallest(self.num_left, self._places)
-                nodes = sorted(node for _, node, _ in best if node not in self._offers)
-                self._offers.update(dict.fromkeys(nodes, _NOTHING))  # until they are answered
+                nodes = sorted(node for _, node, _ in best if node not in self._candidates)
+                self._candidates.update(dict.fromkeys(nodes, _NO_CANDIDATES))  # nodes without a proposal stay leaves
                 return [FrontierNode(self.tree, node, self.expansion.branches) for node in nodes]
-            self._draw()
+            self._add_best()
         return []
 
-    def take(self, node: int, offer: Offer) -> None:
-        """Note what can be drawn there, and what the place is worth now that its law is known."""
-        self._offers[node] = offer
+    def expand(self, node: int, candidates: ChildCandidates) -> None:
+        """Keep the candidates and value the node's first place anew."""
+        self._candidates[node] = candidates
         self._places = [place for place in self._places if place[1] != node]
         self._places.append((-self._place_value(node, 0), node, 0))
         heapq.heapify(self._places)
 
-    def grown(self) -> Grown:
-        """Return the tree as it is, with what its nodes were offered."""
-        return replace(super().grown(), offers=self._offers)
+    def finish(self) -> FinishedTree:
+        """Return the tree with its candidates."""
+        return replace(super().finish(), candidates=self._candidates)
 
-    def _draw(self) -> None:
+    def _add_best(self) -> None:
         _, node, rank = heapq.heappop(self._places)
-        offer = self._offers[node]
-        if rank == len(offer.token_ids):
+        token_ids = self._candidates[node].token_ids
+        if rank == len(token_ids):
             return
-        child = self.tree.add(node, offer.token_ids[rank])
+        child = self.tree.add(node, token_ids[rank])
         self._values[child] = self._child_value(node, rank)
         if self.tree.depths[child] < self.expansion.depth:
             heapq.heappush(self._places, (-self._new_place_value(child), child, 0))
         heapq.heappush(self._places, (-self._place_value(node, rank + 1), node, rank + 1))
 
     def _child_value(self, node: int, rank: int) -> float:
-        return self._values[node] * self._offers[node].odds[rank]
+        return self._values[node] * self._candidates[node].probs[rank]
 
     def _place_value(self, node: int, rank: int) -> float:
-        """Return the worth of a place before its token is drawn: it depends on the elder siblings' tokens alone."""
-        return self._values[node] * (1.0 - sum(self._offers[node].odds[:rank]))
+        """Return the value of a place before its token is sampled: it depends on the earlier siblings' tokens alone."""
+        return self._values[node] * (1.0 - sum(self._candidates[node].probs[:rank]))
 
     def _new_place_value(self, node: int) -> float:
-        """Return the worth of the first place below a node whose law is not known yet."""
+        """Return the value of the first place below a node whose draft distribution is not known yet."""
         return self._values[node]
 
 
 class CalibratedHeap(Heap):
-    """The same with chances of acceptance as they were observed, in place of draft probabilities.
+    """A heap tree with observed acceptance rates in place of draft probabilities.
 
-    A node is worth the chance that it is accepted; a place the chance that its token will be, before that is drawn: by the mean
-    probability of a draw from what is left.
+    A node's value is its acceptance probability. A place's value is the acceptance probability of its token before it is sampled,
+    estimated at the mean probability of a sample from the remaining distribution.
     """
 
-    def __init__(self, tree: GrowingTree, acceptance: OddsAcceptance) -> None:
+    def __init__(self, tree: GrowingTree, acceptance: ProbAcceptance) -> None:
         super().__init__(tree)
         self._acceptance = acceptance
 
-    def _refused(self, node: int, rank: int) -> float:
-        """Return the chance that the first `rank` children are refused."""
-        chances = conditional_odds(self._offers[node])[:rank]
-        return math.prod(1.0 - self._acceptance.chance(elder, odds) for elder, odds in enumerate(chances))
+    def _rejection(self, node: int, rank: int) -> float:
+        """Return the probability that the first `rank` children are rejected."""
+        probs = conditional_probs(self._candidates[node])[:rank]
+        return math.prod(1.0 - self._acceptance.chance(earlier, prob) for earlier, prob in enumerate(probs))
 
     def _child_value(self, node: int, rank: int) -> float:
-        chance = self._acceptance.chance(rank, conditional_odds(self._offers[node])[rank])
-        return self._values[node] * self._refused(node, rank) * chance
+        chance = self._acceptance.chance(rank, conditional_probs(self._candidates[node])[rank])
+        return self._values[node] * self._rejection(node, rank) * chance
 
     def _place_value(self, node: int, rank: int) -> float:
-        offer = self._offers[node]
-        left = 1.0 - sum(offer.odds[:rank])
-        mean_odds = (offer.collision - sum(odds * odds for odds in offer.odds[:rank])) / (left * left) if left > 1e-6 else 1.0
-        return self._values[node] * self._refused(node, rank) * self._acceptance.chance(rank, min(1.0, max(0.0, mean_odds)))
+        candidates = self._candidates[node]
+        left = 1.0 - sum(candidates.probs[:rank])
+        collision = candidates.collision - sum(prob * prob for prob in candidates.probs[:rank])
+        mean_prob = collision / (left * left) if left > 1e-6 else 1.0
+        return self._values[node] * self._rejection(node, rank) * self._acceptance.chance(rank, min(1.0, max(0.0, mean_prob)))
 
     def _new_place_value(self, node: int) -> float:
         return self._values[node] * self._acceptance.chance(0, 0.6)
 
 
-def conditional_odds(offer: Offer) -> list[float]:
-    """Return each child's draft probability among what its elder siblings left."""
-    left = [1.0 - before for before in itertools.accumulate(offer.odds, initial=0.0)]
-    return [min(1.0, odds / rest) if rest > 1e-9 else 1.0 for odds, rest in zip(offer.odds, left, strict=False)]
+def conditional_probs(candidates: ChildCandidates) -> list[float]:
+    """Return each child's draft probability given that its earlier siblings are excluded."""
+    left = [1.0 - before for before in itertools.accumulate(candidates.probs, initial=0.0)]
+    return [min(1.0, prob / rest) if rest > 1e-9 else 1.0 for prob, rest in zip(candidates.probs, left, strict=False)]
 
 
-class GreedySample(Keeping):
-    """Round by round, nodes above a threshold get their likeliest tokens and one sample off them, all at once.
+class GreedySample(AppendOnlyStrategy):
+    """Gives each node above a threshold its most likely tokens and one sample from the others, all in one round.
 
-    A node is worth the product of the draft probabilities on its path. The threshold begins at 1 / max_nodes and sinks when no
-    node is above it, so that all nodes are used.
+    A node's value is the product of the draft probabilities on its path. The threshold starts at 1 / max_nodes. It is lowered
+    when no node is above it, so that all nodes are used.
     """
 
     def __init__(self, tree: GrowingTree) -> None:
         super().__init__(tree)
-        self._least = 1.0 / self.expansion.max_nodes
+        self._threshold = 1.0 / self.expansion.max_nodes
         self._values = {ROOT: 1.0}
-        self._waiting = [ROOT]
+        self._leaves = [ROOT]
         self._num_rounds = 0
 
-    def asks(self) -> list[FrontierNode]:
-        """Return the waiting nodes above the threshold, best first, as many as may all get their children."""
-        self._waiting = [node for node in self._waiting if self.tree.depths[node] < self.expansion.depth]
+    def frontier(self) -> list[FrontierNode]:
+        """Return the leaves above the threshold, best first, while the node budget lasts."""
+        self._leaves = [node for node in self._leaves if self.tree.depths[node] < self.expansion.depth]
         self._num_rounds += 1
-        if not self._waiting or self._num_rounds > 2 * self.expansion.depth:
+        if not self._leaves or self._num_rounds > 2 * self.expansion.depth:
             return []
-        self._least = min(self._least, max(self._values[node] for node in self._waiting) / 2)
-        asks, left = [], self.num_left
-        for node in sorted(self._waiting, key=lambda node: -self._values[node]):
-            if self._values[node] > self._least and left > 0:
-                asks.append(FrontierNode(self.tree, node, min(self.expansion.branches, left), self._least / self._values[node]))
-                left -= asks[-1].num_draws
-        asked = {ask.node for ask in asks}
-        self._waiting = [node for node in self._waiting if node not in asked]
-        return asks
+        self._threshold = min(self._threshold, max(self._values[node] for node in self._leaves) / 2)
+        frontier, left = [], self.num_left
+        for node in sorted(self._leaves, key=lambda node: -self._values[node]):
+            if (value := self._values[node]) > self._threshold and left > 0:
+                frontier.append(FrontierNode(self.tree, node, min(self.expansion.branches, left), self._threshold / value))
+                left -= frontier[-1].num_draws
+        expanded = {one.node for one in frontier}
+        self._leaves = [node for node in self._leaves if node not in expanded]
+        return frontier
 
-    def take(self, node: int, offer: Offer) -> None:
-        """Add all."""
-        for token_id, odds in zip(offer.token_ids, offer.odds, strict=True):
+    def expand(self, node: int, candidates: ChildCandidates) -> None:
+        """Add all candidates."""
+        for token_id, prob in zip(candidates.token_ids, candidates.probs, strict=True):
             child = self.tree.add(node, token_id)
-            self._values[child] = self._values[node] * odds
-            self._waiting.append(child)
+            self._values[child] = self._values[node] * prob
+            self._leaves.append(child)
 
 
-_NOTHING = Offer((), ())
+_NO_CANDIDATES = ChildCandidates((), ())

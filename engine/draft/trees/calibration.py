@@ -1,6 +1,6 @@
-"""What past steps taught about acceptance: by sibling rank, and how far a draft law and a position's noise can be trusted.
+"""Acceptance statistics of past steps: by sibling rank, by draft probability, and by score with the position's noise.
 
-Every growth policy that looks at the past alone is lossless, so this may learn while it serves. Owned by the engine's one thread.
+Tree growth that depends on the past alone is lossless, so these are learned while serving. Owned by the engine thread.
 Shape key: N nodes, S best tokens of a node, W weights.
 """
 
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from engine.core.step_plan import Row
 from engine.core.tree import TokenTree
 
-_MEMORY = 0.999  # weight of a past node for each new one
-_FITTED_TOGETHER = 16  # observations of an agreement
+_DECAY = 0.999  # of the weight of past nodes for each new node
+_FIT_BATCH = 16  # observations of AgreementWeights
 
 
 class RankAcceptance:
-    """The chance that the sibling of each rank is the accepted one, given that the parent is. Forgets slowly.
+    """The probability that the sibling of each rank is accepted, given that the parent is, with exponential decay.
 
-    Chances are steps of .02 and never less, so that shapes change seldom and no rank is given up for good. The last rank that is
-    counted stands for all further ones.
+    Probabilities are positive multiples of a step. So shapes change rarely, and every rank keeps a chance to be tried. The last
+    counted rank represents all further ranks.
     """
 
     _STEP = 0.02
@@ -33,209 +33,211 @@ class RankAcceptance:
         self._tried = np.full(len(prior), weight)
 
     def chances(self, num_ranks: int) -> tuple[float, ...]:
-        """Return the chances of the first ranks."""
+        """Return the probabilities of the first ranks."""
         steps = np.maximum(1.0, np.round(self._accepted / self._tried / self._STEP))
         chances = [float(step * self._STEP) for step in steps]
         return (*chances[:num_ranks], *chances[-1:] * (num_ranks - len(chances)))
 
     def observe(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """Learn from each node of the path that had children: one of them is on the path, or none is."""
+        """Learn from each node of the path that had children: at most one of them is on the path."""
         for node, following in zip(path, [*path[1:], None], strict=True):
             children = tree.children[node][: len(self._tried)]
             tried = slice(len(children))
-            self._tried[tried] = _MEMORY * self._tried[tried] + 1.0
-            self._accepted[tried] *= _MEMORY
+            self._tried[tried] = _DECAY * self._tried[tried] + 1.0
+            self._accepted[tried] *= _DECAY
             if following in children:
                 self._accepted[children.index(following)] += 1.0
 
 
-class OddsAcceptance:
-    """The chance that a child is accepted, its elder siblings refused, by rank and draft probability among what they left.
+class ProbAcceptance:
+    """The probability that a child is accepted after its earlier siblings were rejected, by rank and draft probability.
 
-    DySpec takes that probability itself for the chance. But a drawn token was likely to be drawn: even from a flat law it is
-    accepted with 1 - TV, far more often than its own probability says. How often, the past tells.
+    The draft probability is conditional: earlier siblings are excluded. DySpec uses it directly as acceptance probability. But a
+    sampled token is accepted with probability 1 - TV on average, far above its draft probability if the distribution is flat.
     """
 
     _EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95, 0.99])
-    _NUM_RANKS = 4  # the last stands for all further ones
+    _NUM_RANKS = 4  # the last represents all further ranks
 
     def __init__(self, weight: float = 10.0) -> None:
-        odds = np.concatenate([[0.01], (self._EDGES[1:] + self._EDGES[:-1]) / 2, [0.97, 0.995]])
-        prior = [0.4 + 0.58 * odds, *(0.15 + 0.75 * odds for _ in range(self._NUM_RANKS - 1))]
+        probs = np.concatenate([[0.01], (self._EDGES[1:] + self._EDGES[:-1]) / 2, [0.97, 0.995]])
+        prior = [0.4 + 0.58 * probs, *(0.15 + 0.75 * probs for _ in range(self._NUM_RANKS - 1))]
         self._accepted = weight * np.stack(prior)
         self._tried = np.full(self._accepted.shape, weight)
 
-    def chance(self, rank: int, odds: float) -> float:
-        """Return the chance for the child of a rank with these odds among what was left."""
-        place = self._place(rank, odds)
-        return float(self._accepted[place] / self._tried[place])
+    def chance(self, rank: int, prob: float) -> float:
+        """Return the acceptance probability of a child of this rank and conditional draft probability."""
+        index = self._bin(rank, prob)
+        return float(self._accepted[index] / self._tried[index])
 
-    def observe(self, rank: int, odds: float, is_accepted: bool) -> None:
-        """Learn what became of a child that was tried."""
-        place = self._place(rank, odds)
-        self._tried[place] = _MEMORY * self._tried[place] + 1.0
-        self._accepted[place] = _MEMORY * self._accepted[place] + is_accepted
+    def observe(self, rank: int, prob: float, is_accepted: bool) -> None:
+        """Learn from a child that was verified."""
+        index = self._bin(rank, prob)
+        self._tried[index] = _DECAY * self._tried[index] + 1.0
+        self._accepted[index] = _DECAY * self._accepted[index] + is_accepted
 
-    def _place(self, rank: int, odds: float) -> tuple[int, int]:
-        return min(rank, self._NUM_RANKS - 1), int(np.searchsorted(self._EDGES, odds))
+    def _bin(self, rank: int, prob: float) -> tuple[int, int]:
+        return min(rank, self._NUM_RANKS - 1), int(np.searchsorted(self._EDGES, prob))
 
 
-class _Taken(NamedTuple):
-    """What a node was offered (`odds` and `noise` of its best tokens, best first), and the place of what the target took."""
+class _Observation(NamedTuple):
+    """A node's best tokens, best first, and the index of the one that the target `selected`."""
 
-    odds: Sequence[float]
+    probs: Sequence[float]
     noise: Sequence[float]
     temperature: float
-    place: int
+    selected: int
 
 
 class AgreementWeights:
-    """Which token the target takes where its noise is known: what a draft law says of that, and what the noise does.
+    """A logistic model of the token that the target selects, by draft probability and the position's known noise.
 
-    With noise g and temperature t the target takes the token with the largest log p + t g, p and q being laws at temperature 1.
-    That is taken to be token j with a probability in proportion to exp(a log q_j + b t g_j). The better a drafter, the larger are
-    both weights. Its law is a mean over what it cannot know, and flatter than the target's: noise decides less than it would if
-    q were p, so that `sharpness`, a / b, is above 1 (1.2 and 2.0 for the heads that ship). Tokens ranked by
-    sharpness * log q + t g are ranked by their chances. Of a greedy row, which has no noise, a alone counts.
+    With noise g and temperature t the target selects the token with the largest log p + t g. Here p and q are the target's and
+    the drafter's distributions at temperature 1. The model selects token j with probability proportional to
+    exp(a log q_j + b t g_j). A better drafter has larger weights. A draft distribution is usually flatter than the target's, so
+    `sharpness`, a / b, is above 1. Ranking by sharpness * log q + t g is ranking by the modelled probability. Greedy rows have no
+    noise and use only a.
 
-    Both are fitted while it serves, by the likelihood of what came out, which has one maximum: a step of Newton's method for some
-    observations together, from what was known of the weights before them. At first a drafter is thought better than most are:
-    who is thought worse is not asked, and nothing is learnt of it. One pair serves all temperatures but the lowest: below .05 a
-    law is cut so short that hardly a second token is offered.
+    Both weights are fitted while serving by maximum likelihood: the log-likelihood is concave. Each batch of observations is one
+    step of Newton's method with exponentially decaying information. The initial weights are optimistic: a drafter with low
+    weights gets no trees, and then nothing could be learned. One pair of weights serves all temperatures.
     """
 
     _START = (2.0, 2.0)
-    _WEIGHT = 20.0  # of the start, in observations that say one unit of information each
-    _LAW = (0.02, 20.0)  # bounds of its weight
-    _SHARPNESS = (0.25, 8.0)
-    _MOST_CHANGE = 1.5  # of a weight in one step, as a factor
+    _PRIOR_INFORMATION = 20.0  # of the start, in observations of unit information
+    _LOG_PROB_BOUNDS = (0.02, 20.0)  # of a
+    _SHARPNESS_BOUNDS = (0.25, 8.0)
+    _MAX_CHANGE = 1.5  # of a weight in one step, as a factor
 
     def __init__(self) -> None:
-        self.distribution, self.noise = self._START  # a and b
-        self._information_WW = self._WEIGHT * np.eye(2)
-        self._seen: list[_Taken] = []  # since the last step
+        self.log_prob_weight, self.noise_weight = self._START  # a and b
+        self._information_WW = self._PRIOR_INFORMATION * np.eye(2)
+        self._observations: list[_Observation] = []  # since the last step
 
     @property
     def sharpness(self) -> float:
-        """How many times log q counts beside the noise."""
-        return self.distribution / self.noise
+        """The weight of log q relative to the noise."""
+        return self.log_prob_weight / self.noise_weight
 
     def score_scale(self, temperature: float) -> float:
-        """Return the scale of scores: chances are in proportion to exp(score / scale) by score sharpness * log q_t + g.
+        """Return the scale of scores sharpness * log q_t + g: probabilities are proportional to exp(score / scale).
 
-        q_t is the law at this temperature, log q_t = log q / t + some number.
+        q_t is the draft distribution at this temperature, log q_t = log q / t + constant.
         """
-        return 1.0 / (self.noise * temperature)
+        return 1.0 / (self.noise_weight * temperature)
 
-    def chances(self, odds: Sequence[float], noise: Sequence[float], temperature: float) -> NDArray[np.float64]:
-        """Return for each of a node's best tokens the chance that the target agrees on it.
+    def chances(self, probs: Sequence[float], noise: Sequence[float], temperature: float) -> NDArray[np.float64]:
+        """Return the probability that the target selects each of a node's best tokens.
 
-        `odds` are the law's at this temperature; `noise` may be empty.
+        `probs` are draft probabilities at this temperature; `noise` may be empty.
         """
-        scores_S = _features(odds, noise, temperature) @ (self.distribution, self.noise)
+        scores_S = _features(probs, noise, temperature) @ (self.log_prob_weight, self.noise_weight)
         weights_S = np.exp(scores_S - scores_S.max())
         return np.asarray(weights_S / weights_S.sum())
 
-    def observe(self, odds: Sequence[float], noise: Sequence[float], temperature: float, place: int | None) -> None:
-        """Learn that the target took the token in this place, or (None) one that is not among the best.
+    def observe(self, probs: Sequence[float], noise: Sequence[float], temperature: float, index: int | None) -> None:
+        """Learn that the target selected the token of this index, or (None) a token that is not among the best.
 
-        The last stands for those: the likeliest token's chance is thus what it is with misses counted.
+        The last of the best represents all others, so that misses count against the first ones.
         """
-        self._seen.append(_Taken(odds, noise, temperature, len(odds) - 1 if place is None else place))
-        if len(self._seen) == _FITTED_TOGETHER:
+        self._observations.append(_Observation(probs, noise, temperature, len(probs) - 1 if index is None else index))
+        if len(self._observations) == _FIT_BATCH:
             self._fit()
 
     def _fit(self) -> None:
-        seen, self._seen = self._seen, []
-        features_NSW = np.zeros((len(seen), max(len(one.odds) for one in seen), 2))
-        is_there_NS = np.zeros(features_NSW.shape[:2], dtype=bool)
-        for own_SW, is_there_S, one in zip(features_NSW, is_there_NS, seen, strict=True):
-            own_SW[: len(one.odds)] = _features(one.odds, one.noise, one.temperature)
-            is_there_S[: len(one.odds)] = True
-        weights_W = np.array([self.distribution, self.noise])
-        scores_NS = np.where(is_there_NS, features_NSW @ weights_W, -np.inf)
+        batch, self._observations = self._observations, []
+        features_NSW = np.zeros((len(batch), max(len(one.probs) for one in batch), 2))
+        is_token_NS = np.zeros(features_NSW.shape[:2], dtype=bool)
+        for features_SW, is_token_S, one in zip(features_NSW, is_token_NS, batch, strict=True):
+            features_SW[: len(one.probs)] = _features(one.probs, one.noise, one.temperature)
+            is_token_S[: len(one.probs)] = True
+        weights_W = np.array([self.log_prob_weight, self.noise_weight])
+        scores_NS = np.where(is_token_NS, features_NSW @ weights_W, -np.inf)
         chances_NS = np.exp(scores_NS - scores_NS.max(1, keepdims=True))
         chances_NS /= chances_NS.sum(1, keepdims=True)
         expected_NW = np.einsum("ns,nsw->nw", chances_NS, features_NSW)
-        taken_NW = features_NSW[np.arange(len(seen)), [one.place for one in seen]]
-        beside_NSW = features_NSW - expected_NW[:, None]
-        memory_N = _MEMORY ** np.arange(len(seen) - 1, -1, -1)
-        self._information_WW *= _MEMORY ** len(seen)
-        self._information_WW += np.einsum("n,ns,nsw,nsv->wv", memory_N, chances_NS, beside_NSW, beside_NSW)
-        step_W = np.linalg.solve(self._information_WW + 1e-6 * np.eye(2), memory_N @ (taken_NW - expected_NW))
-        distribution, noise = np.clip(weights_W + step_W, weights_W / self._MOST_CHANGE, weights_W * self._MOST_CHANGE).tolist()
-        self.distribution = min(max(distribution, self._LAW[0]), self._LAW[1])
-        self.noise = min(max(noise, self.distribution / self._SHARPNESS[1]), self.distribution / self._SHARPNESS[0])
+        selected_NW = features_NSW[np.arange(len(batch)), [one.selected for one in batch]]
+        centered_NSW = features_NSW - expected_NW[:, None]
+        decay_N = _DECAY ** np.arange(len(batch) - 1, -1, -1)
+        self._information_WW *= _DECAY ** len(batch)
+        self._information_WW += np.einsum("n,ns,nsw,nsv->wv", decay_N, chances_NS, centered_NSW, centered_NSW)
+        step_W = np.linalg.solve(self._information_WW + 1e-6 * np.eye(2), decay_N @ (selected_NW - expected_NW))
+        log_prob, noise = np.clip(weights_W + step_W, weights_W / self._MAX_CHANGE, weights_W * self._MAX_CHANGE).tolist()
+        self.log_prob_weight = min(max(log_prob, self._LOG_PROB_BOUNDS[0]), self._LOG_PROB_BOUNDS[1])
+        lowest, highest = (self.log_prob_weight / bound for bound in reversed(self._SHARPNESS_BOUNDS))
+        self.noise_weight = min(max(noise, lowest), highest)
 
 
-_LEAST_ODDS = 1e-40  # of a token that can come: what is less was lost in rounding
+_MIN_PROB = 1e-40  # keeps the logarithm finite where a probability was rounded to zero
 
 
-def _features(odds: Sequence[float], noise: Sequence[float], temperature: float) -> NDArray[np.float64]:
-    """Return what tokens are judged by, in units of the law at temperature 1: log q, and the noise. [S, W]"""
-    features_SW = np.zeros((len(odds), 2))
-    features_SW[:, 0] = temperature * np.log(np.maximum(odds, _LEAST_ODDS))
+def _features(probs: Sequence[float], noise: Sequence[float], temperature: float) -> NDArray[np.float64]:
+    """Return log q and the noise of each token, at the scale of temperature 1. [S, W]"""
+    features_SW = np.zeros((len(probs), 2))
+    features_SW[:, 0] = temperature * np.log(np.maximum(probs, _MIN_PROB))
     if len(noise):
         features_SW[:, 1] = np.multiply(temperature, noise)
     return features_SW
 
 
 class Reliability:
-    """What came of tokens beside the chance that AgreementWeights gave them, given that their parents came: a share by chance.
+    """Corrects the probabilities of AgreementWeights by the observed ratio of accepted to expected tokens, by bins.
 
-    A model's tokens and those that are rather cached text's are told apart: a mixture trusts the cache more than it has earned,
-    because what the cache says where a model doubts it comes less often than what it says anywhere.
+    Tokens of the model and tokens of cached text have separate ratios. A mixture overestimates cached text, because cached tokens
+    are accepted less often where the model disagrees with them.
     """
 
     EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.92, 0.985)
-    _START = (1.0, 0.75)  # shares, of a model's and of cached ones
-    _WEIGHTS = (40.0, 8.0)  # of which so many expected tokens are believed
+    _START = (1.0, 0.75)  # ratios, of the model's tokens and of cached ones
+    _WEIGHTS = (40.0, 8.0)  # of the start, in expected tokens
 
     def __init__(self) -> None:
-        self._came = [[start * weight] * (1 + len(self.EDGES)) for start, weight in zip(self._START, self._WEIGHTS, strict=True)]
+        self._accepted = [
+            [start * weight] * (1 + len(self.EDGES)) for start, weight in zip(self._START, self._WEIGHTS, strict=True)
+        ]
         self._expected = [[weight] * (1 + len(self.EDGES)) for weight in self._WEIGHTS]
 
     @property
     def shares(self) -> list[list[float]]:
-        """A row of the model's and one of the cache's, by chance: a share more than there are edges."""
+        """The ratios by bin: a row for the model's tokens and a row for cached ones."""
         return [
-            [one / other for one, other in zip(came, expected, strict=True)]
-            for came, expected in zip(self._came, self._expected, strict=True)
+            [one / other for one, other in zip(accepted, expected, strict=True)]
+            for accepted, expected in zip(self._accepted, self._expected, strict=True)
         ]
 
     def corrected(self, chance: float, is_cached: bool) -> float:
-        """Return what a chance has been worth."""
-        place = bisect_right(self.EDGES, chance)
-        return min(1.0, chance * (self._came[is_cached][place] / self._expected[is_cached][place]))
+        """Return the corrected acceptance probability."""
+        index = bisect_right(self.EDGES, chance)
+        return min(1.0, chance * (self._accepted[is_cached][index] / self._expected[is_cached][index]))
 
     def observe(self, chance: float, is_cached: bool, is_accepted: bool) -> None:
-        """Learn what became of a token that had this chance, uncorrected; its parent was accepted."""
-        place = bisect_right(self.EDGES, chance)
-        for sums, seen in ((self._came, float(is_accepted)), (self._expected, chance)):
-            sums[is_cached][place] = _MEMORY * sums[is_cached][place] + seen
+        """Learn from a token of this uncorrected probability whose parent was accepted."""
+        index = bisect_right(self.EDGES, chance)
+        for sums, value in ((self._accepted, float(is_accepted)), (self._expected, chance)):
+            sums[is_cached][index] = _DECAY * sums[is_cached][index] + value
 
 
-class Calibration:
-    """All that growth has learnt of one rule."""
+class RuleCalibration:
+    """Acceptance statistics under one verification rule."""
 
     def __init__(self) -> None:
-        self.ranks = RankAcceptance()
-        self.odds = OddsAcceptance()
+        self.by_rank = RankAcceptance()
+        self.by_prob = ProbAcceptance()
         self.agreement = AgreementWeights()
         self.reliability = Reliability()
 
 
 class Calibrations:
-    """What was learnt, by the rule that judges: what NSS refuses, Traversal may accept."""
+    """A RuleCalibration for each verification rule, because acceptance depends on the rule."""
 
     def __init__(self) -> None:
-        self._by_rule: dict[str, Calibration] = defaultdict(Calibration)
+        self._by_rule: dict[str, RuleCalibration] = defaultdict(RuleCalibration)
 
     @property
-    def known(self) -> Mapping[str, Calibration]:
-        """What was learnt by each rule."""
+    def by_rule(self) -> Mapping[str, RuleCalibration]:
+        """The calibrations of the rules seen so far."""
         return self._by_rule
 
-    def of(self, row: Row) -> Calibration:
-        """Return what concerns a row."""
+    def of(self, row: Row) -> RuleCalibration:
+        """Return the calibration of a row's rule."""
         return self._by_rule["greedy" if row.sampling.is_greedy else row.verifier]

@@ -1,7 +1,7 @@
-"""Grows the trees of a step, round by round, all requests and nodes of a round in one draft pass.
+"""Grows the trees of a step in rounds: one draft pass for all frontier nodes of all requests.
 
-Knows rounds, not which node gets children (strategies, best_first) nor how they are drawn (children). Shape key: V vocabulary,
-R kept laws.
+The strategies choose the nodes, engine.draft.trees.sampling chooses their candidate children. Shape key: V vocabulary, R recorded
+distributions.
 """
 
 import math
@@ -16,11 +16,11 @@ from engine.core.step_plan import Row
 from engine.core.tree import TokenTree, TreeKind
 from engine.draft.drafter import Drafter, FrontierNode, GrowingTree, ModelPasses, Proposal
 from engine.draft.trees.best_first import BestFirst
-from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_odds
-from engine.draft.trees.calibration import Calibration, Calibrations
-from engine.draft.trees.grown import Growth, Worth, no_distributions, origins_of, plain_growth, told_by_path
-from engine.draft.trees.ranked_growth import GrowsRanked, can_rank, grow_ranked
-from engine.draft.trees.sampling import Offer, offers_of
+from engine.draft.trees.by_value import CalibratedHeap, GreedySample, Heap, Threshold, conditional_probs
+from engine.draft.trees.calibration import Calibrations, RuleCalibration
+from engine.draft.trees.grown import Growth, NodeValues, lookup_by_path, no_distributions, origins_of, plain_growth
+from engine.draft.trees.native_growth import HasNativeGrower, can_grow_natively, grow_natively
+from engine.draft.trees.sampling import ChildCandidates, candidates_of
 from engine.draft.trees.strategies import Delayed, Static, Strategy
 from engine.draft.trees.topology import best_topology
 from engine.sampling.distributions import ranking_temperature
@@ -39,13 +39,13 @@ def grow(
     calibrations: Calibrations | None = None,
     grammars: GrammarMasks | None = None,
 ) -> Growth:
-    """Feed the drafter what it lacks and grow every decoding row's tree to its expansion; rows with a grammar need `grammars`."""
+    """Feed the drafter the missing tokens and grow every decoding row's tree. Rows with a grammar need `grammars`."""
     if all(row.expansion.is_plain for row in rows if row.is_decoding):
-        return _nothing_grown(drafter, rows, vocab_size, device)
+        return _feed_only(drafter, rows, vocab_size, device)
     calibrations = calibrations or Calibrations()
-    grower = drafter.ranked_grower() if isinstance(drafter, GrowsRanked) and can_rank(rows) else None
+    grower = drafter.native_grower() if isinstance(drafter, HasNativeGrower) and can_grow_natively(rows) else None
     if grower is not None:
-        return grow_ranked(grower, rows, calibrations, vocab_size, device)
+        return grow_natively(grower, rows, calibrations, vocab_size, device)
     strategies = [strategy_of(row, calibrations.of(row)) for row in rows if row.is_decoding]
     return grow_by(strategies, drafter, rows, vocab_size, device, grammars)
 
@@ -58,9 +58,9 @@ def grow_by(
     device: torch.device,
     grammars: GrammarMasks | None = None,
 ) -> Growth:
-    """Feed the drafter what it lacks and grow the decoding rows' trees by given strategies, one for each."""
+    """Feed the drafter the missing tokens and grow the decoding rows' trees by given strategies, one for each row."""
     by_tree = {id(strategy.tree): strategy for strategy in strategies}
-    frontier = [ask for strategy in strategies for ask in strategy.asks()]
+    frontier = [node for strategy in strategies for node in strategy.frontier()]
     feeding = [row for row in rows if row.draft_ids]
     probs: list[Tensor] = []
     rounds, num_rounds, passes = Counter[int](), 0, ModelPasses()
@@ -69,12 +69,13 @@ def grow_by(
         passes = proposal.passes
         while frontier:
             num_rounds += 1
-            rounds.update({id(ask.tree) for ask in frontier})
-            for asked, offer in _answers(frontier, proposal, probs, grammars):
-                by_tree[id(asked.tree)].take(asked.node, offer)
-                if asked.tree.row.is_traced:
-                    asked.tree.odds[asked.sampling_context.path_ids] = dict(zip(offer.token_ids, offer.odds, strict=True))
-            frontier = [ask for strategy in strategies for ask in strategy.asks()]
+            rounds.update({id(node.tree) for node in frontier})
+            for node, candidates in _node_candidates(frontier, proposal, probs, grammars):
+                by_tree[id(node.tree)].expand(node.node, candidates)
+                if node.tree.row.is_traced:
+                    of_tokens = dict(zip(candidates.token_ids, candidates.probs, strict=True))
+                    node.tree.draft_probs[node.sampling_context.path_ids] = of_tokens
+            frontier = [node for strategy in strategies for node in strategy.frontier()]
             if frontier:
                 proposal = drafter.extend(frontier)
                 passes += proposal.passes
@@ -82,28 +83,28 @@ def grow_by(
     return replace(_growth(strategies, probs, vocab_size, device, of_trees), num_rounds=num_rounds, passes=passes)
 
 
-def _nothing_grown(drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
-    """Feed the drafter what it lacks and return roots alone."""
+def _feed_only(drafter: Drafter, rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
+    """Feed the drafter the missing tokens and return a root for each row."""
     grown, feeding = plain_growth(rows, vocab_size, device), [row for row in rows if row.draft_ids]
     return replace(grown, passes=drafter.feed(feeding, []).passes) if feeding else grown
 
 
-def strategy_of(row: Row, calibration: Calibration) -> Strategy:
-    """Return what grows the row's tree. Rows that rank instead of drawing may take nodes back where the others sample."""
+def strategy_of(row: Row, calibration: RuleCalibration) -> Strategy:
+    """Return the strategy of a row. Only deterministic and shared-noise rows may drop nodes, so only they use BestFirst."""
     tree, expansion = GrowingTree(row, calibration.agreement.sharpness), row.expansion
-    is_ranked = row.draw_kind in (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
+    is_sampled = row.draw_kind not in (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
     if expansion.is_delayed:
         return Delayed(tree)
     if expansion.tree == "static":
-        chances = calibration.ranks.chances(expansion.branches)
+        chances = calibration.by_rank.chances(expansion.branches)
         return Static(tree, best_topology(chances, expansion.max_nodes, expansion.depth))
     if expansion.tree == "heap":
         return Heap(tree)
     if expansion.tree == "calibrated":
-        return CalibratedHeap(tree, calibration.odds)
+        return CalibratedHeap(tree, calibration.by_prob)
     if expansion.tree == "threshold":
         return Threshold(tree)
-    if expansion.tree == "greedy_sample" and not is_ranked:
+    if expansion.tree == "greedy_sample" and is_sampled:
         return GreedySample(tree)
     return BestFirst(tree, calibration if expansion.tree == "noise_aware" else None)
 
@@ -111,105 +112,110 @@ def strategy_of(row: Row, calibration: Calibration) -> Strategy:
 def learn(
     calibrations: Calibrations, rows: Sequence[Row], growth: Growth, verdicts: Sequence[Verdict | VerificationFailure]
 ) -> None:
-    """Teach the calibrations what came out of each decoding row."""
+    """Update the calibrations with the verdict of each decoding row."""
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         if isinstance(verdict, VerificationFailure) or row.expansion.is_plain:
             continue
         tree, calibration = growth.forest.trees[index], calibrations.of(row)
         if row.expansion.tree == "static":
-            calibration.ranks.observe(tree, verdict.path)
+            calibration.by_rank.observe(tree, verdict.path)
         if row.expansion.tree == "calibrated":
-            _learn_odds(calibration, tree, growth.offers[index], verdict)
+            _learn_by_prob(calibration, tree, growth.candidates[index], verdict)
         if row.expansion.tree == "noise_aware":
-            _learn_agreement(calibration, row, tree, growth.offers[index], verdict)
-            _learn_reliability(calibration, tree, growth.worth[index], verdict)
+            _learn_agreement(calibration, row, tree, growth.candidates[index], verdict)
+            _learn_reliability(calibration, tree, growth.node_values[index], verdict)
 
 
-def _learn_odds(calibration: Calibration, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict) -> None:
+def _learn_by_prob(
+    calibration: RuleCalibration, tree: TokenTree, candidates: Mapping[int, ChildCandidates], verdict: Verdict
+) -> None:
     for node, following in zip(verdict.path, [*verdict.path[1:], None], strict=True):
         for rank, child in enumerate(tree.children[node]):
-            calibration.odds.observe(rank, conditional_odds(offers[node])[rank], child == following)
+            calibration.by_prob.observe(rank, conditional_probs(candidates[node])[rank], child == following)
             if child == following:
                 break
 
 
-def _learn_agreement(calibration: Calibration, row: Row, tree: TokenTree, offers: Mapping[int, Offer], verdict: Verdict) -> None:
+def _learn_agreement(
+    calibration: RuleCalibration, row: Row, tree: TokenTree, candidates: Mapping[int, ChildCandidates], verdict: Verdict
+) -> None:
     following = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.extra_id]
     temperature = ranking_temperature(row.sampling)
     for node, token_id in zip(verdict.path, following, strict=True):
-        if (offer := offers.get(node)) is not None:
-            place = offer.token_ids.index(token_id) if token_id in offer.token_ids else None
-            calibration.agreement.observe(offer.odds, offer.noise, temperature, place)
+        if (of_node := candidates.get(node)) is not None:
+            index = of_node.token_ids.index(token_id) if token_id in of_node.token_ids else None
+            calibration.agreement.observe(of_node.probs, of_node.noise, temperature, index)
 
 
-def _learn_reliability(calibration: Calibration, tree: TokenTree, worth: Worth | None, verdict: Verdict) -> None:
-    """Learn what became of the nodes whose parents were accepted."""
-    if worth is None:
+def _learn_reliability(calibration: RuleCalibration, tree: TokenTree, values: NodeValues | None, verdict: Verdict) -> None:
+    """Learn from the nodes whose parents were accepted."""
+    if values is None:
         return
     for parent, following in zip(verdict.path, [*verdict.path[1:], None], strict=True):
         for node in tree.children[parent]:
-            calibration.reliability.observe(worth.given_parent[node - 1], worth.is_cached[node - 1], node == following)
+            calibration.reliability.observe(values.given_parent[node - 1], values.is_cached[node - 1], node == following)
 
 
-def _answers(
+def _node_candidates(
     frontier: Sequence[FrontierNode], proposal: Proposal, probs: list[Tensor], grammars: GrammarMasks | None
-) -> list[tuple[FrontierNode, Offer]]:
-    """Return what each answered node is offered.
+) -> list[tuple[FrontierNode, ChildCandidates]]:
+    """Return the candidate children of each node with a proposal.
 
-    Where the draft logits are broken (NaN, infinity), or the drafter knows no token that the request allows, the tree ends: any
-    tree is lossless, and the target says what is an error.
+    A node gets none if its draft logits are invalid (NaN, infinity) or if the request allows none of the drafter's tokens. Any
+    tree is lossless, and errors are detected in the target's logits.
     """
     if not proposal.indices:
         return []
-    answered = [frontier[index] for index in proposal.indices]
+    nodes = [frontier[index] for index in proposal.indices]
     logits_PM, vocab = proposal.logits_PM, proposal.vocab
-    if any(asked.tree.row.sampling.edits_logits for asked in answered):
-        contexts = [asked.sampling_context for asked in answered]
+    if any(node.tree.row.sampling.edits_logits for node in nodes):
+        contexts = [node.sampling_context for node in nodes]
         logits_PM, vocab = edited_logits(proposal.logits_PV, contexts, grammars), None
-    answers = []
-    for index, asked, offer in zip(proposal.indices, answered, offers_of(answered, logits_PM, probs, vocab), strict=True):
-        if offer is not None:
-            _note(asked, proposal, index)
-            answers.append((asked, offer))
-    return answers
+    found = []
+    for index, node, candidates in zip(proposal.indices, nodes, candidates_of(nodes, logits_PM, probs, vocab), strict=True):
+        if candidates is not None:
+            _record(node, proposal, index)
+            found.append((node, candidates))
+    return found
 
 
-def _note(asked: FrontierNode, proposal: Proposal, index: int) -> None:
-    """Note in the tree whether an answered node was fed, and what proposed its tokens."""
+def _record(node: FrontierNode, proposal: Proposal, index: int) -> None:
+    """Record in the tree whether the node was fed, and the origins of its proposed tokens."""
     if index not in proposal.unfed:
-        asked.tree.fed.add(asked.node)
+        node.tree.fed.add(node.node)
     if index in proposal.origins:
-        asked.tree.origins[asked.sampling_context.path_ids] = proposal.origins[index]
+        node.tree.origins[node.sampling_context.path_ids] = proposal.origins[index]
 
 
 def _growth(
     strategies: Sequence[Strategy], probs: Sequence[Tensor], vocab_size: int, device: torch.device, rounds: tuple[int, ...]
 ) -> Growth:
-    """Return the step's trees; laws of nodes that got no child are dropped."""
-    grown = [strategy.grown() for strategy in strategies]
-    origins = (origins_of(one.tree, strategy.tree.origins) for one, strategy in zip(grown, strategies, strict=True))
+    """Return the step's trees. Distributions of nodes without children are dropped."""
+    finished = [strategy.finish() for strategy in strategies]
+    origins = (origins_of(one.tree, strategy.tree.origins) for one, strategy in zip(finished, strategies, strict=True))
     sources = tuple(tuple(origin.source for origin in of_tree) for of_tree in origins)
-    draft_probs = tuple(_draft_probs(one.tree, strategy.tree) for one, strategy in zip(grown, strategies, strict=True))
-    used = sorted({row for one in grown for row in one.probs_rows if row is not None})
+    draft_probs = tuple(_draft_probs(one.tree, strategy.tree) for one, strategy in zip(finished, strategies, strict=True))
+    used = sorted({row for one in finished for row in one.probs_rows if row is not None})
     probs_RV = _gathered(probs, used, vocab_size, device)
     new_row = {row: index for index, row in enumerate(used)}
-    probs_rows = tuple(tuple(None if row is None else new_row[row] for row in one.probs_rows) for one in grown)
-    forest = Forest(tuple(one.tree for one in grown), probs_RV, probs_rows)
-    fed, offers = tuple(one.fed for one in grown), tuple(one.offers for one in grown)
-    return Growth(forest, fed, offers, sources, draft_probs, rounds, tuple(one.worth for one in grown))
+    probs_rows = tuple(tuple(None if row is None else new_row[row] for row in one.probs_rows) for one in finished)
+    forest = Forest(tuple(one.tree for one in finished), probs_RV, probs_rows)
+    fed, candidates = tuple(one.fed for one in finished), tuple(one.candidates for one in finished)
+    node_values = tuple(one.node_values for one in finished)
+    return Growth(forest, fed, candidates, sources, draft_probs, rounds, node_values)
 
 
 def _draft_probs(tree: TokenTree, growing: GrowingTree) -> tuple[float, ...]:
-    """Return each node's draft probability where the row is traced; of other rows nothing was kept."""
-    return told_by_path(tree, growing.odds, math.nan) if growing.row.is_traced else ()
+    """Return each node's draft probability if the row is traced; others record none."""
+    return lookup_by_path(tree, growing.draft_probs, math.nan) if growing.row.is_traced else ()
 
 
 def _gathered(probs: Sequence[Tensor], used: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Return the used rows of all laws, each copied once."""
+    """Return the used rows of all distributions, each copied once."""
     parts, first = [], 0
     for probs_PV in probs:
         rows = [row - first for row in used if first <= row < first + len(probs_PV)]
-        is_whole = len(rows) == len(probs_PV)
-        parts.append(probs_PV if is_whole else probs_PV[integers(rows, device)])
+        is_all = len(rows) == len(probs_PV)
+        parts.append(probs_PV if is_all else probs_PV[integers(rows, device)])
         first += len(probs_PV)
     return torch.cat(parts) if parts else no_distributions(vocab_size, device)

@@ -1,7 +1,4 @@
-"""What growing the trees of a step leaves: the trees, and all that is to be known of how they grew.
-
-Shape key: V vocabulary.
-"""
+"""The result of growing a step's trees. Shape key: V vocabulary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,21 +14,21 @@ from engine.core.enums import DraftSource, Origin
 from engine.core.step_plan import Row
 from engine.core.tree import TokenTree
 from engine.draft.drafter import ModelPasses
-from engine.draft.trees.sampling import Offer
+from engine.draft.trees.sampling import ChildCandidates
 from engine.verify.forest import Forest
 
 T = TypeVar("T")
 
-_OF_MODEL = Origin(DraftSource.MODEL, False)
-_NO_OFFERS: Mapping[int, Offer] = MappingProxyType({})
+_FROM_MODEL = Origin(DraftSource.MODEL, False)
+_NO_CANDIDATES: Mapping[int, ChildCandidates] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
-    """What a noise-aware tree's nodes are worth, the root aside: chances that they are accepted.
+class NodeValues:
+    """Values of a noise-aware tree's nodes without the root: `chances` are acceptance probabilities.
 
-    `given_parent` are the scale's own, uncorrected, that they are if their parents are; `is_cached` says which were corrected as
-    rather cached text's.
+    `given_parent` are the uncorrected probabilities given that the parent is accepted. `is_cached` marks the nodes that were
+    corrected as tokens of cached text.
     """
 
     chances: tuple[float, ...]
@@ -41,55 +38,56 @@ class Worth:
 
 @dataclass(frozen=True)
 class Growth:
-    """The step's trees, one for each decoding row, the nodes of each whose keys the drafter has cached, and kept offers.
+    """The step's trees, one for each decoding row.
 
-    `sources[b][v - 1]` is where the token of node v of tree b comes from, the root aside; `draft_probs[b]` has its draft
-    probability if the row is traced, `worth[b]` what the nodes are worth if the tree is noise-aware. Tree b took `rounds[b]`
-    rounds to grow, all together `num_rounds`, in which the drafter ran `passes` of a model.
+    `fed[b]` are the nodes of tree b whose keys the drafter has cached. `candidates[b]` are candidate children by node, where the
+    strategy kept them. `sources[b][v - 1]` is the source of the token of node v. `draft_probs[b]` has the nodes' draft
+    probabilities if the row is traced, `node_values[b]` their values if the tree is noise-aware. Tree b took `rounds[b]` rounds.
+    The step took `num_rounds` rounds and `passes` of the draft model.
     """
 
     forest: Forest
     fed: tuple[frozenset[int], ...]
-    offers: tuple[Mapping[int, Offer], ...]
+    candidates: tuple[Mapping[int, ChildCandidates], ...]
     sources: tuple[tuple[DraftSource, ...], ...]
     draft_probs: tuple[tuple[float, ...], ...]
     rounds: tuple[int, ...]
-    worth: tuple[Worth | None, ...]
+    node_values: tuple[NodeValues | None, ...]
     num_rounds: int = 0
     passes: ModelPasses = ModelPasses()
 
 
 @cache
 def no_distributions(vocab_size: int, device: torch.device) -> Float[Tensor, "0 V"]:
-    """Return what a step leaves in which nothing was drawn from a draft's law."""
+    """Return the draft distributions of a step in which nothing was sampled."""
     return torch.empty((0, vocab_size), device=device)
 
 
 def plain_growth(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Growth:
-    """Return roots alone: the step of an engine without a drafter."""
+    """Return a root for each row: the step of an engine without a drafter."""
     trees = tuple(TokenTree.single(row.certain_ids[-1]) for row in rows if row.is_decoding)
     num_trees = len(trees)
     return Growth(
         forest=Forest(trees, no_distributions(vocab_size, device), ((None,),) * num_trees),
         fed=(frozenset(),) * num_trees,
-        offers=(_NO_OFFERS,) * num_trees,
+        candidates=(_NO_CANDIDATES,) * num_trees,
         sources=((),) * num_trees,
         draft_probs=((),) * num_trees,
         rounds=(0,) * num_trees,
-        worth=(None,) * num_trees,
+        node_values=(None,) * num_trees,
     )
 
 
 def origins_of(tree: TokenTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]]) -> tuple[Origin, ...]:
-    """Return where each node's token comes from, the root aside."""
-    return told_by_path(tree, origins, _OF_MODEL) if origins else (_OF_MODEL,) * (tree.num_nodes - 1)
+    """Return the origin of each node's token, without the root."""
+    return lookup_by_path(tree, origins, _FROM_MODEL) if origins else (_FROM_MODEL,) * (tree.num_nodes - 1)
 
 
-def told_by_path(tree: TokenTree, told: Mapping[tuple[int, ...], Mapping[int, T]], otherwise: T) -> tuple[T, ...]:
-    """Return what is told of each node's token after the drafted tokens before it, the root aside."""
+def lookup_by_path(tree: TokenTree, by_path: Mapping[tuple[int, ...], Mapping[int, T]], default: T) -> tuple[T, ...]:
+    """Return the entry of each node's token after the drafted tokens before it, without the root."""
     path_ids: list[tuple[int, ...]] = [()]
     values = []
     for parent, token_id in zip(tree.parents[1:], tree.token_ids[1:], strict=True):
-        values.append(told.get(path_ids[parent], {}).get(token_id, otherwise))
+        values.append(by_path.get(path_ids[parent], {}).get(token_id, default))
         path_ids.append((*path_ids[parent], token_id))
     return tuple(values)

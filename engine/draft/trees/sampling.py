@@ -1,10 +1,11 @@
-"""From draft logits to the children of nodes: i.i.d. draws, draws without replacement, a set and one sample, rankings.
+"""From draft logits to candidate children: i.i.d. samples, samples without replacement, a set plus one sample, top scores.
 
-Knows how tokens are drawn and which law the verifier must be shown; does not know which node should have how many children
-(strategies) nor models. A drawn token is never dropped or ranked by its value here: an offer is a prefix of what sampling
-gives, in sampling order. Where a drafter knows only some tokens, all is done over those alone, and columns of its rows become
-token ids and whole laws at the end. Shape key: P proposals, V vocabulary, M the tokens of it that the drafter knows, K those of
-them known to some law, C children of a node, R kept laws.
+Implements the sampling rules and records the distribution that the verifier needs. The number of children of each node is decided
+by the growth strategies. Sampled tokens are never dropped or reordered here: the candidates are a prefix of the samples, in
+sampling order. With a trimmed vocabulary everything is computed over its columns; columns become token ids, and rows become full
+distributions, at the end.
+Shape key: P nodes, V vocabulary, M the tokens of it that the drafter knows, K those of them with positive probability at some
+node, C children of a node, R recorded distributions.
 """
 
 import math
@@ -27,287 +28,291 @@ from engine.utils.host_transfer import floats, integers, rows_to_host
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """Children for one node in the order in which they were drawn; i.i.d. draws can repeat.
+class ChildCandidates:
+    """Candidate children of one node in sampling order; i.i.d. samples can repeat.
 
-    `odds[i]` is the draft probability of `token_ids[i]`, of the whole law; `noise[i]`, of a ranking with noise, the token's.
-    `collision` is the sum of squares of the whole law: how probable a draw from it is in the mean.
+    `probs[i]` is the draft probability of `token_ids[i]`. `noise[i]` is its Gumbel noise if the tokens were chosen with noise.
+    `collision` is the sum of squares of the full draft distribution: the expected probability of a sample from it.
     """
 
     token_ids: tuple[int, ...]
-    odds: tuple[float, ...]
+    probs: tuple[float, ...]
     noise: tuple[float, ...] = ()
     collision: float = 0.0
 
 
-def offers_of(
-    asked: Sequence[FrontierNode],
+def candidates_of(
+    nodes: Sequence[FrontierNode],
     logits_PM: Float[Tensor, "P M"],
     probs: list[Tensor],
     vocab: TrimmedVocabulary | None = None,
-) -> list[Offer | None]:
-    """Return an offer for each node; where children are draws, their laws [P, V] are appended to `laws` and noted in the tree.
+) -> list[ChildCandidates | None]:
+    """Return the candidate children of each node, None where the logits do not define a distribution.
 
-    The logits, of the tokens of `vocab` or of all, are edited already (engine.sampling.logits_processors).
-    None: they make no law.
-    A tree's offers do not depend on the trees beside it.
+    Where children are sampled, their distributions [P, V] are appended to `probs` and their rows are recorded in the tree.
+    `logits_PM` are the tokens of `vocab`, or all tokens, after the logits processors (engine.sampling.logits_processors).
+    The result for one tree does not depend on the other trees.
     """
-    kinds = [node.tree.row.draw_kind for node in asked]
+    kinds = [node.tree.row.draw_kind for node in nodes]
     if len(set(kinds)) == 1:
-        return _offered(kinds[0], asked, logits_PM, probs, vocab)
-    offers: dict[int, Offer | None] = {}
+        return _candidates_of_kind(kinds[0], nodes, logits_PM, probs, vocab)
+    candidates: dict[int, ChildCandidates | None] = {}
     for kind in dict.fromkeys(kinds):
         indices = [i for i, one in enumerate(kinds) if one is kind]
-        part = [asked[i] for i in indices]
+        part = [nodes[i] for i in indices]
         part_PM = logits_PM[integers(indices, logits_PM.device)]
-        offers.update(zip(indices, _offered(kind, part, part_PM, probs, vocab), strict=True))
-    return [offers[i] for i in range(len(asked))]
+        candidates.update(zip(indices, _candidates_of_kind(kind, part, part_PM, probs, vocab), strict=True))
+    return [candidates[i] for i in range(len(nodes))]
 
 
-def _offered(
+def _candidates_of_kind(
     kind: TreeKind,
-    asked: Sequence[FrontierNode],
+    nodes: Sequence[FrontierNode],
     logits_PM: Float[Tensor, "P M"],
     probs: list[Tensor],
     vocab: TrimmedVocabulary | None,
-) -> list[Offer | None]:
-    """Return what nodes of one kind are offered."""
-    if kind in _RANKED and native.can_choose(logits_PM.device):
-        sampling = [node.tree.row.sampling for node in asked]
-        if not any(truncates(ranking_params(params)) for params in sampling):  # laws of a temperature alone
-            return _ranked_at_once(asked, logits_PM, sampling, kind is TreeKind.SHARED_NOISE, vocab)
-    if kind in _RANKED:
-        return _RANKED[kind](asked, logits_PM, vocab)
+) -> list[ChildCandidates | None]:
+    if kind in _TOP_RULES and native.can_choose(logits_PM.device):
+        sampling = [node.tree.row.sampling for node in nodes]
+        if not any(truncates(ranking_params(params)) for params in sampling):
+            return _top_by_native(nodes, logits_PM, sampling, kind is TreeKind.SHARED_NOISE, vocab)
+    if kind in _TOP_RULES:
+        return _TOP_RULES[kind](nodes, logits_PM, vocab)
     sound = [row for row, is_sound in enumerate(torch.isfinite(logits_PM.amax(-1)).tolist()) if is_sound]
-    if len(sound) == len(asked):
-        return [*_RULES[kind](asked, logits_PM, probs, vocab)]
-    offers: list[Offer | None] = [None] * len(asked)
+    if len(sound) == len(nodes):
+        return [*_SAMPLING_RULES[kind](nodes, logits_PM, probs, vocab)]
+    found: list[ChildCandidates | None] = [None] * len(nodes)
     if sound:
         part_PM = logits_PM[integers(sound, logits_PM.device)]
-        for row, offer in zip(sound, _RULES[kind]([asked[row] for row in sound], part_PM, probs, vocab), strict=True):
-            offers[row] = offer
-    return offers
+        of_sound = _SAMPLING_RULES[kind]([nodes[row] for row in sound], part_PM, probs, vocab)
+        for row, candidates in zip(sound, of_sound, strict=True):
+            found[row] = candidates
+    return found
 
 
-def _drawn_iid(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
-) -> list[Offer]:
-    """Draw from each node's processed law by inverse distribution functions in float64."""
-    probs_PM = _kept_probs(asked, logits_PM, probs, vocab)
-    urn = _Urn(probs_PM)
-    width = max(node.num_draws for node in asked)
-    draws_PC = _draws(asked, width, probs_PM.device)
-    columns_PC = torch.stack([urn.at(draws_PC[:, i]) for i in range(width)], dim=-1)
-    return _offers(_told(asked, columns_PC, probs_PM, vocab))
+def _sample_iid(
+    nodes: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
+) -> list[ChildCandidates]:
+    """Sample from each node's warped distribution by inverse transform in float64."""
+    probs_PM = _recorded_probs(nodes, logits_PM, probs, vocab)
+    sampler = _ResidualSampler(probs_PM)
+    width = max(node.num_draws for node in nodes)
+    uniforms_PC = _node_uniforms(nodes, width, probs_PM.device)
+    columns_PC = torch.stack([sampler.at(uniforms_PC[:, i]) for i in range(width)], dim=-1)
+    return _to_candidates(_to_host(nodes, columns_PC, probs_PM, vocab))
 
 
-def _drawn_distinct(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
-) -> list[Offer]:
-    """Draw without replacement until a node has its children or its law is used up."""
-    probs_PM = _kept_probs(asked, logits_PM, probs, vocab)
-    urn = _Urn(probs_PM)
-    width = max(node.num_draws for node in asked)
-    draws_PC = _draws(asked, width, probs_PM.device)
-    drawn, num_possible_P = [], torch.zeros_like(urn.num_taken_P)
+def _sample_distinct(
+    nodes: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
+) -> list[ChildCandidates]:
+    """Sample without replacement until a node has its children or no probability is left."""
+    probs_PM = _recorded_probs(nodes, logits_PM, probs, vocab)
+    sampler = _ResidualSampler(probs_PM)
+    width = max(node.num_draws for node in nodes)
+    uniforms_PC = _node_uniforms(nodes, width, probs_PM.device)
+    sampled, num_possible_P = [], torch.zeros_like(sampler.num_taken_P)
     for rank in range(width):
-        num_possible_P += ~urn.is_empty_P
-        drawn.append(urn.at(draws_PC[:, rank]))
-        urn.take(drawn[-1])
-    return _offers(_told(asked, torch.stack(drawn, dim=-1), probs_PM, vocab, num_possible_P))
+        num_possible_P += ~sampler.is_empty_P
+        sampled.append(sampler.at(uniforms_PC[:, rank]))
+        sampler.take(sampled[-1])
+    return _to_candidates(_to_host(nodes, torch.stack(sampled, dim=-1), probs_PM, vocab, num_possible_P))
 
 
-def _set_and_sample(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
-) -> list[Offer]:
-    """Fix the likeliest tokens, all but one of what is asked for and none below the node's floor; draw one off them, last.
+def _sample_set_plus_one(
+    nodes: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
+) -> list[ChildCandidates]:
+    """Fix the most likely tokens, `num_draws` - 1 at most and none below the node's floor; sample one more from the others, last.
 
-    A fixed token pays where it comes and the sample would have missed it, q(x) (1 - q(x)): that is compared with the floor. Which
-    tokens are fixed is decided by the law alone. Where they are the whole law, the least likely of them is the sample.
+    A fixed token gains q(x) (1 - q(x)): it is accepted and the sample would have missed it. The gain is compared with the floor.
+    The set depends on the distribution alone, never on the sample. If it has all tokens, its least likely one is the sample.
     """
-    probs_PM = _kept_probs(asked, logits_PM, probs, vocab)
-    width = min(max(node.num_draws for node in asked), probs_PM.shape[-1])
+    probs_PM = _recorded_probs(nodes, logits_PM, probs, vocab)
+    width = min(max(node.num_draws for node in nodes), probs_PM.shape[-1])
     top = probs_PM.topk(width, dim=-1)
-    most_P1 = torch.tensor([[node.num_draws - 1] for node in asked], device=probs_PM.device)
-    floor_P1 = torch.tensor([[node.floor] for node in asked], dtype=probs_PM.dtype, device=probs_PM.device)
+    most_P1 = torch.tensor([[node.num_draws - 1] for node in nodes], device=probs_PM.device)
+    floor_P1 = torch.tensor([[node.floor] for node in nodes], dtype=probs_PM.dtype, device=probs_PM.device)
     rank_C = torch.arange(width, device=probs_PM.device)
     num_possible_P1 = (probs_PM > 0.0).sum(-1, keepdim=True)
-    gain_PC = top.values * (1.0 - top.values)  # falls with the rank: no token is likelier than what the first one leaves
+    gain_PC = top.values * (1.0 - top.values)  # never increases with the rank: q(x_2) <= 1 - q(x_1)
     is_fixed_PC = (rank_C < most_P1) & (rank_C < num_possible_P1 - 1) & (gain_PC > floor_P1)
-    urn = _Urn(probs_PM)
-    goes_on_P = torch.ones_like(urn.is_empty_P)
+    sampler = _ResidualSampler(probs_PM)
+    goes_on_P = torch.ones_like(sampler.is_empty_P)
     for rank in range(width):
-        goes_on_P &= is_fixed_PC[:, rank] & ~urn.would_be_empty(top.indices[:, rank])
-        urn.take(top.indices[:, rank], goes_on_P)
-    draws_P = _draws(asked, 1, probs_PM.device)[:, 0]
+        goes_on_P &= is_fixed_PC[:, rank] & ~sampler.would_be_empty(top.indices[:, rank])
+        sampler.take(top.indices[:, rank], goes_on_P)
+    uniforms_P = _node_uniforms(nodes, 1, probs_PM.device)[:, 0]
     columns_PC = torch.cat([top.indices, top.indices[:, :1]], dim=-1)
-    columns_PC.scatter_(1, urn.num_taken_P[:, None], urn.at(draws_P)[:, None])
-    return _offers(_told(asked, columns_PC, probs_PM, vocab, urn.num_taken_P + 1))
+    columns_PC.scatter_(1, sampler.num_taken_P[:, None], sampler.at(uniforms_P)[:, None])
+    return _to_candidates(_to_host(nodes, columns_PC, probs_PM, vocab, sampler.num_taken_P + 1))
 
 
-def _ranked(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], vocab: TrimmedVocabulary | None
-) -> list[Offer | None]:
-    """Return the likeliest tokens: nothing is drawn."""
-    probs_PM = warped_probs(logits_PM, [ranking_params(node.tree.row.sampling) for node in asked])
-    known_K = _known(probs_PM)
-    known_PK = probs_PM.index_select(-1, known_K)
-    told = _best(asked, known_K, known_PK, None, probs_PM, vocab)
-    return _where_sound(_offers(told), told)
+def _top_by_prob(
+    nodes: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], vocab: TrimmedVocabulary | None
+) -> list[ChildCandidates | None]:
+    """Return the most likely tokens."""
+    probs_PM = warped_probs(logits_PM, [ranking_params(node.tree.row.sampling) for node in nodes])
+    possible_K = _possible_tokens(probs_PM)
+    scores_PK = probs_PM.index_select(-1, possible_K)
+    rows = _top_tokens(nodes, possible_K, scores_PK, None, probs_PM, vocab)
+    return _only_valid(_to_candidates(rows), rows)
 
 
-def _ranked_with_noise(
-    asked: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], vocab: TrimmedVocabulary | None
-) -> list[Offer | None]:
-    """Return the best tokens by log q and the Gumbel noise of the position itself: the noise that will decide the token."""
-    probs_PM = warped_probs(logits_PM, [node.tree.row.sampling for node in asked])
-    known_K = _known(probs_PM)
-    known_ids_K, vocab_size = (known_K, probs_PM.shape[-1]) if vocab is None else (vocab.ids_M[known_K], vocab.size)
-    noise_PK = gumbels(_noise_keys(asked), vocab_size, probs_PM.device, known_ids_K)
-    sharpness_P1 = floats([node.tree.sharpness for node in asked], probs_PM.device)[:, None]
-    scores_PK = sharpness_P1 * probs_PM.index_select(-1, known_K).double().log() + noise_PK
-    told = _best(asked, known_K, scores_PK, noise_PK, probs_PM, vocab)
-    return _where_sound(_offers(told), told)
+def _top_by_noisy_score(
+    nodes: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], vocab: TrimmedVocabulary | None
+) -> list[ChildCandidates | None]:
+    """Return the best tokens by log q plus the position's Gumbel noise, which also selects the target's token."""
+    probs_PM = warped_probs(logits_PM, [node.tree.row.sampling for node in nodes])
+    possible_K = _possible_tokens(probs_PM)
+    ids_K, vocab_size = (possible_K, probs_PM.shape[-1]) if vocab is None else (vocab.ids_M[possible_K], vocab.size)
+    noise_PK = gumbels(_noise_keys(nodes), vocab_size, probs_PM.device, ids_K)
+    sharpness_P1 = floats([node.tree.sharpness for node in nodes], probs_PM.device)[:, None]
+    scores_PK = sharpness_P1 * probs_PM.index_select(-1, possible_K).double().log() + noise_PK
+    rows = _top_tokens(nodes, possible_K, scores_PK, noise_PK, probs_PM, vocab)
+    return _only_valid(_to_candidates(rows), rows)
 
 
-def _noise_keys(asked: Sequence[FrontierNode]) -> list[int]:
-    """Return what names the noise of the position after each node."""
-    return [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in asked]
+def _noise_keys(nodes: Sequence[FrontierNode]) -> list[int]:
+    """Return the noise key of the position after each node."""
+    return [stream_key(node.tree.row.seed, node.position + 1, Stream.TOKEN) for node in nodes]
 
 
-def _ranked_at_once(
-    asked: Sequence[FrontierNode],
+def _top_by_native(
+    nodes: Sequence[FrontierNode],
     logits_PM: Float[Tensor, "P M"],
     sampling: Sequence[SamplingParams],
     is_noisy: bool,
     vocab: TrimmedVocabulary | None,
-) -> list[Offer | None]:
-    """Return what the library ranks best."""
-    most = max(node.num_draws for node in asked)
+) -> list[ChildCandidates | None]:
+    """Return the best tokens as the native library ranks them, for rows without truncation."""
+    most = max(node.num_draws for node in nodes)
     temperatures = [*map(ranking_temperature, sampling)]
     ids_M = None if vocab is None else vocab.ids_M
-    sharpness = [node.tree.sharpness for node in asked]
-    ranked = native.rankings(logits_PM, temperatures, sharpness, most, _noise_keys(asked) if is_noisy else None, ids_M)
-    return [_of_best(best, node.num_draws) for node, best in zip(asked, ranked, strict=True)]
+    sharpness = [node.tree.sharpness for node in nodes]
+    rankings = native.rankings(logits_PM, temperatures, sharpness, most, _noise_keys(nodes) if is_noisy else None, ids_M)
+    return [_from_native(best, node.num_draws) for node, best in zip(nodes, rankings, strict=True)]
 
 
-def _of_best(best: native.Best, num_draws: int) -> Offer | None:
+def _from_native(best: native.Best, num_draws: int) -> ChildCandidates | None:
     if not best.token_ids:
         return None
-    ids, odds, noise = best.token_ids, best.odds, best.noise
+    ids, probs, noise = best.token_ids, best.odds, best.noise
     if num_draws < len(ids):
-        ids, odds, noise = ids[:num_draws], odds[:num_draws], noise[:num_draws]
-    return Offer(ids, odds, noise, best.collision)
+        ids, probs, noise = ids[:num_draws], probs[:num_draws], noise[:num_draws]
+    return ChildCandidates(ids, probs, noise, best.collision)
 
 
-_RULES: dict[TreeKind, Callable[[Sequence[FrontierNode], Tensor, list[Tensor], TrimmedVocabulary | None], list[Offer]]] = {
-    TreeKind.PATH: _drawn_iid,
-    TreeKind.IID: _drawn_iid,
-    TreeKind.WITHOUT_REPLACEMENT: _drawn_distinct,
-    TreeKind.FIXED_DISTINCT: _drawn_distinct,
-    TreeKind.SET_PLUS_SAMPLE: _set_and_sample,
+_SamplingRule = Callable[[Sequence[FrontierNode], Tensor, list[Tensor], TrimmedVocabulary | None], list[ChildCandidates]]
+_SAMPLING_RULES: dict[TreeKind, _SamplingRule] = {
+    TreeKind.PATH: _sample_iid,
+    TreeKind.IID: _sample_iid,
+    TreeKind.WITHOUT_REPLACEMENT: _sample_distinct,
+    TreeKind.FIXED_DISTINCT: _sample_distinct,
+    TreeKind.SET_PLUS_SAMPLE: _sample_set_plus_one,
 }
-_RANKED = {TreeKind.DETERMINISTIC: _ranked, TreeKind.SHARED_NOISE: _ranked_with_noise}
+_TOP_RULES = {TreeKind.DETERMINISTIC: _top_by_prob, TreeKind.SHARED_NOISE: _top_by_noisy_score}
 
 
-class _Told(NamedTuple):
-    """What the host is told of a node's tokens, in their order: ids, odds, a ranking's noise, and the law's sum of squares."""
+class _HostRow(NamedTuple):
+    """A node's tokens in order, copied to the host; only the first `num_children` count."""
 
-    num_children: int  # of the tokens
+    num_children: int
     ids: tuple[int, ...]
-    odds: tuple[float, ...]
+    probs: tuple[float, ...]
     collision: float
     noise: tuple[float, ...]
 
 
-def _known(probs_PM: Float[Tensor, "P M"]) -> Int[Tensor, " K"]:
-    """Return the tokens that some law allows: no other can be ranked, and where they are few most of the work is saved.
+def _possible_tokens(probs_PM: Float[Tensor, "P M"]) -> Int[Tensor, " K"]:
+    """Return the tokens with positive probability at some node. Fewer tokens make ranking cheaper.
 
-    On a GPU those are all tokens: how many it were would have to be waited for.
+    On a GPU all tokens are returned: the count would need a synchronisation.
     """
     if probs_PM.device.type == "cuda":
         return torch.arange(probs_PM.shape[-1], device=probs_PM.device)
     return probs_PM.amax(0).nonzero()[:, 0]
 
 
-def _best(
-    asked: Sequence[FrontierNode],
-    known_K: Int[Tensor, " K"],
+def _top_tokens(
+    nodes: Sequence[FrontierNode],
+    possible_K: Int[Tensor, " K"],
     scores_PK: Float[Tensor, "P K"],
     noise_PK: Float[Tensor, "P K"] | None,
     probs_PM: Float[Tensor, "P M"],
     vocab: TrimmedVocabulary | None,
-) -> list[_Told]:
-    """Return each node's best tokens of positive probability by score, and their noise if there is any."""
-    best_PC = scores_PK.topk(min(max(node.num_draws for node in asked), len(known_K)), dim=-1).indices
-    columns_PC = known_K[best_PC]
+) -> list[_HostRow]:
+    """Return each node's best tokens of positive probability by score, with their noise if there is any."""
+    best_PC = scores_PK.topk(min(max(node.num_draws for node in nodes), len(possible_K)), dim=-1).indices
+    columns_PC = possible_K[best_PC]
     num_possible_P = (probs_PM.gather(-1, columns_PC) > 0.0).sum(-1)
     noise_PC = None if noise_PK is None else noise_PK.gather(-1, best_PC)
-    return _told(asked, columns_PC, probs_PM, vocab, num_possible_P, noise_PC)
+    return _to_host(nodes, columns_PC, probs_PM, vocab, num_possible_P, noise_PC)
 
 
-def _told(
-    asked: Sequence[FrontierNode],
+def _to_host(
+    nodes: Sequence[FrontierNode],
     columns_PC: Int[Tensor, "P C"],
     probs_PM: Float[Tensor, "P M"],
     vocab: TrimmedVocabulary | None,
     num_possible_P: Int[Tensor, " P"] | None = None,
     noise_PC: Float[Tensor, "P C"] | None = None,
-) -> list[_Told]:
-    """Bring all that a round decides by to the host, in one transfer. A node has no more children than it may, or can."""
+) -> list[_HostRow]:
+    """Copy all that a round needs to the host in one transfer. A node has at most `num_draws` and `num_possible_P` children."""
     ids_PC = columns_PC if vocab is None else vocab.ids_M[columns_PC]
     collision_P1 = probs_PM.square().sum(-1, keepdim=True)
     possible_P1 = torch.full_like(collision_P1, math.inf) if num_possible_P is None else num_possible_P[:, None]
     noise = probs_PM[:, :0] if noise_PC is None else noise_PC
     rows = rows_to_host([possible_P1, collision_P1, ids_PC, probs_PM.gather(-1, columns_PC), noise])
     return [
-        _Told(int(min(node.num_draws, *possible)), tuple(map(int, ids)), tuple(odds), collision, tuple(noise))
-        for node, (possible, (collision,), ids, odds, noise) in zip(asked, rows, strict=True)
+        _HostRow(int(min(node.num_draws, *possible)), tuple(map(int, ids)), tuple(probs), collision, tuple(noise))
+        for node, (possible, (collision,), ids, probs, noise) in zip(nodes, rows, strict=True)
     ]
 
 
-def _offers(told: Sequence[_Told]) -> list[Offer]:
-    firsts = [slice(one.num_children) for one in told]
-    return [Offer(one.ids[of], one.odds[of], one.noise[of], one.collision) for of, one in zip(firsts, told, strict=True)]
+def _to_candidates(rows: Sequence[_HostRow]) -> list[ChildCandidates]:
+    found = []
+    for row in rows:
+        kept = slice(row.num_children)
+        found.append(ChildCandidates(row.ids[kept], row.probs[kept], row.noise[kept], row.collision))
+    return found
 
 
-def _where_sound(offers: Sequence[Offer], told: Sequence[_Told]) -> list[Offer | None]:
-    """Return the offers of laws; what is made of logits that make none has no sum of squares."""
-    return [offer if math.isfinite(one.collision) else None for offer, one in zip(offers, told, strict=True)]
+def _only_valid(candidates: Sequence[ChildCandidates], rows: Sequence[_HostRow]) -> list[ChildCandidates | None]:
+    """Replace candidates from invalid distributions by None. The sum of squares of those is not finite."""
+    return [one if math.isfinite(row.collision) else None for one, row in zip(candidates, rows, strict=True)]
 
 
-def _draws(asked: Sequence[FrontierNode], count: int, device: torch.device) -> Float[Tensor, "P count"]:
-    """Return the draws of each node, float64."""
-    return floats([draw for node in asked for draw in _uniforms(node, count)], device).view(len(asked), count)
+def _node_uniforms(nodes: Sequence[FrontierNode], count: int, device: torch.device) -> Float[Tensor, "P count"]:
+    """Return `count` uniform random numbers for each node, float64."""
+    return floats([number for node in nodes for number in _uniforms(node, count)], device).view(len(nodes), count)
 
 
-def _kept_probs(
-    asked: Sequence[FrontierNode], logits_PM: Tensor, probs: list[Tensor], vocab: TrimmedVocabulary | None
+def _recorded_probs(
+    nodes: Sequence[FrontierNode], logits_PM: Float[Tensor, "P M"], probs: list[Tensor], vocab: TrimmedVocabulary | None
 ) -> Float[Tensor, "P M"]:
-    """Return the processed laws, and keep them for the verifier, over the whole vocabulary."""
-    first_row = sum(len(kept) for kept in probs)
-    probs_PM = warped_probs(logits_PM, [node.tree.row.sampling for node in asked])
+    """Return the warped distributions, and append them to `probs` over the full vocabulary for the verifier."""
+    first_row = sum(len(recorded) for recorded in probs)
+    probs_PM = warped_probs(logits_PM, [node.tree.row.sampling for node in nodes])
     probs.append(probs_PM if vocab is None else vocab.widened(probs_PM, 0.0))
-    for offset, node in enumerate(asked):
+    for offset, node in enumerate(nodes):
         node.tree.probs_rows[node.node] = first_row + offset
     return probs_PM
 
 
-def _uniforms(asked: FrontierNode, count: int) -> list[float]:
-    """Return the draws of a node: its own part of the tree's stream, whatever else grows beside it."""
-    row = asked.tree.row
-    key = stream_key(row.seed, row.root_position, Stream.DRAFT)
-    first = asked.node * row.expansion.branches
-    return [uniform(key, first + draw) for draw in range(count)]
+def _uniforms(node: FrontierNode, count: int) -> list[float]:
+    """Return a node's uniform random numbers: its own part of its tree's stream, independent of the rest of the batch."""
+    key = stream_key(node.tree.row.seed, node.tree.row.root_position, Stream.DRAFT)
+    first = node.node * node.tree.row.expansion.branches
+    return [uniform(key, first + index) for index in range(count)]
 
 
-_LEAST_LEFT = 1e-7  # of a law: what is left below it is largely rounding, and nothing is drawn from it
+_LEAST_MASS = 1e-7  # share of a distribution; a smaller remainder is largely rounding error, and is not sampled
 
 
-class _Urn:
-    """Laws to draw from with tokens taken out: intervals of the cumulated law, float64, a taken token's cut out exactly.
+class _ResidualSampler:
+    """Samples from distributions without the tokens already taken.
 
-    A token's width is the difference of neighbouring sums, so that what is cut out is just what could have been drawn.
+    A token is an interval of the cumulative distribution, float64. Its width is the difference of neighbouring sums, so that a
+    removed interval is exactly the set of points that select the token.
     """
 
     def __init__(self, probs_PM: Float[Tensor, "P M"]) -> None:
@@ -319,7 +324,7 @@ class _Urn:
 
     @property
     def is_empty_P(self) -> Tensor:
-        """Whether so little is left that it may be rounding."""
+        """Whether the remainder is so small that it may be rounding error."""
         return self._is_nothing(self._left_P)
 
     def would_be_empty(self, ids_P: Int[Tensor, " P"]) -> Tensor:
@@ -327,23 +332,23 @@ class _Urn:
         return self._is_nothing(self._left_P - self._interval(ids_P)[1])
 
     def _is_nothing(self, left_P: Tensor) -> Tensor:
-        return left_P <= _LEAST_LEFT * self._cumulative_PM[:, -1]
+        return left_P <= _LEAST_MASS * self._cumulative_PM[:, -1]
 
     def at(self, uniforms_P: Float[Tensor, " P"]) -> Int[Tensor, " P"]:
-        """Return the tokens at these points of what is left."""
+        """Return the tokens at these quantiles of the remainder."""
         point_P = uniforms_P * self._left_P
         if self._starts:
             starts_PT, order = torch.stack(self._starts, dim=-1).sort(dim=-1)
             widths_PT = torch.stack(self._widths, dim=-1).gather(-1, order)
             for rank in range(starts_PT.shape[-1]):
                 point_P = point_P + torch.where(point_P >= starts_PT[:, rank], widths_PT[:, rank], 0.0)
-        # What rounds up to the total would fall past the last token.
+        # A point that rounds up to the total would be past the last token.
         total_P = self._cumulative_PM[:, -1]
         point_P = torch.minimum(point_P, torch.nextafter(total_P, torch.zeros_like(total_P)))
         return torch.searchsorted(self._cumulative_PM, point_P[:, None], right=True)[:, 0]
 
     def take(self, ids_P: Int[Tensor, " P"], is_taken_P: Tensor | None = None) -> None:
-        """Take a token out of each law, or of some of them."""
+        """Remove one token from each distribution, or only from those where `is_taken_P`."""
         start_P, width_P = self._interval(ids_P)
         if is_taken_P is not None:
             start_P = torch.where(is_taken_P, start_P, torch.inf)

@@ -1,8 +1,7 @@
-"""Which node of one tree gets how many children next: the Protocol, and the trees whose shape is known beforehand.
+"""Growth strategies: which nodes of a tree get children, and how many. The Protocol, and the trees of fixed shape.
 
-Knows one tree and draft probabilities; does not know drafters, other trees, or how tokens are drawn. A decision is made before
-the token it concerns is drawn, and a drawn token stays: every verifier that the table of exact pairs allows is exact on these
-trees (docs/verification.md).
+A strategy sees one tree and its draft probabilities, neither drafters nor other trees. It decides about a token before the token
+is sampled, and a sampled token is never dropped. So every allowed pair of verifier and tree is exact (docs/verification.md).
 """
 
 from collections import Counter
@@ -11,44 +10,45 @@ from typing import Protocol
 
 from engine.core.tree import ROOT, Expansion, TokenTree
 from engine.draft.drafter import FrontierNode, GrowingTree
-from engine.draft.trees.grown import Worth
-from engine.draft.trees.sampling import Offer
+from engine.draft.trees.grown import NodeValues
+from engine.draft.trees.sampling import ChildCandidates
 from engine.draft.trees.topology import Topology
 
 
 @dataclass(frozen=True)
-class Grown:
-    """A finished tree, the kept law of each inner node's draws, the nodes whose keys the drafter has cached, and their offers.
+class FinishedTree:
+    """A finished tree.
 
-    `worth` is what its nodes are worth if it is noise-aware.
+    `probs_rows` are the rows of the distributions from which children were sampled. `fed` are the nodes whose keys the drafter
+    has cached. `candidates` are by node; `node_values` are those of a noise-aware tree.
     """
 
     tree: TokenTree
     probs_rows: tuple[int | None, ...]
     fed: frozenset[int]
-    offers: dict[int, Offer]
-    worth: Worth | None = None
+    candidates: dict[int, ChildCandidates]
+    node_values: NodeValues | None = None
 
 
 class Strategy(Protocol):
-    """Grows one tree, round by round. Each node is asked for once."""
+    """Grows one tree, round by round. Each node is in the frontier once."""
 
     tree: GrowingTree
 
-    def asks(self) -> list[FrontierNode]:
-        """Return the nodes that are to get children now; none ends the tree."""
+    def frontier(self) -> list[FrontierNode]:
+        """Return the nodes to expand in this round; an empty list ends the tree."""
         ...
 
-    def take(self, node: int, offer: Offer) -> None:
-        """Give an asked node its children. Nodes the drafter says nothing of are not told of: they stay leaves."""
+    def expand(self, node: int, candidates: ChildCandidates) -> None:
+        """Add children to a frontier node. It is not called for nodes without a proposal: they stay leaves."""
         ...
 
-    def grown(self) -> Grown:
+    def finish(self) -> FinishedTree:
         """Return the finished tree."""
         ...
 
 
-class Keeping:
+class AppendOnlyStrategy:
     """A strategy that keeps every node it adds."""
 
     def __init__(self, tree: GrowingTree) -> None:
@@ -60,54 +60,54 @@ class Keeping:
         """Nodes that may still be added."""
         return self.expansion.max_nodes - (len(self.tree.parents) - 1)
 
-    def grown(self) -> Grown:
-        """Return the tree as it is."""
+    def finish(self) -> FinishedTree:
+        """Return the tree."""
         tree = self.tree.frozen()
         probs_rows = tuple(row if drawn else None for row, drawn in zip(self.tree.probs_rows, tree.draws, strict=True))
-        return Grown(tree, probs_rows, frozenset(self.tree.fed), {})
+        return FinishedTree(tree, probs_rows, frozenset(self.tree.fed), {})
 
 
 def num_draws(expansion: Expansion, depth: int, num_paths: int) -> int:
-    """Return how many children are drawn for a node at `depth` through which `num_paths` sampled paths pass."""
+    """Return how many children to sample for a node at `depth` through which `num_paths` sampled paths pass."""
     if depth >= expansion.max_depth:
         return 0
     return num_paths * expansion.branches if depth == expansion.trunk else num_paths
 
 
-class Delayed(Keeping):
-    """A trunk, then branches: level by level, as many draws for a node as paths pass through it."""
+class Delayed(AppendOnlyStrategy):
+    """A trunk, then branches: level by level, one sample for each path through a node."""
 
     def __init__(self, tree: GrowingTree) -> None:
         super().__init__(tree)
         self._frontier = Counter({ROOT: 1})  # paths through each node of the last level
 
-    def asks(self) -> list[FrontierNode]:
-        """Return the level, but for nodes at the end."""
+    def frontier(self) -> list[FrontierNode]:
+        """Return the level without the nodes at full depth."""
         level, self._frontier = self._frontier, Counter()
         counts = {node: num_draws(self.expansion, self.tree.depths[node], paths) for node, paths in level.items()}
         return [FrontierNode(self.tree, node, count) for node, count in counts.items() if count]
 
-    def take(self, node: int, offer: Offer) -> None:
-        """Add all."""
-        self._frontier.update(self.tree.add(node, token_id) for token_id in offer.token_ids)
+    def expand(self, node: int, candidates: ChildCandidates) -> None:
+        """Add all candidates."""
+        self._frontier.update(self.tree.add(node, token_id) for token_id in candidates.token_ids)
 
 
-class Static(Keeping):
-    """A given shape, level by level: the first child of a node takes the first place below it, and so on (Sequoia)."""
+class Static(AppendOnlyStrategy):
+    """A given shape, level by level: child i of a node takes place i of the shape (Sequoia)."""
 
     def __init__(self, tree: GrowingTree, topology: Topology) -> None:
         super().__init__(tree)
         self._places: dict[int, Topology] = {ROOT: topology}
         self._level = [ROOT]
 
-    def asks(self) -> list[FrontierNode]:
+    def frontier(self) -> list[FrontierNode]:
         """Return the level's nodes that have places below them."""
         level, self._level = self._level, []
         return [FrontierNode(self.tree, node, count) for node in level if (count := len(self._places[node].children))]
 
-    def take(self, node: int, offer: Offer) -> None:
-        """Add all."""
-        for token_id, place in zip(offer.token_ids, self._places[node].children, strict=False):
+    def expand(self, node: int, candidates: ChildCandidates) -> None:
+        """Add all candidates."""
+        for token_id, place in zip(candidates.token_ids, self._places[node].children, strict=False):
             child = self.tree.add(node, token_id)
             self._places[child] = place
             self._level.append(child)

@@ -16,9 +16,9 @@ from engine.draft.models.head_drafter import HeadDrafter
 from engine.draft.text.text_and_model import CombinedDrafter
 from engine.draft.text.text_cache import TextCache
 from engine.draft.trees import grow as growth
-from engine.draft.trees import ranked_growth as ranked
-from engine.draft.trees.grown import Growth, Worth
-from engine.draft.trees.sampling import Offer
+from engine.draft.trees import native_growth
+from engine.draft.trees.grown import Growth, NodeValues
+from engine.draft.trees.sampling import ChildCandidates
 from engine.engine import Engine
 from engine.kv_cache.canary import SlotCanary
 from engine.kv_cache.pool import KVCache
@@ -117,23 +117,24 @@ def are_same(one: Growth, other: Growth) -> bool:
     )
     return (
         facts == others
-        and all(map(are_worth_the_same, one.worth, other.worth))
+        and all(map(have_same_values, one.node_values, other.node_values))
         and all(
-            {*a} == {*b} and all(are_the_same_offer(a[v], b[v]) for v in a) for a, b in zip(one.offers, other.offers, strict=True)
+            {*a} == {*b} and all(are_same_candidates(a[v], b[v]) for v in a)
+            for a, b in zip(one.candidates, other.candidates, strict=True)
         )
     )
 
 
-def are_the_same_offer(one: Offer, other: Offer) -> bool:
-    noise = [*other.noise] or [0.0] * len(other.odds)  # a greedy row's
+def are_same_candidates(one: ChildCandidates, other: ChildCandidates) -> bool:
+    noise = [*other.noise] or [0.0] * len(other.probs)  # a greedy row's
     return (
         one.token_ids == other.token_ids
-        and one.odds == pytest.approx(other.odds, rel=1e-4)
+        and one.probs == pytest.approx(other.probs, rel=1e-4)
         and [*one.noise] == pytest.approx(noise)
     )
 
 
-def are_worth_the_same(one: Worth | None, other: Worth | None) -> bool:
+def have_same_values(one: NodeValues | None, other: NodeValues | None) -> bool:
     if one is None or other is None:
         return one is other
     are_alike = (getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-5) for name in ("chances", "given_parent"))
@@ -152,7 +153,7 @@ def grown_both_ways(monkeypatch, engine: Engine) -> list[tuple[Growth, Growth]]:
 
     def by_rounds(*args):
         with monkeypatch.context() as patched:
-            patched.setattr(growth, "can_rank", lambda rows: False)
+            patched.setattr(growth, "can_grow_natively", lambda rows: False)
             return growth.grow(*args)
 
     def both(drafter, rows, *rest):
@@ -232,7 +233,7 @@ def of_the_other_s_shares(row):
     return replace(row, shares=row.shares[::-1])
 
 
-ranked_row = ranked._ranked
+native_row = native_growth._native_row
 
 
 def of_no_least_chance(row):
@@ -259,7 +260,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_trees_of_other_rows_are_noticed(monkeypatch, mutant):
-    monkeypatch.setattr(ranked, "_ranked", lambda *args: mutant(ranked_row(*args)))
+    monkeypatch.setattr(native_growth, "_native_row", lambda *args: mutant(native_row(*args)))
     assert not all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=True)))
 
 
@@ -267,7 +268,7 @@ def unknown_share_a_column(self, distribution, column_of_unknown):
     return honest_columns(self, distribution, dict.fromkeys(column_of_unknown, len(self._vocab.ids_M)))
 
 
-honest_columns = ranked._Texts._columns
+honest_columns = native_growth._TextPredictions._columns
 
 
 def nothing_is_sure(self, told, is_sure, unknown):
@@ -279,7 +280,7 @@ honest_round = Growing.round
 
 @pytest.mark.parametrize(
     ("where", "name", "mutant"),
-    [(ranked._Texts, "_columns", unknown_share_a_column), (Growing, "round", nothing_is_sure)],
+    [(native_growth._TextPredictions, "_columns", unknown_share_a_column), (Growing, "round", nothing_is_sure)],
 )
 def test_texts_that_are_told_wrongly_are_noticed(monkeypatch, where, name, mutant):
     monkeypatch.setattr(where, name, mutant)
@@ -320,9 +321,9 @@ def test_one_row_that_needs_more_keeps_the_step_from_the_library(monkeypatch, ot
 
     def noted(grower, rows, *rest):
         asked.append(rows)
-        return ranked.grow_ranked(grower, rows, *rest)
+        return native_growth.grow_natively(grower, rows, *rest)
 
-    monkeypatch.setattr(growth, "grow_ranked", noted)
+    monkeypatch.setattr(growth, "grow_natively", noted)
     for beside in ([], [greedy("a", LONG, 12), sampled("b", LONG[2:], 5, 12)]):
         session = run(engine_of(with_texts=True, policy=Mixed()), [*beside, other])
         assert all(outcome.finish is not FinishReason.ERROR for outcome in session.outcomes.values())
@@ -338,10 +339,10 @@ def test_nobody_else_has_its_trees_grown_by_the_library():
         "watched": HeadDrafter("head", learnt_head(), target, 64, NATIVE, canary=SlotCanary()),
         "library": HeadDrafter("head", learnt_head(), target, 64, NATIVE),
     }
-    assert [name for name, head in heads.items() if head.ranked_grower() is not None] == ["library"]
+    assert [name for name, head in heads.items() if head.native_grower() is not None] == ["library"]
     both = {name: CombinedDrafter(head, TextCache(), target.vocab_size, CPU) for name, head in heads.items()}
-    assert [name for name, drafter in both.items() if drafter.ranked_grower() is not None] == ["library"]
-    assert CombinedDrafter(model_drafter(), TextCache(), 61, CPU).ranked_grower() is None
+    assert [name for name, drafter in both.items() if drafter.native_grower() is not None] == ["library"]
+    assert CombinedDrafter(model_drafter(), TextCache(), 61, CPU).native_grower() is None
 
 
 def model_drafter() -> ModelDrafter:
@@ -356,11 +357,13 @@ def test_more_tokens_than_are_compared(monkeypatch):
     engine.target.report_to(head)
     pairs = grown_both_ways(monkeypatch, engine)
     assert all(are_same(*pair) for pair in pairs)
-    assert {len(offer.token_ids) for one, _ in pairs for offers in one.offers for offer in offers.values()} == {64}
+    assert {len(candidates.token_ids) for one, _ in pairs for by_node in one.candidates for candidates in by_node.values()} == {
+        64
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 5, -1, 2**63, 2**64 - 1])
 def test_noise_is_that_of_the_position(monkeypatch, seed):
     """Seeds of all 64 bits name the same noise in the library as in engine.core.rng_keys."""
-    monkeypatch.setattr("tests.model.test_ranked_growth.crowd", lambda: [sampled("a", LONG, seed, 12, temperature=1.5)])
+    monkeypatch.setattr("tests.model.test_native_growth.crowd", lambda: [sampled("a", LONG, seed, 12, temperature=1.5)])
     assert all(are_same(*pair) for pair in grown_both_ways(monkeypatch, engine_of(with_texts=False)))

@@ -1,0 +1,219 @@
+"""Grows trees in the native library, one call for each round: the trees of engine.draft.trees.best_first.
+
+Between two rounds, only the predictions of cached text are computed in Python. Supports noise-aware trees and chains of greedy
+and coupled rows without truncation, for a draft head that the library runs. All other trees grow in engine.draft.trees.grow.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from engine.core.enums import DraftSource, Origin
+from engine.core.step_plan import Row
+from engine.core.tree import FREE_GROWTH, ROOT, TokenTree, TreeKind
+from engine.draft.drafter import ModelPasses, TrimmedVocabulary
+from engine.draft.text.mixture import NOTHING_CACHED, as_native, tokens_outside
+from engine.draft.text.text_cache import CachedDistribution, TextCache
+from engine.draft.trees.best_first import PRIOR_CONTINUED, PRIOR_EXPANDED
+from engine.draft.trees.calibration import Calibrations, RuleCalibration
+from engine.draft.trees.grown import Growth, NodeValues, no_distributions, origins_of
+from engine.draft.trees.sampling import ChildCandidates
+from engine.native.growth import Growing, GrownTree, Offers, RankedRow
+from engine.native.library import Fed
+from engine.sampling.distributions import ranking_params, ranking_temperature, truncates
+from engine.verify.forest import Forest
+
+
+@dataclass(frozen=True)
+class NativeTreeGrower:
+    """Grows a drafter's trees in the native library: a model with vocabulary `vocab`, and optionally cached text.
+
+    `begin` takes the rows to be fed, the native rows of the trees to be grown, and the request ids of these.
+    """
+
+    begin: Callable[[Sequence[Row], Sequence[RankedRow], Sequence[str]], Growing]
+    vocab: TrimmedVocabulary
+    fed_only_share: float
+    texts: TextCache | None = None
+
+
+@runtime_checkable
+class HasNativeGrower(Protocol):
+    """A drafter whose trees the native library may be able to grow."""
+
+    def native_grower(self) -> NativeTreeGrower | None:
+        """Return the grower, None if the library cannot run this drafter."""
+        ...
+
+
+def can_grow_natively(rows: Sequence[Row]) -> bool:
+    """Return whether the native library supports all trees of a step."""
+    return all(_is_supported(row) for row in rows if row.is_decoding and not row.expansion.is_plain)
+
+
+def _is_supported(row: Row) -> bool:
+    is_noise_aware = row.expansion.tree == "noise_aware"
+    is_top_ranked = row.draw_kind in _TOP_RANKED and (is_noise_aware or row.expansion.kind is TreeKind.PATH)
+    return is_top_ranked and not (row.is_traced or row.sampling.edits_logits or truncates(ranking_params(row.sampling)))
+
+
+_TOP_RANKED = (TreeKind.DETERMINISTIC, TreeKind.SHARED_NOISE)
+
+
+class _TextPredictions:
+    """Predictions of cached text at one step's nodes. Keeps the path to each node and the origins of predicted tokens."""
+
+    def __init__(self, texts: TextCache | None, vocab: TrimmedVocabulary, rows: Sequence[Row]) -> None:
+        self._texts, self._vocab, self._rows = texts, vocab, rows
+        self._paths: list[dict[int, tuple[int, ...]]] = [{ROOT: ()} for _ in rows]
+        self.origins: list[dict[tuple[int, ...], Mapping[int, Origin]]] = [{} for _ in rows]
+
+    def grow_round(self, growing: Growing) -> Fed:
+        """Grow one round with the predictions at its nodes; return what the head was fed."""
+        nodes = growing.frontier
+        if self._texts is None:
+            return growing.round([NOTHING_CACHED] * len(nodes), [False] * len(nodes), ())[1]
+        paths = [self._path(*node) for node in nodes]
+        probs = [self._texts.distribution_after(self._rows[node.tree], path) for node, path in zip(nodes, paths, strict=True)]
+        unknown = tokens_outside([distribution for distribution in probs if distribution is not None], self._vocab)
+        column_of = {token_id: column for column, token_id in enumerate(unknown, len(self._vocab.ids_M))}
+        predictions = [
+            NOTHING_CACHED if distribution is None else as_native(distribution, self._columns(distribution, column_of))
+            for distribution in probs
+        ]
+        flags, fed = growing.round(
+            predictions, [distribution is not None and distribution.is_sure for distribution in probs], unknown
+        )
+        for node, path, distribution, are_rather_cached in zip(nodes, paths, probs, flags, strict=True):
+            if distribution is not None:
+                self.origins[node.tree][path] = distribution.origins_beside(are_rather_cached)
+        return fed
+
+    def _path(self, tree: int, node: int, parent: int, token_id: int) -> tuple[int, ...]:
+        paths = self._paths[tree]
+        if node != ROOT:
+            paths[node] = (*paths[parent], token_id)
+        return paths[node]
+
+    def _columns(self, distribution: CachedDistribution, column_of_unknown: Mapping[int, int]) -> list[int]:
+        known = zip(distribution.probs, self._vocab.columns(distribution.probs), strict=True)
+        return [column_of_unknown[token_id] if column < 0 else column for token_id, column in known]
+
+
+def grow_natively(
+    grower: NativeTreeGrower, rows: Sequence[Row], calibrations: Calibrations, vocab_size: int, device: torch.device
+) -> Growth:
+    """Feed the drafter the missing tokens and grow every decoding row's tree."""
+    drafting = [row for row in rows if row.is_decoding and not row.expansion.is_plain]
+    native_rows = [_native_row(row, calibrations.of(row)) for row in drafting]
+    texts = _TextPredictions(grower.texts, grower.vocab, drafting)
+    rounds, num_rounds, passes = [0] * len(drafting), 0, ModelPasses()
+    with grower.begin(rows, native_rows, [row.request_id for row in drafting]) as growing:
+        while growing.frontier:
+            num_rounds += 1
+            for tree in dict.fromkeys(node.tree for node in growing.frontier):
+                rounds[tree] += 1
+            if (fed := texts.grow_round(growing)).num_tokens:
+                passes += ModelPasses.one(fed.num_tokens, fed.num_queried, grower.fed_only_share)
+        trees, proposals = growing.finish()
+    grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
+    of_rows = [
+        _RowGrowth.single(row) if row.expansion.is_plain else _row_growth(*next(grown), proposals)
+        for row in rows
+        if row.is_decoding
+    ]
+    return Growth(
+        forest=Forest(
+            tuple(one.tree for one in of_rows),
+            no_distributions(vocab_size, device),
+            tuple((None,) * one.tree.num_nodes for one in of_rows),
+        ),
+        fed=tuple(one.fed for one in of_rows),
+        candidates=tuple(one.candidates for one in of_rows),
+        sources=tuple(one.sources for one in of_rows),
+        draft_probs=((),) * len(of_rows),
+        rounds=tuple(one.num_rounds for one in of_rows),
+        node_values=tuple(one.node_values for one in of_rows),
+        num_rounds=num_rounds,
+        passes=passes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _RowGrowth:
+    """The part of a Growth that belongs to one row."""
+
+    tree: TokenTree
+    fed: frozenset[int] = frozenset()
+    candidates: Mapping[int, ChildCandidates] = field(default_factory=dict)
+    sources: tuple[DraftSource, ...] = ()
+    num_rounds: int = 0
+    node_values: NodeValues | None = None
+
+    @classmethod
+    def single(cls, row: Row) -> "_RowGrowth":
+        return cls(TokenTree.single(row.certain_ids[-1]))
+
+
+def _row_growth(
+    row: Row, grown: GrownTree, origins: Mapping[tuple[int, ...], Mapping[int, Origin]], num_rounds: int, proposals: Offers
+) -> _RowGrowth:
+    draws: list[list[int]] = [[] for _ in grown.parents]
+    for node in grown.by_age:
+        draws[grown.parents[node]].append(node)
+    tree = TokenTree(grown.parents, (row.certain_ids[-1], *grown.token_ids[1:]), tuple(map(tuple, draws)))
+    fed = frozenset(node for node, keeps in enumerate(grown.keeps_slot) if keeps)
+    of_nodes = origins_of(tree, origins)
+    sources = tuple(origin.source for origin in of_nodes)
+    if row.expansion.is_delayed:  # the calibrations do not learn from chains
+        return _RowGrowth(tree, fed, {}, sources, num_rounds)
+    values = NodeValues(grown.chances[1:], grown.given_parent[1:], tuple(origin.is_rather_cached for origin in of_nodes))
+    return _RowGrowth(tree, fed, _LazyCandidates(proposals, grown.offers), sources, num_rounds, values)
+
+
+class _LazyCandidates(Mapping[int, ChildCandidates]):
+    """The candidate children of a tree's nodes. They are built when they are read: most are not."""
+
+    def __init__(self, proposals: Offers, indices: Sequence[int]) -> None:
+        self._proposals, self._indices = proposals, indices
+
+    def __getitem__(self, node: int) -> ChildCandidates:
+        """Return a node's candidates."""
+        if self._indices[node] < 0:
+            raise KeyError(node)
+        best = self._proposals.at(self._indices[node])
+        return ChildCandidates(best.token_ids, best.odds, best.noise)
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the nodes that have candidates."""
+        return (node for node, index in enumerate(self._indices) if index >= 0)
+
+    def __len__(self) -> int:
+        """Return how many nodes have candidates."""
+        return sum(index >= 0 for index in self._indices)
+
+
+def _native_row(row: Row, calibration: RuleCalibration) -> RankedRow:
+    """Return a row's parameters for the library. A chain is a tree of one child a node, grown without costs."""
+    expansion = row.expansion
+    growth_costs = FREE_GROWTH if expansion.is_delayed else row.growth_costs
+    temperature = ranking_temperature(row.sampling)
+    return RankedRow(
+        root_position=row.root_position,
+        slots=row.slots,
+        max_nodes=expansion.num_draft_tokens,
+        depth=expansion.max_depth if expansion.is_delayed else expansion.depth,
+        branches=expansion.branches,
+        seed=row.seed,
+        has_noise=row.draw_kind is TreeKind.SHARED_NOISE,
+        least_chances=growth_costs.least_chances(expansion),
+        level_cost=growth_costs.level,
+        offered=PRIOR_EXPANDED,
+        continued=PRIOR_CONTINUED,
+        scale=calibration.agreement.score_scale(temperature),
+        shares=calibration.reliability.shares,
+        temperature=temperature,
+        sharpness=calibration.agreement.sharpness,
+    )
