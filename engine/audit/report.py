@@ -17,11 +17,11 @@ class AuditVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DistributionTest:
-    """A chi-square test of draws, summed over `num_distributions`, one for each prompt and prefix."""
+    """A chi-square test of draws, summed over `num_laws`, one for each prompt and prefix."""
 
     name: str
     test: ChiSquare
-    num_distributions: int = 1
+    num_laws: int = 1
 
 
 @dataclass(frozen=True, slots=True)

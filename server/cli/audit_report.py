@@ -35,7 +35,7 @@ def _sampled(sampled: SampledReport, level: float) -> Iterator[str]:
     for one in sampled.tests:
         test = one.test
         yield (
-            f"    {one.name:<23}{one.num_distributions:>5}{test.num_counted:>8}{test.statistic:>9.1f}{test.freedom:>9}"
+            f"    {one.name:<23}{one.num_laws:>5}{test.num_counted:>8}{test.statistic:>9.1f}{test.freedom:>9}"
             f"{test.p_value:>10.2g}{test.detectable(level):>8.3f}  {_verdict(test.p_value >= level)}"
         )
     support = sampled.support

@@ -143,7 +143,7 @@ def test_a_near_tie_of_a_sharp_distribution_is_possible(temperature, tolerance, 
 def test_draws_that_test_nothing_do_not_make_a_sum_look_surer():
     informative, fixed = ChiSquare(3.0, 2, 100), ChiSquare(0.0, 0, 100)
     together_, worst = _summary("first token", [informative, *[fixed] * 9])
-    assert (together_.test, together_.num_distributions) == (informative, 1)
+    assert (together_.test, together_.num_laws) == (informative, 1)
     assert combined_test([informative, *[fixed] * 9]).detectable(1e-4) < together_.test.detectable(1e-4)
     assert worst.test == informative
 
