@@ -1,10 +1,10 @@
 """Makes docs/benchmarks.md from the results of this folder.
 
-python -m benchmarks.results > docs/benchmarks.md
+python -m benchmarks.results [--out docs/benchmarks.md]
 """
 
+import argparse
 import csv
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,5 +42,12 @@ def _section(entry: dict[str, Any]) -> Iterator[str]:
     yield f"Measured on {entry['machine']}{'. All cells: ' + data[2:] if data else ''}.\n"
 
 
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description="make docs/benchmarks.md")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"))
+    parser.parse_args().out.write_text(benchmarks_page(), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(benchmarks_page())
+    main()

@@ -140,7 +140,7 @@ if __name__ == "__main__":
     import asyncio
     configure_logging("info", "json")
     logging = partial(configure_logging, "info", "json", is_worker=True)
-    launcher = ProcessLauncher(EngineConfig("counting"), talkative_engine, logging)
+    launcher = ProcessLauncher(EngineConfig("counting"), talkative_engine, configure_logging=logging)
 
     async def main():
         client = WorkerClient(launcher, SchedulerConfig(), SWIFT)
