@@ -102,7 +102,8 @@ async def test_one_longer_than_any_answer_is_refused_by_name(body):
 async def tenants(keys: tuple[str, ...], requests: list[tuple[str, Fields]]) -> list[str]:
     """Return the tenants of requests by (key, fields)."""
     engine = FakeEngine()
-    async with in_process(engine, **({"api_keys": keys} if keys else {})) as client:
+    settings: Fields = {"api_keys": keys} if keys else {}
+    async with in_process(engine, **settings) as client:
         for key, fields in requests:
             await post(client, chat(**fields), authorization=f"Bearer {key}")
     return [request.tenant for request in engine.requests]
