@@ -14,21 +14,9 @@ from tests.typechecking import install_shape_checks
 # The modules that hold tensors. The records of the others are built inside hypothesis strategies, where the random choices by
 # which beartype looks into containers are not welcome.
 _TENSOR_MODULES = [
-    *(
-        "noise",
-        "logit_edits",
-        "sampling",
-        "forest",
-        "packing",
-        "segments",
-        "kv_cache",
-        "attention",
-        "linears",
-        "native",
-        "model",
-        "target",
-    ),
-    *("draft", "verify", "judge", "engine"),
+    *("sampling", "verify", "draft", "native", "kv_cache.pool", "engine"),
+    *("attention.packing", "attention.segments", "attention.tree_attention"),
+    *("model.causal_lm", "model.linears", "model.target"),
 ]
 # For the whole run: test modules import the engine after this file.
 install_shape_checks([f"engine.{name}" for name in _TENSOR_MODULES])

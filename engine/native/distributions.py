@@ -1,4 +1,4 @@
-"""Rows of logits by the library: the likeliest tokens, and the laws that temperatures make of them.
+"""Rows of logits, computed by the library: the likeliest tokens, and the distributions at given temperatures.
 
 Shape key: N rows, V vocabulary, R chosen rows.
 """
@@ -14,7 +14,7 @@ from engine.native import library
 
 
 def can_read(logits_NV: Tensor) -> bool:
-    """Return whether the library runs where these logits are, and in their format."""
+    """Return whether the library runs on the device of these logits, in their format."""
     return logits_NV.device.type == "cpu" and logits_NV.dtype == torch.float32 and library.is_available()
 
 

@@ -199,7 +199,7 @@ def without_noise(row):
 
 
 def at_no_price(row):
-    return replace(row, least_chances=[0.0] * row.max_nodes, level_price=0.0)
+    return replace(row, least_chances=[0.0] * row.max_nodes, level_cost=0.0)
 
 
 def of_another_prior(row):

@@ -72,7 +72,7 @@ class _Texts:
 
     def answer(self, growing: Growing) -> Fed:
         """Answer a round's nodes; return what was fed."""
-        asks = growing.asks
+        asks = growing.frontier
         if self._texts is None:
             return growing.round([UNTOLD] * len(asks), [False] * len(asks), ())[1]
         paths = [self._path(*ask) for ask in asks]
@@ -109,12 +109,12 @@ def grow_ranked(
     texts = _Texts(grower.texts, grower.vocab, drafting)
     rounds, num_rounds, passes = [0] * len(drafting), 0, ModelPasses()
     with grower.begin(rows, ranked, [row.request_id for row in drafting]) as growing:
-        while growing.asks:
+        while growing.frontier:
             num_rounds += 1
-            for tree in dict.fromkeys(ask.tree for ask in growing.asks):
+            for tree in dict.fromkeys(ask.tree for ask in growing.frontier):
                 rounds[tree] += 1
             if (fed := texts.answer(growing)).num_tokens:
-                passes += ModelPasses.one(fed.num_tokens, fed.num_asked, grower.unqueried_share)
+                passes += ModelPasses.one(fed.num_tokens, fed.num_queried, grower.unqueried_share)
         trees, offers = growing.finish()
     grown = iter(zip(drafting, trees, texts.origins, rounds, strict=True))
     of_rows = [_Grown.single(row) if row.expansion.is_plain else _grown(*next(grown), offers) for row in rows if row.is_decoding]
@@ -201,7 +201,7 @@ def _ranked(row: Row, calibration: Calibration) -> RankedRow:
         seed=row.seed,
         has_noise=row.draw_kind is TreeKind.SHARED_NOISE,
         least_chances=prices.least_chances(expansion),
-        level_price=prices.level,
+        level_cost=prices.level,
         offered=START_OFFERED,
         continued=START_CONTINUED,
         scale=calibration.agreement.score_scale(temperature),

@@ -191,7 +191,7 @@ def _ranked_at_once(
     return [_of_best(best, node.num_draws) for node, best in zip(asked, ranked, strict=True)]
 
 
-def _of_best(best: native.Best, num_draws: int) -> Offer | None:
+def _of_best(best: native.BestTokens, num_draws: int) -> Offer | None:
     if not best.token_ids:
         return None
     ids, odds, noise = best.token_ids, best.odds, best.noise
