@@ -1,7 +1,6 @@
-"""Progress of long work on stderr: a bar that moves in a terminal, a plain line now and then in a log.
+"""Progress of long work on stderr: a moving bar in a terminal, plain lines in a log.
 
-Knows tqdm and whether stderr is a terminal. A log gets no control characters: a line at the beginning, one every ten seconds
-and one at the end.
+A log gets no control characters: it gets a line at the beginning, one every ten seconds, and one at the end.
 """
 
 import shutil
@@ -11,20 +10,20 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-tqdm.monitor_interval = 0  # no thread that watches over bars: an engine measures its steps beside one
+tqdm.monitor_interval = 0  # no monitor thread: it would disturb measurements of an engine's steps
 
 LOG_INTERVAL_S = 10.0
 _LOG_LINE = "{desc}: {n_fmt} of {total_fmt} {unit} ({percentage:.0f}%), {elapsed} gone, {remaining} left{postfix}"
 
 
 class _Lines:
-    """A stream for tqdm that makes a line of each state of a bar."""
+    """A stream for tqdm that turns each state of a bar into a line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        """Write what there is of a line, without the characters that move a cursor."""
+        """Write a line without cursor movements, unless it is empty."""
         line = text.replace("\r", "").strip()
         if line:
             self._stream.write(line + "\n")
@@ -35,7 +34,7 @@ class _Lines:
 
 
 def is_terminal() -> bool:
-    """Return whether somebody watches stderr."""
+    """Return whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
@@ -51,7 +50,7 @@ def progress_bar(
 ) -> "tqdm[Any]":
     """Return a bar over `total` units of work, to iterate over or to update, and to close; `more` is tqdm's."""
     if is_terminal():
-        size = shutil.get_terminal_size()  # 80 x 24 where a terminal does not say
+        size = shutil.get_terminal_size()  # 80 x 24 if unknown
         more |= {"ncols": size.columns, "nrows": size.lines}
     else:
         more |= {"file": _Lines(sys.stderr), "mininterval": LOG_INTERVAL_S, "bar_format": _LOG_LINE}
@@ -59,8 +58,8 @@ def progress_bar(
 
 
 def quiet_libraries() -> None:
-    """Keep the bars of transformers out of a log."""
-    from transformers.utils.logging import disable_progress_bar  # here, because it takes seconds
+    """Disable the bars of transformers in a log."""
+    from transformers.utils.logging import disable_progress_bar  # slow to import
 
     if not is_terminal():
         disable_progress_bar()
