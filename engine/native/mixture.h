@@ -14,30 +14,38 @@ struct Cached {
   float chance;
 };
 
-// `logits` [num_columns] become the mixture of `cached` and of a model's law, `model` [num_known] (null: the law alone), up to a
-// number that is added to all. `is_rather_cached` says of each cached token whether more of it is the cache's.
+// `logits` [num_columns] become the mixture of `cached` and of a model's law, `model` [num_known] (null: the law
+// alone), up to a number that is added to all. `is_rather_cached` says of each cached token whether more of it is the
+// cache's.
 //
-// A mixture q = w q_cached + (1 - w) q_model leaves the odds among all other tokens as the model has them: only the logits of the
-// cached ones change.
-inline void mixed(const float* model, int64_t num_known, int64_t num_columns, const Cached& cached, float* logits, uint8_t* is_rather_cached) {
+// A mixture q = w q_cached + (1 - w) q_model leaves the odds among all other tokens as the model has them: only the
+// logits of the cached ones change.
+inline void mixed(const float* model, int64_t num_known, int64_t num_columns, const Cached& cached, float* logits,
+                  uint8_t* is_rather_cached) {
   constexpr double kMostTrust = 0.99;
   const int64_t known = model ? num_known : 0;
   std::copy(model, model + known, logits);
   std::fill(logits + known, logits + num_columns, -std::numeric_limits<float>::infinity());
   if (!model) {
-    for (int64_t i = 0; i < cached.count; i++) logits[cached.columns[i]] = std::log(cached.odds[i]), is_rather_cached[i] = 1;
+    for (int64_t i = 0; i < cached.count; i++) {
+      logits[cached.columns[i]] = std::log(cached.odds[i]);
+      is_rather_cached[i] = 1;
+    }
     return;
   }
-  if (!cached.count) return;
+  if (!cached.count)
+    return;
   const Floats none = spread(-std::numeric_limits<float>::infinity());
   Floats largest = none;
-  for (int64_t i = 0; i < known; i += kLanes) largest = larger(largest, load(none, lanes_left(known - i), model + i));
+  for (int64_t i = 0; i < known; i += kLanes)
+    largest = larger(largest, load(none, lanes_left(known - i), model + i));
   const float top = most(largest);
   Floats all = spread(0.0f), squares = all;
   for (int64_t i = 0; i < known; i += kLanes) {
     const Mask m = lanes_left(known - i);
     const Floats e = only(m, exponential(load(m, model + i) - spread(top)));
-    all = all + e, squares = fused(e, e, squares);
+    all = all + e;
+    squares = fused(e, e, squares);
   }
   const double total = sum(all), trust = std::min(kMostTrust, sum(squares) / (total * total));
   const double cached_odds = cached.chance / (1.0 - cached.chance), model_odds = trust / (1.0 - trust);

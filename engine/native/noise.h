@@ -1,5 +1,6 @@
-// Counter-based noise: draw i of key k is splitmix64's output number i + 1 from state k, as engine/sampling/noise.py defines it, and the
-// Gumbel noise -log(-log u) of its uniform. Logarithms are within 1 unit in the last place (fdlibm's).
+// Counter-based noise: draw i of key k is splitmix64's output number i + 1 from state k, as engine/sampling/noise.py
+// defines it, and the Gumbel noise -log(-log u) of its uniform. Logarithms are within 1 unit in the last place
+// (fdlibm's).
 #pragma once
 #include "numbers.h"
 
@@ -14,8 +15,8 @@ inline Doubles logarithm(Doubles x) {
   exponent = blend_doubles(is_large, exponent, exponent + one);
   const Doubles f = m - one, s = f / (f + spread(2.0)), z = s * s;
   Doubles r = spread(1.479819860511658591e-01);
-  for (const double c : {1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01, 2.857142874366239149e-01,
-                         3.999999999940941908e-01, 6.666666666666735130e-01})
+  for (const double c : {1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01,
+                         2.857142874366239149e-01, 3.999999999940941908e-01, 6.666666666666735130e-01})
     r = fused(r, z, spread(c));
   r = r * z;
   const Doubles half_square = spread(0.5) * (f * f);
@@ -68,11 +69,13 @@ inline void choose(const float* law, int64_t count, uint64_t key, double* score,
   for (int64_t i = 0; i < count; i += kDoubles) {
     const Mask m = lanes_left(count - i);
     const Doubles p = load_doubles(m, law + i);
-    if (!not_zero(p)) continue;  // nothing here can come
+    if (!not_zero(p))
+      continue;  // nothing here can come
     const Integers draws = add64(ascending64(), spread64(i));
     const Doubles u = uniform_noise(key, draws);
     broken |= nan_lanes(p);
-    if (!(m & no_less(p, enough * (spread(1.0) - u)))) continue;
+    if (!(m & no_less(p, enough * (spread(1.0) - u))))
+      continue;
     const Doubles ratio = p / exponential_of(u);
     const Mask is_better = m & more(ratio, best);
     best = blend_doubles(is_better, best, ratio);
@@ -81,10 +84,12 @@ inline void choose(const float* law, int64_t count, uint64_t key, double* score,
   }
   double ratios[kDoubles];
   int64_t places[kDoubles];
-  store(ratios, best), store(places, best_draws);
+  store(ratios, best);
+  store(places, best_draws);
   int first = 0;
   for (int i = 1; i < kDoubles; i++)
-    if (ratios[i] > ratios[first] || (ratios[i] == ratios[first] && places[i] < places[first])) first = i;
+    if (ratios[i] > ratios[first] || (ratios[i] == ratios[first] && places[i] < places[first]))
+      first = i;
   *score = broken ? std::numeric_limits<double>::quiet_NaN() : std::log(std::max(0.0, ratios[first]));
   *chosen = places[first];
 }

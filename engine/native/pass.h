@@ -20,9 +20,9 @@ constexpr int64_t kFewestTogether = 2;   // for which they are not read more oft
 struct Layer {
   Linear query, key, value, output, gate, up, down;
   const float *attention_norm, *after_attention_norm, *mlp_norm, *after_mlp_norm;  // the second and the last or null
-  const float *query_norm, *key_norm;                                             // or null
-  int64_t window;                                                                 // 0: none
-  int64_t rotation;                                                               // which of a pass's rotations
+  const float *query_norm, *key_norm;                                              // or null
+  int64_t window;                                                                  // 0: none
+  int64_t rotation;                                                                // which of a pass's rotations
 };
 
 // The layers that a token goes through before attention, as one run of blocks; without queries, where no token attends.
@@ -30,12 +30,14 @@ class Projections {
  public:
   enum Part : int64_t { kQuery, kKey, kValue, kEnd };
 
-  Projections(const Layer& layer, bool has_queries) : parts_{&layer.query, &layer.key, &layer.value}, first_(has_queries ? kQuery : kKey) {}
+  Projections(const Layer& layer, bool has_queries)
+      : parts_{&layer.query, &layer.key, &layer.value}, first_(has_queries ? kQuery : kKey) {}
 
   bool has_queries() const { return first_ == kQuery; }
   int64_t num_blocks() const {
     int64_t count = 0;
-    for (int64_t part = first_; part < kEnd; part++) count += parts_[part]->num_blocks();
+    for (int64_t part = first_; part < kEnd; part++)
+      count += parts_[part]->num_blocks();
     return count;
   }
   const char* block(int64_t b) const {
@@ -48,7 +50,8 @@ class Projections {
   // Which layer a block is of, and which of its blocks.
   std::pair<int64_t, int64_t> place(int64_t b) const {
     int64_t part = first_;
-    while (b >= parts_[part]->num_blocks()) b -= parts_[part++]->num_blocks();
+    while (b >= parts_[part]->num_blocks())
+      b -= parts_[part++]->num_blocks();
     return {part, b};
   }
 
@@ -59,8 +62,8 @@ class Projections {
 
 enum Activation : int64_t { kSiLU = 0, kGeluTanh = 1 };
 
-// A model, or a draft head: that is given a state for each token, which its first layer reads beside the token's embedding, each
-// normed by itself. `attention_norm` of that layer has the token's weights first.
+// A model, or a draft head: that is given a state for each token, which its first layer reads beside the token's
+// embedding, each normed by itself. `attention_norm` of that layer has the token's weights first.
 struct Decoder {
   int64_t num_layers, width, num_heads, num_kv_heads, head_size, inner, activation;
   int64_t embedding_width;  // of `embeddings`; a model's own width
@@ -74,8 +77,9 @@ struct Decoder {
   bool is_head() const { return token.exists(); }
 };
 
-// What a draft head reads of a model's tokens: a layer of a token's states after some layers side by side, each scaled to a mean
-// square of 1. A model's pass keeps the states of each token in its slot; the head makes a feature of them when it is fed the next.
+// What a draft head reads of a model's tokens: a layer of a token's states after some layers side by side, each scaled
+// to a mean square of 1. A model's pass keeps the states of each token in its slot; the head makes a feature of them
+// when it is fed the next.
 struct Features {
   Linear linear;
   int64_t num_states;
@@ -93,19 +97,20 @@ struct Features {
 struct Pass {
   int64_t num_tokens, num_rows;
   const int64_t *token_ids, *positions, *write_slots;
-  float* pool;            // of a draft head, a state a slot [S, width]: what the last layer makes of the tokens whose logits are wanted
+  float* pool;  // of a draft head, a state a slot [S, width]: what the last layer makes of the tokens whose logits are
+                // wanted
   const int64_t* before;  // [T] each token is given the state of this slot; with `features` that of what is kept there
   Segments segments;
-  void *const *keys, *const *values;             // pools of each layer [kv heads, S, size], float32 or float16
-  int64_t apart;                                 // numbers from a head's part of a pool to the next one's
-  const float *const *cosines, *const *sines;    // of each rotation [positions, size]
-  const int64_t* rows;                           // [num_rows] whose logits are wanted
-  float *states;                                 // [num_rows, width]: what the head reads
-  float *logits;                                 // [num_rows, V]
-  float* largest;                                // [num_rows] of a row's logits, NaN if any is; or null
-  int64_t* likeliest;                            // [num_rows] the first token that has it
-  float *const *kept;                            // [num_layers + 1]: states after each layer [T, width], or null; the last: after its norm
-  const Features* features;                      // of a model: to be kept of all tokens; of a head: to be given to them; or null
+  void *const *keys, *const *values;           // pools of each layer [kv heads, S, size], float32 or float16
+  int64_t apart;                               // numbers from a head's part of a pool to the next one's
+  const float *const *cosines, *const *sines;  // of each rotation [positions, size]
+  const int64_t* rows;                         // [num_rows] whose logits are wanted
+  float* states;                               // [num_rows, width]: what the head reads
+  float* logits;                               // [num_rows, V]
+  float* largest;                              // [num_rows] of a row's logits, NaN if any is; or null
+  int64_t* likeliest;                          // [num_rows] the first token that has it
+  float* const* kept;        // [num_layers + 1]: states after each layer [T, width], or null; the last: after its norm
+  const Features* features;  // of a model: to be kept of all tokens; of a head: to be given to them; or null
   int64_t is_cached_in_half;
 };
 
@@ -115,8 +120,9 @@ struct Largest {
   int64_t token = std::numeric_limits<int64_t>::max();
   bool is_broken = false;  // whether any logit is NaN
 
-  // Of `count` logits side by side, from token `first` on; where several are largest the first token is kept. Most blocks have no
-  // larger one, and are not searched: `likeliest` of each takes a twentieth of a compact pass of 16 tokens longer.
+  // Of `count` logits side by side, from token `first` on; where several are largest the first token is kept. Most
+  // blocks have no larger one, and are not searched: `likeliest` of each takes a twentieth of a compact pass of 16
+  // tokens longer.
   void see(const float* logits, int64_t first, int64_t count) {
     const Floats none = spread(-std::numeric_limits<float>::infinity());
     Floats most_of = none;
@@ -130,13 +136,17 @@ struct Largest {
     if (bits(broken)) {
       is_broken = true;
     } else if (found > value || (found == value && first < token)) {
-      value = found, token = first + (std::find(logits, logits + count, found) - logits);
+      value = found;
+      token = first + (std::find(logits, logits + count, found) - logits);
     }
   }
 
   void see(const Largest& other) {
     is_broken |= other.is_broken;
-    if (other.value > value || (other.value == value && other.token < token)) value = other.value, token = other.token;
+    if (other.value > value || (other.value == value && other.token < token)) {
+      value = other.value;
+      token = other.token;
+    }
   }
 };
 
@@ -144,14 +154,15 @@ struct Scratch {
   std::vector<float> x, last, qkv, attended, hidden, branch;
   std::vector<std::vector<float>> normed;  // of each thread
   Inputs inputs;
-  std::vector<Attention> attention;  // of each thread
+  std::vector<Attention> attention;           // of each thread
   std::vector<std::vector<Largest>> largest;  // of each thread and row
-  std::vector<float> logits, states, mixed;  // of a draft head that grows trees
+  std::vector<float> logits, states, mixed;   // of a draft head that grows trees
 
   // Make room for a row of so many numbers for each thread.
   void lend_rooms(int num_threads, int64_t size) {
     normed.resize(std::max<size_t>(normed.size(), num_threads));
-    for (auto& room : normed) grow(room, size);
+    for (auto& room : normed)
+      grow(room, size);
   }
 };
 
@@ -171,17 +182,27 @@ inline void fuse(Worker& worker, Scratch& s, const Features& f, const int64_t* s
 
 class Run {
  public:
-  Run(const Decoder& decoder, const Pass& pass, Scratch& scratch, int num_threads) : d_(decoder), p_(pass), s_(scratch) {
+  Run(const Decoder& decoder, const Pass& pass, Scratch& scratch, int num_threads)
+      : d_(decoder), p_(pass), s_(scratch) {
     const int64_t T = p_.num_tokens;
-    kv_width_ = d_.num_kv_heads * d_.head_size, q_width_ = d_.num_heads * d_.head_size, row_ = q_width_ + 2 * kv_width_;
-    grow(s_.x, T * d_.width), grow(s_.qkv, T * row_), grow(s_.attended, T * q_width_), grow(s_.hidden, T * d_.inner), grow(s_.branch, T * d_.width);
+    kv_width_ = d_.num_kv_heads * d_.head_size;
+    q_width_ = d_.num_heads * d_.head_size;
+    row_ = q_width_ + 2 * kv_width_;
+    grow(s_.x, T * d_.width);
+    grow(s_.qkv, T * row_);
+    grow(s_.attended, T * q_width_);
+    grow(s_.hidden, T * d_.inner);
+    grow(s_.branch, T * d_.width);
     s_.attention.resize(std::max<size_t>(s_.attention.size(), num_threads));
-    if (p_.largest) s_.largest.assign(num_threads, std::vector<Largest>(p_.num_rows));
+    if (p_.largest)
+      s_.largest.assign(num_threads, std::vector<Largest>(p_.num_rows));
     s_.lend_rooms(num_threads, std::max(2 * d_.width, p_.features ? p_.features->linear.in : 0));
     s_.inputs.begin(std::max(T, p_.num_rows));  // a row may be asked for twice
-    if (d_.is_head()) s_.inputs.reserve(d_.token);
+    if (d_.is_head())
+      s_.inputs.reserve(d_.token);
     for (int64_t l = 0; l < d_.num_layers; l++)
-      for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down}) s_.inputs.reserve(*one);
+      for (const Linear* one : {&d_.layers[l].query, &d_.layers[l].output, &d_.layers[l].gate, &d_.layers[l].down})
+        s_.inputs.reserve(*one);
     s_.inputs.reserve(d_.head);
     keeps_last_ = p_.kept[d_.num_layers];
     if (const Features* f = p_.features) {
@@ -193,8 +214,10 @@ class Run {
     }
     int64_t together = kTokensTogether;
     make_spans(together);
-    while (together > kFewestTogether && would_wait(num_threads)) make_spans(together /= 2);
-    if (!wants_all()) find_last(together);
+    while (together > kFewestTogether && would_wait(num_threads))
+      make_spans(together /= 2);
+    if (!wants_all())
+      find_last(together);
   }
 
   void work(Worker& worker) {
@@ -218,7 +241,8 @@ class Run {
       expect(worker, layer.gate);
       add(worker, layer.output, going, after);
       worker.each(going.count, [&](int64_t t) {
-        if (after) add_normed(worker, going, t, after);
+        if (after)
+          add_normed(worker, going, t, after);
         read(worker, going, t, layer.mlp_norm, layer.gate);
       });
       expect(worker, layer.down);
@@ -230,10 +254,13 @@ class Run {
         expect(worker, projections(l + 1));
       }
       add(worker, layer.down, going, layer.after_mlp_norm);
-      if (is_last && is_trimmed_ && !layer.after_mlp_norm) continue;
+      if (is_last && is_trimmed_ && !layer.after_mlp_norm)
+        continue;
       worker.each(going.count, [&](int64_t t) {
-        if (layer.after_mlp_norm) add_normed(worker, going, t, layer.after_mlp_norm);
-        if (is_last && is_trimmed_) return;  // nobody keeps what it is
+        if (layer.after_mlp_norm)
+          add_normed(worker, going, t, layer.after_mlp_norm);
+        if (is_last && is_trimmed_)
+          return;  // nobody keeps what it is
         const float* x = going.x + t * d_.width;
         keep(worker, l, t, x);
         if (!is_last) {
@@ -248,7 +275,8 @@ class Run {
     worker.each(p_.num_rows, [&](int64_t n) {
       float* state = p_.states + n * d_.width;
       const float* x = going.x + (is_trimmed_ ? place_in_last(p_.rows[n]) : p_.rows[n]) * d_.width;
-      if (p_.pool) std::copy(x, x + d_.width, p_.pool + p_.write_slots[p_.rows[n]] * d_.width);
+      if (p_.pool)
+        std::copy(x, x + d_.width, p_.pool + p_.write_slots[p_.rows[n]] * d_.width);
       rms_norm(x, d_.last_norm, d_.eps, d_.width, state);
       s_.inputs.set(n, state, d_.head);
     });
@@ -263,14 +291,16 @@ class Run {
   void finish() {
     for (int64_t n = 0; p_.largest && n < p_.num_rows; n++) {
       Largest all;
-      for (const auto& of_thread : s_.largest) all.see(of_thread[n]);
+      for (const auto& of_thread : s_.largest)
+        all.see(of_thread[n]);
       p_.largest[n] = all.is_broken ? std::numeric_limits<float>::quiet_NaN() : all.value;
       p_.likeliest[n] = all.is_broken ? 0 : all.token;
     }
   }
 
  private:
-  // Tokens that go on through a layer: all of them, or behind the last layer's keys and values those whose states anybody reads.
+  // Tokens that go on through a layer: all of them, or behind the last layer's keys and values those whose states
+  // anybody reads.
   struct Going {
     float* x;  // [count, width]
     int64_t count;
@@ -280,18 +310,23 @@ class Run {
   void logits(Worker& worker) {
     const int64_t vocab_size = d_.head.out;
     each_block(worker, p_.num_rows, d_.head.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
-      linear_task(d_.head, s_.inputs, p_.num_rows, panel, b, next < 0 ? nullptr : d_.head.block(next), p_.logits, vocab_size, false);
-      const int64_t first = b * kBlock, count = std::min(kBlock, vocab_size - first), end = std::min(p_.num_rows, (panel + 1) * kPanel);
-      for (int64_t n = panel * kPanel; n < end; n++) s_.largest[worker.id][n].see(p_.logits + n * vocab_size + first, first, count);
+      linear_task(d_.head, s_.inputs, p_.num_rows, panel, b, next < 0 ? nullptr : d_.head.block(next), p_.logits,
+                  vocab_size, false);
+      const int64_t first = b * kBlock, count = std::min(kBlock, vocab_size - first),
+                    end = std::min(p_.num_rows, (panel + 1) * kPanel);
+      for (int64_t n = panel * kPanel; n < end; n++)
+        s_.largest[worker.id][n].see(p_.logits + n * vocab_size + first, first, count);
     });
   }
 
   // Note a token's state after so many layers for whoever wants it.
   void keep(Worker& worker, int64_t l, int64_t t, const float* state) {
-    if (p_.kept[l]) std::copy(state, state + d_.width, p_.kept[l] + t * d_.width);
+    if (p_.kept[l])
+      std::copy(state, state + d_.width, p_.kept[l] + t * d_.width);
     const Features* f = d_.is_head() ? nullptr : p_.features;
     for (int64_t i = 0; f && i < f->num_states; i++)
-      if (f->after[i] == l) f->keep(i, p_.write_slots[t], state, d_.width, s_.normed[worker.id].data() + d_.width);
+      if (f->after[i] == l)
+        f->keep(i, p_.write_slots[t], state, d_.width, s_.normed[worker.id].data() + d_.width);
   }
 
   void begin_model(Worker& worker) {
@@ -308,7 +343,8 @@ class Run {
 
   // The states that tokens are given go to `x`.
   void begin_head(Worker& worker) {
-    if (p_.features) fuse(worker, s_, *p_.features, p_.before, p_.num_tokens, s_.x.data());
+    if (p_.features)
+      fuse(worker, s_, *p_.features, p_.before, p_.num_tokens, s_.x.data());
     worker.each(p_.num_tokens, [&](int64_t t) {
       if (!p_.features) {
         const float* given = p_.pool + p_.before[t] * d_.width;
@@ -336,7 +372,8 @@ class Run {
   template <typename Blocks>
   static void expect(Worker& worker, const Blocks& blocks) {
     const int64_t count = blocks.num_blocks(), first = worker.first_of(count);
-    if (first < count) worker.expect(blocks.block(first), blocks.block_bytes());
+    if (first < count)
+      worker.expect(blocks.block(first), blocks.block_bytes());
   }
 
   // x += layer(inputs); if a norm comes between, its input is left in `branch`.
@@ -351,7 +388,9 @@ class Run {
   }
 
   // What a layer's tokens go through before attention; where none goes on they need no queries.
-  Projections projections(int64_t l) const { return {d_.layers[l], !(l + 1 == d_.num_layers && is_trimmed_ && last_.empty())}; }
+  Projections projections(int64_t l) const {
+    return {d_.layers[l], !(l + 1 == d_.num_layers && is_trimmed_ && last_.empty())};
+  }
 
   // Make a layer's queries, keys and values; keep the keys and values.
   template <typename Cached>
@@ -363,7 +402,8 @@ class Run {
     each_block(worker, p_.num_tokens, parts.num_blocks(), [&](int64_t panel, int64_t b, int64_t next) {
       const auto [part, own] = parts.place(b);
       const char* following = next < 0 ? nullptr : parts.block(next);
-      linear_task(parts[part], s_.inputs, p_.num_tokens, panel, own, following, s_.qkv.data() + begins[part], row_, false);
+      linear_task(parts[part], s_.inputs, p_.num_tokens, panel, own, following, s_.qkv.data() + begins[part], row_,
+                  false);
     });
     worker.each(p_.num_tokens, [&](int64_t t) {
       float* qkv = s_.qkv.data() + t * row_;
@@ -372,7 +412,8 @@ class Run {
       for (int64_t h = parts.has_queries() ? 0 : d_.num_heads; h < d_.num_heads + d_.num_kv_heads; h++) {
         float* head = qkv + h * d_.head_size;
         const float* norm = h < d_.num_heads ? layer.query_norm : layer.key_norm;
-        if (norm) rms_norm(head, norm, d_.eps, d_.head_size, head);
+        if (norm)
+          rms_norm(head, norm, d_.eps, d_.head_size, head);
         rotate(head, cosines, sines, d_.head_size);
       }
       for (int64_t h = 0; h < d_.num_kv_heads; h++) {
@@ -393,13 +434,14 @@ class Run {
     const Heads heads{d_.num_heads, d_.num_kv_heads, d_.head_size, p_.apart, d_.scaling, layer.window};
     worker.each(spans.size() * d_.num_kv_heads, [&](int64_t task) {
       const Span span = spans[task / d_.num_kv_heads];
-      s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.begin, span.end, p_.positions, keys, values,
-                                  s_.qkv.data(), row_, s_.attended.data());
+      s_.attention[worker.id].run(p_.segments, heads, span.segment, task % d_.num_kv_heads, span.begin, span.end,
+                                  p_.positions, keys, values, s_.qkv.data(), row_, s_.attended.data());
     });
     const Going going = is_trimmed ? Going{s_.last.data(), (int64_t)last_.size()} : Going{s_.x.data(), p_.num_tokens};
     worker.each(going.count, [&](int64_t i) {
       const int64_t t = is_trimmed ? last_[i] : i;
-      if (is_trimmed) std::copy_n(s_.x.data() + t * d_.width, d_.width, going.x + i * d_.width);
+      if (is_trimmed)
+        std::copy_n(s_.x.data() + t * d_.width, d_.width, going.x + i * d_.width);
       s_.inputs.set(i, s_.attended.data() + t * q_width_, layer.output);
     });
     return going;
@@ -414,13 +456,15 @@ class Run {
   void gate_task(const Layer& layer, int64_t num_tokens, int64_t panel, int64_t b, const char* next) {
     float gate[kPartRows * kBlock];
     each_part(layer.gate, num_tokens, panel, [&](const Part& part) {
-      part_outputs(layer.gate, s_.inputs, part, b, part.is_first ? layer.up.block(b) : nullptr, [&](int r, int column, Mask, Floats v) {
-        store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
-      });
+      part_outputs(layer.gate, s_.inputs, part, b, part.is_first ? layer.up.block(b) : nullptr,
+                   [&](int r, int column, Mask, Floats v) {
+                     store(gate + r * kBlock + column, d_.activation == kSiLU ? silu(v) : gelu_tanh(v));
+                   });
       float* hidden = s_.hidden.data() + part.row * d_.inner + b * kBlock;
-      part_outputs(layer.up, s_.inputs, part, b, part.is_last ? next : nullptr, [&](int r, int column, Mask m, Floats v) {
-        store(hidden + r * d_.inner + column, m, load(gate + r * kBlock + column) * v);
-      });
+      part_outputs(layer.up, s_.inputs, part, b, part.is_last ? next : nullptr,
+                   [&](int r, int column, Mask m, Floats v) {
+                     store(hidden + r * d_.inner + column, m, load(gate + r * kBlock + column) * v);
+                   });
     });
   }
 
@@ -439,14 +483,16 @@ class Run {
     spans_.clear();
     for (int64_t s = 0; s < p_.segments.count; s++) {
       const int64_t end = p_.segments.first_token[s + 1];
-      for (int64_t t = p_.segments.first_token[s]; t < end; t += together) spans_.push_back({s, t, std::min(t + together, end)});
+      for (int64_t t = p_.segments.first_token[s]; t < end; t += together)
+        spans_.push_back({s, t, std::min(t + together, end)});
     }
   }
 
   // Whether the states of all tokens after the last layer are wanted, and not only of those whose logits are.
   bool wants_all() const {
     const Features* f = d_.is_head() ? nullptr : p_.features;
-    return keeps_last_ || p_.kept[d_.num_layers - 1] || (f && std::count(f->after, f->after + f->num_states, d_.num_layers - 1));
+    return keeps_last_ || p_.kept[d_.num_layers - 1] ||
+           (f && std::count(f->after, f->after + f->num_states, d_.num_layers - 1));
   }
 
   // Who goes on behind the last layer's keys and values, if not all do.
@@ -455,12 +501,14 @@ class Run {
     std::sort(last_.begin(), last_.end());
     last_.erase(std::unique(last_.begin(), last_.end()), last_.end());
     is_trimmed_ = (int64_t)last_.size() < p_.num_tokens;
-    if (!is_trimmed_) return;
+    if (!is_trimmed_)
+      return;
     grow(s_.last, last_.size() * d_.width);
     int64_t segment = 0;
     for (int64_t t : last_) {
       const bool is_new = t >= p_.segments.first_token[segment + 1];
-      while (t >= p_.segments.first_token[segment + 1]) segment++;
+      while (t >= p_.segments.first_token[segment + 1])
+        segment++;
       if (is_new || last_spans_.empty() || last_spans_.back().end < t || t - last_spans_.back().begin >= together) {
         last_spans_.push_back({segment, t, t + 1});
       } else {
@@ -482,8 +530,8 @@ class Run {
   std::vector<Span> last_spans_;
 };
 
-// Scratch is lent to one pass at a time; passes side by side (a draft model's, an audit's) get one each. It is this library's own:
-// an inline variable would be shared with one compiled for other instructions, whose layout is another.
+// Scratch is lent to one pass at a time; passes side by side (a draft model's, an audit's) get one each. It is this
+// library's own: an inline variable would be shared with one compiled for other instructions, whose layout is another.
 namespace {
 std::mutex scratch_mutex;
 std::vector<std::unique_ptr<Scratch>> scratch_free;
@@ -493,7 +541,8 @@ class LentScratch {
  public:
   LentScratch() {
     std::lock_guard<std::mutex> hold(scratch_mutex);
-    if (scratch_free.empty()) scratch_free.push_back(std::make_unique<Scratch>());
+    if (scratch_free.empty())
+      scratch_free.push_back(std::make_unique<Scratch>());
     scratch_ = std::move(scratch_free.back());
     scratch_free.pop_back();
   }

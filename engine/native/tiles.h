@@ -1,5 +1,5 @@
-// The tiles of AMX: whether a process may use them, and their shape. A thread begins and releases them around its use, because
-// other libraries in the process have shapes of their own.
+// The tiles of AMX: whether a process may use them, and their shape. A thread begins and releases them around its use,
+// because other libraries in the process have shapes of their own.
 #pragma once
 #include <immintrin.h>
 #include <sys/syscall.h>

@@ -1,14 +1,17 @@
-// Vectors of 16 floats, of 8 doubles and of as many integers, by AVX-512 or by AVX2: what everything else here is written in.
+// Vectors of 16 floats, of 8 doubles and of as many integers, by AVX-512 or by AVX2: what everything else here is
+// written in.
 //
-// Both compute the same bits: each lane by the same operations, sums of lanes in the same order. Masks have a bit a lane.
+// Both compute the same bits: each lane by the same operations, sums of lanes in the same order. Masks have a bit a
+// lane.
 //
 //   spread(x)              every lane x; spread32 and spread64 make integers
 //   load, store            16 floats, or those of a mask (others read as 0, or as `otherwise`, and are not written)
 //   fused(a, b, c)         a b + c, rounded once; fused_minus: a b - c; fused_from: c - a b
 //   larger, smaller        the second where either is NaN, as the processor has it
 //   sum, most              of all lanes
-//   Where                  where a comparison of floats holds; bits(where) is its mask, blend(where, no, yes) takes by it
-//   Register               as many floats as the processor holds in one: loops that must keep all their sums in registers
+//   Where                  where a comparison of floats holds; bits(where) is its mask, blend(where, no, yes) takes by
+//   it Register               as many floats as the processor holds in one: loops that must keep all their sums in
+//   registers
 //                          use it (`kRegister` lanes, a divisor of 16; 64 bytes or 32)
 #pragma once
 #include <immintrin.h>

@@ -3,19 +3,19 @@
 #include <cmath>
 #include <vector>
 
-#include "laws.h"
+#include "distributions.h"
 #include "noise.h"
 
 namespace latebranch {
 
 // Trees end to end; `parents` and `path` are a tree's own numbers, the root's parent is -1.
 struct Walked {
-  const int64_t* firsts;                // [B + 1]
+  const int64_t* firsts;                   // [B + 1]
   const int64_t *rows, *parents, *tokens;  // [N]: rows of the logits, parents, tokens
-  const float* inverse_temperatures;    // [B]
-  const uint64_t* keys;                 // [N]: of the noise, a tree's by depth
-  int64_t* path;                        // [N]
-  int64_t *lengths, *extras;            // [B]: nodes of the path, 0 where a law on it is none; the token that follows it
+  const float* inverse_temperatures;       // [B]
+  const uint64_t* keys;                    // [N]: of the noise, a tree's by depth
+  int64_t* path;                           // [N]
+  int64_t *lengths, *extras;  // [B]: nodes of the path, 0 where a law on it is none; the token that follows it
 };
 
 inline void walk(const float* logits, int64_t vocab_size, const Walked& trees, int64_t b) {
@@ -27,10 +27,13 @@ inline void walk(const float* logits, int64_t vocab_size, const Walked& trees, i
     law(logits + trees.rows[first + node] * vocab_size, vocab_size, trees.inverse_temperatures[b], p.data());
     double score;
     choose(p.data(), vocab_size, trees.keys[first + depth], &score, trees.extras + b);
-    if (!std::isfinite(score)) return void(trees.lengths[b] = 0);
+    if (!std::isfinite(score))
+      return void(trees.lengths[b] = 0);
     int64_t child = node + 1;
-    while (child < count && (trees.parents[first + child] != node || trees.tokens[first + child] != trees.extras[b])) child++;
-    if (child == count) return void(trees.lengths[b] = depth + 1);
+    while (child < count && (trees.parents[first + child] != node || trees.tokens[first + child] != trees.extras[b]))
+      child++;
+    if (child == count)
+      return void(trees.lengths[b] = depth + 1);
     node = child;
   }
 }

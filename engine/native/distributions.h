@@ -19,10 +19,12 @@ inline void likeliest(const float* logits, int64_t count, float* value, int64_t*
   }
   float values[kLanes];
   int32_t tokens[kLanes];
-  store(values, best), store(tokens, places);
+  store(values, best);
+  store(tokens, places);
   int first = 0;
   for (int i = 1; i < kLanes; i++)
-    if (values[i] > values[first] || (values[i] == values[first] && tokens[i] < tokens[first])) first = i;
+    if (values[i] > values[first] || (values[i] == values[first] && tokens[i] < tokens[first]))
+      first = i;
   *value = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : values[first];
   *token = tokens[first];
 }
